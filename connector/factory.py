@@ -1,0 +1,109 @@
+"""The one assembly list of a node's connector: which classes make a producer, a consumer or both."""
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from connector.multi import MultiScheduler, MultiWorker
+from connector.pd.admission import PdAdmission
+from connector.pd.claims import ClaimKeeper
+from connector.pd.consumer import ConsumerScheduler, ConsumerWorker, PullLimits
+from connector.pd.control import LeaseDesk
+from connector.pd.geometry import describe_geometry
+from connector.pd.lease import LeaseTable
+from connector.pd.params import ParamsSigner
+from connector.pd.peers import PeerRegistry
+from connector.pd.producer import AdvertisedAddress, ProducerScheduler, ProducerWorker
+from connector.transports.base import Transport
+from connector.transports.choose import open_transport
+from engine.arena import ArenaMemory
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_connector import Connector
+from engine.metrics import NodeMetrics, TransferMetrics
+from engine.node.connector import ConnectorSettings
+from engine.rpc.control_service import ControlService
+from engine.rpc.messages import Handshake
+from engine.rpc.server import RpcService
+
+RENEWALS_PER_LEASE = 6
+WILDCARD_HOSTS = ("0.0.0.0", "::")
+
+
+@dataclass(slots=True)
+class PdConnector:
+    """A node's prefill/decode connector; see `engine.node.connector.NodeConnector`."""
+
+    connector: Connector
+    desk: LeaseDesk
+    address: AdvertisedAddress
+    leases: LeaseTable
+    claims: ClaimKeeper
+    peers: PeerRegistry
+    transport: Transport
+
+    def services(self) -> Sequence[RpcService]:
+        """The control service that peers call."""
+        return [ControlService(self.desk)]
+
+    def advertise(self, port: int) -> None:
+        """The control service listens on `port`; goes into every `kv_transfer_params`."""
+        self.address.port = port
+
+    def close(self) -> None:
+        """Gives channels, mappings and registrations back; after the engine has stopped."""
+        self.peers.close()
+        self.transport.close()
+
+
+def build_connector(
+    settings: ConnectorSettings,
+    plan: ArenaPlan,
+    arena: ArenaMemory,
+    *,
+    metrics: NodeMetrics,
+    wake: Callable[[], None],
+) -> PdConnector:
+    """Everything behind `--kv-transfer-config` for one node; `wake` makes an idle engine step."""
+    extra = settings.config.kv_connector_extra_config
+    transport = open_transport(extra.transport, settings.engine_id)
+    identity = Handshake(
+        engine_id=settings.engine_id,
+        transport=transport.name,
+        transport_address=transport.register(arena),
+        geometry=describe_geometry(plan, settings.model_fingerprint),
+    )
+    leases = LeaseTable(extra.kv_lease_duration, time.monotonic)
+    signer = ParamsSigner(settings.cluster_token)
+    peers = PeerRegistry(
+        identity,
+        transport,
+        cluster_token=settings.cluster_token,
+        control_timeout_s=extra.control_timeout,
+    )
+    claims = ClaimKeeper(peers, extra.kv_lease_duration / RENEWALS_PER_LEASE)
+    address = AdvertisedAddress(settings.engine_id, advertised_host(settings.host))
+    transfers = TransferMetrics(metrics)
+    consumer = ConsumerWorker(
+        plan, transport, claims, transfers, pulls=PullLimits.of(extra), wake=wake
+    )
+    return PdConnector(
+        Connector(
+            PdAdmission(signer, claims, settings.config),
+            MultiScheduler(
+                [ProducerScheduler(address, plan, leases, signer), ConsumerScheduler(claims)]
+            ),
+            MultiWorker([ProducerWorker(leases, transfers), consumer]),
+        ),
+        LeaseDesk(identity, leases, wake),
+        address,
+        leases,
+        claims,
+        peers,
+        transport,
+    )
+
+
+def advertised_host(host: str) -> str:
+    """The address that peers are told: the listening one, or this machine's for a wildcard."""
+    return socket.gethostbyname(socket.gethostname()) if host in WILDCARD_HOSTS else host

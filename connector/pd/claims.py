@@ -1,0 +1,172 @@
+"""D's side of leases: the remote prefills it has accepted, renewed until they are pulled or given up.
+
+From the acceptance of a request until its end there is one claim; whoever ends it first releases P's lease.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import structlog
+
+from connector.pd.peers import Peer, PeerRegistry
+from engine.errors import DeadlineExceededError, TandemError, UnavailableError
+from engine.types import KVTransferParams, KVTransferStats
+
+log = structlog.get_logger()
+
+CONTROL_THREADS = 4
+
+
+@dataclass(slots=True, eq=False)
+class PrefillClaim:
+    """One accepted remote prefill.
+
+    `failure` says why it will not be pulled (the prompt is then computed here); `ended` that nobody needs it.
+    """
+
+    request_id: str
+    params: KVTransferParams
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    peer: Peer | None = None
+    offsets: tuple[tuple[int, ...], ...] = ()
+    failure: str | None = None
+    ended: bool = False
+    stats: KVTransferStats | None = None
+
+    @property
+    def remote_request_id(self) -> str:
+        """P's name of the prefill."""
+        return self.params.remote_request_id or ""
+
+
+class ClaimKeeper:
+    """Owner of all claims of a node and of the threads that talk to prefill nodes about them."""
+
+    def __init__(self, peers: PeerRegistry, renewal_interval_s: float) -> None:
+        self._peers = peers
+        self._interval_s = renewal_interval_s
+        self._lock = threading.Lock()
+        self._claims: dict[str, PrefillClaim] = {}
+        self._stopping = threading.Event()
+        self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="kv-control")
+        self._renewer = threading.Thread(target=self._renew_regularly, name="kv-renew", daemon=True)
+        self._renewer.start()
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def get(self, request_id: str) -> PrefillClaim | None:
+        """The claim of a request, if it has one."""
+        with self._lock:
+            return self._claims.get(request_id)
+
+    def begin(self, claim: PrefillClaim) -> Future[None]:
+        """Asks P for the prefill of `claim`, on a control thread; the future carries P's refusal."""
+        with self._lock:
+            self._claims[claim.request_id] = claim
+        return self._control.submit(self._ask, claim)
+
+    def end(self, request_id: str) -> PrefillClaim | None:
+        """Forgets a claim; P's lease is released in the background if it is still ours."""
+        with self._lock:
+            claim = self._claims.pop(request_id, None)
+        if claim is not None:
+            with claim.lock:
+                is_ours = not claim.ended and claim.peer is not None
+                claim.ended = True
+            if is_ours:
+                self._submit(lambda: self._give_up(claim))
+        return claim
+
+    def confirm(self, claim: PrefillClaim) -> bool:
+        """Ends the lease after a read; whether it was alive until now, so that what was read is intact."""
+        with claim.lock:
+            peer = claim.peer
+            if claim.ended or peer is None:
+                return False
+            claim.ended = True
+        try:
+            return peer.control.release(
+                peer.engine_id, claim.remote_request_id, reason="read", timeout_s=peer.timeout_s
+            )
+        finally:
+            self._peers.release(peer)
+
+    def forget(self, peer: Peer) -> None:
+        """Something with `peer` failed: the next claim shakes hands again."""
+        self._peers.forget(peer)
+
+    def close(self) -> None:
+        """Gives every claim up and stops the threads."""
+        self._stopping.set()
+        for request_id in list(self._claims):
+            self.end(request_id)
+        self._renewer.join()
+        self._control.shutdown(wait=True)
+
+    def _ask(self, claim: PrefillClaim) -> None:
+        params = claim.params
+        assert params.remote_host and params.remote_port and params.remote_engine_id
+        peer = self._peers.acquire(params.remote_host, params.remote_port, params.remote_engine_id)
+        try:
+            found = peer.control.claim(
+                peer.engine_id, claim.remote_request_id, timeout_s=peer.timeout_s
+            )
+        except BaseException as error:
+            self._lost(peer, error)
+            self._peers.release(peer)
+            raise
+        with claim.lock:
+            claim.peer, claim.offsets = peer, found.groups
+            came_too_late = claim.ended
+        if came_too_late:
+            self._give_up(claim)
+
+    def _give_up(self, claim: PrefillClaim) -> None:
+        """Best effort: if P does not hear it, the lease runs out by itself."""
+        peer = claim.peer
+        assert peer is not None
+        try:
+            peer.control.release(
+                peer.engine_id, claim.remote_request_id, reason="given up", timeout_s=peer.timeout_s
+            )
+        except TandemError as error:
+            self._lost(peer, error)
+            log.info("could not release a lease", peer=peer.engine_id, error=str(error))
+        finally:
+            self._peers.release(peer)
+
+    def _lost(self, peer: Peer, error: BaseException) -> None:
+        if isinstance(error, UnavailableError | DeadlineExceededError):
+            self._peers.forget(peer)
+
+    def _renew_regularly(self) -> None:
+        """One message per peer and interval, each on a control thread: a silent peer delays no other."""
+        while not self._stopping.wait(self._interval_s):
+            by_peer: dict[int, list[PrefillClaim]] = defaultdict(list)
+            with self._lock:
+                for claim in self._claims.values():
+                    if claim.peer is not None and not claim.ended and claim.failure is None:
+                        by_peer[id(claim.peer)].append(claim)
+            for claims in by_peer.values():
+                self._submit(lambda claims=claims: self._renew(claims))
+
+    def _renew(self, claims: list[PrefillClaim]) -> None:
+        peer = claims[0].peer
+        assert peer is not None
+        ids = [claim.remote_request_id for claim in claims]
+        try:
+            lost = set(peer.control.renew(peer.engine_id, ids, timeout_s=peer.timeout_s))
+        except TandemError as error:
+            self._lost(peer, error)
+            log.warning("could not renew leases", peer=peer.engine_id, error=str(error))
+            return
+        for claim in claims:
+            if claim.remote_request_id in lost and not claim.ended:
+                claim.failure = "lease_lost"
+
+    def _submit(self, call: Callable[[], None]) -> None:
+        self._control.submit(call)

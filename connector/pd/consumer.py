@@ -1,0 +1,185 @@
+"""D's side of a hand-over: pull what P holds into blocks of this node, confirm, publish.
+
+The scheduler side decides and never waits; the worker side moves bytes on threads of its own, so a slow peer
+delays neither the engine step nor other requests.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import structlog
+
+from connector.pd.claims import ClaimKeeper, PrefillClaim
+from connector.pd.layout import PullPlan, plan_pull
+from connector.pd.peers import Peer
+from connector.transports.base import Transport
+from engine.config import PdConnectorConfig
+from engine.errors import TandemError, TransportError
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_connector import FinishDecision, SchedulerConnector, WorkerConnector
+from engine.metrics import TransferMetrics
+from engine.request import Request
+from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
+from engine.types import KVTransferStats
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, frozen=True)
+class PullLimits:
+    """How many pulls may run at once, and seconds that one may take."""
+
+    max_concurrent: int
+    transfer_timeout_s: float
+
+    @classmethod
+    def of(cls, config: PdConnectorConfig) -> "PullLimits":
+        """The limits that a config names."""
+        return cls(config.max_concurrent_pulls, config.transfer_timeout)
+
+
+class ConsumerScheduler(SchedulerConnector):
+    """Tells the scheduler which prompts are computed elsewhere."""
+
+    def __init__(self, claims: ClaimKeeper) -> None:
+        self._claims = claims
+        self._pulls: list[BlockPull] = []
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """All of the prompt that is not here, while its claim stands."""
+        claim = self._claims.get(request.request_id)
+        if claim is None or claim.failure is not None:
+            return 0
+        return request.num_prompt_tokens - num_computed_tokens
+
+    def update_state_after_alloc(self, request: Request, pull: BlockPull) -> None:
+        """Queues the pull for the next step."""
+        self._pulls.append(pull)
+
+    def build_connector_meta(self) -> ConnectorMeta:
+        """The pulls queued since the last step."""
+        pulls, self._pulls = tuple(self._pulls), []
+        return ConnectorMeta(pulls)
+
+    def request_finished(self, request: Request) -> FinishDecision:
+        """Ends the claim, if there is one left, and reports what the pull cost."""
+        claim = self._claims.end(request.request_id)
+        return FinishDecision(kv_transfer=claim.stats if claim else None)
+
+    def close(self) -> None:
+        """Gives every claim up."""
+        self._claims.close()
+
+
+class ConsumerWorker(WorkerConnector):
+    """Owner of the pull threads. Results wait in a queue until the engine thread asks."""
+
+    def __init__(
+        self,
+        plan: ArenaPlan,
+        transport: Transport,
+        claims: ClaimKeeper,
+        metrics: TransferMetrics,
+        *,
+        pulls: PullLimits,
+        wake: Callable[[], None],
+    ) -> None:
+        self._plan = plan
+        self._transport = transport
+        self._claims = claims
+        self._metrics = metrics
+        self._timeout_s = pulls.transfer_timeout_s
+        self._wake = wake
+        self._results: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(pulls.max_concurrent, thread_name_prefix="kv-pull")
+        self._stopping = threading.Event()
+
+    def start_load_kv(self, meta: ConnectorMeta) -> None:
+        """Hands each pull to a pull thread."""
+        for pull in meta.pulls:
+            self._threads.submit(self._pull, pull)
+
+    def get_finished(self) -> ConnectorOutput:
+        """Pulls that ended since the last call."""
+        loaded: list[str] = []
+        failed: dict[str, str] = {}
+        while not self._results.empty():
+            request_id, cause = self._results.get_nowait()
+            if cause is None:
+                loaded.append(request_id)
+            else:
+                failed[request_id] = cause
+        return ConnectorOutput(tuple(loaded), failed)
+
+    def next_deadline(self) -> float | None:
+        """None: a finished pull wakes the engine."""
+        return None
+
+    def close(self) -> None:
+        """Waits for pulls in flight (each is bounded) and stops the threads."""
+        self._stopping.set()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _pull(self, pull: BlockPull) -> None:
+        """On a pull thread: every outcome becomes a result, or a request would wait for ever."""
+        cause: str | None = "transfer_failed"
+        try:
+            cause = self._try_pull(pull)
+        finally:
+            self._results.put((pull.request_id, cause))
+            self._wake()
+
+    def _try_pull(self, pull: BlockPull) -> str | None:
+        claim = self._claims.get(pull.request_id)
+        if claim is None or claim.peer is None or self._stopping.is_set():
+            return "request_ended"
+        try:
+            self._read_and_confirm(claim, claim.peer, pull)
+        except TandemError as error:
+            self._metrics.failed.inc()
+            claim.failure = "transfer_failed"
+            log.warning("a pull failed", peer=claim.peer.engine_id, error=str(error))
+            return claim.failure
+        return None
+
+    def _read_and_confirm(self, claim: PrefillClaim, peer: Peer, pull: BlockPull) -> None:
+        """The bytes count only if P says, after the read, that the lease was alive all the time."""
+        started = time.monotonic()
+        spans = plan_pull(self._plan, pull.tables, claim.offsets, pull.num_local_tokens)
+        self._read(peer, spans)
+        if not self._claims.confirm(claim):
+            raise TransportError(
+                f"the lease of {claim.remote_request_id} had ended before the read did"
+            )
+        self._book(claim, spans, pull, time.monotonic() - started)
+
+    def _read(self, peer: Peer, spans: PullPlan) -> None:
+        """A failed read leaves the transport disconnected: the next claim shakes hands again."""
+        try:
+            transfer = self._transport.read(peer.engine_id, spans.spans)
+            try:
+                transfer.wait(self._timeout_s)
+            except TransportError:
+                transfer.cancel()
+                raise
+        except TransportError:
+            self._claims.forget(peer)
+            raise
+
+    def _book(
+        self, claim: PrefillClaim, spans: PullPlan, pull: BlockPull, seconds: float
+    ) -> None:
+        claim.stats = KVTransferStats(
+            attention_bytes=spans.attention_bytes,
+            state_bytes=spans.state_bytes,
+            transfer_ms=1e3 * seconds,
+            prefill_cached_tokens=claim.params.remote_num_cached_tokens or 0,
+            decode_cached_tokens=pull.num_local_tokens,
+        )
+        self._metrics.pulled(
+            seconds, len(spans.spans), spans.attention_bytes, spans.state_bytes
+        )

@@ -1,0 +1,73 @@
+"""Blocks to byte spans: which bytes of P's arena go where in D's. Pure numbers.
+
+A block holds all layers of its group, so it is one span; neighbours on both sides become one span.
+
+    P  |b7|b8|b9|..|b3|        D  |b0|b1|b2|b3|
+        \\_______/    |             \\_______/  |
+         one span   one span
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from connector.transports.base import SpanPair
+from engine.errors import TransportError
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.spec import MambaSpec
+
+
+@dataclass(slots=True, frozen=True)
+class PullPlan:
+    """What one pull reads: coalesced spans, bytes by kind, and the number of pieces before coalescing."""
+
+    spans: tuple[SpanPair, ...]
+    attention_bytes: int
+    state_bytes: int
+    num_pieces: int
+
+
+def plan_pull(
+    plan: ArenaPlan,
+    local_tables: Sequence[Sequence[int]],
+    remote_offsets: Sequence[Sequence[int]],
+    num_local_tokens: int,
+) -> PullPlan:
+    """Spans that fill `local_tables` beyond the `num_local_tokens` tokens that are here already.
+
+    `remote_offsets[g][i]` is the byte offset of block i of group g in P's arena. Raises TransportError when P
+    names fewer or more blocks than D reserved.
+    """
+    pieces: list[SpanPair] = []
+    sizes = {True: 0, False: 0}
+    for group, (blocks, offsets) in enumerate(zip(local_tables, remote_offsets, strict=True)):
+        if len(blocks) != len(offsets):
+            raise TransportError(
+                f"group {group}: {len(offsets)} blocks announced, {len(blocks)} reserved"
+            )
+        is_state = isinstance(plan.groups[group].spec, MambaSpec)
+        first = 0 if is_state else num_local_tokens // plan.block_size
+        length = plan.block_bytes(group)
+        sizes[is_state] += length * (len(blocks) - first)
+        pieces += [
+            SpanPair(remote=offset, local=plan.block_offset(group, block), length=length)
+            for offset, block in zip(offsets[first:], blocks[first:], strict=True)
+        ]
+    return PullPlan(tuple(coalesce(pieces)), sizes[False], sizes[True], len(pieces))
+
+
+def coalesce(pieces: Iterable[SpanPair]) -> list[SpanPair]:
+    """The same copies in as few spans as possible: pieces adjacent on both sides are joined."""
+    spans: list[SpanPair] = []
+    for piece in pieces:
+        last = spans[-1] if spans else None
+        if last is not None and _adjacent(last, piece):
+            spans[-1] = SpanPair(last.remote, last.local, last.length + piece.length)
+        else:
+            spans.append(piece)
+    return spans
+
+
+def _adjacent(left: SpanPair, right: SpanPair) -> bool:
+    return (
+        left.remote + left.length == right.remote and left.local + left.length == right.local
+    )

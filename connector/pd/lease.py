@@ -1,0 +1,97 @@
+"""P's promises: which finished prefills stay readable, until when, and how they end.
+
+Durations and an injected monotonic clock, never wall time (vLLM #41383). Thread-safe: control messages arrive
+while the engine thread is in a long forward, and must count. Knows nothing of tensors or sockets.
+"""
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+RENEWAL_SHARE = 2.0 / 3.0
+
+
+@dataclass(slots=True)
+class Lease:
+    """One held prefill: byte offsets of its blocks per group, its length in tokens, and when it ends."""
+
+    offsets: tuple[tuple[int, ...], ...]
+    num_tokens: int
+    deadline: float
+
+
+class LeaseTable:
+    """Owner of all leases of one node. A lease ends once: by release, or by running out."""
+
+    def __init__(self, duration_s: float, clock: Callable[[], float]) -> None:
+        self.duration_s = duration_s
+        self.num_expired = 0
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leases: dict[str, Lease] = {}
+        self._ended: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def grant(
+        self, request_id: str, offsets: tuple[tuple[int, ...], ...], num_tokens: int
+    ) -> None:
+        """Begins the lease of a finished prefill."""
+        with self._lock:
+            deadline = self._clock() + self.duration_s
+            self._leases[request_id] = Lease(offsets, num_tokens, deadline)
+
+    def claim(self, request_id: str) -> Lease | None:
+        """D has accepted the request: the lease, renewed; None when there is none (any more)."""
+        with self._lock:
+            lease = self._live(request_id)
+            if lease is not None:
+                self._extend(lease)
+            return lease
+
+    def renew(self, request_ids: Iterable[str]) -> list[str]:
+        """Extends leases; returns the ids that have none (any more)."""
+        lost = []
+        with self._lock:
+            for request_id in request_ids:
+                lease = self._live(request_id)
+                if lease is None:
+                    lost.append(request_id)
+                else:
+                    self._extend(lease)
+        return lost
+
+    def release(self, request_id: str) -> bool:
+        """Ends a lease; whether it was still alive, so that a late reader learns that it was late."""
+        with self._lock:
+            alive = self._live(request_id) is not None
+            if alive:
+                self._end(request_id)
+            return alive
+
+    def take_ended(self) -> tuple[str, ...]:
+        """Requests whose lease ended since the last call; their blocks may be freed."""
+        with self._lock:
+            for request_id in [key for key in self._leases if self._live(key) is None]:
+                self._end(request_id)
+                self.num_expired += 1
+            ended, self._ended = tuple(self._ended), []
+            return ended
+
+    def next_deadline(self) -> float | None:
+        """When the earliest lease runs out."""
+        with self._lock:
+            return min((lease.deadline for lease in self._leases.values()), default=None)
+
+    def _live(self, request_id: str) -> Lease | None:
+        lease = self._leases.get(request_id)
+        return lease if lease is not None and self._clock() < lease.deadline else None
+
+    def _extend(self, lease: Lease) -> None:
+        extended = self._clock() + RENEWAL_SHARE * self.duration_s
+        lease.deadline = max(lease.deadline, extended)
+
+    def _end(self, request_id: str) -> None:
+        del self._leases[request_id]
+        self._ended.append(request_id)

@@ -1,0 +1,84 @@
+"""`kv_transfer_params`: how P writes them, and what D checks before it believes a word.
+
+The object passes through clients and proxies that may be anybody's, so P signs it with the cluster token and D
+talks only to hosts that a signed object names. Without a token there is nothing to sign with, and only peers on
+the same machine are accepted.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+
+import msgspec
+
+from engine.errors import KVTransferParamsError
+from engine.types import GenerateRequest, KVTransferParams
+
+REQUIRED = (
+    "remote_engine_id",
+    "remote_request_id",
+    "remote_host",
+    "remote_port",
+    "remote_num_tokens",
+    "first_token_ids",
+    "signature",
+)
+
+
+class ParamsSigner:
+    """Signs and verifies with one cluster token; None means loopback peers only."""
+
+    def __init__(self, cluster_token: str | None) -> None:
+        self._has_token = cluster_token is not None
+        self._key = (cluster_token or "loopback").encode()
+
+    def sign(self, params: KVTransferParams) -> KVTransferParams:
+        """`params` with its signature."""
+        return msgspec.structs.replace(params, signature=self._digest(params))
+
+    def verify(self, params: KVTransferParams) -> None:
+        """Raises KVTransferParamsError unless a node of this cluster signed exactly this object."""
+        if not hmac.compare_digest(self._digest(params), params.signature or ""):
+            raise KVTransferParamsError(
+                "kv_transfer_params were not issued by a node of this cluster, or were changed "
+                "on the way; send P's object as it is, and give all nodes the same cluster token",
+                code="foreign_kv_transfer_params",
+            )
+        if not self._has_token and not _is_loopback(params.remote_host or ""):
+            raise KVTransferParamsError(
+                f"remote_host {params.remote_host!r} is not this machine; start all nodes with "
+                "the same cluster token to allow other hosts",
+                code="foreign_kv_transfer_params",
+            )
+
+    def _digest(self, params: KVTransferParams) -> str:
+        unsigned = msgspec.structs.replace(params, signature=None)
+        return hmac.new(self._key, msgspec.msgpack.encode(unsigned), hashlib.sha256).hexdigest()
+
+
+def check_remote_prefill(request: GenerateRequest, params: KVTransferParams) -> None:
+    """Raises KVTransferParamsError naming what is missing or does not fit `request`."""
+    if params.do_remote_decode:
+        raise KVTransferParamsError("do_remote_decode and do_remote_prefill exclude each other")
+    missing = [name for name in REQUIRED if getattr(params, name) is None]
+    if missing:
+        raise KVTransferParamsError(
+            f"do_remote_prefill needs {', '.join(missing)}; send P's object as it is",
+            code="partial_kv_transfer_params",
+        )
+    num_tokens = len(request.prompt_token_ids)
+    if params.remote_num_tokens != num_tokens:
+        raise KVTransferParamsError(
+            f"P computed {params.remote_num_tokens} tokens but this prompt has {num_tokens}; "
+            "send the same prompt to both",
+            code="mismatched_kv_transfer_params",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

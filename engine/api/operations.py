@@ -1,0 +1,151 @@
+"""Endpoints beside generation: models, tokenize, detokenize, probes, version, metrics."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.api.generator import Generator
+from engine.api.json_body import convert, parse_object, read_body
+from engine.api.limits import check_token_ids
+from engine.api.plan import check_model
+from engine.api.replies import (
+    DetokenizeReply,
+    ModelCard,
+    ModelList,
+    TokenizeReply,
+    VersionReply,
+)
+from engine.api.schema import DetokenizeRequest, TokenizeRequest
+from engine.api.serving import Serving
+from engine.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    TandemError,
+    UnavailableError,
+)
+
+PROBE_TIMEOUT_S = 5.0
+TOKENIZE_TIMEOUT_S = 60.0
+
+
+class Operations:
+    """Handlers that need the generator's health or the tokenizer, but generate nothing."""
+
+    def __init__(self, generator: Generator, serving: Serving, registry: CollectorRegistry) -> None:
+        self._generator = generator
+        self._serving = serving
+        self._registry = registry
+        self._created = int(time.time())
+
+    def routes(self) -> list[Route]:
+        """Paths as vLLM, OpenAI clients and Kubernetes probes know them."""
+        health = [Route(path, self.health) for path in ("/health", "/live", "/ping")]
+        return [
+            *health,
+            Route("/ready", self.ready),
+            Route("/version", self.version),
+            Route("/metrics", self.metrics),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        return await _probe(self._generator.check_health)
+
+    async def ready(self, request: Request) -> Response:
+        return await _probe(self._generator.check_ready)
+
+    async def version(self, request: Request) -> Response:
+        return _json(VersionReply(version=self._serving.version))
+
+    async def metrics(self, request: Request) -> Response:
+        text = await asyncio.to_thread(generate_latest, self._registry)
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def models(self, request: Request) -> Response:
+        return _json(ModelList(data=[self._card(self._serving.model_name)]))
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        check_model(name, self._serving)
+        return _json(self._card(name))
+
+    async def tokenize(self, request: Request) -> Response:
+        return await _in_thread(self._tokenize, await read_body(request))
+
+    async def detokenize(self, request: Request) -> Response:
+        return await _in_thread(self._detokenize, await read_body(request))
+
+    def _card(self, name: str) -> ModelCard:
+        serving = self._serving
+        return ModelCard(
+            id=name,
+            created=self._created,
+            root=serving.root or serving.model_name,
+            max_model_len=serving.max_model_len,
+        )
+
+    def _tokenize(self, body: bytes) -> TokenizeReply:
+        fields = convert(parse_object(body), TokenizeRequest)
+        check_model(fields.model, self._serving)
+        tokens = self._tokens(fields)
+        texts = [self._serving.tokenizer.token_text(token) for token in tokens]
+        return TokenizeReply(
+            count=len(tokens),
+            max_model_len=self._serving.max_model_len,
+            tokens=tokens,
+            token_strs=texts if fields.return_token_strs else None,
+        )
+
+    def _tokens(self, fields: TokenizeRequest) -> tuple[int, ...]:
+        tokenizer = self._serving.tokenizer
+        if fields.prompt is not None and fields.messages is None:
+            special = fields.add_special_tokens is not False
+            return tokenizer.encode(fields.prompt, add_special_tokens=special)
+        if fields.messages is None or fields.prompt is not None:
+            raise InvalidRequestError("send either prompt or messages", param="prompt")
+        return tokenizer.encode_chat(
+            [message.for_template() for message in fields.messages],
+            add_generation_prompt=fields.add_generation_prompt is not False,
+            extra=fields.chat_template_kwargs or {},
+        )
+
+    def _detokenize(self, body: bytes) -> DetokenizeReply:
+        fields = convert(parse_object(body), DetokenizeRequest)
+        check_model(fields.model, self._serving)
+        check_token_ids(fields.tokens, self._serving.vocab_size, "tokens")
+        self._serving.tokenizer.require_text("/detokenize")
+        text = self._serving.tokenizer.decode(fields.tokens, skip_special_tokens=False)
+        return DetokenizeReply(prompt=text)
+
+
+async def _probe(check: Callable[[], Awaitable[None]]) -> Response:
+    """200 with an empty body; 503 for every reason not to be well, a slow answer included."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            await check()
+    except TimeoutError as error:
+        raise UnavailableError(f"no answer within {PROBE_TIMEOUT_S:g} s") from error
+    except TandemError as error:
+        raise UnavailableError(str(error)) from error
+    return Response(status_code=200)
+
+
+async def _in_thread(work: Callable[[bytes], msgspec.Struct], body: bytes) -> Response:
+    try:
+        async with asyncio.timeout(TOKENIZE_TIMEOUT_S):
+            return _json(await asyncio.to_thread(work, body))
+    except TimeoutError as error:
+        raise DeadlineExceededError(f"not done within {TOKENIZE_TIMEOUT_S:g} s") from error
+
+
+def _json(reply: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(reply), media_type="application/json")

@@ -1,0 +1,149 @@
+"""Reply bodies of the OpenAI surface with vLLM's additions. Knows nothing of how they are filled.
+
+A field that is UNSET is left out; one that is None is sent as null.
+"""
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from engine.types import KVTransferParams, KVTransferStats, TokenId
+
+TokenIds = tuple[TokenId, ...]
+
+
+class _Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of every reply body."""
+
+
+class PromptTokensDetails(_Reply, frozen=True, kw_only=True):
+    cached_tokens: int
+
+
+class Usage(_Reply, frozen=True, kw_only=True):
+    """Token counts; `kv_transfer` tells what a remote prefill cost."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    kv_transfer: KVTransferStats | UnsetType = UNSET
+
+
+class CompletionLogprobs(_Reply, frozen=True, kw_only=True):
+    """Log-probabilities in the shape of /v1/completions: four lists of equal length."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Reply, frozen=True, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+    token_ids: TokenIds | UnsetType = UNSET
+
+
+class TopLogprob(_Reply, frozen=True, kw_only=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ContentLogprob(TopLogprob, frozen=True, kw_only=True):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(_Reply, frozen=True, kw_only=True):
+    """Log-probabilities in the shape of /v1/chat/completions: one object per token."""
+
+    content: list[ContentLogprob]
+
+
+class ChatMessage(_Reply, frozen=True, kw_only=True):
+    content: str
+    role: str = "assistant"
+
+
+class ChatChoice(_Reply, frozen=True, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: TokenIds | UnsetType = UNSET
+
+
+class ChatDelta(_Reply, frozen=True, kw_only=True):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(_Reply, frozen=True, kw_only=True):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: TokenIds | UnsetType = UNSET
+
+
+class Envelope(_Reply, frozen=True, kw_only=True):
+    """What whole replies and stream chunks share."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    usage: Usage | UnsetType | None = UNSET
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
+
+
+class CompletionReply(Envelope, frozen=True, kw_only=True):
+    """A whole reply or one chunk of /v1/completions: OpenAI uses one shape for both."""
+
+    choices: list[CompletionChoice]
+
+
+class ChatReply(Envelope, frozen=True, kw_only=True):
+    choices: list[ChatChoice]
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class ChatChunk(Envelope, frozen=True, kw_only=True):
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class ModelCard(_Reply, frozen=True, kw_only=True):
+    id: str
+    created: int
+    root: str
+    max_model_len: int
+    owned_by: str = "tandem"
+    object: str = "model"
+    parent: str | None = None
+
+
+class ModelList(_Reply, frozen=True, kw_only=True):
+    data: list[ModelCard]
+    object: str = "list"
+
+
+class TokenizeReply(_Reply, frozen=True, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: TokenIds
+    token_strs: list[str] | None = None
+
+
+class DetokenizeReply(_Reply, frozen=True, kw_only=True):
+    prompt: str
+
+
+class VersionReply(_Reply, frozen=True, kw_only=True):
+    version: str

@@ -1,0 +1,57 @@
+"""What one server serves: names, limits, sampling defaults and tokenizer. Knows nothing of how."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from engine.api.tokenizer import Tokenizer
+from engine.errors import CheckpointError
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """Values used where a request is silent; the fields of generation_config.json that vLLM honours
+    too.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class Serving:
+    """Any of `served_model_names` is accepted, the first is announced; `vocab_size` bounds token
+    ids.
+    """
+
+    served_model_names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    tokenizer: Tokenizer
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    root: str = ""
+    version: str = "0.1.0"
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_names[0]
+
+
+def load_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """Read generation_config.json of a model folder; no file means no defaults.
+
+    Raises CheckpointError when the file is there and cannot be read.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return SamplingDefaults()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SamplingDefaults)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error}") from error

@@ -1,0 +1,209 @@
+"""Text to token ids and back, from a Hugging Face model folder.
+
+Knows nothing of requests or models.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from engine.api.chat_template import ChatTemplate
+from engine.errors import CheckpointError, InvalidRequestError
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+class Tokenizer(Protocol):
+    """What the API needs of a tokenizer; methods may be called from any thread."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        """Token ids of a text; raises InvalidRequestError when the model folder cannot tell."""
+        ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+    ) -> tuple[int, ...]:
+        """Token ids of a conversation; raises InvalidRequestError without a chat template."""
+        ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids, with U+FFFD for bytes that are no character."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text, special tokens included."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, also where they are only part of a character."""
+        ...
+
+    def require_text(self, what: str) -> None:
+        """Raise InvalidRequestError when `what` needs text and there is none."""
+        ...
+
+
+class TokenIdsOnly:
+    """Stands for a model folder without tokenizer.json: token ids go in and out, text does not."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        raise _no_tokenizer("a text prompt")
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+    ) -> tuple[int, ...]:
+        raise _no_tokenizer("a chat")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.token_text(token_id).encode()
+
+    def require_text(self, what: str) -> None:
+        raise _no_tokenizer(what)
+
+
+class TextTokenizer:
+    """A tokenizer.json and, for chats, the model's chat template."""
+
+    def __init__(self, core: tokenizers.Tokenizer, template: ChatTemplate | None = None) -> None:
+        core.no_truncation()
+        core.no_padding()
+        self._core = core
+        self._template = template
+        self._added = {
+            index: token.content for index, token in core.get_added_tokens_decoder().items()
+        }
+        self._byte_of = _byte_alphabet() if _is_byte_level(core) else {}
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self._core.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        extra: Mapping[str, Any],
+    ) -> tuple[int, ...]:
+        if self._template is None:
+            raise InvalidRequestError(
+                "this model has no chat template: use /v1/completions", param="messages"
+            )
+        text = self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, extra=extra
+        )
+        return self.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return str(self._core.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        token = self._core.id_to_token(token_id)
+        if token is None or token_id in self._added:
+            return self._added.get(token_id, "").encode()
+        if self._byte_of and all(char in self._byte_of for char in token):
+            return bytes(self._byte_of[char] for char in token)
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    def require_text(self, what: str) -> None:
+        """Text is at hand."""
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Tokenizer of a model folder; one without tokenizer.json still serves token ids.
+
+    Reads tokenizer.json, tokenizer_config.json (special tokens, chat template) and
+    chat_template.jinja, which goes first. Raises CheckpointError when one of them is broken.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return TokenIdsOnly()
+    _read_object(path)  # the Rust library would answer broken JSON with a bare Exception
+    core = tokenizers.Tokenizer.from_file(str(path))
+    return TextTokenizer(core, _load_template(folder))
+
+
+def _load_template(folder: Path) -> ChatTemplate | None:
+    config = _read_object(folder / "tokenizer_config.json")
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        source: str | None = path.read_text(encoding="utf-8")
+    else:
+        source = _default_template(config.get("chat_template"))
+    return None if source is None else ChatTemplate(source, _special_tokens(config))
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name} holds a {type(content).__name__}, not an object")
+    return content
+
+
+def _default_template(entry: object) -> str | None:
+    """The template itself, or the one called `default` of a list of named ones."""
+    if isinstance(entry, list):
+        named = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
+        entry = named.get("default")
+    return entry if isinstance(entry, str) else None
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    found = {name: config.get(name) for name in _SPECIAL_NAMES}
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in found.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+
+def _is_byte_level(core: tokenizers.Tokenizer) -> bool:
+    if core.decoder is None:
+        return False
+    decoder = json.loads(core.decoder.__getstate__())
+    return any(part.get("type") == "ByteLevel" for part in [decoder, *decoder.get("decoders", ())])
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: those that print stand for themselves, the rest follow
+    U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    stand_ins = {chr(byte): byte for byte in printable}
+    return stand_ins | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def _no_tokenizer(what: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{what} needs a tokenizer and this model folder has no tokenizer.json: send token ids",
+        code="no_tokenizer",
+    )

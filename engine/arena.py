@@ -1,0 +1,82 @@
+"""The one contiguous allocation that holds a node's KV blocks and Mamba states.
+
+Knows bytes only: what lies where is the arena plan's business, who reads it is the transport's.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
+
+import torch
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class ArenaMemory:
+    """`nbytes` zeroed bytes, page aligned, on the host or on one CUDA device.
+
+    On the host it is an anonymous memory file (memfd), mapped shared: other processes of the same
+    user can map it through `/proc/<pid>/fd/<fd>`, it has no name in any file system, and the kernel
+    frees it with its last user even after SIGKILL. It is sealed against resizing, so a reader's
+    mapping can never fault with SIGBUS. `prefault` touches every page now, not in the first step.
+
+    `tensor`: uint8, shape (nbytes,), zero-copy. `fd` is None on a device; `label` names the memfd.
+    """
+
+    __slots__ = ("_tensor", "device_index", "fd", "label", "nbytes")
+
+    def __init__(self, nbytes: int, *, device: str = "cpu", prefault: bool = True) -> None:
+        if nbytes < 1:
+            raise ValueError(f"an arena needs at least 1 byte, got nbytes={nbytes}")
+        self.nbytes = nbytes
+        self.label = f"tandem-arena-{secrets.token_hex(8)}"
+        self.fd: int | None = None
+        self._tensor: torch.Tensor | None = None
+        if torch.device(device).type == "cpu":
+            self.fd = _sealed_memfd(self.label, nbytes)
+            self._tensor = _map(self.fd, nbytes, prefault=prefault)
+        else:
+            self._tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        index = self._tensor.get_device()
+        self.device_index: int | None = index if index >= 0 else None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All bytes, uint8, shape (nbytes,). Raises ValueError once closed."""
+        if self._tensor is None:
+            raise ValueError(f"{self.label} is closed")
+        return self._tensor
+
+    @property
+    def data_ptr(self) -> int:
+        """Address of byte 0. Raises ValueError once closed."""
+        return self.tensor.data_ptr()
+
+    def close(self) -> None:
+        """Give back the descriptor now, the bytes with the last tensor over them. Idempotent."""
+        self._tensor = None
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def _sealed_memfd(label: str, nbytes: int) -> int:
+    fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _map(fd: int, nbytes: int, *, prefault: bool) -> torch.Tensor:
+    """The tensor owns the mapping; it is never unmapped by hand, as torch's views would dangle."""
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
+    try:
+        return torch.frombuffer(mmap.mmap(fd, nbytes, flags=flags), dtype=torch.uint8)
+    except OSError:
+        os.close(fd)
+        raise

@@ -1,0 +1,263 @@
+"""asyncio in front of the engine thread: generate(), health, close; the one bridge between the two worlds.
+
+Messages go in through a bounded-by-admission queue and come out once per step. Knows nothing of HTTP or gRPC.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+
+from engine.core import EngineCore
+from engine.errors import (
+    EngineDeadError,
+    InvalidRequestError,
+    PromptTooLongError,
+    TandemError,
+    UnavailableError,
+)
+from engine.kv_connector import AdmissionConnector
+from engine.metrics import RequestMetrics
+from engine.request import Request
+from engine.sched.scheduler import StepNews
+from engine.types import GenerateOutput, GenerateRequest
+
+IDLE_POLL_S = 0.02
+JOIN_TIMEOUT_S = 30.0
+LABEL_LIMIT = 200
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, frozen=True)
+class EngineLimits:
+    """What a request must respect, and which tokens end one."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One caller's mailbox: bounded by the tokens a request may produce."""
+
+    outputs: list[GenerateOutput | TandemError] = field(default_factory=list)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def put(self, item: GenerateOutput | TandemError) -> None:
+        self.outputs.append(item)
+        self.ready.set()
+
+    async def take(self) -> list[GenerateOutput | TandemError]:
+        await self.ready.wait()
+        self.ready.clear()
+        taken, self.outputs = self.outputs, []
+        return taken
+
+
+class AsyncEngine:
+    """Owner of the engine thread. Start and close on the event loop that calls `generate`."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        admission: AdmissionConnector,
+        limits: EngineLimits,
+        metrics: RequestMetrics,
+    ) -> None:
+        self.core = core
+        self.limits = limits
+        self._admission = admission
+        self._metrics = metrics
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, _Stream] = {}
+        self._counter = 0
+        self._stopping = False
+        self._dead: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the engine thread; call once, on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Makes an idle engine step; from any thread (a transfer ended, a lease was released)."""
+        self._inbox.put(None)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
+        """The outputs of one request, the last with a finish reason; closing the iterator aborts it.
+
+        Raises InvalidRequestError (also for kv_transfer_params), OverloadedError, KVLoadError and
+        EngineDeadError.
+        """
+        self._validate(request)
+        unique = self._with_unique_id(request)
+        await self._admission.admit(unique)
+        stream = self._streams[unique.request_id] = _Stream()
+        timer = self._metrics.start(unique)
+        try:
+            self._submit(unique)
+            async for output in self._outputs(stream):
+                timer.observe(output)
+                yield output
+        finally:
+            del self._streams[unique.request_id]
+            self._inbox.put(lambda: self.core.scheduler.abort(unique.request_id))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine thread runs and takes requests."""
+        return self._dead is None and not self._stopping
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError when the engine thread has stopped."""
+        if not self.is_alive:
+            raise EngineDeadError(f"the engine thread has stopped: {self._dead!r}")
+
+    async def check_ready(self) -> None:
+        """Raises UnavailableError when this node must not get traffic."""
+        if not self.is_alive:
+            raise UnavailableError("the engine is not running")
+
+    async def close(self) -> None:
+        """Stops the engine thread after its current step and gives its memory back."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
+        self.core.close()
+        self._fail_all(EngineDeadError("the node is shutting down"))
+
+    async def run_in_engine(self, call: Callable[[], None]) -> None:
+        """Runs `call` in the engine thread between two steps and waits for it (checks, counters)."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def guarded() -> None:
+            call()
+            loop.call_soon_threadsafe(done.set_result, None)
+
+        self._inbox.put(guarded)
+        await asyncio.wait_for(done, JOIN_TIMEOUT_S)
+
+    def _validate(self, request: GenerateRequest) -> None:
+        limits = self.limits
+        num_tokens = len(request.prompt_token_ids)
+        if not num_tokens:
+            raise InvalidRequestError("the prompt is empty; send at least one token", param="prompt")
+        if num_tokens >= limits.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens; the context holds {limits.max_model_len} "
+                "including at least one generated token",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        self._validate_ids(request.prompt_token_ids, "prompt")
+        self._validate_ids(request.sampling.stop_token_ids, "stop_token_ids")
+
+    def _validate_ids(self, token_ids: tuple[int, ...], param: str) -> None:
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.limits.vocab_size:
+            wrong = next(t for t in token_ids if not 0 <= t < self.limits.vocab_size)
+            raise InvalidRequestError(
+                f"token id {wrong} is out of range; the vocabulary has {self.limits.vocab_size}",
+                param=param,
+            )
+
+    def _with_unique_id(self, request: GenerateRequest) -> GenerateRequest:
+        """Callers' ids are labels: two callers may use the same one at the same time."""
+        self._counter += 1
+        unique = f"{request.request_id[:LABEL_LIMIT]}-{self._counter:x}"
+        return msgspec.structs.replace(request, request_id=unique)
+
+    def _submit(self, origin: GenerateRequest) -> None:
+        if not self.is_alive:
+            self._admission.withdraw(origin.request_id)
+            raise EngineDeadError(f"the engine thread has stopped: {self._dead!r}")
+        request = Request.from_generate(
+            origin,
+            max_model_len=self.limits.max_model_len,
+            eos_token_ids=self.limits.eos_token_ids,
+        )
+        self._inbox.put(lambda: self._add(request))
+
+    def _add(self, request: Request) -> None:
+        """In the engine thread."""
+        try:
+            self.core.scheduler.add(request)
+        except TandemError as error:
+            self._admission.withdraw(request.request_id)
+            self._emit(StepNews(errors=[(request.request_id, error)]))
+
+    async def _outputs(self, stream: _Stream) -> AsyncIterator[GenerateOutput]:
+        while True:
+            for item in await stream.take():
+                if isinstance(item, TandemError):
+                    raise item
+                yield item
+                if item.finish_reason is not None:
+                    return
+
+    def _run(self) -> None:
+        """The engine thread. Its guard is one of the three broad excepts: nothing may die silently."""
+        try:
+            while not self._stopping:
+                self._drain_inbox()
+                news, computed = self.core.step()
+                self._emit(news)
+                if not computed:
+                    self._wait_for_inbox()
+        except Exception as error:
+            log.exception("the engine thread died")
+            self._dead = error
+            self._on_loop(lambda: self._fail_all(EngineDeadError(f"the engine died: {error!r}")))
+
+    def _drain_inbox(self) -> None:
+        while not self._inbox.empty():
+            message = self._inbox.get_nowait()
+            if message is not None:
+                message()
+
+    def _wait_for_inbox(self) -> None:
+        try:
+            message = self._inbox.get(timeout=self._idle_seconds())
+        except queue.Empty:
+            return
+        if message is not None:
+            message()
+
+    def _idle_seconds(self) -> float | None:
+        """Until the next lease ends; waiting requests without room are looked at again soon."""
+        if self.core.scheduler.has_work:
+            return IDLE_POLL_S
+        deadline = self.core.next_deadline()
+        return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+    def _emit(self, news: StepNews) -> None:
+        if news.outputs or news.errors:
+            self._on_loop(lambda: self._deliver(news))
+
+    def _on_loop(self, call: Callable[[], None]) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call)
+
+    def _deliver(self, news: StepNews) -> None:
+        items: list[tuple[str, GenerateOutput | TandemError]] = [*news.outputs, *news.errors]
+        for request_id, item in items:
+            stream = self._streams.get(request_id)
+            if stream is not None:
+                stream.put(item)
+
+    def _fail_all(self, error: TandemError) -> None:
+        for stream in self._streams.values():
+            stream.put(error)
+

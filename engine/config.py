@@ -1,0 +1,117 @@
+"""Every option of a node, frozen; names are vLLM's flags with underscores, unknown keys are errors.
+
+Composed by `engine/node/cli.py` from flags and file; nobody changes a config after construction.
+"""
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from engine.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+ListenPort = Annotated[int, Meta(ge=0, le=65_535)]
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all configuration structs."""
+
+
+class PdConnectorConfig(Config):
+    """`kv_connector_extra_config` of the PdConnector.
+
+    `kv_lease_duration`: seconds for which P keeps a finished prefill; a renewal extends it by two thirds of
+    that (vLLM #41383). `max_concurrent_pulls` bounds the pull threads of a node; `transfer_timeout` bounds one
+    read, `control_timeout` one control message, both in seconds.
+    """
+
+    transport: Literal["auto", "shm", "nixl"] = "auto"
+    kv_lease_duration: Seconds = 30.0
+    max_concurrent_pulls: Annotated[int, Meta(ge=1, le=64)] = 4
+    transfer_timeout: Seconds = 20.0
+    control_timeout: Seconds = 5.0
+
+
+class KVTransferConfig(Config):
+    """vLLM's `--kv-transfer-config`."""
+
+    kv_connector: Literal["PdConnector"] = "PdConnector"
+    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
+    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
+    kv_connector_extra_config: PdConnectorConfig = PdConnectorConfig()
+
+
+class KVEventsConfig(Config):
+    """vLLM's `--kv-events-config`: where KV cache events are published."""
+
+    enable_kv_cache_events: bool = False
+    publisher: Literal["zmq"] = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: Positive = 10_000
+    hwm: Positive = 100_000
+    topic: str = ""
+
+
+class SchedulerConfig(Config):
+    """How much one step does, and how many requests may wait."""
+
+    max_model_len: Positive
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
+    max_num_waiting: Positive = 1024
+
+
+class NodeConfig(Config):
+    """One prefill or decode node, flag for flag."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: ListenPort = 8000
+    grpc_port: ListenPort = 0
+    served_model_name: tuple[str, ...] = ()
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    max_model_len: Positive | None = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
+    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
+    block_size: Annotated[int, Meta(ge=1, le=65_536)] = 16
+    kv_cache_memory_bytes: Positive = 512 << 20
+    enable_prefix_caching: bool = False
+    kv_transfer_config: KVTransferConfig = KVTransferConfig()
+    kv_events_config: KVEventsConfig = KVEventsConfig()
+    api_key: str | None = None
+    cluster_token: str | None = None
+    num_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
+
+    def scheduler(self, max_model_len: int) -> SchedulerConfig:
+        """The part that the scheduler reads."""
+        return SchedulerConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+
+ConfigT = TypeVar("ConfigT", bound=Config)
+
+
+def decode_config(fields: dict[str, Any], kind: type[ConfigT], source: str) -> ConfigT:
+    """`fields` as a `kind`; raises ConfigError naming `source`, the key and what was expected."""
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def parse_json_object(text: str, flag: str) -> dict[str, Any]:
+    """The JSON object given to `flag`; raises ConfigError when it is anything else."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} is not JSON: {error}; got {text!r}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{flag} must be a JSON object, got {text!r}")
+    return value

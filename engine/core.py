@@ -1,0 +1,35 @@
+"""One engine step on one screen: schedule, execute, update, emit.
+
+Synchronous and single-threaded; who calls it and where the news goes is `async_engine.py`'s business.
+"""
+
+from engine.kv_connector import Connector
+from engine.sched.scheduler import Scheduler, StepNews
+from engine.worker.model_runner import ModelRunner
+
+
+class EngineCore:
+    """Scheduler, runner and connector of one node, stepped by the engine thread."""
+
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, connector: Connector) -> None:
+        self.scheduler = scheduler
+        self._runner = runner
+        self._connector = connector
+
+    def step(self) -> tuple[StepNews, bool]:
+        """One step; the news, and whether anything was computed."""
+        output = self.scheduler.schedule()
+        self._runner.zero_states(output.new_states)
+        self._connector.worker.start_load_kv(output.connector)
+        sampled = self._runner.execute(output)
+        news = self.scheduler.update(output, sampled, self._connector.worker.get_finished())
+        return news, bool(output.scheduled)
+
+    def next_deadline(self) -> float | None:
+        """Monotonic time by which an idle engine must step again, if any."""
+        return self._connector.worker.next_deadline()
+
+    def close(self) -> None:
+        """Ends transfers and claims; the arena may be given back afterwards."""
+        self._connector.worker.close()
+        self._connector.scheduler.close()

@@ -1,0 +1,102 @@
+"""Cuts an arena into units: a pure function from (groups, block size, memory) to sizes and waste.
+
+A unit holds one Mamba state or several attention blocks (vLLM #21123 wanted this); blocks stay small. Knows
+nothing of requests, and of memory only its size.
+"""
+
+from dataclasses import dataclass
+from math import lcm
+
+from engine.errors import ConfigError
+from engine.kv_cache.spec import STATE_ALIGNMENT, KVCacheGroup, MambaSpec, round_up
+
+# Below this many blocks per unit the first-level lists, not the blocks, would dominate the bookkeeping.
+MIN_BLOCKS_PER_UNIT = 16
+
+
+@dataclass(slots=True, frozen=True)
+class ArenaPlan:
+    """An arena of `num_units` equal units; `blocks_per_unit[g]` is 1 for a Mamba group (one state)."""
+
+    groups: tuple[KVCacheGroup, ...]
+    block_size: int
+    unit_bytes: int
+    num_units: int
+    blocks_per_unit: tuple[int, ...]
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes of the whole arena."""
+        return self.unit_bytes * self.num_units
+
+    def block_bytes(self, group: int) -> int:
+        """Bytes of one block or state of `group`, without padding."""
+        return self.groups[group].block_bytes(self.block_size)
+
+    def block_offset(self, group: int, block: int) -> int:
+        """Byte offset of a block (attention) or state (Mamba) in the arena."""
+        unit, slot = divmod(block, self.blocks_per_unit[group])
+        return unit * self.unit_bytes + slot * self.block_bytes(group)
+
+    def waste(self, group: int) -> float:
+        """Share of a full unit that `group` cannot use."""
+        return 1.0 - self.blocks_per_unit[group] * self.block_bytes(group) / self.unit_bytes
+
+    def blocks_for(self, group: int, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens need in `group`; a Mamba group needs one state for any length."""
+        if isinstance(self.groups[group].spec, MambaSpec):
+            return 1
+        return -(-num_tokens // self.block_size)
+
+    def units_for(self, num_tokens: int) -> int:
+        """Units that one sequence of `num_tokens` tokens needs when it is alone."""
+        counts = enumerate(self.blocks_per_unit)
+        return sum(-(-self.blocks_for(group, num_tokens) // per_unit) for group, per_unit in counts)
+
+
+def plan_arena(groups: tuple[KVCacheGroup, ...], block_size: int, memory_bytes: int) -> ArenaPlan:
+    """The unit size that wastes least for these groups, and how many units `memory_bytes` holds.
+
+    A unit is at least the largest state and a multiple of every page (one layer's block), so that pages can be
+    addressed as rows of one array. Raises ConfigError when not even two units fit.
+    """
+    largest = max(group.block_bytes(block_size) for group in groups)
+    step = lcm(STATE_ALIGNMENT, *(_row_bytes(group, block_size) for group in groups))
+    unit_bytes = _least_waste(groups, block_size, round_up(largest, step), step)
+    num_units = memory_bytes // unit_bytes
+    if num_units < 2:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={memory_bytes} holds {num_units} units of {unit_bytes} bytes; "
+            f"give at least {2 * unit_bytes}"
+        )
+    per_unit = tuple(_blocks_per_unit(group, block_size, unit_bytes) for group in groups)
+    return ArenaPlan(groups, block_size, unit_bytes, num_units, per_unit)
+
+
+def _row_bytes(group: KVCacheGroup, block_size: int) -> int:
+    spec = group.spec
+    return STATE_ALIGNMENT if isinstance(spec, MambaSpec) else spec.page_bytes(block_size)
+
+
+def _blocks_per_unit(group: KVCacheGroup, block_size: int, unit_bytes: int) -> int:
+    if isinstance(group.spec, MambaSpec):
+        return 1
+    return unit_bytes // group.block_bytes(block_size)
+
+
+def _least_waste(
+    groups: tuple[KVCacheGroup, ...], block_size: int, smallest: int, step: int
+) -> int:
+    """Among unit sizes up to one more of the largest block, the one with the least worst waste."""
+    block_sizes = [group.block_bytes(block_size) for group in groups]
+    states = [group.block_bytes(block_size) for group in groups if isinstance(group.spec, MambaSpec)]
+    if not states:
+        return round_up(smallest * MIN_BLOCKS_PER_UNIT, step)
+
+    def worst_waste(unit_bytes: int) -> float:
+        attention = (size for size in block_sizes if size not in states)
+        used = [size * (unit_bytes // size) for size in attention] + states
+        return max(1.0 - share / unit_bytes for share in used)
+
+    candidates = {smallest, *(round_up(round_up(smallest, size), step) for size in block_sizes)}
+    return min(sorted(candidates), key=worst_waste)

@@ -1,0 +1,147 @@
+"""THE SEAM: how the engine gets K/V and states from outside, without knowing from whom or how.
+
+Three small interfaces, one per thread that calls them: admission (event loop), scheduler and worker (engine
+thread). The engine owns the interfaces; `connector/` implements them. Verbs are vLLM's where it has one.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from engine.errors import KVTransferParamsError
+from engine.request import Request
+from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
+from engine.types import GenerateRequest, KVTransferParams, KVTransferStats
+
+
+@dataclass(slots=True, frozen=True)
+class FinishDecision:
+    """What becomes of a finished request's blocks: `hold` keeps them until the connector reports a release."""
+
+    hold: bool = False
+    kv_transfer_params: KVTransferParams | None = None
+    kv_transfer: KVTransferStats | None = None
+
+
+class AdmissionConnector(ABC):
+    """Judges `kv_transfer_params` before a request enters the engine; runs on the event loop."""
+
+    @abstractmethod
+    async def admit(self, request: GenerateRequest) -> None:
+        """Accepts the request's transfer parameters or raises KVTransferParamsError or KVLoadError."""
+
+    @abstractmethod
+    def withdraw(self, request_id: str) -> None:
+        """Undoes `admit` for a request that never reached the scheduler."""
+
+
+class SchedulerConnector(ABC):
+    """Decides, per request, what comes from outside and what is kept for others; runs in the engine thread."""
+
+    @abstractmethod
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tokens beyond `num_computed_tokens` whose K/V and state can be loaded; 0 means compute here."""
+
+    @abstractmethod
+    def update_state_after_alloc(self, request: Request, pull: BlockPull) -> None:
+        """Blocks are reserved: load into them, starting with the next step."""
+
+    @abstractmethod
+    def build_connector_meta(self) -> ConnectorMeta:
+        """This step's message to the worker side; empties what it reports."""
+
+    @abstractmethod
+    def request_finished(self, request: Request) -> FinishDecision:
+        """The request ended for any reason; says whether its blocks must stay."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Gives back what the scheduler side holds."""
+
+
+class WorkerConnector(ABC):
+    """Moves the bytes; polled by the engine thread and never blocks it."""
+
+    @abstractmethod
+    def start_load_kv(self, meta: ConnectorMeta) -> None:
+        """Begins the pulls of `meta`; returns at once."""
+
+    @abstractmethod
+    def get_finished(self) -> ConnectorOutput:
+        """What finished, failed or was released since the last call."""
+
+    @abstractmethod
+    def next_deadline(self) -> float | None:
+        """Monotonic time at which an idle engine must poll again, if any."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stops every transfer and gives back mappings, registrations and threads."""
+
+
+@dataclass(slots=True, frozen=True)
+class Connector:
+    """The three sides of one node's connector."""
+
+    admission: AdmissionConnector
+    scheduler: SchedulerConnector
+    worker: WorkerConnector
+
+
+class LocalAdmission(AdmissionConnector):
+    """A node without peers: refuses every request that names one."""
+
+    async def admit(self, request: GenerateRequest) -> None:
+        """Raises KVTransferParamsError when the request carries transfer parameters that ask for anything."""
+        params = request.kv_transfer_params
+        if params is not None and (params.do_remote_decode or params.do_remote_prefill):
+            raise KVTransferParamsError(
+                "this node was started without a KV connector", code="no_kv_connector"
+            )
+
+    def withdraw(self, request_id: str) -> None:
+        """Nothing was admitted."""
+
+
+class LocalScheduler(SchedulerConnector):
+    """Nothing comes from outside and nothing is kept."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Always 0."""
+        return 0
+
+    def update_state_after_alloc(self, request: Request, pull: BlockPull) -> None:
+        """Never called: nothing matches."""
+
+    def build_connector_meta(self) -> ConnectorMeta:
+        """Always empty."""
+        return ConnectorMeta()
+
+    def request_finished(self, request: Request) -> FinishDecision:
+        """Blocks are free at once."""
+        return FinishDecision()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class LocalWorker(WorkerConnector):
+    """No bytes move."""
+
+    def start_load_kv(self, meta: ConnectorMeta) -> None:
+        """Nothing to start."""
+
+    def get_finished(self) -> ConnectorOutput:
+        """Always empty."""
+        return ConnectorOutput()
+
+    def next_deadline(self) -> float | None:
+        """Never."""
+        return None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def local_connector() -> Connector:
+    """The connector of a node that works alone."""
+    return Connector(LocalAdmission(), LocalScheduler(), LocalWorker())

@@ -1,0 +1,133 @@
+"""The Mamba2 mixer: projection, causal convolution, state space scan, gated norm, projection.
+
+Knows where states lie only through StateCache and StateIndex; knows nothing of requests.
+"""
+
+from math import inf
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.context import ForwardBatch, StateCache, StateIndex
+from engine.layers.linear import Linear
+from engine.layers.norm import RMSNorm
+from engine.models.configs.mamba2 import Mamba2Config
+from engine.models.weights import Weights
+from engine.ops.causal_conv1d.fast import conv_chunk, conv_step, tap_major
+from engine.ops.ssd.fast import ssd_chunk, ssd_step
+
+
+class Mamba2:
+    """Tensors `<prefix>.{in_proj, conv1d, A_log, D, dt_bias, norm, out_proj}`.
+
+    in_proj gives z, x, B, C, dt side by side. dt, the scan and the norm are float32 in any model.
+    """
+
+    def __init__(
+        self, config: Mamba2Config, weights: Weights, prefix: str, *, hidden: int, eps: float
+    ) -> None:
+        self.config = config
+        inner, conv, heads = config.inner_size, config.conv_dim, config.num_heads
+        bias = config.proj_bias
+        self.in_proj = _linear(weights, f"{prefix}.in_proj", (inner + conv + heads, hidden), bias)
+        self.out_proj = _linear(weights, f"{prefix}.out_proj", (hidden, inner), bias)
+        conv_weight = weights.take(f"{prefix}.conv1d.weight", (conv, 1, config.conv_kernel))
+        self.conv_weight = tap_major(conv_weight[:, 0])
+        self.conv_bias = (
+            weights.take(f"{prefix}.conv1d.bias", (conv,)) if config.conv_bias else None
+        )
+        self.a = -torch.exp(weights.take(f"{prefix}.A_log", (heads,), torch.float32))
+        self.d = weights.take(f"{prefix}.D", (heads,), torch.float32).unsqueeze(-1)
+        self.dt_bias = weights.take(f"{prefix}.dt_bias", (heads,), torch.float32)
+        norm_weight = weights.take(f"{prefix}.norm.weight", (inner,))
+        self.norm_shape = (config.n_groups, inner // config.n_groups)
+        self.norm = RMSNorm(norm_weight.view(self.norm_shape), eps)
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        cache: StateCache,
+        *,
+        index: StateIndex,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """residual + mixer(x), both [T, hidden]; the sequences' states move on in `cache`."""
+        config = self.config
+        sizes = [config.inner_size, config.conv_dim, config.num_heads]
+        z, rows, dt = torch.split(self.in_proj(x), sizes, dim=-1)
+        y = self._scan(rows, self._time_steps(dt), cache, index, batch)
+        return self.out_proj.add_to(residual, self._gated_norm(y, z).to(x.dtype))
+
+    def _time_steps(self, dt: Tensor) -> Tensor:
+        dt = F.softplus(dt + self.dt_bias)
+        low, high = self.config.time_step_limit
+        return dt if low <= 0.0 and high == inf else dt.clamp_(low, high)
+
+    def _scan(
+        self, rows: Tensor, dt: Tensor, cache: StateCache, index: StateIndex, batch: ForwardBatch
+    ) -> Tensor:
+        """rows [T, conv_dim], dt [T, heads] -> float32 [T, heads, head_dim]."""
+        decodes = batch.num_decodes
+        lens = batch.query_lens[decodes:]
+        if not lens:
+            return self._decode(rows, dt, cache, index)
+        units = index.units[decodes:]
+        y = self._prefill(rows[decodes:], dt[decodes:], cache, units=units, lens=lens)
+        if not decodes:
+            return y
+        return torch.cat([self._decode(rows[:decodes], dt[:decodes], cache, index), y])
+
+    def _decode(self, rows: Tensor, dt: Tensor, cache: StateCache, index: StateIndex) -> Tensor:
+        run = index.decode_run
+        if run is not None:
+            return self._step(rows, dt, cache.conv[run], cache.temporal[run])
+        units = index.units[: rows.shape[0]]
+        conv, temporal = _gather(cache.conv, units), _gather(cache.temporal, units)
+        y = self._step(rows, dt, conv, temporal)
+        cache.conv.index_copy_(0, units, conv)
+        cache.temporal.index_copy_(0, units, temporal)
+        return y
+
+    def _step(self, rows: Tensor, dt: Tensor, conv: Tensor, temporal: Tensor) -> Tensor:
+        x, b, c = self._split(conv_step(rows, conv, self.conv_weight, self.conv_bias))
+        state = temporal.float()
+        y = ssd_step(x, dt, self.a, b, c, state)
+        if state is not temporal:
+            temporal.copy_(state)
+        return y.addcmul_(x, self.d)
+
+    def _prefill(
+        self, rows: Tensor, dt: Tensor, cache: StateCache, *, units: Tensor, lens: list[int]
+    ) -> Tensor:
+        conv, state = _gather(cache.conv, units), _gather(cache.temporal, units).float()
+        mixed, conv = conv_chunk(rows, lens, conv, self.conv_weight, self.conv_bias)
+        x, b, c = self._split(mixed)
+        y, state = ssd_chunk(x, dt, self.a, b, c, query_lens=lens, initial=state)
+        cache.conv.index_copy_(0, units, conv)
+        cache.temporal.index_copy_(0, units, state.to(cache.temporal.dtype))
+        return y.addcmul_(x, self.d)
+
+    def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, heads, head_dim], b and c [T, groups, state_size]."""
+        config = self.config
+        inner, shared = config.inner_size, config.n_groups * config.state_size
+        x, b, c = torch.split(mixed, [inner, shared, shared], dim=-1)
+        by_group = (-1, config.n_groups, config.state_size)
+        return x.view(-1, config.num_heads, config.head_dim), b.view(by_group), c.view(by_group)
+
+    def _gated_norm(self, y: Tensor, z: Tensor) -> Tensor:
+        """Gates, then normalises each group by itself: [T, heads, head_dim] -> [T, inner]."""
+        gated = y.view(z.shape).mul_(F.silu(z.float()))
+        return self.norm(gated.view(-1, *self.norm_shape)).view(gated.shape)
+
+
+def _linear(weights: Weights, name: str, shape: tuple[int, int], bias: bool) -> Linear:
+    weight = weights.take(f"{name}.weight", shape)
+    return Linear(weight, weights.take(f"{name}.bias", shape[:1]) if bias else None)
+
+
+def _gather(states: Tensor, units: Tensor) -> Tensor:
+    """Copies of some units; a flat row per unit makes it a plain copy on CPU."""
+    return states.flatten(1).index_select(0, units).view(-1, *states.shape[1:])

@@ -1,0 +1,49 @@
+"""Rotary position embedding on the leading channels of each head, pairing channel i with i + rotary_dim / 2.
+
+The table of cosines and sines grows on demand; it does not know the model's longest position.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.layers.context import ForwardBatch
+from engine.models.configs.rope import RopeConfig
+
+FIRST_TABLE = 1024
+
+
+class Rotary:
+    """Cosines and sines of all positions met so far: [positions, 2, rotary_dim], angles in float32."""
+
+    def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.rope = rope
+        self.dtype = dtype
+        self.device = device
+        self._table = self._build(FIRST_TABLE)
+
+    def select(self, batch: ForwardBatch) -> Tensor:
+        """[2, T, 1, rotary_dim]: cosines, and sines with the first half negated, of the batch's tokens."""
+        lengths = zip(batch.context_lens, batch.query_lens, strict=True)
+        needed = max(context + query for context, query in lengths)
+        if needed > self._table.shape[0]:
+            self._table = self._build(2 * needed)
+        return self._table.index_select(0, batch.positions).transpose(0, 1).unsqueeze(2)
+
+    def _build(self, positions: int) -> Tensor:
+        dim = self.rope.rotary_dim
+        steps = torch.arange(0, dim, 2, dtype=torch.int64, device=self.device).float()
+        frequencies = 1.0 / self.rope.theta ** (steps / dim)
+        angles = torch.outer(torch.arange(positions, device=self.device).float(), frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1)
+        return table.to(self.dtype)
+
+
+def rotate_(x: Tensor, rotary: Tensor) -> None:
+    """Rotates x [T, H, D] IN PLACE by `Rotary.select`'s [2, T, 1, rotary_dim]."""
+    cos, sin = rotary.unbind()
+    dim = cos.shape[-1]
+    head = x[..., :dim]
+    first, second = head.chunk(2, dim=-1)
+    swapped = torch.cat([second, first], dim=-1)
+    head.mul_(cos).addcmul_(swapped, sin)

@@ -1,0 +1,79 @@
+"""Reading config.json without torch: typed fields, clear errors, and what every family must tell the planner.
+
+Knows no family; `engine/models/registry.py` maps architecture names to families.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import CheckpointError
+from engine.kv_cache.spec import KVCacheGroup, LayerSpec, form_groups
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class ModelConfig:
+    """What engine and planner need of any family; each family extends it with its own numbers.
+
+    `layer_specs[i]` lists what layer i keeps in the cache; `dtype` is the compute dtype ("float32", ...).
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    rms_norm_eps: float
+    dtype: str
+    layer_specs: tuple[tuple[LayerSpec, ...], ...]
+
+    @property
+    def groups(self) -> tuple[KVCacheGroup, ...]:
+        """KV cache groups of the model, in order of first appearance."""
+        return form_groups(self.layer_specs)
+
+
+class ConfigReader:
+    """Typed access to one JSON object; every error names the file's key and the value found."""
+
+    def __init__(self, fields: dict[str, Any], source: str) -> None:
+        self.fields = fields
+        self.source = source
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ConfigReader":
+        """Reads `folder`/config.json. Raises CheckpointError when it is missing or not a JSON object."""
+        path = folder / "config.json"
+        try:
+            fields = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise CheckpointError(f"{path} does not exist; give a Hugging Face model folder") from None
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise CheckpointError(f"{path} holds a {type(fields).__name__}, not an object")
+        return cls(fields, str(path))
+
+    def section(self, key: str) -> "ConfigReader":
+        """The nested object `key` (for example `text_config` of a vision-language wrapper)."""
+        return ConfigReader(self.require(key, dict), f"{self.source}:{key}")
+
+    def require(self, key: str, kind: type) -> Any:
+        """The value of `key`, which must be there and of type `kind`."""
+        if self.fields.get(key) is None:
+            raise CheckpointError(f"{self.source} has no {key!r}")
+        return self._typed(key, self.fields[key], kind)
+
+    def get(self, key: str, kind: type, default: Any) -> Any:
+        """The value of `key` when it is there and not null, else `default`."""
+        value = self.fields.get(key)
+        return default if value is None else self._typed(key, value, kind)
+
+    def _typed(self, key: str, value: Any, kind: type) -> Any:
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise CheckpointError(f"{self.source}: {key!r} is {value!r}, expected {kind.__name__}")
+        return value

@@ -1,0 +1,38 @@
+"""Which architectures are supported, and reading config.json as one of them. Torch-free."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from engine.errors import CheckpointError
+from engine.models.configs.base import ConfigReader, ModelConfig
+from engine.models.configs.nemotron_h import NemotronHConfig
+from engine.models.configs.qwen3 import Qwen3Config
+from engine.models.configs.qwen3_5 import Qwen3_5Config
+
+FromReader = Callable[[ConfigReader, str | None], ModelConfig]
+
+CONFIGS: Mapping[str, FromReader] = MappingProxyType(
+    {
+        "Qwen3ForCausalLM": Qwen3Config.from_reader,
+        "Qwen3_5ForCausalLM": Qwen3_5Config.from_reader,
+        "Qwen3_5ForConditionalGeneration": Qwen3_5Config.from_reader,
+        "NemotronHForCausalLM": NemotronHConfig.from_reader,
+    }
+)
+
+
+def read_config(folder: Path, dtype: str | None = None) -> ModelConfig:
+    """The config of the model in `folder`; `dtype` overrides the compute dtype named in the file.
+
+    Raises CheckpointError for a broken file, and for an architecture or setting without support.
+    """
+    reader = ConfigReader.from_folder(folder)
+    names = reader.require("architectures", list)
+    for name in names:
+        if name in CONFIGS:
+            return CONFIGS[name](reader, dtype)
+    raise CheckpointError(
+        f"{reader.source}: architectures {names!r} are not supported; "
+        f"supported: {', '.join(sorted(CONFIGS))}"
+    )

@@ -1,0 +1,42 @@
+"""Rotary settings in both spellings that config.json files use. Torch-free."""
+
+from dataclasses import dataclass
+
+from engine.errors import CheckpointError
+from engine.models.configs.base import ConfigReader
+
+
+@dataclass(slots=True, frozen=True)
+class RopeConfig:
+    """Base `theta`, and how many leading channels of each head are rotated."""
+
+    theta: float
+    rotary_dim: int
+
+
+def read_rope(reader: ConfigReader, head_dim: int, partial: float = 1.0) -> RopeConfig:
+    """From `rope_parameters` (or `rope_scaling`), else from top-level `rope_theta`.
+
+    `partial` is the family's default for `partial_rotary_factor`. Raises CheckpointError for any rope type but
+    "default".
+    """
+    settings = _settings(reader)
+    kind = settings.get("rope_type", str, settings.get("type", str, "default"))
+    if kind not in ("default", "mrope"):
+        raise CheckpointError(f"{settings.source}: rope_type {kind!r} is not supported")
+    theta = settings.get("rope_theta", float, reader.get("rope_theta", float, 10000.0))
+    partial = reader.get("partial_rotary_factor", float, partial)
+    factor = settings.get("partial_rotary_factor", float, partial)
+    rotary_dim = int(head_dim * factor)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise CheckpointError(
+            f"{settings.source}: partial_rotary_factor {factor} rotates {rotary_dim} of {head_dim} channels"
+        )
+    return RopeConfig(theta, rotary_dim)
+
+
+def _settings(reader: ConfigReader) -> ConfigReader:
+    for key in ("rope_parameters", "rope_scaling"):
+        if reader.get(key, dict, None) is not None:
+            return reader.section(key)
+    return reader

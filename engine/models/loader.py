@@ -1,0 +1,25 @@
+"""From a folder and its config to a model that runs. Knows no family by name."""
+
+from pathlib import Path
+
+import torch
+
+from engine.layers.context import TORCH_DTYPES
+from engine.models.configs.base import ModelConfig
+from engine.models.configs.folder import resolve_folder
+from engine.models.registry import FAMILIES, CausalLM
+from engine.models.weights import Weights
+
+__all__ = ["load_model", "resolve_folder"]
+
+
+def load_model(folder: Path, config: ModelConfig, device: torch.device) -> CausalLM:
+    """The model in `folder` as `config` (from `read_config`) describes it, on `device`.
+
+    Raises CheckpointError for tensors that are missing, misshapen or not part of the architecture.
+    """
+    family = FAMILIES[config.architecture]
+    with Weights(folder, TORCH_DTYPES[config.dtype], device, family.rename) as weights:
+        model = family.build(config, weights)
+        weights.finish()
+    return model

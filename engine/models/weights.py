@@ -1,0 +1,99 @@
+"""Checkpoint tensors by name: each is taken exactly once, and what is missing, extra or misshapen is named.
+
+Reads safetensors, single or sharded. Knows nothing of architectures.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+
+class Weights:
+    """The tensors of one model folder, opened lazily; use as a context manager.
+
+    `rename` maps a stored name to the name the model asks for, or to None for a tensor that is skipped by
+    design (vision towers, `mtp.*` heads).
+    """
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, rename: Callable[[str], str | None]
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self._files = ExitStack()
+        self._where: dict[str, tuple[Any, str]] = {}
+        for path in _shards(folder):
+            self._open(path, rename)
+        self._untaken = set(self._where)
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name`, converted to `dtype` (default: the model's), on the model's device.
+
+        Raises CheckpointError when it is missing or its shape is not `shape`.
+        """
+        if name not in self._where:
+            raise CheckpointError(f"the checkpoint has no tensor {name!r}")
+        file, stored = self._where[name]
+        tensor: Tensor = file.get_tensor(stored)
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"tensor {stored!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
+            )
+        self._untaken.discard(name)
+        return tensor.to(device=self.device, dtype=dtype or self.dtype)
+
+    def skip(self, name: str) -> None:
+        """Accepts that `name`, if it is there, is not used (for example a tied `lm_head.weight`)."""
+        self._untaken.discard(name)
+
+    def finish(self) -> None:
+        """Raises CheckpointError naming the tensors that nobody took."""
+        if self._untaken:
+            some = ", ".join(sorted(self._untaken)[:5])
+            raise CheckpointError(
+                f"{len(self._untaken)} tensors are not part of this architecture: {some}"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def _open(self, path: Path, rename: Callable[[str], str | None]) -> None:
+        try:
+            file = self._files.enter_context(safe_open(str(path), framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        for stored in file.keys():  # noqa: SIM118 - not a dict
+            name = rename(stored)
+            if name is not None:
+                self._where[name] = (file, stored)
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if not index.exists():
+        return [folder / SINGLE_FILE]
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} has no weight_map: {error!r}") from error
+    return [folder / _plain_name(index, name) for name in sorted(names)]
+
+
+def _plain_name(index: Path, name: str) -> str:
+    if Path(name).name != name:
+        raise CheckpointError(f"{index} names a shard outside the folder: {name!r}")
+    return name

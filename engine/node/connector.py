@@ -1,0 +1,60 @@
+"""What a node needs of its connector package: a builder, and what the built thing offers besides the seam."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.arena import ArenaMemory
+from engine.config import KVTransferConfig
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_connector import Connector
+from engine.metrics import NodeMetrics
+from engine.rpc.server import RpcService
+
+
+@dataclass(slots=True, frozen=True)
+class ConnectorSettings:
+    """What a connector must know of the node around it."""
+
+    config: KVTransferConfig
+    engine_id: str
+    host: str
+    cluster_token: str | None
+    model_fingerprint: str
+
+
+class NodeConnector(Protocol):
+    """A node's connector, and what goes with it."""
+
+    @property
+    def connector(self) -> Connector:
+        """The three sides of the seam."""
+        ...
+
+    def services(self) -> Sequence[RpcService]:
+        """gRPC services that peers call."""
+        ...
+
+    def advertise(self, port: int) -> None:
+        """Tells the connector where its services listen, before the first request."""
+        ...
+
+    def close(self) -> None:
+        """Gives channels, mappings and registrations back; after the engine has stopped."""
+        ...
+
+
+class ConnectorBuilder(Protocol):
+    """Builds the connector of one node."""
+
+    def __call__(
+        self,
+        settings: ConnectorSettings,
+        plan: ArenaPlan,
+        arena: ArenaMemory,
+        *,
+        metrics: NodeMetrics,
+        wake: Callable[[], None],
+    ) -> NodeConnector:
+        """`wake` makes an idle engine step; it may be called from any thread."""
+        ...

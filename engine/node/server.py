@@ -1,0 +1,239 @@
+"""Assembly and life of one node: model, arena, engine thread, connector, gRPC and HTTP.
+
+The same for every kind of node; what a kind adds is its name and its connector.
+"""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+
+from engine.api.app import create_app
+from engine.api.http_server import HttpServer
+from engine.api.serving import Serving, load_sampling_defaults
+from engine.api.tokenizer import Tokenizer
+from engine.arena import ArenaMemory
+from engine.async_engine import AsyncEngine, EngineLimits
+from engine.config import NodeConfig
+from engine.core import EngineCore
+from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.metrics import NodeMetrics, RequestMetrics
+from engine.models.configs.base import ModelConfig
+from engine.models.configs.generation import read_generation_config
+from engine.models.configs.registry import read_config
+from engine.models.fingerprint import model_fingerprint
+from engine.models.configs.folder import resolve_folder
+from engine.models.loader import load_model
+from engine.node.connector import ConnectorBuilder, ConnectorSettings, NodeConnector
+from engine.node.gauges import register_gauges
+from engine.node.incarnation import new_engine_id
+from engine.node.limits import context_length
+from engine.rpc.messages import NodeInfo
+from engine.rpc.node_service import NodeService
+from engine.rpc.server import RpcServer, start_server
+from engine.sched.scheduler import Scheduler
+from engine.worker.model_runner import ModelRunner
+
+log = structlog.get_logger()
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedModel:
+    """A model folder and what it says about itself."""
+
+    folder: Path
+    config: ModelConfig
+    names: tuple[str, ...]
+    eos_token_ids: frozenset[int]
+
+
+class NodeServer:
+    """One node. `start`, then `wait` or do other things, then `close`; ports are known after `start`."""
+
+    def __init__(self, config: NodeConfig, kind: str, build_connector: ConnectorBuilder) -> None:
+        self.config = config
+        self.kind = kind
+        self.engine_id = new_engine_id(kind)
+        self._build_connector = build_connector
+        self._resources = AsyncExitStack()
+        self._stopped = asyncio.Event()
+
+    @property
+    def url(self) -> str:
+        """Base URL of the HTTP server."""
+        return f"http://{self.config.host}:{self.http.port}"
+
+    async def start(self) -> None:
+        """Loads the model and serves; ConfigError or CheckpointError leave nothing behind."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def wait(self) -> None:
+        """Returns when the node was closed."""
+        await self._stopped.wait()
+
+    async def close(self) -> None:
+        """Stops serving, then the engine, then gives memory back: the reverse of start."""
+        await self._resources.aclose()
+        self._stopped.set()
+
+    async def _start(self) -> None:
+        torch.set_num_threads(self.config.num_threads)
+        model = await asyncio.to_thread(self._read_model)
+        plan = plan_arena(
+            model.config.groups, self.config.block_size, self.config.kv_cache_memory_bytes
+        )
+        log.info("arena planned", **describe_plan(plan))
+        self.metrics = NodeMetrics(model.names[0], self.engine_id)
+        arena = ArenaMemory(plan.arena_bytes)
+        self._resources.callback(arena.close)
+        connector = self._connect(model, plan, arena)
+        self.engine = await self._start_engine(model, plan, arena, connector)
+        self.rpc = await self._start_rpc(model, connector)
+        connector.advertise(self.rpc.port)
+        self.http = await self._start_http(model)
+        log.info(
+            "node serves", engine_id=self.engine_id, url=self.url, grpc_port=self.rpc.port
+        )
+
+    def _read_model(self) -> LoadedModel:
+        config = self.config
+        folder = resolve_folder(config.model)
+        dtype = None if config.dtype == "auto" else config.dtype
+        model_config = read_config(folder, dtype)
+        return LoadedModel(
+            folder=folder,
+            config=model_config,
+            names=config.served_model_name or (config.model,),
+            eos_token_ids=frozenset(read_generation_config(folder).eos_token_ids),
+        )
+
+    def _connect(self, model: LoadedModel, plan: ArenaPlan, arena: ArenaMemory) -> NodeConnector:
+        settings = ConnectorSettings(
+            config=self.config.kv_transfer_config,
+            engine_id=self.engine_id,
+            host=self.config.host,
+            cluster_token=self.config.cluster_token,
+            model_fingerprint=model_fingerprint(model.folder),
+        )
+        connector = self._build_connector(
+            settings, plan, arena, metrics=self.metrics, wake=self._wake
+        )
+        self._resources.callback(connector.close)
+        return connector
+
+    def _wake(self) -> None:
+        self.engine.wake()
+
+    async def _start_engine(
+        self, model: LoadedModel, plan: ArenaPlan, arena: ArenaMemory, connector: NodeConnector
+    ) -> AsyncEngine:
+        weights = await asyncio.to_thread(
+            load_model, model.folder, model.config, arena.tensor.device
+        )
+        limits = EngineLimits(
+            context_length(
+                self.config.max_model_len, model.config.max_position_embeddings, plan
+            ),
+            model.config.vocab_size,
+            model.eos_token_ids,
+        )
+        policy = self.config.kv_transfer_config.kv_load_failure_policy
+        scheduler = Scheduler(
+            self.config.scheduler(limits.max_model_len),
+            KVCacheManager(plan),
+            connector.connector.scheduler,
+            recompute_failed_loads=policy == "recompute",
+        )
+        core = EngineCore(scheduler, ModelRunner(weights, plan, arena), connector.connector)
+        register_gauges(self.metrics, core)
+        engine = AsyncEngine(
+            core, connector.connector.admission, limits, RequestMetrics(self.metrics)
+        )
+        engine.start()
+        self._resources.push_async_callback(engine.close)
+        return engine
+
+    async def _start_rpc(self, model: LoadedModel, connector: NodeConnector) -> RpcServer:
+        files = {
+            name: (model.folder / name).read_bytes()
+            for name in TOKENIZER_FILES
+            if (model.folder / name).is_file()
+        }
+        node = NodeService(self.engine, lambda: self._describe(model), files)
+        rpc = await start_server(
+            [node, *connector.services()],
+            self.config.host,
+            self.config.grpc_port,
+            token=self.config.cluster_token,
+        )
+        self._resources.push_async_callback(rpc.close)
+        return rpc
+
+    async def _start_http(self, model: LoadedModel) -> HttpServer:
+        serving = Serving(
+            served_model_names=model.names,
+            max_model_len=self.engine.limits.max_model_len,
+            vocab_size=model.config.vocab_size,
+            tokenizer=Tokenizer.from_folder(model.folder),
+            defaults=load_sampling_defaults(model.folder),
+            root=self.config.model,
+        )
+        app = create_app(
+            self.engine,
+            serving,
+            api_key=self.config.api_key,
+            accept_kv_transfer_params=True,
+            metrics_registry=self.metrics.registry,
+        )
+        app.add_route("/node_info", self._node_info)
+        http = HttpServer(app, self.config.host, self.config.port)
+        await http.start()
+        self._resources.push_async_callback(http.close)
+        return http
+
+    async def _node_info(self, request: HttpRequest) -> JSONResponse:
+        """Where a proxy that knows only this URL finds the token streams."""
+        return JSONResponse(
+            {"grpc_port": self.rpc.port, "engine_id": self.engine_id, "kind": self.kind}
+        )
+
+    def _describe(self, model: LoadedModel) -> NodeInfo:
+        scheduler = self.engine.core.scheduler
+        return NodeInfo(
+            engine_id=self.engine_id,
+            kind=self.kind,
+            model_names=model.names,
+            max_model_len=self.engine.limits.max_model_len,
+            vocab_size=model.config.vocab_size,
+            num_requests_running=scheduler.num_running,
+            num_requests_waiting=scheduler.num_waiting,
+            kv_cache_usage=scheduler.cache.usage,
+            ready=self.engine.is_alive,
+        )
+
+
+def describe_plan(plan: ArenaPlan) -> dict[str, object]:
+    """The plan in words for the log."""
+    return {
+        "units": plan.num_units,
+        "unit_bytes": plan.unit_bytes,
+        "blocks_per_unit": plan.blocks_per_unit,
+        "waste": [round(plan.waste(group), 4) for group in range(len(plan.groups))],
+    }

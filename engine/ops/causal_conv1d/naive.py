@@ -1,0 +1,37 @@
+"""Depthwise causal convolution with SiLU, one token at a time: the truth for `fast.py`.
+
+Knows nothing of layers or caches; a state is the last K-1 inputs, oldest first.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def conv_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """One token of every sequence: x [S, D], state [S, K-1, D] (updated IN PLACE), weight [D, K].
+
+    Returns silu(conv) [S, D] in the dtype of x; sums are float32.
+    """
+    window = torch.cat([state, x.unsqueeze(1)], dim=1)
+    y = torch.einsum("skd,dk->sd", window.float(), weight.float())
+    state.copy_(window[:, 1:])
+    return F.silu(y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def conv_chunk(
+    x: Tensor, query_lens: list[int], initial: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Segments end to end: x [T, D], T = sum(query_lens), initial [S, K-1, D], weight [D, K].
+
+    Returns silu(conv) [T, D] and the final states [S, K-1, D]; `initial` is not changed.
+    """
+    final = initial.clone()
+    rows = []
+    start = 0
+    for segment, length in enumerate(query_lens):
+        state = final[segment : segment + 1]
+        for t in range(start, start + length):
+            rows.append(conv_step(x[t : t + 1], state, weight, bias))
+        start += length
+    return torch.cat(rows), final

@@ -1,0 +1,118 @@
+"""The gated delta rule in chunks of 64 tokens (prefill) and as one rank-1 update (decode), in float32.
+
+Same signatures as `naive.py`. The chunk form is the UT transform of arXiv 2412.06464: work inside chunks is batched
+over all chunks of all segments, and a short scan over chunks carries the state.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.ops.chunk_grid import ChunkGrid
+from engine.ops.gated_delta_rule.naive import NORM_EPS
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Tensor) -> Tensor:
+    """One token of every sequence: q, k [S, Hk, dk], v [S, Hv, dv], g and beta [S, Hv] float32.
+
+    `state` [S, Hv, dk, dv] float32, possibly strided, is updated IN PLACE. Returns [S, Hv, dv] float32.
+    """
+    repeats = v.shape[1] // k.shape[1]
+    kq = _per_value_head(_unit_(torch.stack([k, q], dim=2).float()), repeats)
+    decay = g.exp().unsqueeze(-1).unsqueeze(-1)
+    read = _read(kq, state).mul_(decay)
+    seen, kept = read.unbind(2)
+    key, query = kq.unbind(2)
+    delta = (v - seen).mul_(beta.unsqueeze(-1))
+    state.mul_(decay).addcmul_(key.unsqueeze(-1), delta.unsqueeze(-2))
+    overlap = (key * query).sum(-1, keepdim=True)
+    return torch.addcmul(kept, overlap, delta).mul_(q.shape[-1] ** -0.5)
+
+
+def chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    beta: Tensor,
+    query_lens: list[int],
+    initial: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Segments end to end: as `step` with T = sum(query_lens) rows and initial [S, Hv, dk, dv] (not changed).
+
+    Returns [T, Hv, dv] float32 and the final states.
+    """
+    grid = ChunkGrid.over(query_lens, q.device)
+    repeats = v.shape[1] // k.shape[1]
+    q, k = (_unit_(grid.spread(x)) for x in (q, k))
+    v, rate, log_decay = grid.spread(v), grid.spread(beta).unsqueeze(-1), grid.spread(g).cumsum(-1)
+    keys = k.transpose(-1, -2)
+    pairs = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).clamp_(max=0).exp_()
+    attention = (_per_value_head(q @ keys, repeats) * pairs).tril_()
+    system = pairs.mul_(_per_value_head(k @ keys, repeats)).mul_(rate)
+    q, k = (_per_value_head(x, repeats) for x in (q, k))
+    decay = log_decay.exp().unsqueeze(-1)
+    to_end = (log_decay[..., -1:] - log_decay).exp_().unsqueeze(-1)
+    new_v, reads = _solve(system, v.mul_(rate)), _solve(system, k * (decay * rate))
+    writes = (k * to_end).transpose(-1, -2)
+    starts, final = _scan(grid, decay[:, :, -1:], writes, reads=reads, new_v=new_v, initial=initial)
+    o = ((q * decay) @ starts).add_(attention @ new_v)
+    return grid.collect(o).mul_(q.shape[-1] ** -0.5), final
+
+
+def _unit_(x: Tensor) -> Tensor:
+    """Divides x by its length over the last dimension, IN PLACE."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    floor = torch.full((1,), NORM_EPS**0.5, device=x.device)
+    return x.div_(length.hypot_(floor))
+
+
+def _per_value_head(x: Tensor, repeats: int) -> Tensor:
+    return x if repeats == 1 else x.repeat_interleave(repeats, dim=1)
+
+
+def _read(kq: Tensor, state: Tensor) -> Tensor:
+    """kq [S, H, 2, dk] times state [S, H, dk, dv], without the copy that matmul makes of a strided state."""
+    sequences, heads = state.shape[:2]
+    if sequences == 1:
+        return torch.bmm(kq[0], state[0]).unsqueeze(0)
+    axis = 0 if sequences < heads else 1
+    pairs = zip(kq.unbind(axis), state.unbind(axis), strict=True)
+    return torch.stack([torch.bmm(a, b) for a, b in pairs], dim=axis)
+
+
+def _solve(system: Tensor, right: Tensor) -> Tensor:
+    """(I + strictly lower part of `system`)^-1 `right`, contiguous."""
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    return solved.contiguous()
+
+
+def _scan(
+    grid: ChunkGrid,
+    decay: Tensor,
+    writes: Tensor,
+    *,
+    reads: Tensor,
+    new_v: Tensor,
+    initial: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Carries the state over chunks; turns `new_v` IN PLACE from a zero start to the real one.
+
+    Returns the state at the start of each chunk [chunks, H, dk, dv] and the final states.
+    """
+    decay, writes, reads, flat_v = (x.flatten(0, 1) for x in (decay, writes, reads, new_v))
+    state = grid.sort(initial).flatten(0, 1)
+    heads = initial.shape[1]
+    starts = state.new_empty(new_v.shape[0] * heads, *initial.shape[2:])
+    final = torch.empty_like(state)
+    first = 0
+    for active in grid.active:
+        rows = slice(first, first + active * heads)
+        state = state[: active * heads]
+        starts[rows] = state
+        values = flat_v[rows].baddbmm_(reads[rows], state, alpha=-1)
+        state = (state * decay[rows]).baddbmm_(writes[rows], values)
+        final[: active * heads] = state
+        first = rows.stop
+    shape = initial.shape[1:]
+    return starts.view(-1, *shape), grid.unsort(final.view(-1, *shape))

@@ -1,0 +1,56 @@
+"""The gated delta rule, token by token: the truth for `fast.py`.
+
+Per value head, with a state S [dk, dv], unit-length k, decay exp(g) and rate beta (Yang et al., "Gated Delta
+Networks", arXiv 2412.06464):  S <- exp(g) S;  S <- S + k (beta (v - k^T S))^T;  o = S^T q / sqrt(dk).
+"""
+
+import torch
+from torch import Tensor
+
+NORM_EPS = 1e-6
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Tensor) -> Tensor:
+    """One token of every sequence: q, k [S, Hk, dk], v [S, Hv, dv], g and beta [S, Hv].
+
+    `g` is the log of the decay (at most 0); q and k are not yet normalised. `state` [S, Hv, dk, dv] (float32, or
+    float64 for a reference) is updated IN PLACE. Returns [S, Hv, dv] in the state's dtype.
+    """
+    repeats = v.shape[1] // k.shape[1]
+    q, k = (_unit(x.to(state.dtype)).repeat_interleave(repeats, 1) for x in (q, k))
+    g, beta, v = (x.to(state.dtype) for x in (g, beta, v))
+    state *= g.exp()[..., None, None]
+    seen = torch.einsum("shkv,shk->shv", state, k)
+    state += torch.einsum("shk,shv->shkv", k, (v - seen) * beta.unsqueeze(-1))
+    scale = float(q.shape[-1]) ** -0.5
+    return torch.einsum("shkv,shk->shv", state, q) * scale
+
+
+def chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    beta: Tensor,
+    query_lens: list[int],
+    initial: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Segments end to end: as `step` with T = sum(query_lens) rows and initial [S, Hv, dk, dv] (not changed).
+
+    Returns [T, Hv, dv] and the final states.
+    """
+    final = initial.clone()
+    outputs = []
+    start = 0
+    for segment, length in enumerate(query_lens):
+        state = final[segment : segment + 1]
+        for t in range(start, start + length):
+            row = slice(t, t + 1)
+            outputs.append(step(q[row], k[row], v[row], g[row], beta=beta[row], state=state))
+        start += length
+    return torch.cat(outputs), final
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()

@@ -1,0 +1,89 @@
+"""Attention over pages: batched products for decodes, scaled_dot_product_attention for prefill segments.
+
+Same signatures as `naive.py`. Head-major pages gather by whole (page, head) rows straight into a batched product.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.context import AttentionCache
+
+# Beyond this ratio of padded to real tokens, decodes of uneven lengths are done one by one.
+MAX_PADDING = 4
+
+
+def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tensor) -> None:
+    """Stores k, v [T, Hkv, D] at `slot_mapping` int64 [T * Hkv] (heads fastest)."""
+    cache.k_tokens.index_copy_(0, slot_mapping, k.reshape(-1, k.shape[-1]))
+    cache.v_tokens.index_copy_(0, slot_mapping, v.reshape(-1, v.shape[-1]))
+
+
+def decode(
+    q: Tensor, cache: AttentionCache, block_tables: Tensor, *, lens: list[int], scale: float
+) -> Tensor:
+    """q [S, H, D], one token per sequence whose K and V are written; lens[i] counts it. -> [S, H, D]."""
+    longest = max(lens)
+    if longest * len(lens) > MAX_PADDING * sum(lens):
+        return torch.cat([
+            decode(q[i : i + 1], cache, block_tables[i : i + 1], lens=[n], scale=scale)
+            for i, n in enumerate(lens)
+        ])
+    k, v = _gather(cache, block_tables, longest)
+    size, heads, dim = q.shape
+    grouped = (q * scale).view(k.shape[0], -1, dim)
+    scores = torch.bmm(grouped, k.transpose(1, 2))
+    if min(lens) < longest:
+        beyond = torch.arange(longest, device=q.device) >= torch.tensor(lens, device=q.device).view(-1, 1, 1)
+        scores.view(size, heads, longest).masked_fill_(beyond, float("-inf"))
+        if q.dtype != torch.float32:
+            _clear(v, beyond)
+    weights = torch.softmax(scores.float(), -1).to(q.dtype)
+    return torch.bmm(weights, v).view(size, heads, dim)
+
+
+def prefill(
+    q: Tensor, cache: AttentionCache, block_row: Tensor, *, context: int, scale: float
+) -> Tensor:
+    """q [n, H, D] at positions context .. context + n - 1 of one sequence, all written. -> [n, H, D]."""
+    n = q.shape[0]
+    k, v = (x.unsqueeze(0) for x in _gather(cache, block_row.unsqueeze(0), context + n))
+    mask = None
+    if context and n > 1:
+        mask = torch.ones(n, context + n, dtype=torch.bool, device=q.device).tril_(context)
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        k,
+        v,
+        attn_mask=mask,
+        is_causal=not context,
+        scale=scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out[0].transpose(0, 1)
+
+
+def _gather(cache: AttentionCache, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """K and V as [S * Hkv, length, D]; without a copy when one page holds the only sequence."""
+    heads, block_size, dim = cache.k_pages.shape[1:]
+    blocks = -(-length // block_size)
+    tables = block_tables[:, :blocks]
+    if tables.numel() == 1:
+        row = int(tables)
+        return cache.k_pages[row, :, :length], cache.v_pages[row, :, :length]
+    offsets = torch.arange(heads, device=tables.device).view(1, heads, 1)
+    rows = torch.add(offsets, tables.unsqueeze(1), alpha=heads).view(-1)
+    k, v = (
+        pages.view(-1, block_size * dim).index_select(0, rows).view(-1, blocks * block_size, dim)
+        for pages in (cache.k_pages, cache.v_pages)
+    )
+    return k[:, :length], v[:, :length]
+
+
+def _clear(v: Tensor, beyond: Tensor) -> None:
+    """Zeroes the gathered v [S * Hkv, L, D] where `beyond` [S, 1, L].
+
+    A float32 state that was left there can read as NaN in 16 bits, and zero times NaN is NaN.
+    """
+    rows = v.view(beyond.shape[0], -1, *v.shape[1:])
+    rows.masked_fill_(beyond.unsqueeze(-1), 0)

@@ -1,0 +1,51 @@
+"""Attention over pages, one sequence and one head at a time in float32: the truth for `fast.py`.
+
+Pages are [rows, num_kv_heads, block_size, head_dim]; a sequence is a row of page numbers and a length.
+"""
+
+import torch
+from torch import Tensor
+
+from engine.layers.context import AttentionCache
+
+
+def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tensor) -> None:
+    """Stores k, v [T, Hkv, D] at `slot_mapping` int64 [T * Hkv] (heads fastest)."""
+    for row, slot in enumerate(slot_mapping.tolist()):
+        token, head = divmod(row, k.shape[1])
+        cache.k_tokens[slot] = k[token, head]
+        cache.v_tokens[slot] = v[token, head]
+
+
+def decode(
+    q: Tensor, cache: AttentionCache, block_tables: Tensor, *, lens: list[int], scale: float
+) -> Tensor:
+    """q [S, H, D], one token per sequence whose K and V are written; lens[i] counts it. -> [S, H, D]."""
+    rows = [
+        prefill(q[i : i + 1], cache, block_tables[i], context=lens[i] - 1, scale=scale)
+        for i in range(q.shape[0])
+    ]
+    return torch.cat(rows)
+
+
+def prefill(
+    q: Tensor, cache: AttentionCache, block_row: Tensor, *, context: int, scale: float
+) -> Tensor:
+    """q [n, H, D] at positions context .. context + n - 1 of one sequence, all written. -> [n, H, D]."""
+    length = context + q.shape[0]
+    k = _gather(cache.k_pages, block_row, length)
+    v = _gather(cache.v_pages, block_row, length)
+    group = q.shape[1] // k.shape[0]
+    out = torch.empty_like(q)
+    for t in range(q.shape[0]):
+        for head in range(q.shape[1]):
+            seen = context + t + 1
+            scores = k[head // group, :seen] @ q[t, head].float() * scale
+            out[t, head] = torch.softmax(scores, 0) @ v[head // group, :seen]
+    return out
+
+
+def _gather(pages: Tensor, block_row: Tensor, length: int) -> Tensor:
+    """[Hkv, length, D] float32."""
+    tokens = torch.cat([pages[row] for row in block_row.tolist()], dim=1)
+    return tokens[:, :length].float()

@@ -1,0 +1,155 @@
+"""State space duality (Mamba-2): matrix products over chunks, and an in-place step for decode.
+
+Same signatures as `naive.py`. The chunk form is the block decomposition of Dao & Gu 2024, section
+6: products inside chunks, then a short recurrence over them.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+
+
+def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
+    """One token of every sequence; `state` float32 [S, H, P, N], any stride, is updated IN PLACE.
+
+    x [S, H, P], dt float32 [S, H] (after softplus), a [H] (negative), b and c [S, G, N]; head h
+    uses group h // (H / G). Returns y [S, H, P], float32.
+    """
+    seqs, heads, head_dim, state_size = state.shape
+    groups = b.shape[1]
+    push = (x * dt[:, :, None]).view(seqs, groups, -1, 1)
+    by_group = state.view(seqs, groups, -1, state_size)
+    state.mul_(torch.exp(dt * a)[:, :, None, None])
+    by_group.addcmul_(push, b.float()[:, :, None, :])
+    return _read(by_group, c.float()).view(seqs, heads, head_dim)
+
+
+def _read(by_group: Tensor, c: Tensor) -> Tensor:
+    """[S, G, rows, N] times [S, G, N] -> [S, 1, G * rows].
+
+    A row vector times the transposed state: the other way round, batched products are 7x slower on
+    CPU. One product per group, since a state that is strided by unit must not be copied.
+    """
+    parts = [
+        torch.bmm(c[:, group : group + 1], by_group[:, group].transpose(1, 2))
+        for group in range(c.shape[1])
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def ssd_chunk(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    query_lens: list[int],
+    initial: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Segments end to end: x [T, H, P], dt float32 [T, H], a [H], b and c [T, G, N].
+
+    T = sum(query_lens); `initial` float32 [S, H, P, N] is not changed. Returns y [T, H, P] and the
+    final states, both float32.
+    """
+    layout = _Layout.of(query_lens)
+    decay = _to_grid(dt * a, layout).cumsum_(1)
+    by_head = decay.transpose(1, 2).contiguous()
+    push = _to_grid(x * dt[:, :, None], layout).transpose(1, 2).contiguous()
+    keys, queries = (_to_grid(part.float(), layout).transpose(1, 2) for part in (b, c))
+    own = _chunk_states(by_head, push, keys)
+    before, final = _across_chunks(by_head[:, :, -1].exp(), own, layout, initial)
+    y = _from_before(before, queries).mul_(decay.exp_()[..., None])
+    y += _inside_chunks(by_head, push, keys, queries).transpose(1, 2)
+    return _from_grid(y, layout), final
+
+
+@dataclass(slots=True, frozen=True)
+class _Layout:
+    """Segments on a grid of chunks: segment i owns chunks[i] chunks from first[i] on."""
+
+    lens: list[int]
+    chunks: list[int]
+    first: list[int]
+
+    @classmethod
+    def of(cls, query_lens: list[int]) -> "_Layout":
+        chunks = [-(-length // CHUNK) for length in query_lens]
+        first = [sum(chunks[:segment]) for segment in range(len(chunks))]
+        return cls(query_lens, chunks, first)
+
+    @property
+    def is_full(self) -> bool:
+        """No chunk has padding: the grid is a view of the rows."""
+        return all(length % CHUNK == 0 for length in self.lens)
+
+
+def _to_grid(rows: Tensor, layout: _Layout) -> Tensor:
+    """[T, ...] -> [chunks, CHUNK, ...]; padding rows are zero, which neither decays nor adds."""
+    if layout.is_full:
+        return rows.reshape(-1, CHUNK, *rows.shape[1:])
+    grid = rows.new_zeros(sum(layout.chunks) * CHUNK, *rows.shape[1:])
+    for source, target in zip(torch.split(rows, layout.lens), layout.first, strict=True):
+        grid[target * CHUNK : target * CHUNK + source.shape[0]] = source
+    return grid.view(-1, CHUNK, *rows.shape[1:])
+
+
+def _from_grid(grid: Tensor, layout: _Layout) -> Tensor:
+    """[chunks, CHUNK, ...] -> [T, ...]."""
+    rows = grid.reshape(-1, *grid.shape[2:])
+    if layout.is_full:
+        return rows
+    places = zip(layout.first, layout.lens, strict=True)
+    return torch.cat([rows[first * CHUNK : first * CHUNK + length] for first, length in places])
+
+
+def _inside_chunks(decay: Tensor, push: Tensor, keys: Tensor, queries: Tensor) -> Tensor:
+    """What tokens of the same chunk contribute: [C, H, L, P].
+
+    decay [C, H, L], push [C, H, L, P], keys and queries [C, G, L, N]. Differences of decay above
+    the diagonal are positive and must not overflow; the score there is zero.
+    """
+    chunks, groups, length, _ = keys.shape
+    scores = (queries @ keys.transpose(2, 3)).tril_()
+    weights = (decay[..., :, None] - decay[..., None, :]).clamp_max_(0.0).exp_()
+    weights.view(chunks, groups, -1, length, length).mul_(scores[:, :, None])
+    return weights @ push
+
+
+def _chunk_states(decay: Tensor, push: Tensor, keys: Tensor) -> Tensor:
+    """What each chunk adds to the state at its end: [C, H, P, N]."""
+    chunks, groups, length, state_size = keys.shape
+    heads, head_dim = push.shape[1], push.shape[3]
+    left = (decay[..., -1:] - decay).exp_()
+    weighted = (push * left[..., None]).transpose(2, 3).reshape(chunks, groups, -1, length)
+    return (weighted @ keys).view(chunks, heads, head_dim, state_size)
+
+
+def _across_chunks(
+    total: Tensor, own: Tensor, layout: _Layout, initial: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The recurrence over chunks: total decay [C, H] and own contribution [C, H, P, N] of each.
+
+    Returns the state before every chunk [C, H, P, N] (in the memory of `own`) and the final states.
+    """
+    final = initial.clone()
+    factors = total[:, :, None, None]
+    for segment, (first, count) in enumerate(zip(layout.first, layout.chunks, strict=True)):
+        state = final[segment]
+        for chunk in range(first, first + count):
+            after = torch.addcmul(own[chunk], state, factors[chunk])
+            own[chunk] = state
+            state = after
+        final[segment] = state
+    return own, final
+
+
+def _from_before(before: Tensor, queries: Tensor) -> Tensor:
+    """What the state before a chunk gives each of its tokens, not yet decayed: [C, L, H, P]."""
+    chunks, heads, head_dim, state_size = before.shape
+    groups, length = queries.shape[1:3]
+    y = queries @ before.view(chunks, groups, -1, state_size).transpose(2, 3)
+    return y.transpose(1, 2).reshape(chunks, length, heads, head_dim)

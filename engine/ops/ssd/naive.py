@@ -1,0 +1,49 @@
+"""State space duality (Mamba-2) as a plain recurrence, token by token: the truth for `fast.py`.
+
+Dao & Gu 2024, "Transformers are SSMs": h = exp(dt a) h + dt x b^T, y = h c.
+"""
+
+import torch
+from torch import Tensor
+
+
+def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
+    """One token of every sequence; `state` float32 [S, H, P, N] is updated IN PLACE.
+
+    x [S, H, P], dt [S, H] (after softplus), a [H] (negative), b and c [S, G, N]; head h uses group
+    h // (H / G). Returns y [S, H, P], float32.
+    """
+    heads_per_group = x.shape[1] // b.shape[1]
+    b = b.float().repeat_interleave(heads_per_group, dim=1)
+    c = c.float().repeat_interleave(heads_per_group, dim=1)
+    decay = torch.exp(dt.float() * a)[:, :, None, None]
+    push = (dt[:, :, None] * x.float())[:, :, :, None] * b[:, :, None, :]
+    state.copy_(state * decay + push)
+    return (state * c[:, :, None, :]).sum(-1)
+
+
+def ssd_chunk(
+    x: Tensor,
+    dt: Tensor,
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    *,
+    query_lens: list[int],
+    initial: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Segments end to end: x [T, H, P], dt [T, H], a [H], b and c [T, G, N], T = sum(query_lens).
+
+    `initial` float32 [S, H, P, N] is not changed. Returns y [T, H, P] and the final states, both
+    float32.
+    """
+    y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    final = initial.clone()
+    start = 0
+    for segment, length in enumerate(query_lens):
+        state = final[segment : segment + 1]
+        for row in range(start, start + length):
+            one = slice(row, row + 1)
+            y[one] = ssd_step(x[one], dt[one], a, b[one], c[one], state)
+        start += length
+    return y, final

@@ -1,0 +1,140 @@
+"""One request inside the engine: its tokens, its place in life, its blocks.
+
+Torch-free. Who may move a request from one status to another is the table below, nowhere else.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from engine.kv_cache.tables import BlockTables
+from engine.types import FinishReason, GenerateRequest, SamplingParams, TokenId, TokenLogprob
+
+
+class RequestStatus(Enum):
+    """Where a request is in its life."""
+
+    WAITING = auto()
+    WAITING_FOR_REMOTE_KVS = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
+
+
+TRANSITIONS = {
+    RequestStatus.WAITING: {
+        RequestStatus.RUNNING,
+        RequestStatus.WAITING_FOR_REMOTE_KVS,
+        RequestStatus.FINISHED,
+    },
+    RequestStatus.WAITING_FOR_REMOTE_KVS: {
+        RequestStatus.RUNNING,
+        RequestStatus.PREEMPTED,
+        RequestStatus.FINISHED,
+    },
+    RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.FINISHED},
+    RequestStatus.PREEMPTED: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.FINISHED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request that the scheduler owns.
+
+    `token_ids` is the prompt followed by the output. `num_computed_tokens` of them have K/V and state in this
+    node's arena; the rest is what the next steps compute.
+
+        token_ids  [ prompt .................... | output ....... ]
+        computed   [ ..................>                           ]
+    """
+
+    request_id: str
+    token_ids: list[TokenId]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    eos_token_ids: frozenset[TokenId]
+    max_total_tokens: int
+    origin: GenerateRequest
+    priority: int = 0
+    arrival: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    blocks: BlockTables | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: TokenId | None = None
+    last_logprob: TokenLogprob | None = None
+    token_counts: dict[TokenId, int] = field(default_factory=dict)
+
+    @classmethod
+    def from_generate(
+        cls, origin: GenerateRequest, *, max_model_len: int, eos_token_ids: frozenset[TokenId]
+    ) -> "Request":
+        """The engine's view of `origin`; the output ends at the context limit whatever was asked."""
+        num_prompt = len(origin.prompt_token_ids)
+        num_output = 1 if is_remote_decode(origin) else origin.sampling.max_tokens
+        return cls(
+            request_id=origin.request_id,
+            token_ids=list(origin.prompt_token_ids),
+            num_prompt_tokens=num_prompt,
+            sampling=origin.sampling,
+            eos_token_ids=frozenset() if origin.sampling.ignore_eos else eos_token_ids,
+            max_total_tokens=min(num_prompt + num_output, max_model_len),
+            origin=origin,
+            priority=origin.priority,
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output tokens known so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, those of a remote prefill included."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended."""
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def wants_remote_prefill(self) -> bool:
+        """Whether another node computed the prompt."""
+        params = self.origin.kv_transfer_params
+        return params is not None and params.do_remote_prefill
+
+    def move(self, status: RequestStatus) -> None:
+        """Enters `status`; a transition that the table does not list is a bug and raises ValueError."""
+        if status not in TRANSITIONS[self.status]:
+            raise ValueError(f"request {self.request_id}: {self.status.name} -> {status.name}")
+        self.status = status
+
+    def append(self, token_id: TokenId, logprob: TokenLogprob | None) -> None:
+        """Adds one output token and decides whether it ends the request."""
+        self.token_ids.append(token_id)
+        self.last_logprob = logprob
+        self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
+        self.finish_reason = self._finish_reason(token_id)
+
+    def forbidden_tokens(self) -> frozenset[TokenId]:
+        """Tokens that may not be chosen next: those that would end the output before `min_tokens`."""
+        if self.num_output_tokens >= self.sampling.min_tokens:
+            return frozenset()
+        return self.eos_token_ids | frozenset(self.sampling.stop_token_ids)
+
+    def _finish_reason(self, token_id: TokenId) -> FinishReason | None:
+        if self.num_output_tokens >= self.sampling.min_tokens:
+            if token_id in self.eos_token_ids:
+                return FinishReason.STOP
+            if token_id in self.sampling.stop_token_ids:
+                self.stop_token = token_id
+                return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None
+
+
+def is_remote_decode(origin: GenerateRequest) -> bool:
+    """Whether another node will decode: this one computes the prompt and samples one token."""
+    params = origin.kv_transfer_params
+    return params is not None and params.do_remote_decode

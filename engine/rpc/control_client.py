@@ -1,0 +1,75 @@
+"""Synchronous client of a peer's `KvControl`, for the threads that pull. Knows nothing of
+transfers.
+
+Every call has a deadline; every failure is a leaf of the error tree.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+
+from engine.rpc import convert
+from engine.rpc.channel import OPTIONS, token_metadata
+from engine.rpc.messages import Claim, Handshake
+from engine.rpc.pb import node_pb2 as pb
+from engine.rpc.pb.node_pb2_grpc import KvControlStub
+from engine.rpc.status import error_from_status
+
+_Reply = TypeVar("_Reply")
+
+
+class ControlClient:
+    """One channel to one peer; safe to use from several threads. Its owner must `close` it.
+
+    All methods raise `UnavailableError` when the peer is away, `DeadlineExceededError` when it is
+    late, and otherwise what the peer raised (`KVTransferParamsError` for an unknown or expired
+    request or incarnation).
+    """
+
+    def __init__(self, address: str, *, token: str | None, caller_engine_id: str) -> None:
+        self.address = address
+        self._caller_engine_id = caller_engine_id
+        self._metadata = token_metadata(token)
+        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._stub = KvControlStub(self._channel)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def handshake(self, *, timeout_s: float) -> Handshake:
+        request = pb.HandshakeRequest(engine_id=self._caller_engine_id)
+        reply: pb.HandshakeReply = self._call(self._stub.Handshake, request, timeout_s)
+        return convert.handshake_from_pb(reply)
+
+    def claim(self, engine_id: str, request_id: str, *, timeout_s: float) -> Claim:
+        """`engine_id` is the incarnation that is meant; another one at the same address refuses."""
+        request = pb.ClaimRequest(
+            engine_id=engine_id, request_id=request_id, caller_engine_id=self._caller_engine_id
+        )
+        reply: pb.ClaimReply = self._call(self._stub.Claim, request, timeout_s)
+        return convert.claim_from_pb(reply)
+
+    def renew(
+        self, engine_id: str, request_ids: Sequence[str], *, timeout_s: float
+    ) -> tuple[str, ...]:
+        """Extend the leases of `request_ids`; returns those that are lost already."""
+        request = pb.RenewRequest(
+            engine_id=engine_id, caller_engine_id=self._caller_engine_id, request_ids=request_ids
+        )
+        reply: pb.RenewReply = self._call(self._stub.Renew, request, timeout_s)
+        return tuple(reply.lost_request_ids)
+
+    def release(self, engine_id: str, request_id: str, *, reason: str, timeout_s: float) -> bool:
+        """End a lease; true when it was still alive, so that everything read before was intact."""
+        request = pb.ReleaseRequest(engine_id=engine_id, request_id=request_id, reason=reason)
+        reply: pb.ReleaseReply = self._call(self._stub.Release, request, timeout_s)
+        return reply.was_alive
+
+    def _call(self, method: Callable[..., _Reply], request: Any, timeout_s: float) -> _Reply:
+        try:
+            return method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            metadata = [(item.key, item.value) for item in error.trailing_metadata() or ()]
+            text = f"{error.details()} (peer {self.address})"
+            raise error_from_status(error.code(), text, metadata) from error

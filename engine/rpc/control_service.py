@@ -1,0 +1,65 @@
+"""The `KvControl` service over a node's lease keeper. Knows no connector: anything with the four
+verbs will do."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from grpc import aio
+
+from engine.rpc import convert
+from engine.rpc.messages import Claim, Handshake
+from engine.rpc.pb import node_pb2 as pb
+from engine.rpc.pb.node_pb2_grpc import KvControlServicer, add_KvControlServicer_to_server
+
+
+class ControlHandler(Protocol):
+    """The node's side of the hand-over; synchronous, thread-safe, called from worker threads.
+
+    Raises `KVTransferParamsError` for an incarnation or request that it does not hold.
+    """
+
+    def handshake(self, caller_engine_id: str) -> Handshake: ...
+
+    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim: ...
+
+    def renew(
+        self, engine_id: str, caller_engine_id: str, request_ids: Sequence[str]
+    ) -> Sequence[str]: ...
+
+    def release(self, engine_id: str, request_id: str, reason: str) -> bool: ...
+
+
+class ControlService(KvControlServicer):
+    """Runs the handler in worker threads, so that a lock never delays token streams."""
+
+    def __init__(self, handler: ControlHandler) -> None:
+        self._handler = handler
+
+    def register(self, server: aio.Server) -> None:
+        add_KvControlServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+
+    async def Handshake(self, request: pb.HandshakeRequest, context: object) -> pb.HandshakeReply:
+        reply = await asyncio.to_thread(self._handler.handshake, request.engine_id)
+        return convert.handshake_to_pb(reply)
+
+    async def Claim(self, request: pb.ClaimRequest, context: object) -> pb.ClaimReply:
+        claim = await asyncio.to_thread(
+            self._handler.claim, request.engine_id, request.request_id, request.caller_engine_id
+        )
+        return convert.claim_to_pb(claim)
+
+    async def Renew(self, request: pb.RenewRequest, context: object) -> pb.RenewReply:
+        lost = await asyncio.to_thread(
+            self._handler.renew,
+            request.engine_id,
+            request.caller_engine_id,
+            tuple(request.request_ids),
+        )
+        return pb.RenewReply(lost_request_ids=lost)
+
+    async def Release(self, request: pb.ReleaseRequest, context: object) -> pb.ReleaseReply:
+        was_alive = await asyncio.to_thread(
+            self._handler.release, request.engine_id, request.request_id, request.reason
+        )
+        return pb.ReleaseReply(was_alive=was_alive)

@@ -1,0 +1,48 @@
+"""What nodes tell the proxy and each other besides tokens: plain structs behind the protobuf
+messages.
+
+Knows neither protobuf nor sockets; `convert.py` translates.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's self-description. `engine_id` is its incarnation; `kv_cache_usage` is a share, 0
+    to 1.
+
+    `kind` ("prefill" or "decode") says how the node was started, not what it may be asked.
+    `reason` tells why the node is not ready.
+    """
+
+    engine_id: str
+    kind: str
+    model_names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    num_requests_running: int = 0
+    num_requests_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    ready: bool = False
+    reason: str = ""
+
+
+class Handshake(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a node's registered memory, and what the bytes in it look like."""
+
+    engine_id: str
+    transport: str
+    transport_address: bytes
+    geometry: Mapping[str, str]
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a finished prefill lies: per group, byte offsets into the registered arena; readable
+    for `lease_s`."""
+
+    num_tokens: int
+    groups: tuple[tuple[int, ...], ...]
+    generation: int
+    lease_s: float

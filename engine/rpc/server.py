@@ -1,0 +1,157 @@
+"""The gRPC server of a node: bind, authenticate every call, turn exceptions into statuses, drain,
+close.
+
+Knows no service; services register themselves.
+"""
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, Protocol, TypeAlias
+
+import grpc
+from grpc import aio
+
+from engine.errors import AuthenticationError, ConfigError, TandemError
+from engine.rpc.status import DETAIL_KEY, error_to_detail, status_code
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES: Final = 32 * 2**20
+MAX_REPLY_BYTES: Final = 64 * 2**20
+MAX_CONCURRENT_CALLS: Final = 4096
+CANCEL_GRACE_S: Final = 1.0
+
+_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.max_send_message_length", MAX_REPLY_BYTES),
+    ("grpc.so_reuseport", 0),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+)
+
+Context: TypeAlias = aio.ServicerContext[Any, Any]
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Method: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
+
+
+class RpcService(Protocol):
+    """What a server serves. Streaming methods are coroutines that call `context.write`, never
+    generators: a cancelled coroutine closes what it iterates at once, an abandoned generator when
+    it is collected."""
+
+    def register(self, server: aio.Server) -> None: ...
+
+
+class CallBorder(aio.ServerInterceptor):
+    """Every call passes here: no token, no service; no exception leaves without a status and a
+    typed detail."""
+
+    def __init__(self, token: str | None) -> None:
+        self._expected = None if token is None else f"Bearer {token}".encode()
+        self.num_refused = 0
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        if not self._is_authentic(handler_call_details.invocation_metadata):
+            self.num_refused += 1
+            return grpc.unary_unary_rpc_method_handler(_refuse)
+        handler = await continuation(handler_call_details)
+        return None if handler is None else _guarded(handler)
+
+    def _is_authentic(self, metadata: Sequence[tuple[str, str | bytes]]) -> bool:
+        if self._expected is None:
+            return True
+        given = [value for key, value in metadata if key == "authorization"]
+        if len(given) != 1:
+            return False
+        value = given[0]
+        data = value if isinstance(value, bytes) else value.encode()
+        return hmac.compare_digest(data, self._expected)
+
+
+async def _refuse(request: object, context: Context) -> None:
+    await _abort(context, AuthenticationError("the cluster token is missing or wrong"))
+
+
+def _guarded(handler: Handler) -> Handler:
+    if handler.response_streaming:
+        method, make = handler.unary_stream, grpc.unary_stream_rpc_method_handler
+    else:
+        method, make = handler.unary_unary, grpc.unary_unary_rpc_method_handler
+    if method is None:
+        raise ConfigError("services with streaming requests are not supported")
+    return make(_with_border(method), handler.request_deserializer, handler.response_serializer)
+
+
+def _with_border(method: Any) -> Method:
+    async def call(request: Any, context: Context) -> Any:
+        try:
+            return await method(request, context)
+        except TandemError as error:
+            await _abort(context, error)
+        except Exception:
+            logger.exception("a call failed on an error that is nobody's noun")
+            await _abort(context, TandemError("internal error of the node; its log has the cause"))
+
+    return call
+
+
+async def _abort(context: Context, error: TandemError) -> None:
+    detail = ((DETAIL_KEY, error_to_detail(error)),)
+    await context.abort(status_code(error), str(error)[:1000], detail)
+
+
+class RpcServer:
+    """A started server. `port` is the bound one. Close it with `close`, or `drain` first."""
+
+    def __init__(self, server: aio.Server, port: int, border: CallBorder) -> None:
+        self.port = port
+        self._server = server
+        self._border = border
+
+    @property
+    def num_refused(self) -> int:
+        """Calls refused for a missing or wrong token."""
+        return self._border.num_refused
+
+    async def drain(self, deadline_s: float) -> None:
+        """Refuse new calls, let running ones end; those that still run after `deadline_s` are
+        cancelled."""
+        await self._server.stop(deadline_s)
+
+    async def close(self) -> None:
+        """Cancel every call and give the port back."""
+        await self._server.stop(0)
+        await self._server.wait_for_termination(CANCEL_GRACE_S)
+
+
+async def start_server(
+    services: Sequence[RpcService], host: str, port: int, *, token: str | None
+) -> RpcServer:
+    """Serve on `host:port` (0 picks a free port). Raises `ConfigError` when the address cannot be
+    bound."""
+    border = CallBorder(token)
+    server = aio.server(
+        interceptors=(border,), options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
+    )
+    for service in services:
+        service.register(server)
+    bound_port = _bind(server, host, port)
+    await server.start()
+    return RpcServer(server, bound_port, border)
+
+
+def _bind(server: aio.Server, host: str, port: int) -> int:
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        bound_port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError(f"cannot listen for gRPC on {address}: is the port in use?") from error
+    if bound_port == 0:
+        raise ConfigError(f"cannot listen for gRPC on {address}")
+    return bound_port

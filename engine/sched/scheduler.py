@@ -1,0 +1,308 @@
+"""Continuous batching: which requests run in the next step, and what their results mean.
+
+Torch-free. Knows that a prefill may come from outside (the seam), never from whom. All decisions that need no
+state are in `chunk.py` and `request_queue.py`.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.config import SchedulerConfig
+from engine.errors import KVLoadError, OverloadedError, TandemError
+from engine.kv_cache.manager import KVCacheManager
+from engine.kv_connector import FinishDecision, SchedulerConnector
+from engine.request import Request, RequestStatus
+from engine.sched.chunk import plan_prefill_chunk
+from engine.sched.request_queue import RequestQueue
+from engine.step import (
+    BlockPull,
+    ConnectorOutput,
+    SampledToken,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from engine.types import FinishReason, GenerateOutput, TokenId, TokenLogprob
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since start; the node's metrics read differences."""
+
+    num_preemptions: int = 0
+    num_failed_loads: int = 0
+    recomputed_tokens: dict[str, int] = field(default_factory=dict)
+
+    def recompute(self, cause: str, num_tokens: int) -> None:
+        """Counts tokens that have to be computed again because of `cause`."""
+        self.recomputed_tokens[cause] = self.recomputed_tokens.get(cause, 0) + num_tokens
+
+
+@dataclass(slots=True, frozen=True)
+class StepNews:
+    """What one step tells the outside: outputs per request, and errors that end requests."""
+
+    outputs: list[tuple[str, GenerateOutput]] = field(default_factory=list)
+    errors: list[tuple[str, TandemError]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Owner of every request from `add` to its end, and of the blocks that finished ones leave under lease."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        connector: SchedulerConnector,
+        *,
+        recompute_failed_loads: bool = True,
+    ) -> None:
+        self.config = config
+        self.cache = cache
+        self.stats = SchedulerStats()
+        self._connector = connector
+        self._recompute_failed_loads = recompute_failed_loads
+        self._requests: dict[str, Request] = {}
+        self._waiting = RequestQueue()
+        self._loading: dict[str, Request] = {}
+        self._running: list[Request] = []
+        self._held: dict[str, Request] = {}
+        self._news = StepNews()
+        self._arrivals = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests with blocks: computing or loading."""
+        return len(self._running) + len(self._loading)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks."""
+        return len(self._waiting)
+
+    @property
+    def num_held(self) -> int:
+        """Finished requests whose blocks a lease keeps."""
+        return len(self._held)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could do something now (loads in flight and leases wake the engine by themselves)."""
+        return bool(self._running or self._waiting or self._news.outputs or self._news.errors)
+
+    def add(self, request: Request) -> None:
+        """Takes a request in. Raises OverloadedError when too many wait.
+
+        A remote prefill brings its first token: it is news at once, and when it ends the request nothing is
+        pulled.
+        """
+        if len(self._waiting) >= self.config.max_num_waiting:
+            raise OverloadedError(f"{len(self._waiting)} requests wait already; try again later")
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._requests[request.request_id] = request
+        if request.wants_remote_prefill:
+            self._take_first_token(request)
+        if not request.is_finished:
+            self._waiting.push(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request wherever it stands; unknown and finished ones are ignored."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            self._waiting.remove(request)
+        request.finish_reason = FinishReason.ABORT
+        self._finish(request)
+
+    def schedule(self) -> SchedulerOutput:
+        """The next step's work: running requests first, then as many waiting ones as budget and arena allow."""
+        budget = self.config.max_num_batched_tokens
+        scheduled: list[ScheduledRequest] = []
+        preemptions = self.stats.num_preemptions
+        for request in list(self._running):
+            if request.status is RequestStatus.RUNNING and budget:
+                budget -= self._schedule_running(request, budget, scheduled)
+        nobody_lost_blocks = self.stats.num_preemptions == preemptions
+        while nobody_lost_blocks and budget and self._may_start_another():
+            used = self._schedule_waiting(self._waiting.peek(), budget, scheduled)
+            if used is None:
+                break
+            budget -= used
+        kept = [item for item in scheduled if item.request.status is RequestStatus.RUNNING]
+        return SchedulerOutput(
+            tuple(kept), self.cache.take_new_states(), self._connector.build_connector_meta()
+        )
+
+    def update(
+        self, output: SchedulerOutput, sampled: dict[str, SampledToken], transfers: ConnectorOutput
+    ) -> StepNews:
+        """Books one step's results; returns what the outside must hear."""
+        for item in output.scheduled:
+            item.request.num_computed_tokens += item.num_tokens
+            if item.samples:
+                sample = sampled[item.request.request_id]
+                self._take_token(item.request, sample.token_id, sample.logprob)
+        self.update_transfers(transfers)
+        news, self._news = self._news, StepNews()
+        return news
+
+    def update_transfers(self, transfers: ConnectorOutput) -> None:
+        """Books what the connector reports: loads done, loads failed, leases that ended."""
+        for request_id in transfers.loaded:
+            self._load_done(request_id)
+        for request_id, cause in transfers.failed.items():
+            self._load_failed(request_id, cause)
+        for request_id in transfers.released:
+            self._free(self._held.pop(request_id))
+
+    def check(self) -> None:
+        """Recounts requests and blocks; raises AssertionError on any difference."""
+        self.cache.check()
+        owners = [*self._running, *self._loading.values(), *self._held.values()]
+        assert all(request.blocks is not None for request in owners)
+        assert len(self._requests) == len(self._running) + len(self._loading) + len(self._waiting)
+
+    def _may_start_another(self) -> bool:
+        return bool(self._waiting) and self.num_running < self.config.max_num_seqs
+
+    def _schedule_running(
+        self, request: Request, budget: int, scheduled: list[ScheduledRequest]
+    ) -> int:
+        num_tokens = _next_chunk(request, budget)
+        while not self._reserve(request, request.num_computed_tokens + num_tokens):
+            victim = max(self._running, key=lambda other: (other.priority, other.arrival))
+            self._preempt(victim)
+            if victim is request:
+                return 0
+        scheduled.append(_scheduled(request, num_tokens))
+        return num_tokens
+
+    def _schedule_waiting(
+        self, request: Request, budget: int, scheduled: list[ScheduledRequest]
+    ) -> int | None:
+        """Tokens of budget used, or None when the request has to go on waiting."""
+        num_external = self._connector.get_num_new_matched_tokens(request, 0)
+        num_tokens = num_external or _next_chunk(request, budget)
+        if not self._reserve(request, num_tokens):
+            return None
+        self._waiting.pop()
+        if num_external:
+            self._start_load(request)
+            return 0
+        request.move(RequestStatus.RUNNING)
+        self._running.append(request)
+        scheduled.append(_scheduled(request, num_tokens))
+        return num_tokens
+
+    def _reserve(self, request: Request, num_tokens: int) -> bool:
+        grown = self.cache.allocate(request.blocks, num_tokens)
+        request.blocks = grown or request.blocks
+        return grown is not None
+
+    def _preempt(self, request: Request) -> None:
+        """Frees everything; the request will be computed again from its first token."""
+        self._running.remove(request)
+        request.move(RequestStatus.PREEMPTED)
+        self.stats.num_preemptions += 1
+        self._restart(request, "preemption")
+
+    def _restart(self, request: Request, cause: str) -> None:
+        self.stats.recompute(cause, request.num_computed_tokens or request.num_prompt_tokens)
+        self._free(request)
+        request.num_computed_tokens = 0
+        self._waiting.push(request)
+
+    def _start_load(self, request: Request) -> None:
+        assert request.blocks is not None
+        request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
+        self._loading[request.request_id] = request
+        tables = tuple(tuple(blocks) for blocks in request.blocks.groups)
+        pull = BlockPull(request.request_id, tables, num_local_tokens=0)
+        self._connector.update_state_after_alloc(request, pull)
+
+    def _load_done(self, request_id: str) -> None:
+        request = self._loading.pop(request_id)
+        if request.is_finished:
+            self._free(request)
+            return
+        request.num_computed_tokens = request.num_prompt_tokens
+        request.move(RequestStatus.RUNNING)
+        self._running.append(request)
+
+    def _load_failed(self, request_id: str, cause: str) -> None:
+        request = self._loading.pop(request_id)
+        if request.is_finished:
+            self._free(request)
+            return
+        self.stats.num_failed_loads += 1
+        if self._recompute_failed_loads:
+            request.move(RequestStatus.PREEMPTED)
+            self._restart(request, cause)
+            return
+        request.finish_reason = FinishReason.ERROR
+        self._finish(request)
+        self._news.errors.append(
+            (request_id, KVLoadError(f"the remote prefill could not be loaded: {cause}"))
+        )
+
+    def _take_first_token(self, request: Request) -> None:
+        params = request.origin.kv_transfer_params
+        assert params is not None and params.first_token_ids is not None
+        logprob = params.first_token_logprobs[0] if params.first_token_logprobs else None
+        self._take_token(request, params.first_token_ids[0], logprob)
+
+    def _take_token(
+        self, request: Request, token_id: TokenId, logprob: TokenLogprob | None
+    ) -> None:
+        request.append(token_id, logprob)
+        news = GenerateOutput(
+            token_ids=(token_id,),
+            logprobs=(logprob,) if logprob else None,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+        if request.finish_reason is None:
+            self._news.outputs.append((request.request_id, news))
+            return
+        self._finish(request, news)
+
+    def _finish(self, request: Request, last: GenerateOutput | None = None) -> None:
+        """Ends a request: its blocks go, or stay under a lease; a load in flight keeps them until it ends."""
+        del self._requests[request.request_id]
+        if request in self._running:
+            self._running.remove(request)
+        request.move(RequestStatus.FINISHED)
+        decision = self._connector.request_finished(request)
+        if decision.hold:
+            self._held[request.request_id] = request
+        elif request.request_id not in self._loading:
+            self._free(request)
+        if last is not None:
+            self._news.outputs.append((request.request_id, _final(request, last, decision)))
+
+    def _free(self, request: Request) -> None:
+        if request.blocks is not None:
+            self.cache.free(request.blocks)
+            request.blocks = None
+
+
+def _next_chunk(request: Request, budget: int) -> int:
+    return plan_prefill_chunk(
+        request.num_computed_tokens, request.num_prompt_tokens, request.num_tokens, budget
+    )
+
+
+def _scheduled(request: Request, num_tokens: int) -> ScheduledRequest:
+    reaches_end = request.num_computed_tokens + num_tokens == request.num_tokens
+    return ScheduledRequest(request, num_tokens, samples=reaches_end)
+
+
+def _final(request: Request, last: GenerateOutput, decision: FinishDecision) -> GenerateOutput:
+    return msgspec.structs.replace(
+        last,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_token,
+        kv_transfer_params=decision.kv_transfer_params,
+        kv_transfer=decision.kv_transfer,
+    )

@@ -1,0 +1,60 @@
+"""What flows through one engine step, from the scheduler to the worker and back.
+
+Torch-free; inside one process, so plain dataclasses.
+"""
+
+from dataclasses import dataclass, field
+
+from engine.request import Request
+from engine.types import TokenId, TokenLogprob
+
+
+@dataclass(slots=True, frozen=True)
+class ScheduledRequest:
+    """`num_tokens` tokens of `request`, from its first uncomputed one on; `samples` if they reach its end."""
+
+    request: Request
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(slots=True, frozen=True)
+class BlockPull:
+    """A remote prefill to load: the blocks reserved for it, whose leading `num_local_tokens` are already here."""
+
+    request_id: str
+    tables: tuple[tuple[int, ...], ...]
+    num_local_tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class ConnectorMeta:
+    """This step's message from the scheduler connector to the worker connector."""
+
+    pulls: tuple[BlockPull, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class SchedulerOutput:
+    """One step's work: decodes first, then prefill chunks; states to zero before anything else runs."""
+
+    scheduled: tuple[ScheduledRequest, ...]
+    new_states: tuple[tuple[int, int], ...]
+    connector: ConnectorMeta
+
+
+@dataclass(slots=True, frozen=True)
+class SampledToken:
+    """One token chosen for one request, with log-probabilities when they were asked for."""
+
+    token_id: TokenId
+    logprob: TokenLogprob | None
+
+
+@dataclass(slots=True, frozen=True)
+class ConnectorOutput:
+    """What transfers did since the last step: request ids loaded, failed with a cause, and leases that ended."""
+
+    loaded: tuple[str, ...] = ()
+    failed: dict[str, str] = field(default_factory=dict)
+    released: tuple[str, ...] = ()

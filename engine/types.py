@@ -1,0 +1,127 @@
+"""What a request is and what comes back: plain frozen structs shared by API, engine, RPC and proxy.
+
+Knows nothing of tensors, sockets or HTTP. Everything here may cross a process.
+"""
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+MAX_TOKENS_IN_REQUEST = 4_194_304
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+TokenId = int
+Port = Annotated[int, Meta(ge=1, le=65535)]
+Label = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; the values are OpenAI's and vLLM's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How tokens are chosen; names and meanings are vLLM's.
+
+    `seed` feeds a counter-based generator (seed, position), so a token depends on nothing else: not on the
+    batch, not on the node. `logprobs` asks for that many alternatives besides the chosen token.
+    """
+
+    max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS_IN_REQUEST)] = 16
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_IN_REQUEST)] = 0
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    frequency_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] = 1.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] = 0
+    stop_token_ids: tuple[TokenId, ...] = ()
+    ignore_eos: bool = False
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one chosen token and of the most likely alternatives, best first."""
+
+    token_id: TokenId
+    logprob: float
+    top: tuple[tuple[TokenId, float], ...] = ()
+
+
+class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What P tells D about a finished prefill, in vLLM's words; hostile input until decoded and verified.
+
+    A client or PD proxy sends `do_remote_decode` to P; P answers with `do_remote_prefill` and all the rest; D
+    gets that answer unchanged. `signature` is P's keyed digest of every other field, so that D talks only to
+    hosts that a node of its own cluster named.
+    """
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: Label | None = None
+    remote_request_id: Label | None = None
+    remote_block_ids: (
+        Annotated[
+            tuple[Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=262_144)], ...],
+            Meta(max_length=64),
+        ]
+        | None
+    ) = None
+    remote_host: Label | None = None
+    remote_port: Port | None = None
+    remote_num_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS_IN_REQUEST)] | None = None
+    tp_size: Annotated[int, Meta(ge=1, le=1)] | None = None
+    first_token_ids: (
+        Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=1)] | None
+    ) = None
+    first_token_logprobs: (
+        Annotated[tuple[TokenLogprob, ...], Meta(min_length=1, max_length=1)] | None
+    ) = None
+    remote_num_cached_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_IN_REQUEST)] | None = None
+    signature: Annotated[str, Meta(max_length=128)] | None = None
+
+
+class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One sequence to generate. `request_id` is unique within the process that made it, a label elsewhere."""
+
+    request_id: Label
+    prompt_token_ids: tuple[TokenId, ...]
+    sampling: SamplingParams = SamplingParams()
+    kv_transfer_params: KVTransferParams | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+    priority: int = 0
+
+
+class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What one remote prefill cost D: bytes by kind, wall milliseconds, and cached tokens on both sides."""
+
+    attention_bytes: int = 0
+    state_bytes: int = 0
+    transfer_ms: float = 0.0
+    prefill_cached_tokens: int = 0
+    decode_cached_tokens: int = 0
+
+
+class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """News of one request: the tokens of one step, and at the end why it ended.
+
+    `kv_transfer_params` comes with the last output of a remote decode (P's answer); `kv_transfer` with the
+    last output of a remote prefill on D.
+    """
+
+    token_ids: tuple[TokenId, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: TokenId | None = None
+    num_cached_tokens: int = 0
+    kv_transfer_params: KVTransferParams | None = None
+    kv_transfer: KVTransferStats | None = None

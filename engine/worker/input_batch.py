@@ -1,0 +1,148 @@
+"""One step's work list as tensors: the only translation from block ids to rows of the arena.
+
+Knows the plan; knows nothing of weights or of what the tokens mean.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.spec import MambaSpec
+from engine.layers.context import AttentionIndex, ForwardBatch, GroupIndex, StateIndex
+from engine.step import ScheduledRequest
+from engine.worker.kv_caches import page_row
+
+IntArray = NDArray[np.int64]
+
+
+class InputBatcher:
+    """Builds ForwardBatches; keeps the page rows of every possible block, computed once."""
+
+    def __init__(self, plan: ArenaPlan, device: torch.device) -> None:
+        self._plan = plan
+        self._device = device
+        self._rows = tuple(_all_rows(plan, group) for group in range(len(plan.groups)))
+        self._state_group = next(
+            (
+                group
+                for group, members in enumerate(plan.groups)
+                if isinstance(members.spec, MambaSpec)
+            ),
+            None,
+        )
+
+    def order(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
+        """Decodes first, by state: neighbours in the arena become neighbours in the batch."""
+        return sorted(scheduled, key=self._place)
+
+    def build(self, ordered: Sequence[ScheduledRequest]) -> ForwardBatch:
+        """The packed batch of `ordered` (decodes first)."""
+        query_lens = [item.num_tokens for item in ordered]
+        context_lens = [item.request.num_computed_tokens for item in ordered]
+        num_decodes = sum(count == 1 for count in query_lens)
+        positions = _positions(context_lens, query_lens)
+        indexes = tuple(
+            self._group_index(group, ordered, positions, num_decodes)
+            for group in range(len(self._plan.groups))
+        )
+        return ForwardBatch(
+            token_ids=self._tensor(_token_ids(ordered)),
+            positions=self._tensor(positions),
+            num_decodes=num_decodes,
+            query_lens=query_lens,
+            context_lens=context_lens,
+            decode_lens=self._tensor(np.asarray(context_lens[:num_decodes], np.int64) + 1),
+            group_index=indexes,
+            logits_rows=self._tensor(_logits_rows(ordered)),
+        )
+
+    def _place(self, item: ScheduledRequest) -> tuple[bool, int]:
+        blocks = item.request.blocks
+        assert blocks is not None
+        state = 0 if self._state_group is None else blocks.groups[self._state_group][0]
+        return item.num_tokens != 1, state
+
+    def _group_index(
+        self,
+        group: int,
+        ordered: Sequence[ScheduledRequest],
+        positions: IntArray,
+        num_decodes: int,
+    ) -> GroupIndex:
+        tables = [item.request.blocks.groups[group] for item in ordered if item.request.blocks]
+        if isinstance(self._plan.groups[group].spec, MambaSpec):
+            return self._state_index([table[0] for table in tables], num_decodes)
+        return self._attention_index(group, ordered, tables, positions)
+
+    def _state_index(self, units: list[int], num_decodes: int) -> StateIndex:
+        decodes = units[:num_decodes]
+        consecutive = bool(decodes) and decodes[-1] - decodes[0] == num_decodes - 1
+        run = slice(decodes[0], decodes[-1] + 1) if consecutive else None
+        return StateIndex(self._tensor(np.asarray(units, np.int64)), run)
+
+    def _attention_index(
+        self,
+        group: int,
+        ordered: Sequence[ScheduledRequest],
+        tables: Sequence[list[int]],
+        positions: IntArray,
+    ) -> AttentionIndex:
+        block_size = self._plan.block_size
+        lens = [-(-(i.request.num_computed_tokens + i.num_tokens) // block_size) for i in ordered]
+        padded = np.zeros((len(tables), max(lens)), np.int64)
+        for row, (table, length) in enumerate(zip(tables, lens, strict=True)):
+            padded[row, :length] = table[:length]
+        block_tables = self._rows[group][padded]
+        sequence = np.repeat(np.arange(len(ordered)), [item.num_tokens for item in ordered])
+        rows = block_tables[sequence, positions // block_size]
+        return AttentionIndex(
+            self._tensor(block_tables), self._tensor(self._slots(group, rows, positions))
+        )
+
+    def _slots(self, group: int, rows: IntArray, positions: IntArray) -> IntArray:
+        """Rows of `AttentionCache.k_tokens` for every (token, head), heads fastest."""
+        spec = self._plan.groups[group].spec
+        assert not isinstance(spec, MambaSpec)
+        block_size = self._plan.block_size
+        heads = np.arange(spec.num_kv_heads) * block_size
+        first = rows * (spec.num_kv_heads * block_size) + positions % block_size
+        slots: IntArray = (first[:, None] + heads[None, :]).reshape(-1)
+        return slots
+
+    def _tensor(self, values: IntArray) -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+
+def _all_rows(plan: ArenaPlan, group: int) -> IntArray:
+    if isinstance(plan.groups[group].spec, MambaSpec):
+        return np.zeros(0, np.int64)
+    count = plan.num_units * plan.blocks_per_unit[group]
+    return np.fromiter((page_row(plan, group, block) for block in range(count)), np.int64, count)
+
+
+def _positions(context_lens: Sequence[int], query_lens: Sequence[int]) -> IntArray:
+    if all(length == 1 for length in query_lens):
+        return np.asarray(context_lens, np.int64)
+    runs = [
+        np.arange(start, start + length, dtype=np.int64)
+        for start, length in zip(context_lens, query_lens, strict=True)
+    ]
+    return np.concatenate(runs)
+
+
+def _token_ids(ordered: Sequence[ScheduledRequest]) -> IntArray:
+    tokens: list[int] = []
+    for item in ordered:
+        start = item.request.num_computed_tokens
+        tokens += item.request.token_ids[start : start + item.num_tokens]
+    return np.asarray(tokens, np.int64)
+
+
+def _logits_rows(ordered: Sequence[ScheduledRequest]) -> IntArray:
+    ends = np.cumsum([item.num_tokens for item in ordered]) - 1
+    rows: IntArray = ends[[item.samples for item in ordered]].astype(np.int64)
+    return rows

@@ -1,0 +1,59 @@
+"""Runs the model over one step's batch on one device.
+
+Owns the arena, its views and the weights; knows nothing of queues, peers or text.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.arena import ArenaMemory
+from engine.kv_cache.plan import ArenaPlan
+from engine.layers.context import ForwardBatch, LayerCache
+from engine.step import SampledToken, SchedulerOutput
+from engine.worker.input_batch import InputBatcher
+from engine.worker.kv_caches import layer_caches
+from engine.worker.sampler import sample
+
+
+class Model(Protocol):
+    """What every family in `engine/models` provides."""
+
+    def forward(
+        self, batch: ForwardBatch, caches: dict[tuple[int, int], LayerCache]
+    ) -> Tensor:
+        """Hidden states [tokens, hidden] of the packed batch; writes K/V and states into the arena."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 logits [rows, vocab] of some rows of hidden states."""
+
+
+class ModelRunner:
+    """One rank: zero new states, forward, sample."""
+
+    def __init__(self, model: Model, plan: ArenaPlan, arena: ArenaMemory) -> None:
+        self.arena = arena
+        self._model = model
+        self._plan = plan
+        self._caches = layer_caches(arena.tensor, plan)
+        self._batcher = InputBatcher(plan, arena.tensor.device)
+
+    def zero_states(self, states: tuple[tuple[int, int], ...]) -> None:
+        """Zeroes freshly allocated states, which may have held anything; [(group, state), ...]."""
+        for group, state in states:
+            start = self._plan.block_offset(group, state)
+            self.arena.tensor[start : start + self._plan.block_bytes(group)].zero_()
+
+    @torch.inference_mode()
+    def execute(self, output: SchedulerOutput) -> dict[str, SampledToken]:
+        """Computes `output`; one token for each request that reached its end, keyed by request id."""
+        if not output.scheduled:
+            return {}
+        ordered = self._batcher.order(output.scheduled)
+        batch = self._batcher.build(ordered)
+        hidden = self._model.forward(batch, self._caches)
+        sampling = [item.request for item in ordered if item.samples]
+        if not sampling:
+            return {}
+        return sample(self._model.logits(hidden[batch.logits_rows]), sampling)

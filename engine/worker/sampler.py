@@ -1,0 +1,115 @@
+"""Logits to tokens: greedy or sampled, with a generator that is a pure function of (seed, position).
+
+So a token depends on the logits and on nothing else: not on the batch, the step or the node that samples it.
+Log-probabilities are those of the raw logits (vLLM's default), before penalties and temperature.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.request import Request
+from engine.step import SampledToken
+from engine.types import SamplingParams, TokenLogprob
+
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> dict[str, SampledToken]:
+    """One token per request from float32 `logits` [requests, vocab], keyed by request id."""
+    choices = logits.argmax(dim=-1).tolist()
+    for row, request in enumerate(requests):
+        if _needs_own_pass(request):
+            choices[row] = _choose(logits[row], request)
+    logprobs = _logprobs(logits, requests, choices)
+    return {
+        request.request_id: SampledToken(token, logprob)
+        for request, token, logprob in zip(requests, choices, logprobs, strict=True)
+    }
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on nothing but (seed, position)."""
+    key = seed.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
+    digest = hashlib.blake2b(key, digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def _needs_own_pass(request: Request) -> bool:
+    params = request.sampling
+    return bool(
+        params.temperature > 0.0 or _has_penalties(params) or request.forbidden_tokens()
+    )
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return (
+        params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.repetition_penalty != 1.0
+    )
+
+
+def _choose(row: Tensor, request: Request) -> int:
+    scores = row.to(torch.float64, copy=True)
+    params = request.sampling
+    if _has_penalties(params):
+        _penalise(scores, request)
+    if forbidden := request.forbidden_tokens():
+        scores[[token for token in forbidden if token < scores.numel()]] = -torch.inf
+    if params.temperature == 0.0:
+        return int(scores.argmax())
+    return _draw(scores / params.temperature, params, uniform(params.seed, request.num_tokens))
+
+
+def _penalise(scores: Tensor, request: Request) -> None:
+    """OpenAI's presence and frequency penalties on the output, repetition penalty on prompt and output."""
+    params = request.sampling
+    if params.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(request.token_ids)), device=scores.device)
+        values = scores[seen]
+        scaled = torch.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
+        scores[seen] = scaled
+    if request.token_counts:
+        tokens = torch.tensor(list(request.token_counts), device=scores.device)
+        counts = torch.tensor(
+            list(request.token_counts.values()), dtype=scores.dtype, device=scores.device
+        )
+        scores[tokens] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def _draw(scores: Tensor, params: SamplingParams, number: float) -> int:
+    """Inverse transform over the tokens sorted by score, after top-k, top-p and min-p."""
+    ordered, tokens = scores.sort(descending=True, stable=True)
+    if params.top_k > 0:
+        ordered = ordered[: params.top_k]
+    probabilities = ordered.softmax(dim=-1)
+    keep = probabilities >= params.min_p * probabilities[0]
+    if params.top_p < 1.0:
+        keep &= probabilities.cumsum(dim=-1) - probabilities < params.top_p
+    kept = probabilities * keep
+    cumulative = kept.cumsum(dim=-1)
+    place = int(torch.searchsorted(cumulative, number * cumulative[-1], right=True))
+    last = int(keep.nonzero()[-1])
+    return int(tokens[min(place, last)])
+
+
+def _logprobs(
+    logits: Tensor, requests: Sequence[Request], choices: Sequence[int]
+) -> list[TokenLogprob | None]:
+    wanted = [request.sampling.logprobs for request in requests]
+    if all(count is None for count in wanted):
+        return [None] * len(requests)
+    return [
+        None if count is None else _token_logprob(logits[row], choices[row], count)
+        for row, count in enumerate(wanted)
+    ]
+
+
+def _token_logprob(row: Tensor, token: int, count: int) -> TokenLogprob:
+    logprobs = row.log_softmax(dim=-1)
+    values, tokens = logprobs.topk(min(count, logprobs.numel()))
+    top = tuple(zip(tokens.tolist(), values.tolist(), strict=True))
+    return TokenLogprob(token, float(logprobs[token]), top)

@@ -1,0 +1,9 @@
+"""`python -m prefill_node MODEL ...`: one prefill node in this process."""
+
+from prefill_node.server import prefill_server
+from engine.node.cli import node_app
+
+DEFAULT_PORT = 8100
+
+if __name__ == "__main__":
+    node_app("prefill", DEFAULT_PORT, prefill_server)()

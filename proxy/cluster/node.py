@@ -1,0 +1,136 @@
+"""One node as the proxy sees it: its channel, description and load. Knows no other node."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from engine.errors import DeadlineExceededError, TandemError, UnavailableError
+from engine.rpc.client import NodeClient
+from engine.rpc.messages import NodeInfo
+from proxy.cluster.node_url import NodeUrl, resolve_grpc_address
+
+logger = logging.getLogger(__name__)
+
+# A node that computes a long step answers late; only longer silence counts as absence.
+MAX_LATE_ANSWERS: Final = 3
+
+
+class NodeKind(StrEnum):
+    """What the proxy uses a node for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True, frozen=True)
+class NodeView:
+    """A snapshot of one usable node, for routing policies. `name` is its URL."""
+
+    name: str
+    engine_id: str
+    num_requests_running: int
+    num_requests_waiting: int
+    num_in_flight: int
+    kv_cache_usage: float
+
+
+class Node:
+    """Owns the channel to one node. `info` is None until it answered, `problem` says why it is not
+    used."""
+
+    def __init__(self, url: NodeUrl, kind: NodeKind, *, token: str | None) -> None:
+        self.name = url.text
+        self.kind = kind
+        self.info: NodeInfo | None = None
+        self.problem: str | None = "has not answered yet"
+        self._url = url
+        self._token = token
+        self._client: NodeClient | None = None
+        self._num_in_flight = 0
+        self._num_late = 0
+
+    @property
+    def is_available(self) -> bool:
+        return self.problem is None
+
+    @property
+    def client(self) -> NodeClient:
+        """Raises `UnavailableError` before the node was first reached."""
+        if self._client is None:
+            raise UnavailableError(f"node {self.name} has not been reached yet")
+        return self._client
+
+    @property
+    def view(self) -> NodeView:
+        """Raises `UnavailableError` before the node was first described."""
+        if self.info is None:
+            raise UnavailableError(f"node {self.name} has not answered yet")
+        return NodeView(
+            name=self.name,
+            engine_id=self.info.engine_id,
+            num_requests_running=self.info.num_requests_running,
+            num_requests_waiting=self.info.num_requests_waiting,
+            num_in_flight=self._num_in_flight,
+            kv_cache_usage=self.info.kv_cache_usage,
+        )
+
+    @contextmanager
+    def carrying(self) -> Iterator[None]:
+        """Counts one request of this proxy as in flight on the node."""
+        self._num_in_flight += 1
+        try:
+            yield
+        finally:
+            self._num_in_flight -= 1
+
+    async def refresh(self, timeout_s: float) -> NodeInfo | None:
+        """Ask the node for its description; None, with `problem` set, when it is away or not
+        ready."""
+        try:
+            info = await self._describe(timeout_s)
+        except DeadlineExceededError as error:
+            self._on_late_answer(error)
+            return None
+        except TandemError as error:
+            self.set_problem(str(error))
+            return None
+        self._num_late = 0
+        self.info = info
+        if not info.ready:
+            self.set_problem(f"is not ready: {info.reason}")
+            return None
+        return info
+
+    def set_problem(self, problem: str | None) -> None:
+        """Take the node out of use, or with None back into it; logs changes only."""
+        if problem is not None and self.problem is None:
+            logger.warning("%s node %s is out: %s", self.kind, self.name, problem)
+        if problem is None and self.problem is not None:
+            logger.info("%s node %s is in use", self.kind, self.name)
+        self.problem = problem
+
+    async def close(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+    async def _describe(self, timeout_s: float) -> NodeInfo:
+        if self._client is None or self.problem is not None:
+            await self._connect(timeout_s)
+        return await self.client.describe(timeout_s)
+
+    async def _connect(self, timeout_s: float) -> None:
+        """Keeps the channel while the address is the same: streams may still run on it."""
+        address = await resolve_grpc_address(self._url, token=self._token, timeout_s=timeout_s)
+        if self._client is not None and self._client.address == address:
+            return
+        await self.close()
+        self._client = NodeClient(address, token=self._token)
+
+    def _on_late_answer(self, error: DeadlineExceededError) -> None:
+        self._num_late += 1
+        if self._num_late >= MAX_LATE_ANSWERS or self.info is None:
+            self.set_problem(str(error))

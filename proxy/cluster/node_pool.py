@@ -1,0 +1,116 @@
+"""All nodes the proxy was told of: watches their health and keeps out those that serve another
+model.
+
+Knows nothing of requests and routing.
+"""
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from engine.errors import UnavailableError
+from engine.rpc.messages import NodeInfo
+from proxy.cluster.node import Node, NodeKind
+from proxy.cluster.node_url import NodeUrl
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S: Final = 1.0
+DESCRIBE_TIMEOUT_S: Final = 2.0
+
+
+@dataclass(slots=True, frozen=True)
+class ModelIdentity:
+    """What all nodes must agree on; the first that answers sets it for the life of the proxy."""
+
+    model_name: str
+    vocab_size: int
+
+
+class NodePool:
+    """Owns the nodes and the tasks that watch them, between `start` and `close`."""
+
+    def __init__(
+        self,
+        prefill: Sequence[NodeUrl],
+        decode: Sequence[NodeUrl],
+        *,
+        token: str | None,
+        poll_interval_s: float = POLL_INTERVAL_S,
+    ) -> None:
+        self.identity: ModelIdentity | None = None
+        self._nodes = [Node(url, NodeKind.DECODE, token=token) for url in decode]
+        self._nodes += [Node(url, NodeKind.PREFILL, token=token) for url in prefill]
+        self._by_name = {node.name: node for node in self._nodes}
+        self._poll_interval_s = poll_interval_s
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Start watching; returns at once, whoever is there."""
+        self._watchers = [asyncio.create_task(self._watch(node)) for node in self._nodes]
+        for watcher in self._watchers:
+            watcher.add_done_callback(_report_crash)
+
+    async def close(self) -> None:
+        for task in self._watchers:
+            task.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        for node in self._nodes:
+            await node.close()
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All of them, decode nodes first."""
+        return tuple(self._nodes)
+
+    def node(self, name: str) -> Node:
+        return self._by_name[name]
+
+    def available(self, kind: NodeKind) -> tuple[Node, ...]:
+        return tuple(node for node in self._nodes if node.kind is kind and node.is_available)
+
+    def check_ready(self) -> None:
+        """Raises `UnavailableError`, saying what is known, when no decode node can be used."""
+        if not self.available(NodeKind.DECODE):
+            raise self.no_decode_node()
+
+    def no_decode_node(self, *, but: Collection[str] = ()) -> UnavailableError:
+        """The error for a request that no decode node can take; those in `but` failed it."""
+        known = [
+            f"{node.name}: {node.problem or 'failed this request'}"
+            for node in self._nodes
+            if node.kind is NodeKind.DECODE and (node.problem or node.name in but)
+        ]
+        return UnavailableError(f"no decode node is available ({'; '.join(known)})")
+
+    async def _watch(self, node: Node) -> None:
+        while True:
+            info = await node.refresh(DESCRIBE_TIMEOUT_S)
+            if info is not None:
+                node.set_problem(self._objection(node, info))
+            await asyncio.sleep(self._poll_interval_s)
+
+    def _objection(self, node: Node, info: NodeInfo) -> str | None:
+        """Why the node must not be used, or None."""
+        if not info.model_names or info.vocab_size < 1:
+            return "names no model"
+        identity = ModelIdentity(info.model_names[0], info.vocab_size)
+        if self.identity is None:
+            self.identity = identity
+        if identity == self.identity:
+            return None
+        problem = f"serves {_spell(identity)} where this cluster serves {_spell(self.identity)}"
+        if problem != node.problem:
+            logger.error("node %s is refused: it %s", node.name, problem)
+        return problem
+
+
+def _report_crash(watcher: asyncio.Task[None]) -> None:
+    if not watcher.cancelled() and (error := watcher.exception()) is not None:
+        logger.critical("a node is no longer watched", exc_info=error)
+
+
+def _spell(identity: ModelIdentity) -> str:
+    return f"model {identity.model_name!r} with {identity.vocab_size} tokens"

@@ -1,0 +1,77 @@
+"""uvicorn in a running event loop: own socket, no signal handlers, graceful end. Knows no app."""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from engine.errors import ConfigError
+
+CANCEL_GRACE_S: Final = 5.0
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process's `__main__`: the server may run in an actor or a test."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """Owns the listening socket from construction on. Raises `ConfigError` when it cannot be
+    bound."""
+
+    def __init__(self, app: ASGIApp, host: str, port: int, *, drain_timeout_s: float) -> None:
+        self._socket = _listen(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._drain_timeout_s = drain_timeout_s
+        self._server = _Server(_uvicorn_config(app, drain_timeout_s))
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Returns when requests are accepted."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        await self._server.accepting.wait()
+
+    async def close(self) -> None:
+        """Accept nothing more, let running requests end, cancel those that outlast the drain
+        timeout."""
+        self._server.should_exit = True
+        if self._serving is not None:
+            await asyncio.wait({self._serving}, timeout=self._drain_timeout_s + CANCEL_GRACE_S)
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
+        self._socket.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"cannot listen for HTTP on {host}:{port}: {error.strerror}") from error
+
+
+def _uvicorn_config(app: ASGIApp, drain_timeout_s: float) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+    )

@@ -1,0 +1,67 @@
+"""Every counter and histogram of the proxy, declared once. vLLM's names where vLLM has one."""
+
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+_TTFT_BUCKETS: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
+)
+_ITL_BUCKETS: Final = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
+    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_E2E_BUCKETS: Final = (
+    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
+)
+
+
+class ProxyMetrics:
+    """One set per proxy, on the registry that its /metrics shows."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+        self.node_requests = Counter(
+            "tandem_proxy_node_requests",
+            "Requests sent to nodes, retries included, by how they ended there.",
+            ("policy", "kind", "node", "outcome"),
+            registry=registry,
+        )
+        self.local_prefills = Counter(
+            "tandem_proxy_local_prefills",
+            "Requests that a decode node prefilled itself, by why.",
+            ("reason",),
+            registry=registry,
+        )
+        self.request_success = Counter(
+            "vllm:request_success",
+            "Requests that ended with a finish reason.",
+            ("model_name", "finished_reason"),
+            registry=registry,
+        )
+        self.time_to_first_token = _latency(
+            "vllm:time_to_first_token_seconds",
+            "From the request's arrival to its first token.",
+            _TTFT_BUCKETS,
+            registry,
+        )
+        self.inter_token_latency = _latency(
+            "vllm:inter_token_latency_seconds",
+            "Between two outputs of one request.",
+            _ITL_BUCKETS,
+            registry,
+        )
+        self.e2e_request_latency = _latency(
+            "vllm:e2e_request_latency_seconds",
+            "From the request's arrival to its last token.",
+            _E2E_BUCKETS,
+            registry,
+        )
+
+
+def _latency(
+    name: str, text: str, buckets: tuple[float, ...], registry: CollectorRegistry
+) -> Histogram:
+    return Histogram(name, text, ("model_name",), buckets=buckets, registry=registry)

@@ -1,0 +1,70 @@
+"""Learns from the nodes what the cluster serves: names, limits, tokenizer. The proxy has no model
+folder."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+from engine.api.serving import Serving, load_sampling_defaults
+from engine.api.tokenizer import load_tokenizer
+from engine.errors import TandemError
+from engine.rpc.messages import NodeInfo
+from proxy.cluster.node import Node
+from proxy.cluster.node_pool import NodePool
+
+logger = logging.getLogger(__name__)
+
+RETRY_INTERVAL_S: Final = 0.5
+FETCH_TIMEOUT_S: Final = 30.0
+
+# File names come from a peer, so only these ever become paths.
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+async def load_serving(pool: NodePool, served_names: Sequence[str]) -> Serving:
+    """Waits until a usable node, D before P, has given its tokenizer; tries for as long as it
+    takes.
+
+    `served_names` replaces the nodes' own model names where it is not empty.
+    """
+    while True:
+        for node in pool.nodes:
+            if node.is_available and node.info is not None:
+                try:
+                    return await _load_from(node, node.info, served_names)
+                except TandemError as error:
+                    logger.warning("no tokenizer from node %s: %s", node.name, error)
+        await asyncio.sleep(RETRY_INTERVAL_S)
+
+
+async def _load_from(node: Node, info: NodeInfo, served_names: Sequence[str]) -> Serving:
+    files = await node.client.get_tokenizer(FETCH_TIMEOUT_S)
+    serving = await asyncio.to_thread(_build_serving, files, info, tuple(served_names))
+    logger.info("serving %s with the tokenizer of node %s", serving.model_name, node.name)
+    return serving
+
+
+def _build_serving(
+    files: Mapping[str, bytes], info: NodeInfo, served_names: tuple[str, ...]
+) -> Serving:
+    with TemporaryDirectory(prefix="tandem-tokenizer-") as name:
+        folder = Path(name)
+        for file_name in TOKENIZER_FILES:
+            if file_name in files:
+                (folder / file_name).write_bytes(files[file_name])
+        return Serving(
+            served_model_names=served_names or info.model_names,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            tokenizer=load_tokenizer(folder),
+            defaults=load_sampling_defaults(folder),
+            root=info.model_names[0],
+        )

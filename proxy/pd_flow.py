@@ -1,0 +1,191 @@
+"""One request through the cluster: prefill on P, decode on D, and what to do when one of them
+fails.
+
+Knows nothing of HTTP and text; which nodes to take is the policy's choice.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+from msgspec.structs import replace
+
+from engine.errors import KVTransferParamsError, TandemError
+from engine.types import GenerateOutput, GenerateRequest, KVTransferParams
+from proxy.blame import as_client_sees_it, is_client_fault
+from proxy.cluster.node import Node, NodeKind, NodeView
+from proxy.cluster.node_pool import NodePool
+from proxy.journey import Journey
+from proxy.legs import Legs, is_whole_answer, prefill_request
+from proxy.metrics import ProxyMetrics
+from proxy.releaser import Releaser
+from proxy.routing.policy import RoutingPolicy
+
+MAX_PREFILL_NODES: Final = 2
+MAX_ATTEMPTS: Final = 2
+
+
+@dataclass(slots=True, frozen=True)
+class Prefilled:
+    """What P made of a request. Without `params` the outputs are the whole answer."""
+
+    node: Node
+    outputs: tuple[GenerateOutput, ...]
+    params: KVTransferParams | None
+    num_cached_tokens: int
+
+
+@dataclass(slots=True, frozen=True)
+class Start:
+    """Where decoding begins. Without `prefilled` D computes the prompt itself."""
+
+    decode: Node
+    prefilled: Prefilled | None = None
+
+
+class PdFlow:
+    """The proxy's `Generator`. Owns its background releases only; nodes belong to the pool."""
+
+    def __init__(
+        self,
+        pool: NodePool,
+        policy: RoutingPolicy,
+        legs: Legs,
+        metrics: ProxyMetrics,
+        *,
+        request_timeout_s: float,
+    ) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._legs = legs
+        self._metrics = metrics
+        self._request_timeout_s = request_timeout_s
+        self._releaser = Releaser()
+
+    async def close(self) -> None:
+        await self._releaser.close()
+
+    async def check_health(self) -> None:
+        """The proxy itself holds nothing that could die."""
+
+    async def check_ready(self) -> None:
+        self._pool.check_ready()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput]:
+        """D's outputs, with P's count of cached tokens. `aclose` cancels on the node that is at
+        work.
+
+        Raises `UnavailableError` when no decode node can be used or one is lost after its first
+        token; errors that are the client's own pass unchanged. Before the first token a failed D
+        is replaced once, by another one and a fresh prefill.
+        """
+        deadline = asyncio.get_running_loop().time() + self._request_timeout_s
+        journey = Journey(replace(request, kv_transfer_params=None), deadline)
+        while True:
+            try:
+                async with aclosing(self._attempt(journey)) as outputs:
+                    async for output in outputs:
+                        journey.num_tokens += len(output.token_ids)
+                        yield output
+                return
+            except TandemError as error:
+                if not self._may_try_again(journey, error):
+                    raise as_client_sees_it(error, journey.num_tokens) from error
+
+    def _may_try_again(self, journey: Journey, error: TandemError) -> bool:
+        if is_client_fault(error) or journey.num_tokens or journey.num_attempts >= MAX_ATTEMPTS:
+            return False
+        return bool(self._candidates(NodeKind.DECODE, journey))
+
+    async def _attempt(self, journey: Journey) -> AsyncGenerator[GenerateOutput]:
+        journey.num_attempts += 1
+        start = await self._prefill(journey)
+        if start.prefilled is not None and start.prefilled.params is None:
+            for output in start.prefilled.outputs:
+                yield output
+            return
+        try:
+            async with aclosing(self._decode(journey, start)) as outputs:
+                async for output in outputs:
+                    yield output
+        except TandemError as error:
+            journey.failed.add(_to_blame(start, error).name)
+            raise
+        finally:
+            if journey.num_tokens == 0:
+                self._give_up(start.prefilled)
+
+    async def _prefill(self, journey: Journey) -> Start:
+        """P's part, on a second P if the first fails, and left to D if that one fails too.
+
+        Raises `UnavailableError` when there is no D, before any P has worked in vain.
+        """
+        for _ in range(MAX_PREFILL_NODES):
+            start, node = self._choose(journey, self._candidates(NodeKind.PREFILL, journey))
+            if node is None:
+                return start
+            try:
+                return Start(start.decode, await self._prefill_on(node, journey))
+            except TandemError as error:
+                if is_client_fault(error):
+                    raise
+                journey.failed.add(node.name)
+        return self._choose(journey, ())[0]
+
+    async def _prefill_on(self, node: Node, journey: Journey) -> Prefilled:
+        request = prefill_request(journey.request)
+        leg = self._legs.run(node, request, total_s=journey.remaining_s())
+        async with aclosing(leg) as outputs:
+            news = tuple([output async for output in outputs])
+        params = news[-1].kv_transfer_params
+        if params is None and not is_whole_answer(news[-1], journey.request.sampling):
+            raise TandemError(f"node {node.name} prefilled without giving kv_transfer_params")
+        return Prefilled(node, news, params, max(output.num_cached_tokens for output in news))
+
+    async def _decode(self, journey: Journey, start: Start) -> AsyncGenerator[GenerateOutput]:
+        prefilled = start.prefilled
+        params = None if prefilled is None else prefilled.params
+        request = replace(journey.request, kv_transfer_params=params)
+        leg = self._legs.run(start.decode, request, total_s=journey.remaining_s())
+        async with aclosing(leg) as outputs:
+            async for output in outputs:
+                yield _for_client(output, prefilled)
+
+    def _choose(self, journey: Journey, prefill: tuple[NodeView, ...]) -> tuple[Start, Node | None]:
+        decode = self._candidates(NodeKind.DECODE, journey)
+        if not decode:
+            raise self._pool.no_decode_node(but=journey.failed)
+        route = self._policy.choose(journey.request, prefill, decode)
+        start = Start(self._pool.node(route.decode.name))
+        if route.prefill is not None:
+            return start, self._pool.node(route.prefill.name)
+        self._metrics.local_prefills.labels(_why_local(journey, prefill)).inc()
+        return start, None
+
+    def _candidates(self, kind: NodeKind, journey: Journey) -> tuple[NodeView, ...]:
+        nodes = self._pool.available(kind)
+        return tuple(node.view for node in nodes if node.name not in journey.failed)
+
+    def _give_up(self, prefilled: Prefilled | None) -> None:
+        if prefilled is not None and prefilled.params is not None:
+            self._releaser.release(prefilled.node, prefilled.params)
+
+
+def _for_client(output: GenerateOutput, prefilled: Prefilled | None) -> GenerateOutput:
+    cached = output.num_cached_tokens if prefilled is None else prefilled.num_cached_tokens
+    return replace(output, num_cached_tokens=cached, kv_transfer_params=None)
+
+
+def _to_blame(start: Start, error: TandemError) -> Node:
+    """D is to blame for what fails on it, except for a hand-over that it refuses."""
+    if start.prefilled is not None and isinstance(error, KVTransferParamsError):
+        return start.prefilled.node
+    return start.decode
+
+
+def _why_local(journey: Journey, prefill: tuple[NodeView, ...]) -> str:
+    if prefill:
+        return "policy"
+    return "prefill_failed" if journey.failed else "no_prefill_node"

@@ -1,0 +1,110 @@
+"""The proxy, assembled: nodes, routing, flow, OpenAI surface; and its life from start to close."""
+
+import asyncio
+
+from prometheus_client import CollectorRegistry
+
+from engine.api.app import create_app
+from engine.rpc.client import StreamDeadlines
+from proxy.cluster.node_pool import NodePool
+from proxy.cluster.node_url import parse_node_url
+from proxy.config import ProxyConfig
+from proxy.front_door import FrontDoor
+from proxy.http_server import HttpServer
+from proxy.legs import Legs
+from proxy.measured import MeasuredGenerator
+from proxy.metrics import ProxyMetrics
+from proxy.model_loader import load_serving
+from proxy.pd_flow import PdFlow
+from proxy.routing.policy import POLICIES
+
+
+class ProxyServer:
+    """Start it, `wait` for `request_stop`, `close` it. All runs on the caller's event loop."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._config = config
+        self._metrics = ProxyMetrics(CollectorRegistry())
+        self._pool = _make_pool(config)
+        self._flow = _make_flow(config, self._pool, self._metrics)
+        self._door = FrontDoor(self._metrics.registry)
+        self._stop = asyncio.Event()
+        self._http: HttpServer | None = None
+        self._opening: asyncio.Task[None] | None = None
+
+    @property
+    def port(self) -> int:
+        """The bound HTTP port; the configured one before `start`."""
+        return self._config.port if self._http is None else self._http.port
+
+    async def start(self) -> None:
+        """Returns when HTTP is answered; nodes may come later. Raises `ConfigError` for a taken
+        port."""
+        config = self._config
+        self._http = HttpServer(
+            self._door, config.host, config.port, drain_timeout_s=config.drain_timeout
+        )
+        await self._http.start()
+        await self._pool.start()
+        self._opening = asyncio.create_task(self._open())
+        self._opening.add_done_callback(self._on_opened)
+
+    def request_stop(self) -> None:
+        """Makes `wait` return; may be called from a signal handler of the loop."""
+        self._stop.set()
+
+    async def wait(self) -> None:
+        """Returns after `request_stop`, or raises what kept the proxy from ever serving."""
+        await self._stop.wait()
+        if self._opening is not None and self._opening.done() and not self._opening.cancelled():
+            self._opening.result()
+
+    async def close(self) -> None:
+        """Drain HTTP, then give up nodes; running streams have `drain_timeout` seconds to end."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self._http is not None:
+            await self._http.close()
+        await self._flow.close()
+        await self._pool.close()
+        self._stop.set()
+
+    def _on_opened(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._stop.set()
+
+    async def _open(self) -> None:
+        serving = await load_serving(self._pool, self._config.served_model_name)
+        generator = MeasuredGenerator(self._flow, self._metrics, serving.model_name)
+        app = create_app(
+            generator,
+            serving,
+            metrics_registry=self._metrics.registry,
+            api_key=self._config.api_key,
+            accept_kv_transfer_params=False,
+        )
+        self._door.open(app)
+
+
+def _make_pool(config: ProxyConfig) -> NodePool:
+    return NodePool(
+        [parse_node_url(text) for text in config.prefill],
+        [parse_node_url(text) for text in config.decode],
+        token=config.cluster_token,
+    )
+
+
+def _make_flow(config: ProxyConfig, pool: NodePool, metrics: ProxyMetrics) -> PdFlow:
+    deadlines = StreamDeadlines(
+        total_s=config.request_timeout,
+        first_output_s=config.first_token_timeout,
+        next_output_s=config.inter_token_timeout,
+    )
+    return PdFlow(
+        pool,
+        POLICIES[config.routing_policy](),
+        Legs(deadlines, metrics, policy_name=config.routing_policy),
+        metrics,
+        request_timeout_s=config.request_timeout,
+    )

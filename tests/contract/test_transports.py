@@ -1,0 +1,413 @@
+"""One suite for every transport, between real processes; `nixl-tcp` is nixl as across hosts.
+
+Run as a module, this file is the peer: it serves one arena and obeys commands on stdin.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from connector.transports.base import SpanPair, TransferStatus, Transport
+from connector.transports.choose import open_transport
+from connector.transports.nixl import NixlAddress
+from connector.transports.shm import ShmAddress
+from engine.arena import ArenaMemory
+from engine.errors import ConfigError, TransferTimeoutError, TransportError
+
+MIB = 1 << 20
+ARENA_BYTES = 4 * MIB
+DEADLINE_S = 20.0
+ROOT = Path(__file__).parents[2]
+
+
+def pattern(seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (ARENA_BYTES,), dtype=torch.uint8, generator=generator)
+
+
+class Peer:
+    """Another process with an arena full of `pattern(seed)`."""
+
+    def __init__(self, kind: str, name: str, seed: int) -> None:
+        command = [sys.executable, "-m", "tests.contract.test_transports", kind, name, str(seed)]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.name = name
+        self.bytes = pattern(seed)
+        self.address = bytes.fromhex(self.answer("address "))
+
+    def answer(self, prefix: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:  # UCX may print warnings of its own
+            if line.startswith(prefix):
+                return line.removeprefix(prefix).strip()
+        raise AssertionError(f"peer {self.name} ended with {self.process.wait(DEADLINE_S)}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.communicate("", timeout=DEADLINE_S)
+
+
+def serve(kind: str, name: str, seed: str) -> None:
+    torch.set_num_threads(1)
+    arena = ArenaMemory(ARENA_BYTES)
+    arena.tensor.copy_(pattern(int(seed)))
+    transport = open_transport(kind, name)
+    print("address", transport.register(arena).hex(), flush=True)
+    sys.stdin.read()
+    transport.close()
+    arena.close()
+
+
+StartPeer = Callable[..., Peer]
+
+
+@pytest.fixture(params=["shm", "nixl", "nixl-tcp"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    name, _, network = request.param.partition("-")
+    if name == "nixl":
+        pytest.importorskip("nixl", reason="nixl is not installed: pip install tandem[nixl]")
+    if network:
+        monkeypatch.setenv("UCX_TLS", network)
+        monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    return str(name)
+
+
+@pytest.fixture
+def start(kind: str) -> Iterator[StartPeer]:
+    peers: list[Peer] = []
+
+    def start_peer(name: str = "p", seed: int = 1) -> Peer:
+        peers.append(Peer(kind, name, seed))
+        return peers[-1]
+
+    yield start_peer
+    for peer in peers:
+        peer.stop()
+
+
+@pytest.fixture
+def arena() -> Iterator[ArenaMemory]:
+    memory = ArenaMemory(ARENA_BYTES)
+    yield memory
+    memory.close()
+
+
+@pytest.fixture
+def transport(kind: str, arena: ArenaMemory) -> Iterator[Transport]:
+    opened = open_transport(kind, "d")
+    opened.register(arena)
+    yield opened
+    opened.close()
+
+
+def pull(transport: Transport, peer: str, spans: Sequence[SpanPair]) -> None:
+    transport.read(peer, spans).wait(DEADLINE_S)
+
+
+def expected(peer: Peer, spans: Sequence[SpanPair]) -> torch.Tensor:
+    wanted = torch.zeros(ARENA_BYTES, dtype=torch.uint8)
+    for remote, local, length in spans:
+        wanted[local : local + length] = peer.bytes[remote : remote + length]
+    return wanted
+
+
+def permuted_blocks(count: int = 64, size: int = 12_288) -> list[SpanPair]:
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(3)).tolist()
+    return [SpanPair(source * size, target * size, size) for target, source in enumerate(order)]
+
+
+ODD_LENGTHS = [
+    SpanPair(3, 5, 1),
+    SpanPair(4097, 1, 4),
+    SpanPair(8191, 4096, 4095),
+    SpanPair(65_537, 12_289, 4097),
+    SpanPair(MIB + 1, 2 * MIB - 1, MIB + 3),
+    SpanPair(ARENA_BYTES - 7, ARENA_BYTES - 7, 7),
+]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [[SpanPair(0, 0, ARENA_BYTES)], permuted_blocks(), ODD_LENGTHS],
+    ids=["whole arena", "permuted blocks", "odd lengths"],
+)
+def test_exactly_the_named_bytes_arrive(
+    start: StartPeer, transport: Transport, arena: ArenaMemory, spans: list[SpanPair]
+) -> None:
+    peer = start()
+    transport.connect("p", peer.address)
+    pull(transport, "p", spans)
+    assert torch.equal(arena.tensor, expected(peer, spans))
+
+
+def test_no_spans_is_done_at_once(start: StartPeer, transport: Transport) -> None:
+    transport.connect("p", start().address)
+    transfer = transport.read("p", [])
+    assert transfer.poll() is TransferStatus.DONE
+    transfer.wait(0)
+    transfer.cancel()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        SpanPair(ARENA_BYTES - 10, 0, 11),
+        SpanPair(0, ARENA_BYTES - 10, 11),
+        SpanPair(-1, 0, 8),
+        SpanPair(0, -1, 8),
+        SpanPair(0, 0, 0),
+        SpanPair(0, 0, -8),
+    ],
+    ids=str,
+)
+def test_a_bad_span_is_named_and_nothing_is_written(
+    start: StartPeer, transport: Transport, arena: ArenaMemory, bad: SpanPair
+) -> None:
+    transport.connect("p", start().address)
+    with pytest.raises(TransportError, match="span 1") as caught:
+        transport.read("p", [SpanPair(0, 0, 100), bad])
+    assert str(bad) in str(caught.value)
+    assert not arena.tensor.any()
+
+
+def test_an_unknown_peer_is_refused(start: StartPeer, transport: Transport) -> None:
+    with pytest.raises(TransportError, match="'p' is not connected"):
+        transport.read("p", [SpanPair(0, 0, 8)])
+    transport.connect("p", start().address)
+    transport.disconnect("p")
+    transport.disconnect("p")
+    with pytest.raises(TransportError, match="'p' is not connected"):
+        transport.read("p", [SpanPair(0, 0, 8)])
+
+
+def test_a_transport_has_one_arena(transport: Transport, arena: ArenaMemory) -> None:
+    with pytest.raises(TransportError, match="one transport per arena"):
+        transport.register(arena)
+
+
+def test_a_restarted_peer_replaces_the_old_one(
+    start: StartPeer, transport: Transport, arena: ArenaMemory
+) -> None:
+    spans = permuted_blocks()
+    old = start(seed=1)
+    transport.connect("p", old.address)
+    transport.connect("p", old.address)
+    pull(transport, "p", spans)
+    old.kill()
+    new = start(seed=2)
+    transport.connect("p", new.address)
+    pull(transport, "p", spans)
+    assert torch.equal(arena.tensor, expected(new, spans))
+
+
+def test_reconnecting_drops_the_old_mapping(
+    start: StartPeer, transport: Transport, arena: ArenaMemory
+) -> None:
+    transport.connect("p", start(seed=1).address)
+    mappings = memfd_mappings()
+    transport.connect("p", start(seed=2).address)
+    assert memfd_mappings() == mappings
+
+
+def test_two_peers_at_once(start: StartPeer, transport: Transport, arena: ArenaMemory) -> None:
+    peers = [start("p1", seed=1), start("p2", seed=2)]
+    half = ARENA_BYTES // 2
+    for peer in peers:
+        transport.connect(peer.name, peer.address)
+    transfers = [
+        transport.read(peer.name, [SpanPair(7, index * half, half - 7)])
+        for index, peer in enumerate(peers)
+    ]
+    for transfer in transfers:
+        transfer.wait(DEADLINE_S)
+    for index, peer in enumerate(peers):
+        got = arena.tensor[index * half : (index + 1) * half - 7]
+        assert torch.equal(got, peer.bytes[7:half])
+
+
+@pytest.mark.parametrize("junk", [b"", b"\xff" * 64, b"\x80", bytes(200_000)], ids=len)
+def test_a_garbage_address_is_a_typed_error(
+    start: StartPeer, transport: Transport, junk: bytes, arena: ArenaMemory
+) -> None:
+    peer = start()
+    transport.connect("p", peer.address)
+    with pytest.raises(TransportError, match=r"Address|limit"):
+        transport.connect("p", junk)
+    pull(transport, "p", ODD_LENGTHS)
+    assert torch.equal(arena.tensor, expected(peer, ODD_LENGTHS))
+
+
+def test_every_cut_address_is_a_typed_error(start: StartPeer, transport: Transport) -> None:
+    address = start().address
+    for length in range(0, len(address), 7):
+        with pytest.raises(TransportError):
+            transport.connect("p", address[:length])
+
+
+def test_a_forged_address_is_refused(kind: str, start: StartPeer, transport: Transport) -> None:
+    peer = start()
+    for forged in forge(kind, peer.address):
+        with pytest.raises(TransportError):
+            transport.connect("p", forged)
+            pull(transport, "p", [SpanPair(0, 0, 8)])
+    transport.connect("p", peer.address)
+    pull(transport, "p", [SpanPair(0, 0, 8)])
+
+
+def forge(kind: str, address: bytes) -> list[bytes]:
+    """Well-typed lies: other files, processes and regions than the one that was registered."""
+    changes: list[dict[str, int | str | bytes]]
+    if kind == "shm":
+        real: msgspec.Struct = msgspec.msgpack.decode(address, type=ShmAddress)
+        changes = [{"pid": 1}, {"fd": 0}, {"pid": 2**31 - 1}, {"inode": 1}]
+        changes += [{"nbytes": 2 * ARENA_BYTES}, {"label": "tandem-arena-0123456789abcdef"}]
+    else:
+        real = msgspec.msgpack.decode(address, type=NixlAddress)
+        changes = [{"agent": "someone-else"}, {"base": 4096}, {"metadata": b"\0" * 400}]
+    return [msgspec.msgpack.encode(msgspec.structs.replace(real, **change)) for change in changes]
+
+
+def test_a_killed_peer_is_an_error_or_the_right_bytes(
+    start: StartPeer, transport: Transport, arena: ArenaMemory
+) -> None:
+    peer = start()
+    transport.connect("p", peer.address)
+    pull(transport, "p", [SpanPair(0, 0, 8)])
+    spans = [SpanPair(0, 0, ARENA_BYTES)]
+    peer.kill()
+    try:
+        pull(transport, "p", spans)
+    except TransferTimeoutError:
+        raise
+    except TransportError:
+        assert transport.name == "nixl"
+    else:
+        assert torch.equal(arena.tensor, expected(peer, spans))
+
+
+def test_a_peer_killed_before_connect_is_an_error(start: StartPeer, transport: Transport) -> None:
+    peer = start()
+    peer.kill()
+    with pytest.raises(TransportError) as caught:
+        transport.connect("p", peer.address)
+        pull(transport, "p", [SpanPair(0, 0, 8)])
+    assert not isinstance(caught.value, TransferTimeoutError)
+
+
+def test_one_dead_peer_leaves_the_others_readable(
+    start: StartPeer, transport: Transport, arena: ArenaMemory
+) -> None:
+    dead, alive = start("p1", seed=1), start("p2", seed=2)
+    transport.connect("p1", dead.address)
+    transport.connect("p2", alive.address)
+    dead.kill()
+    if transport.name == "nixl":
+        with pytest.raises(TransportError):
+            pull(transport, "p1", [SpanPair(0, 0, MIB)])
+    pull(transport, "p2", permuted_blocks())
+    wanted = expected(alive, permuted_blocks())
+    assert torch.equal(arena.tensor[: 64 * 12_288], wanted[: 64 * 12_288])
+
+
+def test_a_cancelled_read_writes_nothing_later(
+    start: StartPeer, transport: Transport, arena: ArenaMemory
+) -> None:
+    peer = start()
+    transport.connect("p", peer.address)
+    pull(transport, "p", [SpanPair(0, 0, 8)])
+    os.kill(peer.process.pid, 19)  # SIGSTOP: over TCP the read cannot finish
+    try:
+        transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
+        pending = transfer.poll() is TransferStatus.PENDING
+        transfer.cancel()
+        transfer.cancel()
+        arena.tensor.zero_()
+    finally:
+        os.kill(peer.process.pid, 18)  # SIGCONT
+    spans = [SpanPair(MIB, 0, 64)]  # answered after everything that the peer still had to send
+    pull(transport, "p", spans)
+    assert torch.equal(arena.tensor, expected(peer, spans))
+    if pending:
+        with pytest.raises(TransportError, match="cancelled"):
+            transfer.poll()
+
+
+def test_a_stopped_peer_is_a_timeout_or_done(start: StartPeer, transport: Transport) -> None:
+    peer = start()
+    transport.connect("p", peer.address)
+    os.kill(peer.process.pid, 19)
+    try:
+        transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
+        if transfer.poll() is TransferStatus.PENDING:
+            with pytest.raises(TransferTimeoutError):
+                transfer.wait(0.05)
+    finally:
+        os.kill(peer.process.pid, 18)
+
+
+def memfd_mappings() -> int:
+    return sum("/memfd:" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def held() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), memfd_mappings()
+
+
+def test_close_gives_everything_back(kind: str, start: StartPeer) -> None:
+    peers = [start("p1", seed=1), start("p2", seed=2)]
+
+    def live() -> None:
+        memory = ArenaMemory(ARENA_BYTES)
+        opened = open_transport(kind, "d")
+        opened.register(memory)
+        for peer in peers:
+            opened.connect(peer.name, peer.address)
+            opened.read(peer.name, permuted_blocks())  # left under way on purpose
+        opened.close()
+        opened.close()
+        memory.close()
+
+    live()  # libraries keep a few descriptors from their first use
+    before = held()
+    live()
+    live()
+    assert held() == before
+
+
+def test_an_arena_is_zeroed_aligned_and_leaves_nothing_behind() -> None:
+    before = held()
+    memory = ArenaMemory(3 * 4096 + 5, prefault=False)
+    assert memory.data_ptr % 4096 == 0
+    assert memory.tensor.shape == (3 * 4096 + 5,)
+    assert not memory.tensor.any()
+    view = memory.tensor[4096:]
+    memory.close()
+    memory.close()
+    view.fill_(7)  # a view outlives `close`; its memory stays mapped
+    assert held() == (before[0] + 1, before[1] + 1)
+    del view
+    assert held() == before
+    with pytest.raises(ValueError, match="closed"):
+        _ = memory.data_ptr
+
+
+def test_auto_and_unknown_names() -> None:
+    assert open_transport("auto", "d").name == "shm"
+    with pytest.raises(ConfigError, match="unknown transport 'smoke'"):
+        open_transport("smoke", "d")
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

@@ -1,0 +1,216 @@
+"""Random Hugging Face checkpoints, and our models run on them as an engine would: packed batches over an arena.
+
+The arena is filled with noise and block tables are random, so anything read from a wrong place shows. Needs
+transformers, which only tests depend on.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.spec import MambaSpec
+from engine.layers.context import (
+    TORCH_DTYPES,
+    AttentionIndex,
+    ForwardBatch,
+    GroupIndex,
+    LayerCache,
+    StateCache,
+    StateIndex,
+)
+from engine.models.configs.base import ConfigReader, ModelConfig
+from engine.models.weights import Weights
+from engine.worker.kv_caches import layer_caches, page_row
+
+BLOCK_SIZE = 16
+UNITS = 64
+NOISE = 10.0
+
+
+class Model(Protocol):
+    """What every family offers."""
+
+    def forward(
+        self, batch: ForwardBatch, caches: dict[tuple[int, int], LayerCache]
+    ) -> Tensor: ...
+
+    def logits(self, hidden_rows: Tensor) -> Tensor: ...
+
+
+@dataclass(slots=True, frozen=True)
+class Family:
+    """How to read a checkpoint: config from its JSON, model from config and weights, names."""
+
+    read_config: Callable[[ConfigReader, str | None], ModelConfig]
+    build: Callable[[Any, Weights], Model]
+    rename: Callable[[str], str | None]
+
+
+def widen(model: PreTrainedModel, seed: int) -> PreTrainedModel:
+    """Draws all weights anew, with norms, decays and biases spread so that a missing one shows."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(_wide(name, weight, draw))
+    return model.eval()
+
+
+def _wide(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
+    noise = torch.randn(weight.shape, generator=draw)
+    leaf = name.rsplit(".", 2)[-2 if name.endswith(("weight", "bias")) else -1]
+    if leaf == "A_log":
+        return torch.rand(weight.shape, generator=draw).mul_(8.0).sub_(6.0)
+    if leaf == "dt_bias" or name.endswith("bias"):
+        return noise
+    if leaf == "D" or "norm" in leaf:
+        return weight + 0.4 * noise
+    if leaf == "conv1d":
+        return 0.5 * noise
+    return noise if "embed" in leaf else noise * weight.shape[-1] ** -0.5
+
+
+def load(family: Family, folder: Path, dtype: str | None = None) -> tuple[ModelConfig, Model]:
+    """Our model of the checkpoint in `folder`; every tensor must have been taken."""
+    config = family.read_config(ConfigReader.from_folder(folder), dtype)
+    kind = TORCH_DTYPES[config.dtype]
+    with Weights(folder, kind, torch.device("cpu"), family.rename) as weights:
+        model = family.build(config, weights)
+        weights.finish()
+    return config, model
+
+
+@dataclass(slots=True)
+class Sequence:
+    """Where one sequence lives: tokens so far, block ids (attention) or one unit (Mamba) per group."""
+
+    length: int
+    blocks: list[list[int]]
+
+
+class Runner:
+    """Steps a model over sequences whose blocks and states lie scattered in a noisy arena.
+
+    `aligned` puts states in consecutive units, in order of first appearance, so that `decode_run` is used.
+    """
+
+    def __init__(
+        self, config: ModelConfig, model: Model, *, aligned: bool = False, seed: int = 0
+    ) -> None:
+        self.model = model
+        self.aligned = aligned
+        self.draw = torch.Generator().manual_seed(seed)
+        self.plan = _plan(config)
+        noise = torch.randn(self.plan.arena_bytes // 4, generator=self.draw) * NOISE
+        self.caches = layer_caches(noise.view(torch.uint8), self.plan)
+        self.sequences: dict[int, Sequence] = {}
+        self._units = torch.randperm(UNITS, generator=self.draw).tolist()
+        if aligned:
+            self._units.sort(reverse=True)
+        self._free: list[list[int]] = [[] for _ in self.plan.groups]
+
+    def step(
+        self, decodes: dict[int, int], prefills: dict[int, list[int]] | None = None
+    ) -> dict[int, Tensor]:
+        """One batch: a token for each of `decodes`, a chunk for each of `prefills`.
+
+        Returns the logits [n, vocab] of every token, by sequence.
+        """
+        work = {key: [token] for key, token in decodes.items()} | (prefills or {})
+        for key, tokens in work.items():
+            self._make_room(key, len(tokens))
+        batch = self._batch(work, len(decodes))
+        with torch.inference_mode():
+            logits = self.model.logits(self.model.forward(batch, self.caches))
+        for key, tokens in work.items():
+            self.sequences[key].length += len(tokens)
+        return dict(zip(work, logits.split(batch.query_lens), strict=True))
+
+    def _make_room(self, key: int, tokens: int) -> None:
+        groups = range(len(self.plan.groups))
+        sequence = self.sequences.setdefault(key, Sequence(0, [[] for _ in groups]))
+        for group in groups:
+            missing = self.plan.blocks_for(group, sequence.length + tokens)
+            missing -= len(sequence.blocks[group])
+            new = [self._new_block(group) for _ in range(missing)]
+            sequence.blocks[group] += new
+            if isinstance(self.plan.groups[group].spec, MambaSpec):
+                self._zero(group, new)
+
+    def _new_block(self, group: int) -> int:
+        """A free block of `group`; units are taken four at a time and their blocks shuffled."""
+        free = self._free[group]
+        per_unit = self.plan.blocks_per_unit[group]
+        if not free:
+            state = isinstance(self.plan.groups[group].spec, MambaSpec)
+            units = [self._units.pop() if state else self._units.pop(0) for _ in range(1 if state else 4)]
+            blocks = [unit * per_unit + slot for unit in units for slot in range(per_unit)]
+            order = torch.randperm(len(blocks), generator=self.draw).tolist()
+            free += [blocks[place] for place in order]
+        return free.pop()
+
+    def _zero(self, group: int, units: list[int]) -> None:
+        for layer in self.plan.groups[group].layers:
+            cache = self.caches[group, layer]
+            assert isinstance(cache, StateCache)
+            cache.conv[units] = 0
+            cache.temporal[units] = 0
+
+    def _batch(self, work: dict[int, list[int]], decodes: int) -> ForwardBatch:
+        contexts = [self.sequences[key].length for key in work]
+        lens = [len(tokens) for tokens in work.values()]
+        positions = [
+            position
+            for context, n in zip(contexts, lens, strict=True)
+            for position in range(context, context + n)
+        ]
+        return ForwardBatch(
+            token_ids=torch.tensor([token for tokens in work.values() for token in tokens]),
+            positions=torch.tensor(positions),
+            num_decodes=decodes,
+            query_lens=lens,
+            context_lens=contexts,
+            decode_lens=torch.tensor(contexts[:decodes], dtype=torch.int64) + 1,
+            group_index=tuple(
+                self._index(group, work, decodes) for group in range(len(self.plan.groups))
+            ),
+            logits_rows=torch.arange(len(positions)),
+        )
+
+    def _index(self, group: int, work: dict[int, list[int]], decodes: int) -> GroupIndex:
+        spec = self.plan.groups[group].spec
+        blocks = [self.sequences[key].blocks[group] for key in work]
+        if isinstance(spec, MambaSpec):
+            units = [own[0] for own in blocks]
+            return StateIndex(torch.tensor(units), _run(units[:decodes]))
+        rows = [[page_row(self.plan, group, block) for block in own] for own in blocks]
+        longest = max(len(own) for own in rows)
+        tables = [own + [rows[0][0]] * (longest - len(own)) for own in rows]
+        slots = [
+            (own[position // BLOCK_SIZE] * spec.num_kv_heads + head) * BLOCK_SIZE
+            + position % BLOCK_SIZE
+            for own, (key, tokens) in zip(rows, work.items(), strict=True)
+            for position in _span(self.sequences[key].length, len(tokens))
+            for head in range(spec.num_kv_heads)
+        ]
+        return AttentionIndex(torch.tensor(tables), torch.tensor(slots))
+
+
+def _plan(config: ModelConfig) -> ArenaPlan:
+    one = plan_arena(config.groups, BLOCK_SIZE, 1 << 30)
+    return plan_arena(config.groups, BLOCK_SIZE, one.unit_bytes * UNITS)
+
+
+def _span(start: int, length: int) -> range:
+    return range(start, start + length)
+
+
+def _run(units: list[int]) -> slice | None:
+    if units and units == list(_span(units[0], len(units))):
+        return slice(units[0], units[0] + len(units))
+    return None

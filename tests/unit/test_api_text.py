@@ -1,0 +1,173 @@
+"""Detokenizer, stop strings, tokenizer and chat template: text at the borders of tokens."""
+
+import random
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from engine.api.chat_template import ChatTemplate
+from engine.api.detokenizer import Detokenizer
+from engine.api.stop import StopMatcher
+from engine.api.tokenizer import TextTokenizer, Tokenizer, load_tokenizer
+from engine.errors import CheckpointError, InvalidRequestError
+from tests.api_double import tiny_tokenizer, write_model_folder
+
+NASTY = "plain € text 😀😀 \u00e9 e\u0301 \ufffd \ufffd\ufffd\ufffd\ufffd end 漢字"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tiny_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def pieces_of(tokenizer: Tokenizer, ids: tuple[int, ...], context: tuple[int, ...] = ()) -> list[str]:
+    detokenizer = Detokenizer(tokenizer.decode, context)
+    pieces = [detokenizer.push(token) for token in ids]
+    return [*pieces, detokenizer.flush()]
+
+
+def test_pieces_add_up_to_the_text_and_no_piece_ends_in_half_a_character(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("€😀漢 ok" * 20, add_special_tokens=False)
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == "€😀漢 ok" * 20
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_replacement_characters_of_the_text_itself_survive(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(NASTY * 3, add_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids)) == NASTY * 3
+
+
+def test_any_bytes_decode_as_in_one_go_and_are_not_held_for_ever(tokenizer: Tokenizer) -> None:
+    ids = tuple(random.Random(1).choices(range(2, 258), k=400))
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == tokenizer.decode(ids)
+    assert len(pieces[-1]) <= 3
+
+
+def test_context_keeps_the_space_before_the_first_word() -> None:
+    vocab = {"▁Hello": 0, "▁world": 1, "<unk>": 2}
+    core = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    core.decoder = decoders.Metaspace()
+    spaced = TextTokenizer(core)
+    assert "".join(pieces_of(spaced, (1, 1), context=(0,))) == " world world"
+    assert spaced.token_text(1) == " world"
+
+
+def test_a_decoder_without_spaces_of_its_own_is_followed() -> None:
+    core = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    assert "".join(pieces_of(TextTokenizer(core), (0, 1) * 40)) == " ".join("ab" * 40)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 50])
+@pytest.mark.parametrize(
+    ("stops", "text", "shown", "matched"),
+    [
+        (["stop"], "go on ststop here", "go on st", "stop"),
+        (["aab"], "aaab", "a", "aab"),
+        (["xyz", "y"], "wxyz", "wx", "y"),
+        (["cde", "de"], "abcdef", "ab", "cde"),
+        (["never"], "nevneve", "nevneve", None),
+        (["\n\n"], "a\n\nb", "a", "\n\n"),
+    ],
+)
+def test_stop_does_not_depend_on_how_the_text_is_cut(
+    size: int, stops: list[str], text: str, shown: str, matched: str | None
+) -> None:
+    matcher = StopMatcher(stops)
+    seen = ""
+    for start in range(0, len(text), size):
+        fed = matcher.feed(text[start : start + size])
+        seen += fed.text
+        if fed.matched:
+            assert (seen, fed.matched) == (shown, matched)
+            return
+    assert (seen + matcher.flush(), None) == (shown, matched)
+
+
+def test_stop_can_be_shown_and_is_let_pass_while_not_armed() -> None:
+    matcher = StopMatcher(["ab"], include=True)
+    assert matcher.feed("ab a", armed=False) == ("ab ", None)
+    assert matcher.feed("b c") == ("ab", "ab")
+
+
+def test_text_that_can_begin_a_stop_string_is_held_back_and_no_more() -> None:
+    matcher = StopMatcher(["</s>"])
+    assert matcher.feed("a<").text == "a"
+    assert matcher.feed("/").text == ""
+    assert matcher.feed("b").text == "</b"
+
+
+def test_token_bytes_are_exact_for_parts_of_characters(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("€", add_special_tokens=False)
+    assert b"".join(tokenizer.token_bytes(token) for token in ids) == "€".encode()
+    assert tokenizer.token_text(0) == "<|im_start|>"
+
+
+def test_special_tokens_are_left_out_of_text(tokenizer: Tokenizer) -> None:
+    ids = (0, *tokenizer.encode("hello", add_special_tokens=False), 1)
+    assert tokenizer.decode(ids) == "hello"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<|im_start|>hello<|im_end|>"
+
+
+def test_folder_without_tokenizer_serves_token_ids_only(tmp_path: Path) -> None:
+    bare = load_tokenizer(tmp_path)
+    assert bare.decode([1, 2]) == ""
+    with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
+        bare.encode("a", add_special_tokens=True)
+
+
+def test_template_file_goes_before_config_and_none_is_an_error_only_when_used(tmp_path: Path) -> None:
+    write_model_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}{{ messages[0].content }}")
+    turn = [{"role": "user", "content": "hi"}]
+    made = load_tokenizer(tmp_path)
+    ids = made.encode_chat(turn, add_generation_prompt=True, extra={})
+    assert made.decode(ids, skip_special_tokens=False) == "<|im_end|>hi"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        load_tokenizer(tmp_path).encode_chat(turn, add_generation_prompt=True, extra={})
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    write_model_folder(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(CheckpointError, match="Jinja"):
+        ChatTemplate("{% for %}")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for a in range(99999) %}xxxxxxxxxxxxxxxx{% endfor %}",
+        "{% set n = namespace(s='x') %}{% for a in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s='x') %}{% for a in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{{ 'x' * 999999999999 }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('no such role') }}",
+        "{{ messages[9].content.x }}",
+    ],
+)
+def test_runaway_and_refusing_templates_end_in_an_error(source: str) -> None:
+    template = ChatTemplate(source, max_chars=100_000, max_seconds=0.2)
+    with pytest.raises(InvalidRequestError, match="chat template refused"):
+        template.render([{"role": "user", "content": "x"}])
+
+
+def test_template_knows_what_model_templates_use() -> None:
+    source = (
+        "{%- for m in messages -%}{%- if loop.first -%}{%- continue -%}{%- endif -%}"
+        "{% generation %}{{ m.content | tojson }}{% endgeneration %}{{ '~' ~ thinking ~ '<' }}"
+        "{%- endfor -%}{{ strftime_now('%Y') | length }}"
+    )
+    turns = [{"content": "a"}, {"content": "<é>"}]
+    assert ChatTemplate(source).render(turns, extra={"thinking": False}) == '"<é>"~False<4'
