@@ -128,7 +128,7 @@ def story(rng: Random, name: str) -> tuple[str, list[Exchange]]:
     parts = (OPENINGS, WEATHER, FINDS, TROUBLES, HELPS, ENDINGS)
     text = " ".join(rng.choice(part).format(n=name, h=helper, c=c, t=t, p=p) for part in parts)
     return text, [
-        Exchange("story-found", f"What did {name} find?", f"{name} found a {c} {t}."),
+        Exchange("story-found", f"What did {name} find?", f"In the story, {name} found a {c} {t}."),
         Exchange("story-helper", "Who helped in the story?", f"In the story, {helper} helped."),
         Exchange("story-place", "Where was the story?", f"The story was at the {p}."),
         Exchange("story-colour", f"What colour was the {t}?", f"The {t} was {c}."),
@@ -139,7 +139,7 @@ def _has(name: str, rng: Random, thing: str) -> tuple[str, list[Exchange]]:
     colour = rng.choice(COLOURS)
     fact = f"{name} has the {colour} {thing}."
     return fact, [
-        Exchange("has", f"What does {name} have?", fact),
+        Exchange("has", f"What does {name} have?", f"I read that {fact}"),
         Exchange("has-short", f"Short answer: what does {name} have?", f"The {colour} {thing}."),
         Exchange("who-has", f"Who has the {thing}?", f"The {thing} is with {name}."),
         Exchange("colour", f"What colour is the {thing}?", f"The {thing} is {colour}."),
@@ -149,7 +149,7 @@ def _has(name: str, rng: Random, thing: str) -> tuple[str, list[Exchange]]:
 def _place(name: str, place: str) -> tuple[str, list[Exchange]]:
     fact = f"{name} is in the {place}."
     return fact, [
-        Exchange("where", f"Where is {name}?", fact),
+        Exchange("where", f"Where is {name}?", f"I read that {fact}"),
         Exchange("where-short", f"Short answer: where is {name}?", f"In the {place}."),
         Exchange("who-is-in", f"Who is in the {place}?", f"In the {place} is {name}."),
     ]
@@ -158,7 +158,7 @@ def _place(name: str, place: str) -> tuple[str, list[Exchange]]:
 def _likes(name: str, food: str) -> tuple[str, list[Exchange]]:
     fact = f"{name} likes {food}."
     return fact, [
-        Exchange("likes", f"What does {name} like?", fact),
+        Exchange("likes", f"What does {name} like?", f"I read that {fact}"),
         Exchange("who-likes", f"Who likes {food}?", f"The one who likes {food} is {name}."),
     ]
 
@@ -178,7 +178,7 @@ def scene(rng: Random, people: int) -> Scene:
         made.statements.append(text)
         made.questions.extend(question for _, asked in told for question in asked)
         if len(told) > 1:
-            made.questions.append(Exchange("about", f"Tell me about {name}.", text))
+            made.questions.append(Exchange("about", f"Tell me about {name}.", f"I read that {text}"))
     rng.shuffle(made.statements)
     return made
 

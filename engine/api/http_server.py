@@ -1,66 +1,77 @@
-"""Serves an ASGI app in the running event loop: bind first, so that port 0 has an answer, then
-serve, then close.
-
-Knows nothing of routes.
-"""
+"""uvicorn in a running event loop: own socket, no signal handlers, graceful end. Knows no app."""
 
 import asyncio
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from engine.errors import ConfigError
 
-START_TIMEOUT_S = 10.0
-CLOSE_TIMEOUT_S = 5.0
-BACKLOG = 2048
+CANCEL_GRACE_S: Final = 5.0
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process's `__main__`: the server may run in an actor or a test."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class HttpServer:
-    """Owner of one listening socket and the task that serves it."""
+    """Owns the listening socket from construction on. Raises `ConfigError` when it cannot be
+    bound."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
-        self._socket = _bind(host, port)
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=int(CLOSE_TIMEOUT_S),
-        )
-        self._server = uvicorn.Server(config)
-        self._task: asyncio.Task[None] | None = None
-
-    @property
-    def port(self) -> int:
-        """The bound port."""
-        port: int = self._socket.getsockname()[1]
-        return port
+    def __init__(self, app: ASGIApp, host: str, port: int, *, drain_timeout_s: float) -> None:
+        self._socket = _listen(host, port)
+        self.port: int = self._socket.getsockname()[1]
+        self._drain_timeout_s = drain_timeout_s
+        self._server = _Server(_uvicorn_config(app, drain_timeout_s))
+        self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Serves until `close`; returns when the first connection would be answered."""
-        self._task = asyncio.create_task(self._server._serve([self._socket]))
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while not self._server.started and not self._task.done():
-                await asyncio.sleep(0.01)
+        """Returns when requests are accepted."""
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        await self._server.accepting.wait()
 
     async def close(self) -> None:
-        """Lets running responses end for a moment, then cuts them; the port is free afterwards."""
+        """Accept nothing more, let running requests end, cancel those that outlast the drain
+        timeout."""
         self._server.should_exit = True
-        if self._task is not None:
-            await asyncio.wait_for(self._task, 2 * CLOSE_TIMEOUT_S)
+        if self._serving is not None:
+            await asyncio.wait({self._serving}, timeout=self._drain_timeout_s + CANCEL_GRACE_S)
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
         self._socket.close()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        listener.close()
         raise ConfigError(f"cannot listen for HTTP on {host}:{port}: {error.strerror}") from error
-    return listener
+
+
+def _uvicorn_config(app: ASGIApp, drain_timeout_s: float) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+    )

@@ -57,7 +57,7 @@ class GatedDeltaNet:
             parts.append(self._prefill(mixed[decodes:], rates[:, decodes:], cache, units=units, lens=lens))
         o = parts[0] if len(parts) == 1 else torch.cat(parts)
         gate = gate.view(o.shape)
-        return self.out_proj.add_to(residual, self.norm(o, gate).view(x.shape[0], -1))
+        return self.out_proj.add_to(residual, self.norm(o, gate).reshape(x.shape[0], -1))
 
     def _decode(
         self, mixed: Tensor, rates: Tensor, cache: StateCache, *, index: StateIndex

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse
 from engine.api.app import create_app
 from engine.api.http_server import HttpServer
 from engine.api.serving import Serving, load_sampling_defaults
-from engine.api.tokenizer import Tokenizer
+from engine.api.tokenizer import load_tokenizer
 from engine.arena import ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
@@ -48,6 +48,8 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+
+DRAIN_TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True, frozen=True)
@@ -191,7 +193,7 @@ class NodeServer:
             served_model_names=model.names,
             max_model_len=self.engine.limits.max_model_len,
             vocab_size=model.config.vocab_size,
-            tokenizer=Tokenizer.from_folder(model.folder),
+            tokenizer=load_tokenizer(model.folder),
             defaults=load_sampling_defaults(model.folder),
             root=self.config.model,
         )
@@ -203,7 +205,9 @@ class NodeServer:
             metrics_registry=self.metrics.registry,
         )
         app.add_route("/node_info", self._node_info)
-        http = HttpServer(app, self.config.host, self.config.port)
+        http = HttpServer(
+            app, self.config.host, self.config.port, drain_timeout_s=DRAIN_TIMEOUT_S
+        )
         await http.start()
         self._resources.push_async_callback(http.close)
         return http

@@ -173,7 +173,6 @@ def claim_to_pb(claim: Claim) -> pb.ClaimReply:
     return pb.ClaimReply(
         num_tokens=claim.num_tokens,
         groups=[pb.GroupBlocks(offsets=offsets) for offsets in claim.groups],
-        generation=claim.generation,
         lease_s=claim.lease_s,
     )
 
@@ -182,6 +181,5 @@ def claim_from_pb(message: pb.ClaimReply) -> Claim:
     return Claim(
         num_tokens=message.num_tokens,
         groups=tuple(tuple(group.offsets) for group in message.groups),
-        generation=message.generation,
         lease_s=message.lease_s,
     )

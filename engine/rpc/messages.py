@@ -44,5 +44,4 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     num_tokens: int
     groups: tuple[tuple[int, ...], ...]
-    generation: int
     lease_s: float

@@ -32,7 +32,9 @@ _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 )
 
 Context: TypeAlias = aio.ServicerContext[Any, Any]
+# Quoted: only the type stubs make this class generic.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+MaybeHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any] | None"
 Method: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
@@ -54,9 +56,9 @@ class CallBorder(aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MaybeHandler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> MaybeHandler:
         if not self._is_authentic(handler_call_details.invocation_metadata):
             self.num_refused += 1
             return grpc.unary_unary_rpc_method_handler(_refuse)

@@ -150,7 +150,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         "{% set n = namespace(s='x') %}{% for a in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
         "{% set n = namespace(s='x') %}{% for a in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
         "{{ 'x' * 999999999999 }}",
-        "{{ 9 ** 9 ** 9 }}",
+        "{{ 9 ** 99999999 }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ raise_exception('no such role') }}",

@@ -19,12 +19,12 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Ten
     repeats = v.shape[1] // k.shape[1]
     kq = _per_value_head(_unit_(torch.stack([k, q], dim=2).float()), repeats)
     decay = g.exp().unsqueeze(-1).unsqueeze(-1)
-    read = _read(kq, state).mul_(decay)
+    read = torch.matmul(kq, state).mul_(decay)
     seen, kept = read.unbind(2)
     key, query = kq.unbind(2)
     delta = (v - seen).mul_(beta.unsqueeze(-1))
     state.mul_(decay).addcmul_(key.unsqueeze(-1), delta.unsqueeze(-2))
-    overlap = (key * query).sum(-1, keepdim=True)
+    overlap = torch.linalg.vecdot(key, query).unsqueeze(-1)
     return torch.addcmul(kept, overlap, delta).mul_(q.shape[-1] ** -0.5)
 
 
@@ -69,16 +69,6 @@ def _unit_(x: Tensor) -> Tensor:
 
 def _per_value_head(x: Tensor, repeats: int) -> Tensor:
     return x if repeats == 1 else x.repeat_interleave(repeats, dim=1)
-
-
-def _read(kq: Tensor, state: Tensor) -> Tensor:
-    """kq [S, H, 2, dk] times state [S, H, dk, dv], without the copy that matmul makes of a strided state."""
-    sequences, heads = state.shape[:2]
-    if sequences == 1:
-        return torch.bmm(kq[0], state[0]).unsqueeze(0)
-    axis = 0 if sequences < heads else 1
-    pairs = zip(kq.unbind(axis), state.unbind(axis), strict=True)
-    return torch.stack([torch.bmm(a, b) for a, b in pairs], dim=axis)
 
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:

@@ -195,16 +195,14 @@ class GroupBlocks(_message.Message):
     def __init__(self, offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ClaimReply(_message.Message):
-    __slots__ = ("num_tokens", "groups", "generation", "lease_s")
+    __slots__ = ("num_tokens", "groups", "lease_s")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
-    GENERATION_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
-    generation: int
     lease_s: float
-    def __init__(self, num_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., generation: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, num_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("engine_id", "caller_engine_id", "request_ids")

@@ -1,0 +1,347 @@
+"""From a JSON body to GenerateRequests: what is accepted, what is refused and how it is named."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from engine.api.chat import ChatShape
+from engine.api.completion import CompletionShape
+from engine.api.json_body import parse_object
+from engine.api.kv_params import parse_kv_transfer_params
+from engine.api.plan import Plan
+from engine.api.serving import SamplingDefaults, Serving
+from engine.api.tokenizer import TokenIdsOnly
+from engine.api.unsupported import without_neutral
+from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
+from tests.api_double import tiny_serving, tiny_tokenizer
+
+PROXY_PARAMS = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+PREFILL_REPLY = {
+    "do_remote_decode": False,
+    "do_remote_prefill": True,
+    "remote_engine_id": "p0-ab",
+    "remote_request_id": "cmpl-1",
+    "remote_block_ids": [[1, 2], [7]],
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "remote_num_tokens": 3,
+    "tp_size": 1,
+    "first_token_ids": [9],
+    "first_token_logprobs": None,
+    "remote_num_cached_tokens": 0,
+    "signature": "00ff",
+}
+TURN = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+def complete(serving: Serving, **body: Any) -> Plan:
+    fields = {"prompt": [1, 2, 3], **body}
+    kv_params = parse_kv_transfer_params(fields.pop("kv_transfer_params", None))
+    return CompletionShape(serving.tokenizer).plan(without_neutral(fields), kv_params, serving)
+
+
+def chat(serving: Serving, **body: Any) -> Plan:
+    fields = without_neutral({"messages": TURN, **body})
+    return ChatShape(serving.tokenizer).plan(fields, None, serving)
+
+
+def test_every_sampling_value_arrives(serving: Serving) -> None:
+    values = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": -0.3,
+        "repetition_penalty": 1.5,
+        "seed": -5,
+        "stop_token_ids": [4],
+        "ignore_eos": True,
+        "logprobs": 2,
+    }
+    sampling = complete(serving, **values).requests[0].sampling
+    expected = {**values, "stop_token_ids": (4,)}
+    assert {name: getattr(sampling, name) for name in values} == expected
+
+
+def test_salt_and_priority_travel_and_client_ids_do_not(serving: Serving) -> None:
+    request = complete(serving, cache_salt="../a\u00e9", priority=-3, request_id="x").requests[0]
+    assert (request.cache_salt, request.priority) == ("../a\u00e9", -3)
+    assert request.request_id.startswith("cmpl-") and "x" not in request.request_id
+
+
+def test_defaults_of_the_model_are_used_where_the_request_is_silent(serving: Serving) -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_k=20)
+    silent = tiny_serving(serving.tokenizer, defaults=defaults)
+    sampling = complete(silent, temperature=1.5).requests[0].sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.5, 20, 1.0)
+
+
+def test_absent_seed_is_drawn_anew_and_choices_count_up(serving: Serving) -> None:
+    first, second = (complete(serving).requests[0].sampling.seed for _ in range(2))
+    assert first != second
+    plan = complete(serving, prompt=[[1], [2, 3]], n=2, seed=2**63 - 1)
+    assert [r.sampling.seed for r in plan.requests] == [2**63 - 1, -(2**63)] * 2
+    assert [r.prompt_token_ids for r in plan.requests] == [(1,), (1,), (2, 3), (2, 3)]
+    assert len({r.request_id for r in plan.requests}) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "max_tokens"),
+    [
+        ({}, 16),
+        ({"max_tokens": None}, 253),
+        ({"max_tokens": 253}, 253),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, 6),
+        ({"prompt": [1] * 250}, 6),
+    ],
+)
+def test_token_budget_of_completions(
+    serving: Serving, body: dict[str, Any], max_tokens: int
+) -> None:
+    assert complete(serving, **body).requests[0].sampling.max_tokens == max_tokens
+
+
+def test_chat_fills_the_context_and_renders_parts(serving: Serving) -> None:
+    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    turns = [{"role": "user", "content": parts}]
+    plan = chat(serving, messages=turns)
+    text = serving.tokenizer.decode(plan.prompts[0], skip_special_tokens=False)
+    assert text == "<|im_start|>user\nhel\nlo<|im_end|>\n<|im_start|>assistant\n"
+    assert plan.requests[0].sampling.max_tokens == 256 - len(plan.prompts[0])
+
+
+def test_chat_default_comes_from_generation_config_and_is_cut(serving: Serving) -> None:
+    limited = tiny_serving(serving.tokenizer, defaults=SamplingDefaults(max_new_tokens=4))
+    assert chat(limited).requests[0].sampling.max_tokens == 4
+    generous = tiny_serving(serving.tokenizer, defaults=SamplingDefaults(max_new_tokens=9999))
+    assert chat(generous).requests[0].sampling.max_tokens < 256
+
+
+def test_chat_logprobs_are_counted_from_top_logprobs(serving: Serving) -> None:
+    assert chat(serving).requests[0].sampling.logprobs is None
+    assert chat(serving, logprobs=True).requests[0].sampling.logprobs == 0
+    assert chat(serving, logprobs=True, top_logprobs=3).requests[0].sampling.logprobs == 3
+
+
+def test_a_reply_of_the_openai_client_can_be_sent_back(serving: Serving) -> None:
+    nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
+    turns = [*TURN, {"role": "assistant", "content": "ok", **nulls}, *TURN]
+    assert len(chat(serving, messages=turns).prompts[0]) > 0
+
+
+def test_neutral_values_of_unsupported_keys_and_labels_are_fine(serving: Serving) -> None:
+    neutral = {
+        "echo": False,
+        "best_of": 1,
+        "suffix": None,
+        "logit_bias": {},
+        "tools": [],
+        "response_format": {"type": "text"},
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+    }
+    assert complete(serving, **neutral).requests
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"prompt": ""}, "prompt", "empty"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [[1], []]}, "prompt", "empty"),
+    ({"prompt": [1, -7]}, "prompt", "-7"),
+    ({"prompt": [1, 300]}, "prompt", "300 is outside 0 .. 299"),
+    ({"prompt": [1, "a"]}, "prompt", "mixes"),
+    ({"prompt": [True]}, "prompt[0]", "bool"),
+    ({"prompt": {"a": 1}}, "prompt", "object"),
+    ({"prompt": [[1]] * 65}, "prompt", "65"),
+    ({"prompt": [1] * 256}, "prompt", "256 tokens and max_model_len is 256"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens=0"),
+    ({"max_tokens": -1}, "max_tokens", "max_tokens=-1"),
+    ({"max_tokens": 254}, "max_tokens", "max_tokens=254 .* 256 .* 3 tokens"),
+    ({"max_tokens": 10**30}, "max_tokens", "does not fit"),
+    ({"max_tokens": "5"}, "max_tokens", "max_tokens='5'"),
+    ({"min_tokens": 17}, "min_tokens", "min_tokens=17"),
+    ({"min_tokens": -1}, "min_tokens", "min_tokens=-1"),
+    ({"temperature": -0.1}, "temperature", "temperature=-0.1"),
+    ({"temperature": "hot"}, "temperature", "hot"),
+    ({"top_p": 0}, "top_p", "top_p=0"),
+    ({"top_p": 1.01}, "top_p", "top_p=1.01"),
+    ({"top_k": -2}, "top_k", "top_k=-2"),
+    ({"min_p": 2}, "min_p", "min_p=2"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "2.5"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "0"),
+    ({"seed": 2**63}, "seed", "seed"),
+    ({"n": 16384}, "n", "n=16384"),
+    ({"n": 0}, "n", "n=0"),
+    ({"logprobs": 21}, "logprobs", "21"),
+    ({"logprobs": True}, "logprobs", "True"),
+    ({"stop": ""}, "stop", "stop"),
+    ({"stop": ["a"] * 17}, "stop", "16"),
+    ({"stop_token_ids": [300]}, "stop_token_ids", "300"),
+    ({"cache_salt": ""}, "cache_salt", "cache_salt"),
+    ({"cache_salt": "a" * 257}, "cache_salt", "256"),
+    ({"cache_salt": 5}, "cache_salt", "5"),
+    ({"priority": 2**40}, "priority", "priority"),
+    ({"request_id": "a" * 1_000_000}, "request_id", "256"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
+    ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
+    ({"bogus": 1}, "bogus", "unknown parameter"),
+    ({"echo": True}, "echo", "not supported"),
+    ({"best_of": 2}, "best_of", "best_of=2 is not supported"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
+    ({"suffix": "x"}, "suffix", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), REFUSED, ids=lambda v: str(v)[:40])
+def test_wrong_completion_names_key_and_value(
+    serving: Serving, body: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        complete(serving, **body)
+    assert caught.value.param == param
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, None),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+def test_wrong_chat_is_refused(serving: Serving, body: dict[str, Any], param: str | None) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(serving, **body)
+    assert param is None or caught.value.param == param
+
+
+def test_model_must_be_one_of_the_served(serving: Serving) -> None:
+    assert complete(serving, model="tiny-alias").model == "tiny"
+    with pytest.raises(UnknownModelError, match="'other'"):
+        complete(serving, model="other")
+
+
+def test_body_of_a_sequential_pd_proxy_is_tolerated(serving: Serving) -> None:
+    plan = complete(
+        serving,
+        max_tokens=1,
+        max_completion_tokens=90,
+        min_tokens=50,
+        stream=False,
+        stream_options={"include_usage": True},
+        stop=["x"],
+        kv_transfer_params=PROXY_PARAMS,
+    )
+    sampling = plan.requests[0].sampling
+    assert (sampling.max_tokens, sampling.min_tokens, plan.text.stop) == (1, 1, ())
+    params = plan.requests[0].kv_transfer_params
+    assert params is not None and params.do_remote_decode
+
+
+def test_prefill_reply_is_taken_as_it_is(serving: Serving) -> None:
+    params = complete(serving, kv_transfer_params=PREFILL_REPLY).requests[0].kv_transfer_params
+    assert params is not None
+    assert (params.remote_block_ids, params.first_token_ids) == (((1, 2), (7,)), (9,))
+
+
+@pytest.mark.parametrize("value", [None, {}, dict.fromkeys(PREFILL_REPLY)])
+def test_params_that_ask_for_nothing_are_none(value: object) -> None:
+    assert parse_kv_transfer_params(value) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x",
+        [],
+        {"do_remote_decode": "yes"},
+        {"do_remote_decode": True, "do_remote_prefill": True},
+        {"do_remote_prefill": True},
+        {"do_remote_decode": True, "remote_host": "10.0.0.1"},
+        {"remote_engine_id": "p"},
+        {**PREFILL_REPLY, "extra": 1},
+        {**PREFILL_REPLY, "tp_size": 10**9},
+        {**PREFILL_REPLY, "remote_port": 0},
+        {**PREFILL_REPLY, "remote_port": "5600"},
+        {**PREFILL_REPLY, "remote_block_ids": [[-1]]},
+        {**PREFILL_REPLY, "remote_block_ids": [[0] * 262_145]},
+        {**PREFILL_REPLY, "remote_num_tokens": 0},
+        {**PREFILL_REPLY, "remote_engine_id": ""},
+        {**PREFILL_REPLY, "first_token_ids": []},
+        {**PREFILL_REPLY, "signature": "a" * 129},
+        {**PREFILL_REPLY, "remote_host": None},
+    ],
+    ids=lambda v: str(v)[-40:],
+)
+def test_hostile_params_are_refused(value: object) -> None:
+    with pytest.raises(KVTransferParamsError) as caught:
+        parse_kv_transfer_params(value)
+    assert caught.value.param == "kv_transfer_params"
+
+
+@pytest.mark.parametrize("body", [{"n": 2}, {"prompt": [[1], [2]]}])
+def test_params_describe_one_sequence(serving: Serving, body: dict[str, Any]) -> None:
+    with pytest.raises(KVTransferParamsError, match="one sequence"):
+        complete(serving, kv_transfer_params=PROXY_PARAMS, **body)
+
+
+def test_without_tokenizer_ids_work_and_text_names_the_file() -> None:
+    bare = tiny_serving(TokenIdsOnly())
+    assert complete(bare).prompts == ((1, 2, 3),)
+    wrong: list[Callable[[], Plan]] = [
+        lambda: complete(bare, prompt="hi"),
+        lambda: complete(bare, stop="x"),
+        lambda: chat(bare),
+    ]
+    for make in wrong:
+        with pytest.raises(InvalidRequestError, match=r"tokenizer\.json"):
+            make()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'{"a": NaN}',
+        b'{"a": 1e999}',
+        b'{"a": "\xff"}',
+        b'{"a": "\\ud800"}',
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}",
+        b'{"a": ' + b"[" * 1_000_000,
+        b'{"a":' * 100_000,
+    ],
+    ids=lambda b: repr(b[:24]),
+)
+def test_bodies_that_are_no_bounded_json_object(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError):
+        parse_object(body)
