@@ -2,11 +2,12 @@
 folder."""
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
+
+import structlog
 
 from engine.api.serving import Serving, load_sampling_defaults
 from engine.api.tokenizer import load_tokenizer
@@ -15,7 +16,7 @@ from engine.rpc.messages import NodeInfo
 from proxy.cluster.node import Node
 from proxy.cluster.node_pool import NodePool
 
-logger = logging.getLogger(__name__)
+log = structlog.get_logger()
 
 RETRY_INTERVAL_S: Final = 0.5
 FETCH_TIMEOUT_S: Final = 30.0
@@ -41,14 +42,14 @@ async def load_serving(pool: NodePool, served_names: Sequence[str]) -> Serving:
                 try:
                     return await _load_from(node, node.info, served_names)
                 except TandemError as error:
-                    logger.warning("no tokenizer from node %s: %s", node.name, error)
-        await asyncio.sleep(RETRY_INTERVAL_S)
+                    log.warning("no tokenizer from node", node=node.name, problem=str(error))
+        await pool.wait_for_news(RETRY_INTERVAL_S)
 
 
 async def _load_from(node: Node, info: NodeInfo, served_names: Sequence[str]) -> Serving:
     files = await node.client.get_tokenizer(FETCH_TIMEOUT_S)
     serving = await asyncio.to_thread(_build_serving, files, info, tuple(served_names))
-    logger.info("serving %s with the tokenizer of node %s", serving.model_name, node.name)
+    log.info("model is known", model=serving.model_name, tokenizer_of=node.name)
     return serving
 
 

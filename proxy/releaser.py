@@ -2,14 +2,15 @@
 anyway."""
 
 import asyncio
-import logging
 from typing import Final
+
+import structlog
 
 from engine.errors import TandemError
 from engine.types import KVTransferParams
 from proxy.cluster.node import Node
 
-logger = logging.getLogger(__name__)
+log = structlog.get_logger()
 
 MAX_PENDING: Final = 256
 RELEASE_TIMEOUT_S: Final = 2.0
@@ -46,4 +47,4 @@ async def _release(node: Node, params: KVTransferParams) -> None:
             timeout_s=RELEASE_TIMEOUT_S,
         )
     except TandemError as error:
-        logger.info("prefill on %s was left to its lease: %s", node.name, error)
+        log.info("prefill is left to its lease", node=node.name, problem=str(error))

@@ -5,12 +5,12 @@ import asyncio
 from prometheus_client import CollectorRegistry
 
 from engine.api.app import create_app
+from engine.api.http_server import HttpServer
 from engine.rpc.client import StreamDeadlines
-from proxy.cluster.node_pool import NodePool
+from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
 from proxy.cluster.node_url import parse_node_url
 from proxy.config import ProxyConfig
 from proxy.front_door import FrontDoor
-from proxy.http_server import HttpServer
 from proxy.legs import Legs
 from proxy.measured import MeasuredGenerator
 from proxy.metrics import ProxyMetrics
@@ -22,10 +22,12 @@ from proxy.routing.policy import POLICIES
 class ProxyServer:
     """Start it, `wait` for `request_stop`, `close` it. All runs on the caller's event loop."""
 
-    def __init__(self, config: ProxyConfig) -> None:
+    def __init__(
+        self, config: ProxyConfig, *, poll_interval_s: float = POLL_INTERVAL_S
+    ) -> None:
         self._config = config
         self._metrics = ProxyMetrics(CollectorRegistry())
-        self._pool = _make_pool(config)
+        self._pool = _make_pool(config, poll_interval_s)
         self._flow = _make_flow(config, self._pool, self._metrics)
         self._door = FrontDoor(self._metrics.registry)
         self._stop = asyncio.Event()
@@ -87,11 +89,12 @@ class ProxyServer:
         self._door.open(app)
 
 
-def _make_pool(config: ProxyConfig) -> NodePool:
+def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:
     return NodePool(
         [parse_node_url(text) for text in config.prefill],
         [parse_node_url(text) for text in config.decode],
         token=config.cluster_token,
+        poll_interval_s=poll_interval_s,
     )
 
 

@@ -1,4 +1,6 @@
-"""A Generator that follows a script, a tiny tokenizer, and a real server around them, for the API's tests."""
+"""A Generator that follows a script, a tiny tokenizer, and a real server around them, for the
+API's tests.
+"""
 
 import asyncio
 import json
@@ -62,7 +64,9 @@ def tiny_serving(tokenizer: Tokenizer, **changes: object) -> Serving:
 def outputs_of(
     token_ids: Sequence[int], *, per_step: int = 1, **last: object
 ) -> list[GenerateOutput]:
-    """One output per `per_step` tokens; the last one ends with `length` unless `last` says otherwise."""
+    """One output per `per_step` tokens; the last one ends with `length` unless `last` says
+    otherwise.
+    """
     steps = [
         GenerateOutput(
             token_ids=tuple(token_ids[start : start + per_step]),
@@ -73,7 +77,7 @@ def outputs_of(
     ]
     ending: dict[str, object] = {"finish_reason": FinishReason.LENGTH, **last}
     final = {name: getattr(steps[-1], name) for name in steps[-1].__struct_fields__}
-    return [*steps[:-1], GenerateOutput(**{**final, **ending})]  # type: ignore[arg-type]
+    return [*steps[:-1], GenerateOutput(**{**final, **ending})]
 
 
 def _logprob(token: int) -> TokenLogprob:
@@ -82,7 +86,9 @@ def _logprob(token: int) -> TokenLogprob:
 
 @dataclass(slots=True)
 class ScriptedGenerator:
-    """Plays `script` for every request, cut at max_tokens; remembers what it was asked and what was cut."""
+    """Plays `script` for every request, cut at max_tokens; remembers what it was asked and what
+    was cut.
+    """
 
     script: Sequence[GenerateOutput]
     error: TandemError | None = None
@@ -139,13 +145,13 @@ async def running(
         accept_kv_transfer_params=accept_kv_transfer_params,
     )
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+    config.load()
     server = uvicorn.Server(config)
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.005)
+    server.lifespan = config.lifespan_class(config)
+    # Not serve(): it looks at its exit flag ten times a second, which would be most of a test.
+    await server.startup()
     try:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
-        server.should_exit = True
         server.force_exit = True
-        await task
+        await server.shutdown()

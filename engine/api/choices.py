@@ -62,6 +62,7 @@ class ChoiceText:
         decode = partial(tokenizer.decode, skip_special_tokens=plan.text.skip_special_tokens)
         self._index = index
         self._show_stop = plan.text.include_stop
+        self._wants_logprobs = plan.requests[index].sampling.logprobs is not None
         self._min_tokens = plan.requests[index].sampling.min_tokens
         self._detokenizer = Detokenizer(decode, plan.prompt_of(index))
         self._matcher = StopMatcher(plan.text.stop, include=plan.text.include_stop)
@@ -73,12 +74,13 @@ class ChoiceText:
         read = self._read(output)
         offset, self._num_chars = self._num_chars, self._num_chars + len(read.text)
         cut = read.matched is not None
+        logprobs = (output.logprobs or ()) if self._wants_logprobs else ()
         return Delta(
             index=self._index,
             text=read.text,
             text_offset=offset,
             token_ids=output.token_ids[: read.used],
-            logprobs=(output.logprobs or ())[: read.used],
+            logprobs=logprobs[: read.used],
             finish_reason=FinishReason.STOP if cut else output.finish_reason,
             stop_reason=read.matched if cut else output.stop_reason,
             num_cached_tokens=output.num_cached_tokens,

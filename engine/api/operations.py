@@ -134,6 +134,8 @@ async def _probe(check: Callable[[], Awaitable[None]]) -> Response:
             await check()
     except TimeoutError as error:
         raise UnavailableError(f"no answer within {PROBE_TIMEOUT_S:g} s") from error
+    except UnavailableError:
+        raise
     except TandemError as error:
         raise UnavailableError(str(error)) from error
     return Response(status_code=200)

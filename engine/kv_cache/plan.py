@@ -57,8 +57,8 @@ class ArenaPlan:
 def plan_arena(groups: tuple[KVCacheGroup, ...], block_size: int, memory_bytes: int) -> ArenaPlan:
     """The unit size that wastes least for these groups, and how many units `memory_bytes` holds.
 
-    A unit is at least the largest state and a multiple of every page (one layer's block), so that pages can be
-    addressed as rows of one array. Raises ConfigError when not even two units fit.
+    A unit is at least the largest state and a multiple of every half page (K or V of one layer's block), so
+    that pages can be addressed as rows of one array. Raises ConfigError when not even two units fit.
     """
     largest = max(group.block_bytes(block_size) for group in groups)
     step = lcm(STATE_ALIGNMENT, *(_row_bytes(group, block_size) for group in groups))
@@ -75,7 +75,7 @@ def plan_arena(groups: tuple[KVCacheGroup, ...], block_size: int, memory_bytes: 
 
 def _row_bytes(group: KVCacheGroup, block_size: int) -> int:
     spec = group.spec
-    return STATE_ALIGNMENT if isinstance(spec, MambaSpec) else spec.page_bytes(block_size)
+    return STATE_ALIGNMENT if isinstance(spec, MambaSpec) else spec.page_bytes(block_size) // 2
 
 
 def _blocks_per_unit(group: KVCacheGroup, block_size: int, unit_bytes: int) -> int:

@@ -112,7 +112,9 @@ class UnitAllocator:
         if fitting:
             return min(fitting)[1]
         missing = self._new_units(group, count)
-        return self._start_units(group, missing) if missing else max(started)[1]
+        if missing:
+            return self._start_units(group, missing)
+        return max(started, key=lambda entry: (entry[0], -entry[1]))[1]
 
     def _start_units(self, group: int, count: int) -> int:
         per_unit = self.plan.blocks_per_unit[group]

@@ -5,17 +5,17 @@ Knows no service; services register themselves.
 """
 
 import hmac
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 import grpc
+import structlog
 from grpc import aio
 
 from engine.errors import AuthenticationError, ConfigError, TandemError
 from engine.rpc.status import DETAIL_KEY, error_to_detail, status_code
 
-logger = logging.getLogger(__name__)
+log = structlog.get_logger()
 
 MAX_REQUEST_BYTES: Final = 32 * 2**20
 MAX_REPLY_BYTES: Final = 64 * 2**20
@@ -97,7 +97,7 @@ def _with_border(method: Any) -> Method:
         except TandemError as error:
             await _abort(context, error)
         except Exception:
-            logger.exception("a call failed on an error that is nobody's noun")
+            log.exception("call failed on an unexpected error")
             await _abort(context, TandemError("internal error of the node; its log has the cause"))
 
     return call

@@ -1,18 +1,19 @@
 """One node as the proxy sees it: its channel, description and load. Knows no other node."""
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
+import structlog
+
 from engine.errors import DeadlineExceededError, TandemError, UnavailableError
 from engine.rpc.client import NodeClient
 from engine.rpc.messages import NodeInfo
 from proxy.cluster.node_url import NodeUrl, resolve_grpc_address
 
-logger = logging.getLogger(__name__)
+log = structlog.get_logger()
 
 # A node that computes a long step answers late; only longer silence counts as absence.
 MAX_LATE_ANSWERS: Final = 3
@@ -107,9 +108,9 @@ class Node:
     def set_problem(self, problem: str | None) -> None:
         """Take the node out of use, or with None back into it; logs changes only."""
         if problem is not None and self.problem is None:
-            logger.warning("%s node %s is out: %s", self.kind, self.name, problem)
+            log.warning("node is out of use", node=self.name, kind=self.kind, problem=problem)
         if problem is None and self.problem is not None:
-            logger.info("%s node %s is in use", self.kind, self.name)
+            log.info("node is in use", node=self.name, kind=self.kind)
         self.problem = problem
 
     async def close(self) -> None:

@@ -5,17 +5,19 @@ Knows nothing of requests and routing.
 """
 
 import asyncio
-import logging
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
+
+import structlog
 
 from engine.errors import UnavailableError
 from engine.rpc.messages import NodeInfo
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_url import NodeUrl
 
-logger = logging.getLogger(__name__)
+log = structlog.get_logger()
 
 POLL_INTERVAL_S: Final = 1.0
 DESCRIBE_TIMEOUT_S: Final = 2.0
@@ -46,6 +48,7 @@ class NodePool:
         self._by_name = {node.name: node for node in self._nodes}
         self._poll_interval_s = poll_interval_s
         self._watchers: list[asyncio.Task[None]] = []
+        self._news = asyncio.Event()
 
     async def start(self) -> None:
         """Start watching; returns at once, whoever is there."""
@@ -67,6 +70,13 @@ class NodePool:
 
     def node(self, name: str) -> Node:
         return self._by_name[name]
+
+    async def wait_for_news(self, timeout_s: float) -> None:
+        """Returns when a node has answered or failed to, and after `timeout_s` at the latest."""
+        self._news.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
 
     def available(self, kind: NodeKind) -> tuple[Node, ...]:
         return tuple(node for node in self._nodes if node.kind is kind and node.is_available)
@@ -90,6 +100,7 @@ class NodePool:
             info = await node.refresh(DESCRIBE_TIMEOUT_S)
             if info is not None:
                 node.set_problem(self._objection(node, info))
+            self._news.set()
             await asyncio.sleep(self._poll_interval_s)
 
     def _objection(self, node: Node, info: NodeInfo) -> str | None:
@@ -103,13 +114,13 @@ class NodePool:
             return None
         problem = f"serves {_spell(identity)} where this cluster serves {_spell(self.identity)}"
         if problem != node.problem:
-            logger.error("node %s is refused: it %s", node.name, problem)
+            log.error("node is refused", node=node.name, problem=problem)
         return problem
 
 
 def _report_crash(watcher: asyncio.Task[None]) -> None:
     if not watcher.cancelled() and (error := watcher.exception()) is not None:
-        logger.critical("a node is no longer watched", exc_info=error)
+        log.critical("a node is no longer watched", exc_info=error)
 
 
 def _spell(identity: ModelIdentity) -> str:

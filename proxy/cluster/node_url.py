@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Final
 from urllib.parse import SplitResult, urlsplit
 
+import aiohttp
 import msgspec
 
 from engine.errors import AuthenticationError, ConfigError, UnavailableError
@@ -54,46 +55,31 @@ def _port_of(parts: SplitResult) -> int | None:
 
 
 async def resolve_grpc_address(url: NodeUrl, *, token: str | None, timeout_s: float) -> str:
-    """`host:port` for gRPC. Raises `UnavailableError` while the node's HTTP port does not tell."""
+    """`host:port` for gRPC.
+
+    Raises `UnavailableError` while the node's HTTP port does not tell, and `AuthenticationError`
+    when it does not know the token.
+    """
     if url.scheme == "grpc":
         return f"{url.quoted_host}:{url.port}"
     try:
         async with asyncio.timeout(timeout_s):
-            reply = await _fetch_node_info(url, token)
+            address = await _fetch_address(f"{url.text}/node_info", token)
     except TimeoutError as error:
-        raise UnavailableError(f"{url.text}/node_info gave no answer in {timeout_s} s") from error
-    except (OSError, UnicodeError) as error:
-        raise UnavailableError(f"{url.text} cannot be reached: {error}") from error
-    return f"{url.quoted_host}:{_decode_node_info(url, reply).grpc_port}"
+        raise UnavailableError(f"{url.text}/node_info: no answer in {timeout_s:g} s") from error
+    except (aiohttp.ClientError, msgspec.DecodeError) as error:
+        raise UnavailableError(f"{url.text}/node_info: {error}") from error
+    return f"{url.quoted_host}:{address.grpc_port}"
 
 
-async def _fetch_node_info(url: NodeUrl, token: str | None) -> bytes:
-    """One HTTP/1.0 exchange: small, bounded, and cancelled for good when its deadline passes."""
-    reader, writer = await asyncio.open_connection(url.host, url.port, limit=MAX_REPLY_BYTES)
-    try:
-        authorization = "" if token is None else f"Authorization: Bearer {token}\r\n"
-        head = f"GET /node_info HTTP/1.0\r\nHost: {url.quoted_host}\r\n{authorization}\r\n"
-        writer.write(head.encode())
-        return await _read_at_most(reader, MAX_REPLY_BYTES)
-    finally:
-        writer.close()
-
-
-async def _read_at_most(reader: asyncio.StreamReader, limit: int) -> bytes:
-    data = bytearray()
-    while len(data) <= limit and (chunk := await reader.read(limit)):
-        data += chunk
-    return bytes(data[:limit])
-
-
-def _decode_node_info(url: NodeUrl, reply: bytes) -> NodeAddress:
-    head, _, body = reply.partition(b"\r\n\r\n")
-    status = head.split(b" ", 2)[1:2]
-    if status in ([b"401"], [b"403"]):
-        raise AuthenticationError(f"{url.text}/node_info refused the cluster token")
-    if status != [b"200"]:
-        raise UnavailableError(f"{url.text}/node_info answered {head[:100]!r}, not 200")
-    try:
-        return msgspec.json.decode(body, type=NodeAddress)
-    except msgspec.DecodeError as error:
-        raise UnavailableError(f"{url.text}/node_info is not a node's answer: {error}") from error
+async def _fetch_address(url: str, token: str | None) -> NodeAddress:
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(url, headers=headers, allow_redirects=False) as reply,
+    ):
+        if reply.status in (401, 403):
+            raise AuthenticationError(f"{url} does not know this token")
+        if reply.status != 200:
+            raise UnavailableError(f"{url} answered {reply.status}, not 200")
+        return msgspec.json.decode(await reply.content.read(MAX_REPLY_BYTES), type=NodeAddress)

@@ -146,7 +146,7 @@ def test_a_reply_of_the_openai_client_can_be_sent_back(serving: Serving) -> None
 
 
 def test_neutral_values_of_unsupported_keys_and_labels_are_fine(serving: Serving) -> None:
-    neutral = {
+    neutral: dict[str, Any] = {
         "echo": False,
         "best_of": 1,
         "suffix": None,

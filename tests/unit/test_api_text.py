@@ -22,13 +22,17 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return tiny_tokenizer(tmp_path_factory.mktemp("model"))
 
 
-def pieces_of(tokenizer: Tokenizer, ids: tuple[int, ...], context: tuple[int, ...] = ()) -> list[str]:
+def pieces_of(
+    tokenizer: Tokenizer, ids: tuple[int, ...], context: tuple[int, ...] = ()
+) -> list[str]:
     detokenizer = Detokenizer(tokenizer.decode, context)
     pieces = [detokenizer.push(token) for token in ids]
     return [*pieces, detokenizer.flush()]
 
 
-def test_pieces_add_up_to_the_text_and_no_piece_ends_in_half_a_character(tokenizer: Tokenizer) -> None:
+def test_pieces_add_up_to_the_text_and_no_piece_ends_in_half_a_character(
+    tokenizer: Tokenizer,
+) -> None:
     ids = tokenizer.encode("€😀漢 ok" * 20, add_special_tokens=False)
     pieces = pieces_of(tokenizer, ids)
     assert "".join(pieces) == "€😀漢 ok" * 20
@@ -119,7 +123,9 @@ def test_folder_without_tokenizer_serves_token_ids_only(tmp_path: Path) -> None:
         bare.encode("a", add_special_tokens=True)
 
 
-def test_template_file_goes_before_config_and_none_is_an_error_only_when_used(tmp_path: Path) -> None:
+def test_template_file_goes_before_config_and_none_is_an_error_only_when_used(
+    tmp_path: Path,
+) -> None:
     write_model_folder(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}{{ messages[0].content }}")
     turn = [{"role": "user", "content": "hi"}]
@@ -144,11 +150,11 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+        "{% for a in range(9**5) %}{% for b in range(9**5) %}{% endfor %}{% endfor %}",
+        "{% macro m(n) %}{% if n %}{{ m(n-1) }}{{ m(n-1) }}{% endif %}{% endmacro %}{{ m(60) }}",
         "{% for a in range(99999) %}xxxxxxxxxxxxxxxx{% endfor %}",
-        "{% set n = namespace(s='x') %}{% for a in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-        "{% set n = namespace(s='x') %}{% for a in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% set n = namespace(s='x') %}{% for a in range(60) %}{% set n.s = n.s~n.s %}{% endfor %}",
+        "{% set n = namespace(s='x') %}{% for a in range(60) %}{% set n.s = n.s+n.s %}{% endfor %}",
         "{{ 'x' * 999999999999 }}",
         "{{ 9 ** 99999999 }}",
         "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",

@@ -27,7 +27,8 @@ def _download(model: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise CheckpointError(
-            f"model {model!r} is not a local folder; to load hub names, install huggingface_hub"
+            f"model {model!r} is not a local folder; to load hub names, "
+            "install the extra: tandem[hub]"
         ) from error
     try:
         return Path(snapshot_download(model, allow_patterns=PATTERNS))

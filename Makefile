@@ -1,0 +1,45 @@
+# Every target installs what it needs; `make` prints this list.
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo serve test check proto bench clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## create .venv and install everything
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --progress-bar on torch==2.13.0
+	$(BIN)/pip install --progress-bar on --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## one prompt, two nodes: the main job on this machine, in a minute
+	$(BIN)/python -m deploy.demo
+
+serve: $(STAMP) ## keep the demo cluster up and print how to talk to it
+	$(BIN)/python -m deploy.demo --keep
+
+test: $(STAMP) ## the whole test suite
+	$(BIN)/python -m pytest -q
+
+check: $(STAMP) ## lint, types, architecture
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy engine connector prefill_node decode_node proxy deploy
+	$(BIN)/lint-imports
+
+proto: $(STAMP) ## regenerate engine/rpc/pb from proto/node.proto
+	$(BIN)/python -m grpc_tools.protoc -Iengine/rpc/pb=proto --python_out=. --pyi_out=. \
+		--grpc_python_out=. proto/node.proto
+
+bench: $(STAMP) ## hand-over rates of the transports
+	$(BIN)/python -m benchmarks.transfer
+
+clean: ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

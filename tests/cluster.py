@@ -1,0 +1,177 @@
+"""Small random checkpoints of every family, and nodes that must leave nothing behind."""
+
+import asyncio
+import gc
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import transformers
+
+from decode_node.server import decode_server
+from engine.config import KVTransferConfig, NodeConfig, PdConnectorConfig
+from engine.node.server import NodeServer
+from engine.types import GenerateOutput, GenerateRequest, TokenLogprob
+from prefill_node.server import prefill_server
+
+CONTEXT = 400
+VOCABULARY = 512
+
+SHARED = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": CONTEXT,
+    "eos_token_id": 1,
+}
+
+
+def _configs() -> dict[str, transformers.PretrainedConfig]:
+    return {
+        "qwen3": transformers.Qwen3Config(num_hidden_layers=3, **SHARED),
+        "qwen3_5": transformers.Qwen3_5TextConfig(
+            num_hidden_layers=4,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            **SHARED,
+        ),
+        "nemotron_h": transformers.NemotronHConfig(
+            layers_block_type=["mamba", "mlp", "attention", "mamba", "mlp"],
+            num_hidden_layers=5,
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            ssm_state_size=16,
+            n_groups=2,
+            **SHARED,
+        ),
+    }
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random fp32 checkpoint folder per family."""
+    folders = {}
+    for name, config in _configs().items():
+        torch.manual_seed(7)
+        folder = tmp_path_factory.mktemp(name)
+        transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+        folders[name] = folder
+    return folders
+
+
+@dataclass(slots=True)
+class Generation:
+    """All that one request produced."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    last: GenerateOutput
+
+
+async def generate(node: NodeServer, request: GenerateRequest) -> Generation:
+    """Runs one request on one node, to its end."""
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    last = GenerateOutput()
+    async with asyncio.timeout(60):
+        async for output in node.engine.generate(request):
+            token_ids += output.token_ids
+            logprobs += output.logprobs or ()
+            last = output
+    return Generation(token_ids, logprobs, last)
+
+
+@dataclass(slots=True)
+class Cluster:
+    """Makes nodes with equal settings and closes them."""
+
+    nodes: list[NodeServer]
+
+    async def start(self, kind: str, model: Path, **changes: object) -> NodeServer:
+        """One more node; `changes` are NodeConfig fields."""
+        config = msgspec.structs.replace(BASE, model=str(model), **changes)
+        node = (prefill_server if kind == "prefill" else decode_server)(config)
+        await node.start()
+        self.nodes.append(node)
+        return node
+
+
+BASE = NodeConfig(model="", port=0, kv_cache_memory_bytes=16 << 20, max_num_batched_tokens=64)
+
+
+def transfer_config(
+    transport: str = "shm", policy: str = "recompute", lease_s: float = 30.0
+) -> KVTransferConfig:
+    """A kv_transfer_config for tests."""
+    return KVTransferConfig(
+        kv_load_failure_policy=policy,
+        kv_connector_extra_config=PdConnectorConfig(
+            transport=transport, kv_lease_duration=lease_s, control_timeout=2.0
+        ),
+    )
+
+
+def start_values() -> tuple[int, int, int]:
+    """Threads, tandem's memory files and open file descriptors of this process."""
+    gc.collect()
+    threads = sum(thread.name.startswith(("engine", "kv-")) for thread in threading.enumerate())
+    maps = sum("tandem-arena" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    sockets = sum(_is_socket(fd) for fd in os.listdir("/proc/self/fd"))
+    return threads, maps, sockets
+
+
+def _is_socket(fd: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith(("socket:", "/memfd:tandem"))
+    except OSError:
+        return False
+
+
+async def settled(node: NodeServer) -> None:
+    """Waits until a node holds nothing, and asserts it."""
+    core = node.engine.core
+    scheduler = core.scheduler
+    for _ in range(500):
+        if scheduler.cache.num_free_units == scheduler.cache.plan.num_units:
+            break
+        await asyncio.sleep(0.02)
+    held, loading = list(scheduler._held), list(scheduler._loading)
+    assert not (held or loading or scheduler.num_running), (node.kind, held, loading)
+    assert scheduler.cache.num_free_units == scheduler.cache.plan.num_units
+    await node.engine.run_in_engine(core.scheduler.check)
+    assert (core.scheduler.num_running, core.scheduler.num_waiting) == (0, 0)
+    assert core.scheduler.num_held == 0
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[Cluster]:
+    """A cluster whose nodes must be empty at the end, and gone after it."""
+    gc.collect()
+    before = start_values()
+    made = Cluster([])
+    yield made
+    for node in made.nodes:
+        if node.engine.is_alive:
+            await settled(node)
+        await node.close()
+    made.nodes.clear()
+    async with asyncio.timeout(10):
+        while start_values()[0] > before[0] or start_values()[1] > before[1]:
+            await asyncio.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """As nodes do."""
+    torch.set_num_threads(1)
+    yield

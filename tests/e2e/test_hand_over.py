@@ -1,0 +1,223 @@
+"""Prefill on P, decode on D: exactly the tokens and log-probabilities of one node."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.errors import KVLoadError, KVTransferParamsError
+from engine.node.server import NodeServer
+from engine.types import FinishReason, GenerateRequest, KVTransferParams, SamplingParams
+from tests.cluster import (
+    CONTEXT,
+    VOCABULARY,
+    Cluster,
+    Generation,
+    generate,
+    settled,
+    transfer_config,
+)
+
+FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
+TRANSPORTS = ("shm", "nixl")
+# One token; around one block; around one chunk of 64; several chunks; all but the last of the context.
+LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200, CONTEXT - 1)
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, seed=11, logprobs=1)
+REMOTE_DECODE = KVTransferParams(do_remote_decode=True)
+
+
+def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
+    return tuple((7 * i * i + 3 * i + salt) % (VOCABULARY - 2) + 2 for i in range(length))
+
+
+def request_of(
+    prompt: tuple[int, ...],
+    sampling: SamplingParams = GREEDY,
+    params: KVTransferParams | None = None,
+) -> GenerateRequest:
+    return GenerateRequest(
+        request_id="r", prompt_token_ids=prompt, sampling=sampling, kv_transfer_params=params
+    )
+
+
+async def prefill(
+    node: NodeServer, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
+) -> KVTransferParams:
+    done = await generate(node, request_of(prompt, sampling, REMOTE_DECODE))
+    assert done.last.kv_transfer_params is not None
+    return done.last.kv_transfer_params
+
+
+async def hand_over(
+    p: NodeServer, d: NodeServer, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
+) -> Generation:
+    return await generate(d, request_of(prompt, sampling, await prefill(p, prompt, sampling)))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_tokens_and_logprobs_are_bit_equal_to_one_node(
+    cluster: Cluster, checkpoints: dict[str, Path], family: str, transport: str
+) -> None:
+    config = transfer_config(transport)
+    p = await cluster.start("prefill", checkpoints[family], kv_transfer_config=config)
+    d = await cluster.start("decode", checkpoints[family], kv_transfer_config=config)
+    for sampling in (GREEDY, SAMPLED):
+        for length in LENGTHS:
+            prompt = prompt_of(length)
+            alone = await generate(p, request_of(prompt, sampling))
+            pair = await hand_over(p, d, prompt, sampling)
+            assert pair.token_ids == alone.token_ids, (length, sampling)
+            assert pair.logprobs == alone.logprobs, (length, sampling)
+            if len(pair.token_ids) > 1:
+                assert pair.last.kv_transfer is not None
+
+
+async def test_the_first_token_may_be_the_last_and_then_nothing_is_pulled(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p = await cluster.start("prefill", checkpoints["qwen3_5"])
+    d = await cluster.start("decode", checkpoints["qwen3_5"])
+    sampling = msgspec.structs.replace(GREEDY, max_tokens=1)
+    pair = await hand_over(p, d, prompt_of(40), sampling)
+    assert len(pair.token_ids) == 1
+    assert pair.last.finish_reason is FinishReason.LENGTH
+    assert pair.last.kv_transfer is None
+    await settled(p)
+
+
+async def test_a_killed_prefill_node_costs_a_recompute_and_no_token(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p = await cluster.start("prefill", checkpoints["qwen3_5"])
+    d = await cluster.start("decode", checkpoints["qwen3_5"])
+    prompt = prompt_of(100)
+    alone = await generate(d, request_of(prompt))
+    params = await prefill(p, prompt)
+    await p.close()
+    pair = await generate(d, request_of(prompt, GREEDY, params))
+    assert pair.token_ids == alone.token_ids
+    assert pair.logprobs == alone.logprobs
+    assert pair.last.kv_transfer is None
+
+
+async def test_policy_fail_turns_an_unreachable_peer_into_an_error(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    config = transfer_config(policy="fail")
+    p = await cluster.start("prefill", checkpoints["qwen3"])
+    d = await cluster.start("decode", checkpoints["qwen3"], kv_transfer_config=config)
+    params = await prefill(p, prompt_of(30))
+    await p.close()
+    with pytest.raises(KVLoadError, match="cannot be loaded"):
+        await generate(d, request_of(prompt_of(30), GREEDY, params))
+
+
+async def test_a_lease_that_nobody_claims_ends_and_gives_its_memory_back(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    config = transfer_config(lease_s=0.3)
+    p = await cluster.start("prefill", checkpoints["qwen3_5"], kv_transfer_config=config)
+    params = await prefill(p, prompt_of(30))
+    assert p.engine.core.scheduler.num_held == 1
+    await settled(p)
+    d = await cluster.start("decode", checkpoints["qwen3_5"])
+    with pytest.raises(KVTransferParamsError, match="not held any more"):
+        await generate(d, request_of(prompt_of(30), GREEDY, params))
+
+
+async def test_a_lease_is_renewed_while_its_request_waits(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    config = transfer_config(lease_s=0.6)
+    p = await cluster.start("prefill", checkpoints["qwen3_5"], kv_transfer_config=config)
+    d = await cluster.start(
+        "decode", checkpoints["qwen3_5"], kv_transfer_config=config, max_num_seqs=1
+    )
+    long = msgspec.structs.replace(GREEDY, max_tokens=CONTEXT)
+    blocker = asyncio.create_task(generate(d, request_of(prompt_of(20), long)))
+    pair = await hand_over(p, d, prompt_of(50))
+    await blocker
+    assert pair.last.kv_transfer is not None
+
+
+async def test_cancelled_requests_leave_nothing_on_either_node(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p = await cluster.start("prefill", checkpoints["qwen3_5"])
+    d = await cluster.start("decode", checkpoints["qwen3_5"])
+    long = msgspec.structs.replace(GREEDY, max_tokens=CONTEXT)
+    for _ in range(3):
+        params = await prefill(p, prompt_of(90), long)
+        stream = d.engine.generate(request_of(prompt_of(90), long, params))
+        async for _output in stream:
+            break
+        await stream.aclose()
+    await settled(d)
+    await settled(p)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"remote_engine_id": None}, "partial_kv_transfer_params"),
+        ({"signature": None}, "partial_kv_transfer_params"),
+        ({"remote_host": "10.1.2.3"}, "foreign_kv_transfer_params"),
+        ({"remote_num_tokens": 29}, "mismatched_kv_transfer_params"),
+        ({"remote_request_id": "other"}, "foreign_kv_transfer_params"),
+        ({"first_token_ids": (3,)}, "foreign_kv_transfer_params"),
+    ],
+)
+async def test_changed_parameters_are_refused_and_nothing_leaks(
+    cluster: Cluster, checkpoints: dict[str, Path], change: dict[str, object], code: str
+) -> None:
+    config = transfer_config(lease_s=0.3)
+    p = await cluster.start("prefill", checkpoints["qwen3"], kv_transfer_config=config)
+    params = await prefill(p, prompt_of(30))
+    wrong = msgspec.structs.replace(params, **change)
+    with pytest.raises(KVTransferParamsError) as caught:
+        await generate(p, request_of(prompt_of(30), GREEDY, wrong))
+    assert caught.value.code == code
+
+
+async def test_nodes_with_different_blocks_do_not_exchange_them(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p = await cluster.start("prefill", checkpoints["qwen3"])
+    d = await cluster.start(
+        "decode",
+        checkpoints["qwen3"],
+        block_size=32,
+        kv_transfer_config=transfer_config(policy="fail"),
+    )
+    params = await prefill(p, prompt_of(30))
+    with pytest.raises(KVLoadError, match="block_size is '32' here and '16' there"):
+        await generate(d, request_of(prompt_of(30), GREEDY, params))
+    p.engine.core.scheduler.check()
+    for request_id in list(p.engine.core.scheduler._held):
+        assert request_id
+    await asyncio.sleep(0)
+
+
+async def test_concurrent_hand_overs_agree_with_requests_run_alone(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p = await cluster.start("prefill", checkpoints["qwen3_5"])
+    d = await cluster.start("decode", checkpoints["qwen3_5"])
+    prompts = [prompt_of(20 + 23 * i, salt=i) for i in range(8)]
+    alone = [await generate(p, request_of(prompt)) for prompt in prompts]
+    together = await asyncio.gather(*(hand_over(p, d, prompt) for prompt in prompts))
+    near_ties = sum(map(compare_by_margin, alone, together))
+    print(f"near-ties among {8 * GREEDY.max_tokens} tokens: {near_ties}")
+
+
+def compare_by_margin(alone: Generation, together: Generation) -> int:
+    """Log-probabilities within 1e-4; tokens equal wherever the reference's margin is above that."""
+    for position, (left, right) in enumerate(zip(alone.logprobs, together.logprobs, strict=True)):
+        if left.token_id != right.token_id:
+            assert left.top[0][1] - left.top[1][1] < 1e-4, position
+            return 1
+        assert abs(left.logprob - right.logprob) < 1e-4, position
+    return 0

@@ -1,0 +1,67 @@
+"""The fast causal convolution against the token-by-token one."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops.causal_conv1d import fast, naive
+
+CHANNELS = 24
+SEGMENTS = [[1], [2], [15], [63], [64], [65], [300], [129, 1, 2, 64, 300]]
+
+
+def inputs(tokens: int, sequences: int, kernel: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(tokens + kernel)
+    shapes = [
+        (tokens, CHANNELS),
+        (sequences, kernel - 1, CHANNELS),
+        (CHANNELS, kernel),
+        (CHANNELS,),
+    ]
+    x, state, weight, bias = (torch.randn(shape, generator=draw) for shape in shapes)
+    return x, state, fast.tap_major(weight), bias
+
+
+@pytest.mark.parametrize("lens", SEGMENTS, ids=str)
+@pytest.mark.parametrize("kernel", [2, 4])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_chunk_equals_naive(lens: list[int], kernel: int, with_bias: bool) -> None:
+    x, state, weight, bias = inputs(sum(lens), len(lens), kernel)
+    before = state.clone()
+    expected = naive.conv_chunk(x, lens, state, weight, bias if with_bias else None)
+    got = fast.conv_chunk(x, lens, state, weight, bias if with_bias else None)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(state, before)
+
+
+@pytest.mark.parametrize("sequences", [1, 5])
+def test_step_equals_naive_and_moves_only_its_view(sequences: int) -> None:
+    x, state, weight, bias = inputs(sequences, sequences, 4)
+    arena = torch.full((sequences, 1000), 7.0)
+    view = arena.as_strided((sequences, 3, CHANNELS), (1000, CHANNELS, 1), 100)
+    view.copy_(state)
+    expected = naive.conv_step(x, state, weight, bias)
+    torch.testing.assert_close(fast.conv_step(x, view, weight, bias), expected)
+    assert torch.equal(view, state)
+    view.fill_(7.0)
+    assert torch.equal(arena, torch.full_like(arena, 7.0))
+
+
+def test_a_sequence_may_be_cut_anywhere() -> None:
+    x, state, weight, bias = inputs(200, 1, 4)
+    whole, final = fast.conv_chunk(x, [200], state, weight, bias)
+    parts = []
+    for part in x.split([1, 2, 64, 133]):
+        y, state = fast.conv_chunk(part, [len(part)], state, weight, bias)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts), whole)
+    assert torch.equal(state, final)
+
+
+def test_bfloat16_sums_in_float32() -> None:
+    x, state, weight, bias = (t.bfloat16() for t in inputs(65, 1, 4))
+    got, final = fast.conv_chunk(x, [65], state, weight, bias)
+    expected, expected_final = naive.conv_chunk(x, [65], state, weight, bias)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got, expected)
+    assert torch.equal(final, expected_final)

@@ -1,0 +1,102 @@
+"""The fast gated delta rule against the float64 recurrence, held to the float32 recurrence's own error."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops.gated_delta_rule import fast, naive
+
+KEY_HEADS, KEY_DIM, VALUE_DIM = 2, 16, 24
+SEGMENTS = [[1], [15], [63], [64], [65], [128], [300], [300, 1, 77, 129], [64, 64], [1, 1, 65]]
+
+
+@dataclass(slots=True, frozen=True)
+class Case:
+    """One random problem; decays spread from none to nearly everything."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    initial: Tensor
+
+    def double(self) -> "Case":
+        fields = (self.q, self.k, self.v, self.g, self.beta, self.initial)
+        return Case(*(field.double() for field in fields))
+
+
+def case(tokens: int, sequences: int, *, value_heads: int = 4, slow: bool = False) -> Case:
+    draw = torch.Generator().manual_seed(tokens)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw)
+
+    g = -torch.exp(rand(tokens, value_heads) * 3 - (6 if slow else 1))
+    return Case(
+        q=rand(tokens, KEY_HEADS, KEY_DIM),
+        k=rand(tokens, KEY_HEADS, KEY_DIM),
+        v=rand(tokens, value_heads, VALUE_DIM),
+        g=g,
+        beta=rand(tokens, value_heads).sigmoid(),
+        initial=rand(sequences, value_heads, KEY_DIM, VALUE_DIM),
+    )
+
+
+def worst(got: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
+    pairs = zip(got, truth, strict=True)
+    return max((a.double() - b).abs().max().item() for a, b in pairs)
+
+
+@pytest.mark.parametrize("lens", SEGMENTS, ids=str)
+@pytest.mark.parametrize("value_heads", [2, 4])
+@pytest.mark.parametrize("slow", [False, True])
+def test_chunk_is_as_exact_as_the_recurrence(
+    lens: list[int], value_heads: int, slow: bool
+) -> None:
+    one = case(sum(lens), len(lens), value_heads=value_heads, slow=slow)
+    before = one.initial.clone()
+
+    def run(op: object, c: Case) -> tuple[Tensor, Tensor]:
+        chunk = naive.chunk if op is naive else fast.chunk
+        return chunk(c.q, c.k, c.v, c.g, beta=c.beta, query_lens=lens, initial=c.initial)
+
+    truth = run(naive, one.double())
+    limit = 8 * worst(run(naive, one), truth) + 1e-6
+    assert worst(run(fast, one), truth) < limit
+    assert torch.equal(one.initial, before)
+
+
+@pytest.mark.parametrize("sequences", [1, 3, 9])
+@pytest.mark.parametrize("value_heads", [2, 4])
+def test_step_equals_naive_and_moves_only_its_view(sequences: int, value_heads: int) -> None:
+    c = case(sequences, sequences, value_heads=value_heads)
+    stride = c.initial[0].numel() + 50
+    arena = torch.full((sequences, stride), 7.0)
+    view = arena.as_strided(c.initial.shape, (stride, *c.initial.stride()[1:]), 13)
+    view.copy_(c.initial)
+    expected = naive.step(c.q, c.k, c.v, c.g, beta=c.beta, state=c.initial)
+    got = fast.step(c.q, c.k, c.v, c.g, beta=c.beta, state=view)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(view, c.initial, rtol=1e-5, atol=1e-5)
+    view.fill_(7.0)
+    assert torch.equal(arena, torch.full_like(arena, 7.0))
+
+
+def test_a_sequence_may_be_cut_anywhere() -> None:
+    c = case(250, 1)
+    whole, final = fast.chunk(
+        c.q, c.k, c.v, c.g, beta=c.beta, query_lens=[250], initial=c.initial
+    )
+    state, outputs, start = c.initial, [], 0
+    for n in (50, 1, 64, 135):
+        at = slice(start, start + n)
+        o, state = fast.chunk(
+            c.q[at], c.k[at], c.v[at], c.g[at], beta=c.beta[at], query_lens=[n], initial=state
+        )
+        outputs.append(o)
+        start += n
+    torch.testing.assert_close(torch.cat(outputs), whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(state, final, rtol=1e-4, atol=1e-5)

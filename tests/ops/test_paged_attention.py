@@ -1,0 +1,141 @@
+"""Paged attention over scattered pages: fast against naive, and against attention over plain tensors."""
+
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.layers.attention import PagedAttention
+from engine.layers.context import AttentionCache, AttentionIndex, ForwardBatch
+from engine.ops.paged_attention import fast, naive
+
+BLOCK, DIM, ROWS = 16, 8, 200
+SCALE = DIM**-0.5
+
+
+def cache_of(kv_heads: int, dtype: torch.dtype = torch.float32) -> AttentionCache:
+    draw = torch.Generator().manual_seed(5)
+    k, v = (
+        (torch.randn(ROWS, kv_heads, BLOCK, DIM, generator=draw) * 10).to(dtype) for _ in range(2)
+    )
+    return AttentionCache(k, v, k.view(-1, DIM), v.view(-1, DIM))
+
+
+def tables_of(lens: list[int]) -> Tensor:
+    blocks = -(-max(lens) // BLOCK)
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3))
+    return order[: len(lens) * blocks].view(len(lens), blocks)
+
+
+def queries(rows: int, heads: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    draw = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, heads, DIM, generator=draw).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "lens", [[1], [15], [16], [17], [300], [300, 1, 64, 65], [1, 1], [5, 280, 3, 4, 2, 1]], ids=str
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_decode_equals_naive(lens: list[int], heads: int, kv_heads: int) -> None:
+    cache, tables, q = cache_of(kv_heads), tables_of(lens), queries(len(lens), heads)
+    expected = naive.decode(q, cache, tables, lens=lens, scale=SCALE)
+    got = fast.decode(q, cache, tables, lens=lens, scale=SCALE)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("context", [0, 1, 15, 16, 100])
+@pytest.mark.parametrize("tokens", [1, 2, 15, 63, 64, 65, 200])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 1)])
+def test_prefill_equals_naive(context: int, tokens: int, heads: int, kv_heads: int) -> None:
+    cache, tables = cache_of(kv_heads), tables_of([context + tokens])
+    q = queries(tokens, heads)
+    expected = naive.prefill(q, cache, tables[0], context=context, scale=SCALE)
+    got = fast.prefill(q, cache, tables[0], context=context, scale=SCALE)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_ignores_what_lies_behind_a_sequence(dtype: torch.dtype) -> None:
+    lens = [5, 40]
+    cache, tables, q = cache_of(2, dtype), tables_of(lens), queries(2, 4, dtype)
+    expected = fast.decode(q, cache, tables, lens=lens, scale=SCALE)
+    garbage = 1e30 if dtype == torch.float32 else float("nan")
+    cache.k_pages[tables[0, 0], :, 5:] = garbage
+    cache.v_pages[tables[0, 0], :, 5:] = garbage
+    cache.v_pages[tables[0, 1:]] = garbage
+    assert torch.equal(fast.decode(q, cache, tables, lens=lens, scale=SCALE), expected)
+
+
+@pytest.mark.parametrize("op", [naive, fast], ids=["naive", "fast"])
+def test_tokens_are_written_to_their_slots_only(op: ModuleType) -> None:
+    cache = cache_of(2)
+    before = cache.k_tokens.clone()
+    slots = torch.tensor([70, 86, 5, 21])
+    k, v = queries(2, 2), queries(3, 2)[:2]
+    op.write_tokens(k, v, cache, slots)
+    assert torch.equal(cache.k_tokens[slots], k.view(-1, DIM))
+    assert torch.equal(cache.v_tokens[slots], v.view(-1, DIM))
+    before[slots] = k.view(-1, DIM)
+    assert torch.equal(cache.k_tokens, before)
+
+
+def test_a_mixed_batch_is_attention_over_each_sequence() -> None:
+    contexts, lens = [33, 7, 20, 0], [1, 1, 30, 17]
+    totals = [c + n for c, n in zip(contexts, lens, strict=True)]
+    cache, tables = cache_of(2), tables_of(totals)
+    k, v = (queries(sum(totals) + shift, 2)[: sum(totals)] for shift in (0, 1))
+    slots = [_slots(tables[i], 0, total) for i, total in enumerate(totals)]
+    fast.write_tokens(k, v, cache, torch.cat(slots))
+    new = [slice(end - n, end) for end, n in zip(_ends(totals), lens, strict=True)]
+    pages = [_slots(tables[i], c, c + n) for i, (c, n) in enumerate(zip(contexts, lens, strict=True))]
+    q = queries(sum(lens), 4)
+    got = PagedAttention(4, 2, DIM, SCALE)(
+        q,
+        torch.cat([k[rows] for rows in new]),
+        torch.cat([v[rows] for rows in new]),
+        cache,
+        AttentionIndex(tables, torch.cat(pages)),
+        _batch(contexts, lens),
+    )
+    expected = [
+        _plain(q_one, k_one, v_one)
+        for q_one, k_one, v_one in zip(q.split(lens), k.split(totals), v.split(totals), strict=True)
+    ]
+    torch.testing.assert_close(got, torch.cat(expected), rtol=1e-5, atol=1e-5)
+
+
+def _slots(table: Tensor, start: int, end: int) -> Tensor:
+    rows = [
+        (int(table[t // BLOCK]) * 2 + head) * BLOCK + t % BLOCK
+        for t in range(start, end)
+        for head in range(2)
+    ]
+    return torch.tensor(rows)
+
+
+def _ends(totals: list[int]) -> list[int]:
+    return torch.tensor(totals).cumsum(0).tolist()
+
+
+def _batch(contexts: list[int], lens: list[int]) -> ForwardBatch:
+    unused = torch.zeros(sum(lens), dtype=torch.int64)
+    return ForwardBatch(
+        token_ids=unused,
+        positions=unused,
+        num_decodes=2,
+        query_lens=lens,
+        context_lens=contexts,
+        decode_lens=torch.tensor(contexts[:2]) + 1,
+        group_index=(),
+        logits_rows=unused,
+    )
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of the last len(q) positions over contiguous k, v [L, 2, D] -> [n, H * D]."""
+    mask = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
+    k, v = (x.transpose(0, 1).repeat_interleave(q.shape[1] // 2, 0) for x in (k, v))
+    out = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask, scale=SCALE)
+    return out.transpose(0, 1).reshape(len(q), -1)

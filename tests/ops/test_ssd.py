@@ -1,0 +1,126 @@
+"""The fast state space duality against the token-by-token recurrence, on shapes that meet every border."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine.ops.ssd import fast, naive
+
+# Both sides are float32; with decays near one, outputs are sums of hundreds of terms and pass 100, where
+# the rounding unit is 8e-6. Measured: 2.5e-5 at most. A lost decay, token or state is off by over 0.1.
+TOLERANCE = 6e-5
+
+HEADS, HEAD_DIM, STATE_SIZE = 8, 6, 10
+
+
+def draw_inputs(tokens: int, groups: int, seed: int = 0) -> tuple[Tensor, ...]:
+    """x, dt, a, b, c: decays from almost none to almost total."""
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, HEADS, HEAD_DIM, generator=draw)
+    dt = torch.rand(tokens, HEADS, generator=draw) * 0.5
+    a = -torch.linspace(0.01, 16.0, HEADS)
+    b, c = torch.randn(2, tokens, groups, STATE_SIZE, generator=draw)
+    return x, dt, a, b, c
+
+
+def draw_states(count: int, seed: int = 1) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(count, HEADS, HEAD_DIM, STATE_SIZE, generator=draw)
+
+
+def assert_close(ours: Tensor, truth: Tensor) -> None:
+    torch.testing.assert_close(ours, truth, atol=TOLERANCE, rtol=0.0)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize(
+    "lens",
+    [[1], [15], [63], [64], [65], [300], [128, 64], [300, 1, 77, 64], [2, 63, 65]],
+    ids=lambda lens: "+".join(map(str, lens)),
+)
+def test_chunk_equals_recurrence(lens: list[int], groups: int) -> None:
+    inputs, initial = draw_inputs(sum(lens), groups), draw_states(len(lens))
+    before = initial.clone()
+    y, final = fast.ssd_chunk(*inputs, query_lens=lens, initial=initial)
+    true_y, true_final = naive.ssd_chunk(*inputs, query_lens=lens, initial=initial)
+    assert_close(y, true_y)
+    assert_close(final, true_final)
+    assert torch.equal(initial, before)
+
+
+@pytest.mark.parametrize("cut", [1, 50, 64, 129])
+def test_cutting_a_sequence_changes_nothing(cut: int) -> None:
+    x, dt, a, b, c = draw_inputs(200, 2)
+    initial = draw_states(1)
+    whole, final = fast.ssd_chunk(x, dt, a, b, c, query_lens=[200], initial=initial)
+    head, middle = fast.ssd_chunk(
+        x[:cut], dt[:cut], a, b[:cut], c[:cut], query_lens=[cut], initial=initial
+    )
+    tail, end = fast.ssd_chunk(
+        x[cut:], dt[cut:], a, b[cut:], c[cut:], query_lens=[200 - cut], initial=middle
+    )
+    assert_close(torch.cat([head, tail]), whole)
+    assert_close(end, final)
+
+
+def test_neighbours_in_a_batch_change_no_bit() -> None:
+    x, dt, a, b, c = draw_inputs(300, 2)
+    states = draw_states(3)
+    lens = [100, 130, 70]
+    y, final = fast.ssd_chunk(x, dt, a, b, c, query_lens=lens, initial=states)
+    rows = slice(100, 230)
+    alone, own = fast.ssd_chunk(
+        x[rows], dt[rows], a, b[rows], c[rows], query_lens=[130], initial=states[1:2]
+    )
+    assert torch.equal(alone, y[rows])
+    assert torch.equal(own, final[1:2])
+
+
+def test_decay_beyond_float_range_gives_no_nan() -> None:
+    x, dt, a, b, c = draw_inputs(130, 1)
+    strong = (x, dt * 200.0, a * 10.0, b, c)
+    y, final = fast.ssd_chunk(*strong, query_lens=[130], initial=draw_states(1))
+    true_y, true_final = naive.ssd_chunk(*strong, query_lens=[130], initial=draw_states(1))
+    torch.testing.assert_close(y, true_y, atol=1e-2, rtol=1e-4)
+    torch.testing.assert_close(final, true_final, atol=1e-2, rtol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("count", [1, 5])
+def test_step_updates_a_strided_view_in_place(count: int, groups: int) -> None:
+    inputs = draw_inputs(count, groups)
+    size = HEADS * HEAD_DIM * STATE_SIZE
+    pool = torch.randn(count + 2, size + 7, generator=torch.Generator().manual_seed(2))
+    untouched = pool.clone()
+    strides = (size + 7, HEAD_DIM * STATE_SIZE, STATE_SIZE, 1)
+    shape = (count, HEADS, HEAD_DIM, STATE_SIZE)
+    state = pool.as_strided(shape, strides, size + 7 + 3)
+    truth = state.clone()
+    y = fast.ssd_step(*inputs, state)
+    assert_close(y, naive.ssd_step(*inputs, truth))
+    assert_close(state, truth)
+    state.copy_(untouched.as_strided(shape, strides, size + 7 + 3))
+    assert torch.equal(pool, untouched)
+
+
+def test_steps_equal_a_chunk() -> None:
+    x, dt, a, b, c = draw_inputs(70, 2)
+    state = draw_states(1)
+    y, final = fast.ssd_chunk(x, dt, a, b, c, query_lens=[70], initial=state)
+    rows = [slice(row, row + 1) for row in range(70)]
+    steps = [fast.ssd_step(x[r], dt[r], a, b[r], c[r], state) for r in rows]
+    assert_close(torch.cat(steps), y)
+    assert_close(state, final)
+
+
+def test_bfloat16_inputs_are_computed_in_float32() -> None:
+    x, dt, a, b, c = draw_inputs(70, 2)
+    narrow = [part.bfloat16() for part in (x, b, c)]
+    wide = [part.float() for part in narrow]
+    y, _ = fast.ssd_chunk(
+        narrow[0], dt, a, narrow[1], narrow[2], query_lens=[70], initial=draw_states(1)
+    )
+    truth, _ = naive.ssd_chunk(
+        wide[0], dt, a, wide[1], wide[2], query_lens=[70], initial=draw_states(1)
+    )
+    assert_close(y, truth)
