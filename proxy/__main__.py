@@ -26,7 +26,8 @@ def run(
     host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="HTTP port, 0 for any. [8000]")] = None,
     api_key: Annotated[
-        str | None, typer.Option(envvar="VLLM_API_KEY", help="Key that clients must send. Default: none.")
+        str | None,
+        typer.Option(envvar="VLLM_API_KEY", help="Key that clients must send. Default: none."),
     ] = None,
     cluster_token: Annotated[
         str | None,

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _TTFT_BUCKETS: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -33,6 +33,12 @@ class ProxyMetrics:
             "tandem_proxy_local_prefills",
             "Requests that a decode node prefilled itself, by why.",
             ("reason",),
+            registry=registry,
+        )
+        self.available_nodes = Gauge(
+            "tandem_proxy_available_nodes",
+            "Nodes that requests may be sent to.",
+            ("kind",),
             registry=registry,
         )
         self.request_success = Counter(

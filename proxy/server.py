@@ -1,12 +1,14 @@
 """The proxy, assembled: nodes, routing, flow, OpenAI surface; and its life from start to close."""
 
 import asyncio
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
 from engine.api.app import create_app
 from engine.api.http_server import HttpServer
 from engine.rpc.client import StreamDeadlines
+from proxy.cluster.node import NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
 from proxy.cluster.node_url import parse_node_url
 from proxy.config import ProxyConfig
@@ -22,12 +24,13 @@ from proxy.routing.policy import POLICIES
 class ProxyServer:
     """Start it, `wait` for `request_stop`, `close` it. All runs on the caller's event loop."""
 
-    def __init__(
-        self, config: ProxyConfig, *, poll_interval_s: float = POLL_INTERVAL_S
-    ) -> None:
+    def __init__(self, config: ProxyConfig, *, poll_interval_s: float = POLL_INTERVAL_S) -> None:
         self._config = config
         self._metrics = ProxyMetrics(CollectorRegistry())
         self._pool = _make_pool(config, poll_interval_s)
+        for kind in NodeKind:
+            count = partial(self._pool.num_available, kind)
+            self._metrics.available_nodes.labels(kind).set_function(count)
         self._flow = _make_flow(config, self._pool, self._metrics)
         self._door = FrontDoor(self._metrics.registry)
         self._stop = asyncio.Event()

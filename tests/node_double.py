@@ -1,4 +1,5 @@
-"""Nodes without a model on real gRPC ports, and a real proxy in front of them, for the tests of both."""
+"""Nodes without a model on real gRPC ports, and a real proxy in front of them, for the tests of
+both."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -8,12 +9,13 @@ from typing import Any
 
 import aiohttp
 import openai
+from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import KVTransferParamsError, TandemError
 from engine.rpc.control_service import ControlService
 from engine.rpc.messages import Claim, Handshake, NodeInfo
 from engine.rpc.node_service import NodeService
-from engine.rpc.server import RpcServer, start_server
+from engine.rpc.server import RpcServer, RpcService, start_server
 from engine.types import (
     FinishReason,
     GenerateOutput,
@@ -30,7 +32,7 @@ POLL_S = 0.05
 
 
 def token_at(prompt: Sequence[int], position: int) -> int:
-    """What every scripted node generates: a function of prompt and position, as with a fixed seed."""
+    """What every scripted node generates: a function of prompt and position."""
     return 70 + (sum(prompt) + 7 * position) % 26
 
 
@@ -40,7 +42,7 @@ def tokens_of(prompt: Sequence[int], count: int) -> list[int]:
 
 @dataclass(slots=True)
 class ScriptedNode:
-    """A node that follows `token_at`; `error` and `hang_at` make it fail from the next request on."""
+    """A node that follows `token_at`; `error` and `hang_at` make its next requests fail."""
 
     name: str
     kind: str = "decode"
@@ -76,7 +78,10 @@ class ScriptedNode:
         return f"grpc://127.0.0.1:{self.port}"
 
     async def start(self, port: int = 0) -> None:
-        services = [NodeService(self, self.describe, self.files), ControlService(self)]
+        services: list[RpcService] = [
+            NodeService(self, self.describe, self.files),
+            ControlService(self),
+        ]
         self.rpc = await start_server(services, "127.0.0.1", port, token=self.token)
 
     async def close(self) -> None:
@@ -122,7 +127,10 @@ class ScriptedNode:
         if self.eos_at is not None:
             count = min(count, self.eos_at + 1)
         tokens = tokens_of(request.prompt_token_ids, count)
-        outputs = [GenerateOutput(token_ids=(token,), num_cached_tokens=self.num_cached) for token in tokens]
+        outputs = [
+            GenerateOutput(token_ids=(token,), num_cached_tokens=self.num_cached)
+            for token in tokens
+        ]
         stopped = self.eos_at is not None and count == self.eos_at + 1
         last: dict[str, Any] = {
             "token_ids": outputs[-1].token_ids,
@@ -201,7 +209,7 @@ async def running_cluster(
         config = cluster_config(prefill, decode, **options)
         async with running_proxy(config) as base, client_of(base) as client:
             await until_status(f"{base}/ready", 200)
-            await until_seen(base, len(prefill) + len(decode))
+            await until_used(base, len(prefill) + len(decode))
             yield client
 
 
@@ -236,5 +244,25 @@ async def until_status(url: str, status: int) -> None:
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     """Waits for a condition that must become true; TimeoutError when it does not."""
     async with asyncio.timeout(WAIT_S):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def until_used(base: str, count: int) -> None:
+    """Waits until the proxy counts exactly `count` usable nodes."""
+
+    async def are_used() -> bool:
+        return sum(await metric(base, "tandem_proxy_available_nodes")) == count
+
+    await until(are_used)
+
+
+async def metric(base: str, name: str, **labels: str) -> list[float]:
+    """Values of all samples of a metric that have these labels."""
+    _, text = await fetch(f"{base}/metrics")
+    return [
+        sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    ]

@@ -114,6 +114,18 @@ class Runner:
             self._units.sort(reverse=True)
         self._free: list[list[int]] = [[] for _ in self.plan.groups]
 
+    def greedy(self, prompts: dict[int, list[int]], tokens: int) -> dict[int, list[int]]:
+        """`tokens` greedy tokens after each prompt: one batch of prompts, then batches of decodes."""
+        logits = self.step({}, prompts)
+        chosen: dict[int, list[int]] = {key: [] for key in prompts}
+        for _ in range(tokens - 1):
+            for key, rows in logits.items():
+                chosen[key].append(int(rows[-1].argmax()))
+            logits = self.step({key: own[-1] for key, own in chosen.items()})
+        for key, rows in logits.items():
+            chosen[key].append(int(rows[-1].argmax()))
+        return chosen
+
     def step(
         self, decodes: dict[int, int], prefills: dict[int, list[int]] | None = None
     ) -> dict[int, Tensor]:
@@ -148,7 +160,8 @@ class Runner:
         per_unit = self.plan.blocks_per_unit[group]
         if not free:
             state = isinstance(self.plan.groups[group].spec, MambaSpec)
-            units = [self._units.pop() if state else self._units.pop(0) for _ in range(1 if state else 4)]
+            taken = 1 if state else 4
+            units = [self._units.pop() if state else self._units.pop(0) for _ in range(taken)]
             blocks = [unit * per_unit + slot for unit in units for slot in range(per_unit)]
             order = torch.randperm(len(blocks), generator=self.draw).tolist()
             free += [blocks[place] for place in order]
@@ -214,3 +227,37 @@ def _run(units: list[int]) -> slice | None:
     if units and units == list(_span(units[0], len(units))):
         return slice(units[0], units[0] + len(units))
     return None
+
+
+def reference_logits(reference: PreTrainedModel, tokens: list[int]) -> Tensor:
+    """The reference's logits [n, vocab] of one sequence, in one go and without a cache."""
+    with torch.inference_mode():
+        return reference(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def rounding_error(reference: PreTrainedModel, tokens: list[int]) -> float:
+    """How far the reference is from itself when it takes the tokens one by one: what float32 can promise."""
+    whole = reference_logits(reference, tokens)
+    rows = []
+    cache = None
+    with torch.inference_mode():
+        for token in tokens:
+            out = reference(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            rows.append(out.logits[0])
+    return float((torch.cat(rows) - whole).abs().max())
+
+
+def first_wrong_choice(
+    reference: PreTrainedModel, prompt: list[int], chosen: list[int], *, margin: float
+) -> int | None:
+    """The first of `chosen` that is not the reference's greedy token after the same prefix, or None.
+
+    A choice within `margin` of the reference's best logit is accepted: there rounding decides. As every choice
+    is judged after our own prefix, None means that greedy decoding is equal (up to such ties).
+    """
+    logits = reference_logits(reference, prompt + chosen[:-1])[len(prompt) - 1 :]
+    best = logits.max(-1).values
+    ours = logits.gather(1, torch.tensor(chosen).unsqueeze(1)).squeeze(1)
+    wrong = (best - ours >= margin).nonzero()
+    return int(wrong[0]) if len(wrong) else None

@@ -105,8 +105,8 @@ class Transport(ABC):
         """Start copying `spans` from `peer`'s arena into ours.
 
         All spans are checked against both arenas before the first byte moves; the error names the
-        span. Local spans must not overlap. A read that fails, or is cancelled while pending, may
-        cost the peer's connection and with it its other reads; the next read opens it again.
+        span. Local spans must not overlap. Cancelling a pending read may fail the transport's other
+        pending reads; connections come back with the next read.
         Few large spans are fast, so join neighbours first.
         """
 

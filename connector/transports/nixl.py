@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from threading import Lock
+from threading import RLock
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
@@ -33,7 +33,7 @@ from engine.errors import ConfigError, TransferTimeoutError, TransportError
 _Region = tuple[int, int, int]  # address, length in bytes, device index: NIXL's descriptor
 _MemoryKind = Literal["DRAM", "VRAM"]
 
-_PROGRESS_DELAY_US = 1000  # how long the progress thread sleeps when no event wakes it
+_PROGRESS_DELAY_US = 5000  # how long the progress thread sleeps when no event wakes it
 _BUSY_POLL_S = 50e-6
 _MIN_SLEEP_S = 20e-6
 _MAX_SLEEP_S = 500e-6
@@ -79,7 +79,7 @@ class NixlAgent:
         )
         config.useListenThread = False
         config.pthrDelay = _PROGRESS_DELAY_US
-        config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
         with self._typed("open the UCX backend"):
             self._agent: Any = self._nixl.nixlAgent(name, config)
             # `peer`: UCX reports a peer that vanished instead of waiting for it for ever.
@@ -120,7 +120,7 @@ class NixlAgent:
                 raise TransportError(f"the address of {name} carries the metadata of {loaded}")
 
     def unload(self, name: str) -> None:
-        """Forget a remote agent and close its connection at once, so no late byte can arrive."""
+        """Forget a remote agent and close its connection, letting reads under way finish."""
         with self._typed(f"disconnect {name}"):
             self._agent.invalidateRemoteMD(name)
 
@@ -152,7 +152,7 @@ class NixlAgent:
             return bool(self._agent.getXferStatus(request) == self._nixl.NIXL_SUCCESS)
 
     def release(self, request: int) -> None:
-        """Free a request, cancelling it first when it is under way."""
+        """Free a request; one that is under way still writes (see `_Reader`)."""
         with self._typed("release a read"):
             self._agent.releaseXferReq(request)
 
@@ -164,38 +164,31 @@ class NixlAgent:
         return self._nixl.VRAM_SEG if kind == "VRAM" else self._nixl.DRAM_SEG
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class _Peer:
     blob: bytes
     address: NixlAddress
-    loaded: bool = False
 
 
 class NixlTransfer(Transfer):
-    """One request. The lock keeps `close` in one thread from freeing what another thread polls."""
+    """One request of a reader; all calls into NIXL run under the transport's lock."""
 
-    __slots__ = ("_failure", "_lock", "_peer", "_request", "_status", "_transport")
+    __slots__ = ("_reader", "failure", "peer", "request", "status")
 
-    def __init__(self, transport: "NixlTransport", peer: _Peer, request: int) -> None:
-        self._transport = transport
-        self._peer = peer
-        self._request = request
-        self._status = TransferStatus.PENDING
-        self._failure: str | None = None
-        self._lock = Lock()
-
-    def post(self) -> None:
-        """Start it. Raises TransportError, with everything released."""
-        with self._lock:
-            self._step(self._transport.agent.post)
+    def __init__(self, reader: "_Reader", peer: str, request: int) -> None:
+        self._reader = reader
+        self.peer = peer
+        self.request = request
+        self.status = TransferStatus.PENDING
+        self.failure: str | None = None
 
     def poll(self) -> TransferStatus:
-        with self._lock:
-            if self._failure is not None:
-                raise TransportError(self._failure)
-            if self._status is TransferStatus.PENDING:
-                self._step(self._transport.agent.is_done)
-            return self._status
+        with self._reader.lock:
+            if self.failure is not None:
+                raise TransportError(self.failure)
+            if self.status is TransferStatus.PENDING:
+                self._reader.step(self, self._reader.agent.is_done)
+            return self.status
 
     def wait(self, timeout_s: float) -> None:
         started = time.monotonic()
@@ -204,34 +197,96 @@ class NixlTransfer(Transfer):
             waited = time.monotonic() - started
             if waited >= timeout_s:
                 self.cancel()
-                raise TransferTimeoutError(
-                    f"read from {self._peer.address.agent} was not done after {timeout_s} s"
-                )
+                raise TransferTimeoutError(f"read from {self.peer} not done after {timeout_s} s")
             if waited > _BUSY_POLL_S:
                 time.sleep(pause)
                 pause = min(2 * pause, _MAX_SLEEP_S)
 
     def cancel(self) -> None:
-        with self._lock:
-            if self._status is TransferStatus.PENDING and self._failure is None:
-                self._fail(f"read from {self._peer.address.agent} was cancelled")
+        with self._reader.lock:
+            if self.status is TransferStatus.PENDING and self.failure is None:
+                self._reader.close(f"read from {self.peer} was cancelled")
 
-    def _step(self, progress: Callable[[int], bool]) -> None:
+
+class _Reader:
+    """The agent that reads. Apart from the one that serves, because it must be able to die.
+
+    NIXL has no abort: releasing a read that is under way frees its handle, and its bytes still arrive
+    (ai-dynamo/nixl#2044). Only closing the whole agent keeps them out of the arena, so that is what a
+    cancelled read does. The next read opens a new reader; peers that read from us notice nothing.
+    """
+
+    def __init__(self, name: str, arena: ArenaMemory, lock: RLock) -> None:
+        self.lock = lock
+        self.agent = NixlAgent(name)
+        self.closed = False
+        self.arena = arena
+        self._registered = self.agent.register(_region(arena), _kind(arena))
+        self._loaded: set[str] = set()
+        self._live: set[NixlTransfer] = set()
+
+    def load(self, peer: NixlAddress) -> None:
+        """Make the peer known to this reader, unless it is."""
+        if peer.agent not in self._loaded:
+            self.agent.load(peer.metadata, peer.agent)
+            self._loaded.add(peer.agent)
+
+    def unload(self, agent: str) -> None:
+        """Close the connection to a peer; with a read from it under way, close the reader."""
+        if any(transfer.peer == agent for transfer in self._live):
+            self.close(f"{agent} was disconnected")
+        elif agent in self._loaded:
+            self._loaded.discard(agent)
+            self.agent.unload(agent)
+
+    def start(self, peer: NixlAddress, spans: Sequence[SpanPair]) -> NixlTransfer:
+        """Post one request for all spans. Raises TransportError with everything released."""
+        self.load(peer)
+        transfer = NixlTransfer(self, peer.agent, self._prepare(peer, spans))
+        self._live.add(transfer)
+        self.step(transfer, self.agent.post)
+        return transfer
+
+    def step(self, transfer: NixlTransfer, progress: Callable[[int], bool]) -> None:
+        """Advance a pending transfer and release what has ended."""
         try:
-            done = progress(self._request)
+            done = progress(transfer.request)
         except TransportError as error:
-            self._fail(str(error))
+            self._end(transfer, str(error))
+            self.unload(transfer.peer)  # its endpoint is dead; the next read makes a new one
             raise
         if done:
-            self._status = TransferStatus.DONE
-            self._transport.release(self, self._request)
+            transfer.status = TransferStatus.DONE
+            self._end(transfer, None)
 
-    def _fail(self, message: str) -> None:
-        """UCX cannot recall a read under way; closing its connection keeps late bytes out."""
-        self._failure = message
-        with ExitStack() as stack:
-            stack.callback(self._transport.unload, self._peer)
-            stack.callback(self._transport.release, self, self._request)
+    def close(self, reason: str) -> None:
+        """Fail what is under way and free the agent. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        with ExitStack() as stack:  # runs bottom up, every step even if one fails
+            stack.callback(self.agent.close)
+            stack.callback(self.agent.deregister, self._registered)
+            for agent in self._loaded:
+                stack.callback(self.agent.unload, agent)
+            for transfer in tuple(self._live):
+                stack.callback(self._end, transfer, reason)
+
+    def _end(self, transfer: NixlTransfer, failure: str | None) -> None:
+        transfer.failure = failure
+        self._live.discard(transfer)
+        self.agent.release(transfer.request)
+
+    def _prepare(self, peer: NixlAddress, spans: Sequence[SpanPair]) -> int:
+        base, _, device = _region(self.arena)
+        local = [(base + span.local, span.length, device) for span in spans]
+        remote = [(peer.base + span.remote, span.length, peer.device) for span in spans]
+        kinds = (_kind(self.arena), peer.memory)
+        try:
+            return self.agent.prepare(peer.agent, local, remote, kinds=kinds)
+        except TransportError:
+            self._loaded.discard(peer.agent)  # NIXL may have dropped it; the next read loads it
+            raise
 
 
 class NixlTransport(Transport):
@@ -240,116 +295,81 @@ class NixlTransport(Transport):
     name = "nixl"
 
     def __init__(self, agent_name: str) -> None:
-        # Each life gets its own agent name: NIXL refuses new metadata under a name that it knows.
-        self.agent = NixlAgent(f"{agent_name}-{secrets.token_hex(8)}")
+        self._agent_name = agent_name
+        self._lock = RLock()
+        self._server = NixlAgent(_unique(agent_name))
         self._arena: ArenaMemory | None = None
         self._registered: Any = None
+        self._reader: _Reader | None = None
         self._peers: dict[str, _Peer] = {}
-        self._live: set[NixlTransfer] = set()
-        self._lock = Lock()
 
     def register(self, arena: ArenaMemory) -> bytes:
         if self._arena is not None:
             raise TransportError(
                 "this transport has an arena already; open one transport per arena"
             )
-        (region,) = _regions(arena.data_ptr, arena.device_index or 0, [(0, arena.nbytes)])
-        self._registered = self.agent.register(region, _kind(arena))
+        self._registered = self._server.register(_region(arena), _kind(arena))
         self._arena = arena
+        base, nbytes, device = _region(arena)
         address = NixlAddress(
-            agent=self.agent.name,
-            metadata=self.agent.metadata(),
-            base=arena.data_ptr,
-            nbytes=arena.nbytes,
+            agent=self._server.name,
+            metadata=self._server.metadata(),
+            base=base,
+            nbytes=nbytes,
             memory=_kind(arena),
-            device=arena.device_index or 0,
+            device=device,
         )
         return msgspec.msgpack.encode(address)
 
     def connect(self, peer: str, address: bytes) -> None:
         with self._lock:
             known = self._peers.get(peer)
-            if known is None or known.blob != address:
-                entry = _Peer(address, decode_address(address, NixlAddress))
-                self._check_name(peer, entry.address.agent)
-                self._unload(self._peers.pop(peer, None))
-                self._load(entry)
-                self._peers[peer] = entry
+            if known is not None and known.blob == address:
+                return
+            entry = _Peer(address, decode_address(address, NixlAddress))
+            self._check_name(peer, entry.address.agent)
+            self.disconnect(peer)
+            self._open_reader().load(entry.address)
+            self._peers[peer] = entry
 
     def read(self, peer: str, spans: Sequence[SpanPair]) -> Transfer:
-        entry, arena = self._peers.get(peer), self._arena
-        if entry is None:
-            raise TransportError(f"peer {peer!r} is not connected")
-        if arena is None:
-            raise TransportError("register an arena before reading")
-        check_spans(spans, remote_nbytes=entry.address.nbytes, local_nbytes=arena.nbytes)
-        if not spans:
-            return CompletedTransfer()
         with self._lock:
-            self._load(entry)
-            transfer = NixlTransfer(self, entry, self._prepare(entry, arena, spans))
-            self._live.add(transfer)
-        transfer.post()
-        return transfer
+            if peer not in self._peers:
+                raise TransportError(f"peer {peer!r} is not connected")
+            address, reader = self._peers[peer].address, self._open_reader()
+            check_spans(spans, remote_nbytes=address.nbytes, local_nbytes=reader.arena.nbytes)
+            return reader.start(address, spans) if spans else CompletedTransfer()
 
     def disconnect(self, peer: str) -> None:
         with self._lock:
-            self._unload(self._peers.pop(peer, None))
+            known = self._peers.pop(peer, None)
+            if known is not None and self._reader is not None and not self._reader.closed:
+                self._reader.unload(known.address.agent)
 
     def close(self) -> None:
-        for transfer in tuple(self._live):
-            transfer.cancel()
-        with ExitStack() as stack:  # runs bottom up, every step even if one fails
-            stack.callback(self.agent.close)
+        with self._lock, ExitStack() as stack:
+            stack.callback(self._server.close)
             stack.callback(self._deregister)
-            for peer in tuple(self._peers):
-                stack.callback(self.disconnect, peer)
+            if self._reader is not None:
+                stack.callback(self._reader.close, "the transport was closed")
+            self._peers.clear()
 
-    def unload(self, peer: _Peer) -> None:
-        """Close the peer's connection; its next read opens a new one."""
-        with self._lock:
-            self._unload(peer)
-
-    def release(self, transfer: NixlTransfer, request: int) -> None:
-        """Free the request of a transfer that has ended."""
-        with self._lock:
-            self._live.discard(transfer)
-        self.agent.release(request)
+    def _open_reader(self) -> _Reader:
+        if self._arena is None:
+            raise TransportError("register an arena before connecting to peers")
+        if self._reader is None or self._reader.closed:
+            self._reader = _Reader(_unique(self._agent_name), self._arena, self._lock)
+        return self._reader
 
     def _check_name(self, peer: str, agent: str) -> None:
         owners = [name for name, entry in self._peers.items() if entry.address.agent == agent]
         if owners and owners != [peer]:
             raise TransportError(f"{peer!r} announces the agent {agent} of {owners[0]!r}")
 
-    def _load(self, peer: _Peer) -> None:
-        if not peer.loaded:
-            self.agent.load(peer.address.metadata, peer.address.agent)
-            peer.loaded = True
-
-    def _unload(self, peer: _Peer | None) -> None:
-        if peer is not None and peer.loaded:
-            peer.loaded = False
-            self.agent.unload(peer.address.agent)
-
-    def _prepare(self, peer: _Peer, arena: ArenaMemory, spans: Sequence[SpanPair]) -> int:
-        address = peer.address
-        local = [(span.local, span.length) for span in spans]
-        remote = [(span.remote, span.length) for span in spans]
-        try:
-            return self.agent.prepare(
-                address.agent,
-                _regions(arena.data_ptr, arena.device_index or 0, local),
-                _regions(address.base, address.device, remote),
-                kinds=(_kind(arena), address.memory),
-            )
-        except TransportError:
-            peer.loaded = False  # NIXL may have dropped it; the next read loads it again
-            raise
-
     def _deregister(self) -> None:
         registered, self._registered, self._arena = self._registered, None, None
         if registered is not None:
-            self.agent.deregister(registered)
+            self._server.deregister(registered)
 
 
 def _import_nixl() -> ModuleType:
@@ -366,5 +386,10 @@ def _kind(arena: ArenaMemory) -> _MemoryKind:
     return "DRAM" if arena.device_index is None else "VRAM"
 
 
-def _regions(base: int, device: int, ranges: Sequence[tuple[int, int]]) -> list[_Region]:
-    return [(base + offset, length, device) for offset, length in ranges]
+def _region(arena: ArenaMemory) -> _Region:
+    return arena.data_ptr, arena.nbytes, arena.device_index or 0
+
+
+def _unique(agent_name: str) -> str:
+    """Each life gets its own name: NIXL refuses new metadata under a name that it knows."""
+    return f"{agent_name}-{secrets.token_hex(8)}"

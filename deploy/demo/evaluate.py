@@ -20,7 +20,7 @@ from deploy.demo.text import FreshPrompt, fresh_prompts
 
 WIPES = ("nothing", "K/V", "conv states", "temporal states")
 RESULTS_START, RESULTS_END = "<!-- results -->", "<!-- /results -->"
-FRESH_SEED, FRESH_COUNT, MAX_NEW_TOKENS = 1000, 200, 48
+FRESH_SEED, FRESH_COUNT, MAX_NEW_TOKENS = 1000, 200, 120
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,9 +178,19 @@ def scene(rng: Random, people: int) -> Scene:
         made.statements.append(text)
         made.questions.extend(question for _, asked in told for question in asked)
         if len(told) > 1:
-            made.questions.append(Exchange("about", f"Tell me about {name}.", f"I read that {text}"))
+            made.questions.append(
+                Exchange("about", f"Tell me about {name}.", f"I read that {text}")
+            )
     rng.shuffle(made.statements)
+    if people <= 4:
+        everything = "I read that " + " ".join(made.statements)
+        made.questions += [Exchange("everything", "Tell me everything.", everything)] * people
     return made
+
+
+def _ask(rng: Random, made: Scene, turns: int) -> list[Exchange]:
+    asked = rng.sample(made.questions, min(turns, len(made.questions)))
+    return list(dict.fromkeys(asked))
 
 
 def _reverse(items: list[str], _: Random) -> tuple[str, str]:
@@ -246,7 +256,7 @@ def _read_turns(rng: Random) -> list[Exchange]:
 def _fact_turns(rng: Random, people: int, turns: int) -> list[Exchange]:
     """The user states facts and asks about them, one question a turn."""
     made = scene(rng, people)
-    first, *rest = rng.sample(made.questions, min(turns, len(made.questions)))
+    first, *rest = _ask(rng, made, turns)
     context = rng.choice(LEAD_INS) + " ".join(made.statements)
     return [Exchange(first.kind, f"{context} {first.question}", first.answer), *rest]
 
@@ -258,11 +268,11 @@ def _system_prompt(rng: Random, facts: str) -> str:
 
 def _turns(rng: Random, people: int, turns: int) -> list[Exchange]:
     shape = rng.random()
-    if shape < 0.55:
+    if shape < 0.62:
         exchanges = _fact_turns(rng, people, turns)
-    elif shape < 0.70:
+    elif shape < 0.74:
         exchanges = _read_turns(rng)
-    elif shape < 0.80:
+    elif shape < 0.82:
         exchanges = _story_turns(rng)
     else:
         exchanges = [list_exchange(rng) for _ in range(turns)]
@@ -284,7 +294,7 @@ def conversation(rng: Random, people: int, turns: int) -> tuple[str, list[Exchan
     """
     if rng.random() < 0.25:
         made = scene(rng, people)
-        asked = rng.sample(made.questions, min(turns, len(made.questions)))
+        asked = _ask(rng, made, turns)
         system = _system_prompt(rng, "These are the facts. " + " ".join(made.statements))
         return system, _with_small_talk(rng, asked)
     system = _system_prompt(rng, "") if rng.random() < 0.4 else ""
@@ -300,15 +310,15 @@ def to_messages(system: str, exchanges: list[Exchange]) -> list[Message]:
     return messages
 
 
-def training_documents(seed: int, people: int, turns: int) -> Iterator[list[Message] | str]:
-    """Endless chats (message lists) and plain stories (strings) for training."""
+def training_documents(seed: int, people: int, turns: int) -> Iterator[tuple[str, list[Exchange]]]:
+    """Endless training chats; a plain story comes as a text without exchanges."""
     rng = Random(f"train-{seed}")
     while True:
-        if rng.random() < 0.06:
-            yield story(rng, rng.choice(NAMES))[0]
+        if rng.random() < 0.05:
+            yield story(rng, rng.choice(NAMES))[0], []
         else:
             size = rng.randint(2, people), rng.randint(1, turns)
-            yield to_messages(*conversation(rng, *size))
+            yield conversation(rng, *size)
 
 
 def fresh_prompts(seed: int, count: int) -> list[FreshPrompt]:

@@ -81,6 +81,9 @@ class NodePool:
     def available(self, kind: NodeKind) -> tuple[Node, ...]:
         return tuple(node for node in self._nodes if node.kind is kind and node.is_available)
 
+    def num_available(self, kind: NodeKind) -> int:
+        return len(self.available(kind))
+
     def check_ready(self) -> None:
         """Raises `UnavailableError`, saying what is known, when no decode node can be used."""
         if not self.available(NodeKind.DECODE):

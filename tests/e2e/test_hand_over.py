@@ -185,7 +185,9 @@ async def test_changed_parameters_are_refused_and_nothing_leaks(
 async def test_nodes_with_different_blocks_do_not_exchange_them(
     cluster: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p = await cluster.start("prefill", checkpoints["qwen3"])
+    p = await cluster.start(
+        "prefill", checkpoints["qwen3"], kv_transfer_config=transfer_config(lease_s=0.3)
+    )
     d = await cluster.start(
         "decode",
         checkpoints["qwen3"],
@@ -195,10 +197,6 @@ async def test_nodes_with_different_blocks_do_not_exchange_them(
     params = await prefill(p, prompt_of(30))
     with pytest.raises(KVLoadError, match="block_size is '32' here and '16' there"):
         await generate(d, request_of(prompt_of(30), GREEDY, params))
-    p.engine.core.scheduler.check()
-    for request_id in list(p.engine.core.scheduler._held):
-        assert request_id
-    await asyncio.sleep(0)
 
 
 async def test_concurrent_hand_overs_agree_with_requests_run_alone(

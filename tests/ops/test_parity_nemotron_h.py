@@ -1,7 +1,8 @@
-"""Nemotron-H against transformers: logits and greedy tokens of random checkpoints, however the work is cut."""
+"""Nemotron-H against transformers: logits and greedy tokens, however the work is cut."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,21 @@ from engine.models.configs.base import ModelConfig
 from engine.models.registry import FAMILIES
 from tests.oracle import Family, Model, Runner, load, widen
 
-# float32 on both sides. Logits reach 5; rounding differences of 2.4e-5 were measured, of the size of
-# transformers' own distance from float64. Anything structural (a decay, gate, bias or state) moves them
-# by more than 0.1.
-TOLERANCE = 1e-4
+# float32 on both sides, logits up to 6. Measured differences are 4e-6 to 6e-5 and in each case no
+# larger than three times transformers' own distance from its float64 run. Anything structural (a
+# decay, gate, bias or state) moves logits by more than 0.01.
+TOLERANCE = 3e-4
 # Greedy tokens may differ only where transformers itself has a tie within its rounding.
 TIE = 1e-3
+
+# With this one, greedy text wanders through 20 to 56 different tokens instead of looping at once.
+SEED = 6
 
 VOCAB = 96
 TOKENS = 150
 
-# transformers 5.23 clamps dt from below at `time_step_min` in prefill but not in decode, and ignores
-# `time_step_limit`; the original code and ours follow `time_step_limit`. Tiny, the difference vanishes.
+# transformers 5.23 clamps dt from below at `time_step_min` in prefill only, and ignores
+# `time_step_limit`; the models' original code, and ours, follow `time_step_limit`. So: tiny.
 COMMON = {
     "vocab_size": VOCAB,
     "intermediate_size": 80,
@@ -55,6 +59,10 @@ CASES = {
         **settings("-M*MM-", 64, (4, 4, 16), (8, 8, 4, 8)),
         "tie_word_embeddings": True,
     },
+    "residual-in-float32": {
+        **settings("M*-M", 32, (2, 2, 16), (2, 16, 1, 8)),
+        "residual_in_fp32": True,
+    },
     "biases": {
         **settings("*MM-", 32, (2, 1, 16), (4, 8, 1, 16)),
         "use_bias": True,
@@ -67,7 +75,7 @@ CASES = {
 
 @dataclass(slots=True)
 class Pair:
-    """The same checkpoint in transformers and here, and what transformers computes for `prompts`."""
+    """One checkpoint in transformers and here, and what transformers computes for `prompts`."""
 
     theirs: NemotronHForCausalLM
     config: ModelConfig
@@ -88,7 +96,7 @@ def one_thread() -> Iterator[None]:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     case = CASES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    theirs = save_checkpoint(case, folder, seed=len(request.param))
+    theirs = save_checkpoint(case, folder, SEED)
     family = FAMILIES["NemotronHForCausalLM"]
     config, ours = load(Family(family.from_reader, family.build, family.rename), folder)
     draw = torch.Generator().manual_seed(7)
@@ -130,17 +138,14 @@ def test_odd_chunks_then_decodes(pair: Pair, aligned: bool) -> None:
     runner = Runner(pair.config, pair.ours, aligned=aligned)
     prompt = pair.prompts[0]
     borders = [0, 50, 51, 128, 140]
-    parts = [
-        runner.step({}, {0: prompt[start:end]})[0]
-        for start, end in zip(borders, borders[1:], strict=False)
-    ]
+    parts = [runner.step({}, {0: prompt[start:end]})[0] for start, end in pairwise(borders)]
     parts += [runner.step({0: token})[0] for token in prompt[140:]]
     assert_same(torch.cat(parts), pair.logits[0])
 
 
 @pytest.mark.parametrize("aligned", [False, True])
 def test_mixed_batches(pair: Pair, aligned: bool) -> None:
-    """Every step decodes the sequences that are done with their first half and prefills the others."""
+    """Each step decodes sequences that are past their first half and prefills the others."""
     runner = Runner(pair.config, pair.ours, aligned=aligned)
     prompts = pair.prompts
     outputs: dict[int, list[Tensor]] = {key: [] for key in prompts}
@@ -177,7 +182,7 @@ def test_greedy_tokens(pair: Pair) -> None:
 
 
 def test_bfloat16_stays_near_float32(pair: Pair, tmp_path: Path) -> None:
-    """bfloat16 rounds at 0.4 %; over a handful of layers logits around 1 move by a few hundredths."""
+    """bfloat16 rounds at 0.4 %; over six layers, logits around 1 move by a few hundredths."""
     pair.theirs.save_pretrained(tmp_path)
     family = FAMILIES["NemotronHForCausalLM"]
     config, ours = load(
@@ -190,3 +195,18 @@ def test_bfloat16_stays_near_float32(pair: Pair, tmp_path: Path) -> None:
     error = (torch.cat(parts) - pair.logits[0]).abs()
     assert error.mean() < 0.1
     assert error.max() < 1.0
+
+
+def test_time_steps_stay_within_the_configured_limit(tmp_path: Path) -> None:
+    """transformers ignores the limit in this family but clamps from below by `time_step_min`."""
+    case = CASES["groups"] | {"time_step_min": 0.5}
+    theirs = save_checkpoint(case, tmp_path, SEED)
+    theirs.config.time_step_limit = [0.5, float("inf")]
+    theirs.save_pretrained(tmp_path)
+    prompt = list(range(VOCAB))
+    family = FAMILIES["NemotronHForCausalLM"]
+    config, ours = load(Family(family.from_reader, family.build, family.rename), tmp_path)
+    runner = Runner(config, ours)
+    parts = [runner.step({}, {0: prompt[:50]})[0]]
+    parts += [runner.step({0: token})[0] for token in prompt[50:]]
+    assert_same(torch.cat(parts), reference_logits(theirs, prompt))

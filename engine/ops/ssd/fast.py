@@ -56,7 +56,7 @@ def ssd_chunk(
     final states, both float32.
     """
     layout = _Layout.of(query_lens)
-    # Sums reach hundreds while differences near zero matter: float32 would lose four digits of them.
+    # Sums reach hundreds and differences near zero matter: float32 would lose four digits.
     decay = _to_grid(dt * a, layout).cumsum(1, dtype=torch.float64)
     by_head = decay.transpose(1, 2).contiguous()
     push = _to_grid(x * dt[:, :, None], layout).transpose(1, 2).contiguous()

@@ -1,0 +1,408 @@
+"""From a model folder to a model: what loads, and that a broken folder's culprit is named."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.errors import CheckpointError
+from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
+from engine.models.configs.generation import GenerationDefaults, read_generation_config
+from engine.models.configs.nemotron_h import LayerKind, NemotronHConfig
+from engine.models.configs.registry import CONFIGS, read_config
+from engine.models.loader import load_model, resolve_folder
+from engine.models.nemotron_h import NemotronH
+from engine.models.registry import FAMILIES
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[2]
+
+# As on the hub: pattern string, older key names, a bare Infinity.
+HUB_CONFIG: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_head_dim": 8,
+    "conv_kernel": 4,
+    "eos_token_id": 3,
+    "hidden_size": 16,
+    "hybrid_override_pattern": "M-*M",
+    "intermediate_size": 24,
+    "mamba_head_dim": 4,
+    "mamba_num_heads": 4,
+    "n_groups": 2,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 1,
+    "rms_norm_eps": 1e-6,
+    "ssm_state_size": 8,
+    "time_step_limit": [0.0, float("inf")],
+    "torch_dtype": "float32",
+    "vocab_size": 32,
+}
+# The same model as transformers 5 saves it.
+RENAMED = ("attention_head_dim", "hybrid_override_pattern", "num_hidden_layers", "rms_norm_eps")
+SAVED_CONFIG: dict[str, Any] = {
+    **{key: value for key, value in HUB_CONFIG.items() if key not in (*RENAMED, "torch_dtype")},
+    "dtype": "float32",
+    "head_dim": 8,
+    "layer_norm_epsilon": 1e-6,
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    "time_step_limit": [0.0, {"__float__": "Infinity"}],
+}
+
+
+def tensors() -> dict[str, Tensor]:
+    """Everything that HUB_CONFIG asks for, by its name on the hub."""
+    draw = torch.Generator().manual_seed(0)
+    mamba: dict[str, tuple[int, ...]] = {
+        "A_log": (4,),
+        "D": (4,),
+        "conv1d.bias": (48,),
+        "conv1d.weight": (48, 1, 4),
+        "dt_bias": (4,),
+        "in_proj.weight": (68, 16),
+        "norm.weight": (16,),
+        "out_proj.weight": (16, 16),
+    }
+    mlp: dict[str, tuple[int, ...]] = {"up_proj.weight": (24, 16), "down_proj.weight": (16, 24)}
+    attention: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (16, 16),
+        "k_proj.weight": (8, 16),
+        "v_proj.weight": (8, 16),
+        "o_proj.weight": (16, 16),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "backbone.embeddings.weight": (32, 16),
+        "backbone.norm_f.weight": (16,),
+        "lm_head.weight": (32, 16),
+    }
+    for layer, mixer in enumerate((mamba, mlp, attention, mamba)):
+        shapes[f"backbone.layers.{layer}.norm.weight"] = (16,)
+        for name, shape in mixer.items():
+            shapes[f"backbone.layers.{layer}.mixer.{name}"] = shape
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+def write_config(folder: Path, config: dict[str, Any], **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def write_shards(folder: Path, stored: dict[str, Tensor]) -> None:
+    names = sorted(stored)
+    halves = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({name: stored[name] for name in part}, folder / file)
+    weight_map = {name: file for file, part in halves.items() for name in part}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_config(tmp_path, HUB_CONFIG)
+    save_file(tensors(), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def load(folder: Path, dtype: str | None = None) -> NemotronH:
+    model = load_model(folder, read_config(folder, dtype), CPU)
+    assert isinstance(model, NemotronH)
+    return model
+
+
+def logits_of(model: NemotronH) -> Tensor:
+    """Enough to tell whether the same head and embeddings were read; needs no cache."""
+    return model.logits(model.embeddings(torch.arange(32)))
+
+
+# What loads.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_file_dtypes_are_converted_to_the_compute_dtype(folder: Path, dtype: torch.dtype) -> None:
+    stored = {name: tensor.to(dtype) for name, tensor in tensors().items()}
+    save_file(stored, folder / "model.safetensors")
+    model = load(folder, "float32")
+    table = stored["backbone.embeddings.weight"].float()
+    head = stored["lm_head.weight"].float()
+    assert model.embeddings.weight.dtype is torch.float32
+    torch.testing.assert_close(logits_of(model), table @ head.t())
+
+
+def test_compute_dtype_can_be_narrower_than_the_file(folder: Path) -> None:
+    model = load(folder, "bfloat16")
+    assert model.embeddings.weight.dtype is torch.bfloat16
+    assert logits_of(model).dtype is torch.float32
+
+
+def test_shards_equal_a_single_file(folder: Path) -> None:
+    single = logits_of(load(folder))
+    (folder / "model.safetensors").unlink()
+    write_shards(folder, tensors())
+    assert torch.equal(logits_of(load(folder)), single)
+
+
+def test_names_of_either_spelling_load(folder: Path) -> None:
+    single = logits_of(load(folder))
+    renamed = {name.replace("backbone.", "model."): tensor for name, tensor in tensors().items()}
+    save_file(renamed, folder / "model.safetensors")
+    assert torch.equal(logits_of(load(folder)), single)
+
+
+def test_prediction_heads_are_skipped_and_tied_heads_come_from_the_embeddings(folder: Path) -> None:
+    write_config(folder, HUB_CONFIG, tie_word_embeddings=True)
+    stored = tensors() | {"mtp.layers.0.norm.weight": torch.ones(16)}
+    save_file(stored, folder / "model.safetensors")
+    table = stored["backbone.embeddings.weight"]
+    torch.testing.assert_close(logits_of(load(folder)), table @ table.t())
+
+
+# config.json.
+
+
+def test_both_spellings_of_the_config_mean_the_same(tmp_path: Path) -> None:
+    write_config(tmp_path, HUB_CONFIG)
+    hub = read_config(tmp_path)
+    write_config(tmp_path, SAVED_CONFIG)
+    assert read_config(tmp_path) == hub
+    assert isinstance(hub, NemotronHConfig)
+    kinds = (LayerKind.MAMBA, LayerKind.MLP, LayerKind.ATTENTION, LayerKind.MAMBA)
+    assert hub.layer_kinds == kinds
+    assert hub.attention.head_dim == 8
+    assert hub.rms_norm_eps == 1e-6
+    assert hub.mamba.time_step_limit == (0.0, float("inf"))
+
+
+def test_layers_keep_what_the_config_says(tmp_path: Path) -> None:
+    write_config(tmp_path, HUB_CONFIG, mamba_ssm_cache_dtype="float16")
+    config = read_config(tmp_path, "bfloat16")
+    state = MambaSpec("mamba2", (3, 48), "bfloat16", (4, 4, 8), "float16")
+    assert [group.spec for group in config.groups] == [state, FullAttentionSpec(1, 8, "bfloat16")]
+    assert [group.layers for group in config.groups] == [(0, 3), (2,)]
+
+
+def test_state_is_float32_by_default(tmp_path: Path) -> None:
+    write_config(tmp_path, HUB_CONFIG)
+    wide, narrow = read_config(tmp_path), read_config(tmp_path, "bfloat16")
+    assert isinstance(wide.groups[0].spec, MambaSpec)
+    assert narrow.groups[0].spec == replace(wide.groups[0].spec, conv_dtype="bfloat16")
+
+
+BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "experts": ({"hybrid_override_pattern": "M-E*"}, r"layer 2 .*mixture of experts"),
+    "unknown-layer": ({"hybrid_override_pattern": "M-?*"}, r"layer 2 is '\?'"),
+    "layer-count": ({"num_hidden_layers": 5}, "'num_hidden_layers' is 5, but 4"),
+    "no-layers": ({"hybrid_override_pattern": None}, "hybrid_override_pattern"),
+    "groups": ({"n_groups": 3}, r"'n_groups' 3 .*'mamba_num_heads' 4"),
+    "zero-heads": ({"num_attention_heads": 0}, "num_attention_heads"),
+    "limit": ({"time_step_limit": [0.0]}, "time_step_limit"),
+    "limit-type": ({"time_step_limit": [0.0, "wide"]}, "time_step_limit.*wide"),
+    "activation": ({"mlp_hidden_act": "gelu"}, "mlp_hidden_act.*gelu"),
+    "state-dtype": ({"mamba_ssm_cache_dtype": "int8"}, "mamba_ssm_cache_dtype.*int8"),
+    "dtype": ({"torch_dtype": "float64"}, "float64"),
+    "missing": ({"hidden_size": None}, "hidden_size"),
+    "mistyped": ({"hidden_size": "16"}, "hidden_size.*'16'"),
+    "quantized": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "architecture": (
+        {"architectures": ["LlamaForCausalLM"]},
+        r"LlamaForCausalLM.*NemotronHForCausalLM, Qwen3ForCausalLM",
+    ),
+    "no-architecture": ({"architectures": None}, "architectures"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_config_values_are_named(tmp_path: Path, case: str) -> None:
+    changes, message = BAD_CONFIGS[case]
+    write_config(tmp_path, HUB_CONFIG, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "config.json is not JSON"), ("[1]", "config.json holds a list")],
+)
+def test_broken_config_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_config(tmp_path)
+
+
+def test_folder_without_config_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
+        read_config(tmp_path)
+
+
+def test_every_architecture_has_both_halves() -> None:
+    assert set(FAMILIES) == set(CONFIGS)
+
+
+# Tensors.
+
+
+def drop(stored: dict[str, Tensor]) -> None:
+    del stored["backbone.layers.3.mixer.dt_bias"]
+
+
+def add(stored: dict[str, Tensor]) -> None:
+    stored["backbone.layers.1.mixer.gate_proj.weight"] = torch.ones(24, 16)
+
+
+def reshape(stored: dict[str, Tensor]) -> None:
+    stored["backbone.layers.2.mixer.k_proj.weight"] = torch.ones(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop, r"no tensor 'backbone\.layers\.3\.mixer\.dt_bias'"),
+        (add, r"1 tensors .*backbone\.layers\.1\.mixer\.gate_proj\.weight"),
+        (reshape, r"layers\.2\.mixer\.k_proj\.weight' has shape \(16, 16\).*\(8, 16\)"),
+    ],
+    ids=["missing", "extra", "misshapen"],
+)
+def test_wrong_tensors_are_named(
+    folder: Path, damage: Callable[[dict[str, Tensor]], None], message: str
+) -> None:
+    stored = tensors()
+    damage(stored)
+    save_file(stored, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        load(folder)
+
+
+def test_folder_without_weights_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(folder)
+
+
+def test_truncated_file_is_named(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(folder)
+
+
+def test_missing_shard_is_named(folder: Path) -> None:
+    write_shards(folder, tensors())
+    (folder / "model-2.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors cannot be read"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a/b.safetensors"])
+def test_shard_outside_the_folder_is_refused(folder: Path, name: str) -> None:
+    index = {"weight_map": {"lm_head.weight": name}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"outside the folder: '{name}'"):
+        load(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "{}"])
+def test_broken_index_is_named(folder: Path, text: str) -> None:
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json has no weight_map"):
+        load(folder)
+
+
+# generation_config.json.
+
+
+def test_generation_config_wins_over_config(tmp_path: Path) -> None:
+    write_config(tmp_path, HUB_CONFIG)
+    values = {"eos_token_id": [5, 6], "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    assert read_generation_config(tmp_path) == GenerationDefaults(
+        eos_token_ids=(5, 6), temperature=0.6, top_k=20, top_p=0.95
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (3,)),
+        ({"eos_token_id": [1, 2]}, (1, 2)),
+        ({"eos_token_id": None}, ()),
+        ({"eos_token_id": None, "text_config": {"eos_token_id": 9}}, (9,)),
+    ],
+)
+def test_eos_falls_back_to_config(
+    tmp_path: Path, changes: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    write_config(tmp_path, HUB_CONFIG, **changes)
+    assert read_generation_config(tmp_path).eos_token_ids == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "generation_config.json is not JSON"),
+        ("[]", "generation_config.json holds a list"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id.*</s>"),
+        ('{"eos_token_id": [true]}', "eos_token_id"),
+        ('{"temperature": "hot"}', "temperature.*hot"),
+    ],
+)
+def test_broken_generation_config_is_named(tmp_path: Path, text: str, message: str) -> None:
+    write_config(tmp_path, HUB_CONFIG)
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=message):
+        read_generation_config(tmp_path)
+
+
+# Finding the folder.
+
+
+def test_local_folder_is_itself(tmp_path: Path) -> None:
+    assert resolve_folder(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nowhere", "~/nowhere-at-all"])
+def test_missing_local_folder_is_named(model: str) -> None:
+    with pytest.raises(CheckpointError, match=f"{model}.*not a folder"):
+        resolve_folder(model)
+
+
+def test_hub_name_without_a_network_is_a_clear_error(tmp_path: Path) -> None:
+    """In a process of its own: the hub's client reads its offline switch when it is imported."""
+    code = (
+        "from engine.errors import CheckpointError\n"
+        "from engine.models.configs.folder import resolve_folder\n"
+        "try:\n    resolve_folder('some-owner/some-model')\n"
+        "except CheckpointError as error:\n    print(error)\n"
+    )
+    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    answer = run_python(code, offline)
+    assert "'some-owner/some-model' is not a local folder" in answer
+
+
+def test_config_half_needs_no_torch() -> None:
+    code = (
+        "import sys\n"
+        "import engine.models.configs.registry, engine.models.configs.generation\n"
+        "import engine.models.configs.folder\n"
+        "print(sorted({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))\n"
+    )
+    assert run_python(code, {}).strip() == "[]"
+
+
+def run_python(code: str, extra: dict[str, str]) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=dict(os.environ) | extra,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return done.stdout

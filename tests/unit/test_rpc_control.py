@@ -1,0 +1,84 @@
+"""The synchronous client that pull threads use, against a real server."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from engine.errors import DeadlineExceededError, KVTransferParamsError, UnavailableError
+from engine.rpc.client import NodeClient
+from engine.rpc.control_client import ControlClient
+from engine.rpc.messages import Claim, Handshake
+from tests.node_double import ScriptedNode, running_nodes
+
+S = 5.0
+
+
+@asynccontextmanager
+async def connected(node: ScriptedNode) -> AsyncIterator[ControlClient]:
+    async with running_nodes(node):
+        client = ControlClient(
+            f"127.0.0.1:{node.port}", token=node.token, caller_engine_id="d-incarnation"
+        )
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+async def test_all_four_verbs() -> None:
+    node = ScriptedNode("p", token="secret")
+    async with connected(node) as client:
+        handshake = await asyncio.to_thread(client.handshake, timeout_s=S)
+        claim = await asyncio.to_thread(client.claim, node.engine_id, "r", timeout_s=S)
+        lost = await asyncio.to_thread(client.renew, node.engine_id, ["a", "lost-b"], timeout_s=S)
+        alive = await asyncio.to_thread(
+            client.release, node.engine_id, "r", reason="done", timeout_s=S
+        )
+    assert handshake == node.handshake("d-incarnation")
+    assert isinstance(handshake, Handshake)
+    assert claim == Claim(num_tokens=33, groups=((0, 2**40), (), (4096,)), lease_s=30.0)
+    assert lost == ("lost-b",)
+    assert alive
+    assert node.released == [(node.engine_id, "r", "done")]
+
+
+async def test_refusal_keeps_its_class_and_code() -> None:
+    async with connected(ScriptedNode("p")) as client:
+        with pytest.raises(KVTransferParamsError) as caught:
+            await asyncio.to_thread(client.claim, "another", "r", timeout_s=S)
+    assert caught.value.code == "foreign"
+
+
+async def test_asynchronous_release_is_the_same_call() -> None:
+    node = ScriptedNode("p")
+    async with running_nodes(node):
+        client = NodeClient(f"127.0.0.1:{node.port}", token=None)
+        assert await client.release("e", "r", reason="abort", timeout_s=S)
+        await client.close()
+    assert node.released == [("e", "r", "abort")]
+
+
+def test_absent_peer_is_unavailable() -> None:
+    client = ControlClient("127.0.0.1:1", token=None, caller_engine_id="d")
+    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+        client.handshake(timeout_s=S)
+    client.close()
+
+
+async def test_a_peer_that_holds_a_lock_is_late_and_streams_go_on() -> None:
+    class Locked(ScriptedNode):
+        lock = threading.Event()
+
+        def handshake(self, caller_engine_id: str) -> Handshake:
+            self.lock.wait(S)
+            return ScriptedNode.handshake(self, caller_engine_id)
+
+    node = Locked("p")
+    async with connected(node) as client:
+        with pytest.raises(DeadlineExceededError):
+            await asyncio.to_thread(client.handshake, timeout_s=0.2)
+        assert await asyncio.to_thread(client.renew, node.engine_id, ["lost"], timeout_s=S)
+        node.lock.set()

@@ -1,0 +1,164 @@
+"""Protobuf and back is the identity for whatever the types can hold; what they cannot hold is
+refused."""
+
+import math
+
+import pytest
+
+from engine.errors import InvalidRequestError, KVTransferParamsError, TandemError
+from engine.rpc import convert
+from engine.rpc.messages import Claim, Handshake, NodeInfo
+from engine.rpc.pb import node_pb2 as pb
+from engine.types import (
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    KVTransferParams,
+    KVTransferStats,
+    SamplingParams,
+    TokenLogprob,
+)
+
+PARAMS = KVTransferParams(
+    do_remote_prefill=True,
+    remote_engine_id="p-1",
+    remote_request_id="r-1",
+    remote_block_ids=((0, 1), (), (7,)),
+    remote_host="127.0.0.1",
+    remote_port=5600,
+    remote_num_tokens=33,
+    tp_size=1,
+    first_token_ids=(5,),
+    first_token_logprobs=(TokenLogprob(5, -0.1, ((5, -0.1), (6, -2.7182818284590451))),),
+    remote_num_cached_tokens=16,
+    signature="ab" * 32,
+)
+SAMPLING = SamplingParams(
+    max_tokens=7,
+    min_tokens=2,
+    temperature=0.1,
+    top_p=1 / 3,
+    top_k=-1,
+    min_p=0.05,
+    presence_penalty=-1.5,
+    frequency_penalty=0.3,
+    repetition_penalty=1.1,
+    seed=-(2**63),
+    stop_token_ids=(0, 2**31),
+    ignore_eos=True,
+    logprobs=0,
+)
+REQUESTS = [
+    GenerateRequest(request_id="r", prompt_token_ids=(1, 2, 3)),
+    GenerateRequest(
+        request_id="ünïcode\n",
+        prompt_token_ids=(2**32 - 1, 0),
+        sampling=SAMPLING,
+        kv_transfer_params=PARAMS,
+        cache_salt="",
+        priority=-3,
+    ),
+]
+OUTPUTS = [
+    GenerateOutput(),
+    GenerateOutput(token_ids=(1,), logprobs=()),
+    GenerateOutput(
+        token_ids=(1, 2),
+        logprobs=(TokenLogprob(1, -0.30000000000000004, ((1, -math.inf),)), TokenLogprob(2, 0.0)),
+        finish_reason=FinishReason.STOP,
+        stop_reason=0,
+        num_cached_tokens=16,
+        kv_transfer_params=PARAMS,
+        kv_transfer=KVTransferStats(attention_bytes=2**40, state_bytes=1, transfer_ms=0.1),
+    ),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_request_survives_the_wire(request_: GenerateRequest) -> None:
+    data = convert.request_to_pb(request_).SerializeToString()
+    assert convert.request_from_pb(pb.GenerateRequest.FromString(data)) == request_
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_output_survives_the_wire(output: GenerateOutput) -> None:
+    data = convert.output_to_pb(output).SerializeToString()
+    assert convert.output_from_pb(pb.GenerateOutput.FromString(data)) == output
+
+
+def test_control_messages_survive_the_wire() -> None:
+    info = NodeInfo(
+        engine_id="d-1",
+        kind="decode",
+        model_names=("m", "alias"),
+        max_model_len=4096,
+        vocab_size=300,
+        num_requests_running=1,
+        num_requests_waiting=2,
+        kv_cache_usage=0.25,
+        reason="draining",
+    )
+    handshake = Handshake(
+        engine_id="p", transport="shm", transport_address=b"\xff\x00", geometry={"dtype": "f32"}
+    )
+    claim = Claim(num_tokens=3, groups=((0, 2**63), ()), lease_s=0.5)
+    assert convert.node_info_from_pb(convert.node_info_to_pb(info)) == info
+    assert convert.handshake_from_pb(convert.handshake_to_pb(handshake)) == handshake
+    assert convert.claim_from_pb(convert.claim_to_pb(claim)) == claim
+
+
+@pytest.mark.parametrize("value", [-1, 2**32])
+def test_token_id_that_does_not_fit_is_refused(value: int) -> None:
+    request = GenerateRequest(request_id="r", prompt_token_ids=(value,))
+    with pytest.raises(InvalidRequestError, match="wire format"):
+        convert.request_to_pb(request)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", math.nan),
+        ("temperature", -1.0),
+        ("top_p", 0.0),
+        ("max_tokens", 0),
+        ("logprobs", 21),
+        ("repetition_penalty", 0.0),
+    ],
+)
+def test_sampling_out_of_bounds_is_refused(field: str, value: float) -> None:
+    message = convert.request_to_pb(REQUESTS[0])
+    setattr(message.sampling, field, value)
+    with pytest.raises(InvalidRequestError):
+        convert.request_from_pb(message)
+
+
+def test_request_without_a_label_is_refused() -> None:
+    message = convert.request_to_pb(REQUESTS[0])
+    message.request_id = ""
+    with pytest.raises(InvalidRequestError, match="request_id"):
+        convert.request_from_pb(message)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04pickle",
+        b"[]",
+        b'{"do_remote_prefill": 1}',
+        b'{"remote_port": 70000}',
+        b'{"tp_size": 8}',
+        b'{"remote_block_ids": [[-1]]}',
+        b'{"surprise": true}',
+        b'{"remote_host": "' + b"h" * 300 + b'"}',
+    ],
+)
+def test_hostile_transfer_params_are_refused(data: bytes) -> None:
+    message = convert.request_to_pb(REQUESTS[0])
+    message.kv_transfer_params = data
+    with pytest.raises(KVTransferParamsError):
+        convert.request_from_pb(message)
+
+
+def test_unknown_finish_reason_is_an_error() -> None:
+    with pytest.raises(TandemError, match="finish_reason"):
+        convert.output_from_pb(pb.GenerateOutput(finish_reason="tired"))

@@ -1,0 +1,206 @@
+"""Token streams over real gRPC: order, cancellation, deadlines, loss, tokens, hostile peers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+
+from engine.errors import (
+    AuthenticationError,
+    ConfigError,
+    DeadlineExceededError,
+    OverloadedError,
+    UnavailableError,
+)
+from engine.rpc.client import NodeClient, StreamDeadlines
+from engine.rpc.server import start_server
+from engine.types import GenerateRequest, SamplingParams
+from tests.node_double import ScriptedNode, running_nodes, tokens_of, until
+
+PROMPT = (1, 2, 3)
+REQUEST = GenerateRequest(
+    request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=5)
+)
+RELAXED = StreamDeadlines()
+
+
+@asynccontextmanager
+async def connected(node: ScriptedNode, token: str | None = None) -> AsyncIterator[NodeClient]:
+    async with running_nodes(node):
+        client = NodeClient(f"127.0.0.1:{node.port}", token=token)
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+async def tokens_from(client: NodeClient, deadlines: StreamDeadlines = RELAXED) -> list[int]:
+    stream = client.generate(REQUEST, deadlines)
+    return [token async for output in stream for token in output.token_ids]
+
+
+async def until_cut(node: ScriptedNode) -> None:
+    async def is_cut() -> bool:
+        return node.num_open == 0 and node.num_cut == 1
+
+    await until(is_cut)
+
+
+async def test_outputs_arrive_in_order_and_the_request_unchanged() -> None:
+    node = ScriptedNode("d")
+    async with connected(node) as client:
+        assert await tokens_from(client) == tokens_of(PROMPT, 5)
+    assert node.requests == [REQUEST]
+    assert (node.num_open, node.num_cut) == (0, 0)
+
+
+async def test_closing_after_the_last_output_is_no_cancellation() -> None:
+    node = ScriptedNode("p")
+    async with connected(node) as client:
+        for _ in range(20):
+            async with aclosing(client.generate(REQUEST, RELAXED)) as outputs:
+                while (await anext(outputs)).finish_reason is None:
+                    pass
+    assert node.num_cut == 0
+
+
+async def test_closing_early_reaches_the_generator() -> None:
+    node = ScriptedNode("d", hang_at=2)
+    async with connected(node) as client:
+        outputs = client.generate(REQUEST, RELAXED)
+        await anext(outputs)
+        await node.hanging.wait()
+        await outputs.aclose()
+        await until_cut(node)
+
+
+async def test_cancelling_the_reader_reaches_the_generator() -> None:
+    node = ScriptedNode("d", hang_at=0)
+    async with connected(node) as client:
+        reader = asyncio.create_task(tokens_from(client))
+        await node.hanging.wait()
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        await until_cut(node)
+
+
+@pytest.mark.parametrize(
+    ("hang_at", "deadlines"),
+    [
+        (0, StreamDeadlines(first_output_s=0.1)),
+        (2, StreamDeadlines(next_output_s=0.1)),
+        (2, StreamDeadlines(total_s=0.2)),
+    ],
+)
+async def test_a_silent_node_is_given_up(hang_at: int, deadlines: StreamDeadlines) -> None:
+    node = ScriptedNode("d", hang_at=hang_at)
+    async with connected(node) as client:
+        with pytest.raises(DeadlineExceededError):
+            await tokens_from(client, deadlines)
+        await until_cut(node)
+
+
+async def test_a_lost_node_is_unavailable() -> None:
+    node = ScriptedNode("d", hang_at=2)
+    async with connected(node) as client:
+        reader = asyncio.create_task(tokens_from(client))
+        await node.hanging.wait()
+        await node.close()
+        with pytest.raises(UnavailableError):
+            await reader
+
+
+async def test_closing_the_channel_is_no_cancellation_of_the_reader() -> None:
+    node = ScriptedNode("d", hang_at=2)
+    async with connected(node) as client:
+        reader = asyncio.create_task(tokens_from(client))
+        await node.hanging.wait()
+        await client.close()
+        with pytest.raises(UnavailableError, match="closed"):
+            await reader
+
+
+async def test_an_absent_node_is_unavailable_at_once() -> None:
+    client = NodeClient("127.0.0.1:1", token=None)
+    with pytest.raises(UnavailableError):
+        await client.describe(5.0)
+    await client.close()
+
+
+async def test_description_and_tokenizer_arrive() -> None:
+    node = ScriptedNode("d", files={"tokenizer.json": b"{}" * 3_000_000}, ready=False)
+    async with connected(node) as client:
+        assert await client.describe(5.0) == node.describe()
+        assert await client.get_tokenizer(5.0) == node.files
+
+
+async def test_drain_lets_running_streams_end_and_refuses_new_ones() -> None:
+    node = ScriptedNode("d")
+    async with connected(node) as client:
+        outputs = client.generate(REQUEST, RELAXED)
+        tokens = list((await anext(outputs)).token_ids)
+        assert node.rpc is not None
+        draining = asyncio.create_task(node.rpc.drain(5.0))
+        tokens += [token async for output in outputs for token in output.token_ids]
+        await draining
+        assert tokens == tokens_of(PROMPT, 5)
+        with pytest.raises(UnavailableError):
+            await client.describe(1.0)
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", "secreT", "secret2", "bytes \xff".encode().decode("latin-1")]
+)
+async def test_a_wrong_token_is_refused_and_counted(given: str | None) -> None:
+    node = ScriptedNode("d", token="secret")
+    async with connected(node, given) as client:
+        with pytest.raises((AuthenticationError, UnavailableError)) as caught:
+            await tokens_from(client)
+        with pytest.raises((AuthenticationError, UnavailableError)):
+            await client.describe(5.0)
+        assert node.rpc is not None
+        assert not node.requests
+        if isinstance(caught.value, AuthenticationError):
+            assert node.rpc.num_refused == 2
+
+
+async def test_the_right_token_is_let_in() -> None:
+    node = ScriptedNode("d", token="secret")
+    async with connected(node, "secret") as client:
+        assert await tokens_from(client) == tokens_of(PROMPT, 5)
+        assert node.rpc is not None
+        assert node.rpc.num_refused == 0
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\x80\x04\x95pickle", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(range(256)) * 400],
+)
+async def test_garbage_on_the_port_harms_nobody(garbage: bytes) -> None:
+    node = ScriptedNode("d")
+    async with connected(node) as client:
+        reader, writer = await asyncio.open_connection("127.0.0.1", node.port)
+        writer.write(garbage)
+        async with asyncio.timeout(10):
+            while await reader.read(65536):
+                pass
+        writer.close()
+        assert await tokens_from(client) == tokens_of(PROMPT, 5)
+
+
+async def test_a_message_beyond_the_bound_is_refused_before_the_service() -> None:
+    node = ScriptedNode("d")
+    async with connected(node) as client:
+        huge = GenerateRequest(request_id="r", prompt_token_ids=(2**31,) * 7_000_000)
+        with pytest.raises(OverloadedError):
+            await anext(client.generate(huge, RELAXED))
+    assert not node.requests
+
+
+async def test_a_taken_port_is_a_config_error() -> None:
+    node = ScriptedNode("d")
+    async with running_nodes(node):
+        with pytest.raises(ConfigError, match=str(node.port)):
+            await start_server([], "127.0.0.1", node.port, token=None)
