@@ -1,7 +1,8 @@
-"""Random Hugging Face checkpoints, and our models run on them as an engine would: packed batches over an arena.
+"""Random Hugging Face checkpoints, and our models run on them as an engine would: packed batches
+over an arena.
 
-The arena is filled with noise and block tables are random, so anything read from a wrong place shows. Needs
-transformers, which only tests depend on.
+The arena is filled with noise and block tables are random, so anything read from a wrong place
+shows. Needs transformers, which only tests depend on.
 """
 
 from collections.abc import Callable
@@ -36,9 +37,7 @@ NOISE = 10.0
 class Model(Protocol):
     """What every family offers."""
 
-    def forward(
-        self, batch: ForwardBatch, caches: dict[tuple[int, int], LayerCache]
-    ) -> Tensor: ...
+    def forward(self, batch: ForwardBatch, caches: dict[tuple[int, int], LayerCache]) -> Tensor: ...
 
     def logits(self, hidden_rows: Tensor) -> Tensor: ...
 
@@ -87,7 +86,9 @@ def load(family: Family, folder: Path, dtype: str | None = None) -> tuple[ModelC
 
 @dataclass(slots=True)
 class Sequence:
-    """Where one sequence lives: tokens so far, block ids (attention) or one unit (Mamba) per group."""
+    """Where one sequence lives: tokens so far, block ids (attention) or one unit (Mamba) per
+    group.
+    """
 
     length: int
     blocks: list[list[int]]
@@ -96,7 +97,8 @@ class Sequence:
 class Runner:
     """Steps a model over sequences whose blocks and states lie scattered in a noisy arena.
 
-    `aligned` puts states in consecutive units, in order of first appearance, so that `decode_run` is used.
+    `aligned` puts states in consecutive units, in order of first appearance, so that `decode_run`
+    is used.
     """
 
     def __init__(
@@ -115,7 +117,9 @@ class Runner:
         self._free: list[list[int]] = [[] for _ in self.plan.groups]
 
     def greedy(self, prompts: dict[int, list[int]], tokens: int) -> dict[int, list[int]]:
-        """`tokens` greedy tokens after each prompt: one batch of prompts, then batches of decodes."""
+        """`tokens` greedy tokens after each prompt: one batch of prompts, then batches of
+        decodes.
+        """
         logits = self.step({}, prompts)
         chosen: dict[int, list[int]] = {key: [] for key in prompts}
         for _ in range(tokens - 1):
@@ -141,7 +145,7 @@ class Runner:
             logits = self.model.logits(self.model.forward(batch, self.caches))
         for key, tokens in work.items():
             self.sequences[key].length += len(tokens)
-        return dict(zip(work, logits.split(batch.query_lens), strict=True))
+        return dict(zip(work, logits.split_with_sizes(batch.query_lens), strict=True))
 
     def _make_room(self, key: int, tokens: int) -> None:
         groups = range(len(self.plan.groups))
@@ -232,11 +236,14 @@ def _run(units: list[int]) -> slice | None:
 def reference_logits(reference: PreTrainedModel, tokens: list[int]) -> Tensor:
     """The reference's logits [n, vocab] of one sequence, in one go and without a cache."""
     with torch.inference_mode():
-        return reference(torch.tensor([tokens]), use_cache=False).logits[0]
+        logits: Tensor = reference(torch.tensor([tokens]), use_cache=False).logits
+    return logits[0]
 
 
 def rounding_error(reference: PreTrainedModel, tokens: list[int]) -> float:
-    """How far the reference is from itself when it takes the tokens one by one: what float32 can promise."""
+    """How far the reference is from itself when it takes the tokens one by one: what float32 can
+    promise.
+    """
     whole = reference_logits(reference, tokens)
     rows = []
     cache = None
@@ -251,10 +258,12 @@ def rounding_error(reference: PreTrainedModel, tokens: list[int]) -> float:
 def first_wrong_choice(
     reference: PreTrainedModel, prompt: list[int], chosen: list[int], *, margin: float
 ) -> int | None:
-    """The first of `chosen` that is not the reference's greedy token after the same prefix, or None.
+    """The first of `chosen` that is not the reference's greedy token after the same prefix, or
+    None.
 
-    A choice within `margin` of the reference's best logit is accepted: there rounding decides. As every choice
-    is judged after our own prefix, None means that greedy decoding is equal (up to such ties).
+    A choice within `margin` of the reference's best logit is accepted: there rounding decides. As
+    every choice is judged after our own prefix, None means that greedy decoding is equal (up to
+    such ties).
     """
     logits = reference_logits(reference, prompt + chosen[:-1])[len(prompt) - 1 :]
     best = logits.max(-1).values

@@ -1,4 +1,6 @@
-"""Causal attention of a packed batch over paged K and V; knows nothing of projections or positions."""
+"""Causal attention of a packed batch over paged K and V; knows nothing of projections or
+positions.
+"""
 
 import torch
 from torch import Tensor
@@ -8,7 +10,9 @@ from engine.ops.paged_attention import fast
 
 
 class PagedAttention:
-    """Writes the batch's K and V to their pages, then attends: decodes together, prefill segments one by one."""
+    """Writes the batch's K and V to their pages, then attends: decodes together, prefill
+    segments one by one.
+    """
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
         self.num_heads = num_heads

@@ -1,4 +1,5 @@
-"""The gated delta net mixer of Qwen3.5: one input product, causal conv, gated delta rule, gated norm.
+"""The gated delta net mixer of Qwen3.5: one input product, causal conv, gated delta rule, gated
+norm.
 
 Reads and writes its state in the cache only, so prefill, chunked prefill and decode are one thing.
 """
@@ -54,7 +55,8 @@ class GatedDeltaNet:
         if decodes < len(batch.query_lens):
             lens = batch.query_lens[decodes:]
             units = index.units[decodes:]
-            parts.append(self._prefill(mixed[decodes:], rates[:, decodes:], cache, units=units, lens=lens))
+            tail = rates[:, decodes:]
+            parts.append(self._prefill(mixed[decodes:], tail, cache, units=units, lens=lens))
         o = parts[0] if len(parts) == 1 else torch.cat(parts)
         gate = gate.view(o.shape)
         return self.out_proj.add_to(residual, self.norm(o, gate).reshape(x.shape[0], -1))

@@ -6,7 +6,7 @@ Knows nothing of names in a checkpoint; callers take the tensors.
 import torch
 from torch import Tensor
 
-# From this many rows on, oneDNN's packed product beats MKL's; below, its set-up of 20 us does not pay.
+# From this many rows on, oneDNN's packed product beats MKL's; below, its set-up does not pay.
 PACKED_ROWS = 4
 # The row count that oneDNN is told to pack for; 32 to 512 give equal speed.
 PACK_HINT = 64
@@ -15,8 +15,9 @@ PACK_HINT = 64
 class Linear:
     """y = x W^T + b, with W [out, in] and b [out] or None.
 
-    On CPU in float32 the matrix is kept twice: packed by oneDNN for batches (1.2 to 1.8 times MKL's speed on AMD,
-    same precision) and, for single rows, with its longer side contiguous, which streams 2.5 times faster.
+    On CPU in float32 the matrix is kept twice: packed by oneDNN for batches (1.2 to 1.8 times MKL's
+    speed on AMD, same precision) and, for single rows, with its longer side contiguous, which
+    streams 2.5 times faster.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -54,9 +55,11 @@ class Linear:
 
 
 def _pack(weight: Tensor) -> Tensor | None:
-    """`weight` in oneDNN's blocked layout, or None where torch's own product is the best there is."""
+    """`weight` in oneDNN's blocked layout, or None where torch's own product is the best there
+    is.
+    """
     suited = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if not suited or not torch.backends.mkldnn.is_available():
+    if not suited or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return None
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_HINT)
     return packed

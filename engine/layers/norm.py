@@ -1,6 +1,7 @@
 """Root-mean-square norms. Weights that a family stores minus one are corrected at load, not here.
 
-Written as x / hypot(|x|, c): three or four small kernels, where torch's CPU rms_norm dispatches about eight.
+Written as x / hypot(|x|, c): three or four small kernels, where torch's CPU rms_norm dispatches
+about eight.
 """
 
 import torch
@@ -19,12 +20,15 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., D] -> the same shape and dtype; float32 inside."""
         wide = x.float()
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        return (wide / length.hypot_(self._floor)).mul_(self._scaled).to(x.dtype)
+        length: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        length.hypot_(self._floor)
+        return wide.div(length).mul_(self._scaled).to(x.dtype)
 
 
 class GatedRMSNorm:
-    """Normalises, then gates: rms_norm(x) * weight * silu(gate) (gated delta net's order, not Mamba2's)."""
+    """Normalises, then gates: rms_norm(x) * weight * silu(gate) (gated delta net's order, not
+    Mamba2's).
+    """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.norm = RMSNorm(weight, eps)

@@ -1,4 +1,6 @@
-"""Qwen's attention block: one input product, per-head norms of q and k, rotary, paged attention, optional gate."""
+"""Qwen's attention block: one input product, per-head norms of q and k, rotary, paged attention,
+optional gate.
+"""
 
 from dataclasses import dataclass
 
@@ -15,7 +17,10 @@ from engine.models.weights import Weights
 
 @dataclass(slots=True, frozen=True)
 class AttentionShape:
-    """Sizes of one block. `gated`: q_proj also gives a sigmoid gate; `norm_offset` is added to q/k norm weights."""
+    """Sizes of one block.
+
+    `gated`: q_proj also gives a sigmoid gate; `norm_offset` is added to q/k norm weights.
+    """
 
     hidden: int
     heads: int
@@ -51,7 +56,9 @@ class QKNormAttention:
         index: AttentionIndex,
         batch: ForwardBatch,
     ) -> Tensor:
-        """residual + attention(x), both [T, hidden]; `rotary` is `Rotary.select`'s table of the batch."""
+        """residual + attention(x), both [T, hidden]; `rotary` is `Rotary.select`'s table of the
+        batch.
+        """
         shape = self.shape
         qk, v, gate = self.in_proj(x).split_with_sizes(self._splits, dim=-1)
         qk = self.norm(qk.view(x.shape[0], -1, shape.head_dim))

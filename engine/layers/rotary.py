@@ -1,4 +1,5 @@
-"""Rotary position embedding on the leading channels of each head, pairing channel i with i + rotary_dim / 2.
+"""Rotary position embedding on the leading channels of each head, pairing channel i with i +
+rotary_dim / 2.
 
 The table of cosines and sines grows on demand; it does not know the model's longest position.
 """
@@ -13,7 +14,9 @@ FIRST_TABLE = 1024
 
 
 class Rotary:
-    """Cosines and sines of all positions met so far: [positions, 2, rotary_dim], angles in float32."""
+    """Cosines and sines of all positions met so far: [positions, 2, rotary_dim], angles in
+    float32.
+    """
 
     def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.rope = rope
@@ -22,7 +25,9 @@ class Rotary:
         self._table = self._build(FIRST_TABLE)
 
     def select(self, batch: ForwardBatch) -> Tensor:
-        """[2, T, 1, rotary_dim]: cosines, and sines with the first half negated, of the batch's tokens."""
+        """[2, T, 1, rotary_dim]: cosines, and sines with the first half negated, of the batch's
+        tokens.
+        """
         lengths = zip(batch.context_lens, batch.query_lens, strict=True)
         needed = max(context + query for context, query in lengths)
         if needed > self._table.shape[0]:

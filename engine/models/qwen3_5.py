@@ -1,6 +1,7 @@
 """Qwen3.5 dense text: gated delta net layers with a full-attention layer now and then.
 
-Also reads the text part of vision-language checkpoints; vision towers and `mtp.*` heads are skipped.
+Also reads the text part of vision-language checkpoints; vision towers and `mtp.*` heads are
+skipped.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""Packed segments laid on a grid of equal chunks, so that work inside chunks is one batch over all segments.
+"""Packed segments on a grid of equal chunks: work inside chunks is one batch over all segments.
 
-Chunks are ordered by step: chunk 0 of every segment, then chunk 1 of those that have one, and so on, longest
-segment first. So a sequential scan touches one contiguous run of chunks per step. Pads are zeros.
+Chunks are ordered by step: chunk 0 of every segment, then chunk 1 of those that have one, and so
+on, longest segment first; so a sequential scan touches one run of chunks per step. Pads are zeros.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ CHUNK = 64
 
 @dataclass(slots=True, frozen=True)
 class ChunkGrid:
-    """`active[i]`: segments with a chunk at step i; `order`: segments, longest first (None: as given).
+    """`active[i]`: segments with a chunk at step i; `order`: segments, longest first (None: as
+    given).
 
     `rows` int64 [T]: the grid row of each token (None: the tokens fill the grid in order).
     """

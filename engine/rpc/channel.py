@@ -3,6 +3,7 @@ token."""
 
 from typing import Final
 
+from engine.rpc.cluster_token import bearer
 from engine.rpc.server import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 
 OPTIONS: Final[tuple[tuple[str, int], ...]] = (
@@ -20,4 +21,4 @@ OPTIONS: Final[tuple[tuple[str, int], ...]] = (
 
 def token_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     """Metadata that goes with every call; empty where the cluster has no token."""
-    return () if token is None else (("authorization", f"Bearer {token}"),)
+    return () if token is None else (("authorization", bearer(token)),)

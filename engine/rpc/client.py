@@ -18,12 +18,18 @@ from typing import Final, TypeAlias, TypeVar
 
 from grpc import aio
 
-from engine.errors import DeadlineExceededError, TandemError, UnavailableError
+from engine.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    TandemError,
+    UnavailableError,
+)
 from engine.rpc import convert
 from engine.rpc.channel import OPTIONS, token_metadata
 from engine.rpc.messages import NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import KvControlStub, NodeStub
+from engine.rpc.server import MAX_REQUEST_BYTES
 from engine.rpc.status import error_from_status
 from engine.types import GenerateOutput, GenerateRequest
 
@@ -68,6 +74,7 @@ class NodeClient:
         early.
         """
         message = convert.request_to_pb(request)
+        _check_size(message)
         call = self._node.Generate(message, timeout=deadlines.total_s, metadata=self._metadata)
         limit_s = deadlines.first_output_s
         try:
@@ -132,6 +139,13 @@ class NodeClient:
     def _named(self, error: aio.AioRpcError) -> TandemError:
         text = f"{error.details()} (node {self.address})"
         return error_from_status(error.code(), text, error.trailing_metadata() or ())
+
+
+def _check_size(message: pb.GenerateRequest) -> None:
+    """What the peer would refuse anyway is the request's fault, not the peer's."""
+    size = message.ByteSize()
+    if size > MAX_REQUEST_BYTES:
+        raise InvalidRequestError(f"the request has {size} bytes; {MAX_REQUEST_BYTES} are allowed")
 
 
 def _is_this_task_cancelled() -> bool:

@@ -13,6 +13,7 @@ import structlog
 from grpc import aio
 
 from engine.errors import AuthenticationError, ConfigError, TandemError
+from engine.rpc.cluster_token import bearer
 from engine.rpc.status import DETAIL_KEY, error_to_detail, status_code
 
 log = structlog.get_logger()
@@ -51,7 +52,7 @@ class CallBorder(aio.ServerInterceptor):
     typed detail."""
 
     def __init__(self, token: str | None) -> None:
-        self._expected = None if token is None else f"Bearer {token}".encode()
+        self._expected = None if token is None else bearer(token).encode()
         self.num_refused = 0
 
     async def intercept_service(

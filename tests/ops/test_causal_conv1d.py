@@ -51,7 +51,7 @@ def test_a_sequence_may_be_cut_anywhere() -> None:
     x, state, weight, bias = inputs(200, 1, 4)
     whole, final = fast.conv_chunk(x, [200], state, weight, bias)
     parts = []
-    for part in x.split([1, 2, 64, 133]):
+    for part in x.split_with_sizes([1, 2, 64, 133]):
         y, state = fast.conv_chunk(part, [len(part)], state, weight, bias)
         parts.append(y)
     torch.testing.assert_close(torch.cat(parts), whole)

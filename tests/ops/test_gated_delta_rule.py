@@ -1,4 +1,6 @@
-"""The fast gated delta rule against the float64 recurrence, held to the float32 recurrence's own error."""
+"""The fast gated delta rule against the float64 recurrence, held to the float32 recurrence's own
+error.
+"""
 
 from dataclasses import dataclass
 
@@ -29,7 +31,9 @@ class Case:
 
 
 def case(tokens: int, sequences: int, *, value_heads: int = 4, slow: bool = False) -> Case:
-    """`slow`: decays near one; otherwise from one to nothing at all, down to exp(-1000) in a step."""
+    """`slow`: decays near one; otherwise from one to nothing at all, down to exp(-1000) in a
+    step.
+    """
     draw = torch.Generator().manual_seed(tokens)
 
     def rand(*shape: int) -> Tensor:
@@ -53,9 +57,7 @@ def worst(got: tuple[Tensor, ...], truth: tuple[Tensor, ...]) -> float:
 
 @pytest.mark.parametrize("lens", SEGMENTS, ids=str)
 @pytest.mark.parametrize(("value_heads", "slow"), [(2, True), (4, False)])
-def test_chunk_is_as_exact_as_the_recurrence(
-    lens: list[int], value_heads: int, slow: bool
-) -> None:
+def test_chunk_is_as_exact_as_the_recurrence(lens: list[int], value_heads: int, slow: bool) -> None:
     one = case(sum(lens), len(lens), value_heads=value_heads, slow=slow)
     before = one.initial.clone()
 
@@ -87,9 +89,7 @@ def test_step_equals_naive_and_moves_only_its_view(sequences: int, value_heads: 
 
 def test_a_sequence_may_be_cut_anywhere() -> None:
     c = case(250, 1)
-    whole, final = fast.chunk(
-        c.q, c.k, c.v, c.g, beta=c.beta, query_lens=[250], initial=c.initial
-    )
+    whole, final = fast.chunk(c.q, c.k, c.v, c.g, beta=c.beta, query_lens=[250], initial=c.initial)
     state, outputs, start = c.initial, [], 0
     for n in (50, 1, 64, 135):
         at = slice(start, start + n)

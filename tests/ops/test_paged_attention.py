@@ -1,4 +1,6 @@
-"""Paged attention over scattered pages: fast against naive, and against attention over plain tensors."""
+"""Paged attention over scattered pages: fast against naive, and against attention over plain
+tensors.
+"""
 
 from types import ModuleType
 
@@ -89,7 +91,7 @@ def test_a_mixed_batch_is_attention_over_each_sequence() -> None:
     slots = [_slots(tables[i], 0, total) for i, total in enumerate(totals)]
     fast.write_tokens(k, v, cache, torch.cat(slots))
     new = [slice(end - n, end) for end, n in zip(_ends(totals), lens, strict=True)]
-    pages = [_slots(tables[i], c, c + n) for i, (c, n) in enumerate(zip(contexts, lens, strict=True))]
+    pages = [_slots(tables[i], contexts[i], totals[i]) for i in range(len(totals))]
     q = queries(sum(lens), 4)
     got = PagedAttention(4, 2, DIM, SCALE)(
         q,
@@ -101,7 +103,12 @@ def test_a_mixed_batch_is_attention_over_each_sequence() -> None:
     )
     expected = [
         _plain(q_one, k_one, v_one)
-        for q_one, k_one, v_one in zip(q.split(lens), k.split(totals), v.split(totals), strict=True)
+        for q_one, k_one, v_one in zip(
+            q.split_with_sizes(lens),
+            k.split_with_sizes(totals),
+            v.split_with_sizes(totals),
+            strict=True,
+        )
     ]
     torch.testing.assert_close(got, torch.cat(expected), rtol=1e-5, atol=1e-5)
 

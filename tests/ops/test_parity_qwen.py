@@ -1,7 +1,8 @@
 """Qwen3 and Qwen3.5 against transformers in float32: same files, same logits, same greedy tokens.
 
-Tolerance: eight times the distance of the reference from itself when it takes tokens one by one instead of in one
-go (its chunked against its recurrent form), because that is what float32 rounding does to these logits.
+Tolerance: eight times the distance of the reference from itself when it takes tokens one by one
+instead of in one go (its chunked against its recurrent form), because that is what float32 rounding
+does to these logits.
 """
 
 import json
@@ -133,7 +134,7 @@ def qwen3_5_tied() -> PreTrainedModel:
 
 def qwen3_5_wrapped() -> PreTrainedModel:
     """The vision-language wrapper, a short convolution and odd head counts."""
-    text = COMMON | delta_heads(1, 3, 24, 16)
+    text: dict[str, Any] = COMMON | delta_heads(1, 3, 24, 16)
     text |= {"num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3}
     text |= {"head_dim": 16, "linear_conv_kernel_dim": 3}
     text["rope_parameters"] = ROPE | {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
@@ -170,7 +171,9 @@ MODELS: dict[str, tuple[Family, Any, Any]] = {
 
 @dataclass(slots=True)
 class Pair:
-    """A reference and our model of the same folder, with what the reference says of one sequence."""
+    """A reference and our model of the same folder, with what the reference says of one
+    sequence.
+    """
 
     reference: PreTrainedModel
     config: ModelConfig
@@ -185,7 +188,9 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=list(MODELS))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     family, build, edit = MODELS[request.param]
@@ -225,7 +230,9 @@ def test_decode_after_prefill(pair: Pair) -> None:
 
 @pytest.mark.parametrize("aligned", [False, True])
 def test_mixed_batches(pair: Pair, aligned: bool) -> None:
-    """Sequences decode, prefill in chunks and start, all in the same steps; each is a prefix of one text."""
+    """Sequences decode, prefill in chunks and start, all in the same steps; each is a prefix of
+    one text.
+    """
     runner = Runner(pair.config, pair.model, aligned=aligned)
     t = pair.tokens
     done = {key: 0 for key in range(5)}
@@ -254,4 +261,4 @@ def test_greedy_tokens(pair: Pair, aligned: bool) -> None:
 
 
 def _cut(tokens: list[int], sizes: list[int]) -> list[list[int]]:
-    return [part.tolist() for part in torch.tensor(tokens).split(sizes)]
+    return [part.tolist() for part in torch.tensor(tokens).split_with_sizes(sizes)]

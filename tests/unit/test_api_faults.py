@@ -236,3 +236,21 @@ async def test_merge_takes_at_most_one_item_ahead_of_a_slow_reader() -> None:
         await asyncio.sleep(0)
     await merged.aclose()
     assert sum(taken) <= 6 + 2
+
+
+async def test_closing_a_merge_closes_every_stream_at_once() -> None:
+    closed: list[int] = []
+
+    async def remembering(index: int) -> Any:
+        try:
+            yield index
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            closed.append(index)
+
+    streams = [remembering(0), remembering(1), remembering(2)]
+    merged = merge(streams)
+    await anext(merged)
+    await merged.aclose()
+    assert sorted(closed) == [0, 1, 2]

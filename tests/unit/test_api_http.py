@@ -230,14 +230,17 @@ async def test_stop_string_cuts_text_and_generation(
     assert (generator.open, generator.cancelled) == (0, 1)
 
 
-async def test_stop_strings_wait_for_min_tokens(serving: Serving) -> None:
+@pytest.mark.parametrize(("min_tokens", "text"), [(1, "x"), (2, "xyx"), (3, "xyx")])
+async def test_stop_strings_wait_for_min_tokens(
+    serving: Serving, min_tokens: int, text: str
+) -> None:
     ids = serving.tokenizer.encode("xyxyxy", add_special_tokens=False)
     assert len(ids) == 6
     async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
         reply = await client_of(base).completions.create(
-            model="tiny", prompt=[1], stop="y", extra_body={"min_tokens": 3}
+            model="tiny", prompt=[1], stop="y", extra_body={"min_tokens": min_tokens}
         )
-    assert reply.choices[0].text == "xyx"
+    assert reply.choices[0].text == text
 
 
 async def test_stop_token_is_counted_but_not_shown(serving: Serving) -> None:

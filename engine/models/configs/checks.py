@@ -1,4 +1,6 @@
-"""Checks that config.json files of all families share: settings that this engine does not have are refused."""
+"""Checks that config.json files of all families share: settings that this engine does not have
+are refused.
+"""
 
 from collections.abc import Collection
 from typing import Any

@@ -21,7 +21,10 @@ class Qwen3Config(ModelConfig):
 
     @classmethod
     def from_reader(cls, reader: ConfigReader, dtype: str | None = None) -> Self:
-        """Reads config.json; `dtype` overrides the file's. Raises CheckpointError for unsupported settings."""
+        """Reads config.json; `dtype` overrides the file's.
+
+        Raises CheckpointError for unsupported settings.
+        """
         _check(reader)
         dtype = compute_dtype(reader, dtype)
         layers = reader.require("num_hidden_layers", int)

@@ -1,6 +1,4 @@
-"""Settings of Qwen3.5 dense text models (gated delta net with full attention), bare or inside the vision-language
-wrapper. Torch-free.
-"""
+"""Settings of Qwen3.5 dense text models, bare or inside the vision-language wrapper. Torch-free."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -59,7 +57,10 @@ class Qwen3_5Config(ModelConfig):
 
     @classmethod
     def from_reader(cls, reader: ConfigReader, dtype: str | None = None) -> Self:
-        """Reads config.json; `dtype` overrides the file's. Raises CheckpointError for unsupported settings."""
+        """Reads config.json; `dtype` overrides the file's.
+
+        Raises CheckpointError for unsupported settings.
+        """
         reject_quantization(reader)
         wrapped = "text_config" in reader.fields
         text = reader.section("text_config") if wrapped else reader

@@ -17,8 +17,8 @@ class RopeConfig:
 def read_rope(reader: ConfigReader, head_dim: int, partial: float = 1.0) -> RopeConfig:
     """From `rope_parameters` (or `rope_scaling`), else from top-level `rope_theta`.
 
-    `partial` is the family's default for `partial_rotary_factor`. Raises CheckpointError for any rope type but
-    "default".
+    `partial` is the family's default for `partial_rotary_factor`. Raises CheckpointError for any
+    rope type but "default".
     """
     settings = _settings(reader)
     kind = settings.get("rope_type", str, settings.get("type", str, "default"))
@@ -30,7 +30,8 @@ def read_rope(reader: ConfigReader, head_dim: int, partial: float = 1.0) -> Rope
     rotary_dim = int(head_dim * factor)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise CheckpointError(
-            f"{settings.source}: partial_rotary_factor {factor} rotates {rotary_dim} of {head_dim} channels"
+            f"{settings.source}: partial_rotary_factor {factor} would rotate {rotary_dim} channels "
+            f"of {head_dim}; it must be an even number of them"
         )
     return RopeConfig(theta, rotary_dim)
 

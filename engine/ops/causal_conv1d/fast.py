@@ -1,6 +1,7 @@
 """Depthwise causal convolution with SiLU as K shifted multiply-adds over token-major rows.
 
-Same signatures as `naive.py`. Fastest when `weight` is a [D, K] view of [K, D] storage (see `tap_major`).
+Same signatures as `naive.py`. Fastest when `weight` is a [D, K] view of [K, D] storage (see
+`tap_major`).
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""The gated delta rule in chunks of 64 tokens (prefill) and as one rank-1 update (decode), in float32.
+"""The gated delta rule in chunks (prefill) and as one rank-1 update (decode), in float32.
 
-Same signatures as `naive.py`. The chunk form is the UT transform of arXiv 2412.06464: work inside chunks is batched
-over all chunks of all segments, and a short scan over chunks carries the state.
+Same signatures as `naive.py`. The chunk form is the UT transform of arXiv 2412.06464: work inside
+chunks is batched over all chunks of all segments, and a short scan over chunks carries the state.
 """
 
 import torch
@@ -14,7 +14,8 @@ from engine.ops.gated_delta_rule.naive import NORM_EPS
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Tensor) -> Tensor:
     """One token of every sequence: q, k [S, Hk, dk], v [S, Hv, dv], g and beta [S, Hv] float32.
 
-    `state` [S, Hv, dk, dv] float32, possibly strided, is updated IN PLACE. Returns [S, Hv, dv] float32.
+    `state` [S, Hv, dk, dv] float32, possibly strided, is updated IN PLACE. Returns [S, Hv, dv]
+    float32.
     """
     repeats = v.shape[1] // k.shape[1]
     kq = _per_value_head(_unit_(torch.stack([k, q], dim=2).float()), repeats)
@@ -38,7 +39,8 @@ def chunk(
     query_lens: list[int],
     initial: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Segments end to end: as `step` with T = sum(query_lens) rows and initial [S, Hv, dk, dv] (not changed).
+    """Segments end to end: as `step` with T = sum(query_lens) rows and initial [S, Hv, dk, dv] (not
+    changed).
 
     Returns [T, Hv, dv] float32 and the final states.
     """
@@ -46,7 +48,7 @@ def chunk(
     repeats = v.shape[1] // k.shape[1]
     q, k = (_unit_(grid.spread(x)) for x in (q, k))
     v, rate = grid.spread(v), grid.spread(beta).unsqueeze(-1)
-    # Strong decays add up to thousands, where float32 no longer resolves the difference of two neighbours.
+    # Strong decays add up to thousands; float32 would blur the difference of two neighbours there.
     log_decay = grid.spread(g).cumsum(-1, dtype=torch.float64)
     keys = k.transpose(-1, -2)
     pairs = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).float().clamp_(max=0).exp_()

@@ -1,7 +1,7 @@
 """The gated delta rule, token by token: the truth for `fast.py`.
 
-Per value head, with a state S [dk, dv], unit-length k, decay exp(g) and rate beta (Yang et al., "Gated Delta
-Networks", arXiv 2412.06464):  S <- exp(g) S;  S <- S + k (beta (v - k^T S))^T;  o = S^T q / sqrt(dk).
+Per value head, with a state S [dk, dv] and unit-length k (Yang et al., "Gated Delta Networks",
+arXiv 2412.06464): S <- exp(g) S, then S <- S + k (beta (v - k^T S))^T, then o = S^T q / sqrt(dk).
 """
 
 import torch
@@ -13,8 +13,9 @@ NORM_EPS = 1e-6
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Tensor) -> Tensor:
     """One token of every sequence: q, k [S, Hk, dk], v [S, Hv, dv], g and beta [S, Hv].
 
-    `g` is the log of the decay (at most 0); q and k are not yet normalised. `state` [S, Hv, dk, dv] (float32, or
-    float64 for a reference) is updated IN PLACE. Returns [S, Hv, dv] in the state's dtype.
+    `g` is the log of the decay (at most 0); q and k are not yet normalised. `state` [S, Hv, dk, dv]
+    (float32, or float64 for a reference) is updated IN PLACE. Returns [S, Hv, dv] in the state's
+    dtype.
     """
     repeats = v.shape[1] // k.shape[1]
     q, k = (_unit(x.to(state.dtype)).repeat_interleave(repeats, 1) for x in (q, k))
@@ -22,8 +23,8 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Ten
     state *= g.exp()[..., None, None]
     seen = torch.einsum("shkv,shk->shv", state, k)
     state += torch.einsum("shk,shv->shkv", k, (v - seen) * beta.unsqueeze(-1))
-    scale = float(q.shape[-1]) ** -0.5
-    return torch.einsum("shkv,shk->shv", state, q) * scale
+    o: Tensor = torch.einsum("shkv,shk->shv", state, q)
+    return o.mul_(q.shape[-1] ** -0.5)
 
 
 def chunk(
@@ -36,7 +37,8 @@ def chunk(
     query_lens: list[int],
     initial: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Segments end to end: as `step` with T = sum(query_lens) rows and initial [S, Hv, dk, dv] (not changed).
+    """Segments end to end: as `step` with T = sum(query_lens) rows and initial [S, Hv, dk, dv] (not
+    changed).
 
     Returns [T, Hv, dv] and the final states.
     """

@@ -1,6 +1,8 @@
-"""Attention over pages: batched products for decodes, scaled_dot_product_attention for prefill segments.
+"""Attention over pages: batched products for decodes, scaled_dot_product_attention for prefill
+segments.
 
-Same signatures as `naive.py`. Head-major pages gather by whole (page, head) rows straight into a batched product.
+Same signatures as `naive.py`. Head-major pages gather by whole (page, head) rows straight into a
+batched product.
 """
 
 import torch
@@ -22,19 +24,23 @@ def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tens
 def decode(
     q: Tensor, cache: AttentionCache, block_tables: Tensor, *, lens: list[int], scale: float
 ) -> Tensor:
-    """q [S, H, D], one token per sequence whose K and V are written; lens[i] counts it. -> [S, H, D]."""
+    """q [S, H, D], one token per sequence whose K and V are written; lens[i] counts it. -> [S,
+    H, D].
+    """
     longest = max(lens)
     if longest * len(lens) > MAX_PADDING * sum(lens):
-        return torch.cat([
+        parts = (
             decode(q[i : i + 1], cache, block_tables[i : i + 1], lens=[n], scale=scale)
             for i, n in enumerate(lens)
-        ])
+        )
+        return torch.cat(list(parts))
     k, v = _gather(cache, block_tables, longest)
     size, heads, dim = q.shape
     grouped = (q * scale).view(k.shape[0], -1, dim)
     scores = torch.bmm(grouped, k.transpose(1, 2))
     if min(lens) < longest:
-        beyond = torch.arange(longest, device=q.device) >= torch.tensor(lens, device=q.device).view(-1, 1, 1)
+        ends = torch.tensor(lens, device=q.device).view(-1, 1, 1)
+        beyond = torch.arange(longest, device=q.device) >= ends
         scores.view(size, heads, longest).masked_fill_(beyond, float("-inf"))
         if q.dtype != torch.float32:
             _clear(v, beyond)
@@ -45,7 +51,9 @@ def decode(
 def prefill(
     q: Tensor, cache: AttentionCache, block_row: Tensor, *, context: int, scale: float
 ) -> Tensor:
-    """q [n, H, D] at positions context .. context + n - 1 of one sequence, all written. -> [n, H, D]."""
+    """q [n, H, D] at positions context .. context + n - 1 of one sequence, all written. -> [n,
+    H, D].
+    """
     n = q.shape[0]
     k, v = (x.unsqueeze(0) for x in _gather(cache, block_row.unsqueeze(0), context + n))
     mask = None

@@ -1,6 +1,7 @@
 """Attention over pages, one sequence and one head at a time in float32: the truth for `fast.py`.
 
-Pages are [rows, num_kv_heads, block_size, head_dim]; a sequence is a row of page numbers and a length.
+Pages are [rows, num_kv_heads, block_size, head_dim]; a sequence is a row of page numbers and a
+length.
 """
 
 import torch
@@ -20,7 +21,9 @@ def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tens
 def decode(
     q: Tensor, cache: AttentionCache, block_tables: Tensor, *, lens: list[int], scale: float
 ) -> Tensor:
-    """q [S, H, D], one token per sequence whose K and V are written; lens[i] counts it. -> [S, H, D]."""
+    """q [S, H, D], one token per sequence whose K and V are written; lens[i] counts it. -> [S,
+    H, D].
+    """
     rows = [
         prefill(q[i : i + 1], cache, block_tables[i], context=lens[i] - 1, scale=scale)
         for i in range(q.shape[0])
@@ -31,7 +34,9 @@ def decode(
 def prefill(
     q: Tensor, cache: AttentionCache, block_row: Tensor, *, context: int, scale: float
 ) -> Tensor:
-    """q [n, H, D] at positions context .. context + n - 1 of one sequence, all written. -> [n, H, D]."""
+    """q [n, H, D] at positions context .. context + n - 1 of one sequence, all written. -> [n,
+    H, D].
+    """
     length = context + q.shape[0]
     k = _gather(cache.k_pages, block_row, length)
     v = _gather(cache.v_pages, block_row, length)

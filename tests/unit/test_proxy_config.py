@@ -1,0 +1,73 @@
+"""Flags over file over defaults, and wrong ones refused by name."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.errors import ConfigError
+from proxy.__main__ import app
+from proxy.config import load_config
+
+D = "http://127.0.0.1:8200"
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "proxy.yaml"
+    file.write_text(
+        f"decode: [{D}]\nrequest-timeout: 5\nport: 9000\nrouting_policy: least_loaded\n"
+    )
+    config = load_config(file, {"port": 9001, "host": None})
+    assert config.decode == (D,)
+    assert (config.port, config.request_timeout) == (9001, 5.0)
+    assert (config.host, config.routing_policy) == ("127.0.0.1", "least_loaded")
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("surprise: 1", "surprise"),
+        ("port: many", "port"),
+        ("port: 70000", "port"),
+        ("decode: 5", "decode"),
+        ("- a list", "mapping"),
+        ("a: [", "mapping"),
+        ("request-timeout: 0", "request_timeout"),
+        ("cluster-token: ''", "cluster_token"),
+    ],
+)
+def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, names: str) -> None:
+    file = tmp_path / "proxy.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=names):
+        load_config(file, {"decode": (D,)} if "decode" not in text else {})
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.yaml"):
+        load_config(tmp_path / "absent.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        ({}, "--decode"),
+        ({"decode": ("localhost:8200",)}, "localhost:8200"),
+        ({"decode": ("https://h:1",)}, "https://h:1"),
+        ({"decode": ("http://h",)}, "http://h"),
+        ({"decode": ("http://h:99999",)}, "99999"),
+        ({"decode": ("http://h:1/v1",)}, "after the port"),
+        ({"decode": ("http://user@h:1",)}, "after the port"),
+        ({"decode": (D,), "prefill": (D + "/",)}, "twice"),
+        ({"decode": (D,), "routing_policy": "psychic"}, "psychic"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(flags: dict[str, object], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        load_config(None, flags)
+
+
+def test_the_command_line_reports_a_wrong_flag_in_one_line() -> None:
+    result = CliRunner().invoke(app, ["--decode", "nonsense"])
+    assert result.exit_code == 2
+    assert result.output.startswith("error: node URL 'nonsense'")

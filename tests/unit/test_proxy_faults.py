@@ -1,0 +1,220 @@
+"""Nodes that fail before, during and after their part; the client gets the tokens or a clear
+error."""
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+
+from engine.errors import (
+    EngineDeadError,
+    KVLoadError,
+    KVTransferParamsError,
+    OverloadedError,
+    PromptTooLongError,
+    TandemError,
+    UnavailableError,
+)
+from tests.node_double import (
+    ScriptedNode,
+    client_of,
+    metric,
+    running_cluster,
+    tokens_of,
+    until_used,
+)
+
+PROMPT = [5, 6, 7]
+ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
+NODE_FAULTS = [
+    UnavailableError("draining"),
+    OverloadedError("full"),
+    EngineDeadError("dead"),
+    TandemError("bug"),
+]
+
+
+def prefiller(name: str, **options: Any) -> ScriptedNode:
+    return ScriptedNode(name, "prefill", **options)
+
+
+def base_of(client: openai.AsyncOpenAI) -> str:
+    return str(client.base_url).removesuffix("/v1/")
+
+
+async def ask(client: openai.AsyncOpenAI) -> list[int]:
+    reply = await client.completions.create(**ASK, extra_body={"return_token_ids": True})
+    extra = reply.choices[0].model_extra
+    assert extra is not None
+    return list(extra["token_ids"])
+
+
+async def error_of(client: openai.AsyncOpenAI, **changes: Any) -> openai.APIStatusError:
+    with pytest.raises(openai.APIStatusError) as caught:
+        await client.completions.create(**{**ASK, **changes})
+    return caught.value
+
+
+@pytest.mark.parametrize("error", NODE_FAULTS, ids=repr)
+async def test_a_failing_p_is_replaced_by_the_next(error: TandemError) -> None:
+    bad, good, d = prefiller("p1", error=error), prefiller("p2"), ScriptedNode("d")
+    async with running_cluster([bad, good], [d]) as client:
+        assert await ask(client) == tokens_of(PROMPT, 4)
+    assert len(bad.requests) == len(good.requests) == 1
+    params = d.requests[0].kv_transfer_params
+    assert params is not None
+    assert params.remote_engine_id == good.engine_id
+
+
+async def test_after_two_failing_p_d_prefills_itself() -> None:
+    ps = [prefiller(f"p{index}", error=EngineDeadError("dead")) for index in range(3)]
+    d = ScriptedNode("d")
+    async with running_cluster(ps, [d]) as client:
+        assert await ask(client) == tokens_of(PROMPT, 4)
+        reasons = await metric(
+            base_of(client), "tandem_proxy_local_prefills_total", reason="prefill_failed"
+        )
+    assert [len(p.requests) for p in ps] == [1, 1, 0]
+    assert d.requests[0].kv_transfer_params is None
+    assert reasons == [1]
+
+
+async def test_a_p_that_keeps_its_params_to_itself_is_no_p() -> None:
+    p, d = prefiller("p", gives_params=False), ScriptedNode("d")
+    async with running_cluster([p], [d]) as client:
+        assert await ask(client) == tokens_of(PROMPT, 4)
+    assert d.requests[0].kv_transfer_params is None
+
+
+async def test_a_stuck_p_is_given_up_and_told() -> None:
+    p, d = prefiller("p", hang_at=0), ScriptedNode("d")
+    async with running_cluster([p], [d], first_token_timeout=0.2) as client:
+        assert await ask(client) == tokens_of(PROMPT, 4)
+    assert p.num_cut == 1
+    assert d.requests[0].kv_transfer_params is None
+
+
+async def test_a_p_that_died_is_not_asked_and_is_used_again_when_it_is_back() -> None:
+    p, d = prefiller("p"), ScriptedNode("d")
+    async with running_cluster([p], [d]) as client:
+        port = p.port
+        await p.close()
+        for _ in range(2):
+            assert await ask(client) == tokens_of(PROMPT, 4)
+        await until_used(base_of(client), 1)
+        await p.start(port)
+        await until_used(base_of(client), 2)
+        assert await ask(client) == tokens_of(PROMPT, 4)
+    assert len(p.requests) == 1
+
+
+@pytest.mark.parametrize("error", [*NODE_FAULTS, KVLoadError("lost")], ids=repr)
+async def test_a_d_that_fails_before_its_first_token_is_replaced(error: TandemError) -> None:
+    p, bad, good = prefiller("p"), ScriptedNode("d1", error=error), ScriptedNode("d2")
+    async with running_cluster([p], [bad, good]) as client:
+        assert await ask(client) == tokens_of(PROMPT, 4)
+    assert (len(p.requests), len(bad.requests), len(good.requests)) == (2, 1, 1)
+    fresh = good.requests[0].kv_transfer_params
+    assert fresh is not None
+    assert fresh.remote_request_id == "p-2"
+    assert p.released == [(p.engine_id, "p-1", "abort")]
+
+
+async def test_only_one_other_d_is_tried() -> None:
+    ds = [ScriptedNode(f"d{index}", error=OverloadedError("full")) for index in range(3)]
+    async with running_cluster([], ds) as client:
+        error = await error_of(client)
+    assert error.status_code == 429
+    assert error.response.headers["retry-after"] == "1"
+    assert [len(d.requests) for d in ds] == [1, 1, 0]
+
+
+async def test_a_refused_hand_over_is_p_s_fault_and_never_the_client_s() -> None:
+    p, d = prefiller("p"), ScriptedNode("d", error=KVTransferParamsError("foreign"))
+    async with running_cluster([p], [d]) as client:
+        error = await error_of(client)
+    assert error.status_code == 503
+    assert [request.kv_transfer_params is None for request in d.requests] == [False, True]
+
+
+async def test_a_client_s_mistake_is_told_once_and_not_retried() -> None:
+    error = PromptTooLongError("too long", param="prompt", code="context_length_exceeded")
+    ps, ds = [prefiller("p1", error=error), prefiller("p2")], [ScriptedNode("d")]
+    async with running_cluster(ps, ds) as client:
+        told = await error_of(client)
+    assert told.status_code == 400
+    assert told.body["code"] == "context_length_exceeded"  # type: ignore[index]
+    assert [len(node.requests) for node in (*ps, *ds)] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_d_lost_in_mid_stream_is_an_explicit_error(stream: bool) -> None:
+    p, d, other = prefiller("p"), ScriptedNode("d1", hang_at=2), ScriptedNode("d2")
+    async with running_cluster([p], [d, other]) as client:
+        body = {**ASK, "stream": stream}
+        url = f"{client.base_url}completions"
+        async with aiohttp.ClientSession() as session:
+            asking = asyncio.create_task(session.post(url, json=body))
+            await d.hanging.wait()
+            await d.close()
+            reply = await asking
+            text = await reply.text()
+    last = text.strip().splitlines()[-1].removeprefix("data: ")
+    assert "broke off after 2 tokens" in json.loads(last)["error"]["message"]
+    assert "[DONE]" not in text
+    assert reply.status == (200 if stream else 503)
+    assert not other.requests
+
+
+async def test_an_engine_that_fails_in_mid_stream_is_an_explicit_error() -> None:
+    d = ScriptedNode("d", error=EngineDeadError("dead"), fail_at=3)
+    async with running_cluster([], [d]) as client:
+        error = await error_of(client)
+    assert error.status_code == 503
+    assert "after 3 tokens" in error.message
+
+
+async def test_all_down_is_503_with_retry_after() -> None:
+    p, d = prefiller("p"), ScriptedNode("d")
+    async with running_cluster([p], [d]) as client:
+        await d.close()
+        error = await error_of(client)
+        await until_used(base_of(client), 1)
+        num_prefills = len(p.requests)
+        again = await error_of(client)
+    assert error.status_code == again.status_code == 503
+    assert again.response.headers["retry-after"] == "1"
+    assert len(p.requests) == num_prefills
+
+
+async def test_a_request_that_takes_too_long_ends() -> None:
+    p, d = prefiller("p"), ScriptedNode("d", hang_at=2)
+    async with running_cluster([p], [d], request_timeout=0.3) as client:
+        error = await error_of(client)
+    assert error.status_code == 503
+    assert d.num_cut == 1
+
+
+async def test_a_wrong_cluster_token_is_no_401_for_clients() -> None:
+    p, d = prefiller("p", token="other"), ScriptedNode("d", token="secret")
+    options = {"cluster_token": "secret"}
+    async with running_cluster([], [d], **options) as client:
+        assert await ask(client) == tokens_of(PROMPT, 4)
+        assert p.rpc is None
+        assert d.rpc is not None
+        d.token = "changed"
+        port = d.port
+        await d.close()
+        await d.start(port)
+        error = await error_of(client)
+    assert error.status_code == 503
+
+
+async def test_clients_need_the_api_key() -> None:
+    async with running_cluster([], [ScriptedNode("d")], api_key="k") as client:
+        assert (await error_of(client)).status_code == 401
+        async with client_of(base_of(client), "k") as known:
+            assert await ask(known) == tokens_of(PROMPT, 4)
