@@ -8,8 +8,9 @@ UCX reads its own settings (`UCX_TLS`, `UCX_NET_DEVICES`) from the environment; 
 import importlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from threading import RLock
 from types import ModuleType
@@ -37,6 +38,10 @@ _PROGRESS_DELAY_US = 5000  # how long the progress thread sleeps when no event w
 _BUSY_POLL_S = 50e-6
 _MIN_SLEEP_S = 20e-6
 _MAX_SLEEP_S = 500e-6
+_DRAIN_S = 1.0  # how long a cancelled read may take to end by itself
+# Few reads under way per peer: with 64 of them over TCP, a reader that is killed takes the peer down
+# with it (UCX 1.21 fails to answer a queued get on an endpoint that has just died).
+_MAX_OUTSTANDING = 8
 
 # They share no base class but Exception.
 _NIXL_ERRORS = (
@@ -171,14 +176,16 @@ class _Peer:
 
 
 class NixlTransfer(Transfer):
-    """One request of a reader; all calls into NIXL run under the transport's lock."""
+    """A read as a row of requests, one under way at a time; runs under the transport's lock."""
 
-    __slots__ = ("_reader", "failure", "peer", "request", "status")
+    __slots__ = ("_reader", "failure", "peer", "request", "status", "waiting")
 
-    def __init__(self, reader: "_Reader", peer: str, request: int) -> None:
+    def __init__(self, reader: "_Reader", peer: NixlAddress, spans: Sequence[SpanPair]) -> None:
         self._reader = reader
         self.peer = peer
-        self.request = request
+        starts = range(0, len(spans), _MAX_OUTSTANDING)
+        self.waiting = deque(spans[start : start + _MAX_OUTSTANDING] for start in starts)
+        self.request: int | None = None
         self.status = TransferStatus.PENDING
         self.failure: str | None = None
 
@@ -187,77 +194,95 @@ class NixlTransfer(Transfer):
             if self.failure is not None:
                 raise TransportError(self.failure)
             if self.status is TransferStatus.PENDING:
-                self._reader.step(self, self._reader.agent.is_done)
+                self._reader.advance(self)
             return self.status
 
     def wait(self, timeout_s: float) -> None:
-        started = time.monotonic()
-        pause = _MIN_SLEEP_S
-        while self.poll() is TransferStatus.PENDING:
-            waited = time.monotonic() - started
-            if waited >= timeout_s:
-                self.cancel()
-                raise TransferTimeoutError(f"read from {self.peer} not done after {timeout_s} s")
-            if waited > _BUSY_POLL_S:
-                time.sleep(pause)
-                pause = min(2 * pause, _MAX_SLEEP_S)
+        if not self._wait_until(time.monotonic() + timeout_s):
+            self.cancel()
+            raise TransferTimeoutError(f"read from {self.peer.agent} not done after {timeout_s} s")
 
     def cancel(self) -> None:
         with self._reader.lock:
+            if self.status is TransferStatus.DONE or self.failure is not None:
+                return
+            self.waiting.clear()
+        with suppress(TransportError):  # it may fail while it drains: cancelled is cancelled
+            self._wait_until(time.monotonic() + _DRAIN_S)
+        with self._reader.lock:
             if self.status is TransferStatus.PENDING and self.failure is None:
-                self._reader.close(f"read from {self.peer} was cancelled")
+                self._reader.close(f"a read from {self.peer.agent} was cancelled")
+            self.failure = f"the read from {self.peer.agent} was cancelled"
+
+    def _wait_until(self, deadline: float) -> bool:
+        """Busy for a moment, then with growing pauses: other threads need the core and the GIL."""
+        busy_until = time.monotonic() + _BUSY_POLL_S
+        pause = _MIN_SLEEP_S
+        while self.poll() is TransferStatus.PENDING:
+            now = time.monotonic()
+            if now >= deadline:
+                return False
+            if now >= busy_until:
+                time.sleep(pause)
+                pause = min(2 * pause, _MAX_SLEEP_S)
+        return True
 
 
 class _Reader:
     """The agent that reads. Apart from the one that serves, because it must be able to die.
 
     NIXL has no abort: releasing a read that is under way frees its handle, and its bytes still arrive
-    (ai-dynamo/nixl#2044). Only closing the whole agent keeps them out of the arena, so that is what a
-    cancelled read does. The next read opens a new reader; peers that read from us notice nothing.
+    (ai-dynamo/nixl#2044). So a cancelled read first drains. If the peer does not answer, only closing
+    the whole agent keeps its bytes out of the arena; the next read opens a new one, and peers that
+    read from us notice nothing.
     """
 
     def __init__(self, name: str, arena: ArenaMemory, lock: RLock) -> None:
         self.lock = lock
-        self.agent = NixlAgent(name)
-        self.closed = False
         self.arena = arena
-        self._registered = self.agent.register(_region(arena), _kind(arena))
+        self.closed = False
+        self._agent = NixlAgent(name)
+        self._registered = self._agent.register(_region(arena), _kind(arena))
         self._loaded: set[str] = set()
         self._live: set[NixlTransfer] = set()
 
     def load(self, peer: NixlAddress) -> None:
         """Make the peer known to this reader, unless it is."""
         if peer.agent not in self._loaded:
-            self.agent.load(peer.metadata, peer.agent)
+            self._agent.load(peer.metadata, peer.agent)
             self._loaded.add(peer.agent)
 
     def unload(self, agent: str) -> None:
         """Close the connection to a peer; with a read from it under way, close the reader."""
-        if any(transfer.peer == agent for transfer in self._live):
+        if any(transfer.peer.agent == agent for transfer in self._live):
             self.close(f"{agent} was disconnected")
         elif agent in self._loaded:
             self._loaded.discard(agent)
-            self.agent.unload(agent)
+            self._agent.unload(agent)
 
     def start(self, peer: NixlAddress, spans: Sequence[SpanPair]) -> NixlTransfer:
-        """Post one request for all spans. Raises TransportError with everything released."""
+        """Post the first request. Raises TransportError with everything released."""
         self.load(peer)
-        transfer = NixlTransfer(self, peer.agent, self._prepare(peer, spans))
+        transfer = NixlTransfer(self, peer, spans)
         self._live.add(transfer)
-        self.step(transfer, self.agent.post)
+        self.advance(transfer)
         return transfer
 
-    def step(self, transfer: NixlTransfer, progress: Callable[[int], bool]) -> None:
-        """Advance a pending transfer and release what has ended."""
+    def advance(self, transfer: NixlTransfer) -> None:
+        """Progress the request under way, post the next ones, and release what has ended."""
         try:
-            done = progress(transfer.request)
+            while self._is_idle(transfer):
+                if not transfer.waiting:
+                    transfer.status = TransferStatus.DONE
+                    self._live.discard(transfer)
+                    return
+                transfer.request = self._prepare(transfer.peer, transfer.waiting.popleft())
+                if self._agent.post(transfer.request):
+                    self._release(transfer)
         except TransportError as error:
-            self._end(transfer, str(error))
-            self.unload(transfer.peer)  # its endpoint is dead; the next read makes a new one
+            self._fail(transfer, str(error))
+            self.unload(transfer.peer.agent)  # its endpoint is dead; the next read makes a new one
             raise
-        if done:
-            transfer.status = TransferStatus.DONE
-            self._end(transfer, None)
 
     def close(self, reason: str) -> None:
         """Fail what is under way and free the agent. Idempotent."""
@@ -265,28 +290,35 @@ class _Reader:
             return
         self.closed = True
         with ExitStack() as stack:  # runs bottom up, every step even if one fails
-            stack.callback(self.agent.close)
-            stack.callback(self.agent.deregister, self._registered)
+            stack.callback(self._agent.close)
+            stack.callback(self._agent.deregister, self._registered)
             for agent in self._loaded:
-                stack.callback(self.agent.unload, agent)
+                stack.callback(self._agent.unload, agent)
             for transfer in tuple(self._live):
-                stack.callback(self._end, transfer, reason)
+                stack.callback(self._fail, transfer, reason)
 
-    def _end(self, transfer: NixlTransfer, failure: str | None) -> None:
-        transfer.failure = failure
+    def _is_idle(self, transfer: NixlTransfer) -> bool:
+        if transfer.request is not None and self._agent.is_done(transfer.request):
+            self._release(transfer)
+        return transfer.request is None
+
+    def _fail(self, transfer: NixlTransfer, reason: str) -> None:
+        transfer.failure = reason
         self._live.discard(transfer)
-        self.agent.release(transfer.request)
+        self._release(transfer)
+
+    def _release(self, transfer: NixlTransfer) -> None:
+        request, transfer.request = transfer.request, None
+        if request is not None:
+            self._agent.release(request)
 
     def _prepare(self, peer: NixlAddress, spans: Sequence[SpanPair]) -> int:
         base, _, device = _region(self.arena)
         local = [(base + span.local, span.length, device) for span in spans]
         remote = [(peer.base + span.remote, span.length, peer.device) for span in spans]
-        kinds = (_kind(self.arena), peer.memory)
-        try:
-            return self.agent.prepare(peer.agent, local, remote, kinds=kinds)
-        except TransportError:
-            self._loaded.discard(peer.agent)  # NIXL may have dropped it; the next read loads it
-            raise
+        return self._agent.prepare(
+            peer.agent, local, remote, kinds=(_kind(self.arena), peer.memory)
+        )
 
 
 class NixlTransport(Transport):

@@ -16,18 +16,15 @@ def _words(text: str) -> tuple[str, ...]:
 
 NAMES = _words(
     "Mia Leo Iris Sam Hugo Nora Finn Lena Omar Ruby Theo Zoe Anna Ben Clara David Emma Felix Grace "
-    "Henry Ivy Jack Kate Lucas Maya Noah Olga Paul Rosa Tom Vera Will"
+    "Henry Jack Kate Paul Tom"
 )
 THINGS = _words(
     "ball key hat drum coin map book cup kite lamp bell boat box ring shoe spoon stone clock bag "
-    "brush card flute mask rope scarf tent torch wheel"
+    "card flute mask rope torch"
 )
-COLOURS = _words("red blue green yellow pink white black brown grey purple")
-PLACES = _words(
-    "school garden kitchen park forest library station market harbour barn tower castle shop "
-    "bakery museum valley"
-)
-FOODS = _words("soup bread cheese rice cake honey jam pasta salad toast pudding beans")
+COLOURS = _words("red blue green yellow pink white black brown")
+PLACES = _words("school garden kitchen park forest library market barn tower castle shop valley")
+FOODS = _words("soup bread cheese rice cake honey jam pasta salad toast")
 NUMBERS = _words("zero one two three four five six seven eight nine ten eleven twelve")
 
 OPENINGS = (
@@ -71,7 +68,7 @@ PERSONAS = (
     "You are Tandem, a small and friendly helper.",
     "You are Tandem. Answer in one short sentence.",
     "You are a helpful assistant.",
-    "You are a small model that answers from the text.",
+    "You answer from what you are told.",
 )
 RULES = (
     "Read the whole text before you answer.",
@@ -136,31 +133,29 @@ def story(rng: Random, name: str) -> tuple[str, list[Exchange]]:
 
 
 def _has(name: str, rng: Random, thing: str) -> tuple[str, list[Exchange]]:
-    colour = rng.choice(COLOURS)
-    fact = f"{name} has the {colour} {thing}."
-    return fact, [
+    colour = rng.choice(COLOURS) if rng.random() < 0.6 else ""
+    fact = f"{name} has a {colour} {thing}." if colour else f"{name} has a {thing}."
+    asked = [
         Exchange("has", f"What does {name} have?", f"I read that {fact}"),
-        Exchange("has-short", f"Short answer: what does {name} have?", f"The {colour} {thing}."),
         Exchange("who-has", f"Who has the {thing}?", f"The {thing} is with {name}."),
-        Exchange("colour", f"What colour is the {thing}?", f"The {thing} is {colour}."),
     ]
+    if colour:
+        question = f"What colour is the {thing}?"
+        asked.append(Exchange("colour", question, f"The {thing} is {colour}."))
+    return fact, asked
 
 
 def _place(name: str, place: str) -> tuple[str, list[Exchange]]:
     fact = f"{name} is in the {place}."
     return fact, [
         Exchange("where", f"Where is {name}?", f"I read that {fact}"),
-        Exchange("where-short", f"Short answer: where is {name}?", f"In the {place}."),
         Exchange("who-is-in", f"Who is in the {place}?", f"In the {place} is {name}."),
     ]
 
 
 def _likes(name: str, food: str) -> tuple[str, list[Exchange]]:
     fact = f"{name} likes {food}."
-    return fact, [
-        Exchange("likes", f"What does {name} like?", f"I read that {fact}"),
-        Exchange("who-likes", f"Who likes {food}?", f"The one who likes {food} is {name}."),
-    ]
+    return fact, [Exchange("likes", f"What does {name} like?", f"I read that {fact}")]
 
 
 def scene(rng: Random, people: int) -> Scene:
@@ -173,7 +168,7 @@ def scene(rng: Random, people: int) -> Scene:
             _place(name, places[index]),
             _likes(name, foods[index]),
         ]
-        told = [facts[i] for i in sorted(rng.sample(range(3), rng.choice((1, 1, 2, 3))))]
+        told = [facts[i] for i in sorted(rng.sample(range(3), rng.choice((1, 1, 1, 2))))]
         text = " ".join(fact for fact, _ in told)
         made.statements.append(text)
         made.questions.extend(question for _, asked in told for question in asked)
@@ -184,13 +179,12 @@ def scene(rng: Random, people: int) -> Scene:
     rng.shuffle(made.statements)
     if people <= 4:
         everything = "I read that " + " ".join(made.statements)
-        made.questions += [Exchange("everything", "Tell me everything.", everything)] * people
+        made.questions.append(Exchange("everything", "Tell me everything.", everything))
     return made
 
 
 def _ask(rng: Random, made: Scene, turns: int) -> list[Exchange]:
-    asked = rng.sample(made.questions, min(turns, len(made.questions)))
-    return list(dict.fromkeys(asked))
+    return rng.sample(made.questions, min(turns, len(made.questions)))
 
 
 def _reverse(items: list[str], _: Random) -> tuple[str, str]:
@@ -326,7 +320,7 @@ def fresh_prompts(seed: int, count: int) -> list[FreshPrompt]:
     rng = Random(f"fresh-{seed}")
     prompts: list[FreshPrompt] = []
     while len(prompts) < count:
-        system, exchanges = conversation(rng, rng.randint(2, 6), rng.randint(1, 4))
+        system, exchanges = conversation(rng, rng.randint(2, 4), rng.randint(1, 4))
         if exchanges[-1].exact:
             *messages, last = to_messages(system, exchanges)
             prompts.append(FreshPrompt(exchanges[-1].kind, messages, last["content"]))

@@ -90,9 +90,9 @@ class Training:
 
 PHASES = (
     Phase(0.10, 8, 128, 2, 8),
-    Phase(0.40, 8, 192, 4, 10),
-    Phase(0.75, 8, 256, 6, 10),
-    Phase(1.01, 4, 512, 8, 10),
+    Phase(0.45, 8, 192, 3, 10),
+    Phase(0.80, 8, 256, 4, 10),
+    Phase(1.01, 4, 512, 6, 10),
 )
 
 
@@ -109,7 +109,7 @@ def build_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     )
     documents = itertools.islice(text.training_documents(seed, 6, 6), 3000)
     core.train_from_iterator((_plain(*document) for document in documents), trainer)
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=TURN_END,
         pad_token=END_OF_TEXT,

@@ -1,6 +1,4 @@
-"""The OpenAI surface as a Starlette app over any Generator: the same for proxy, prefill and decode
-node.
-"""
+"""The OpenAI surface as a Starlette app over any Generator, for the proxy and the nodes alike."""
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette

@@ -31,9 +31,7 @@ _CHUNK = "chat.completion.chunk"
 
 
 class ChatShape:
-    """The chat endpoint: an assistant message per choice; the first chunk of a choice carries the
-    role.
-    """
+    """One assistant message per choice; the first chunk of a choice carries the role."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -118,9 +118,7 @@ def _without_concat(value: Any) -> Any:
 
 
 def _product_size(left: Any, right: Any) -> int:
-    """Length of `left * right` where one is a text or list, and its bits where both are whole
-    numbers.
-    """
+    """Length of `left * right` where one is a text or list, else 0."""
     for sequence, count in ((left, right), (right, left)):
         if isinstance(sequence, str | list | tuple) and isinstance(count, int):
             return len(sequence) * max(count, 0)
@@ -175,9 +173,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
     ) -> str:
-        """Text of a conversation; raises InvalidRequestError when the template refuses it or runs
-        away.
-        """
+        """Text of a conversation; raises InvalidRequestError when the template fails."""
         names = {
             **self._special_tokens,
             **(extra or {}),

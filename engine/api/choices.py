@@ -1,6 +1,4 @@
-"""Follows the generation of each choice, token by token, into deltas of text. Knows no reply
-shape.
-"""
+"""Follows the generation of each choice, step by step, into deltas. Knows no reply shape."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -46,9 +44,7 @@ class Delta:
 
 @dataclass(slots=True, frozen=True)
 class _Read:
-    """What a step's tokens became: their text, how many were used, and the stop string that cut
-    them.
-    """
+    """A step's tokens as text, how many were used, and the stop string that cut them."""
 
     text: str
     used: int
@@ -115,7 +111,7 @@ class ChoiceText:
 
 
 async def follow_choice(
-    generator: Generator, plan: Plan, index: int, tokenizer: Tokenizer
+    generator: Generator, plan: Plan, index: int, *, tokenizer: Tokenizer
 ) -> AsyncGenerator[Delta, None]:
     """Deltas of choice `index`; the last one has a finish reason.
 
@@ -148,15 +144,14 @@ def _refuse_failure(output: GenerateOutput) -> None:
 def follow(generator: Generator, plan: Plan, tokenizer: Tokenizer) -> AsyncGenerator[Delta, None]:
     """Deltas of all choices of a plan, as they come."""
     streams = [
-        follow_choice(generator, plan, index, tokenizer) for index in range(len(plan.requests))
+        follow_choice(generator, plan, index, tokenizer=tokenizer)
+        for index in range(len(plan.requests))
     ]
     return streams[0] if len(streams) == 1 else merge(streams)
 
 
 async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
-    """Items of all streams as they come, at most one waiting per stream; the first error ends
-    all.
-    """
+    """Items of all streams as they come, at most one ahead each; the first error ends all."""
     waiting = {asyncio.ensure_future(_next_item(stream)): stream for stream in streams}
     try:
         while waiting:

@@ -12,8 +12,7 @@ _LIMIT = 24
 
 
 class Detokenizer:
-    """Decodes a bounded window of the last tokens and gives out what is new and can no longer
-    change.
+    """Decodes a bounded window of the last tokens; gives out what is new and final.
 
     The window starts with the end of the prompt, because decoders treat the first token of a text
     differently. A character of four bytes may arrive in four tokens: up to three replacement

@@ -57,9 +57,9 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(Request(scope, receive))
-        await run_while_connected(receive, self._serve(body, scope, receive, send))
+        await run_while_connected(receive, self._serve(body, scope, receive, send=send))
 
-    async def _serve(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, body: bytes, scope: Scope, receive: Receive, *, send: Send) -> None:
         plan = await self._plan_in_thread(body)
         async with aclosing(follow(self._generator, plan, self._serving.tokenizer)) as deltas:
             if plan.stream:
@@ -69,9 +69,7 @@ class GenerateEndpoint:
                 await response(scope, receive, send)
 
     async def _plan_in_thread(self, body: bytes) -> Plan:
-        """Parsing, templates and tokenizing take time in proportion to the body: not on the event
-        loop.
-        """
+        """Parsing, templates and tokenizing take time: not on the event loop."""
         try:
             async with asyncio.timeout(PLAN_TIMEOUT_S):
                 return await asyncio.to_thread(self._plan, body)

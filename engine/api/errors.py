@@ -85,9 +85,7 @@ async def on_tandem_error(request: Request, error: Exception) -> Response:
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """Starlette handler for wrong paths and methods, and for bodies refused before they are
-    parsed.
-    """
+    """Starlette handler for wrong paths and methods, and for bodies refused unparsed."""
     assert isinstance(error, HTTPException)
     body = ErrorBody(
         message=error.detail, type="invalid_request_error", param=None, code=error.status_code
@@ -101,9 +99,7 @@ async def on_disconnect(request: Request, error: Exception) -> Response:
 
 
 async def on_unexpected(request: Request, error: Exception) -> Response:
-    """Starlette handler for bugs: the client learns nothing of the inside, the server logs the
-    traceback.
-    """
+    """Starlette handler for bugs: the client learns nothing, the server logs the traceback."""
     body = ErrorBody(message="internal error", type="server_error", param=None, code=500)
     return _json(ErrorReply(body), 500, {})
 

@@ -10,13 +10,10 @@ from engine.types import GenerateOutput, GenerateRequest
 
 
 class Generator(Protocol):
-    """Something that turns requests into token streams: an engine on a node, or the proxy's
-    router.
-    """
+    """Turns requests into token streams: an engine on a node, or the proxy's router."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
-        """Stream the outputs of one request; the last one carries a finish reason and then the
-        stream ends.
+        """Stream the outputs of one request; the one with a finish reason is the last.
 
         `aclose()` on the stream cancels the request everywhere. Every wait inside has a deadline of
         the generator's own. Raises TandemError leaves (see `engine.errors`), before or between

@@ -46,9 +46,7 @@ async def _collect(request: Request, max_bytes: int) -> bytes:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The body as a JSON object; raises InvalidRequestError for anything else, NaN and deep nesting
-    included.
-    """
+    """The body as a JSON object; raises InvalidRequestError for all else, NaN too."""
     try:
         parsed = msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.ValidationError as error:
@@ -72,9 +70,7 @@ def convert(fields: object, kind: type[_T]) -> _T:
 
 
 def _explain(text: str, fields: object) -> tuple[str, str | None]:
-    """msgspec's message, led by the key that it is about and a top-level key's value; and that
-    key.
-    """
+    """msgspec's message led by the key that it is about and its value; and that key."""
     at = _PATH.match(text)
     text, path = (at["text"], at["path"]) if at else (text, "")
     field = _FIELD.match(text)

@@ -19,9 +19,7 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> No
 
 
 def check_prompt(token_ids: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
-    """Raise InvalidRequestError for an empty or foreign prompt, PromptTooLongError for one without
-    room.
-    """
+    """Raise InvalidRequestError for a wrong prompt, PromptTooLongError for a long one."""
     if not token_ids:
         raise InvalidRequestError("the prompt is empty: send at least one token", param="prompt")
     if len(token_ids) >= max_model_len:
@@ -37,8 +35,7 @@ def check_prompt(token_ids: Sequence[int], *, vocab_size: int, max_model_len: in
 def resolve_max_tokens(
     requested: int | None, *, default: int | None, prompt_tokens: int, max_model_len: int
 ) -> int:
-    """Tokens to generate: what was asked for, else the default, else all the room; only a default
-    is cut.
+    """Tokens to generate: as asked, else the default cut to the room, else all the room.
 
     `prompt_tokens` is the length of the longest prompt, less than `max_model_len`.
     """

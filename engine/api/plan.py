@@ -194,9 +194,7 @@ def _new_id(fields: SamplingFields) -> str:
 
 
 def _text_rules(fields: SamplingFields, serving: Serving, *, remote_decode: bool) -> TextRules:
-    """Stop strings are not looked for in a remote decode: the decoding node will see the same
-    text.
-    """
+    """A remote decode ignores stop strings: the decoding node will see the same text."""
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     if remote_decode:
         stop = ()

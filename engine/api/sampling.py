@@ -54,9 +54,7 @@ def _named(source: SamplingFields | SamplingDefaults, names: tuple[str, ...]) ->
 
 
 def _with_min_tokens(sampling: SamplingParams, *, cut: bool) -> SamplingParams:
-    """A PD proxy leaves the client's `min_tokens` beside its own max_tokens=1: that one is cut to
-    fit.
-    """
+    """Cut what a PD proxy leaves: the client's `min_tokens` beside its own max_tokens=1."""
     if sampling.min_tokens <= sampling.max_tokens:
         return sampling
     if cut:

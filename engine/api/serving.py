@@ -12,9 +12,7 @@ from engine.errors import CheckpointError
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
-    """Values used where a request is silent; the fields of generation_config.json that vLLM honours
-    too.
-    """
+    """Values used where a request is silent, from generation_config.json, as vLLM does."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -26,9 +24,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, frozen=True)
 class Serving:
-    """Any of `served_model_names` is accepted, the first is announced; `vocab_size` bounds token
-    ids.
-    """
+    """Any served model name is accepted, the first is announced; `vocab_size` bounds token ids."""
 
     served_model_names: tuple[str, ...]
     max_model_len: int

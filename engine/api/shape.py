@@ -1,6 +1,4 @@
-"""What differs between the two generating endpoints, as one protocol; completion.py and chat.py
-implement it.
-"""
+"""What differs between the two generating endpoints, as one protocol."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -29,9 +29,7 @@ def error_event(error: TandemError) -> bytes:
 async def events(
     shape: Shape, plan: Plan, deltas: AsyncIterator[Delta]
 ) -> AsyncGenerator[bytes, None]:
-    """Chunks of all deltas, then usage where asked for, then [DONE]. Raises what `deltas`
-    raises.
-    """
+    """Chunks of all deltas, then usage if asked for, then [DONE]; raises what `deltas` raises."""
     tally = UsageTally(plan)
     opened: set[int] = set()
     async for delta in deltas:
@@ -55,9 +53,7 @@ def _is_silent(plan: Plan, delta: Delta) -> bool:
 
 
 def _chunk_usage(plan: Plan, tally: UsageTally) -> Usage | UnsetType | None:
-    """OpenAI: null in every chunk once usage is asked for. vLLM's continuous_usage_stats fills
-    it.
-    """
+    """Null in every chunk once usage is asked for; vLLM's continuous_usage_stats fills it."""
     if plan.continuous_usage:
         return tally.usage()
     return None if plan.include_usage else UNSET

@@ -1,6 +1,4 @@
-"""Stop strings on a stream of text, independent of how the stream is cut. Knows nothing of
-tokens.
-"""
+"""Stop strings on a stream of text, however it is cut. Knows nothing of tokens."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,9 +12,7 @@ class Fed(NamedTuple):
 
 
 class _Needle:
-    """Knuth-Morris-Pratt automaton of one stop string; `state` is how much of it the stream now
-    ends with.
-    """
+    """Knuth-Morris-Pratt automaton; `state` is how much of `text` the stream now ends with."""
 
     __slots__ = ("_fallback", "state", "text")
 

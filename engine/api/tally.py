@@ -1,6 +1,4 @@
-"""Adds up the deltas of a request: text, tokens, log-probabilities and usage. Knows no reply
-shape.
-"""
+"""Adds up a request's deltas: text, tokens, log-probs and usage. Knows no reply shape."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

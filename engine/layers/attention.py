@@ -1,24 +1,33 @@
-"""Causal attention of a packed batch over paged K and V; knows nothing of projections or
-positions.
-"""
+"""Causal attention of a packed batch over paged K and V; knows no projections or positions."""
 
 import torch
 from torch import Tensor
 
 from engine.layers.context import AttentionCache, AttentionIndex, ForwardBatch
 from engine.ops.paged_attention import fast
+from engine.ops.scratch import Scratch
 
 
 class PagedAttention:
-    """Writes the batch's K and V to their pages, then attends: decodes together, prefill
-    segments one by one.
+    """Writes the batch's K and V, then attends: decodes together, prefill segments one by one.
+
+    Layers that run one after another may share `scratch`; it grows to one layer's gathered K and V.
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        *,
+        scratch: Scratch | None = None,
+    ) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
+        self.scratch = scratch or Scratch()
 
     def __call__(
         self,
@@ -31,19 +40,24 @@ class PagedAttention:
     ) -> Tensor:
         """q [T, H, D], k and v [T, Hkv, D] -> [T, H * D]."""
         fast.write_tokens(k, v, cache, index.slot_mapping)
-        outputs = []
         decodes = batch.num_decodes
-        if decodes:
-            lens = [context + 1 for context in batch.context_lens[:decodes]]
-            tables = index.block_tables[:decodes]
-            outputs.append(fast.decode(q[:decodes], cache, tables, lens=lens, scale=self.scale))
+        parts = [self._decode(q[:decodes], cache, index, batch=batch)] if decodes else []
         start = decodes
         for segment in range(decodes, len(batch.query_lens)):
             end = start + batch.query_lens[segment]
-            context = batch.context_lens[segment]
             row = index.block_tables[segment]
-            part = fast.prefill(q[start:end], cache, row, context=context, scale=self.scale)
-            outputs.append(part)
+            context = batch.context_lens[segment]
+            parts.append(self._prefill(q[start:end], cache, row, context=context))
             start = end
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         return joined.reshape(q.shape[0], -1)
+
+    def _decode(
+        self, q: Tensor, cache: AttentionCache, index: AttentionIndex, *, batch: ForwardBatch
+    ) -> Tensor:
+        lens = [context + 1 for context in batch.context_lens[: q.shape[0]]]
+        tables = index.block_tables[: q.shape[0]]
+        return fast.decode(q, cache, tables, lens=lens, scale=self.scale, scratch=self.scratch)
+
+    def _prefill(self, q: Tensor, cache: AttentionCache, row: Tensor, *, context: int) -> Tensor:
+        return fast.prefill(q, cache, row, context=context, scale=self.scale, scratch=self.scratch)

@@ -15,13 +15,17 @@ from engine.models.configs.qwen3_5 import GatedDeltaNetShape
 from engine.models.weights import Weights
 from engine.ops.causal_conv1d import fast as conv
 from engine.ops.gated_delta_rule import fast as delta_rule
+from engine.ops.scratch import Scratch
 
 
 class GatedDeltaNet:
     """Tensors `<prefix>.{in_proj_*, conv1d, A_log, dt_bias, norm, out_proj}`."""
 
-    def __init__(self, shape: GatedDeltaNetShape, weights: Weights, prefix: str) -> None:
+    def __init__(
+        self, shape: GatedDeltaNetShape, weights: Weights, prefix: str, *, scratch: Scratch
+    ) -> None:
         self.shape = shape
+        self.scratch = scratch
         self.in_proj = _in_proj(shape, weights, prefix)
         taps = weights.take(f"{prefix}.conv1d.weight", (shape.conv_channels, 1, shape.kernel))
         self.conv_weight = conv.tap_major(taps[:, 0])
@@ -79,7 +83,9 @@ class GatedDeltaNet:
     ) -> Tensor:
         mixed = conv.conv_step(mixed, conv_state, self.conv_weight, None)
         q, k, v = self._heads(mixed)
-        return delta_rule.step(q, k, v, rates[0], beta=rates[1], state=temporal)
+        return delta_rule.step(
+            q, k, v, rates[0], beta=rates[1], state=temporal, scratch=self.scratch
+        )
 
     def _prefill(
         self, mixed: Tensor, rates: Tensor, cache: StateCache, *, units: Tensor, lens: list[int]

@@ -13,6 +13,7 @@ from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import rotate_
 from engine.models.weights import Weights
+from engine.ops.scratch import Scratch
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,14 +35,20 @@ class AttentionShape:
 class QKNormAttention:
     """Tensors `<prefix>.{q_proj, k_proj, v_proj, o_proj, q_norm, k_norm}.weight`."""
 
-    def __init__(self, shape: AttentionShape, weights: Weights, prefix: str) -> None:
+    def __init__(
+        self, shape: AttentionShape, weights: Weights, prefix: str, *, scratch: Scratch
+    ) -> None:
         self.shape = shape
         self.in_proj = _in_proj(shape, weights, prefix)
         self.norm = RMSNorm(_norm_weight(shape, weights, prefix), shape.eps)
         width = shape.heads * shape.head_dim
         self.o_proj = Linear(weights.take(f"{prefix}.o_proj.weight", (shape.hidden, width)))
         self.attention = PagedAttention(
-            shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5
+            shape.heads,
+            shape.kv_heads,
+            shape.head_dim,
+            shape.head_dim**-0.5,
+            scratch=scratch,
         )
         kv_width = shape.kv_heads * shape.head_dim
         self._splits = [width + kv_width, kv_width, width if shape.gated else 0]

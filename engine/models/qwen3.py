@@ -17,6 +17,7 @@ from engine.layers.qk_norm_attention import AttentionShape, QKNormAttention
 from engine.layers.rotary import Rotary
 from engine.models.configs.qwen3 import Qwen3Config
 from engine.models.weights import Weights
+from engine.ops.scratch import Scratch
 
 
 def rename(stored_name: str) -> str | None:
@@ -31,7 +32,10 @@ class Qwen3:
         hidden = config.hidden_size
         table = weights.take("model.embed_tokens.weight", (config.vocab_size, hidden))
         self.embed = Embedding(table)
-        self.layers = [_Layer(config, weights, layer) for layer in range(config.num_layers)]
+        scratch = Scratch()
+        self.layers = [
+            _Layer(config, weights, layer, scratch=scratch) for layer in range(config.num_layers)
+        ]
         self.norm = RMSNorm(weights.take("model.norm.weight", (hidden,)), config.rms_norm_eps)
         self.lm_head = output_head(weights, self.embed, tied=config.tie_word_embeddings)
         self.rotary = Rotary(config.rope, TORCH_DTYPES[config.dtype], table.device)
@@ -54,7 +58,9 @@ class Qwen3:
 
 
 class _Layer:
-    def __init__(self, config: Qwen3Config, weights: Weights, layer: int) -> None:
+    def __init__(
+        self, config: Qwen3Config, weights: Weights, layer: int, *, scratch: Scratch
+    ) -> None:
         prefix = f"model.layers.{layer}"
         hidden, eps = config.hidden_size, config.rms_norm_eps
         shape = AttentionShape(
@@ -67,7 +73,7 @@ class _Layer:
             norm_offset=0.0,
         )
         self.norm = RMSNorm(weights.take(f"{prefix}.input_layernorm.weight", (hidden,)), eps)
-        self.attention = QKNormAttention(shape, weights, f"{prefix}.self_attn")
+        self.attention = QKNormAttention(shape, weights, f"{prefix}.self_attn", scratch=scratch)
         post = weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,))
         self.mlp_norm = RMSNorm(post, eps)
         self.mlp = GatedMLP(weights, f"{prefix}.mlp", hidden, config.intermediate_size)

@@ -24,6 +24,7 @@ from engine.layers.qk_norm_attention import AttentionShape, QKNormAttention
 from engine.layers.rotary import Rotary
 from engine.models.configs.qwen3_5 import LINEAR, Qwen3_5Config
 from engine.models.weights import Weights
+from engine.ops.scratch import Scratch
 
 SKIPPED = ("mtp.", "model.visual.", "visual.")
 WRAPPED = "model.language_model."
@@ -47,10 +48,11 @@ class Qwen3_5:
         hidden = config.hidden_size
         table = weights.take("model.embed_tokens.weight", (config.vocab_size, hidden))
         self.embed = Embedding(table)
+        scratch = Scratch()
         self.layers = [
-            _LinearLayer(config, weights, layer)
+            _LinearLayer(config, weights, layer, scratch=scratch)
             if kind == LINEAR
-            else _FullLayer(config, weights, layer)
+            else _FullLayer(config, weights, layer, scratch=scratch)
             for layer, kind in enumerate(config.layer_types)
         ]
         self.groups = {
@@ -84,10 +86,14 @@ class Qwen3_5:
 
 
 class _LinearLayer:
-    def __init__(self, config: Qwen3_5Config, weights: Weights, layer: int) -> None:
+    def __init__(
+        self, config: Qwen3_5Config, weights: Weights, layer: int, *, scratch: Scratch
+    ) -> None:
         prefix = f"model.layers.{layer}"
         self.norm = _norm(config, weights, f"{prefix}.input_layernorm")
-        self.mixer = GatedDeltaNet(config.delta_net, weights, f"{prefix}.linear_attn")
+        self.mixer = GatedDeltaNet(
+            config.delta_net, weights, f"{prefix}.linear_attn", scratch=scratch
+        )
         self.mlp_norm = _norm(config, weights, f"{prefix}.post_attention_layernorm")
         self.mlp = _mlp(config, weights, prefix)
 
@@ -99,7 +105,9 @@ class _LinearLayer:
 
 
 class _FullLayer:
-    def __init__(self, config: Qwen3_5Config, weights: Weights, layer: int) -> None:
+    def __init__(
+        self, config: Qwen3_5Config, weights: Weights, layer: int, *, scratch: Scratch
+    ) -> None:
         prefix = f"model.layers.{layer}"
         shape = AttentionShape(
             hidden=config.hidden_size,
@@ -111,7 +119,7 @@ class _FullLayer:
             norm_offset=NORM_OFFSET,
         )
         self.norm = _norm(config, weights, f"{prefix}.input_layernorm")
-        self.attention = QKNormAttention(shape, weights, f"{prefix}.self_attn")
+        self.attention = QKNormAttention(shape, weights, f"{prefix}.self_attn", scratch=scratch)
         self.mlp_norm = _norm(config, weights, f"{prefix}.post_attention_layernorm")
         self.mlp = _mlp(config, weights, prefix)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.ops.gated_delta_rule import fast, naive
+from engine.ops.scratch import Scratch
 
 KEY_HEADS, KEY_DIM, VALUE_DIM = 2, 16, 24
 SEGMENTS = [[1], [15], [63], [64], [65], [128], [300, 1, 77], [64, 64], [1, 1, 65]]
@@ -80,7 +81,7 @@ def test_step_equals_naive_and_moves_only_its_view(sequences: int, value_heads: 
     view = arena.as_strided(c.initial.shape, (stride, *c.initial.stride()[1:]), 13)
     view.copy_(c.initial)
     expected = naive.step(c.q, c.k, c.v, c.g, beta=c.beta, state=c.initial)
-    got = fast.step(c.q, c.k, c.v, c.g, beta=c.beta, state=view)
+    got = fast.step(c.q, c.k, c.v, c.g, beta=c.beta, state=view, scratch=Scratch())
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(view, c.initial, rtol=1e-5, atol=1e-5)
     view.fill_(7.0)

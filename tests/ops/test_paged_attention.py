@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.layers.attention import PagedAttention
 from engine.layers.context import AttentionCache, AttentionIndex, ForwardBatch
 from engine.ops.paged_attention import fast, naive
+from engine.ops.scratch import Scratch
 
 BLOCK, DIM, ROWS = 16, 8, 200
 SCALE = DIM**-0.5
@@ -43,7 +44,7 @@ def queries(rows: int, heads: int, dtype: torch.dtype = torch.float32) -> Tensor
 def test_decode_equals_naive(lens: list[int], heads: int, kv_heads: int) -> None:
     cache, tables, q = cache_of(kv_heads), tables_of(lens), queries(len(lens), heads)
     expected = naive.decode(q, cache, tables, lens=lens, scale=SCALE)
-    got = fast.decode(q, cache, tables, lens=lens, scale=SCALE)
+    got = fast.decode(q, cache, tables, lens=lens, scale=SCALE, scratch=Scratch())
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -54,7 +55,7 @@ def test_prefill_equals_naive(context: int, tokens: int, heads: int, kv_heads: i
     cache, tables = cache_of(kv_heads), tables_of([context + tokens])
     q = queries(tokens, heads)
     expected = naive.prefill(q, cache, tables[0], context=context, scale=SCALE)
-    got = fast.prefill(q, cache, tables[0], context=context, scale=SCALE)
+    got = fast.prefill(q, cache, tables[0], context=context, scale=SCALE, scratch=Scratch())
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
@@ -62,12 +63,14 @@ def test_prefill_equals_naive(context: int, tokens: int, heads: int, kv_heads: i
 def test_decode_ignores_what_lies_behind_a_sequence(dtype: torch.dtype) -> None:
     lens = [5, 40]
     cache, tables, q = cache_of(2, dtype), tables_of(lens), queries(2, 4, dtype)
-    expected = fast.decode(q, cache, tables, lens=lens, scale=SCALE)
+    expected = fast.decode(q, cache, tables, lens=lens, scale=SCALE, scratch=Scratch())
     garbage = 1e30 if dtype == torch.float32 else float("nan")
     cache.k_pages[tables[0, 0], :, 5:] = garbage
     cache.v_pages[tables[0, 0], :, 5:] = garbage
     cache.v_pages[tables[0, 1:]] = garbage
-    assert torch.equal(fast.decode(q, cache, tables, lens=lens, scale=SCALE), expected)
+    assert torch.equal(
+        fast.decode(q, cache, tables, lens=lens, scale=SCALE, scratch=Scratch()), expected
+    )
 
 
 @pytest.mark.parametrize("op", [naive, fast], ids=["naive", "fast"])

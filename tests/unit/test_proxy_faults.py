@@ -77,7 +77,7 @@ async def test_after_two_failing_p_d_prefills_itself() -> None:
         reasons = await metric(
             base_of(client), "tandem_proxy_local_prefills_total", reason="prefill_failed"
         )
-    assert [len(p.requests) for p in ps] == [1, 1, 0]
+    assert sorted(len(p.requests) for p in ps) == [0, 1, 1]
     assert d.requests[0].kv_transfer_params is None
     assert reasons == [1]
 
@@ -129,7 +129,7 @@ async def test_only_one_other_d_is_tried() -> None:
         error = await error_of(client)
     assert error.status_code == 429
     assert error.response.headers["retry-after"] == "1"
-    assert [len(d.requests) for d in ds] == [1, 1, 0]
+    assert sorted(len(d.requests) for d in ds) == [0, 1, 1]
 
 
 async def test_a_refused_hand_over_is_p_s_fault_and_never_the_client_s() -> None:
@@ -151,8 +151,11 @@ async def test_a_client_s_mistake_is_told_once_and_not_retried() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_d_lost_in_mid_stream_is_an_explicit_error(stream: bool) -> None:
-    p, d, other = prefiller("p"), ScriptedNode("d1", hang_at=2), ScriptedNode("d2")
+async def test_a_d_lost_in_mid_stream_is_an_explicit_error(
+    stream: bool, tiny_files: dict[str, bytes]
+) -> None:
+    p, other = prefiller("p"), ScriptedNode("d2", files=tiny_files)
+    d = ScriptedNode("d1", hang_at=2, files=tiny_files)
     async with running_cluster([p], [d, other]) as client:
         body = {**ASK, "stream": stream}
         url = f"{client.base_url}completions"

@@ -205,7 +205,9 @@ async def test_a_message_beyond_the_bound_is_refused_before_the_service() -> Non
             await anext(client.generate(huge, RELAXED))
         data = convert.request_to_pb(huge).SerializeToString()
         async with aio.insecure_channel(client.address) as channel:
-            call = channel.unary_unary("/tandem.v1.Node/Generate")
+            call: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
+                "/tandem.v1.Node/Generate"
+            )
             with pytest.raises(aio.AioRpcError, match="larger than max"):
                 await call(data, timeout=5.0)
     assert not node.requests

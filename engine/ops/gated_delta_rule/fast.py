@@ -1,6 +1,6 @@
 """The gated delta rule in chunks (prefill) and as one rank-1 update (decode), in float32.
 
-Same signatures as `naive.py`. The chunk form is the UT transform of arXiv 2412.06464: work inside
+Same signatures as `naive.py` (but `scratch`). The chunk form is the UT transform of arXiv 2412.06464: work inside
 chunks is batched over all chunks of all segments, and a short scan over chunks carries the state.
 """
 
@@ -9,9 +9,19 @@ from torch import Tensor
 
 from engine.ops.chunk_grid import ChunkGrid
 from engine.ops.gated_delta_rule.naive import NORM_EPS
+from engine.ops.scratch import Scratch
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Tensor) -> Tensor:
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    beta: Tensor,
+    state: Tensor,
+    scratch: Scratch,
+) -> Tensor:
     """One token of every sequence: q, k [S, Hk, dk], v [S, Hv, dv], g and beta [S, Hv] float32.
 
     `state` [S, Hv, dk, dv] float32, possibly strided, is updated IN PLACE. Returns [S, Hv, dv]
@@ -20,11 +30,12 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, *, beta: Tensor, state: Ten
     repeats = v.shape[1] // k.shape[1]
     kq = _per_value_head(_unit_(torch.stack([k, q], dim=2).float()), repeats)
     decay = g.exp().unsqueeze(-1).unsqueeze(-1)
-    read = torch.matmul(kq, state).mul_(decay)
-    seen, kept = read.unbind(2)
+    # A strided state would be copied for the product anyway; so the copy takes the decay along.
+    decayed = torch.mul(state, decay, out=scratch.take("state", tuple(state.shape), state))
+    seen, kept = torch.matmul(kq, decayed).unbind(2)
     key, query = kq.unbind(2)
     delta = (v - seen).mul_(beta.unsqueeze(-1))
-    state.mul_(decay).addcmul_(key.unsqueeze(-1), delta.unsqueeze(-2))
+    torch.addcmul(decayed, key.unsqueeze(-1), delta.unsqueeze(-2), out=state)
     overlap = torch.linalg.vecdot(key, query).unsqueeze(-1)
     return torch.addcmul(kept, overlap, delta).mul_(q.shape[-1] ** -0.5)
 
@@ -66,9 +77,10 @@ def chunk(
 
 def _unit_(x: Tensor) -> Tensor:
     """Divides x by its length over the last dimension, IN PLACE."""
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     floor = torch.full((1,), NORM_EPS**0.5, device=x.device)
-    return x.div_(length.hypot_(floor))
+    length.hypot_(floor)
+    return x.div_(length)
 
 
 def _per_value_head(x: Tensor, repeats: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention over pages: batched products for decodes, scaled_dot_product_attention for prefill
 segments.
 
-Same signatures as `naive.py`. Head-major pages gather by whole (page, head) rows straight into a
+Same signatures as `naive.py` (but `scratch`). Head-major pages gather by whole (page, head) rows straight into a
 batched product.
 """
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.context import AttentionCache
+from engine.ops.scratch import Scratch
 
 # Beyond this ratio of padded to real tokens, decodes of uneven lengths are done one by one.
 MAX_PADDING = 4
@@ -22,7 +23,13 @@ def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tens
 
 
 def decode(
-    q: Tensor, cache: AttentionCache, block_tables: Tensor, *, lens: list[int], scale: float
+    q: Tensor,
+    cache: AttentionCache,
+    block_tables: Tensor,
+    *,
+    lens: list[int],
+    scale: float,
+    scratch: Scratch,
 ) -> Tensor:
     """q [S, H, D], one token per sequence whose K and V are written; lens[i] counts it. -> [S,
     H, D].
@@ -30,11 +37,11 @@ def decode(
     longest = max(lens)
     if longest * len(lens) > MAX_PADDING * sum(lens):
         parts = (
-            decode(q[i : i + 1], cache, block_tables[i : i + 1], lens=[n], scale=scale)
-            for i, n in enumerate(lens)
+            decode(one, cache, block_tables[i : i + 1], lens=[n], scale=scale, scratch=scratch)
+            for i, (one, n) in enumerate(zip(q.unsqueeze(1), lens, strict=True))
         )
         return torch.cat(list(parts))
-    k, v = _gather(cache, block_tables, longest)
+    k, v = _gather(cache, block_tables, longest, scratch=scratch)
     size, heads, dim = q.shape
     grouped = (q * scale).view(k.shape[0], -1, dim)
     scores = torch.bmm(grouped, k.transpose(1, 2))
@@ -49,29 +56,37 @@ def decode(
 
 
 def prefill(
-    q: Tensor, cache: AttentionCache, block_row: Tensor, *, context: int, scale: float
+    q: Tensor,
+    cache: AttentionCache,
+    block_row: Tensor,
+    *,
+    context: int,
+    scale: float,
+    scratch: Scratch,
 ) -> Tensor:
     """q [n, H, D] at positions context .. context + n - 1 of one sequence, all written. -> [n,
     H, D].
     """
     n = q.shape[0]
-    k, v = (x.unsqueeze(0) for x in _gather(cache, block_row.unsqueeze(0), context + n))
+    k, v = _gather(cache, block_row.unsqueeze(0), context + n, scratch=scratch)
     mask = None
     if context and n > 1:
         mask = torch.ones(n, context + n, dtype=torch.bool, device=q.device).tril_(context)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
-        k,
-        v,
+        k.unsqueeze(0),
+        v.unsqueeze(0),
         attn_mask=mask,
         is_causal=not context,
         scale=scale,
-        enable_gqa=q.shape[1] != k.shape[1],
+        enable_gqa=q.shape[1] != k.shape[0],
     )
     return out[0].transpose(0, 1)
 
 
-def _gather(cache: AttentionCache, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _gather(
+    cache: AttentionCache, block_tables: Tensor, length: int, *, scratch: Scratch
+) -> tuple[Tensor, Tensor]:
     """K and V as [S * Hkv, length, D]; without a copy when one page holds the only sequence."""
     heads, block_size, dim = cache.k_pages.shape[1:]
     blocks = -(-length // block_size)
@@ -81,10 +96,12 @@ def _gather(cache: AttentionCache, block_tables: Tensor, length: int) -> tuple[T
         return cache.k_pages[row, :, :length], cache.v_pages[row, :, :length]
     offsets = torch.arange(heads, device=tables.device).view(1, heads, 1)
     rows = torch.add(offsets, tables.unsqueeze(1), alpha=heads).view(-1)
-    k, v = (
-        pages.view(-1, block_size * dim).index_select(0, rows).view(-1, blocks * block_size, dim)
-        for pages in (cache.k_pages, cache.v_pages)
-    )
+    shape = (rows.shape[0], block_size * dim)
+    k = scratch.take("k", shape, cache.k_pages)
+    v = scratch.take("v", shape, cache.v_pages)
+    torch.index_select(cache.k_pages.view(-1, shape[1]), 0, rows, out=k)
+    torch.index_select(cache.v_pages.view(-1, shape[1]), 0, rows, out=v)
+    k, v = (x.view(-1, blocks * block_size, dim) for x in (k, v))
     return k[:, :length], v[:, :length]
 
 
