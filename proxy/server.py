@@ -3,6 +3,7 @@
 import asyncio
 from functools import partial
 
+import structlog
 from prometheus_client import CollectorRegistry
 
 from engine.api.app import create_app
@@ -19,6 +20,8 @@ from proxy.metrics import ProxyMetrics
 from proxy.model_loader import load_serving
 from proxy.pd_flow import PdFlow
 from proxy.routing.policy import POLICIES
+
+log = structlog.get_logger()
 
 
 class ProxyServer:
@@ -90,6 +93,7 @@ class ProxyServer:
             accept_kv_transfer_params=False,
         )
         self._door.open(app)
+        log.info("proxy serves", url=f"http://{self._config.host}:{self.port}")
 
 
 def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:

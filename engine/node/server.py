@@ -33,7 +33,7 @@ from engine.models.loader import load_model
 from engine.node.connector import ConnectorBuilder, ConnectorSettings, NodeConnector
 from engine.node.gauges import register_gauges
 from engine.node.incarnation import new_engine_id
-from engine.node.limits import context_length
+from engine.node.limits import context_length, refuse_unavailable
 from engine.rpc.messages import NodeInfo
 from engine.rpc.node_service import NodeService
 from engine.rpc.server import RpcServer, start_server
@@ -96,6 +96,7 @@ class NodeServer:
         self._stopped.set()
 
     async def _start(self) -> None:
+        refuse_unavailable(self.config)
         torch.set_num_threads(self.config.num_threads)
         model = await asyncio.to_thread(self._read_model)
         plan = plan_arena(

@@ -97,8 +97,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     case = CASES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
     theirs = save_checkpoint(case, folder, SEED)
-    family = FAMILIES["NemotronHForCausalLM"]
-    config, ours = load(Family(family.from_reader, family.build, family.rename), folder)
+    config, ours = load_ours(folder)
     draw = torch.Generator().manual_seed(7)
     prompts = {
         key: torch.randint(VOCAB, (count,), generator=draw).tolist()
@@ -116,6 +115,11 @@ def save_checkpoint(case: dict[str, Any], folder: Path, seed: int) -> NemotronHF
         model.lm_head.weight.data.copy_(table)
     model.save_pretrained(folder)
     return model
+
+
+def load_ours(folder: Path, dtype: str | None = None) -> tuple[ModelConfig, Model]:
+    family = FAMILIES["NemotronHForCausalLM"]
+    return load(Family(family.from_reader, family.build, family.rename), folder, dtype)
 
 
 def reference_logits(model: NemotronHForCausalLM, tokens: list[int]) -> Tensor:
@@ -184,10 +188,7 @@ def test_greedy_tokens(pair: Pair) -> None:
 def test_bfloat16_stays_near_float32(pair: Pair, tmp_path: Path) -> None:
     """bfloat16 rounds at 0.4 %; over six layers, logits around 1 move by a few hundredths."""
     pair.theirs.save_pretrained(tmp_path)
-    family = FAMILIES["NemotronHForCausalLM"]
-    config, ours = load(
-        Family(family.from_reader, family.build, family.rename), tmp_path, "bfloat16"
-    )
+    config, ours = load_ours(tmp_path, "bfloat16")
     runner = Runner(config, ours, aligned=True)
     prompt = pair.prompts[0]
     parts = [runner.step({}, {0: prompt[:130]})[0]]
@@ -197,6 +198,19 @@ def test_bfloat16_stays_near_float32(pair: Pair, tmp_path: Path) -> None:
     assert error.max() < 1.0
 
 
+@pytest.mark.parametrize("aligned", [False, True])
+def test_bfloat16_states_lose_only_rounding(pair: Pair, tmp_path: Path, aligned: bool) -> None:
+    pair.theirs.config.mamba_ssm_cache_dtype = "bfloat16"
+    pair.theirs.save_pretrained(tmp_path)
+    config, ours = load_ours(tmp_path)
+    runner = Runner(config, ours, aligned=aligned)
+    prompt = pair.prompts[0]
+    parts = [runner.step({}, {0: prompt[:100]})[0]]
+    parts += [runner.step({0: token})[0] for token in prompt[100:]]
+    error = (torch.cat(parts) - pair.logits[0]).abs()
+    assert 0.0 < error.mean() < 0.02
+
+
 def test_time_steps_stay_within_the_configured_limit(tmp_path: Path) -> None:
     """transformers ignores the limit in this family but clamps from below by `time_step_min`."""
     case = CASES["groups"] | {"time_step_min": 0.5}
@@ -204,8 +218,7 @@ def test_time_steps_stay_within_the_configured_limit(tmp_path: Path) -> None:
     theirs.config.time_step_limit = [0.5, float("inf")]
     theirs.save_pretrained(tmp_path)
     prompt = list(range(VOCAB))
-    family = FAMILIES["NemotronHForCausalLM"]
-    config, ours = load(Family(family.from_reader, family.build, family.rename), tmp_path)
+    config, ours = load_ours(tmp_path)
     runner = Runner(config, ours)
     parts = [runner.step({}, {0: prompt[:50]})[0]]
     parts += [runner.step({0: token})[0] for token in prompt[50:]]

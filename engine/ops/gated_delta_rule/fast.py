@@ -1,7 +1,7 @@
 """The gated delta rule in chunks (prefill) and as one rank-1 update (decode), in float32.
 
-Same signatures as `naive.py` (but `scratch`). The chunk form is the UT transform of arXiv 2412.06464: work inside
-chunks is batched over all chunks of all segments, and a short scan over chunks carries the state.
+Signatures as in `naive.py`, and `scratch`. The chunk form is the UT transform of arXiv 2412.06464:
+work inside chunks is one batch over all chunks of all segments, a short scan carries the state.
 """
 
 import torch

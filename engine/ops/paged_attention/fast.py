@@ -1,8 +1,7 @@
-"""Attention over pages: batched products for decodes, scaled_dot_product_attention for prefill
-segments.
+"""Attention over pages: batched products for decodes, torch's fused attention for prefill segments.
 
-Same signatures as `naive.py` (but `scratch`). Head-major pages gather by whole (page, head) rows straight into a
-batched product.
+Signatures as in `naive.py`, and `scratch`. Head-major pages gather by whole (page, head) rows
+straight into a batched product.
 """
 
 import torch

@@ -1,0 +1,190 @@
+"""Which nodes the proxy finds, uses and refuses, and that it leaves nothing open."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.api.http_server import HttpServer
+from engine.errors import AuthenticationError, UnavailableError
+from proxy.cluster.node_url import parse_node_url, resolve_grpc_address
+from proxy.config import load_config
+from tests.node_double import (
+    ScriptedNode,
+    client_of,
+    cluster_config,
+    fetch,
+    running_cluster,
+    running_nodes,
+    running_proxy,
+    until,
+    until_status,
+    until_used,
+)
+
+ANSWER = b'{"grpc_port": 4321, "engine_id": "d-1", "kind": "decode", "later": [1]}'
+
+
+@asynccontextmanager
+async def http_node(body: bytes, status: int = 200, key: str = "") -> AsyncIterator[str]:
+    """Base URL of a node's HTTP port that answers /node_info like this."""
+
+    async def node_info(request: Request) -> Response:
+        is_known = not key or request.headers.get("authorization") == f"Bearer {key}"
+        return Response(body, status if is_known else 401)
+
+    app = Starlette(routes=[Route("/node_info", node_info)])
+    server = HttpServer(app, "127.0.0.1", 0, drain_timeout_s=1)
+    await server.start()
+    try:
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        await server.close()
+
+
+async def resolved(url: str, token: str | None = None) -> str:
+    return await resolve_grpc_address(parse_node_url(url), token=token, timeout_s=1.0)
+
+
+async def test_an_http_url_leads_to_the_grpc_port() -> None:
+    async with http_node(ANSWER, key="secret") as url:
+        assert await resolved(url, "secret") == "127.0.0.1:4321"
+        with pytest.raises(AuthenticationError):
+            await resolved(url, "guess")
+
+
+async def test_a_grpc_url_is_an_address_already() -> None:
+    assert await resolved("grpc://[::1]:4321") == "[::1]:4321"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (ANSWER, 500),
+        (ANSWER, 302),
+        (b"hello", 200),
+        (b'{"grpc_port": 0, "engine_id": "d", "kind": "decode"}', 200),
+        (b"[" * 1_000_000, 200),
+    ],
+)
+async def test_a_strange_answer_is_no_node(body: bytes, status: int) -> None:
+    async with http_node(body, status) as url:
+        with pytest.raises(UnavailableError):
+            await resolved(url)
+
+
+@pytest.mark.parametrize("talk", [b"", b"HTTP/1.1 200 OK\r\n"])
+async def test_a_server_that_never_answers_is_given_up(talk: bytes) -> None:
+    async def mute(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(talk)
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(mute, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(UnavailableError, match="no answer"):
+            await resolve_grpc_address(
+                parse_node_url(f"http://127.0.0.1:{port}"), token=None, timeout_s=0.1
+            )
+
+
+async def test_a_cluster_of_http_urls_serves() -> None:
+    d = ScriptedNode("d")
+    async with running_nodes(d):
+        answer = b'{"grpc_port": %d, "engine_id": "d-1", "kind": "decode"}' % d.port
+        async with http_node(answer) as url:
+            config = load_config(None, {"decode": (url,), "port": 0})
+            async with running_proxy(config) as base:
+                await until_status(f"{base}/ready", 200)
+
+
+@pytest.mark.parametrize("difference", [{"model": "other"}, {"vocab_size": 301}])
+async def test_a_node_of_another_model_is_refused_with_both_named(
+    difference: dict[str, object], capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, odd = ScriptedNode("d1"), ScriptedNode("d2")
+    for name, value in difference.items():
+        setattr(odd, name, value)
+    async with running_nodes(first, odd):
+        config = cluster_config([], [first, odd])
+        first_up = cluster_config([], [first])
+        del first_up
+        async with running_proxy(config) as base:
+            await until_status(f"{base}/ready", 200)
+            await until_used(base, 1)
+            for _ in range(4):
+                async with client_of(base) as client:
+                    name = (await client.models.list()).data[0].id
+                    await client.completions.create(model=name, prompt=[1], max_tokens=1)
+    assert sorted([len(first.requests), len(odd.requests)]) == [0, 4]
+    said = "".join(capfd.readouterr())
+    assert "refused" in said
+    assert "'tiny' with 300" in said
+    assert f"{odd.model!r} with {odd.vocab_size}" in said
+
+
+async def test_a_node_that_is_not_ready_gets_nothing() -> None:
+    ready, draining = ScriptedNode("d1"), ScriptedNode("d2", ready=False)
+    async with running_nodes(ready, draining):
+        async with running_proxy(cluster_config([], [ready, draining])) as base:
+            await until_used(base, 1)
+            draining.ready = True
+            await until_used(base, 2)
+            ready.ready = draining.ready = False
+            await until_status(f"{base}/ready", 503)
+            _, text = await fetch(f"{base}/ready")
+    assert "draining" in text
+
+
+async def test_a_node_that_moves_to_another_port_is_found_again() -> None:
+    d = ScriptedNode("d")
+    port = {"now": 0}
+
+    async def node_info(request: Request) -> Response:
+        body = b'{"grpc_port": %d, "engine_id": "d-1", "kind": "decode"}' % port["now"]
+        return Response(body)
+
+    http = HttpServer(
+        Starlette(routes=[Route("/node_info", node_info)]), "127.0.0.1", 0, drain_timeout_s=1
+    )
+    await http.start()
+    async with running_nodes(d):
+        port["now"] = d.port
+        config = load_config(None, {"decode": (f"http://127.0.0.1:{http.port}",), "port": 0})
+        async with running_proxy(config) as base:
+            await until_status(f"{base}/ready", 200)
+            await d.close()
+            await until_status(f"{base}/ready", 503)
+            await d.start()
+            port["now"] = d.port
+            await until_status(f"{base}/ready", 200)
+    await http.close()
+
+
+async def test_nothing_is_left_open() -> None:
+    async def one_life() -> None:
+        p, d = ScriptedNode("p", "prefill"), ScriptedNode("d")
+        async with running_cluster([p], [d]) as client:
+            ask = {"model": "tiny", "prompt": [1], "max_tokens": 3}
+            await client.completions.create(**ask)  # type: ignore[call-overload]
+            d.hang_at = 1
+            asking = asyncio.create_task(client.completions.create(**ask))  # type: ignore[call-overload]
+            await d.hanging.wait()
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+
+    await one_life()  # gRPC opens what it keeps for the process
+    tasks, files = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        await one_life()
+
+    async def is_as_before() -> bool:
+        return len(asyncio.all_tasks()) <= tasks and len(os.listdir("/proc/self/fd")) <= files
+
+    await until(is_as_before)
