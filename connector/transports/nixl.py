@@ -17,7 +17,6 @@ from types import ModuleType
 from typing import Annotated, Any, Literal
 
 import msgspec
-import numpy as np
 
 from connector.transports.base import (
     CompletedTransfer,
@@ -39,9 +38,6 @@ _BUSY_POLL_S = 50e-6
 _MIN_SLEEP_S = 20e-6
 _MAX_SLEEP_S = 500e-6
 _DRAIN_S = 1.0  # how long a cancelled read may take to end by itself
-# Few reads under way per peer: with 64 of them over TCP, a reader that is killed takes the peer down
-# with it (UCX 1.21 fails to answer a queued get on an endpoint that has just died).
-_MAX_OUTSTANDING = 8
 
 # They share no base class but Exception.
 _NIXL_ERRORS = (
@@ -132,15 +128,15 @@ class NixlAgent:
     def prepare(
         self,
         name: str,
-        local: Sequence[_Region],
-        remote: Sequence[_Region],
+        local: _Region,
+        remote: _Region,
         *,
         kinds: tuple[_MemoryKind, _MemoryKind],
     ) -> int:
-        """A read request, not yet posted."""
+        """A read request for one region, not yet posted; `kinds` of the local and remote memory."""
         lists = [
-            self._nixl.nixlXferDList(self._segment(kind), np.array(regions, dtype=np.uint64))
-            for kind, regions in zip(kinds, (local, remote), strict=True)
+            self._nixl.nixlXferDList(self._segment(kind), [region])
+            for kind, region in zip(kinds, (local, remote), strict=True)
         ]
         with self._typed(f"prepare a read from {name}"):
             read = self._nixl.NIXL_READ
@@ -176,15 +172,18 @@ class _Peer:
 
 
 class NixlTransfer(Transfer):
-    """A read as a row of requests, one under way at a time; runs under the transport's lock."""
+    """A read as one request per span, one after the other; runs under the transport's lock.
+
+    Not all at once, because UCX 1.21 over TCP aborts the process that serves a queued read of a reader
+    that has just died. One at a time makes that rare; only RDMA and same-host paths are free of it.
+    """
 
     __slots__ = ("_reader", "failure", "peer", "request", "status", "waiting")
 
     def __init__(self, reader: "_Reader", peer: NixlAddress, spans: Sequence[SpanPair]) -> None:
         self._reader = reader
         self.peer = peer
-        starts = range(0, len(spans), _MAX_OUTSTANDING)
-        self.waiting = deque(spans[start : start + _MAX_OUTSTANDING] for start in starts)
+        self.waiting = deque(spans)
         self.request: int | None = None
         self.status = TransferStatus.PENDING
         self.failure: str | None = None
@@ -231,10 +230,10 @@ class NixlTransfer(Transfer):
 class _Reader:
     """The agent that reads. Apart from the one that serves, because it must be able to die.
 
-    NIXL has no abort: releasing a read that is under way frees its handle, and its bytes still arrive
-    (ai-dynamo/nixl#2044). So a cancelled read first drains. If the peer does not answer, only closing
-    the whole agent keeps its bytes out of the arena; the next read opens a new one, and peers that
-    read from us notice nothing.
+    NIXL has no abort: releasing a read that is under way frees its handle, and its bytes still
+    arrive (ai-dynamo/nixl#2044). So a cancelled read first drains. If the peer does not answer, only
+    closing the whole agent keeps its bytes out of the arena; the next read opens a new one, and
+    peers that read from us notice nothing.
     """
 
     def __init__(self, name: str, arena: ArenaMemory, lock: RLock) -> None:
@@ -312,10 +311,10 @@ class _Reader:
         if request is not None:
             self._agent.release(request)
 
-    def _prepare(self, peer: NixlAddress, spans: Sequence[SpanPair]) -> int:
+    def _prepare(self, peer: NixlAddress, span: SpanPair) -> int:
         base, _, device = _region(self.arena)
-        local = [(base + span.local, span.length, device) for span in spans]
-        remote = [(peer.base + span.remote, span.length, peer.device) for span in spans]
+        local = (base + span.local, span.length, device)
+        remote = (peer.base + span.remote, span.length, peer.device)
         return self._agent.prepare(
             peer.agent, local, remote, kinds=(_kind(self.arena), peer.memory)
         )

@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 # As on the hub: pattern string, older key names, a bare Infinity.
 HUB_CONFIG: dict[str, Any] = {
     "architectures": ["NemotronHForCausalLM"],
-    "attention_head_dim": 8,
+    "attention_head_dim": 12,
     "conv_kernel": 4,
     "eos_token_id": 3,
     "hidden_size": 16,
@@ -52,7 +52,7 @@ RENAMED = ("attention_head_dim", "hybrid_override_pattern", "num_hidden_layers",
 SAVED_CONFIG: dict[str, Any] = {
     **{key: value for key, value in HUB_CONFIG.items() if key not in (*RENAMED, "torch_dtype")},
     "dtype": "float32",
-    "head_dim": 8,
+    "head_dim": 12,
     "layer_norm_epsilon": 1e-6,
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
     "time_step_limit": [0.0, {"__float__": "Infinity"}],
@@ -74,10 +74,10 @@ def tensors() -> dict[str, Tensor]:
     }
     mlp: dict[str, tuple[int, ...]] = {"up_proj.weight": (24, 16), "down_proj.weight": (16, 24)}
     attention: dict[str, tuple[int, ...]] = {
-        "q_proj.weight": (16, 16),
-        "k_proj.weight": (8, 16),
-        "v_proj.weight": (8, 16),
-        "o_proj.weight": (16, 16),
+        "q_proj.weight": (24, 16),
+        "k_proj.weight": (12, 16),
+        "v_proj.weight": (12, 16),
+        "o_proj.weight": (16, 24),
     }
     shapes: dict[str, tuple[int, ...]] = {
         "backbone.embeddings.weight": (32, 16),
@@ -175,7 +175,7 @@ def test_both_spellings_of_the_config_mean_the_same(tmp_path: Path) -> None:
     assert isinstance(hub, NemotronHConfig)
     kinds = (LayerKind.MAMBA, LayerKind.MLP, LayerKind.ATTENTION, LayerKind.MAMBA)
     assert hub.layer_kinds == kinds
-    assert hub.attention.head_dim == 8
+    assert hub.attention.head_dim == 12
     assert hub.rms_norm_eps == 1e-6
     assert hub.mamba.time_step_limit == (0.0, float("inf"))
 
@@ -184,7 +184,7 @@ def test_layers_keep_what_the_config_says(tmp_path: Path) -> None:
     write_config(tmp_path, HUB_CONFIG, mamba_ssm_cache_dtype="float16")
     config = read_config(tmp_path, "bfloat16")
     state = MambaSpec("mamba2", (3, 48), "bfloat16", (4, 4, 8), "float16")
-    assert [group.spec for group in config.groups] == [state, FullAttentionSpec(1, 8, "bfloat16")]
+    assert [group.spec for group in config.groups] == [state, FullAttentionSpec(1, 12, "bfloat16")]
     assert [group.layers for group in config.groups] == [(0, 3), (2,)]
 
 
@@ -265,7 +265,7 @@ def reshape(stored: dict[str, Tensor]) -> None:
     [
         (drop, r"no tensor 'backbone\.layers\.3\.mixer\.dt_bias'"),
         (add, r"1 tensors .*backbone\.layers\.1\.mixer\.gate_proj\.weight"),
-        (reshape, r"layers\.2\.mixer\.k_proj\.weight' has shape \(16, 16\).*\(8, 16\)"),
+        (reshape, r"layers\.2\.mixer\.k_proj\.weight' has shape \(16, 16\).*\(12, 16\)"),
     ],
     ids=["missing", "extra", "misshapen"],
 )
