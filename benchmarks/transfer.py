@@ -6,6 +6,7 @@ Two processes on this host. Sizes are those of a Qwen3.5-0.8B-like hybrid in bf1
 
 import argparse
 import ctypes
+import importlib
 import multiprocessing
 import statistics
 import time
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -21,7 +23,7 @@ from rich.table import Table
 
 from connector.transports.base import SpanPair, Transport
 from connector.transports.choose import open_transport
-from connector.transports.nixl import NixlAddress, NixlAgent
+from connector.transports.nixl import NixlAddress
 from engine.arena import ArenaMemory
 
 ATTENTION_BYTES_PER_TOKEN = 6 * 2048
@@ -122,23 +124,28 @@ def transport_read(transport: Transport, address: bytes) -> Read:
     return read
 
 
-def raw_nixl_read(agent: NixlAgent, arena: ArenaMemory, blob: bytes) -> Read:
-    """NIXL's own calls, all spans in one request, polled without a pause: no checks, no cancelling."""
-    address = msgspec.msgpack.decode(blob, type=NixlAddress)
-    nixl, backend = agent.bindings, agent.backends
-    agent.register((arena.data_ptr, arena.nbytes, 0), "DRAM")
-    agent.load(address.metadata, address.agent)
-    raw = agent.raw
+def raw_nixl_read(arena: ArenaMemory, blob: bytes) -> Read:
+    """NIXL's Python API as its examples use it: one request, polled without a pause, nothing checked.
+
+    Without its progress thread, which would spin on a core that the other ways need.
+    """
+    nixl = importlib.import_module("nixl")  # heavy and optional
+    agent = nixl.nixl_agent("bench-raw", nixl.nixl_agent_config(enable_prog_thread=False))
+    agent.register_memory([(arena.data_ptr, arena.nbytes, 0, "")], "DRAM")
+    peer = msgspec.msgpack.decode(blob, type=NixlAddress)
+    agent.add_remote_agent(peer.metadata)
+
+    def descriptors(base: int, offsets: Sequence[tuple[int, int]]) -> Any:
+        return agent.get_xfer_descs([(base + start, size, 0) for start, size in offsets], "DRAM")
 
     def read(spans: Sequence[SpanPair]) -> None:
-        local = [(arena.data_ptr + span.local, span.length, 0) for span in spans]
-        remote = [(address.base + span.remote, span.length, 0) for span in spans]
-        lists = [nixl.nixlXferDList(nixl.DRAM_SEG, regions) for regions in (local, remote)]
-        request = raw.createXferReq(nixl.NIXL_READ, *lists, address.agent, b"", backend)
-        status = raw.postXferReq(request, b"")
-        while status != nixl.NIXL_SUCCESS:
-            status = raw.getXferStatus(request)
-        raw.releaseXferReq(request)
+        local = descriptors(arena.data_ptr, [(span.local, span.length) for span in spans])
+        remote = descriptors(peer.base, [(span.remote, span.length) for span in spans])
+        request = agent.initialize_xfer("READ", local, remote, peer.agent)
+        status = agent.transfer(request)
+        while status == "PROC":
+            status = agent.check_xfer_state(request)
+        agent.release_xfer_handle(request)
 
     return read
 
@@ -163,20 +170,18 @@ def run(rounds: int) -> list[Row]:
     """All cases with a warm-up round each."""
     arena = ArenaMemory(ARENA_BYTES)
     shm, nixl = (open_transport(name, "bench-d") for name in ("shm", "nixl"))
-    raw = NixlAgent("bench-raw")
     for transport in (shm, nixl):
         transport.register(arena)
     with peer_addresses() as (shm_address, nixl_address):
         ways = {
             "memcpy": memcpy_read(arena),
             "shm": transport_read(shm, shm_address),
-            "raw nixl": raw_nixl_read(raw, arena, nixl_address),
+            "raw nixl": raw_nixl_read(arena, nixl_address),
             "nixl": transport_read(nixl, nixl_address),
         }
         for case in CASES:
             measure(case, ways, arena, 1)
         rows = [measure(case, ways, arena, rounds) for case in CASES]
-    raw.close()
     for transport in (shm, nixl):
         transport.close()
     arena.close()

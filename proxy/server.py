@@ -37,6 +37,7 @@ class ProxyServer:
         self._flow = _make_flow(config, self._pool, self._metrics)
         self._door = FrontDoor(self._metrics.registry)
         self._stop = asyncio.Event()
+        self._failure: BaseException | None = None
         self._http: HttpServer | None = None
         self._opening: asyncio.Task[None] | None = None
 
@@ -53,19 +54,19 @@ class ProxyServer:
             self._door, config.host, config.port, drain_timeout_s=config.drain_timeout
         )
         await self._http.start()
-        await self._pool.start()
+        self._pool.start(self._on_task_end)
         self._opening = asyncio.create_task(self._open())
-        self._opening.add_done_callback(self._on_opened)
+        self._opening.add_done_callback(self._on_task_end)
 
     def request_stop(self) -> None:
         """Makes `wait` return; may be called from a signal handler of the loop."""
         self._stop.set()
 
     async def wait(self) -> None:
-        """Returns after `request_stop`, or raises what kept the proxy from ever serving."""
+        """Returns after `request_stop`, or raises what broke one of the proxy's own tasks."""
         await self._stop.wait()
-        if self._opening is not None and self._opening.done() and not self._opening.cancelled():
-            self._opening.result()
+        if self._failure is not None:
+            raise self._failure
 
     async def close(self) -> None:
         """Drain HTTP, then give up nodes; running streams have `drain_timeout` seconds to end."""
@@ -78,8 +79,10 @@ class ProxyServer:
         await self._pool.close()
         self._stop.set()
 
-    def _on_opened(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None:
+    def _on_task_end(self, task: asyncio.Task[None]) -> None:
+        """A proxy that no longer watches its nodes must not look alive."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = error
             self._stop.set()
 
     async def _open(self) -> None:

@@ -71,7 +71,8 @@ def _wide(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
         return weight + 0.4 * noise
     if leaf == "conv1d":
         return 0.5 * noise
-    return noise if "embed" in leaf else noise * weight.shape[-1] ** -0.5
+    # Small, or a model with tied embeddings would only repeat its input.
+    return 0.1 * noise if "embed" in leaf else noise * weight.shape[-1] ** -0.5
 
 
 def load(family: Family, folder: Path, dtype: str | None = None) -> tuple[ModelConfig, Model]:

@@ -5,7 +5,7 @@ Knows nothing of requests and routing.
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -50,11 +50,11 @@ class NodePool:
         self._watchers: list[asyncio.Task[None]] = []
         self._news = asyncio.Event()
 
-    async def start(self) -> None:
-        """Start watching; returns at once, whoever is there."""
+    def start(self, on_end: Callable[[asyncio.Task[None]], None]) -> None:
+        """Start watching, whoever is there; `on_end` gets every watcher that ends."""
         self._watchers = [asyncio.create_task(self._watch(node)) for node in self._nodes]
         for watcher in self._watchers:
-            watcher.add_done_callback(_report_crash)
+            watcher.add_done_callback(on_end)
 
     async def close(self) -> None:
         for task in self._watchers:
@@ -119,11 +119,6 @@ class NodePool:
         if problem != node.problem:
             log.error("node is refused", node=node.name, problem=problem)
         return problem
-
-
-def _report_crash(watcher: asyncio.Task[None]) -> None:
-    if not watcher.cancelled() and (error := watcher.exception()) is not None:
-        log.critical("a node is no longer watched", exc_info=error)
 
 
 def _spell(identity: ModelIdentity) -> str:

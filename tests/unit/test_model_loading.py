@@ -122,9 +122,6 @@ def logits_of(model: NemotronH) -> Tensor:
     return model.logits(model.embeddings(torch.arange(32)))
 
 
-# What loads.
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_file_dtypes_are_converted_to_the_compute_dtype(folder: Path, dtype: torch.dtype) -> None:
     stored = {name: tensor.to(dtype) for name, tensor in tensors().items()}
@@ -162,9 +159,6 @@ def test_prediction_heads_are_skipped_and_tied_heads_come_from_the_embeddings(fo
     save_file(stored, folder / "model.safetensors")
     table = stored["backbone.embeddings.weight"]
     torch.testing.assert_close(logits_of(load(folder)), table @ table.t())
-
-
-# config.json.
 
 
 def test_both_spellings_of_the_config_mean_the_same(tmp_path: Path) -> None:
@@ -245,9 +239,6 @@ def test_every_architecture_has_both_halves() -> None:
     assert set(FAMILIES) == set(CONFIGS)
 
 
-# Tensors.
-
-
 def drop(stored: dict[str, Tensor]) -> None:
     del stored["backbone.layers.3.mixer.dt_bias"]
 
@@ -314,9 +305,6 @@ def test_broken_index_is_named(folder: Path, text: str) -> None:
         load(folder)
 
 
-# generation_config.json.
-
-
 def test_generation_config_wins_over_config(tmp_path: Path) -> None:
     write_config(tmp_path, HUB_CONFIG)
     values = {"eos_token_id": [5, 6], "temperature": 0.6, "top_k": 20, "top_p": 0.95}
@@ -357,9 +345,6 @@ def test_broken_generation_config_is_named(tmp_path: Path, text: str, message: s
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
         read_generation_config(tmp_path)
-
-
-# Finding the folder.
 
 
 def test_local_folder_is_itself(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """Flags over file over defaults, and wrong ones refused by name."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from engine.errors import ConfigError
-from proxy.__main__ import app
 from proxy.config import load_config
 
 D = "http://127.0.0.1:8200"
@@ -68,6 +68,9 @@ def test_flags_that_cannot_be_are_refused(flags: dict[str, object], names: str) 
 
 
 def test_the_command_line_reports_a_wrong_flag_in_one_line() -> None:
-    result = CliRunner().invoke(app, ["--decode", "nonsense"])
-    assert result.exit_code == 2
-    assert result.output.startswith("error: node URL 'nonsense'")
+    command = [sys.executable, "-m", "proxy", "--decode", "nonsense"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr == (
+        "error: node URL 'nonsense' must be http://host:port or grpc://host:port\n"
+    )

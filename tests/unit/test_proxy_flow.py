@@ -155,6 +155,15 @@ async def test_latencies_and_outcomes_are_counted() -> None:
         assert await metric(base, "tandem_proxy_node_requests_total", node=d.url, **legs) == [1]
 
 
+async def until_first_token(client: openai.AsyncOpenAI) -> None:
+    base = str(client.base_url).removesuffix("/v1/")
+
+    async def has_come() -> bool:
+        return await metric(base, "vllm:time_to_first_token_seconds_count") == [1]
+
+    await until(has_come)
+
+
 @pytest.mark.parametrize("stage", ["prefill", "decode", "stream"])
 async def test_a_client_that_leaves_frees_both_nodes(stage: str) -> None:
     p = ScriptedNode("p", "prefill", hang_at=0 if stage == "prefill" else None)
@@ -162,6 +171,8 @@ async def test_a_client_that_leaves_frees_both_nodes(stage: str) -> None:
     async with running_cluster([p], [d]) as client:
         asking = asyncio.create_task(token_ids(client))
         await (p if stage == "prefill" else d).hanging.wait()
+        if stage == "stream":
+            await until_first_token(client)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
 

@@ -131,14 +131,16 @@ async def test_a_node_of_another_model_is_refused_with_both_named(
 
 async def test_a_node_that_is_not_ready_gets_nothing() -> None:
     ready, draining = ScriptedNode("d1"), ScriptedNode("d2", ready=False)
-    async with running_nodes(ready, draining):
-        async with running_proxy(cluster_config([], [ready, draining])) as base:
-            await until_used(base, 1)
-            draining.ready = True
-            await until_used(base, 2)
-            ready.ready = draining.ready = False
-            await until_status(f"{base}/ready", 503)
-            _, text = await fetch(f"{base}/ready")
+    async with (
+        running_nodes(ready, draining),
+        running_proxy(cluster_config([], [ready, draining])) as base,
+    ):
+        await until_used(base, 1)
+        draining.ready = True
+        await until_used(base, 2)
+        ready.ready = draining.ready = False
+        await until_status(f"{base}/ready", 503)
+        _, text = await fetch(f"{base}/ready")
     assert "draining" in text
 
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
 import pytest
 from grpc import aio
@@ -199,15 +200,13 @@ async def test_garbage_on_the_port_harms_nobody(garbage: bytes) -> None:
 
 async def test_a_message_beyond_the_bound_is_refused_before_the_service() -> None:
     node = ScriptedNode("d")
-    huge = GenerateRequest(request_id="r", prompt_token_ids=(2**31,) * 7_000_000)
+    huge = GenerateRequest(request_id="r", prompt_token_ids=(1,), cache_salt="x" * 2**25)
     async with connected(node) as client:
         with pytest.raises(InvalidRequestError, match="bytes"):
             await anext(client.generate(huge, RELAXED))
         data = convert.request_to_pb(huge).SerializeToString()
         async with aio.insecure_channel(client.address) as channel:
-            call: aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
-                "/tandem.v1.Node/Generate"
-            )
+            call: Any = channel.unary_unary("/tandem.v1.Node/Generate")
             with pytest.raises(aio.AioRpcError, match="larger than max"):
                 await call(data, timeout=5.0)
     assert not node.requests

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
+from engine.errors import CheckpointError
 from engine.kv_cache.spec import FullAttentionSpec
 from engine.models.configs.base import ConfigReader, ModelConfig
 from engine.models.configs.checks import compute_dtype, reject_quantization, require_one_of
@@ -55,3 +56,6 @@ def _check(reader: ConfigReader) -> None:
     require_one_of(reader, "hidden_act", ["silu"])
     require_one_of(reader, "attention_bias", [False])
     require_one_of(reader, "use_sliding_window", [False])
+    types = reader.get("layer_types", list, [])
+    if set(types) - {"full_attention"}:
+        raise CheckpointError(f"{reader.source}: layer_types {types!r} must all be full_attention")

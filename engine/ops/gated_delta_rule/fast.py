@@ -89,7 +89,7 @@ def _per_value_head(x: Tensor, repeats: int) -> Tensor:
 
 def _solve(system: Tensor, right: Tensor) -> Tensor:
     """(I + strictly lower part of `system`)^-1 `right`, contiguous."""
-    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    solved: Tensor = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     return solved.contiguous()
 
 

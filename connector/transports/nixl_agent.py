@@ -1,0 +1,142 @@
+"""NIXL's bindings with one UCX backend, typed errors and plain arguments. Knows no peers or arenas.
+
+Not NIXL's own `nixl_agent` class: that one fixes the progress thread's delay at 0, so that an idle
+process spins on a whole core, and serialises descriptors with pickle.
+"""
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, Literal
+
+from engine.errors import ConfigError, TransportError
+
+Region = tuple[int, int, int]  # address, length in bytes, device index: NIXL's descriptor
+MemoryKind = Literal["DRAM", "VRAM"]
+
+_PROGRESS_DELAY_US = 5000  # how long the progress thread sleeps when no event wakes it
+
+# They share no base class but Exception.
+_NIXL_ERRORS = (
+    "nixlNotPostedError",
+    "nixlInvalidParamError",
+    "nixlBackendError",
+    "nixlNotFoundError",
+    "nixlMismatchError",
+    "nixlNotAllowedError",
+    "nixlRepostActiveError",
+    "nixlUnknownError",
+    "nixlNotSupportedError",
+    "nixlRemoteDisconnectError",
+    "nixlCancelledError",
+    "nixlNoTelemetryError",
+)
+
+
+class NixlAgent:
+    """NIXL's agent with one UCX backend, typed errors and plain arguments."""
+
+    def __init__(self, name: str) -> None:
+        self._nixl = _import_nixl()
+        self._errors = (RuntimeError, *(getattr(self._nixl, error) for error in _NIXL_ERRORS))
+        self.name = name
+        config = self._nixl.nixlAgentConfig()
+        config.useProgThread = (
+            True  # a peer that only serves must answer over TCP without being called
+        )
+        config.useListenThread = False
+        config.pthrDelay = _PROGRESS_DELAY_US
+        config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
+        with self._typed("open the UCX backend"):
+            self._agent: Any = self._nixl.nixlAgent(name, config)
+            # `peer`: UCX reports a peer that vanished instead of waiting for it for ever.
+            backend = self._agent.createBackend("UCX", {"ucx_error_handling_mode": "peer"})
+        self._backends = [backend]
+
+    @contextmanager
+    def _typed(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except self._errors as error:
+            raise TransportError(f"nixl could not {action}: {error}") from error
+
+    def register(self, region: Region, kind: MemoryKind) -> Any:
+        """Pin the region; the result is what `deregister` takes."""
+        registered = self._nixl.nixlRegDList(self._segment(kind), [(*region, "")])
+        with self._typed(f"register {region[1]} B of {kind}"):
+            self._agent.registerMem(registered, self._backends)
+        return registered
+
+    def deregister(self, registered: Any) -> None:
+        """Unpin."""
+        with self._typed("deregister the arena"):
+            self._agent.deregisterMem(registered, self._backends)
+
+    def metadata(self) -> bytes:
+        """What a peer's `load` needs; opaque bytes, not pickle."""
+        with self._typed("describe itself"):
+            return bytes(self._agent.getLocalMD())
+
+    def load(self, metadata: bytes, name: str) -> None:
+        """Make a remote agent known and start connecting. Refuses metadata of any other agent."""
+        with self._typed(f"load the metadata of {name}"):
+            loaded = self._agent.loadRemoteMD(metadata)
+            loaded = loaded.decode(errors="replace") if isinstance(loaded, bytes) else loaded
+            if loaded != name:
+                self._agent.invalidateRemoteMD(loaded)
+                raise TransportError(f"the address of {name} carries the metadata of {loaded}")
+
+    def unload(self, name: str) -> None:
+        """Forget a remote agent and close its connection, letting reads under way finish."""
+        with self._typed(f"disconnect {name}"):
+            self._agent.invalidateRemoteMD(name)
+
+    def prepare(
+        self,
+        name: str,
+        local: Region,
+        remote: Region,
+        *,
+        kinds: tuple[MemoryKind, MemoryKind],
+    ) -> int:
+        """A read request for one region, not yet posted; `kinds` of the local and remote memory."""
+        lists = [
+            self._nixl.nixlXferDList(self._segment(kind), [region])
+            for kind, region in zip(kinds, (local, remote), strict=True)
+        ]
+        with self._typed(f"prepare a read from {name}"):
+            read = self._nixl.NIXL_READ
+            return int(self._agent.createXferReq(read, *lists, name, b"", self._backends))
+
+    def post(self, request: int) -> bool:
+        """Start; True when done already: on one host, UCX copies in this call, without the GIL."""
+        with self._typed("start a read"):
+            return bool(self._agent.postXferReq(request, b"") == self._nixl.NIXL_SUCCESS)
+
+    def is_done(self, request: int) -> bool:
+        """Progress the request."""
+        with self._typed("finish a read"):
+            return bool(self._agent.getXferStatus(request) == self._nixl.NIXL_SUCCESS)
+
+    def release(self, request: int) -> None:
+        """Free a request; one that is under way still writes (see `_Reader`)."""
+        with self._typed("release a read"):
+            self._agent.releaseXferReq(request)
+
+    def close(self) -> None:
+        """Stop the progress thread and free the agent; the last call on this object."""
+        self._agent = None
+
+    def _segment(self, kind: MemoryKind) -> Any:
+        return self._nixl.VRAM_SEG if kind == "VRAM" else self._nixl.DRAM_SEG
+
+
+def _import_nixl() -> ModuleType:
+    """Heavy and optional, so not imported at the top of the file."""
+    try:
+        return importlib.import_module("nixl")
+    except ImportError as error:
+        raise ConfigError(
+            f"the nixl transport needs the nixl package ({error}): pip install tandem[nixl]"
+        ) from error
