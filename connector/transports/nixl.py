@@ -54,8 +54,9 @@ class _Peer:
 class NixlTransfer(Transfer):
     """A read as one request per span, one after the other; runs under the transport's lock.
 
-    Not all at once, because UCX 1.21 over TCP aborts the process that serves a queued read of a reader
-    that has just died. One at a time makes that rare; only RDMA and same-host paths are free of it.
+    Not all at once, because UCX 1.21 over TCP aborts the process that serves a queued read of a
+    reader that has just died. One at a time makes that rare; only RDMA and same-host paths are free
+    of it.
     """
 
     __slots__ = ("_reader", "failure", "peer", "request", "status", "waiting")
@@ -111,16 +112,16 @@ class _Reader:
     """The agent that reads. Apart from the one that serves, because it must be able to die.
 
     NIXL has no abort: releasing a read that is under way frees its handle, and its bytes still
-    arrive (ai-dynamo/nixl#2044). So a cancelled read first drains. If the peer does not answer, only
-    closing the whole agent keeps its bytes out of the arena; the next read opens a new one, and
-    peers that read from us notice nothing.
+    arrive (ai-dynamo/nixl#2044). So a cancelled read first drains. If the peer does not answer,
+    only closing the whole agent keeps its bytes out of the arena; the next read opens a new one,
+    and peers that read from us notice nothing.
     """
 
     def __init__(self, name: str, arena: ArenaMemory, lock: RLock) -> None:
         self.lock = lock
         self.arena = arena
         self.closed = False
-        self._agent = NixlAgent(name)
+        self._agent = NixlAgent(name, progress_thread=False)
         self._registered = self._agent.register(_region(arena), _kind(arena))
         self._loaded: set[str] = set()
         self._live: set[NixlTransfer] = set()
@@ -208,7 +209,7 @@ class NixlTransport(Transport):
     def __init__(self, agent_name: str) -> None:
         self._agent_name = agent_name
         self._lock = RLock()
-        self._server = NixlAgent(_unique(agent_name))
+        self._server = NixlAgent(_unique(agent_name), progress_thread=True)
         self._arena: ArenaMemory | None = None
         self._registered: Any = None
         self._reader: _Reader | None = None

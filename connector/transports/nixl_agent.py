@@ -35,9 +35,13 @@ _NIXL_ERRORS = (
 
 
 class NixlAgent:
-    """NIXL's agent with one UCX backend, typed errors and plain arguments."""
+    """One NIXL agent; not thread-safe. Raises ConfigError without the nixl package.
 
-    def __init__(self, name: str) -> None:
+    `progress_thread`: needed to answer peers over TCP while nobody calls. An agent that only reads
+    is about twice as fast without it: the thread fights the caller for the UCX worker.
+    """
+
+    def __init__(self, name: str, *, progress_thread: bool) -> None:
         self._nixl = _import_nixl()
         self._errors = (RuntimeError, *(getattr(self._nixl, error) for error in _NIXL_ERRORS))
         self.name = name

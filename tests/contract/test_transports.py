@@ -4,6 +4,7 @@ Run as a module, this file is the peer: it serves one arena and obeys commands o
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -327,7 +328,7 @@ def test_a_cancelled_read_writes_nothing_later(
     peer = start()
     transport.connect("p", peer.address)
     pull(transport, "p", [SpanPair(0, 0, 8)])
-    os.kill(peer.process.pid, 19)  # SIGSTOP: over TCP the read cannot finish
+    os.kill(peer.process.pid, signal.SIGSTOP)  # SIGSTOP: over TCP the read cannot finish
     try:
         transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
         pending = transfer.poll() is TransferStatus.PENDING
@@ -335,26 +336,37 @@ def test_a_cancelled_read_writes_nothing_later(
         transfer.cancel()
         arena.tensor.zero_()
     finally:
-        os.kill(peer.process.pid, 18)  # SIGCONT
-    spans = [SpanPair(MIB, 0, 64)]  # answered after everything that the peer still had to send
-    pull(transport, "p", spans)
-    assert torch.equal(arena.tensor, expected(peer, spans))
+        os.kill(peer.process.pid, signal.SIGCONT)  # SIGCONT
     if pending:
         with pytest.raises(TransportError, match="cancelled"):
             transfer.poll()
+    spans = [SpanPair(MIB, 0, 64)]  # answered after everything that the peer still had to send
+    try:
+        pull(transport, "p", spans)
+    except TransportError:
+        assert not arena.tensor.any()
+        known_abort_over_tcp(peer)
+    assert torch.equal(arena.tensor, expected(peer, spans))
+
+
+def known_abort_over_tcp(peer: Peer) -> None:
+    """UCX 1.21 over TCP may abort a process that serves a read whose reader has left."""
+    assert os.environ.get("UCX_TLS") == "tcp"
+    assert peer.process.wait(DEADLINE_S) == -signal.SIGABRT
+    pytest.xfail("UCX 1.21 over TCP aborted the peer, which owed bytes to a reader that had left")
 
 
 def test_a_stopped_peer_is_a_timeout_or_done(start: StartPeer, transport: Transport) -> None:
     peer = start()
     transport.connect("p", peer.address)
-    os.kill(peer.process.pid, 19)
+    os.kill(peer.process.pid, signal.SIGSTOP)
     try:
         transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
         if transfer.poll() is TransferStatus.PENDING:
             with pytest.raises(TransferTimeoutError):
                 transfer.wait(0.05)
     finally:
-        os.kill(peer.process.pid, 18)
+        os.kill(peer.process.pid, signal.SIGCONT)
 
 
 def memfd_mappings() -> int:

