@@ -1,6 +1,6 @@
 """Trains the demo model on generated text and writes a Hugging Face checkpoint folder.
 
-`python -m deploy.demo.train --minutes 6 --seed 0 --out deploy/demo/model`. Knows nothing of the
+`python -m deploy.demo.train --minutes 28 --seed 0 --out deploy/demo/model`. Knows nothing of the
 cluster. On a busy machine start it with OMP_WAIT_POLICY=PASSIVE, else threads spin for each other.
 """
 
@@ -46,7 +46,7 @@ All text comes from `deploy/demo/text.py`; no outside data or weights were used.
 | Training | |
 | --- | --- |
 | seed | {facts.seed} |
-| time | {facts.minutes:g} minutes on two CPU threads (shared machine) |
+| time | {facts.minutes:g} minutes, {facts.threads} CPU thread(s) |
 | steps, tokens | {facts.steps:,}, {facts.tokens:,} |
 | final loss (answers weighted, smoothed) | {facts.loss:.3f} |
 | optimizers | Muon for matrices, AdamW for the rest |
@@ -57,7 +57,7 @@ All text comes from `deploy/demo/text.py`; no outside data or weights were used.
 ## Rebuild
 
     python -m deploy.demo.train --minutes {facts.minutes:g} --seed {facts.seed} \\
-        --out deploy/demo/model
+        --threads {facts.threads} --out deploy/demo/model
     python -m deploy.demo.evaluate deploy/demo/model --card
 
 Training stops by the clock, so a rebuild gives a similar model, not the same bytes.
@@ -87,6 +87,7 @@ class Training:
     steps: int
     tokens: int
     loss: float
+    threads: int
 
 
 PHASES = (
@@ -278,7 +279,7 @@ def train(
             bar.update(task, completed=progress, description=f"step {steps} loss {smooth:.3f}")
             if steps % 100 == 0:
                 bar.console.print(f"{progress:6.1%}  step {steps}  loss {smooth:.3f}")
-    return Training(seed, minutes, steps, tokens, smooth)
+    return Training(seed, minutes, steps, tokens, smooth, torch.get_num_threads())
 
 
 def save(model: Qwen3_5ForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -306,9 +307,9 @@ def write_card(out: Path, facts: Training) -> None:
 def main() -> None:
     """Command line entry."""
     parser = argparse.ArgumentParser(description="Train the demo model.")
-    parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--minutes", type=float, default=28.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("deploy/demo/model"))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
