@@ -1,25 +1,32 @@
-"""`python -m deploy up|status|down`: a whole Tandem cluster on Ray. Owns the environment of Ray."""
+"""`python -m deploy up|status|down`: a whole Tandem cluster on Ray. Owns Ray's environment."""
 
-import importlib
 import os
-import secrets
-import shutil
+import select
 import signal
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from deploy.config import ClusterState, load_cluster
-from engine.errors import ConfigError, TandemError, UnavailableError
+from deploy.config import DEMO_CLUSTER, ClusterConfig, load_cluster
+from deploy.session import embedded_environment, new_session
+from deploy.signals import stop_on_signals
+from deploy.state import ClusterState, claimed_state, own_state, read_state, write_state
+from engine.errors import TandemError, UnavailableError
 
-DOWN_S = 90.0
+if TYPE_CHECKING:
+    from deploy.actors import Member
+
+DOWN_S = 120.0
 Address = Annotated[str | None, typer.Option(help="A running Ray cluster. [embedded Ray]")]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -28,86 +35,83 @@ console = Console()
 
 @app.command()
 def up(
-    cluster: Annotated[Path | None, typer.Argument(help="cluster.yaml [1 P, 1 D, proxy]")] = None,
+    cluster: Annotated[Path, typer.Argument(help="The cluster file.")] = DEMO_CLUSTER,
     address: Address = None,
 ) -> None:
-    """Start a cluster; with embedded Ray it runs until Ctrl-C or SIGTERM."""
-    config, source = load_cluster(cluster), str(cluster or "built-in cluster")
-    if address is None and _state_file().exists():
-        raise ConfigError(f"a cluster is up already, see {_state_file()}: run down first")
-    folder = Path(tempfile.mkdtemp(prefix="tandem-"))
+    """Start a cluster; with embedded Ray it runs until Ctrl-C, SIGTERM or `down`."""
+    stop_on_signals()
+    config = load_cluster(cluster)
     try:
-        ray_cluster = _with_ray(None if address else _new_token(folder), folder)
-        with ray_cluster.connected(address) as gcs:
-            stop = _stop_event()
-            with console.status("starting") as status:
-                members = ray_cluster.start_cluster(config, source, status.update)
-            console.print(_table(members))
-            if address is None:
-                _hold(ray_cluster, gcs, folder / "token", stop)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if address is None:
+            _up_embedded(config)
+        else:
+            _up_on(address, config)
+    except KeyboardInterrupt:
+        console.print("stopped")
 
 
 @app.command()
 def status(address: Address = None) -> None:
-    """Show the nodes of the running cluster."""
-    state = None if address else _read_state()
-    ray_cluster = _with_ray(Path(state.token_path) if state else None, None)
-    with ray_cluster.connected(state.address if state else address):
-        console.print(_table(ray_cluster.cluster_members()))
+    """Show the members of the running cluster."""
+    if address is None:
+        state = read_state(_state_file())
+        if not state.address:
+            console.print("Ray is starting")
+            return
+        os.environ.update(embedded_environment(Path(state.token_path)))
+        address = state.address
+    with _connected(address):
+        from deploy.ray_cluster import cluster_members
+
+        console.print(_table(cluster_members()))
 
 
 @app.command()
 def down(address: Address = None) -> None:
-    """Stop the cluster: proxy first, then decode, then prefill nodes."""
+    """Stop the cluster: the proxy first, then decode, then prefill nodes."""
     if address is None:
-        _ask_owner_to_stop(_read_state())
+        _stop_owner(read_state(_state_file()))
         return
-    ray_cluster = _with_ray(None, None)
-    with ray_cluster.connected(address):
-        ray_cluster.stop_cluster(console.print)
+    with _connected(address):
+        from deploy.ray_cluster import stop_cluster
+
+        stop_cluster(_say)
 
 
-def _with_ray(token_path: Path | None, folder: Path | None) -> Any:
-    """deploy.ray_cluster, imported only now: Ray reads these variables when it is imported."""
+def _up_on(address: str, config: ClusterConfig) -> None:
+    with _connected(address):
+        from deploy.ray_cluster import start_cluster
+
+        console.print(_table(start_cluster(config, _say)))
+
+
+def _up_embedded(config: ClusterConfig) -> None:
+    with new_session() as session:
+        state = own_state(session.folder)
+        with claimed_state(_state_file(), state):
+            os.environ.update(session.environment())
+            _say("starting Ray")
+            # Ray reads its environment when it is imported.
+            from deploy.ray_cluster import embedded, running
+
+            with embedded(session.ray_folder, config.resources()) as address:
+                reach = {"address": address, "token_path": str(session.token_path)}
+                write_state(_state_file(), msgspec.structs.replace(state, **reach))
+                with running(config, _say) as members:
+                    console.print(_table(members))
+                    console.print(f"logs in {session.ray_folder}/session_latest/logs; Ctrl-C stops")
+                    threading.Event().wait()
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[None]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    if token_path is not None:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_path)
-    if folder is not None and token_path is not None:
-        os.environ["RAY_TMPDIR"] = str(folder)
     if os.environ.get("RAY_AUTH_MODE") != "token":
         console.print("[yellow]warning:[/] Ray runs without RAY_AUTH_MODE=token")
-    return importlib.import_module("deploy.ray_cluster")
+    from deploy.ray_cluster import connected
 
-
-def _new_token(folder: Path) -> Path:
-    path = folder / "token"
-    path.touch(mode=0o600)
-    path.write_text(secrets.token_hex(32))
-    return path
-
-
-def _stop_event() -> threading.Event:
-    """Set by SIGINT or SIGTERM; installed after ray.init, which installs its own handlers."""
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
-
-
-def _hold(ray_cluster: Any, gcs: str, token: Path, stop: threading.Event) -> None:
-    state, file = ClusterState(pid=os.getpid(), address=gcs, token_path=str(token)), _state_file()
-    try:
-        file.touch(mode=0o600)
-        file.write_bytes(msgspec.json.encode(state))
-        console.print("Ctrl-C stops the cluster")
-        while not stop.wait(3600.0):
-            pass
-    finally:
-        ray_cluster.stop_cluster(console.print)
-        file.unlink(missing_ok=True)
+    with connected(address):
+        yield
 
 
 def _state_file() -> Path:
@@ -115,35 +119,31 @@ def _state_file() -> Path:
     return Path(folder) / f"tandem-{os.getuid()}.json"
 
 
-def _read_state() -> ClusterState:
-    file = _state_file()
+def _stop_owner(state: ClusterState) -> None:
+    """Returns when the process of `up` has ended, and with it all that it started."""
+    descriptor = os.pidfd_open(state.pid)
     try:
-        state = msgspec.json.decode(file.read_bytes(), type=ClusterState)
-        os.kill(state.pid, 0)
-    except FileNotFoundError as error:
-        raise UnavailableError(f"no cluster is up (no {file})") from error
-    except ProcessLookupError as error:
-        file.unlink(missing_ok=True)
-        raise UnavailableError("the process that ran the cluster is gone") from error
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{file}: {error}") from error
-    return state
-
-
-def _ask_owner_to_stop(state: ClusterState) -> None:
-    os.kill(state.pid, signal.SIGTERM)
-    deadline = time.monotonic() + DOWN_S
-    while _state_file().exists():
-        if time.monotonic() > deadline:
+        if not state.owner.is_alive:
+            raise UnavailableError("the cluster ended by itself")
+        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        _say(f"waiting for process {state.pid} to stop the cluster")
+        if not select.select([descriptor], [], [], DOWN_S)[0]:
             raise UnavailableError(f"process {state.pid} did not stop within {DOWN_S:g} s")
-        time.sleep(0.1)
+    finally:
+        os.close(descriptor)
 
 
-def _table(members: list[Any]) -> Table:
-    table = Table("kind", "engine id", "URL", "Ray node", "pid")
+def _say(text: str) -> None:
+    console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {text}", highlight=False)
+
+
+def _table(members: list["Member"]) -> Table:
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("member", "URL", "engine id", "Ray node", "pid"):
+        table.add_column(column, overflow="fold")
     for member in members:
-        row = (member.kind, member.engine_id, member.url, member.node_id[:12], str(member.pid))
-        table.add_row(*row)
+        node = member.node_id[:8]
+        table.add_row(member.name, member.url, member.engine_id, node, str(member.pid))
     return table
 
 

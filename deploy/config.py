@@ -1,42 +1,67 @@
 """A whole cluster as one YAML file. Knows no Ray and starts nothing."""
 
 import secrets
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
-from engine.config import Config, ListenPort, NodeConfig, decode_config
+from engine.config import Config, NodeConfig, decode_config
 from engine.errors import ConfigError
 from proxy.config import ProxyConfig
 
-DEMO_MODEL = Path(__file__).parent / "demo" / "model"
+DEMO_CLUSTER = Path(__file__).parent / "configs" / "demo.yaml"
 PLACEMENT_KEYS = ("resources", "num_cpus")
+OWN_HOST = "auto"
 
 Amount = Annotated[float, Meta(ge=0.0)]
 
 
-class NodeGroup(Config, frozen=True):
-    """Equal nodes of one kind; `config` holds NodeConfig fields, `resources` Ray's custom ones."""
+@dataclass(slots=True, frozen=True)
+class Place:
+    """One member of the cluster: its name, and what it takes of a machine, in Ray's terms."""
 
-    replicas: Annotated[int, Meta(ge=0, le=1024)] = 1
+    name: str
+    bundle: dict[str, float]
+
+    @property
+    def kind(self) -> str:
+        """`prefill`, `decode` or `proxy`."""
+        return self.name.partition("-")[0]
+
+
+class Placement(Config, frozen=True):
+    """Where members run: `resources` are Ray's custom ones."""
+
     resources: dict[str, Amount] = msgspec.field(default_factory=dict)
     num_cpus: Amount = 0.1
+
+    def bundle(self) -> dict[str, float]:
+        """All that Ray must reserve for one member."""
+        return {"CPU": self.num_cpus, **self.resources}
+
+
+class NodeGroup(Placement, frozen=True):
+    """Equal nodes of one kind; `config` holds NodeConfig fields.
+
+    `host: auto` there is the address by which Ray knows the machine: needed as soon as the members
+    are on several machines.
+    """
+
+    replicas: Annotated[int, Meta(ge=0, le=1024)] = 1
     config: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
-class ProxyPlacement(Config, frozen=True):
-    """Where the proxy runs, in Ray's terms."""
-
-    resources: dict[str, Amount] = msgspec.field(default_factory=dict)
-    num_cpus: Amount = 0.1
-
-
 class ClusterConfig(Config, frozen=True):
-    """One cluster. `proxy` holds ProxyConfig fields, `resources` and `num_cpus`."""
+    """One cluster. `proxy` holds ProxyConfig fields, `resources` and `num_cpus`.
 
-    model: str = str(DEMO_MODEL)
+    `model` is a folder, relative to the YAML file, or else a hub name.
+    """
+
+    model: str
     prefill: NodeGroup = NodeGroup()
     decode: NodeGroup = NodeGroup()
     proxy: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -44,65 +69,73 @@ class ClusterConfig(Config, frozen=True):
         default_factory=lambda: secrets.token_urlsafe(32)
     )
 
-    def node(self, kind: str, group: NodeGroup, source: str) -> NodeConfig:
-        """The NodeConfig of each node of `group`; port 0 unless told otherwise."""
-        fields = {
-            "model": self.model,
-            "port": 0,
-            "cluster_token": self.cluster_token,
-            **group.config,
-        }
-        config = decode_config(fields, NodeConfig, f"{source}: {kind}.config")
+    def places(self) -> tuple[Place, ...]:
+        """All members: prefill nodes, then decode nodes, then the proxy."""
+        groups = {"prefill": self.prefill, "decode": self.decode}
+        nodes = [
+            Place(f"{kind}-{index}", group.bundle())
+            for kind, group in groups.items()
+            for index in range(group.replicas)
+        ]
+        return (*nodes, Place("proxy", self._proxy_placement().bundle()))
+
+    def resources(self) -> dict[str, float]:
+        """What all members take together."""
+        total: Counter[str] = Counter()
+        for place in self.places():
+            total.update(place.bundle)
+        return dict(total)
+
+    def node(self, kind: str) -> NodeConfig:
+        """The NodeConfig of `prefill` or `decode` nodes; port 0 unless told otherwise."""
+        group = self.prefill if kind == "prefill" else self.decode
+        given = {"model": self.model, "port": 0, "cluster_token": self.cluster_token}
+        config = decode_config({**given, **group.config}, NodeConfig, f"{kind}.config")
         if group.replicas > 1 and (config.port or config.grpc_port):
-            raise ConfigError(f"{source}: {kind}.config: {group.replicas} replicas need port 0")
+            raise ConfigError(f"{kind}.config: {group.replicas} replicas need port 0")
         return config
 
-    def proxy_config(
-        self, prefill: tuple[str, ...], decode: tuple[str, ...], source: str
-    ) -> ProxyConfig:
+    def proxy_config(self, prefill: tuple[str, ...], decode: tuple[str, ...]) -> ProxyConfig:
         """The ProxyConfig for nodes at these URLs. Raises ConfigError."""
         fields = {k: v for k, v in self.proxy.items() if k not in PLACEMENT_KEYS}
         given = {"prefill": prefill, "decode": decode, "cluster_token": self.cluster_token}
         try:
             return msgspec.convert({**fields, **given}, ProxyConfig)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{source}: proxy: {error}") from error
+            raise ConfigError(f"proxy: {error}") from error
 
-    def proxy_placement(self, source: str) -> ProxyPlacement:
-        """Ray's part of `proxy`. Raises ConfigError."""
+    def _proxy_placement(self) -> Placement:
         fields = {key: self.proxy[key] for key in PLACEMENT_KEYS if key in self.proxy}
-        return decode_config(fields, ProxyPlacement, f"{source}: proxy")
+        return decode_config(fields, Placement, "proxy")
 
 
-class ClusterState(Config, frozen=True):
-    """What another shell needs to reach an embedded cluster; written by `up`, 0600."""
+def load_cluster(file: Path = DEMO_CLUSTER) -> ClusterConfig:
+    """One cluster file. Raises ConfigError naming the file and the key."""
+    try:
+        config = decode_config(_read(file), ClusterConfig, "cluster")
+        _check(config)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    folder = (file.parent / config.model).resolve()
+    return msgspec.structs.replace(config, model=str(folder)) if folder.is_dir() else config
 
-    pid: Annotated[int, Meta(ge=1)]
-    address: str
-    token_path: str
-    port: ListenPort = 0
 
-
-def load_cluster(file: Path | None) -> ClusterConfig:
-    """`file`, or the demo cluster. Raises ConfigError naming the file and the key."""
-    source = str(file) if file else "built-in cluster"
-    config = decode_config(_read(file) if file else {}, ClusterConfig, source)
-    config.node("prefill", config.prefill, source)
-    config.node("decode", config.decode, source)
-    config.proxy_config((), (), source)
-    config.proxy_placement(source)
+def _check(config: ClusterConfig) -> None:
+    config.node("prefill")
+    config.node("decode")
+    config.proxy_config((), ())
+    config.places()
     if config.decode.replicas < 1:
-        raise ConfigError(f"{source}: decode.replicas must be at least 1")
-    return config
+        raise ConfigError("decode.replicas must be at least 1")
 
 
 def _read(file: Path) -> dict[str, Any]:
     try:
         fields = msgspec.yaml.decode(file.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{file}: {error.strerror}") from error
+        raise ConfigError(error.strerror) from error
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{file} is not YAML: {error}") from error
+        raise ConfigError(f"not YAML: {error}") from error
     if not isinstance(fields, dict):
-        raise ConfigError(f"{file} must hold a mapping")
+        raise ConfigError("must hold a mapping")
     return fields

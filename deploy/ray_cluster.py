@@ -1,244 +1,241 @@
-"""Nodes and proxy as named Ray actors; the only module that imports ray. Reads no environment."""
+"""A cluster's members as named, detached Ray actors: placed, started, listed, stopped.
 
-import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+Knows no command line and reads no environment; Ray reads its own when this is imported.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import ray
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    remove_placement_group,
-)
+from ray.experimental.internal_kv import _internal_kv_del
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from decode_node.server import decode_server
-from deploy.config import ClusterConfig, NodeGroup
-from engine.config import NodeConfig
-from engine.errors import ConfigError, DeadlineExceededError, UnavailableError
-from engine.logs import configure_logging
-from engine.node.server import NodeServer
-from prefill_node.server import prefill_server
-from proxy.config import ProxyConfig
-from proxy.server import ProxyServer
+from deploy.actors import CLOSE_S, PORTS, START_S, Member, NodeActor, ProxyActor
+from deploy.config import ClusterConfig, Place
+from deploy.process_tree import ProcessId, wait_gone
+from deploy.signals import ignore_signals, signals_held
+from engine.errors import ConfigError, DeadlineExceededError, TandemError, UnavailableError
 
 NAMESPACE = "tandem"
 GROUP = "tandem-nodes"
 STOP_ORDER = ("proxy", "decode", "prefill")
 OBJECT_STORE_BYTES = 80 << 20
-START_S = 120.0
+MAX_RESTARTS = 10
+PLACE_S = 15.0
+READY_S = 30.0
 CALL_S = 15.0
-CLOSE_S = 45.0
+LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
 
 Progress = Callable[[str], None]
 
 
-class Member(msgspec.Struct, frozen=True):
-    """One running actor. `rpc_url` is empty for the proxy; `node_id` is Ray's."""
-
-    kind: str
-    engine_id: str
-    url: str
-    rpc_url: str
-    node_id: str
-    pid: int
-
-
-class NodeActor:
-    """The server of `python -m prefill_node` or `decode_node`, on the actor's own event loop."""
-
-    def __init__(self, kind: str, config: NodeConfig) -> None:
-        configure_logging()
-        make: Callable[[NodeConfig], NodeServer] = (
-            prefill_server if kind == "prefill" else decode_server
-        )
-        self._server = make(config)
-
-    async def start(self) -> Member:
-        await self._server.start()
-        return await self.describe()
-
-    async def describe(self) -> Member:
-        server = self._server
-        return Member(
-            kind=server.kind,
-            engine_id=server.engine_id,
-            url=server.url,
-            rpc_url=f"grpc://{server.config.host}:{server.rpc.port}",
-            node_id=ray.get_runtime_context().get_node_id(),
-            pid=os.getpid(),
-        )
-
-    async def close(self) -> None:
-        await self._server.close()
-
-
-class ProxyActor:
-    """The server of `python -m proxy`, on the actor's own event loop."""
-
-    def __init__(self, config: ProxyConfig) -> None:
-        configure_logging()
-        self._config = config
-        self._server = ProxyServer(config)
-
-    async def start(self) -> Member:
-        await self._server.start()
-        return await self.describe()
-
-    async def describe(self) -> Member:
-        return Member(
-            kind="proxy",
-            engine_id="-",
-            url=f"http://{self._config.host}:{self._server.port}",
-            rpc_url="",
-            node_id=ray.get_runtime_context().get_node_id(),
-            pid=os.getpid(),
-        )
-
-    async def close(self) -> None:
-        await self._server.close()
-
-
-@dataclass(slots=True, frozen=True)
-class Placed:
-    """An actor to be: its name, what makes it, and its bundle."""
-
-    name: str
-    bundle: dict[str, float]
+@contextmanager
+def connected(address: str) -> Iterator[None]:
+    """A connection to a running Ray. Raises UnavailableError when none answers or lets us in."""
+    with _ray(f"no Ray at {address}, or another token", address=address):
+        yield
 
 
 @contextmanager
-def connected(address: str | None) -> Iterator[str]:
-    """A Ray connection, embedded when `address` is None; yields the GCS address."""
-    own: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    try:
-        ray.init(
-            address=address or "local",
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            **({} if address else own),
-        )
-    except ConnectionError as error:
-        raise UnavailableError(f"no Ray cluster at {address}: {error}") from error
-    try:
+def embedded(folder: Path, resources: dict[str, float]) -> Iterator[str]:
+    """A Ray of our own that ends with the block, its files below `folder`; yields its address."""
+    custom = {name: amount for name, amount in resources.items() if name != "CPU"}
+    with _ray(
+        "Ray did not start",
+        address="local",
+        include_dashboard=False,
+        num_cpus=max(1, math.ceil(resources.get("CPU", 0.0))),
+        resources=custom,
+        object_store_memory=OBJECT_STORE_BYTES,
+        _temp_dir=str(folder),
+    ):
         yield ray.get_runtime_context().gcs_address
-    finally:
-        ray.shutdown()
 
 
-def start_cluster(config: ClusterConfig, source: str, progress: Progress) -> list[Member]:
-    """Places and starts all members, P and D first. On any failure nothing stays behind."""
-    if names := _names():
-        raise ConfigError(f"a cluster is up already ({', '.join(names)}): run down first")
+@contextmanager
+def running(config: ClusterConfig, progress: Progress) -> Iterator[list[Member]]:
+    """A cluster that is up for as long as the block."""
+    members = start_cluster(config, progress)
     try:
-        return _start(config, source, progress)
+        yield members
+    finally:
+        ignore_signals()
+        stop_cluster(progress)
+
+
+def start_cluster(config: ClusterConfig, progress: Progress) -> list[Member]:
+    """Places and starts all members, nodes first; returns when the proxy can use every node.
+
+    On any failure, Ctrl-C included, nothing stays behind.
+    """
+    if actors := _actors():
+        raise ConfigError(f"a cluster is up already ({', '.join(actors)}): run down first")
+    _forget()
+    try:
+        return _start(config, progress)
     except BaseException:
+        ignore_signals()
         stop_cluster(progress)
         raise
 
 
 def cluster_members() -> list[Member]:
-    """Who runs, ordered by actor name. Raises DeadlineExceededError when one does not answer."""
-    calls = [ray.get_actor(name).describe.remote() for name in _names()]
-    return _get(calls, CALL_S, "status")
+    """Who runs, ordered by actor name. One that Ray restarts, or that is stuck, says so."""
+    calls = {name: actor.describe.remote() for name, actor in _actors().items()}
+    if calls:
+        ray.wait(list(calls.values()), num_returns=len(calls), timeout=CALL_S)
+    return [_member(name, call) for name, call in calls.items()]
 
 
 def stop_cluster(progress: Progress) -> None:
-    """Closes proxy, then D, then P; an actor that does not close in time is killed."""
-    names = _names()
+    """Drains proxy, then decode, then prefill nodes; one that does not end in time is killed."""
+    actors = _actors()
     for kind in STOP_ORDER:
-        chosen = [name for name in names if name.startswith(kind)]
+        chosen = {name: actor for name, actor in actors.items() if name.startswith(kind)}
         if chosen:
             progress(f"stopping {', '.join(chosen)}")
-        _stop([ray.get_actor(name) for name in chosen])
-    _remove_group()
+            _stop(list(chosen.values()))
+    _forget()
 
 
-def _start(config: ClusterConfig, source: str, progress: Progress) -> list[Member]:
-    plan = [*_group("prefill", config.prefill), *_group("decode", config.decode)]
-    place = config.proxy_placement(source)
-    plan.append(Placed("proxy", {"CPU": place.num_cpus, **place.resources}))
-    progress("placing")
-    group = placement_group([p.bundle for p in plan], name=GROUP, lifetime="detached")
-    if not group.wait(CALL_S):
-        wanted = ", ".join(f"{p.name} {p.bundle}" for p in plan)
-        raise UnavailableError(f"the Ray cluster has no room for: {wanted}")
-    configs = {
-        "prefill": config.node("prefill", config.prefill, source),
-        "decode": config.node("decode", config.decode, source),
-    }
-    progress("loading the model")
-    actors = []
-    for index, placed in enumerate(plan[:-1]):
-        kind = placed.name.partition("-")[0]
-        actors.append(_actor(NodeActor, placed, group, index, (kind, configs[kind])))
-    nodes = _get([actor.start.remote() for actor in actors], START_S, "nodes to start")
+def _start(config: ClusterConfig, progress: Progress) -> list[Member]:
+    *nodes, proxy = config.places()
+    progress("placing " + ", ".join(place.name for place in (*nodes, proxy)))
+    group = _reserve([*nodes, proxy])
+    progress(f"loading {config.model}")
+    members = _start_nodes(config, nodes, group)
     progress("starting the proxy")
-    urls = {kind: tuple(n.rpc_url for n in nodes if n.kind == kind) for kind in configs}
-    proxy_config = config.proxy_config(urls["prefill"], urls["decode"], source)
-    proxy = _actor(ProxyActor, plan[-1], group, len(plan) - 1, (proxy_config,))
-    return [*nodes, *_get([proxy.start.remote()], START_S, "the proxy to start")]
+    urls = {kind: tuple(m.rpc_url for m in members if m.kind == kind) for kind in STOP_ORDER}
+    proxy_config = config.proxy_config(urls["prefill"], urls["decode"])
+    actor = _create(ProxyActor, proxy, group, len(nodes), proxy_config)
+    members += _get([actor.start.remote()], START_S, "the proxy to start")
+    _refuse_loopback_between_machines(members)
+    progress("waiting until the proxy can use every node")
+    _get([actor.wait_ready.remote(READY_S)], READY_S + CALL_S, "the proxy to be ready")
+    return members
 
 
-def _group(kind: str, group: NodeGroup) -> list[Placed]:
-    bundle = {"CPU": group.num_cpus, **group.resources}
-    return [Placed(f"{kind}-{index}", bundle) for index in range(group.replicas)]
+def _reserve(places: Sequence[Place]) -> PlacementGroup:
+    group = placement_group([place.bundle for place in places], name=GROUP, lifetime="detached")
+    if not group.wait(PLACE_S):
+        wanted = ", ".join(f"{place.name} {place.bundle}" for place in places)
+        raise UnavailableError(f"the Ray cluster has no room for: {wanted}")
+    return group
 
 
-def _actor(
-    kind: type, placed: Placed, group: PlacementGroup, index: int, arguments: tuple[object, ...]
+def _start_nodes(
+    config: ClusterConfig, places: Sequence[Place], group: PlacementGroup
+) -> list[Member]:
+    actors = [
+        _create(NodeActor, place, group, index, place.kind, config.node(place.kind))
+        for index, place in enumerate(places)
+    ]
+    return _get([actor.start.remote() for actor in actors], START_S, "nodes to start")
+
+
+def _create(
+    kind: type, place: Place, group: PlacementGroup, index: int, /, *arguments: object
 ) -> Any:
-    strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-    bundle = dict(placed.bundle)
-    return (
-        ray.remote(kind)
-        .options(
-            name=placed.name,
-            lifetime="detached",
-            num_cpus=bundle.pop("CPU"),
-            resources=bundle,
-            scheduling_strategy=strategy,
-        )
-        .remote(*arguments)
+    custom = {name: amount for name, amount in place.bundle.items() if name != "CPU"}
+    options = ray.remote(kind).options(
+        name=place.name,
+        lifetime="detached",
+        max_restarts=MAX_RESTARTS,
+        num_cpus=place.bundle["CPU"],
+        resources=custom,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
     )
+    return options.remote(*arguments)
+
+
+def _refuse_loopback_between_machines(members: Sequence[Member]) -> None:
+    if len({member.node_ip for member in members}) == 1:
+        return
+    for member in members:
+        if member.rpc_url and member.url.startswith(LOOPBACK):
+            raise ConfigError(
+                f"the members are on several machines, but {member.engine_id} serves {member.url}: "
+                f"set host: auto in {member.kind}.config"
+            )
 
 
 def _get(calls: list[Any], seconds: float, what: str) -> list[Any]:
+    """Results of actor calls; what an actor raised on purpose is raised here as it was."""
     try:
         return list(ray.get(calls, timeout=seconds))
     except ray.exceptions.GetTimeoutError as error:
         raise DeadlineExceededError(f"waited {seconds:g} s for {what}") from error
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, TandemError):
+            raise error.cause from None
+        raise UnavailableError(f"waiting for {what}: {error}") from error
     except ray.exceptions.RayActorError as error:
         raise UnavailableError(f"waiting for {what}: {error}") from error
 
 
-def _names() -> list[str]:
-    names = ray.util.list_named_actors()
-    return sorted(name for name in names if name.partition("-")[0] in STOP_ORDER)
+def _member(name: str, call: Any) -> Member:
+    try:
+        return ray.get(call, timeout=0)  # type: ignore[no-any-return]
+    except ray.exceptions.GetTimeoutError:
+        return Member(name, url="does not answer")
+    except ray.exceptions.RayError:
+        return Member(name, url="restarts")
+
+
+def _actors() -> dict[str, Any]:
+    """Handles of our living actors, ordered by name."""
+    found = {}
+    for name in sorted(ray.util.list_named_actors()):
+        if name.partition("-")[0] in STOP_ORDER:
+            with suppress(ValueError):  # Ray's answer for an actor that died meanwhile
+                found[name] = ray.get_actor(name)
+    return found
 
 
 def _stop(actors: list[Any]) -> None:
+    """Ray kills without waiting; on this machine we see for ourselves that processes ended."""
     calls = [actor.close.remote() for actor in actors]
-    if calls:
-        ray.wait(calls, num_returns=len(calls), timeout=CLOSE_S)
+    done, _ = ray.wait(calls, num_returns=len(calls), timeout=CLOSE_S)
+    processes = [process for call in done if (process := _process_here(call))]
     for actor in actors:
         ray.kill(actor)
-    deadline = time.monotonic() + CALL_S
-    gone = {actor._actor_id.hex() for actor in actors}
-    while gone and time.monotonic() < deadline and set(_ids()) & gone:
-        time.sleep(0.05)
+    wait_gone(processes, CALL_S)
 
 
-def _ids() -> list[str]:
-    return [ray.get_actor(name)._actor_id.hex() for name in _names()]
-
-
-def _remove_group() -> None:
+def _process_here(call: Any) -> ProcessId | None:
     try:
+        machine, process = ray.get(call)
+    except ray.exceptions.RayError:
+        return None  # died before it could answer
+    return process if machine == ray.util.get_node_ip_address() else None
+
+
+def _forget() -> None:
+    """What outlives actors: their ports and their placement group."""
+    _internal_kv_del("", del_by_prefix=True, namespace=PORTS)
+    with suppress(ValueError):  # Ray's answer for "no such group"
         remove_placement_group(ray.util.get_placement_group(GROUP))
-    except ValueError:
-        return  # Ray's answer for "no such group"
+
+
+@contextmanager
+def _ray(problem: str, **options: Any) -> Iterator[None]:
+    try:
+        _init(problem, options)
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _init(problem: str, options: dict[str, Any]) -> None:
+    try:
+        with signals_held():
+            ray.init(
+                namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options
+            )
+    except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+        raise UnavailableError(f"{problem}: {error}") from error

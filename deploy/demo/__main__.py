@@ -1,95 +1,160 @@
-"""`python -m deploy.demo`: one prompt, two nodes, and proof that the tokens are those of one node."""
+"""`python -m deploy.demo`: one prompt, two nodes, and proof of one node's tokens."""
 
 import asyncio
-from pathlib import Path
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Annotated
 
-import aiohttp
+import msgspec
 import typer
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 
-from deploy.demo.processes import DemoCluster
-from deploy.demo.talk import Exchange, run_exchanges, table_of
+from deploy.config import ClusterConfig, load_cluster
+from deploy.demo.leftovers import Leftovers
+from deploy.demo.talk import Exchange, Talk, table_of
+from deploy.process_tree import descendants
+from deploy.session import new_session
+from deploy.signals import stop_on_signals
+from engine.errors import TandemError
+from engine.logs import configure_logging
 
-MODEL = Path(__file__).parent / "model"
 NAME = "tandem-demo"
-READY_TIMEOUT_S = 30.0
-
-
-async def show(console: Console) -> bool:
-    """Runs the demo; whether both ways gave the same tokens."""
-    with console.status("starting a prefill node, a decode node and a proxy ..."):
-        cluster = await DemoCluster(str(MODEL), NAME, 0).__aenter__()
-    try:
-        await _ready(cluster.proxy.url)
-        console.rule("through prefill node, decode node and proxy")
-        pair = await _run(cluster.proxy.url, console)
-        console.rule("the same requests on the decode node alone")
-        alone = await _run(cluster.decode.url, Console(quiet=True))
-        console.print(table_of(pair))
-        return _compare(pair, alone, console)
-    finally:
-        await cluster.__aexit__()
-
-
-async def keep(console: Console, port: int) -> None:
-    """Keeps the cluster up until Ctrl-C."""
-    async with DemoCluster(str(MODEL), NAME, port) as cluster:
-        url = cluster.proxy.url
-        await _ready(url)
-        console.print(f"""[bold]The cluster serves {url}/v1[/]
+EXAMPLES = """[bold]The cluster serves {url}/v1[/]
 
 curl {url}/v1/completions -H 'Content-Type: application/json' \\
-  -d '{{"model": "{NAME}", "prompt": "One morning, Mia", "max_tokens": 40, "temperature": 0}}'
+  -d '{{"model": "{name}", "prompt": "One morning, Mia", "max_tokens": 40, "temperature": 0}}'
 
 from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key="none")
-print(client.chat.completions.create(model="{NAME}", messages=[
+print(client.chat.completions.create(model="{name}", messages=[
     {{"role": "user", "content": "Leo has a drum. Iris has a coin. What does Iris have?"}}]))
 
-Ctrl-C stops it.""", highlight=False)
-        await asyncio.Event().wait()
+Ctrl-C stops it."""
+
+
+class Steps:
+    """Says what happens, and when: seconds since the start."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started = perf_counter()
+
+    def __call__(self, text: str) -> None:
+        seconds = perf_counter() - self._started
+        self._console.print(f"[dim]{seconds:5.1f} s[/] {text}", highlight=False)
+
+
+@contextmanager
+def demo_cluster(port: int, steps: Steps, leftovers: Leftovers) -> Iterator[str]:
+    """One P, one D and the proxy on an embedded Ray; yields the proxy's URL."""
+    config = _on_port(load_cluster(), port)
+    with new_session() as session:
+        leftovers.watch_folder(session.folder)
+        os.environ.update(session.environment())
+        steps("starting an embedded Ray, for which only this user has the token")
+        # Ray reads its environment when it is imported.
+        from deploy.ray_cluster import embedded, running
+
+        with embedded(session.ray_folder, config.resources()):
+            with running(config, steps) as members:
+                leftovers.watch_processes(descendants(os.getpid()))
+                yield members[-1].url
+            steps("stopping Ray")
+
+
+def show(console: Console) -> bool:
+    """Runs the demo; whether the tokens are right and nothing is left."""
+    steps = Steps(console)
+    leftovers = Leftovers()
+    with demo_cluster(0, steps, leftovers) as url:
+        console.rule("through proxy, prefill node and decode node")
+        pair = asyncio.run(_run(url, console))
+        console.rule()
+        steps("sending the same requests to a single kv_both node")
+        alone = asyncio.run(_alone())
+    console.print(table_of(pair))
+    same = _compare(pair, alone, console)
+    left = leftovers.find()
+    for line in left:
+        console.print(f"[bold red]left behind:[/] {line}", highlight=False)
+    steps("done" if left else f"[green]nothing is left behind:[/] {leftovers.watched}")
+    return same and not left
+
+
+def keep(console: Console, port: int) -> None:
+    """Keeps the cluster up until Ctrl-C."""
+    with demo_cluster(port, Steps(console), Leftovers()) as url:
+        text = EXAMPLES.format(url=url, name=NAME)
+        console.print(text, highlight=False, soft_wrap=True)
+        threading.Event().wait()
+
+
+def _on_port(config: ClusterConfig, port: int) -> ClusterConfig:
+    return msgspec.structs.replace(config, proxy={**config.proxy, "port": port})
 
 
 async def _run(url: str, console: Console) -> list[Exchange]:
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=60.0) as client:
-        return await run_exchanges(client, NAME, console)
+    direct = DefaultAsyncHttpxClient(trust_env=False)  # a proxy in the environment is not for us
+    async with AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", timeout=60.0, http_client=direct
+    ) as client:
+        return await Talk(client, NAME, console).run()
 
 
-async def _ready(url: str) -> None:
-    async with asyncio.timeout(READY_TIMEOUT_S), aiohttp.ClientSession() as session:
-        while True:
-            async with session.get(f"{url}/ready") as reply:
-                if reply.status == 200:
-                    return
-            await asyncio.sleep(0.2)
+async def _alone() -> list[Exchange]:
+    """All requests to one node in this process, which prefills and decodes."""
+    # Only now: importing torch takes seconds, in which nothing would be seen.
+    from prefill_node.server import prefill_server
+
+    config = load_cluster().node("prefill")
+    assert config.kv_transfer_config.kv_role == "kv_both"
+    node = prefill_server(config)
+    await node.start()
+    try:
+        return await _run(node.url, Console(quiet=True))
+    finally:
+        await node.close()
 
 
 def _compare(pair: list[Exchange], alone: list[Exchange], console: Console) -> bool:
-    same = [left.token_ids == right.token_ids for left, right in zip(pair, alone, strict=True)]
-    count = sum(len(exchange.token_ids) for exchange in pair)
-    if all(same):
-        console.print(f"[bold green]All {count} tokens equal those of one node.[/]")
+    differing = [
+        left.name
+        for left, right in zip(pair, alone, strict=True)
+        if left.token_ids != right.token_ids or not left.token_ids
+    ]
+    if differing:
+        console.print(f"[bold red]Tokens differ from those of one node in:[/] {differing}")
     else:
-        console.print(f"[bold red]Tokens differ in requests {[i for i, s in enumerate(same) if not s]}[/]")
-    return all(same)
+        count = sum(len(exchange.token_ids) for exchange in pair)
+        console.print(f"[bold green]All {count} tokens equal those of a single kv_both node.[/]")
+    return not differing
 
 
 def main(
-    stay: Annotated[bool, typer.Option("--keep", help="Stay up and print how to talk to it.")] = False,
+    stay: Annotated[
+        bool, typer.Option("--keep", help="Stay up and print how to talk to it.")
+    ] = False,
     port: Annotated[int, typer.Option(help="Port of the proxy with --keep.")] = 8000,
 ) -> None:
     """The main job of Tandem on this machine, in a minute."""
+    stop_on_signals()
+    configure_logging("WARNING")
     console = Console()
-    if stay:
-        try:
-            asyncio.run(keep(console, port))
-        except KeyboardInterrupt:
-            console.print("stopped")
-        return
-    if not asyncio.run(show(console)):
-        raise typer.Exit(code=1)
+    try:
+        if stay:
+            keep(console, port)
+        elif not show(console):
+            raise typer.Exit(code=1)
+    except KeyboardInterrupt as error:
+        console.print("stopped")
+        raise typer.Exit(code=0 if stay else 130) from error
+    except TandemError as error:
+        console.print(f"[bold red]error:[/] {error}", highlight=False)
+        raise typer.Exit(code=2) from error
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the demo says to the cluster and what it shows: real OpenAI requests through the proxy.
 
-Knows only the proxy's URL.
+Knows only a client of the proxy.
 """
 
 from collections.abc import Iterable
@@ -9,19 +9,34 @@ from time import perf_counter
 from typing import Any
 
 from openai import AsyncOpenAI
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-SYSTEM = "You answer from what you are told."
+SYSTEM = {"role": "system", "content": "You answer from what you are told."}
 STORY = "One morning, Mia went to the school."
+CHAT = "Anna has a kite. Ben has a lamp. What does Ben have?"
 TURNS = (
     "Leo has a drum. Iris has a coin. Sam has a map. What does Iris have?",
-    "What does Sam have?",
+    "Who has the map?",
     "Please list these things in reverse order: ball, key, hat.",
 )
-GREEDY: dict[str, Any] = {"temperature": 0, "stream": True}
-EXTRA = {"return_token_ids": True}
-OPTIONS = {"include_usage": True}
+OPTIONS: dict[str, Any] = {
+    "temperature": 0,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "extra_body": {"return_token_ids": True},
+}
+COLUMNS = (
+    "prompt\ntokens",
+    "hit\non P",
+    "hit\non D",
+    "attention\nbytes",
+    "state\nbytes",
+    "transfer\nms",
+    "TTFT\nms",
+    "ITL\nms",
+)
 
 
 @dataclass(slots=True)
@@ -36,60 +51,71 @@ class Exchange:
     itl_ms: float = 0.0
 
 
-async def run_exchanges(client: AsyncOpenAI, model: str, console: Console) -> list[Exchange]:
-    """A streamed completion, then a conversation of three turns with a shared system prompt."""
-    story = await client.completions.create(
-        model=model,
-        prompt=STORY,
-        max_tokens=48,
-        stream_options=OPTIONS,
-        extra_body=EXTRA,
-        **GREEDY,
-    )
-    exchanges = [await _follow("completion", story, console)]
-    messages: list[dict[str, str]] = [{"role": "system", "content": SYSTEM}]
-    for number, question in enumerate(TURNS, start=1):
-        messages.append({"role": "user", "content": question})
-        console.print(f"[bold]you:[/] {question}")
-        chat = await client.chat.completions.create(
-            model=model,
-            messages=messages,
-            max_tokens=32,
-            stream_options=OPTIONS,
-            extra_body=EXTRA,
-            **GREEDY,
+class Talk:
+    """Sends the demo's requests one after the other and shows tokens as they come."""
+
+    def __init__(self, client: AsyncOpenAI, model: str, console: Console) -> None:
+        self._client = client
+        self._model = model
+        self._console = console
+
+    async def run(self) -> list[Exchange]:
+        """A completion, a chat, and a conversation of three turns; the chats share their system
+        prompt."""
+        exchanges = [await self._complete(), await self._chat("chat", [SYSTEM], CHAT)]
+        messages = [SYSTEM]
+        for number, question in enumerate(TURNS, start=1):
+            exchanges.append(await self._chat(f"turn {number} of 3", messages, question))
+        return exchanges
+
+    async def _complete(self) -> Exchange:
+        self._show("prompt", STORY)
+        sent = self._client.completions.create(
+            model=self._model, prompt=STORY, max_tokens=48, **OPTIONS
         )
-        exchanges.append(await _follow(f"chat, turn {number}", chat, console))
-        messages.append({"role": "assistant", "content": exchanges[-1].text})
-    return exchanges
+        return await self._follow("completion", sent)
 
+    async def _chat(self, name: str, messages: list[Any], question: str) -> Exchange:
+        """Adds the question and its answer to `messages`."""
+        self._show("you", question)
+        messages += [{"role": "user", "content": question}]
+        sent = self._client.chat.completions.create(
+            model=self._model, messages=messages, max_tokens=32, **OPTIONS
+        )
+        exchange = await self._follow(name, sent)
+        messages += [{"role": "assistant", "content": exchange.text}]
+        return exchange
 
-async def _follow(name: str, stream: Any, console: Console) -> Exchange:
-    """Shows tokens as they come."""
-    exchange = Exchange(name)
-    started = perf_counter()
-    arrivals: list[float] = []
-    console.print(f"[cyan]{name}:[/] ", end="")
-    async for chunk in stream:
-        exchange.usage = chunk.usage or exchange.usage
-        for choice in chunk.choices:
-            piece = choice.text if hasattr(choice, "text") else choice.delta.content
-            console.print(piece or "", end="", highlight=False, markup=False)
-            exchange.text += piece or ""
-            exchange.token_ids += choice.model_extra.get("token_ids") or []
-            arrivals.append(perf_counter())
-    console.print()
-    exchange.ttft_ms = 1e3 * (arrivals[0] - started)
-    exchange.itl_ms = 1e3 * (arrivals[-1] - arrivals[0]) / max(1, len(arrivals) - 1)
-    return exchange
+    def _show(self, who: str, text: str) -> None:
+        self._console.print(f"[bold]{who}:[/] {text}", highlight=False)
+
+    async def _follow(self, name: str, sent: Any) -> Exchange:
+        exchange = Exchange(name)
+        arrivals = [perf_counter()]
+        self._console.print(f"[cyan]{name}:[/] ", end="")
+        async for chunk in await sent:
+            exchange.usage = chunk.usage or exchange.usage
+            for choice in chunk.choices:
+                arrivals.append(perf_counter())
+                self._add(exchange, choice)
+        self._console.print()
+        exchange.ttft_ms = 1e3 * (arrivals[1] - arrivals[0])
+        exchange.itl_ms = 1e3 * (arrivals[-1] - arrivals[1]) / max(1, len(arrivals) - 2)
+        return exchange
+
+    def _add(self, exchange: Exchange, choice: Any) -> None:
+        piece = choice.text if "text" in choice.model_fields else choice.delta.content
+        exchange.text += piece or ""
+        exchange.token_ids += (choice.model_extra or {}).get("token_ids") or []
+        self._console.print(piece or "", end="", highlight=False, markup=False)
 
 
 def table_of(exchanges: Iterable[Exchange]) -> Table:
-    """One row per request; bytes and milliseconds are what D reports of its pull."""
-    table = Table(title="What moved")
-    columns = ("request", "prompt", "hit P", "hit D", "attention B", "state B")
-    for column in (*columns, "transfer ms", "TTFT ms", "ITL ms"):
-        table.add_column(column, justify="left" if column == "request" else "right")
+    """One row per request; bytes and transfer time are what D reports of its pull."""
+    table = Table(title="What moved from P to D", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("request", no_wrap=True)
+    for column in COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
     for exchange in exchanges:
         table.add_row(exchange.name, *_cells(exchange))
     return table

@@ -165,7 +165,7 @@ def build_model(config: Qwen3_5TextConfig) -> Qwen3_5ForCausalLM:
 
 
 def _turn(
-    tokenizer: PreTrainedTokenizerFast, role: str, content: str, weight: float
+    tokenizer: PreTrainedTokenizerFast, role: str, content: str, *, weight: float
 ) -> list[tuple[int, float]]:
     head = tokenizer.encode(f"{TURN_START}{role}\n")
     body = tokenizer.encode(f"{content}{TURN_END}")
@@ -183,11 +183,11 @@ def weighted_ids(
     """A document's token ids with their loss weights: high where an answer is determined."""
     if not exchanges:
         return [(token, STORY_WEIGHT) for token in tokenizer.encode(system + END_OF_TEXT)]
-    weighted = _turn(tokenizer, "system", system, CONTEXT_WEIGHT) if system else []
+    weighted = _turn(tokenizer, "system", system, weight=CONTEXT_WEIGHT) if system else []
     for exchange in exchanges:
-        weighted += _turn(tokenizer, "user", exchange.question, CONTEXT_WEIGHT)
+        weighted += _turn(tokenizer, "user", exchange.question, weight=CONTEXT_WEIGHT)
         speech = 1.0 if exchange.exact else STORY_WEIGHT
-        weighted += _turn(tokenizer, "assistant", exchange.answer, speech)
+        weighted += _turn(tokenizer, "assistant", exchange.answer, weight=speech)
     return [*weighted, (tokenizer.pad_token_id, 0.0)]
 
 
@@ -205,8 +205,10 @@ def _rows(
 def batches(
     tokenizer: PreTrainedTokenizerFast, seed: int, phase: Phase
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (ids int64, weights float32), both [rows, length + 1]; a row starts with a whole
-    document, later ones follow until the row is full."""
+    """Endless (ids int64, weights float32), both [rows, length + 1].
+
+    A row starts with a whole document, later ones follow until the row is full.
+    """
     rows = _rows(tokenizer, seed, phase)
     while True:
         taken = list(itertools.islice(rows, phase.rows))

@@ -1,0 +1,199 @@
+"""Clusters on Ray: three raylets on this machine, the `deploy` commands, and the demo."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from deploy.process_tree import ProcessId, descendants
+from deploy.state import ClusterState, read_state
+from engine.errors import UnavailableError
+from tests.leaks import shared_memory_names
+from tests.ray_driver import Report, complete
+
+TESTS = Path(__file__).parents[1]
+START_S = 90.0
+CLUSTER = """
+model: model
+prefill: {config: {kv_cache_memory_bytes: 16777216, served_model_name: [tiny]}}
+decode: {config: {kv_cache_memory_bytes: 16777216, served_model_name: [tiny]}}
+proxy: {port: 0}
+"""
+
+
+@pytest.fixture(scope="module")
+def report(checkpoints: dict[str, Path]) -> Report:
+    """One run of the driver, on which several tests look."""
+    before = shared_memory_names()
+    done = subprocess.run(
+        [sys.executable, str(TESTS / "ray_driver.py"), str(checkpoints["qwen3_5"])],
+        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+        capture_output=True,
+        timeout=170,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-4000:]
+    assert shared_memory_names() <= before
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Report)
+
+
+def test_prefill_decode_and_proxy_are_on_three_raylets(report: Report) -> None:
+    assert report.kinds == ["prefill", "decode", "proxy"]
+    assert len(set(report.raylets)) == 3
+    assert report.status == ["decode-0", "prefill-0", "proxy"]
+
+
+def test_tokens_across_raylets_equal_those_of_one_node(report: Report) -> None:
+    assert report.through_proxy == report.by_one_node
+    assert len(report.through_proxy) == 8
+    assert report.pulled_bytes > 0
+
+
+def test_a_killed_node_comes_back_and_is_used_again(report: Report) -> None:
+    assert report.after_restart == report.through_proxy
+    assert not report.same_process
+
+
+def test_another_token_is_refused(report: Report) -> None:
+    code, _, said = report.wrong_token.partition(" ")
+    assert code == "2"
+    assert "or another token" in said.splitlines()[-1]
+
+
+def test_only_one_cluster_per_ray(report: Report) -> None:
+    assert "up already (decode-0, prefill-0, proxy)" in report.second_start
+
+
+def test_stopping_leaves_no_actor_and_no_process(report: Report) -> None:
+    assert report.left == []
+
+
+@dataclass(slots=True)
+class Up:
+    """`python -m deploy up` in a process of its own, with a state file of its own."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    environment: dict[str, str]
+
+    @property
+    def state(self) -> ClusterState:
+        return read_state(Path(self.environment["XDG_RUNTIME_DIR"]) / f"tandem-{os.getuid()}.json")
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Another `python -m deploy`, of the same user."""
+        return subprocess.run(
+            [sys.executable, "-m", "deploy", *arguments],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def wait_until_up(self) -> str:
+        """What it said by then."""
+        deadline = time.monotonic() + START_S
+        while "Ctrl-C stops" not in (said := self.log.read_text()):
+            assert self.process.poll() is None, said
+            assert time.monotonic() < deadline, said
+            time.sleep(0.1)
+        return said
+
+
+@pytest.fixture
+def up(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Up]:
+    """A cluster file beside its model, started from elsewhere; stopped in any case."""
+    (tmp_path / "model").symlink_to(checkpoints["qwen3_5"])
+    (tmp_path / "cluster.yaml").write_text(CLUSTER)
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    log = tmp_path / "up.log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deploy", "up", str(tmp_path / "cluster.yaml")],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    yield Up(process, log, environment)
+    process.terminate()
+    process.wait(60)
+
+
+def test_up_status_and_down(up: Up) -> None:
+    before = shared_memory_names()
+    said = up.wait_until_up()
+    url = _url_of_proxy(said)
+    assert url.startswith("http://127.0.0.1:")
+    folder, processes = Path(up.state.folder), descendants(up.process.pid)
+    assert folder.stat().st_mode & 0o077 == 0
+    assert _listening_elsewhere(processes) == []
+    assert len(complete(url)[0]) == 8
+
+    listed = up.command("status")
+    assert listed.returncode == 0, listed.stderr
+    assert _url_of_proxy(listed.stdout) == url
+    second = up.command("up")
+    assert second.returncode == 2
+    assert "a cluster is up already" in second.stderr
+
+    stopped = up.command("down")
+    assert stopped.returncode == 0, stopped.stderr
+    assert up.process.wait(1) == 0
+    assert not [process for process in processes if process.is_alive]
+    assert not folder.exists()
+    assert shared_memory_names() <= before
+    with pytest.raises(UnavailableError, match="no cluster is up"):
+        _ = up.state
+
+
+def test_the_demo_shows_equal_tokens_and_leaves_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.demo"],
+        env={**os.environ, "COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = re.findall(r"^ (completion|chat|turn \d of 3) +(\d+) +(\d+)", done.stdout, re.M)
+    assert len(rows) == 5
+    assert "tokens equal those of a single kv_both node" in done.stdout
+    assert "nothing is left behind: " in done.stdout
+
+
+def _url_of_proxy(table: str) -> str:
+    found = re.search(r"proxy +(http://\S+)", table)
+    assert found, table
+    return found[1]
+
+
+def _listening_elsewhere(processes: set[ProcessId]) -> list[str]:
+    """Addresses other than the loopback one on which these processes accept connections."""
+    inodes = {link for process in processes for link in _links(process.pid)}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            loopback = fields[1].startswith(("0100007F:", "0" * 24 + "01000000:")) or (
+                "FFFF00000100007F:" in fields[1]
+            )
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes and not loopback:
+                found.append(fields[1])
+    return found
+
+
+def _links(pid: int) -> set[str]:
+    folder = f"/proc/{pid}/fd"
+    try:
+        return {os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder)}
+    except OSError:
+        return set()

@@ -1,0 +1,170 @@
+"""Run by test_ray_cluster.py in a process of its own: Ray reads its environment once per process.
+
+Three raylets on this machine, one slot each for P, D and the proxy. The report is the last line.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import openai
+
+from deploy.config import ClusterConfig, NodeGroup
+from deploy.process_tree import process_id
+from deploy.session import Session, new_session
+
+if TYPE_CHECKING:
+    from deploy.actors import Member
+
+SLOTS = ("p_slot", "d_slot", "x_slot")
+OPTIONS = {
+    "kv_cache_memory_bytes": 16 << 20,
+    "max_num_batched_tokens": 64,
+    "served_model_name": ["tiny"],
+}
+PROMPT = list(range(5, 105))
+BACK_S = 60.0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What the test asserts."""
+
+    kinds: list[str]
+    raylets: list[str]
+    status: list[str]
+    through_proxy: list[int]
+    by_one_node: list[int]
+    pulled_bytes: int
+    after_restart: list[int]
+    same_process: bool
+    wrong_token: str
+    second_start: str
+    left: list[str]
+
+
+def main(model: str) -> None:
+    with new_session() as session:
+        os.environ.update(session.environment())
+        report = _run(model, session)
+    print(msgspec.json.encode(report).decode())
+
+
+def _run(model: str, session: Session) -> Report:
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        for number, slot in enumerate(SLOTS):
+            own: dict[str, Any] = {} if number else {"include_dashboard": False}
+            cluster.add_node(
+                num_cpus=1,
+                resources={slot: 1},
+                object_store_memory=80 << 20,
+                temp_dir=str(session.ray_folder),
+                **own,
+            )
+        return _deploy(model, cluster.address, session)
+    finally:
+        cluster.shutdown()
+
+
+def _deploy(model: str, address: str, session: Session) -> Report:
+    from deploy.ray_cluster import cluster_members, connected, running
+
+    config = ClusterConfig(
+        model=model,
+        prefill=NodeGroup(resources={"p_slot": 1}, config=OPTIONS),
+        decode=NodeGroup(resources={"d_slot": 1}, config=OPTIONS),
+        proxy={"port": 0, "resources": {"x_slot": 1}},
+    )
+    with connected(address):
+        with running(config, _say) as members:
+            seen = _use(config, members, address)
+            processes = [process_id(member.pid) for member in cluster_members()]
+        left = [str(each) for each in processes if each is None or each.is_alive]
+        return Report(**seen, left=left + [member.name for member in cluster_members()])
+
+
+def _use(config: ClusterConfig, members: list["Member"], address: str) -> dict[str, Any]:
+    from deploy.ray_cluster import cluster_members, start_cluster
+
+    prefill, _, proxy = members
+    intruder = _status_with_wrong_token(address)
+    through_proxy, pulled = complete(proxy.url)
+    report = {
+        "kinds": [member.kind for member in members],
+        "raylets": [member.node_id for member in members],
+        "status": [member.name for member in cluster_members()],
+        "through_proxy": through_proxy,
+        "by_one_node": complete(prefill.url)[0],
+        "pulled_bytes": pulled,
+        "second_start": _error_of(lambda: start_cluster(config, _say)),
+        **_restart(prefill, proxy),
+    }
+    _, said = intruder.communicate(timeout=BACK_S)
+    return {**report, "wrong_token": f"{intruder.returncode} {said}"}
+
+
+def complete(url: str) -> tuple[list[int], int]:
+    """The tokens, and how many bytes D pulled for them."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+    answer = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=8,
+        temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    assert answer.usage is not None
+    assert answer.choices[0].model_extra is not None
+    moved = (answer.usage.model_extra or {}).get("kv_transfer") or {}
+    pulled = moved.get("attention_bytes", 0) + moved.get("state_bytes", 0)
+    return answer.choices[0].model_extra["token_ids"], pulled
+
+
+def _restart(prefill: "Member", proxy: "Member") -> dict[str, Any]:
+    """P is killed, Ray starts it again, and the proxy uses it again: D pulls from it."""
+    from deploy.ray_cluster import cluster_members
+
+    os.kill(prefill.pid, signal.SIGKILL)
+    deadline = time.monotonic() + BACK_S
+    pulled, tokens = 0, list[int]()
+    while Path(f"/proc/{prefill.pid}").exists() or not pulled:
+        assert time.monotonic() < deadline, cluster_members()
+        tokens, pulled = complete(proxy.url)
+    (now,) = [member for member in cluster_members() if member.name == prefill.name]
+    return {"after_restart": tokens, "same_process": now.engine_id == prefill.engine_id}
+
+
+def _status_with_wrong_token(address: str) -> subprocess.Popen[str]:
+    """Runs beside the rest: Ray tries for ten seconds."""
+    environment = {key: os.environ[key] for key in os.environ if key != "RAY_AUTH_TOKEN_PATH"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "deploy", "status", "--address", address],
+        env={**environment, "RAY_AUTH_TOKEN": "ab" * 32},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def _say(text: str) -> None:
+    print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
