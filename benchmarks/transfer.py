@@ -1,82 +1,127 @@
-"""`python -m benchmarks.transfer`: GB/s of each transport next to memcpy and to NIXL without our wrapper.
+"""`python -m benchmarks.transfer`: hand-over GB/s beside a plain memcpy and beside NIXL itself.
 
-Two processes on this host. Sizes are those of a Qwen3.5-0.8B-like hybrid in bf16: 6 attention layers of
-2,048 B per token, 18 GDN layers whose states take 1,085,440 B each. Rounds are interleaved.
+Two processes on this host, real arenas and the connector's own span plans. Sizes are those of
+Qwen3.5-4B in bfloat16: 8 attention layers (32 KiB per token), 24 GDN layers (51.5 MB of state).
+
+- memcpy: one thread, the same spans, from this process's own memory.
+- raw nixl: a read of the same spans with NIXL's Python agent, one request, polled without a pause.
+- shm, nixl: what a pull thread does: plan the spans from block tables, read, wait.
+
+Every way's bytes are checked after every run. Both NIXL readers go without a progress thread, which
+would spin on a core that the other ways need.
 """
 
-import argparse
 import ctypes
 import importlib
 import multiprocessing
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Annotated, Any
 
 import msgspec
 import torch
+import typer
 from rich.console import Console
-from rich.table import Table
 
+from benchmarks import machine, report
+from benchmarks.pairs import Spread, alternate
+from benchmarks.plots import grouped_bars
+from connector.pd.layout import plan_pull
 from connector.transports.base import SpanPair, Transport
 from connector.transports.choose import open_transport
 from connector.transports.nixl import NixlAddress
 from engine.arena import ArenaMemory
+from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
+from engine.logs import configure_logging
 
-ATTENTION_BYTES_PER_TOKEN = 6 * 2048
-STATE_BYTES = 18 * 1_085_440
-BLOCK_TOKENS = 16
-BLOCK_BYTES = BLOCK_TOKENS * ATTENTION_BYTES_PER_TOKEN
+GDN = MambaSpec("gdn", (3, 8192), "bfloat16", (32, 128, 128))
+ATTENTION = FullAttentionSpec(num_kv_heads=4, head_dim=256, dtype="bfloat16")
+GROUPS = (
+    KVCacheGroup(GDN, tuple(layer for layer in range(32) if layer % 4 != 3)),
+    KVCacheGroup(ATTENTION, tuple(range(3, 32, 4))),
+)
+ARENA_BYTES = 1400 << 20
 DEADLINE_S = 60.0
 FILL = 7
+TARGET = 0.8
+TARGETS = (("shm", "memcpy"), ("nixl", "raw nixl"))
+HEADERS = ("case", "MB", "spans", "memcpy", "shm", "shm / memcpy", "raw nixl", "nixl",
+           "nixl / raw nixl", "both >= 0.8")  # fmt: skip
 
 Read = Callable[[Sequence[SpanPair]], None]
+Tables = Sequence[Sequence[int]]
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What is moved: the attention blocks of `tokens` tokens as `runs` runs, and one state."""
+    """A prompt of `tokens` tokens, prefilled in chunks of `chunk` in turn with another one."""
 
     name: str
     tokens: int
-    runs: int
-
-    def spans(self) -> list[SpanPair]:
-        """Runs in reverse order on the local side, so that none of them join; then the state."""
-        num_blocks = -(-self.tokens // BLOCK_TOKENS)
-        cuts = [num_blocks * run // self.runs * BLOCK_BYTES for run in range(self.runs + 1)]
-        total = cuts[-1]
-        pieces = [
-            SpanPair(start, total - end, end - start)
-            for start, end in zip(cuts[:-1], cuts[1:], strict=True)
-        ]
-        return [*pieces, SpanPair(total, total, STATE_BYTES)]
+    chunk: int
 
 
 CASES = (
-    Case("1,700 tokens, 1 run", 1_700, 1),
-    Case("1,700 tokens, 4 runs", 1_700, 4),
-    Case("1,700 tokens, every block apart", 1_700, 107),
-    Case("16k tokens, 1 run", 16_384, 1),
-    Case("16k tokens, 8 runs", 16_384, 8),
+    Case("1,700 tokens", 1_700, 2_048),
+    Case("1,700 tokens, worst layout", 1_700, 16),
+    Case("16k tokens", 16_384, 16_384),
+    Case("16k tokens, chunked beside another", 16_384, 2_048),
 )
-ARENA_BYTES = 16_384 * ATTENTION_BYTES_PER_TOKEN + STATE_BYTES
 
 
 class Row(msgspec.Struct, frozen=True):
-    """Median GB/s of one case by way."""
+    """GB/s of every way, and the two ratios by round."""
 
     case: str
+    nbytes: int
     spans: int
-    megabytes: float
-    gigabytes_per_s: dict[str, float]
+    speeds: dict[str, Spread]
+    ratios: dict[str, Spread]
 
 
-def serve(pipe: Connection) -> None:
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """Where one case's blocks lie: D's tables, and P's offsets as its lease announces them."""
+
+    plan: ArenaPlan
+    local: Tables
+    remote: Tables
+
+    @classmethod
+    def of(cls, plan: ArenaPlan, case: Case) -> "Prompt":
+        """D reserves in one go; P grew the tables chunk by chunk, in turn with another prompt."""
+        local = _tables(plan, case.tokens, case.tokens)
+        grown = _tables(plan, case.tokens, case.chunk)
+        remote = [
+            [plan.block_offset(group, block) for block in blocks]
+            for group, blocks in enumerate(grown)
+        ]
+        return cls(plan, local, remote)
+
+    def spans(self) -> tuple[SpanPair, ...]:
+        """What a pull reads."""
+        return plan_pull(self.plan, self.local, self.remote, num_local_tokens=0).spans
+
+
+def _tables(plan: ArenaPlan, tokens: int, chunk: int) -> Tables:
+    manager = KVCacheManager(plan)
+    mine = other = None
+    for end in range(chunk, tokens + chunk, chunk):
+        mine = manager.allocate(mine, min(end, tokens))
+        other = manager.allocate(other, min(end, tokens))
+    assert mine is not None and other is not None
+    return mine.groups
+
+
+def serve(pipe: Connection, nbytes: int) -> None:
     """The peer process: one arena, registered with every transport, until the pipe closes."""
-    arena = ArenaMemory(ARENA_BYTES)
+    configure_logging("WARNING")
+    arena = ArenaMemory(nbytes)
     arena.tensor.fill_(FILL)
     transports = [open_transport(name, "bench-p") for name in ("shm", "nixl")]
     pipe.send([transport.register(arena) for transport in transports])
@@ -87,11 +132,11 @@ def serve(pipe: Connection) -> None:
 
 
 @contextmanager
-def peer_addresses() -> Iterator[list[bytes]]:
+def peer_addresses(nbytes: int) -> Iterator[list[bytes]]:
     """Addresses of a peer process, which ends with the block."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs,))
+    process = context.Process(target=serve, args=(theirs, nbytes))
     process.start()
     theirs.close()
     try:
@@ -103,32 +148,18 @@ def peer_addresses() -> Iterator[list[bytes]]:
 
 def memcpy_read(arena: ArenaMemory) -> Read:
     """The ceiling: the same spans out of this process's own memory."""
-    source = torch.full((ARENA_BYTES,), FILL, dtype=torch.uint8)
+    source = torch.full((arena.nbytes,), FILL, dtype=torch.uint8)
 
     def read(spans: Sequence[SpanPair]) -> None:
+        local, remote = arena.data_ptr, source.data_ptr()
         for span in spans:
-            ctypes.memmove(
-                arena.data_ptr + span.local, source.data_ptr() + span.remote, span.length
-            )
-
-    return read
-
-
-def transport_read(transport: Transport, address: bytes) -> Read:
-    """Our transport as the connector uses it."""
-    transport.connect("p", address)
-
-    def read(spans: Sequence[SpanPair]) -> None:
-        transport.read("p", spans).wait(DEADLINE_S)
+            ctypes.memmove(local + span.local, remote + span.remote, span.length)
 
     return read
 
 
 def raw_nixl_read(arena: ArenaMemory, blob: bytes) -> Read:
-    """NIXL's Python API as its examples use it: one request, polled without a pause, nothing checked.
-
-    Without its progress thread, which would spin on a core that the other ways need.
-    """
+    """NIXL's Python API as its examples use it; nothing is checked."""
     nixl = importlib.import_module("nixl")  # heavy and optional
     agent = nixl.nixl_agent("bench-raw", nixl.nixl_agent_config(enable_prog_thread=False))
     agent.register_memory([(arena.data_ptr, arena.nbytes, 0, "")], "DRAM")
@@ -150,78 +181,128 @@ def raw_nixl_read(arena: ArenaMemory, blob: bytes) -> Read:
     return read
 
 
-def measure(case: Case, ways: dict[str, Read], arena: ArenaMemory, rounds: int) -> Row:
-    """Median over `rounds` rounds, each running every way once; checks that the bytes arrived."""
-    spans = case.spans()
-    total = sum(span.length for span in spans)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, read in ways.items():
-            arena.tensor[:total].zero_()
-            started = time.perf_counter()
-            read(spans)
-            seconds[name].append(time.perf_counter() - started)
-            assert bool((arena.tensor[:total] == FILL).all()), name
-    speeds = {name: total / statistics.median(times) / 1e9 for name, times in seconds.items()}
-    return Row(case.name, len(spans), total / 1e6, speeds)
+def transport_read(transport: Transport, address: bytes) -> Read:
+    """Our transport as a pull thread uses it."""
+    transport.connect("p", address)
+
+    def read(spans: Sequence[SpanPair]) -> None:
+        transport.read("p", spans).wait(DEADLINE_S)
+
+    return read
 
 
-def run(rounds: int) -> list[Row]:
-    """All cases with a warm-up round each."""
-    arena = ArenaMemory(ARENA_BYTES)
+@dataclass(slots=True, frozen=True)
+class Bench:
+    """The local arena and all ways to fill it."""
+
+    arena: ArenaMemory
+    plain: dict[str, Read]
+    ours: dict[str, Read]
+
+    def measure(self, case: Case, plan: ArenaPlan, rounds: int, *, done: Callable[[], None]) -> Row:
+        """GB/s over `rounds` rounds; planning counts for our transports, not for the baselines."""
+        prompt = Prompt.of(plan, case)
+        spans = prompt.spans()
+        ways = {
+            name: _timed(self.arena, spans, read, plan=lambda: spans)
+            for name, read in self.plain.items()
+        }
+        ways |= {
+            name: _timed(self.arena, spans, read, plan=prompt.spans)
+            for name, read in self.ours.items()
+        }
+        total = sum(span.length for span in spans)
+        seconds = alternate(ways, rounds, warmups=2, done=done)
+        speeds = {name: [total / 1e9 / time for time in times] for name, times in seconds.items()}
+        return Row(
+            case.name,
+            total,
+            len(spans),
+            {name: Spread.of(values) for name, values in speeds.items()},
+            {ours: Spread.of_ratio(speeds[ours], speeds[other]) for ours, other in TARGETS},
+        )
+
+
+def _timed(
+    arena: ArenaMemory,
+    spans: Sequence[SpanPair],
+    read: Read,
+    *,
+    plan: Callable[[], Sequence[SpanPair]],
+) -> Callable[[], float]:
+    """Seconds of one run into zeroed memory; raises RuntimeError unless every byte has arrived."""
+    targets = [arena.tensor[span.local : span.local + span.length] for span in spans]
+
+    def run() -> float:
+        for target in targets:
+            target.zero_()
+        started = perf_counter()
+        read(plan())
+        seconds = perf_counter() - started
+        if not all(bool((target == FILL).all()) for target in targets):
+            raise RuntimeError("the bytes did not arrive")
+        return seconds
+
+    return run
+
+
+def run(rounds: int, console: Console) -> list[Row]:
+    """All cases."""
+    plan = plan_arena(GROUPS, 16, ARENA_BYTES)
+    arena = ArenaMemory(plan.arena_bytes)
     shm, nixl = (open_transport(name, "bench-d") for name in ("shm", "nixl"))
     for transport in (shm, nixl):
         transport.register(arena)
-    with peer_addresses() as (shm_address, nixl_address):
-        ways = {
-            "memcpy": memcpy_read(arena),
-            "shm": transport_read(shm, shm_address),
-            "raw nixl": raw_nixl_read(arena, nixl_address),
-            "nixl": transport_read(nixl, nixl_address),
-        }
-        for case in CASES:
-            measure(case, ways, arena, 1)
-        rows = [measure(case, ways, arena, rounds) for case in CASES]
+    total = len(CASES) * 4 * (rounds + 2)
+    with peer_addresses(arena.nbytes) as (shm_at, nixl_at), report.progress(console, total) as tell:
+        plain = {"memcpy": memcpy_read(arena), "raw nixl": raw_nixl_read(arena, nixl_at)}
+        ours = {"shm": transport_read(shm, shm_at), "nixl": transport_read(nixl, nixl_at)}
+        bench = Bench(arena, plain, ours)
+        rows = [bench.measure(case, plan, rounds, done=tell(case.name)) for case in CASES]
     for transport in (shm, nixl):
         transport.close()
     arena.close()
     return rows
 
 
-def render(rows: Sequence[Row]) -> Table:
-    """Speeds and the two ratios that matter: shm to memcpy, nixl to raw nixl."""
-    table = Table(title="GB/s, median")
-    headers = ("case", "spans", "MB", "memcpy", "shm", "shm/memcpy", "raw nixl", "nixl", "nixl/raw")
-    for header in headers:
-        table.add_column(header, justify="left" if header == "case" else "right")
-    for row in rows:
-        speed = row.gigabytes_per_s
-        table.add_row(
-            row.case,
-            str(row.spans),
-            f"{row.megabytes:.1f}",
-            f"{speed['memcpy']:.2f}",
-            f"{speed['shm']:.2f}",
-            f"{speed['shm'] / speed['memcpy']:.2f}",
-            f"{speed['raw nixl']:.2f}",
-            f"{speed['nixl']:.2f}",
-            f"{speed['nixl'] / speed['raw nixl']:.2f}",
-        )
-    return table
+def cells(row: Row) -> list[str]:
+    """One line of the table."""
+    speeds = {name: f"{speed.median:.1f}" for name, speed in row.speeds.items()}
+    met = all(ratio.median >= TARGET for ratio in row.ratios.values())
+    return [
+        row.case,
+        f"{row.nbytes / 1e6:.0f}",
+        str(row.spans),
+        speeds["memcpy"],
+        speeds["shm"],
+        row.ratios["shm"].show(),
+        speeds["raw nixl"],
+        speeds["nixl"],
+        row.ratios["nixl"].show(),
+        "met" if met else "MISSED",
+    ]
 
 
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows here")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = run(options.rounds)
-    Console().print(render(rows))
-    if options.json is not None:
-        options.json.write_bytes(msgspec.json.encode(rows))
+def main(
+    *,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after two.")] = 15,
+    cpu: Annotated[str, typer.Option(help="Cores to run on, as `0,1`, or `all`.")] = "all",
+    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the speeds (svg, png).")] = None,
+) -> None:
+    """Hand-over GB/s of shm and nixl beside memcpy and beside raw NIXL, in one run."""
+    console = Console()
+    configure_logging("WARNING")
+    host = machine.prepare(cpu)
+    rows = run(rounds, console)
+    note = f"GB/s, median of {rounds} rounds; {machine.describe(host)}"
+    report.publish(console, "Hand-over", headers=HEADERS, rows=list(map(cells, rows)), note=note)
+    report.write_json(json, {"machine": host, "rows": rows})
+    if plot is not None:
+        names = ("memcpy", "shm", "raw nixl", "nixl")
+        series = {name: [row.speeds[name] for row in rows] for name in names}
+        grouped_bars(plot, [row.case for row in rows], series, ylabel="GB/s")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

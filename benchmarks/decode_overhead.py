@@ -1,0 +1,172 @@
+"""`python -m benchmarks.decode_overhead`: what a decode step costs outside torch operators.
+
+The step is all of `EngineCore.step`: schedule, build the batch, forward, sample, update. Its time
+is taken twice, in alternating rounds:
+
+- `wall`: by the clock, with nothing attached.
+- `ops`: under torch.profiler, the sum over top-level operators (those not called by another one)
+  of the time between their entry and their exit in C++.
+
+overhead = wall - ops: Python in scheduler, layers and sampler, the bindings' parsing and wrapping
+of arguments, the allocator of Python objects. It does not count dispatch inside an operator (about
+1 us each), which no engine in eager mode can avoid; the last column gives the number of operators.
+The profiler lengthens operators that call others, so `wall - ops` is a little too low; the upper
+bound is profiled wall - ops, which books all of the profiler's own cost on us.
+"""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import machine, report
+from benchmarks.models import MODELS, random_prompts, save_random
+from benchmarks.pairs import Spread, alternate
+from benchmarks.plots import grouped_bars
+from benchmarks.tandem_engine import BareCore, request_of
+from engine.request import Request
+
+BATCHES = (8, 32)
+PROMPT_TOKENS = 64
+STEPS = 20
+WARM_STEPS = 10
+HEADERS = ("case", "step us", "outside torch ops us", "share", "at most us",
+           "torch ops us", "ops per step")  # fmt: skip
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """Means over STEPS steps, in microseconds; `ops` and `count` are 0 without the profiler."""
+
+    wall: float
+    ops: float = 0.0
+    count: float = 0.0
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One model at one batch size, microseconds per step."""
+
+    case: str
+    wall: Spread
+    ops: Spread
+    overhead: Spread
+    share: Spread
+    upper: Spread
+    count: float
+
+
+class Bench:
+    """A bare core whose `batch` requests all decode and do not end while it is measured."""
+
+    def __init__(self, core: BareCore, batch: int, tokens: int) -> None:
+        self._core = core.core
+        for number, prompt in enumerate(random_prompts(batch, PROMPT_TOKENS, seed=batch)):
+            origin = request_of(number, prompt, tokens)
+            limit = PROMPT_TOKENS + tokens
+            core.scheduler.add(
+                Request.from_generate(origin, max_model_len=limit, eos_token_ids=frozenset())
+            )
+        while core.scheduler.num_waiting:
+            core.core.step()
+        for _ in range(WARM_STEPS):
+            core.core.step()
+
+    def clock(self) -> Sample:
+        """STEPS steps by the clock."""
+        return Sample(self._steps())
+
+    def profiled(self) -> Sample:
+        """STEPS steps under the profiler."""
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            wall = self._steps()
+        top = [event for event in profiler.events() if event.cpu_parent is None]
+        ops = sum(event.time_range.elapsed_us() for event in top) / STEPS
+        return Sample(wall, ops, len(top) / STEPS)
+
+    def _steps(self) -> float:
+        started = perf_counter()
+        for _ in range(STEPS):
+            self._core.step()
+        return 1e6 * (perf_counter() - started) / STEPS
+
+
+def measure(case: str, bench: Bench, rounds: int, *, done: Callable[[], None]) -> Row:
+    """Clocked and profiled steps in alternating rounds."""
+    ways = {"clock": bench.clock, "profiled": bench.profiled}
+    samples = alternate(ways, rounds, done=done)
+    pairs = list(zip(samples["clock"], samples["profiled"], strict=True))
+    overheads = [clock.wall - seen.ops for clock, seen in pairs]
+    return Row(
+        case,
+        Spread.of([clock.wall for clock, _ in pairs]),
+        Spread.of([seen.ops for _, seen in pairs]),
+        Spread.of(overheads),
+        Spread.of_ratio(overheads, [clock.wall for clock, _ in pairs]),
+        Spread.of([seen.wall - seen.ops for _, seen in pairs]),
+        pairs[0][1].count,
+    )
+
+
+def run(models: Sequence[str], rounds: int, console: Console) -> list[Row]:
+    """Every model at every batch size."""
+    rows: list[Row] = []
+    total = len(models) * len(BATCHES) * 2 * (rounds + 1)
+    with tempfile.TemporaryDirectory() as folder, report.progress(console, total) as describe:
+        for name in models:
+            checkpoint = save_random(name, Path(folder))
+            for batch in BATCHES:
+                case = f"{name}, batch {batch}"
+                rows.append(
+                    _measure_batch(checkpoint, case, batch, rounds=rounds, done=describe(case))
+                )
+    return rows
+
+
+def _measure_batch(
+    checkpoint: Path, case: str, batch: int, *, rounds: int, done: Callable[[], None]
+) -> Row:
+    tokens = 2 * STEPS * (rounds + 1) + WARM_STEPS + PROMPT_TOKENS
+    with BareCore(checkpoint, max_num_seqs=batch) as core:
+        return measure(case, Bench(core, batch, tokens), rounds, done=done)
+
+
+def cells(row: Row) -> list[str]:
+    """One line of the table."""
+    return [
+        row.case,
+        f"{row.wall.median:,.0f}",
+        row.overhead.show(0),
+        f"{row.share.median:.0%}",
+        f"{row.upper.median:,.0f}",
+        f"{row.ops.median:,.0f}",
+        f"{row.count:,.0f}",
+    ]
+
+
+def main(
+    *,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one warm-up.")] = 9,
+    model: Annotated[list[str] | None, typer.Option(help="gdn or mamba2. [both]")] = None,
+    cpu: Annotated[str, typer.Option(help="Core to run on, or `all`.")] = "0",
+    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the step times (svg, png).")] = None,
+) -> None:
+    """Decode step time outside torch operators, in microseconds, at batch 8 and 32."""
+    console = Console()
+    host = machine.prepare(cpu)
+    rows = run(model or list(MODELS), rounds, console)
+    note = f"means over {STEPS} steps, median of {rounds} rounds; {machine.describe(host)}"
+    report.publish(console, "Decode step", headers=HEADERS, rows=list(map(cells, rows)), note=note)
+    report.write_json(json, {"machine": host, "rows": rows})
+    if plot is not None:
+        series = {"torch operators": [r.ops for r in rows], "overhead": [r.overhead for r in rows]}
+        grouped_bars(plot, [row.case for row in rows], series, ylabel="us per step")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,41 @@
+"""Small charts of benchmark results; the only file here that knows matplotlib."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import matplotlib
+
+from benchmarks.pairs import Spread
+
+GROUP_WIDTH = 0.8
+
+
+def grouped_bars(
+    file: Path,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[Spread]],
+    *,
+    ylabel: str,
+    marks: Sequence[float] | None = None,
+) -> None:
+    """Bars by label, one per series, with min-max whiskers; `marks` are targets, one per label."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # after the backend is chosen
+
+    figure, axes = pyplot.subplots(figsize=(max(6.0, 1.1 * len(labels)), 3.4))
+    width = GROUP_WIDTH / len(series)
+    for place, (name, spreads) in enumerate(series.items()):
+        centers = [x - GROUP_WIDTH / 2 + (place + 0.5) * width for x in range(len(labels))]
+        medians = [spread.median for spread in spreads]
+        below = [spread.median - spread.low for spread in spreads]
+        above = [spread.high - spread.median for spread in spreads]
+        axes.bar(centers, medians, width * 0.95, yerr=[below, above], capsize=2, label=name)
+    for place, mark in enumerate(marks or ()):
+        label = "_" if place else "target"
+        axes.hlines(mark, place - 0.45, place + 0.45, "black", "--", label=label)
+    axes.set_xticks(range(len(labels)), [label.replace(", ", "\n") for label in labels], fontsize=7)
+    axes.set_ylabel(ylabel)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)

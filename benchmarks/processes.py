@@ -1,0 +1,59 @@
+"""Servers as a user starts them, `python -m MODULE ...`: started together, ended with the block.
+
+Knows no module by name.
+"""
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 30.0
+POLL_S = 0.05
+URL = re.compile(r'"url": "(http://[^"]+)"')
+
+
+@dataclass(slots=True, frozen=True)
+class Server:
+    """One process and the file with what it says."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def url(self) -> str:
+        """Where it serves, once it does; raises RuntimeError with its log when it does not."""
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not (found := URL.search(said := self.log.read_text(errors="replace"))):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.process.args!r} does not serve:\n{said}")
+            time.sleep(POLL_S)
+        return found[1]
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL when that is not heard."""
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+@contextmanager
+def servers(logs: Path, *commands: tuple[str, ...]) -> Iterator[list[str]]:
+    """Starts all `commands` (module and arguments) at once; their URLs, when all of them serve."""
+    with ExitStack() as stack:
+        started = []
+        for number, command in enumerate(commands):
+            log = logs / f"{command[0]}-{number}.log"
+            with log.open("wb") as file:
+                process = subprocess.Popen([sys.executable, "-m", *command], stderr=file)
+            started.append(Server(process, log))
+            stack.callback(started[-1].stop)
+        yield [server.url() for server in started]

@@ -1,0 +1,109 @@
+"""Whole engines inside the benchmark's process: a node behind its asyncio front, or the bare core.
+
+Knows nothing of what they are compared with.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Self
+
+import msgspec
+import torch
+
+from decode_node.server import decode_server
+from engine.arena import ArenaMemory
+from engine.config import NodeConfig, SchedulerConfig
+from engine.core import EngineCore
+from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.plan import plan_arena
+from engine.kv_connector import local_connector
+from engine.model_configs.registry import read_config
+from engine.models.loader import load_model
+from engine.sched.scheduler import Scheduler
+from engine.types import GenerateRequest, SamplingParams
+from engine.worker.model_runner import ModelRunner
+
+ARENA_BYTES = 128 << 20
+
+
+class Timing(msgspec.Struct, frozen=True):
+    """One batch: seconds until all had a first token, and the tokens and seconds after that."""
+
+    first_s: float
+    decode_tokens: int
+    decode_s: float
+
+    @classmethod
+    def of(cls, started: float, arrivals: Sequence[Sequence[float]]) -> Self:
+        """From the times at which each sequence's tokens came."""
+        all_started = max(times[0] for times in arrivals)
+        end = max(times[-1] for times in arrivals)
+        later = sum(time > all_started for times in arrivals for time in times)
+        return cls(all_started - started, later, end - all_started)
+
+
+def request_of(number: int, prompt: Sequence[int], tokens: int) -> GenerateRequest:
+    """Greedy, exactly `tokens` tokens."""
+    sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(
+        request_id=f"bench-{number}", prompt_token_ids=tuple(prompt), sampling=sampling
+    )
+
+
+class TandemNode:
+    """A decode node with all its threads and servers; `generate` blocks until the batch is done."""
+
+    def __init__(self, folder: Path) -> None:
+        config = NodeConfig(model=str(folder), port=0, kv_cache_memory_bytes=ARENA_BYTES)
+        self._loop = asyncio.Runner()
+        self._node = decode_server(config)
+        self._loop.run(self._node.start())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run(self._node.close())
+        self._loop.close()
+
+    def generate(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
+        """`tokens` greedy tokens after every prompt, all prompts at once."""
+        return self._loop.run(self._batch(prompts, tokens))
+
+    async def _batch(self, prompts: Sequence[Sequence[int]], tokens: int) -> Timing:
+        requests = [request_of(number, prompt, tokens) for number, prompt in enumerate(prompts)]
+        started = perf_counter()
+        arrivals = await asyncio.gather(*(self._follow(request) for request in requests))
+        return Timing.of(started, arrivals)
+
+    async def _follow(self, request: GenerateRequest) -> list[float]:
+        times: list[float] = []
+        async for output in self._node.engine.generate(request):
+            times += [perf_counter()] * len(output.token_ids)
+        return times
+
+
+class BareCore:
+    """Scheduler, KV cache and runner without threads: `core.step()` is all that runs."""
+
+    def __init__(self, folder: Path, max_num_seqs: int) -> None:
+        config = read_config(folder, None)
+        plan = plan_arena(config.groups, 16, ARENA_BYTES)
+        self._arena = ArenaMemory(plan.arena_bytes)
+        self.connector = local_connector()
+        limits = SchedulerConfig(
+            max_model_len=config.max_position_embeddings, max_num_seqs=max_num_seqs
+        )
+        self.scheduler = Scheduler(limits, KVCacheManager(plan), self.connector.scheduler)
+        model = load_model(folder, config, torch.device("cpu"))
+        self.runner = ModelRunner(model, plan, self._arena)
+        self.core = EngineCore(self.scheduler, self.runner, self.connector)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.core.close()
+        self._arena.close()
