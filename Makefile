@@ -31,15 +31,18 @@ test: $(STAMP) ## the whole test suite
 check: $(STAMP) ## lint, types, architecture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy engine connector prefill_node decode_node proxy deploy
+	$(BIN)/mypy engine connector prefill_node decode_node proxy deploy benchmarks tests
 	$(BIN)/lint-imports
 
 proto: $(STAMP) ## regenerate engine/rpc/pb from proto/node.proto
 	$(BIN)/python -m grpc_tools.protoc -Iengine/rpc/pb=proto --python_out=. --pyi_out=. \
 		--grpc_python_out=. proto/node.proto
 
-bench: $(STAMP) ## hand-over rates of the transports
+bench: $(STAMP) ## the four benchmarks, about ten minutes on an idle machine
+	$(BIN)/python -m benchmarks.decode_overhead
+	$(BIN)/python -m benchmarks.engine_vs_transformers
 	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m benchmarks.serving
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

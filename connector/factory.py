@@ -1,4 +1,4 @@
-"""The one assembly list of a node's connector: which classes make a producer, a consumer or both."""
+"""The one assembly list of a node's connector: which classes make up a producer and a consumer."""
 
 import socket
 import time
@@ -85,13 +85,16 @@ def build_connector(
     address = AdvertisedAddress(settings.engine_id, advertised_host(settings.host))
     transfers = TransferMetrics(metrics)
     consumer = ConsumerWorker(
-        plan, transport, claims, transfers, pulls=PullLimits.of(extra), wake=wake
+        plan, transport, claims, metrics=transfers, pulls=PullLimits.of(extra), wake=wake
     )
     return PdConnector(
         Connector(
             PdAdmission(signer, claims, settings.config),
             MultiScheduler(
-                [ProducerScheduler(address, plan, leases, signer), ConsumerScheduler(claims)]
+                [
+                    ProducerScheduler(address, plan, leases, signer=signer),
+                    ConsumerScheduler(claims),
+                ]
             ),
             MultiWorker([ProducerWorker(leases, transfers), consumer]),
         ),

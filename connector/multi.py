@@ -1,4 +1,4 @@
-"""Several connectors behind the seam of one: the first child with a match loads, any child may hold.
+"""Several connectors behind the seam of one: the first child that matches loads, any may hold.
 
 Composition of the same interfaces; knows no child by name.
 """
@@ -47,6 +47,11 @@ class MultiScheduler(SchedulerConnector):
             kv_transfer_params=_first([d.kv_transfer_params for d in decisions]),
             kv_transfer=_first([d.kv_transfer for d in decisions]),
         )
+
+    def give_up(self, request_id: str) -> None:
+        """Tells every child."""
+        for child in self._children:
+            child.give_up(request_id)
 
     def close(self) -> None:
         """Closes every child."""

@@ -1,6 +1,7 @@
-"""asyncio in front of the engine thread: generate(), health, close; the one bridge between the two worlds.
+"""asyncio in front of the engine thread: generate, health, close; the bridge between two worlds.
 
-Messages go in through a bounded-by-admission queue and come out once per step. Knows nothing of HTTP or gRPC.
+Messages go in through a bounded-by-admission queue and come out once per step. Knows nothing of
+HTTP or gRPC.
 """
 
 import asyncio
@@ -14,22 +15,17 @@ import msgspec
 import structlog
 
 from engine.core import EngineCore
-from engine.errors import (
-    EngineDeadError,
-    InvalidRequestError,
-    PromptTooLongError,
-    TandemError,
-    UnavailableError,
-)
+from engine.errors import EngineDeadError, TandemError, UnavailableError
 from engine.kv_connector import AdmissionConnector
 from engine.metrics import RequestMetrics
+from engine.prompt_checks import check_prompt, check_token_ids
 from engine.request import Request
+from engine.request_ids import unique_id
 from engine.sched.scheduler import StepNews
 from engine.types import GenerateOutput, GenerateRequest
 
 IDLE_POLL_S = 0.02
 JOIN_TIMEOUT_S = 30.0
-LABEL_LIMIT = 200
 
 log = structlog.get_logger()
 
@@ -69,6 +65,7 @@ class AsyncEngine:
         core: EngineCore,
         admission: AdmissionConnector,
         limits: EngineLimits,
+        *,
         metrics: RequestMetrics,
     ) -> None:
         self.core = core
@@ -93,7 +90,7 @@ class AsyncEngine:
         self._inbox.put(None)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
-        """The outputs of one request, the last with a finish reason; closing the iterator aborts it.
+        """The outputs of one request, the last with a finish reason; `aclose` aborts it.
 
         Raises InvalidRequestError (also for kv_transfer_params), OverloadedError, KVLoadError and
         EngineDeadError.
@@ -103,14 +100,17 @@ class AsyncEngine:
         await self._admission.admit(unique)
         stream = self._streams[unique.request_id] = _Stream()
         timer = self._metrics.start(unique)
+        all_taken = False
         try:
             self._submit(unique)
             async for output in self._outputs(stream):
                 timer.observe(output)
                 yield output
+            all_taken = True
         finally:
             del self._streams[unique.request_id]
-            self._inbox.put(lambda: self.core.scheduler.abort(unique.request_id))
+            if not all_taken:
+                self._inbox.put(lambda: self.core.scheduler.abort(unique.request_id))
 
     @property
     def is_alive(self) -> bool:
@@ -138,7 +138,7 @@ class AsyncEngine:
         self._fail_all(EngineDeadError("the node is shutting down"))
 
     async def run_in_engine(self, call: Callable[[], None]) -> None:
-        """Runs `call` in the engine thread between two steps and waits for it (checks, counters)."""
+        """Runs `call` in the engine thread between two steps and waits for it."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -150,32 +150,14 @@ class AsyncEngine:
         await asyncio.wait_for(done, JOIN_TIMEOUT_S)
 
     def _validate(self, request: GenerateRequest) -> None:
-        limits = self.limits
-        num_tokens = len(request.prompt_token_ids)
-        if not num_tokens:
-            raise InvalidRequestError("the prompt is empty; send at least one token", param="prompt")
-        if num_tokens >= limits.max_model_len:
-            raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens; the context holds {limits.max_model_len} "
-                "including at least one generated token",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        self._validate_ids(request.prompt_token_ids, "prompt")
-        self._validate_ids(request.sampling.stop_token_ids, "stop_token_ids")
-
-    def _validate_ids(self, token_ids: tuple[int, ...], param: str) -> None:
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.limits.vocab_size:
-            wrong = next(t for t in token_ids if not 0 <= t < self.limits.vocab_size)
-            raise InvalidRequestError(
-                f"token id {wrong} is out of range; the vocabulary has {self.limits.vocab_size}",
-                param=param,
-            )
+        vocab_size, max_model_len = self.limits.vocab_size, self.limits.max_model_len
+        check_prompt(request.prompt_token_ids, vocab_size=vocab_size, max_model_len=max_model_len)
+        check_token_ids(request.sampling.stop_token_ids, vocab_size, "stop_token_ids")
 
     def _with_unique_id(self, request: GenerateRequest) -> GenerateRequest:
         """Callers' ids are labels: two callers may use the same one at the same time."""
         self._counter += 1
-        unique = f"{request.request_id[:LABEL_LIMIT]}-{self._counter:x}"
+        unique = unique_id(request.request_id, self._counter)
         return msgspec.structs.replace(request, request_id=unique)
 
     def _submit(self, origin: GenerateRequest) -> None:
@@ -207,7 +189,7 @@ class AsyncEngine:
                     return
 
     def _run(self) -> None:
-        """The engine thread. Its guard is one of the three broad excepts: nothing may die silently."""
+        """The engine thread. Its guard is a named broad except: it must not die silently."""
         try:
             while not self._stopping:
                 self._drain_inbox()
@@ -218,7 +200,8 @@ class AsyncEngine:
         except Exception as error:
             log.exception("the engine thread died")
             self._dead = error
-            self._on_loop(lambda: self._fail_all(EngineDeadError(f"the engine died: {error!r}")))
+            death = EngineDeadError(f"the engine died: {error!r}")
+            self._on_loop(lambda: self._fail_all(death))
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():
@@ -260,4 +243,3 @@ class AsyncEngine:
     def _fail_all(self, error: TandemError) -> None:
         for stream in self._streams.values():
             stream.put(error)
-

@@ -4,6 +4,8 @@ Composed by `engine/node/cli.py` from flags and file; nobody changes a config af
 """
 
 import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -20,12 +22,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all configuration structs."""
 
 
-class PdConnectorConfig(Config):
+class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_connector_extra_config` of the PdConnector.
 
-    `kv_lease_duration`: seconds for which P keeps a finished prefill; a renewal extends it by two thirds of
-    that (vLLM #41383). `max_concurrent_pulls` bounds the pull threads of a node; `transfer_timeout` bounds one
-    read, `control_timeout` one control message, both in seconds.
+    `kv_lease_duration`: seconds for which P keeps a finished prefill; a renewal extends it by two
+    thirds of that (vLLM #41383). `max_concurrent_pulls` bounds the pull threads of a node;
+    `transfer_timeout` bounds one read, `control_timeout` one control message, both in seconds.
     """
 
     transport: Literal["auto", "shm", "nixl"] = "auto"
@@ -35,7 +37,7 @@ class PdConnectorConfig(Config):
     control_timeout: Seconds = 5.0
 
 
-class KVTransferConfig(Config):
+class KVTransferConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """vLLM's `--kv-transfer-config`."""
 
     kv_connector: Literal["PdConnector"] = "PdConnector"
@@ -44,7 +46,7 @@ class KVTransferConfig(Config):
     kv_connector_extra_config: PdConnectorConfig = PdConnectorConfig()
 
 
-class KVEventsConfig(Config):
+class KVEventsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """vLLM's `--kv-events-config`: where KV cache events are published."""
 
     enable_kv_cache_events: bool = False
@@ -56,7 +58,7 @@ class KVEventsConfig(Config):
     topic: str = ""
 
 
-class SchedulerConfig(Config):
+class SchedulerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How much one step does, and how many requests may wait."""
 
     max_model_len: Positive
@@ -65,7 +67,7 @@ class SchedulerConfig(Config):
     max_num_waiting: Positive = 1024
 
 
-class NodeConfig(Config):
+class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One prefill or decode node, flag for flag."""
 
     model: str
@@ -98,7 +100,7 @@ class NodeConfig(Config):
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def decode_config(fields: dict[str, Any], kind: type[ConfigT], source: str) -> ConfigT:
+def decode_config(fields: Mapping[str, object], kind: type[ConfigT], source: str) -> ConfigT:
     """`fields` as a `kind`; raises ConfigError naming `source`, the key and what was expected."""
     try:
         return msgspec.convert(fields, kind)
@@ -115,3 +117,24 @@ def parse_json_object(text: str, flag: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{flag} must be a JSON object, got {text!r}")
     return value
+
+
+def read_flags_file(file: Path) -> dict[str, Any]:
+    """The YAML behind `--config`: its keys are the flags' names, with - or _.
+
+    Raises ConfigError naming the file when it cannot be read or is no mapping.
+    """
+    return {str(key).replace("-", "_"): value for key, value in read_yaml(file).items()}
+
+
+def read_yaml(file: Path) -> dict[Any, Any]:
+    """The mapping in `file`; raises ConfigError naming the file when there is none."""
+    try:
+        fields = msgspec.yaml.decode(file.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file} must hold a mapping in YAML: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{file} must hold a mapping in YAML")
+    return fields

@@ -1,6 +1,7 @@
 """One engine step on one screen: schedule, execute, update, emit.
 
-Synchronous and single-threaded; who calls it and where the news goes is `async_engine.py`'s business.
+Synchronous and single-threaded; who calls it and where the news goes is `async_engine.py`'s
+business.
 """
 
 from engine.kv_connector import Connector

@@ -1,4 +1,4 @@
-"""The exception tree: each leaf means one thing, is raised where it is known and caught at a border.
+"""The exception tree: each leaf means one thing, is raised where known and caught at a border.
 
 TandemError
 ├── InvalidRequestError          the caller's request is wrong; HTTP 400
@@ -9,7 +9,7 @@ TandemError
 ├── OverloadedError              a bounded queue is full; HTTP 429 with Retry-After
 ├── UnavailableError             no node can serve this now; HTTP 503 with Retry-After
 ├── DeadlineExceededError        an await ran past its deadline; HTTP 504
-├── KVLoadError                  a remote prefill could not be loaded and the policy is `fail`; HTTP 502
+├── KVLoadError                  a remote prefill is lost and the policy is `fail`; HTTP 502
 ├── RequestAbortedError          the request was cancelled while someone still waited for it
 ├── EngineDeadError              the engine thread stopped; HTTP 500, the node is not live
 ├── ConfigError                  a flag or file asks for something that cannot be
@@ -24,7 +24,7 @@ class TandemError(Exception):
 
 
 class InvalidRequestError(TandemError):
-    """The request itself is wrong. `param` names the offending field, `code` the machine-readable cause."""
+    """The request itself is wrong: `param` names the field, `code` the machine-readable cause."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

@@ -1,7 +1,8 @@
 """THE SEAM: how the engine gets K/V and states from outside, without knowing from whom or how.
 
-Three small interfaces, one per thread that calls them: admission (event loop), scheduler and worker (engine
-thread). The engine owns the interfaces; `connector/` implements them. Verbs are vLLM's where it has one.
+Three small interfaces, one per thread that calls them: admission (event loop), scheduler and worker
+(engine thread). The engine owns the interfaces; `connector/` implements them. Verbs are vLLM's
+where it has one.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +16,7 @@ from engine.types import GenerateRequest, KVTransferParams, KVTransferStats
 
 @dataclass(slots=True, frozen=True)
 class FinishDecision:
-    """What becomes of a finished request's blocks: `hold` keeps them until the connector reports a release."""
+    """What becomes of a finished request's blocks: `hold` keeps them until they are released."""
 
     hold: bool = False
     kv_transfer_params: KVTransferParams | None = None
@@ -27,7 +28,7 @@ class AdmissionConnector(ABC):
 
     @abstractmethod
     async def admit(self, request: GenerateRequest) -> None:
-        """Accepts the request's transfer parameters or raises KVTransferParamsError or KVLoadError."""
+        """Accepts the transfer parameters or raises KVTransferParamsError or KVLoadError."""
 
     @abstractmethod
     def withdraw(self, request_id: str) -> None:
@@ -35,11 +36,11 @@ class AdmissionConnector(ABC):
 
 
 class SchedulerConnector(ABC):
-    """Decides, per request, what comes from outside and what is kept for others; runs in the engine thread."""
+    """Decides what comes from outside and what is kept for others; runs in the engine thread."""
 
     @abstractmethod
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens beyond `num_computed_tokens` whose K/V and state can be loaded; 0 means compute here."""
+        """Tokens beyond `num_computed_tokens` that can be loaded; 0 means compute here."""
 
     @abstractmethod
     def update_state_after_alloc(self, request: Request, pull: BlockPull) -> None:
@@ -52,6 +53,10 @@ class SchedulerConnector(ABC):
     @abstractmethod
     def request_finished(self, request: Request) -> FinishDecision:
         """The request ended for any reason; says whether its blocks must stay."""
+
+    @abstractmethod
+    def give_up(self, request_id: str) -> None:
+        """Nobody heard that `request_id` is held: its blocks need not stay any longer."""
 
     @abstractmethod
     def close(self) -> None:
@@ -91,7 +96,7 @@ class LocalAdmission(AdmissionConnector):
     """A node without peers: refuses every request that names one."""
 
     async def admit(self, request: GenerateRequest) -> None:
-        """Raises KVTransferParamsError when the request carries transfer parameters that ask for anything."""
+        """Raises KVTransferParamsError when the request asks for a hand-over."""
         params = request.kv_transfer_params
         if params is not None and (params.do_remote_decode or params.do_remote_prefill):
             raise KVTransferParamsError(
@@ -119,6 +124,9 @@ class LocalScheduler(SchedulerConnector):
     def request_finished(self, request: Request) -> FinishDecision:
         """Blocks are free at once."""
         return FinishDecision()
+
+    def give_up(self, request_id: str) -> None:
+        """Never called: nothing is held."""
 
     def close(self) -> None:
         """Nothing is held."""

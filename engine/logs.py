@@ -9,7 +9,9 @@ import structlog
 def configure_logging(level: str = "INFO") -> None:
     """Structured lines on standard error: key=value on a terminal, JSON elsewhere."""
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer()
+        if sys.stderr.isatty()
+        else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[

@@ -1,4 +1,4 @@
-"""Every metric of a node, declared once, under vLLM's names where vLLM has one (label: model_name, engine).
+"""Every metric of a node, declared once, under vLLM's name where vLLM has one.
 
 Numbers that a component counts anyway are read when Prometheus asks; nothing is updated per step.
 """
@@ -53,7 +53,7 @@ class NodeMetrics:
         self.registry.register(_Reader(collect))
 
     def read_counter(
-        self, name: str, help_text: str, label: str, read: Callable[[], dict[str, int]]
+        self, name: str, help_text: str, label: str, *, read: Callable[[], dict[str, int]]
     ) -> None:
         """A counter with one more label whose values are read when it is scraped."""
 
@@ -140,7 +140,7 @@ class RequestTimer:
 
 
 class TransferMetrics:
-    """What hand-overs cost and how they fail, under the names of vLLM's NIXL connector plus the split."""
+    """What hand-overs cost and how they fail, in the names of vLLM's NIXL connector."""
 
     def __init__(self, metrics: NodeMetrics) -> None:
         self._labels = metrics.labels
@@ -161,7 +161,7 @@ class TransferMetrics:
             "tandem:kv_transfer_bytes", "Bytes pulled, by kind of cache.", "kind"
         )
 
-    def pulled(self, seconds: float, spans: int, attention_bytes: int, state_bytes: int) -> None:
+    def pulled(self, seconds: float, *, spans: int, attention_bytes: int, state_bytes: int) -> None:
         """Books one successful pull."""
         self.seconds.observe(seconds)
         self.bytes.observe(attention_bytes + state_bytes)

@@ -41,8 +41,8 @@ TRANSITIONS = {
 class Request:
     """A request that the scheduler owns.
 
-    `token_ids` is the prompt followed by the output. `num_computed_tokens` of them have K/V and state in this
-    node's arena; the rest is what the next steps compute.
+    `token_ids` is the prompt followed by the output. `num_computed_tokens` of them have K/V and
+    state in this node's arena; the rest is what the next steps compute.
 
         token_ids  [ prompt .................... | output ....... ]
         computed   [ ..................>                           ]
@@ -70,7 +70,7 @@ class Request:
     def from_generate(
         cls, origin: GenerateRequest, *, max_model_len: int, eos_token_ids: frozenset[TokenId]
     ) -> "Request":
-        """The engine's view of `origin`; the output ends at the context limit whatever was asked."""
+        """The engine's view of `origin`; the output ends at the context limit at the latest."""
         num_prompt = len(origin.prompt_token_ids)
         num_output = 1 if is_remote_decode(origin) else origin.sampling.max_tokens
         return cls(
@@ -106,7 +106,7 @@ class Request:
         return params is not None and params.do_remote_prefill
 
     def move(self, status: RequestStatus) -> None:
-        """Enters `status`; a transition that the table does not list is a bug and raises ValueError."""
+        """Enters `status`; a transition that the table does not list raises ValueError."""
         if status not in TRANSITIONS[self.status]:
             raise ValueError(f"request {self.request_id}: {self.status.name} -> {status.name}")
         self.status = status
@@ -119,7 +119,7 @@ class Request:
         self.finish_reason = self._finish_reason(token_id)
 
     def forbidden_tokens(self) -> frozenset[TokenId]:
-        """Tokens that may not be chosen next: those that would end the output before `min_tokens`."""
+        """Tokens that may not be chosen next: they would end the output before `min_tokens`."""
         if self.num_output_tokens >= self.sampling.min_tokens:
             return frozenset()
         return self.eos_token_ids | frozenset(self.sampling.stop_token_ids)

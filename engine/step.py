@@ -11,7 +11,7 @@ from engine.types import TokenId, TokenLogprob
 
 @dataclass(slots=True, frozen=True)
 class ScheduledRequest:
-    """`num_tokens` tokens of `request`, from its first uncomputed one on; `samples` if they reach its end."""
+    """`num_tokens` of `request` from its first uncomputed one; `samples` if they reach its end."""
 
     request: Request
     num_tokens: int
@@ -20,7 +20,7 @@ class ScheduledRequest:
 
 @dataclass(slots=True, frozen=True)
 class BlockPull:
-    """A remote prefill to load: the blocks reserved for it, whose leading `num_local_tokens` are already here."""
+    """A remote prefill to load: its blocks, whose leading `num_local_tokens` are here already."""
 
     request_id: str
     tables: tuple[tuple[int, ...], ...]
@@ -36,7 +36,7 @@ class ConnectorMeta:
 
 @dataclass(slots=True, frozen=True)
 class SchedulerOutput:
-    """One step's work: decodes first, then prefill chunks; states to zero before anything else runs."""
+    """One step's work: decodes, then prefill chunks; `new_states` are zeroed before all else."""
 
     scheduled: tuple[ScheduledRequest, ...]
     new_states: tuple[tuple[int, int], ...]
@@ -53,7 +53,7 @@ class SampledToken:
 
 @dataclass(slots=True, frozen=True)
 class ConnectorOutput:
-    """What transfers did since the last step: request ids loaded, failed with a cause, and leases that ended."""
+    """What transfers did since the last step: requests loaded, failed (and why) and released."""
 
     loaded: tuple[str, ...] = ()
     failed: dict[str, str] = field(default_factory=dict)

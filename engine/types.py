@@ -30,8 +30,9 @@ class FinishReason(StrEnum):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How tokens are chosen; names and meanings are vLLM's.
 
-    `seed` feeds a counter-based generator (seed, position), so a token depends on nothing else: not on the
-    batch, not on the node. `logprobs` asks for that many alternatives besides the chosen token.
+    `seed` feeds a counter-based generator (seed, position), so a token depends on nothing else: not
+    on the batch, not on the node. `logprobs` asks for that many alternatives besides the chosen
+    token.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS_IN_REQUEST)] = 16
@@ -58,11 +59,11 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What P tells D about a finished prefill, in vLLM's words; hostile input until decoded and verified.
+    """What P tells D about a finished prefill, in vLLM's words; hostile input until verified.
 
-    A client or PD proxy sends `do_remote_decode` to P; P answers with `do_remote_prefill` and all the rest; D
-    gets that answer unchanged. `signature` is P's keyed digest of every other field, so that D talks only to
-    hosts that a node of its own cluster named.
+    A client or PD proxy sends `do_remote_decode` to P; P answers with `do_remote_prefill` and all
+    the rest; D gets that answer unchanged. `signature` is P's keyed digest of every other field, so
+    that D talks only to hosts that a node of its own cluster named.
     """
 
     do_remote_decode: bool = False
@@ -91,7 +92,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One sequence to generate. `request_id` is unique within the process that made it, a label elsewhere."""
+    """One sequence to generate; `request_id` is unique in the process that made it."""
 
     request_id: Label
     prompt_token_ids: tuple[TokenId, ...]
@@ -102,7 +103,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one remote prefill cost D: bytes by kind, wall milliseconds, and cached tokens on both sides."""
+    """What one remote prefill cost D: bytes by kind, milliseconds, cached tokens on both sides."""
 
     attention_bytes: int = 0
     state_bytes: int = 0
@@ -114,8 +115,8 @@ class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     """News of one request: the tokens of one step, and at the end why it ended.
 
-    `kv_transfer_params` comes with the last output of a remote decode (P's answer); `kv_transfer` with the
-    last output of a remote prefill on D.
+    `kv_transfer_params` comes with the last output of a remote decode (P's answer); `kv_transfer`
+    with the last output of a remote prefill on D.
     """
 
     token_ids: tuple[TokenId, ...] = ()

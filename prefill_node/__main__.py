@@ -1,7 +1,7 @@
 """`python -m prefill_node MODEL ...`: one prefill node in this process."""
 
-from prefill_node.server import prefill_server
 from engine.node.cli import node_app
+from prefill_node.server import prefill_server
 
 DEFAULT_PORT = 8100
 

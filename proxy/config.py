@@ -4,18 +4,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
+from engine.config import Config, ListenPort, Seconds, decode_config, read_flags_file
 from engine.errors import ConfigError
 from proxy.cluster.node_url import parse_node_url
 from proxy.routing.policy import POLICIES
 
-Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 Secret = Annotated[str, Meta(min_length=1)]
 
 
-class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class ProxyConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One proxy. Node URLs are `http://host:port` (the node's HTTP port) or `grpc://host:port`.
 
     The timeouts bound one request as a whole, a node's first token, and the wait between tokens.
@@ -24,7 +23,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     host: str = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+    port: ListenPort = 8000
     api_key: Secret | None = None
     cluster_token: Secret | None = None
     served_model_name: tuple[str, ...] = ()
@@ -38,24 +37,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def load_config(file: Path | None, flags: Mapping[str, object]) -> ProxyConfig:
     """Defaults, then `file`, then those of `flags` that are not None. Raises `ConfigError`."""
     given = {name: value for name, value in flags.items() if value is not None}
-    values = {**({} if file is None else _read_yaml(file)), **given}
-    try:
-        config = msgspec.convert(values, ProxyConfig)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"proxy configuration: {error}") from error
+    values = {**(read_flags_file(file) if file else {}), **given}
+    config = decode_config(values, ProxyConfig, str(file) if file else "flags")
     _check(config)
     return config
-
-
-def _read_yaml(file: Path) -> dict[str, object]:
-    """A mapping whose keys are the flags' names, with - or _."""
-    try:
-        values = msgspec.yaml.decode(file.read_bytes(), type=dict[str, object])
-    except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--config {file} must hold a mapping of flags: {error}") from error
-    return {name.replace("-", "_"): value for name, value in values.items()}
 
 
 def _check(config: ProxyConfig) -> None:

@@ -1,8 +1,6 @@
 """What HTTP clients meet before the model is known, and the switch to the real app once it is."""
 
-import asyncio
-
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,6 +8,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.api.errors import on_tandem_error
+from engine.api.operations import HEALTH_PATHS, metrics_response
 from engine.errors import TandemError, UnavailableError
 
 
@@ -28,13 +27,12 @@ class FrontDoor:
 
 def _waiting_app(registry: CollectorRegistry) -> Starlette:
     async def metrics(request: Request) -> Response:
-        text = await asyncio.to_thread(generate_latest, registry)
-        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+        return await metrics_response(registry)
 
     methods = ["GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"]
     return Starlette(
         routes=[
-            *(Route(path, _alive) for path in ("/health", "/live", "/ping")),
+            *(Route(path, _alive) for path in HEALTH_PATHS),
             Route("/metrics", metrics),
             Route("/{path:path}", _not_yet, methods=methods),
         ],

@@ -16,6 +16,7 @@ class Journey:
     failed: set[str] = field(default_factory=set)
     num_attempts: int = 0
     num_tokens: int = 0
+    is_done: bool = False
 
     def remaining_s(self) -> float:
         """Raises `DeadlineExceededError` when nothing remains."""

@@ -69,13 +69,15 @@ class Legs:
         with node.carrying():
             async with aclosing(node.client.generate(request, deadlines)) as outputs:
                 async for output in outputs:
-                    if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-                        raise RequestAbortedError(
-                            f"node {node.name} ended the request: {output.finish_reason}"
-                        )
-                    yield output
+                    yield _refuse_failure(output, node)
 
 
 def replace_total(deadlines: StreamDeadlines, total_s: float) -> StreamDeadlines:
     """The same waits within a shorter whole."""
     return StreamDeadlines(total_s, deadlines.first_output_s, deadlines.next_output_s)
+
+
+def _refuse_failure(output: GenerateOutput, node: Node) -> GenerateOutput:
+    if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        raise RequestAbortedError(f"node {node.name} ended the request: {output.finish_reason}")
+    return output

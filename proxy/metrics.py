@@ -51,23 +51,23 @@ class ProxyMetrics:
             "vllm:time_to_first_token_seconds",
             "From the request's arrival to its first token.",
             _TTFT_BUCKETS,
-            registry,
+            registry=registry,
         )
         self.inter_token_latency = _latency(
             "vllm:inter_token_latency_seconds",
             "Between two outputs of one request.",
             _ITL_BUCKETS,
-            registry,
+            registry=registry,
         )
         self.e2e_request_latency = _latency(
             "vllm:e2e_request_latency_seconds",
             "From the request's arrival to its last token.",
             _E2E_BUCKETS,
-            registry,
+            registry=registry,
         )
 
 
 def _latency(
-    name: str, text: str, buckets: tuple[float, ...], registry: CollectorRegistry
+    name: str, text: str, buckets: tuple[float, ...], *, registry: CollectorRegistry
 ) -> Histogram:
     return Histogram(name, text, ("model_name",), buckets=buckets, registry=registry)

@@ -1,5 +1,4 @@
-"""Learns from the nodes what the cluster serves: names, limits, tokenizer. The proxy has no model
-folder."""
+"""Learns from the nodes what the cluster serves, as the proxy has no model folder."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ import structlog
 from engine.api.serving import Serving, load_sampling_defaults
 from engine.api.tokenizer import load_tokenizer
 from engine.errors import TandemError
-from engine.rpc.messages import NodeInfo
+from engine.rpc.messages import TOKENIZER_FILES, NodeInfo
 from proxy.cluster.node import Node
 from proxy.cluster.node_pool import NodePool
 
@@ -21,29 +20,29 @@ log = structlog.get_logger()
 RETRY_INTERVAL_S: Final = 0.5
 FETCH_TIMEOUT_S: Final = 30.0
 
-# File names come from a peer, so only these ever become paths.
-TOKENIZER_FILES: Final = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-
 
 async def load_serving(pool: NodePool, served_names: Sequence[str]) -> Serving:
-    """Waits until a usable node, D before P, has given its tokenizer; tries for as long as it
-    takes.
+    """Waits until a usable node, D before P, has given its tokenizer, however long it takes.
 
     `served_names` replaces the nodes' own model names where it is not empty.
     """
     while True:
         for node in pool.nodes:
-            if node.is_available and node.info is not None:
-                try:
-                    return await _load_from(node, node.info, served_names)
-                except TandemError as error:
-                    log.warning("no tokenizer from node", node=node.name, problem=str(error))
+            serving = await _try_to_load(node, served_names)
+            if serving is not None:
+                return serving
         await pool.wait_for_news(RETRY_INTERVAL_S)
+
+
+async def _try_to_load(node: Node, served_names: Sequence[str]) -> Serving | None:
+    """None from a node that is out of use or has no tokenizer to give."""
+    if not node.is_available or node.info is None:
+        return None
+    try:
+        return await _load_from(node, node.info, served_names)
+    except TandemError as error:
+        log.warning("no tokenizer from node", node=node.name, problem=str(error))
+        return None
 
 
 async def _load_from(node: Node, info: NodeInfo, served_names: Sequence[str]) -> Serving:
@@ -58,6 +57,7 @@ def _build_serving(
 ) -> Serving:
     with TemporaryDirectory(prefix="tandem-tokenizer-") as name:
         folder = Path(name)
+        # File names come from a peer, so only the known ones ever become paths.
         for file_name in TOKENIZER_FILES:
             if file_name in files:
                 (folder / file_name).write_bytes(files[file_name])

@@ -1,5 +1,4 @@
-"""One request through the cluster: prefill on P, decode on D, and what to do when one of them
-fails.
+"""One request through the cluster: prefill on P, decode on D, and what to do if one fails.
 
 Knows nothing of HTTP and text; which nodes to take is the policy's choice.
 """
@@ -12,7 +11,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from engine.errors import KVTransferParamsError, TandemError
+from engine.errors import DeadlineExceededError, KVTransferParamsError, TandemError
 from engine.types import GenerateOutput, GenerateRequest, KVTransferParams
 from proxy.blame import as_client_sees_it, is_client_fault
 from proxy.cluster.node import Node, NodeKind, NodeView
@@ -53,8 +52,8 @@ class PdFlow:
         pool: NodePool,
         policy: RoutingPolicy,
         legs: Legs,
-        metrics: ProxyMetrics,
         *,
+        metrics: ProxyMetrics,
         request_timeout_s: float,
     ) -> None:
         self._pool = pool
@@ -74,8 +73,7 @@ class PdFlow:
         self._pool.check_ready()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput]:
-        """D's outputs, with P's count of cached tokens. `aclose` cancels on the node that is at
-        work.
+        """D's outputs, with P's count of cached tokens; `aclose` cancels on the node at work.
 
         Raises `UnavailableError` when no decode node can be used or one is lost after its first
         token; errors that are the client's own pass unchanged. Before the first token a failed D
@@ -83,16 +81,22 @@ class PdFlow:
         """
         deadline = asyncio.get_running_loop().time() + self._request_timeout_s
         journey = Journey(replace(request, kv_transfer_params=None), deadline)
-        while True:
-            try:
-                async with aclosing(self._attempt(journey)) as outputs:
-                    async for output in outputs:
-                        journey.num_tokens += len(output.token_ids)
-                        yield output
-                return
-            except TandemError as error:
-                if not self._may_try_again(journey, error):
-                    raise as_client_sees_it(error, journey.num_tokens) from error
+        while not journey.is_done:
+            async with aclosing(self._try(journey)) as outputs:
+                async for output in outputs:
+                    yield output
+
+    async def _try(self, journey: Journey) -> AsyncGenerator[GenerateOutput]:
+        """One attempt; a failure that another attempt may mend ends it without an error."""
+        try:
+            async with aclosing(self._attempt(journey)) as outputs:
+                async for output in outputs:
+                    journey.num_tokens += len(output.token_ids)
+                    yield output
+            journey.is_done = True
+        except TandemError as error:
+            if not self._may_try_again(journey, error):
+                raise as_client_sees_it(error, journey.num_tokens) from error
 
     def _may_try_again(self, journey: Journey, error: TandemError) -> bool:
         if is_client_fault(error) or journey.num_tokens or journey.num_attempts >= MAX_ATTEMPTS:
@@ -137,8 +141,12 @@ class PdFlow:
     async def _prefill_on(self, node: Node, journey: Journey) -> Prefilled:
         request = prefill_request(journey.request)
         leg = self._legs.run(node, request, total_s=journey.remaining_s())
-        async with aclosing(leg) as outputs:
-            news = tuple([output async for output in outputs])
+        try:
+            async with aclosing(leg) as outputs:
+                news = tuple([output async for output in outputs])
+        except (asyncio.CancelledError, DeadlineExceededError):
+            self._releaser.release_unheard(node, request.request_id)
+            raise
         params = news[-1].kv_transfer_params
         if params is None and not is_whole_answer(news[-1], journey.request.sampling):
             raise TandemError(f"node {node.name} prefilled without giving kv_transfer_params")

@@ -1,5 +1,4 @@
-"""Tells P that nobody will pull a finished prefill, in the background. Best effort: leases end
-anyway."""
+"""Tells P, in the background, that nobody will pull a prefill. Best effort: leases end anyway."""
 
 import asyncio
 from typing import Final
@@ -17,17 +16,26 @@ RELEASE_TIMEOUT_S: Final = 2.0
 
 
 class Releaser:
-    """Owns its background calls. They are tasks because a cancelled request may not await any
-    more."""
+    """Owns its background calls: tasks, because a cancelled request may not await any more."""
 
     def __init__(self) -> None:
         self._pending: set[asyncio.Task[None]] = set()
 
     def release(self, node: Node, params: KVTransferParams) -> None:
+        """The prefill that P has described in its answer."""
+        if params.remote_engine_id is not None and params.remote_request_id is not None:
+            self._start(node, params.remote_engine_id, params.remote_request_id)
+
+    def release_unheard(self, node: Node, request_id: str) -> None:
+        """What P may have finished for `request_id`, although its answer was not waited for."""
+        if node.info is not None:
+            self._start(node, node.info.engine_id, request_id)
+
+    def _start(self, node: Node, engine_id: str, request_id: str) -> None:
         """Returns at once; beyond `MAX_PENDING` calls the lease's own end has to do."""
         if len(self._pending) >= MAX_PENDING:
             return
-        task = asyncio.create_task(_release(node, params))
+        task = asyncio.create_task(_release(node, engine_id, request_id))
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)
 
@@ -36,15 +44,10 @@ class Releaser:
         await asyncio.gather(*self._pending)
 
 
-async def _release(node: Node, params: KVTransferParams) -> None:
-    if params.remote_engine_id is None or params.remote_request_id is None:
-        return
+async def _release(node: Node, engine_id: str, request_id: str) -> None:
     try:
         await node.client.release(
-            params.remote_engine_id,
-            params.remote_request_id,
-            reason="abort",
-            timeout_s=RELEASE_TIMEOUT_S,
+            engine_id, request_id, reason="abort", timeout_s=RELEASE_TIMEOUT_S
         )
     except TandemError as error:
         log.info("prefill is left to its lease", node=node.name, problem=str(error))

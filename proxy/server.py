@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.api.app import create_app
 from engine.api.http_server import HttpServer
+from engine.rpc.address import join_host_port
 from engine.rpc.client import StreamDeadlines
 from proxy.cluster.node import NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
@@ -25,7 +26,7 @@ log = structlog.get_logger()
 
 
 class ProxyServer:
-    """Start it, `wait` for `request_stop`, `close` it. All runs on the caller's event loop."""
+    """Start it, `wait` or do other things, `close` it. All runs on the caller's event loop."""
 
     def __init__(self, config: ProxyConfig, *, poll_interval_s: float = POLL_INTERVAL_S) -> None:
         self._config = config
@@ -47,8 +48,7 @@ class ProxyServer:
         return self._config.port if self._http is None else self._http.port
 
     async def start(self) -> None:
-        """Returns when HTTP is answered; nodes may come later. Raises `ConfigError` for a taken
-        port."""
+        """Returns when HTTP is answered; nodes may come later. ConfigError for a taken port."""
         config = self._config
         self._http = HttpServer(
             self._door, config.host, config.port, drain_timeout_s=config.drain_timeout
@@ -58,12 +58,8 @@ class ProxyServer:
         self._opening = asyncio.create_task(self._open())
         self._opening.add_done_callback(self._on_task_end)
 
-    def request_stop(self) -> None:
-        """Makes `wait` return; may be called from a signal handler of the loop."""
-        self._stop.set()
-
     async def wait(self) -> None:
-        """Returns after `request_stop`, or raises what broke one of the proxy's own tasks."""
+        """Returns when the proxy was closed, or raises what broke one of its own tasks."""
         await self._stop.wait()
         if self._failure is not None:
             raise self._failure
@@ -96,7 +92,7 @@ class ProxyServer:
             accept_kv_transfer_params=False,
         )
         self._door.open(app)
-        log.info("proxy serves", url=f"http://{self._config.host}:{self.port}")
+        log.info("proxy serves", url=f"http://{join_host_port(self._config.host, self.port)}")
 
 
 def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:
@@ -118,6 +114,6 @@ def _make_flow(config: ProxyConfig, pool: NodePool, metrics: ProxyMetrics) -> Pd
         pool,
         POLICIES[config.routing_policy](),
         Legs(deadlines, metrics, policy_name=config.routing_policy),
-        metrics,
+        metrics=metrics,
         request_timeout_s=config.request_timeout,
     )

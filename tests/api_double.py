@@ -1,6 +1,4 @@
-"""A Generator that follows a script, a tiny tokenizer, and a real server around them, for the
-API's tests.
-"""
+"""A Generator that follows a script, a tiny tokenizer, and a real server around them."""
 
 import asyncio
 import json
@@ -64,9 +62,7 @@ def tiny_serving(tokenizer: Tokenizer, **changes: object) -> Serving:
 def outputs_of(
     token_ids: Sequence[int], *, per_step: int = 1, **last: object
 ) -> list[GenerateOutput]:
-    """One output per `per_step` tokens; the last one ends with `length` unless `last` says
-    otherwise.
-    """
+    """One output per `per_step` tokens; the last one ends with `length` or as `last` says."""
     steps = [
         GenerateOutput(
             token_ids=tuple(token_ids[start : start + per_step]),
@@ -86,9 +82,7 @@ def _logprob(token: int) -> TokenLogprob:
 
 @dataclass(slots=True)
 class ScriptedGenerator:
-    """Plays `script` for every request, cut at max_tokens; remembers what it was asked and what
-    was cut.
-    """
+    """Plays `script` for every request, cut at max_tokens; remembers requests and what was cut."""
 
     script: Sequence[GenerateOutput]
     error: TandemError | None = None

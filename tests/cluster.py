@@ -2,9 +2,8 @@
 
 import asyncio
 import gc
-import os
-import threading
 from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +13,13 @@ import torch
 import transformers
 
 from decode_node.server import decode_server
-from engine.config import KVTransferConfig, NodeConfig, PdConnectorConfig
+from engine.config import KVTransferConfig, NodeConfig
 from engine.node.server import NodeServer
 from engine.types import GenerateOutput, GenerateRequest, TokenLogprob
 from prefill_node.server import prefill_server
+from tests.api_double import write_model_folder
+from tests.leaks import Holdings, excess, held_here, shared_memory_names
+from tests.oracle import widen
 
 CONTEXT = 400
 VOCABULARY = 512
@@ -52,6 +54,7 @@ def _configs() -> dict[str, transformers.PretrainedConfig]:
             mamba_head_dim=16,
             ssm_state_size=16,
             n_groups=2,
+            time_step_min=1e-9,  # transformers clamps steps by it, the models' own code does not
             **SHARED,
         ),
     }
@@ -59,13 +62,13 @@ def _configs() -> dict[str, transformers.PretrainedConfig]:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A random fp32 checkpoint folder per family."""
+    """A random fp32 checkpoint folder per family, with a tokenizer and a chat template."""
     folders = {}
     for name, config in _configs().items():
-        torch.manual_seed(7)
         folder = tmp_path_factory.mktemp(name)
-        transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
-        folders[name] = folder
+        model = transformers.AutoModelForCausalLM.from_config(config).float()
+        widen(model, seed=7).save_pretrained(folder)
+        folders[name] = write_model_folder(folder)
     return folders
 
 
@@ -110,31 +113,19 @@ BASE = NodeConfig(model="", port=0, kv_cache_memory_bytes=16 << 20, max_num_batc
 
 
 def transfer_config(
-    transport: str = "shm", policy: str = "recompute", lease_s: float = 30.0
+    transport: str = "shm",
+    policy: str = "recompute",
+    lease_s: float = 30.0,
+    control_s: float = 2.0,
 ) -> KVTransferConfig:
     """A kv_transfer_config for tests."""
-    return KVTransferConfig(
-        kv_load_failure_policy=policy,
-        kv_connector_extra_config=PdConnectorConfig(
-            transport=transport, kv_lease_duration=lease_s, control_timeout=2.0
-        ),
-    )
-
-
-def start_values() -> tuple[int, int, int]:
-    """Threads, tandem's memory files and open file descriptors of this process."""
-    gc.collect()
-    threads = sum(thread.name.startswith(("engine", "kv-")) for thread in threading.enumerate())
-    maps = sum("tandem-arena" in line for line in Path("/proc/self/maps").read_text().splitlines())
-    sockets = sum(_is_socket(fd) for fd in os.listdir("/proc/self/fd"))
-    return threads, maps, sockets
-
-
-def _is_socket(fd: str) -> bool:
-    try:
-        return os.readlink(f"/proc/self/fd/{fd}").startswith(("socket:", "/memfd:tandem"))
-    except OSError:
-        return False
+    extra = {
+        "transport": transport,
+        "kv_lease_duration": lease_s,
+        "control_timeout": control_s,
+    }
+    fields = {"kv_load_failure_policy": policy, "kv_connector_extra_config": extra}
+    return msgspec.convert(fields, KVTransferConfig)
 
 
 async def settled(node: NodeServer) -> None:
@@ -154,28 +145,53 @@ async def settled(node: NodeServer) -> None:
 
 
 @pytest.fixture
-async def cluster() -> AsyncIterator[Cluster]:
+async def cluster(warm: None) -> AsyncIterator[Cluster]:
     """A cluster whose nodes must be empty at the end, and gone after it."""
-    gc.collect()
-    before = start_values()
+    before, names = held_here(), shared_memory_names()
     made = Cluster([])
-    yield made
-    await close_all(made.nodes)
-    made.nodes.clear()
+    try:
+        yield made
+    finally:
+        await close_all(made.nodes)
+        made.nodes.clear()
+    await all_back(before)
+    assert shared_memory_names() <= names
+
+
+@pytest.fixture(scope="session")
+def warm(checkpoints: dict[str, Path]) -> None:
+    """One node's life ahead of all accounts: libraries open what they keep for good."""
+
+    async def live_once() -> None:
+        made = Cluster([])
+        await made.start(
+            "prefill", checkpoints["qwen3"], kv_transfer_config=transfer_config("nixl")
+        )
+        await close_all(made.nodes)
+
+    asyncio.run(live_once())
+    gc.collect()
+    gc.freeze()  # the modules imported so far: accounts collect garbage, and must be quick
+
+
+async def all_back(before: Holdings) -> None:
+    """This process holds what it held, and no more."""
     for _ in range(100):
-        after = start_values()
-        if after <= before:
+        more = excess(before, held_here())
+        if not more:
             return
         await asyncio.sleep(0.05)
-    assert after == before, "threads, arena mappings, sockets"
+    raise AssertionError(f"still held: {more}")
 
 
 async def close_all(nodes: list[NodeServer]) -> None:
-    """Every living node must be empty before it is closed."""
-    for node in nodes:
-        if node.engine.is_alive:
-            await settled(node)
-        await node.close()
+    """Every living node must be empty before the first is closed; all are closed, come what may."""
+    async with AsyncExitStack() as stack:
+        for node in nodes:
+            stack.push_async_callback(node.close)
+        for node in nodes:
+            if node.engine.is_alive:
+                await settled(node)
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,4 @@
-"""Nodes without a model on real gRPC ports, and a real proxy in front of them, for the tests of
-both."""
+"""Nodes without a model on real gRPC ports, and a real proxy in front of them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence

@@ -1,54 +1,34 @@
-"""Random Hugging Face checkpoints, and our models run on them as an engine would: packed batches
-over an arena.
+"""Random Hugging Face checkpoints, and our models run on them as an engine would.
 
 The arena is filled with noise and block tables are random, so anything read from a wrong place
 shows. Needs transformers, which only tests depend on.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.kv_cache.plan import ArenaPlan, plan_arena
-from engine.kv_cache.spec import MambaSpec
-from engine.layers.context import (
+from engine.forward import (
     TORCH_DTYPES,
     AttentionIndex,
     ForwardBatch,
     GroupIndex,
-    LayerCache,
     StateCache,
     StateIndex,
 )
-from engine.models.configs.base import ConfigReader, ModelConfig
-from engine.models.weights import Weights
+from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.spec import MambaSpec
+from engine.layers.weights import Weights
+from engine.model_configs.base import ConfigReader, ModelConfig
+from engine.models.registry import CausalLM, Family
 from engine.worker.kv_caches import layer_caches, page_row
 
 BLOCK_SIZE = 16
 UNITS = 64
 NOISE = 10.0
-
-
-class Model(Protocol):
-    """What every family offers."""
-
-    def forward(self, batch: ForwardBatch, caches: dict[tuple[int, int], LayerCache]) -> Tensor: ...
-
-    def logits(self, hidden_rows: Tensor) -> Tensor: ...
-
-
-@dataclass(slots=True, frozen=True)
-class Family:
-    """How to read a checkpoint: config from its JSON, model from config and weights, names."""
-
-    read_config: Callable[[ConfigReader, str | None], ModelConfig]
-    build: Callable[[Any, Weights], Model]
-    rename: Callable[[str], str | None]
 
 
 def widen(model: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -75,11 +55,11 @@ def _wide(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
     return 0.1 * noise if "embed" in leaf else noise * weight.shape[-1] ** -0.5
 
 
-def load(family: Family, folder: Path, dtype: str | None = None) -> tuple[ModelConfig, Model]:
+def load(family: Family, folder: Path, dtype: str | None = None) -> tuple[ModelConfig, CausalLM]:
     """Our model of the checkpoint in `folder`; every tensor must have been taken."""
-    config = family.read_config(ConfigReader.from_folder(folder), dtype)
+    config = family.from_reader(ConfigReader.from_folder(folder), dtype)
     kind = TORCH_DTYPES[config.dtype]
-    with Weights(folder, kind, torch.device("cpu"), family.rename) as weights:
+    with Weights(folder, kind, torch.device("cpu"), rename=family.rename) as weights:
         model = family.build(config, weights)
         weights.finish()
     return config, model
@@ -87,9 +67,7 @@ def load(family: Family, folder: Path, dtype: str | None = None) -> tuple[ModelC
 
 @dataclass(slots=True)
 class Sequence:
-    """Where one sequence lives: tokens so far, block ids (attention) or one unit (Mamba) per
-    group.
-    """
+    """Where one sequence lives: tokens so far, and per group its block ids or its one unit."""
 
     length: int
     blocks: list[list[int]]
@@ -103,7 +81,7 @@ class Runner:
     """
 
     def __init__(
-        self, config: ModelConfig, model: Model, *, aligned: bool = False, seed: int = 0
+        self, config: ModelConfig, model: CausalLM, *, aligned: bool = False, seed: int = 0
     ) -> None:
         self.model = model
         self.aligned = aligned
@@ -118,9 +96,7 @@ class Runner:
         self._free: list[list[int]] = [[] for _ in self.plan.groups]
 
     def greedy(self, prompts: dict[int, list[int]], tokens: int) -> dict[int, list[int]]:
-        """`tokens` greedy tokens after each prompt: one batch of prompts, then batches of
-        decodes.
-        """
+        """`tokens` greedy tokens after each prompt: a batch of prompts, then batches of decodes."""
         logits = self.step({}, prompts)
         chosen: dict[int, list[int]] = {key: [] for key in prompts}
         for _ in range(tokens - 1):
@@ -193,7 +169,6 @@ class Runner:
             num_decodes=decodes,
             query_lens=lens,
             context_lens=contexts,
-            decode_lens=torch.tensor(contexts[:decodes], dtype=torch.int64) + 1,
             group_index=tuple(
                 self._index(group, work, decodes) for group in range(len(self.plan.groups))
             ),
@@ -242,9 +217,7 @@ def reference_logits(reference: PreTrainedModel, tokens: list[int]) -> Tensor:
 
 
 def rounding_error(reference: PreTrainedModel, tokens: list[int]) -> float:
-    """How far the reference is from itself when it takes the tokens one by one: what float32 can
-    promise.
-    """
+    """How far the reference is from itself, token by token: what float32 can promise."""
     whole = reference_logits(reference, tokens)
     rows = []
     cache = None
@@ -259,8 +232,7 @@ def rounding_error(reference: PreTrainedModel, tokens: list[int]) -> float:
 def first_wrong_choice(
     reference: PreTrainedModel, prompt: list[int], chosen: list[int], *, margin: float
 ) -> int | None:
-    """The first of `chosen` that is not the reference's greedy token after the same prefix, or
-    None.
+    """The first of `chosen` that is not the reference's greedy token, or None.
 
     A choice within `margin` of the reference's best logit is accepted: there rounding decides. As
     every choice is judged after our own prefix, None means that greedy decoding is equal (up to

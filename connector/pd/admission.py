@@ -44,8 +44,8 @@ class PdAdmission(AdmissionConnector):
     async def admit(self, request: GenerateRequest) -> None:
         """Claims the remote prefill, if `request` names one.
 
-        Raises KVTransferParamsError for parameters that are partial, foreign, expired or not for this node,
-        and KVLoadError when P cannot be reached and the policy is `fail`.
+        Raises KVTransferParamsError for parameters that are partial, foreign, expired or not for
+        this node, and KVLoadError when P cannot be reached and the policy is `fail`.
         """
         params = request.kv_transfer_params
         if params is None:

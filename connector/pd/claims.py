@@ -1,18 +1,23 @@
-"""D's side of leases: the remote prefills it has accepted, renewed until they are pulled or given up.
+"""D's side of leases: remote prefills that it accepted, renewed until pulled or given up.
 
-From the acceptance of a request until its end there is one claim; whoever ends it first releases P's lease.
+From the acceptance of a request until its end there is one claim; whoever ends it first releases
+P's lease.
 """
 
 import threading
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import structlog
 
 from connector.pd.peers import Peer, PeerRegistry
-from engine.errors import DeadlineExceededError, TandemError, UnavailableError
+from engine.errors import (
+    DeadlineExceededError,
+    TandemError,
+    TransportError,
+    UnavailableError,
+)
 from engine.types import KVTransferParams, KVTransferStats
 
 log = structlog.get_logger()
@@ -24,7 +29,8 @@ CONTROL_THREADS = 4
 class PrefillClaim:
     """One accepted remote prefill.
 
-    `failure` says why it will not be pulled (the prompt is then computed here); `ended` that nobody needs it.
+    `failure` says why it will not be pulled (the prompt is then computed here); `ended` that nobody
+    needs it.
     """
 
     request_id: str
@@ -64,7 +70,7 @@ class ClaimKeeper:
             return self._claims.get(request_id)
 
     def begin(self, claim: PrefillClaim) -> Future[None]:
-        """Asks P for the prefill of `claim`, on a control thread; the future carries P's refusal."""
+        """Asks P for the prefill, on a control thread; the future carries P's refusal."""
         with self._lock:
             self._claims[claim.request_id] = claim
         return self._control.submit(self._ask, claim)
@@ -78,11 +84,11 @@ class ClaimKeeper:
                 is_ours = not claim.ended and claim.peer is not None
                 claim.ended = True
             if is_ours:
-                self._submit(lambda: self._give_up(claim))
+                self._control.submit(self._give_up, claim)
         return claim
 
     def confirm(self, claim: PrefillClaim) -> bool:
-        """Ends the lease after a read; whether it was alive until now, so that what was read is intact."""
+        """Ends the lease after a read; true when it was alive, so that the bytes are intact."""
         with claim.lock:
             peer = claim.peer
             if claim.ended or peer is None:
@@ -110,7 +116,12 @@ class ClaimKeeper:
     def _ask(self, claim: PrefillClaim) -> None:
         params = claim.params
         assert params.remote_host and params.remote_port and params.remote_engine_id
-        peer = self._peers.acquire(params.remote_host, params.remote_port, params.remote_engine_id)
+        address, engine_id = (params.remote_host, params.remote_port), params.remote_engine_id
+        try:
+            peer = self._peers.acquire(*address, engine_id)
+        except TransportError:
+            self._peers.decline(address, engine_id, claim.remote_request_id)
+            raise
         try:
             found = peer.control.claim(
                 peer.engine_id, claim.remote_request_id, timeout_s=peer.timeout_s
@@ -144,29 +155,36 @@ class ClaimKeeper:
             self._peers.forget(peer)
 
     def _renew_regularly(self) -> None:
-        """One message per peer and interval, each on a control thread: a silent peer delays no other."""
-        while not self._stopping.wait(self._interval_s):
-            by_peer: dict[int, list[PrefillClaim]] = defaultdict(list)
-            with self._lock:
-                for claim in self._claims.values():
-                    if claim.peer is not None and not claim.ended and claim.failure is None:
-                        by_peer[id(claim.peer)].append(claim)
-            for claims in by_peer.values():
-                self._submit(lambda claims=claims: self._renew(claims))
+        """One message per peer and interval, on control threads: a silent peer delays no other.
 
-    def _renew(self, claims: list[PrefillClaim]) -> None:
-        peer = claims[0].peer
-        assert peer is not None
+        A peer without claims gets one too: when it has died, its arena must not stay mapped here.
+        """
+        while not self._stopping.wait(self._interval_s):
+            for peer, claims in self._by_peer():
+                if self._peers.hold(peer):
+                    self._control.submit(self._renew, peer, claims)
+
+    def _by_peer(self) -> Iterable[tuple[Peer, list[PrefillClaim]]]:
+        """Every known peer with its claims to renew; one that is gone while it has any."""
+        by_peer: dict[int, tuple[Peer, list[PrefillClaim]]]
+        by_peer = {id(peer): (peer, []) for peer in self._peers.known()}
+        with self._lock:
+            claims = list(self._claims.values())
+        for claim in claims:
+            if claim.peer is not None and not claim.ended and claim.failure is None:
+                by_peer.setdefault(id(claim.peer), (claim.peer, []))[1].append(claim)
+        return by_peer.values()
+
+    def _renew(self, peer: Peer, claims: list[PrefillClaim]) -> None:
         ids = [claim.remote_request_id for claim in claims]
         try:
             lost = set(peer.control.renew(peer.engine_id, ids, timeout_s=peer.timeout_s))
         except TandemError as error:
-            self._lost(peer, error)
-            log.warning("could not renew leases", peer=peer.engine_id, error=str(error))
+            self._peers.forget(peer)
+            log.warning("a peer is gone", peer=peer.engine_id, error=str(error), claims=len(ids))
             return
+        finally:
+            self._peers.release(peer)
         for claim in claims:
             if claim.remote_request_id in lost and not claim.ended:
                 claim.failure = "lease_lost"
-
-    def _submit(self, call: Callable[[], None]) -> None:
-        self._control.submit(call)

@@ -1,7 +1,7 @@
 """D's side of a hand-over: pull what P holds into blocks of this node, confirm, publish.
 
-The scheduler side decides and never waits; the worker side moves bytes on threads of its own, so a slow peer
-delays neither the engine step nor other requests.
+The scheduler side decides and never waits; the worker side moves bytes on threads of its own, so a
+slow peer delays neither the engine step nor other requests.
 """
 
 import queue
@@ -70,6 +70,9 @@ class ConsumerScheduler(SchedulerConnector):
         claim = self._claims.end(request.request_id)
         return FinishDecision(kv_transfer=claim.stats if claim else None)
 
+    def give_up(self, request_id: str) -> None:
+        """A consumer holds nothing."""
+
     def close(self) -> None:
         """Gives every claim up."""
         self._claims.close()
@@ -83,8 +86,8 @@ class ConsumerWorker(WorkerConnector):
         plan: ArenaPlan,
         transport: Transport,
         claims: ClaimKeeper,
-        metrics: TransferMetrics,
         *,
+        metrics: TransferMetrics,
         pulls: PullLimits,
         wake: Callable[[], None],
     ) -> None:
@@ -149,13 +152,15 @@ class ConsumerWorker(WorkerConnector):
     def _read_and_confirm(self, claim: PrefillClaim, peer: Peer, pull: BlockPull) -> None:
         """The bytes count only if P says, after the read, that the lease was alive all the time."""
         started = time.monotonic()
-        spans = plan_pull(self._plan, pull.tables, claim.offsets, pull.num_local_tokens)
+        spans = plan_pull(
+            self._plan, pull.tables, claim.offsets, num_local_tokens=pull.num_local_tokens
+        )
         self._read(peer, spans)
         if not self._claims.confirm(claim):
             raise TransportError(
                 f"the lease of {claim.remote_request_id} had ended before the read did"
             )
-        self._book(claim, spans, pull, time.monotonic() - started)
+        self._book(claim, spans, pull, seconds=time.monotonic() - started)
 
     def _read(self, peer: Peer, spans: PullPlan) -> None:
         """A failed read leaves the transport disconnected: the next claim shakes hands again."""
@@ -171,7 +176,7 @@ class ConsumerWorker(WorkerConnector):
             raise
 
     def _book(
-        self, claim: PrefillClaim, spans: PullPlan, pull: BlockPull, seconds: float
+        self, claim: PrefillClaim, spans: PullPlan, pull: BlockPull, *, seconds: float
     ) -> None:
         claim.stats = KVTransferStats(
             attention_bytes=spans.attention_bytes,
@@ -181,5 +186,8 @@ class ConsumerWorker(WorkerConnector):
             decode_cached_tokens=pull.num_local_tokens,
         )
         self._metrics.pulled(
-            seconds, len(spans.spans), spans.attention_bytes, spans.state_bytes
+            seconds,
+            spans=len(spans.spans),
+            attention_bytes=spans.attention_bytes,
+            state_bytes=spans.state_bytes,
         )

@@ -1,7 +1,7 @@
 """P's side of the control plane: what peers may ask about this node's arena and leases.
 
-Answers from the lease table alone, never from the engine thread, so a long forward delays nobody. Knows nothing
-of gRPC; `engine/rpc/control_service.py` serves it.
+Answers from the lease table alone, never from the engine thread, so a long forward delays nobody.
+Knows nothing of gRPC; `engine/rpc/control_service.py` serves it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from engine.rpc.messages import Claim, Handshake
 
 
 class LeaseDesk:
-    """Answers handshakes, claims, renewals and releases; `wake` makes the engine look at ended leases."""
+    """Answers handshakes, claims, renewals and releases; `wake` tells the engine."""
 
     def __init__(self, identity: Handshake, leases: LeaseTable, wake: Callable[[], None]) -> None:
         self._identity = identity
@@ -48,9 +48,14 @@ class LeaseDesk:
         return self._leases.renew(request_ids)
 
     def release(self, engine_id: str, request_id: str, reason: str) -> bool:
-        """Ends a lease and says whether it was still alive: the reader's confirmation."""
+        """Ends a lease and says whether it was still alive: the reader's confirmation.
+
+        A caller that left too early to learn P's id may give its own label; that confirms nothing.
+        """
         self._check_incarnation(engine_id)
         was_alive = self._leases.release(request_id)
+        if not was_alive:
+            self._leases.release_unheard(request_id)
         self._wake()
         return was_alive
 

@@ -40,7 +40,8 @@ def _describe(group: KVCacheGroup) -> str:
     spec = group.spec
     layers = ",".join(map(str, group.layers))
     if isinstance(spec, MambaSpec):
-        conv, temporal = "x".join(map(str, spec.conv_shape)), "x".join(map(str, spec.temporal_shape))
+        conv = "x".join(map(str, spec.conv_shape))
+        temporal = "x".join(map(str, spec.temporal_shape))
         return (
             f"mamba {spec.kind} conv={conv} {spec.conv_dtype} "
             f"temporal={temporal} {spec.temporal_dtype} layers={layers}"

@@ -18,25 +18,29 @@ from engine.kv_cache.spec import MambaSpec
 
 @dataclass(slots=True, frozen=True)
 class PullPlan:
-    """What one pull reads: coalesced spans, bytes by kind, and the number of pieces before coalescing."""
+    """What one pull reads: as few spans as possible, and bytes by kind."""
 
     spans: tuple[SpanPair, ...]
     attention_bytes: int
     state_bytes: int
-    num_pieces: int
 
 
 def plan_pull(
     plan: ArenaPlan,
     local_tables: Sequence[Sequence[int]],
     remote_offsets: Sequence[Sequence[int]],
+    *,
     num_local_tokens: int,
 ) -> PullPlan:
     """Spans that fill `local_tables` beyond the `num_local_tokens` tokens that are here already.
 
-    `remote_offsets[g][i]` is the byte offset of block i of group g in P's arena. Raises TransportError when P
-    names fewer or more blocks than D reserved.
+    `remote_offsets[g][i]` is the byte offset of block i of group g in P's arena. Raises
+    TransportError when P names fewer or more blocks than D reserved.
     """
+    if len(local_tables) != len(remote_offsets):
+        raise TransportError(
+            f"{len(remote_offsets)} KV cache groups announced, {len(local_tables)} reserved"
+        )
     pieces: list[SpanPair] = []
     sizes = {True: 0, False: 0}
     for group, (blocks, offsets) in enumerate(zip(local_tables, remote_offsets, strict=True)):
@@ -52,7 +56,7 @@ def plan_pull(
             SpanPair(remote=offset, local=plan.block_offset(group, block), length=length)
             for offset, block in zip(offsets[first:], blocks[first:], strict=True)
         ]
-    return PullPlan(tuple(coalesce(pieces)), sizes[False], sizes[True], len(pieces))
+    return PullPlan(tuple(coalesce(pieces)), sizes[False], sizes[True])
 
 
 def coalesce(pieces: Iterable[SpanPair]) -> list[SpanPair]:
@@ -68,6 +72,4 @@ def coalesce(pieces: Iterable[SpanPair]) -> list[SpanPair]:
 
 
 def _adjacent(left: SpanPair, right: SpanPair) -> bool:
-    return (
-        left.remote + left.length == right.remote and left.local + left.length == right.local
-    )
+    return left.remote + left.length == right.remote and left.local + left.length == right.local

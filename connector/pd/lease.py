@@ -1,19 +1,22 @@
 """P's promises: which finished prefills stay readable, until when, and how they end.
 
-Durations and an injected monotonic clock, never wall time (vLLM #41383). Thread-safe: control messages arrive
-while the engine thread is in a long forward, and must count. Knows nothing of tensors or sockets.
+Durations and an injected monotonic clock, never wall time (vLLM #41383). Thread-safe: control
+messages arrive while the engine thread is in a long forward, and must count. Knows nothing of
+tensors or sockets.
 """
 
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from engine.request_ids import has_label
+
 RENEWAL_SHARE = 2.0 / 3.0
 
 
 @dataclass(slots=True)
 class Lease:
-    """One held prefill: byte offsets of its blocks per group, its length in tokens, and when it ends."""
+    """One held prefill: byte offsets of its blocks per group, its tokens, its end."""
 
     offsets: tuple[tuple[int, ...], ...]
     num_tokens: int
@@ -34,9 +37,7 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(
-        self, request_id: str, offsets: tuple[tuple[int, ...], ...], num_tokens: int
-    ) -> None:
+    def grant(self, request_id: str, offsets: tuple[tuple[int, ...], ...], num_tokens: int) -> None:
         """Begins the lease of a finished prefill."""
         with self._lock:
             deadline = self._clock() + self.duration_s
@@ -63,12 +64,18 @@ class LeaseTable:
         return lost
 
     def release(self, request_id: str) -> bool:
-        """Ends a lease; whether it was still alive, so that a late reader learns that it was late."""
+        """Ends a lease; whether it was still alive, so that a late reader learns it."""
         with self._lock:
             alive = self._live(request_id) is not None
             if alive:
                 self._end(request_id)
             return alive
+
+    def release_unheard(self, label: str) -> None:
+        """Ends leases that a caller knows by its own label only: it left before P's answer came."""
+        with self._lock:
+            for request_id in [key for key in self._leases if has_label(key, label)]:
+                self._end(request_id)
 
     def take_ended(self) -> tuple[str, ...]:
         """Requests whose lease ended since the last call; their blocks may be freed."""

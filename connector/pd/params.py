@@ -1,8 +1,8 @@
 """`kv_transfer_params`: how P writes them, and what D checks before it believes a word.
 
-The object passes through clients and proxies that may be anybody's, so P signs it with the cluster token and D
-talks only to hosts that a signed object names. Without a token there is nothing to sign with, and only peers on
-the same machine are accepted.
+The object passes through clients and proxies that may be anybody's, so P signs it with the cluster
+token and D talks only to hosts that a signed object names. Without a token there is nothing to sign
+with, and only peers on the same machine are accepted.
 """
 
 import hashlib
@@ -38,7 +38,8 @@ class ParamsSigner:
 
     def verify(self, params: KVTransferParams) -> None:
         """Raises KVTransferParamsError unless a node of this cluster signed exactly this object."""
-        if not hmac.compare_digest(self._digest(params), params.signature or ""):
+        given = (params.signature or "").encode()
+        if not hmac.compare_digest(self._digest(params).encode(), given):
             raise KVTransferParamsError(
                 "kv_transfer_params were not issued by a node of this cluster, or were changed "
                 "on the way; send P's object as it is, and give all nodes the same cluster token",

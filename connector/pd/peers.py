@@ -10,7 +10,8 @@ import structlog
 
 from connector.pd.geometry import check_geometry
 from connector.transports.base import Transport
-from engine.errors import KVTransferParamsError
+from engine.errors import KVTransferParamsError, TandemError
+from engine.rpc.address import join_host_port
 from engine.rpc.control_client import ControlClient
 from engine.rpc.messages import Handshake
 
@@ -20,13 +21,17 @@ PeerAddress = tuple[str, int]
 
 @dataclass(slots=True)
 class Peer:
-    """One incarnation of a prefill node. `users` counts claims that may touch its mapping."""
+    """One incarnation of a prefill node. `users` counts those that may touch its mapping.
+
+    `is_gone`: it did not answer, or another incarnation does. Gone without users it is dropped.
+    """
 
     engine_id: str
     control: ControlClient
     timeout_s: float
-    users: int = 0
+    users: int = 1
     is_gone: bool = False
+    is_dropped: bool = False
 
 
 @dataclass(slots=True)
@@ -58,52 +63,69 @@ class PeerRegistry:
     def acquire(self, host: str, port: int, engine_id: str) -> Peer:
         """The peer at (host, port), which must be incarnation `engine_id`; pair with `release`.
 
-        Raises KVTransferParamsError when another incarnation answers, TransportError when the two nodes do not
-        fit, UnavailableError or DeadlineExceededError when nobody answers.
+        Raises KVTransferParamsError when another incarnation answers, TransportError when the two
+        nodes do not fit, UnavailableError or DeadlineExceededError when nobody answers.
         """
         with self._lock:
             entry = self._entries.setdefault((host, port), _Entry())
         with entry.lock:
-            if entry.peer is None or entry.peer.engine_id != engine_id or entry.peer.is_gone:
-                self._replace(entry, self._handshake(host, port, engine_id))
-            assert entry.peer is not None
-            entry.peer.users += 1
-            return entry.peer
+            current = entry.peer
+            fits = current is not None and current.engine_id == engine_id and not current.is_gone
+            if current is None or not fits or not self.hold(current):
+                current = self._handshake(host, port, engine_id)
+                self._replace(entry, current)
+            return current
+
+    def hold(self, peer: Peer) -> bool:
+        """One more use of `peer`, to be paired with `release`; False when it was dropped."""
+        with self._lock:
+            peer.users += not peer.is_dropped
+            return not peer.is_dropped
 
     def release(self, peer: Peer) -> None:
         """Ends one use of `peer`."""
         with self._lock:
             peer.users -= 1
-            unused = peer.is_gone and not peer.users
-        if unused:
-            self._drop(peer)
+        self._drop_unused(peer)
 
     def forget(self, peer: Peer) -> None:
         """The peer did not answer: the next use shakes hands again."""
         with self._lock:
             peer.is_gone = True
+        self._drop_unused(peer)
+
+    def known(self) -> list[Peer]:
+        """Every peer that the next claim may use without a handshake."""
+        with self._lock:
+            peers = [entry.peer for entry in self._entries.values()]
+        return [peer for peer in peers if peer is not None and not peer.is_gone]
+
+    def decline(self, address: PeerAddress, engine_id: str, request_id: str) -> None:
+        """Ends a lease of a node that cannot be a peer, which would otherwise have to run out."""
+        control = self._open(*address)
+        try:
+            control.release(engine_id, request_id, reason="refused", timeout_s=self._timeout_s)
+        except TandemError as error:
+            log.info("a declined prefill is left to its lease", peer=engine_id, error=str(error))
+        finally:
+            control.close()
 
     def close(self) -> None:
         """Drops every peer; call when no thread uses one any more."""
         with self._lock:
             entries, self._entries = self._entries, {}
         for entry in entries.values():
-            if entry.peer is not None:
+            if entry.peer is not None and not entry.peer.is_dropped:
                 self._drop(entry.peer)
 
     def _replace(self, entry: _Entry, peer: Peer) -> None:
         with self._lock:
             old, entry.peer = entry.peer, peer
-            unused = old is not None and not old.users
-            if old is not None:
-                old.is_gone = True
-        if old is not None and unused:
-            self._drop(old)
+        if old is not None:
+            self.forget(old)
 
     def _handshake(self, host: str, port: int, engine_id: str) -> Peer:
-        control = ControlClient(
-            _join(host, port), token=self._token, caller_engine_id=self._identity.engine_id
-        )
+        control = self._open(host, port)
         try:
             reply = control.handshake(timeout_s=self._timeout_s)
             if reply.engine_id != engine_id:
@@ -119,14 +141,19 @@ class PeerRegistry:
         log.info("connected to peer", peer=engine_id, host=host, port=port)
         return Peer(engine_id, control, self._timeout_s)
 
+    def _open(self, host: str, port: int) -> ControlClient:
+        address = join_host_port(host, port)
+        return ControlClient(address, token=self._token, caller_engine_id=self._identity.engine_id)
+
+    def _drop_unused(self, peer: Peer) -> None:
+        with self._lock:
+            unused = peer.is_gone and not peer.users and not peer.is_dropped
+            peer.is_dropped |= unused
+        if unused:
+            self._drop(peer)
+
     def _drop(self, peer: Peer) -> None:
         """A newer handshake with the same incarnation uses the same mapping, which then stays."""
-        with self._lock:
-            current = [entry.peer for entry in self._entries.values()]
-        if not any(o and o is not peer and o.engine_id == peer.engine_id for o in current):
+        if not any(other.engine_id == peer.engine_id for other in self.known()):
             self._transport.disconnect(peer.engine_id)
         peer.control.close()
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,4 +1,4 @@
-"""P's side of a hand-over: hold what a finished prefill computed, under a lease, and say where it is."""
+"""P's side of a hand-over: hold a finished prefill under a lease, and say where it is."""
 
 from dataclasses import dataclass
 
@@ -29,6 +29,7 @@ class ProducerScheduler(SchedulerConnector):
         address: AdvertisedAddress,
         plan: ArenaPlan,
         leases: LeaseTable,
+        *,
         signer: ParamsSigner,
     ) -> None:
         self._address = address
@@ -59,6 +60,10 @@ class ProducerScheduler(SchedulerConnector):
         )
         self._leases.grant(request.request_id, offsets, request.num_prompt_tokens)
         return FinishDecision(hold=True, kv_transfer_params=self._params(request))
+
+    def give_up(self, request_id: str) -> None:
+        """Ends the lease now instead of letting it run out."""
+        self._leases.release(request_id)
 
     def close(self) -> None:
         """Leases end with the process."""

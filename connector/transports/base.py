@@ -20,13 +20,6 @@ MAX_ADDRESS_BYTES = 128 * 1024
 _Address = TypeVar("_Address", bound=msgspec.Struct)
 
 
-class Span(NamedTuple):
-    """Bytes `[offset, offset + length)` of a registered arena."""
-
-    offset: int
-    length: int
-
-
 class SpanPair(NamedTuple):
     """`length` bytes at `remote` in the peer's arena, wanted at `local` in ours; byte offsets."""
 

@@ -46,9 +46,7 @@ class NixlAgent:
         self._errors = (RuntimeError, *(getattr(self._nixl, error) for error in _NIXL_ERRORS))
         self.name = name
         config = self._nixl.nixlAgentConfig()
-        config.useProgThread = (
-            True  # a peer that only serves must answer over TCP without being called
-        )
+        config.useProgThread = progress_thread
         config.useListenThread = False
         config.pthrDelay = _PROGRESS_DELAY_US
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT

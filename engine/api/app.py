@@ -27,8 +27,7 @@ def create_app(
     api_key: str | None = None,
     accept_kv_transfer_params: bool = False,
 ) -> Starlette:
-    """App with /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, probes
-    and /metrics.
+    """App with the generating endpoints, /v1/models, /tokenize, /detokenize, probes and /metrics.
 
     `api_key` guards all but probes and metrics; None leaves the door open.
     `accept_kv_transfer_params` is for nodes; without it the key is ignored. The generator stays its

@@ -24,6 +24,7 @@ from engine.types import (
 )
 
 _T = TypeVar("_T")
+_Waiting = dict[asyncio.Future[tuple[_T, ...]], AsyncGenerator[_T, None]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -152,17 +153,24 @@ def follow(generator: Generator, plan: Plan, tokenizer: Tokenizer) -> AsyncGener
 
 async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
     """Items of all streams as they come, at most one ahead each; the first error ends all."""
-    waiting = {asyncio.ensure_future(_next_item(stream)): stream for stream in streams}
+    waiting: _Waiting[_T] = {asyncio.ensure_future(_next_item(s)): s for s in streams}
     try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in [task for task in waiting if task in done]:
-                stream = waiting.pop(task)
-                for item in task.result():
-                    yield item
-                    waiting[asyncio.ensure_future(_next_item(stream))] = stream
+        async with aclosing(_as_they_come(waiting)) as items:
+            async for item in items:
+                yield item
     finally:
         await _close_all(list(waiting), streams)
+
+
+async def _as_they_come(waiting: _Waiting[_T]) -> AsyncGenerator[_T, None]:
+    """Keeps `waiting` true: it holds one task for each stream that has not ended."""
+    while waiting:
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in [task for task in waiting if task in done]:
+            stream = waiting.pop(task)
+            for item in task.result():
+                yield item
+                waiting[asyncio.ensure_future(_next_item(stream))] = stream
 
 
 async def _next_item(stream: AsyncGenerator[_T, None]) -> tuple[_T, ...]:

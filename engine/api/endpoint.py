@@ -95,19 +95,21 @@ class GenerateEndpoint:
 
     async def _stream(self, plan: Plan, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
         """Send events as they come; an error before the first one still becomes an HTTP status."""
-        started = False
         async with aclosing(events(self._shape, plan, deltas)) as stream:
-            try:
-                async for event in stream:
-                    if not started:
-                        await _send_start(send)
-                    started = True
-                    await _send_body(send, event)
-            except TandemError as error:
-                if not started:
-                    raise
-                await _send_body(send, error_event(error))
+            first = await anext(stream)
+            await _send_start(send)
+            await _send_body(send, first)
+            await _send_rest(send, stream)
         await _send_body(send, b"", more=False)
+
+
+async def _send_rest(send: Send, stream: AsyncGenerator[bytes, None]) -> None:
+    """Once a byte is out, an error can only be told as the stream's last event."""
+    try:
+        async for event in stream:
+            await _send_body(send, event)
+    except TandemError as error:
+        await _send_body(send, error_event(error))
 
 
 async def _send_start(send: Send) -> None:
@@ -115,8 +117,6 @@ async def _send_start(send: Send) -> None:
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
-    """Send one piece; a reader that takes none for `SEND_TIMEOUT_S` seconds is cut off by
-    TimeoutError.
-    """
+    """Send one piece; TimeoutError cuts a reader off that takes none for `SEND_TIMEOUT_S`."""
     async with asyncio.timeout(SEND_TIMEOUT_S):
         await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -31,8 +31,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Owns the listening socket from construction on. Raises `ConfigError` when it cannot be
-    bound."""
+    """Owns the listening socket from construction on; ConfigError when it cannot be bound."""
 
     def __init__(self, app: ASGIApp, host: str, port: int, *, drain_timeout_s: float) -> None:
         self._socket = _listen(host, port)
@@ -47,8 +46,7 @@ class HttpServer:
         await self._server.accepting.wait()
 
     async def close(self) -> None:
-        """Accept nothing more, let running requests end, cancel those that outlast the drain
-        timeout."""
+        """Accept no more, let running requests end, cancel those that outlast the drain timeout."""
         self._server.should_exit = True
         if self._serving is not None:
             await asyncio.wait({self._serving}, timeout=self._drain_timeout_s + CANCEL_GRACE_S)

@@ -12,7 +12,6 @@ from starlette.routing import Route
 
 from engine.api.generator import Generator
 from engine.api.json_body import convert, parse_object, read_body
-from engine.api.limits import check_token_ids
 from engine.api.plan import check_model
 from engine.api.replies import (
     DetokenizeReply,
@@ -29,7 +28,9 @@ from engine.errors import (
     TandemError,
     UnavailableError,
 )
+from engine.prompt_checks import check_token_ids
 
+HEALTH_PATHS = ("/health", "/live", "/ping")
 PROBE_TIMEOUT_S = 5.0
 TOKENIZE_TIMEOUT_S = 60.0
 
@@ -45,7 +46,7 @@ class Operations:
 
     def routes(self) -> list[Route]:
         """Paths as vLLM, OpenAI clients and Kubernetes probes know them."""
-        health = [Route(path, self.health) for path in ("/health", "/live", "/ping")]
+        health = [Route(path, self.health) for path in HEALTH_PATHS]
         return [
             *health,
             Route("/ready", self.ready),
@@ -67,8 +68,7 @@ class Operations:
         return _json(VersionReply(version=self._serving.version))
 
     async def metrics(self, request: Request) -> Response:
-        text = await asyncio.to_thread(generate_latest, self._registry)
-        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+        return await metrics_response(self._registry)
 
     async def models(self, request: Request) -> Response:
         return _json(ModelList(data=[self._card(self._serving.model_name)]))
@@ -125,6 +125,12 @@ class Operations:
         self._serving.tokenizer.require_text("/detokenize")
         text = self._serving.tokenizer.decode(fields.tokens, skip_special_tokens=False)
         return DetokenizeReply(prompt=text)
+
+
+async def metrics_response(registry: CollectorRegistry) -> Response:
+    """Prometheus' text of a registry; collecting it takes time, so not on the event loop."""
+    text = await asyncio.to_thread(generate_latest, registry)
+    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def _probe(check: Callable[[], Awaitable[None]]) -> Response:

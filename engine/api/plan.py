@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from engine.api.limits import check_prompt, requested_max_tokens, resolve_max_tokens
+from engine.api.limits import requested_max_tokens, resolve_max_tokens
 from engine.api.sampling import sampling_params, with_seed_offset
 from engine.api.schema import (
     MAX_PROMPTS,
@@ -21,6 +21,7 @@ from engine.api.schema import (
 )
 from engine.api.serving import Serving
 from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
+from engine.prompt_checks import check_prompt
 from engine.types import GenerateRequest, KVTransferParams, TokenId
 
 COMPLETION_MAX_TOKENS = 16

@@ -16,6 +16,8 @@ class _Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptTokensDetails(_Reply, frozen=True, kw_only=True):
+    """How many prompt tokens came out of a cache."""
+
     cached_tokens: int
 
 
@@ -39,6 +41,8 @@ class CompletionLogprobs(_Reply, frozen=True, kw_only=True):
 
 
 class CompletionChoice(_Reply, frozen=True, kw_only=True):
+    """One text of /v1/completions, whole or a piece of it."""
+
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
@@ -49,12 +53,16 @@ class CompletionChoice(_Reply, frozen=True, kw_only=True):
 
 
 class TopLogprob(_Reply, frozen=True, kw_only=True):
+    """One alternative to a token, with its exact bytes."""
+
     token: str
     logprob: float
     bytes: list[int]
 
 
 class ContentLogprob(TopLogprob, frozen=True, kw_only=True):
+    """One token of a chat reply and its alternatives."""
+
     top_logprobs: list[TopLogprob]
 
 
@@ -65,11 +73,15 @@ class ChatLogprobs(_Reply, frozen=True, kw_only=True):
 
 
 class ChatMessage(_Reply, frozen=True, kw_only=True):
+    """The assistant's whole turn."""
+
     content: str
     role: str = "assistant"
 
 
 class ChatChoice(_Reply, frozen=True, kw_only=True):
+    """One whole turn of /v1/chat/completions."""
+
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None = None
@@ -79,11 +91,15 @@ class ChatChoice(_Reply, frozen=True, kw_only=True):
 
 
 class ChatDelta(_Reply, frozen=True, kw_only=True):
+    """A piece of the assistant's turn."""
+
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(_Reply, frozen=True, kw_only=True):
+    """One piece of one turn of /v1/chat/completions."""
+
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
@@ -110,16 +126,22 @@ class CompletionReply(Envelope, frozen=True, kw_only=True):
 
 
 class ChatReply(Envelope, frozen=True, kw_only=True):
+    """A whole reply of /v1/chat/completions."""
+
     choices: list[ChatChoice]
     prompt_token_ids: TokenIds | UnsetType = UNSET
 
 
 class ChatChunk(Envelope, frozen=True, kw_only=True):
+    """One chunk of /v1/chat/completions."""
+
     choices: list[ChatChunkChoice]
     prompt_token_ids: TokenIds | UnsetType = UNSET
 
 
 class ModelCard(_Reply, frozen=True, kw_only=True):
+    """One served model; `max_model_len` is vLLM's addition."""
+
     id: str
     created: int
     root: str
@@ -130,11 +152,15 @@ class ModelCard(_Reply, frozen=True, kw_only=True):
 
 
 class ModelList(_Reply, frozen=True, kw_only=True):
+    """GET /v1/models."""
+
     data: list[ModelCard]
     object: str = "list"
 
 
 class TokenizeReply(_Reply, frozen=True, kw_only=True):
+    """POST /tokenize, in vLLM's shape."""
+
     count: int
     max_model_len: int
     tokens: TokenIds
@@ -142,8 +168,12 @@ class TokenizeReply(_Reply, frozen=True, kw_only=True):
 
 
 class DetokenizeReply(_Reply, frozen=True, kw_only=True):
+    """POST /detokenize, in vLLM's shape."""
+
     prompt: str
 
 
 class VersionReply(_Reply, frozen=True, kw_only=True):
+    """GET /version."""
+
     version: str

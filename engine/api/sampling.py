@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 
 from engine.api.json_body import convert
-from engine.api.limits import check_token_ids
 from engine.api.schema import SamplingFields
 from engine.api.serving import SamplingDefaults, Serving
 from engine.errors import InvalidRequestError
+from engine.prompt_checks import check_token_ids
 from engine.types import SamplingParams
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

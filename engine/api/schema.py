@@ -26,6 +26,8 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class StreamOptions(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a stream tells besides tokens; `continuous_usage_stats` is vLLM's."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None

@@ -193,9 +193,7 @@ def _is_byte_level(core: tokenizers.Tokenizer) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: those that print stand for themselves, the rest follow
-    U+0100.
-    """
+    """GPT-2's stand-ins for bytes: printable ones stand for themselves, others follow U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     stand_ins = {chr(byte): byte for byte in printable}

@@ -1,7 +1,7 @@
 """What the scheduler asks of the KV cache: grow a request's tables, free them, count what is left.
 
-The simple occupant of this room: no block is shared between requests yet. All-or-nothing without side effects
-on failure. Torch-free.
+The simple occupant of this room: no block is shared between requests yet. All-or-nothing without
+side effects on failure. Torch-free.
 """
 
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ class KVCacheManager:
         """Mamba states in use."""
         return sum(
             len(tables.groups[group])
-            for tables in self._live.values()
+            for tables in list(self._live.values())  # also read from a thread that scrapes metrics
             for group in range(len(self.plan.groups))
             if self._is_state(group)
         )

@@ -1,7 +1,7 @@
 """Cuts an arena into units: a pure function from (groups, block size, memory) to sizes and waste.
 
-A unit holds one Mamba state or several attention blocks (vLLM #21123 wanted this); blocks stay small. Knows
-nothing of requests, and of memory only its size.
+A unit holds one Mamba state or several attention blocks (vLLM #21123 wanted this); blocks stay
+small. Knows nothing of requests, and of memory only its size.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,14 @@ from math import lcm
 from engine.errors import ConfigError
 from engine.kv_cache.spec import STATE_ALIGNMENT, KVCacheGroup, MambaSpec, round_up
 
-# Below this many blocks per unit the first-level lists, not the blocks, would dominate the bookkeeping.
+# Below this many blocks per unit the first-level lists, not the blocks, would dominate the
+# bookkeeping.
 MIN_BLOCKS_PER_UNIT = 16
 
 
 @dataclass(slots=True, frozen=True)
 class ArenaPlan:
-    """An arena of `num_units` equal units; `blocks_per_unit[g]` is 1 for a Mamba group (one state)."""
+    """An arena of `num_units` equal units; `blocks_per_unit[g]` is 1 for a Mamba group."""
 
     groups: tuple[KVCacheGroup, ...]
     block_size: int
@@ -43,7 +44,7 @@ class ArenaPlan:
         return 1.0 - self.blocks_per_unit[group] * self.block_bytes(group) / self.unit_bytes
 
     def blocks_for(self, group: int, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens need in `group`; a Mamba group needs one state for any length."""
+        """Blocks that `num_tokens` tokens need in `group`; a Mamba group needs one state."""
         if isinstance(self.groups[group].spec, MambaSpec):
             return 1
         return -(-num_tokens // self.block_size)
@@ -57,12 +58,13 @@ class ArenaPlan:
 def plan_arena(groups: tuple[KVCacheGroup, ...], block_size: int, memory_bytes: int) -> ArenaPlan:
     """The unit size that wastes least for these groups, and how many units `memory_bytes` holds.
 
-    A unit is at least the largest state and a multiple of every half page (K or V of one layer's block), so
-    that pages can be addressed as rows of one array. Raises ConfigError when not even two units fit.
+    A unit is at least the largest state and a multiple of every half page (K or V of one layer's
+    block), so that pages can be addressed as rows of one array. Raises ConfigError when not even
+    two units fit.
     """
     largest = max(group.block_bytes(block_size) for group in groups)
     step = lcm(STATE_ALIGNMENT, *(_row_bytes(group, block_size) for group in groups))
-    unit_bytes = _least_waste(groups, block_size, round_up(largest, step), step)
+    unit_bytes = _least_waste(groups, block_size, round_up(largest, step), step=step)
     num_units = memory_bytes // unit_bytes
     if num_units < 2:
         raise ConfigError(
@@ -85,11 +87,13 @@ def _blocks_per_unit(group: KVCacheGroup, block_size: int, unit_bytes: int) -> i
 
 
 def _least_waste(
-    groups: tuple[KVCacheGroup, ...], block_size: int, smallest: int, step: int
+    groups: tuple[KVCacheGroup, ...], block_size: int, smallest: int, *, step: int
 ) -> int:
     """Among unit sizes up to one more of the largest block, the one with the least worst waste."""
     block_sizes = [group.block_bytes(block_size) for group in groups]
-    states = [group.block_bytes(block_size) for group in groups if isinstance(group.spec, MambaSpec)]
+    states = [
+        group.block_bytes(block_size) for group in groups if isinstance(group.spec, MambaSpec)
+    ]
     if not states:
         return round_up(smallest * MIN_BLOCKS_PER_UNIT, step)
 

@@ -1,7 +1,8 @@
 """What one layer keeps per token or per sequence, and how layers form KV cache groups.
 
-Sizes only: no tensors, no ids. A block holds all layers of its group contiguously (block-outermost), and a state
-holds the conv and temporal tensors of all layers of its group, so each is one span for a copy or a transfer.
+Sizes only: no tensors, no ids. A block holds all layers of its group contiguously
+(block-outermost), and a state holds the conv and temporal tensors of all layers of its group, so
+each is one span for a copy or a transfer.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(slots=True, frozen=True)
 class FullAttentionSpec:
-    """K and V of one full-attention layer; a page is [K|V, num_kv_heads, block_size, head_dim] (head-major)."""
+    """K and V of one layer; a page is [K|V, num_kv_heads, block_size, head_dim] (head-major)."""
 
     num_kv_heads: int
     head_dim: int
@@ -33,8 +34,8 @@ class FullAttentionSpec:
 class MambaSpec:
     """Recurrent state of one layer for one sequence: conv rows [K-1, D] and a temporal tensor.
 
-    `conv_shape` is token-major (K-1 rows of D channels) in `conv_dtype`; `temporal_shape` is [heads, ...] in
-    `temporal_dtype` (float32 unless a model says otherwise).
+    `conv_shape` is token-major (K-1 rows of D channels) in `conv_dtype`; `temporal_shape` is
+    [heads, ...] in `temporal_dtype` (float32 unless a model says otherwise).
     """
 
     kind: str
@@ -51,7 +52,8 @@ class MambaSpec:
     @property
     def temporal_bytes(self) -> int:
         """Bytes of the temporal tensor, rounded so that the next layer's conv rows are aligned."""
-        return round_up(prod(self.temporal_shape) * DTYPE_BYTES[self.temporal_dtype], STATE_ALIGNMENT)
+        nbytes = prod(self.temporal_shape) * DTYPE_BYTES[self.temporal_dtype]
+        return round_up(nbytes, STATE_ALIGNMENT)
 
     @property
     def layer_bytes(self) -> int:
@@ -79,8 +81,8 @@ class KVCacheGroup:
 def form_groups(layer_specs: tuple[tuple[LayerSpec, ...], ...]) -> tuple[KVCacheGroup, ...]:
     """Groups of layers with equal specs, in order of first appearance.
 
-    `layer_specs[i]` lists what layer i keeps: nothing (MLP), one spec, or several (attention and Mamba in
-    parallel).
+    `layer_specs[i]` lists what layer i keeps: nothing (MLP), one spec, or several (attention and
+    Mamba in parallel).
     """
     layers_of: dict[LayerSpec, list[int]] = {}
     for index, specs in enumerate(layer_specs):

@@ -5,6 +5,6 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class BlockTables:
-    """`groups[g]` lists block ids of an attention group in token order, or the one state of a Mamba group."""
+    """`groups[g]` lists an attention group's blocks in token order, or a Mamba group's state."""
 
     groups: tuple[list[int], ...]

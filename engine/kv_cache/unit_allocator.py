@@ -1,9 +1,10 @@
 """Who owns which unit, state and block of the arena: two levels, ids only.
 
-A free unit can become one state or a set of small blocks of one group, at run time, in both directions. States
-come from the low end and attention units from the high end, so states of concurrent requests tend to be
-neighbours (the worker then updates them without copies), and so do one request's blocks (they then move as one
-span). Knows nothing of bytes, requests or hashes. Two-level allocation as in Jenga (SOSP'25).
+A free unit can become one state or a set of small blocks of one group, at run time, in both
+directions. States come from the low end and attention units from the high end, so states of
+concurrent requests tend to be neighbours (the worker then updates them without copies), and so do
+one request's blocks (they then move as one span). Knows nothing of bytes, requests or hashes.
+Two-level allocation as in Jenga (SOSP'25).
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,8 +16,8 @@ from engine.kv_cache.spec import MambaSpec
 class UnitAllocator:
     """Allocates states and blocks; all-or-nothing is the caller's job through `can_allocate`.
 
-    Bit sets are Python integers: bit u of `_free_units` says that unit u is free, bit s of `_slots[g][u]` that
-    slot s of unit u, owned by attention group g, is free.
+    Bit sets are Python integers: bit u of `_free_units` says that unit u is free, bit s of
+    `_slots[g][u]` that slot s of unit u, owned by attention group g, is free.
     """
 
     def __init__(self, plan: ArenaPlan) -> None:
@@ -39,15 +40,15 @@ class UnitAllocator:
     def allocate(self, group: int, count: int, after: int | None = None) -> list[int]:
         """`count` blocks (or one state) of `group`, neighbours where possible.
 
-        `after` is the request's last block: its right neighbour is taken first. Call only when `can_allocate`
-        said yes.
+        `after` is the request's last block: its right neighbour is taken first. Call only when
+        `can_allocate` said yes.
         """
         if self._is_state[group]:
             return [self._take_units(1, lowest=True)[0] for _ in range(count)]
         blocks = self._extend(group, count, after)
         while len(blocks) < count:
             unit = self._pick_unit(group, count - len(blocks))
-            blocks += self._fill(group, unit, count - len(blocks), 0)
+            blocks += self._fill(group, unit, count - len(blocks))
         return blocks
 
     def free(self, group: int, blocks: Iterable[int]) -> None:
@@ -60,7 +61,7 @@ class UnitAllocator:
             self._free_slot(group, *divmod(block, self.plan.blocks_per_unit[group]))
 
     def check(self, owned: Sequence[Sequence[int]]) -> None:
-        """Recounts everything against `owned[g]`, all blocks in use; raises AssertionError on any difference."""
+        """Recounts everything against `owned[g]`, all blocks in use; raises AssertionError."""
         units: set[int] = set()
         for group, blocks in enumerate(owned):
             assert len(set(blocks)) == len(blocks), f"group {group}: a block has two owners"
@@ -90,10 +91,10 @@ class UnitAllocator:
         if after is None:
             return []
         unit, slot = divmod(after, self.plan.blocks_per_unit[group])
-        return self._fill(group, unit, count, slot + 1)
+        return self._fill(group, unit, count, start=slot + 1)
 
-    def _fill(self, group: int, unit: int, count: int, start: int) -> list[int]:
-        """Up to `count` consecutive free slots of `unit`, from the first free one at or after `start`."""
+    def _fill(self, group: int, unit: int, count: int, *, start: int = 0) -> list[int]:
+        """Up to `count` consecutive slots of `unit`, from the first free one not below `start`."""
         free = self._slots[group].get(unit, 0) >> start << start
         if not free or (start and not free >> start & 1):
             return []

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from engine.layers.context import AttentionCache, AttentionIndex, ForwardBatch
+from engine.forward import AttentionCache, AttentionIndex, ForwardBatch
 from engine.ops.paged_attention import fast
 from engine.ops.scratch import Scratch
 

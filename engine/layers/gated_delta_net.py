@@ -1,5 +1,4 @@
-"""The gated delta net mixer of Qwen3.5: one input product, causal conv, gated delta rule, gated
-norm.
+"""The gated delta net mixer of Qwen3.5: one input product, conv, gated delta rule, gated norm.
 
 Reads and writes its state in the cache only, so prefill, chunked prefill and decode are one thing.
 """
@@ -8,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.context import ForwardBatch, StateCache, StateIndex
+from engine.forward import ForwardBatch, StateCache, StateIndex
 from engine.layers.linear import Linear
 from engine.layers.norm import GatedRMSNorm
-from engine.models.configs.qwen3_5 import GatedDeltaNetShape
-from engine.models.weights import Weights
+from engine.layers.weights import Weights
+from engine.model_configs.qwen3_5 import GatedDeltaNetShape
 from engine.ops.causal_conv1d import fast as conv
 from engine.ops.gated_delta_rule import fast as delta_rule
 from engine.ops.scratch import Scratch

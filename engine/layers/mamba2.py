@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.context import ForwardBatch, StateCache, StateIndex
+from engine.forward import ForwardBatch, StateCache, StateIndex
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
-from engine.models.configs.mamba2 import Mamba2Config
-from engine.models.weights import Weights
+from engine.layers.weights import Weights
+from engine.model_configs.mamba2 import Mamba2Config
 from engine.ops.causal_conv1d.fast import conv_chunk, conv_step, tap_major
 from engine.ops.ssd.fast import ssd_chunk, ssd_step
 

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.linear import Linear
-from engine.models.weights import Weights
+from engine.layers.weights import Weights
 
 
 class GatedMLP:

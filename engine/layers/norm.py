@@ -1,4 +1,4 @@
-"""Root-mean-square norms. Weights that a family stores minus one are corrected at load, not here.
+"""Root-mean-square norms. Weights that a family stores minus one are corrected at load.
 
 Written as x / hypot(|x|, c): three or four small kernels, where torch's CPU rms_norm dispatches
 about eight.
@@ -7,6 +7,8 @@ about eight.
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from engine.layers.weights import Weights
 
 
 class RMSNorm:
@@ -25,10 +27,15 @@ class RMSNorm:
         return wide.div(length).mul_(self._scaled).to(x.dtype)
 
 
+def load_norm(
+    weights: Weights, name: str, size: int, *, eps: float, offset: float = 0.0
+) -> RMSNorm:
+    """The norm `<name>.weight` [size]; `offset` is added for families that store it minus one."""
+    return RMSNorm(weights.take(f"{name}.weight", (size,)).float() + offset, eps)
+
+
 class GatedRMSNorm:
-    """Normalises, then gates: rms_norm(x) * weight * silu(gate) (gated delta net's order, not
-    Mamba2's).
-    """
+    """rms_norm(x) * weight * silu(gate): gated delta net's order, not Mamba2's."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.norm = RMSNorm(weight, eps)

@@ -1,18 +1,16 @@
-"""Qwen's attention block: one input product, per-head norms of q and k, rotary, paged attention,
-optional gate.
-"""
+"""Qwen's attention block: one input product, norms of q and k, rotary, paged attention, gate."""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from engine.forward import AttentionCache, AttentionIndex, ForwardBatch
 from engine.layers.attention import PagedAttention
-from engine.layers.context import AttentionCache, AttentionIndex, ForwardBatch
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import rotate_
-from engine.models.weights import Weights
+from engine.layers.weights import Weights
 from engine.ops.scratch import Scratch
 
 
@@ -63,9 +61,7 @@ class QKNormAttention:
         index: AttentionIndex,
         batch: ForwardBatch,
     ) -> Tensor:
-        """residual + attention(x), both [T, hidden]; `rotary` is `Rotary.select`'s table of the
-        batch.
-        """
+        """residual + attention(x), both [T, hidden]; `rotary` is what `Rotary.select` gave."""
         shape = self.shape
         qk, v, gate = self.in_proj(x).split_with_sizes(self._splits, dim=-1)
         qk = self.norm(qk.view(x.shape[0], -1, shape.head_dim))

@@ -1,5 +1,4 @@
-"""Rotary position embedding on the leading channels of each head, pairing channel i with i +
-rotary_dim / 2.
+"""Rotary position embedding on the leading channels of each head: i pairs with i + half.
 
 The table of cosines and sines grows on demand; it does not know the model's longest position.
 """
@@ -7,16 +6,14 @@ The table of cosines and sines grows on demand; it does not know the model's lon
 import torch
 from torch import Tensor
 
-from engine.layers.context import ForwardBatch
-from engine.models.configs.rope import RopeConfig
+from engine.forward import ForwardBatch
+from engine.model_configs.rope import RopeConfig
 
 FIRST_TABLE = 1024
 
 
 class Rotary:
-    """Cosines and sines of all positions met so far: [positions, 2, rotary_dim], angles in
-    float32.
-    """
+    """Cosines and sines of all positions met so far: [positions, 2, rotary_dim], from float32."""
 
     def __init__(self, rope: RopeConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.rope = rope
@@ -25,9 +22,7 @@ class Rotary:
         self._table = self._build(FIRST_TABLE)
 
     def select(self, batch: ForwardBatch) -> Tensor:
-        """[2, T, 1, rotary_dim]: cosines, and sines with the first half negated, of the batch's
-        tokens.
-        """
+        """[2, T, 1, rotary_dim] of the batch: cosines, and sines with the first half negated."""
         lengths = zip(batch.context_lens, batch.query_lens, strict=True)
         needed = max(context + query for context, query in lengths)
         if needed > self._table.shape[0]:

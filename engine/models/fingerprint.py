@@ -11,7 +11,8 @@ SAMPLE_BYTES = 4096
 def model_fingerprint(folder: Path) -> str:
     """Digest of every safetensors header and of evenly spaced samples of the tensors.
 
-    Two nodes compare it before they exchange K/V: equal shapes with other weights would give wrong tokens.
+    Two nodes compare it before they exchange K/V: equal shapes with other weights would give wrong
+    tokens.
     """
     digest = xxhash.xxh3_128()
     for path in sorted(folder.glob("*.safetensors")):

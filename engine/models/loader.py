@@ -4,13 +4,10 @@ from pathlib import Path
 
 import torch
 
-from engine.layers.context import TORCH_DTYPES
-from engine.models.configs.base import ModelConfig
-from engine.models.configs.folder import resolve_folder
+from engine.forward import TORCH_DTYPES
+from engine.layers.weights import Weights
+from engine.model_configs.base import ModelConfig
 from engine.models.registry import FAMILIES, CausalLM
-from engine.models.weights import Weights
-
-__all__ = ["load_model", "resolve_folder"]
 
 
 def load_model(folder: Path, config: ModelConfig, device: torch.device) -> CausalLM:
@@ -19,7 +16,7 @@ def load_model(folder: Path, config: ModelConfig, device: torch.device) -> Causa
     Raises CheckpointError for tensors that are missing, misshapen or not part of the architecture.
     """
     family = FAMILIES[config.architecture]
-    with Weights(folder, TORCH_DTYPES[config.dtype], device, family.rename) as weights:
+    with Weights(folder, TORCH_DTYPES[config.dtype], device, rename=family.rename) as weights:
         model = family.build(config, weights)
         weights.finish()
     return model

@@ -6,23 +6,21 @@ Checkpoint names are the hub's (`backbone.*`), which transformers writes too.
 import torch
 from torch import Tensor
 
-from engine.layers.attention import PagedAttention
-from engine.layers.context import (
+from engine.forward import (
     AttentionCache,
     AttentionIndex,
     ForwardBatch,
-    LayerCache,
+    LayerCaches,
     StateCache,
     StateIndex,
 )
+from engine.layers.attention import PagedAttention
 from engine.layers.embedding import Embedding, output_head
 from engine.layers.linear import Linear
 from engine.layers.mamba2 import Mamba2
 from engine.layers.norm import RMSNorm
-from engine.models.configs.nemotron_h import LayerKind, NemotronHConfig
-from engine.models.weights import Weights
-
-Caches = dict[tuple[int, int], LayerCache]
+from engine.layers.weights import Weights
+from engine.model_configs.nemotron_h import LayerKind, NemotronHConfig
 
 
 def rename(stored: str) -> str | None:
@@ -46,7 +44,7 @@ class NemotronH:
         self.norm = RMSNorm(weights.take("backbone.norm_f.weight", (hidden,)), config.rms_norm_eps)
         self.head = output_head(weights, self.embeddings, tied=config.tie_word_embeddings)
 
-    def forward(self, batch: ForwardBatch, caches: Caches) -> Tensor:
+    def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
         """Hidden states [T, hidden] after the last norm."""
         hidden = self.embeddings(batch.token_ids).to(self.residual_dtype)
         for layer in self.layers:
@@ -68,7 +66,7 @@ class _Layer:
         self.mixer = _MIXERS[config.layer_kinds[index]](config, weights, index)
         self.dtype = weights.dtype
 
-    def __call__(self, residual: Tensor, batch: ForwardBatch, caches: Caches) -> Tensor:
+    def __call__(self, residual: Tensor, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
         x = self.norm(residual).to(self.dtype)
         if residual.dtype == x.dtype:
             return self.mixer(x, residual, batch, caches)
@@ -86,7 +84,9 @@ class _MambaMixer:
             eps=config.rms_norm_eps,
         )
 
-    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch, caches: Caches) -> Tensor:
+    def __call__(
+        self, x: Tensor, residual: Tensor, batch: ForwardBatch, caches: LayerCaches
+    ) -> Tensor:
         cache, index = caches[self.key], batch.group_index[self.key[0]]
         assert isinstance(cache, StateCache)
         assert isinstance(index, StateIndex)
@@ -109,7 +109,9 @@ class _AttentionMixer:
         self.out = _product(weights, prefix, {"o_proj": hidden}, inner, bias=shape.bias)
         self.attention = PagedAttention(shape.num_heads, shape.num_kv_heads, dim, dim**-0.5)
 
-    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch, caches: Caches) -> Tensor:
+    def __call__(
+        self, x: Tensor, residual: Tensor, batch: ForwardBatch, caches: LayerCaches
+    ) -> Tensor:
         cache, index = caches[self.key], batch.group_index[self.key[0]]
         assert isinstance(cache, AttentionCache)
         assert isinstance(index, AttentionIndex)
@@ -127,7 +129,9 @@ class _MlpMixer:
         self.up = _product(weights, prefix, {"up_proj": inner}, hidden, bias=bias)
         self.down = _product(weights, prefix, {"down_proj": hidden}, inner, bias=bias)
 
-    def __call__(self, x: Tensor, residual: Tensor, batch: ForwardBatch, caches: Caches) -> Tensor:
+    def __call__(
+        self, x: Tensor, residual: Tensor, batch: ForwardBatch, caches: LayerCaches
+    ) -> Tensor:
         return self.down.add_to(residual, self.up(x).relu_().square_())
 
 

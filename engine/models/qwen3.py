@@ -3,20 +3,20 @@
 import torch
 from torch import Tensor
 
-from engine.layers.context import (
+from engine.forward import (
     TORCH_DTYPES,
     AttentionCache,
     AttentionIndex,
     ForwardBatch,
-    LayerCache,
+    LayerCaches,
 )
+from engine.layers.attention_layer import AttentionLayer
 from engine.layers.embedding import Embedding, output_head
-from engine.layers.mlp import GatedMLP
-from engine.layers.norm import RMSNorm
-from engine.layers.qk_norm_attention import AttentionShape, QKNormAttention
+from engine.layers.norm import load_norm
+from engine.layers.qk_norm_attention import AttentionShape
 from engine.layers.rotary import Rotary
-from engine.models.configs.qwen3 import Qwen3Config
-from engine.models.weights import Weights
+from engine.layers.weights import Weights
+from engine.model_configs.qwen3 import Qwen3Config
 from engine.ops.scratch import Scratch
 
 
@@ -32,15 +32,18 @@ class Qwen3:
         hidden = config.hidden_size
         table = weights.take("model.embed_tokens.weight", (config.vocab_size, hidden))
         self.embed = Embedding(table)
-        scratch = Scratch()
+        shape, scratch, inner = _shape(config), Scratch(), config.intermediate_size
         self.layers = [
-            _Layer(config, weights, layer, scratch=scratch) for layer in range(config.num_layers)
+            AttentionLayer(
+                shape, weights, f"model.layers.{layer}", intermediate=inner, scratch=scratch
+            )
+            for layer in range(config.num_layers)
         ]
-        self.norm = RMSNorm(weights.take("model.norm.weight", (hidden,)), config.rms_norm_eps)
+        self.norm = load_norm(weights, "model.norm", hidden, eps=config.rms_norm_eps)
         self.lm_head = output_head(weights, self.embed, tied=config.tie_word_embeddings)
         self.rotary = Rotary(config.rope, TORCH_DTYPES[config.dtype], table.device)
 
-    def forward(self, batch: ForwardBatch, caches: dict[tuple[int, int], LayerCache]) -> Tensor:
+    def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
         """Hidden states [T, hidden] after the final norm."""
         x = self.embed(batch.token_ids)
         rotary = self.rotary.select(batch)
@@ -57,35 +60,13 @@ class Qwen3:
         return self.lm_head(hidden_rows).to(torch.float32)
 
 
-class _Layer:
-    def __init__(
-        self, config: Qwen3Config, weights: Weights, layer: int, *, scratch: Scratch
-    ) -> None:
-        prefix = f"model.layers.{layer}"
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        shape = AttentionShape(
-            hidden=hidden,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            eps=eps,
-            gated=False,
-            norm_offset=0.0,
-        )
-        self.norm = RMSNorm(weights.take(f"{prefix}.input_layernorm.weight", (hidden,)), eps)
-        self.attention = QKNormAttention(shape, weights, f"{prefix}.self_attn", scratch=scratch)
-        post = weights.take(f"{prefix}.post_attention_layernorm.weight", (hidden,))
-        self.mlp_norm = RMSNorm(post, eps)
-        self.mlp = GatedMLP(weights, f"{prefix}.mlp", hidden, config.intermediate_size)
-
-    def __call__(
-        self,
-        x: Tensor,
-        rotary: Tensor,
-        cache: AttentionCache,
-        *,
-        index: AttentionIndex,
-        batch: ForwardBatch,
-    ) -> Tensor:
-        x = self.attention(self.norm(x), x, rotary, cache=cache, index=index, batch=batch)
-        return self.mlp(self.mlp_norm(x), x)
+def _shape(config: Qwen3Config) -> AttentionShape:
+    return AttentionShape(
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        gated=False,
+        norm_offset=0.0,
+    )

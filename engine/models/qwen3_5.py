@@ -7,23 +7,24 @@ skipped.
 import torch
 from torch import Tensor
 
-from engine.layers.context import (
+from engine.forward import (
     TORCH_DTYPES,
     AttentionCache,
     AttentionIndex,
     ForwardBatch,
-    LayerCache,
+    LayerCaches,
     StateCache,
     StateIndex,
 )
+from engine.layers.attention_layer import AttentionLayer
 from engine.layers.embedding import Embedding, output_head
 from engine.layers.gated_delta_net import GatedDeltaNet
 from engine.layers.mlp import GatedMLP
-from engine.layers.norm import RMSNorm
-from engine.layers.qk_norm_attention import AttentionShape, QKNormAttention
+from engine.layers.norm import RMSNorm, load_norm
+from engine.layers.qk_norm_attention import AttentionShape
 from engine.layers.rotary import Rotary
-from engine.models.configs.qwen3_5 import LINEAR, Qwen3_5Config
-from engine.models.weights import Weights
+from engine.layers.weights import Weights
+from engine.model_configs.qwen3_5 import LINEAR, Qwen3_5Config
 from engine.ops.scratch import Scratch
 
 SKIPPED = ("mtp.", "model.visual.", "visual.")
@@ -52,7 +53,7 @@ class Qwen3_5:
         self.layers = [
             _LinearLayer(config, weights, layer, scratch=scratch)
             if kind == LINEAR
-            else _FullLayer(config, weights, layer, scratch=scratch)
+            else _full_layer(config, weights, layer, scratch=scratch)
             for layer, kind in enumerate(config.layer_types)
         ]
         self.groups = {
@@ -62,7 +63,7 @@ class Qwen3_5:
         self.lm_head = output_head(weights, self.embed, tied=config.tie_word_embeddings)
         self.rotary = Rotary(config.rope, TORCH_DTYPES[config.dtype], table.device)
 
-    def forward(self, batch: ForwardBatch, caches: dict[tuple[int, int], LayerCache]) -> Tensor:
+    def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
         """Hidden states [T, hidden] after the final norm."""
         x = self.embed(batch.token_ids)
         rotary = self.rotary.select(batch)
@@ -95,7 +96,7 @@ class _LinearLayer:
             config.delta_net, weights, f"{prefix}.linear_attn", scratch=scratch
         )
         self.mlp_norm = _norm(config, weights, f"{prefix}.post_attention_layernorm")
-        self.mlp = _mlp(config, weights, prefix)
+        self.mlp = GatedMLP(weights, f"{prefix}.mlp", config.hidden_size, config.intermediate_size)
 
     def __call__(
         self, x: Tensor, cache: StateCache, index: StateIndex, batch: ForwardBatch
@@ -104,42 +105,22 @@ class _LinearLayer:
         return self.mlp(self.mlp_norm(x), x)
 
 
-class _FullLayer:
-    def __init__(
-        self, config: Qwen3_5Config, weights: Weights, layer: int, *, scratch: Scratch
-    ) -> None:
-        prefix = f"model.layers.{layer}"
-        shape = AttentionShape(
-            hidden=config.hidden_size,
-            heads=config.num_heads,
-            kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            eps=config.rms_norm_eps,
-            gated=True,
-            norm_offset=NORM_OFFSET,
-        )
-        self.norm = _norm(config, weights, f"{prefix}.input_layernorm")
-        self.attention = QKNormAttention(shape, weights, f"{prefix}.self_attn", scratch=scratch)
-        self.mlp_norm = _norm(config, weights, f"{prefix}.post_attention_layernorm")
-        self.mlp = _mlp(config, weights, prefix)
-
-    def __call__(
-        self,
-        x: Tensor,
-        rotary: Tensor,
-        cache: AttentionCache,
-        *,
-        index: AttentionIndex,
-        batch: ForwardBatch,
-    ) -> Tensor:
-        x = self.attention(self.norm(x), x, rotary, cache=cache, index=index, batch=batch)
-        return self.mlp(self.mlp_norm(x), x)
+def _full_layer(
+    config: Qwen3_5Config, weights: Weights, layer: int, *, scratch: Scratch
+) -> AttentionLayer:
+    shape = AttentionShape(
+        hidden=config.hidden_size,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        gated=True,
+        norm_offset=NORM_OFFSET,
+    )
+    prefix, inner = f"model.layers.{layer}", config.intermediate_size
+    return AttentionLayer(shape, weights, prefix, intermediate=inner, scratch=scratch)
 
 
 def _norm(config: Qwen3_5Config, weights: Weights, name: str) -> RMSNorm:
-    stored = weights.take(f"{name}.weight", (config.hidden_size,))
-    return RMSNorm(stored.float() + NORM_OFFSET, config.rms_norm_eps)
-
-
-def _mlp(config: Qwen3_5Config, weights: Weights, prefix: str) -> GatedMLP:
-    return GatedMLP(weights, f"{prefix}.mlp", config.hidden_size, config.intermediate_size)
+    size, eps = config.hidden_size, config.rms_norm_eps
+    return load_norm(weights, name, size, eps=eps, offset=NORM_OFFSET)

@@ -1,4 +1,4 @@
-"""Architecture name to model class: the torch half of `configs/registry.py`."""
+"""Architecture name to model class: the torch half of `model_configs/registry.py`."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from engine.layers.context import ForwardBatch, LayerCache
+from engine.forward import ForwardBatch, LayerCaches
+from engine.layers.weights import Weights
+from engine.model_configs.registry import CONFIGS, FromReader
 from engine.models import nemotron_h, qwen3, qwen3_5
-from engine.models.configs.registry import CONFIGS, FromReader
-from engine.models.weights import Weights
 
 
 class CausalLM(Protocol):
     """What every family provides."""
 
-    def forward(self, batch: ForwardBatch, caches: dict[tuple[int, int], LayerCache]) -> Tensor:
-        """Hidden states [tokens, hidden] of the packed batch; keeps K/V and states in `caches`."""
+    def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
+        """Hidden states [tokens, hidden] of the batch; writes K/V and states into `caches`."""
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
         """float32 logits [rows, vocab] of some rows of hidden states."""

@@ -1,4 +1,4 @@
-"""What a node needs of its connector package: a builder, and what the built thing offers besides the seam."""
+"""What a node needs of its connector: a builder, and what it builds besides the seam."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

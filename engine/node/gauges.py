@@ -23,11 +23,11 @@ def register_gauges(metrics: NodeMetrics, core: EngineCore) -> None:
         "vllm:prompt_tokens_recomputed",
         "Tokens computed again, by cause.",
         "cause",
-        lambda: dict(stats.recomputed_tokens),
+        read=lambda: dict(stats.recomputed_tokens),
     )
     metrics.read_counter(
         "vllm:num_preemptions",
         "Requests that lost their blocks.",
         "reason",
-        lambda: {"no_free_units": stats.num_preemptions},
+        read=lambda: {"no_free_units": stats.num_preemptions},
     )

@@ -39,5 +39,8 @@ def _longest(plan: ArenaPlan, upper: int) -> int:
         raise ConfigError(f"an arena of {plan.arena_bytes} bytes holds not even one token")
     while too_long - fits > 1:
         middle = (fits + too_long) // 2
-        fits, too_long = (middle, too_long) if plan.units_for(middle) <= plan.num_units else (fits, middle)
+        if plan.units_for(middle) <= plan.num_units:
+            fits = middle
+        else:
+            too_long = middle
     return fits

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import structlog
 import torch
-from starlette.requests import Request as HttpRequest
-from starlette.responses import JSONResponse
 
 from engine.api.app import create_app
 from engine.api.http_server import HttpServer
@@ -24,30 +22,25 @@ from engine.core import EngineCore
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.metrics import NodeMetrics, RequestMetrics
-from engine.models.configs.base import ModelConfig
-from engine.models.configs.generation import read_generation_config
-from engine.models.configs.registry import read_config
+from engine.model_configs.base import ModelConfig
+from engine.model_configs.folder import resolve_folder
+from engine.model_configs.generation import read_eos_token_ids
+from engine.model_configs.registry import read_config
 from engine.models.fingerprint import model_fingerprint
-from engine.models.configs.folder import resolve_folder
 from engine.models.loader import load_model
 from engine.node.connector import ConnectorBuilder, ConnectorSettings, NodeConnector
 from engine.node.gauges import register_gauges
 from engine.node.incarnation import new_engine_id
 from engine.node.limits import context_length, refuse_unavailable
-from engine.rpc.messages import NodeInfo
+from engine.node.node_info import with_node_info
+from engine.rpc.address import join_host_port
+from engine.rpc.messages import TOKENIZER_FILES, NodeInfo
 from engine.rpc.node_service import NodeService
 from engine.rpc.server import RpcServer, start_server
 from engine.sched.scheduler import Scheduler
 from engine.worker.model_runner import ModelRunner
 
 log = structlog.get_logger()
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 DRAIN_TIMEOUT_S = 2.0
 
@@ -63,7 +56,7 @@ class LoadedModel:
 
 
 class NodeServer:
-    """One node. `start`, then `wait` or do other things, then `close`; ports are known after `start`."""
+    """One node: `start`, `wait` or do other things, `close`; ports are known after `start`."""
 
     def __init__(self, config: NodeConfig, kind: str, build_connector: ConnectorBuilder) -> None:
         self.config = config
@@ -76,7 +69,7 @@ class NodeServer:
     @property
     def url(self) -> str:
         """Base URL of the HTTP server."""
-        return f"http://{self.config.host}:{self.http.port}"
+        return f"http://{join_host_port(self.config.host, self.http.port)}"
 
     async def start(self) -> None:
         """Loads the model and serves; ConfigError or CheckpointError leave nothing behind."""
@@ -107,13 +100,11 @@ class NodeServer:
         arena = ArenaMemory(plan.arena_bytes)
         self._resources.callback(arena.close)
         connector = self._connect(model, plan, arena)
-        self.engine = await self._start_engine(model, plan, arena, connector)
+        self.engine = await self._start_engine(model, plan, arena, connector=connector)
         self.rpc = await self._start_rpc(model, connector)
         connector.advertise(self.rpc.port)
         self.http = await self._start_http(model)
-        log.info(
-            "node serves", engine_id=self.engine_id, url=self.url, grpc_port=self.rpc.port
-        )
+        log.info("node serves", engine_id=self.engine_id, url=self.url, grpc_port=self.rpc.port)
 
     def _read_model(self) -> LoadedModel:
         config = self.config
@@ -124,7 +115,7 @@ class NodeServer:
             folder=folder,
             config=model_config,
             names=config.served_model_name or (config.model,),
-            eos_token_ids=frozenset(read_generation_config(folder).eos_token_ids),
+            eos_token_ids=frozenset(read_eos_token_ids(folder)),
         )
 
     def _connect(self, model: LoadedModel, plan: ArenaPlan, arena: ArenaMemory) -> NodeConnector:
@@ -145,15 +136,13 @@ class NodeServer:
         self.engine.wake()
 
     async def _start_engine(
-        self, model: LoadedModel, plan: ArenaPlan, arena: ArenaMemory, connector: NodeConnector
+        self, model: LoadedModel, plan: ArenaPlan, arena: ArenaMemory, *, connector: NodeConnector
     ) -> AsyncEngine:
         weights = await asyncio.to_thread(
             load_model, model.folder, model.config, arena.tensor.device
         )
         limits = EngineLimits(
-            context_length(
-                self.config.max_model_len, model.config.max_position_embeddings, plan
-            ),
+            context_length(self.config.max_model_len, model.config.max_position_embeddings, plan),
             model.config.vocab_size,
             model.eos_token_ids,
         )
@@ -167,7 +156,7 @@ class NodeServer:
         core = EngineCore(scheduler, ModelRunner(weights, plan, arena), connector.connector)
         register_gauges(self.metrics, core)
         engine = AsyncEngine(
-            core, connector.connector.admission, limits, RequestMetrics(self.metrics)
+            core, connector.connector.admission, limits, metrics=RequestMetrics(self.metrics)
         )
         engine.start()
         self._resources.push_async_callback(engine.close)
@@ -205,19 +194,12 @@ class NodeServer:
             accept_kv_transfer_params=True,
             metrics_registry=self.metrics.registry,
         )
-        app.add_route("/node_info", self._node_info)
-        http = HttpServer(
-            app, self.config.host, self.config.port, drain_timeout_s=DRAIN_TIMEOUT_S
-        )
+        info = {"grpc_port": self.rpc.port, "engine_id": self.engine_id, "kind": self.kind}
+        door = with_node_info(app, info, self.config.cluster_token)
+        http = HttpServer(door, self.config.host, self.config.port, drain_timeout_s=DRAIN_TIMEOUT_S)
         await http.start()
         self._resources.push_async_callback(http.close)
         return http
-
-    async def _node_info(self, request: HttpRequest) -> JSONResponse:
-        """Where a proxy that knows only this URL finds the token streams."""
-        return JSONResponse(
-            {"grpc_port": self.rpc.port, "engine_id": self.engine_id, "kind": self.kind}
-        )
 
     def _describe(self, model: LoadedModel) -> NodeInfo:
         scheduler = self.engine.core.scheduler

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from engine.config import NodeConfig, decode_config, parse_json_object
+from engine.config import NodeConfig, decode_config, parse_json_object, read_flags_file
 from engine.errors import ConfigError
 
 JSON_FLAGS = ("kv_transfer_config", "kv_events_config")
@@ -20,23 +18,10 @@ def node_config(flags: dict[str, Any], file: Path | None, defaults: dict[str, An
     for key in JSON_FLAGS:
         if key in given:
             given[key] = parse_json_object(given[key], _flag(key))
-    fields = {**defaults, **(_read(file) if file else {}), **given}
+    fields = {**defaults, **(read_flags_file(file) if file else {}), **given}
     if not fields.get("model"):
         raise ConfigError("no model: give a folder or hub name as first argument")
     return decode_config(fields, NodeConfig, str(file) if file else "flags")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """YAML whose keys are the flags' names, with - or _."""
-    try:
-        fields = msgspec.yaml.decode(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"--config {file}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"--config {file} is not YAML: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"--config {file} must hold a mapping of flags")
-    return {str(key).replace("-", "_"): value for key, value in fields.items()}
 
 
 def _flag(key: str) -> str:

@@ -14,8 +14,7 @@ CHUNK = 64
 
 @dataclass(slots=True, frozen=True)
 class ChunkGrid:
-    """`active[i]`: segments with a chunk at step i; `order`: segments, longest first (None: as
-    given).
+    """`active[i]`: segments with a chunk at step i; `order`: longest first (None: as given).
 
     `rows` int64 [T]: the grid row of each token (None: the tokens fill the grid in order).
     """

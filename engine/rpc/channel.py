@@ -1,5 +1,4 @@
-"""What every channel to a peer has in common: bounds, keepalive, quick reconnects, the cluster
-token."""
+"""What all channels to peers share: bounds, keepalive, quick reconnects, the cluster token."""
 
 from typing import Final
 
@@ -12,7 +11,7 @@ OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 2_000),  # in fact the time that a connection may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),

@@ -1,5 +1,4 @@
-"""Asynchronous client of one node, for the proxy: token streams with deadlines, description,
-tokenizer.
+"""Asynchronous client of one node, for the proxy: token streams, description, tokenizer.
 
 Every call has a deadline and every failure is a leaf of the error tree. Knows nothing of other
 nodes.
@@ -65,8 +64,7 @@ class NodeClient:
     async def generate(
         self, request: GenerateRequest, deadlines: StreamDeadlines
     ) -> AsyncGenerator[GenerateOutput]:
-        """Outputs of `request`, the last with a `finish_reason`; `aclose` cancels the call on the
-        node.
+        """Outputs of `request`, the last with a `finish_reason`; `aclose` cancels it on the node.
 
         The last output is yielded after the call has ended, so that closing the iterator then
         never looks like a cancellation to the node. Raises what the node raised,
@@ -149,8 +147,7 @@ def _check_size(message: pb.GenerateRequest) -> None:
 
 
 def _is_this_task_cancelled() -> bool:
-    """gRPC answers reads on a closed channel with `CancelledError` too, though nobody cancelled
-    the reader."""
+    """Also without a cancellation gRPC answers reads on a closed channel with CancelledError."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 

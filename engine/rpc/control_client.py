@@ -1,5 +1,4 @@
-"""Synchronous client of a peer's `KvControl`, for the threads that pull. Knows nothing of
-transfers.
+"""Synchronous client of a peer's `KvControl`, for the threads that pull.
 
 Every call has a deadline; every failure is a leaf of the error tree.
 """

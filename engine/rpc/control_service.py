@@ -1,5 +1,4 @@
-"""The `KvControl` service over a node's lease keeper. Knows no connector: anything with the four
-verbs will do."""
+"""The `KvControl` service over anything with its four verbs. Knows no connector."""
 
 import asyncio
 from collections.abc import Sequence

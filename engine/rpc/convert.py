@@ -1,5 +1,4 @@
-"""Protobuf <-> `engine.types` and `engine.rpc.messages`, only here. Knows no channel and no status
-code.
+"""Protobuf <-> `engine.types` and `engine.rpc.messages`, only here. Knows no channel.
 
 Everything that arrives is validated by the typed schemas, so bounds are written down once.
 """
@@ -86,6 +85,7 @@ def _params_from_json(data: bytes) -> KVTransferParams | None:
 
 
 def output_to_pb(output: GenerateOutput) -> pb.GenerateOutput:
+    """An output on its way to the caller."""
     stats = output.kv_transfer
     return pb.GenerateOutput(
         token_ids=output.token_ids,
@@ -99,8 +99,7 @@ def output_to_pb(output: GenerateOutput) -> pb.GenerateOutput:
 
 
 def output_from_pb(message: pb.GenerateOutput) -> GenerateOutput:
-    """Raises `TandemError` for a finish reason of a newer protocol, `KVTransferParamsError` for
-    bad params."""
+    """Raises TandemError for an unknown finish reason, KVTransferParamsError for bad params."""
     return GenerateOutput(
         token_ids=tuple(message.token_ids),
         logprobs=_logprobs_from_pb(message.logprobs) if message.HasField("logprobs") else None,
@@ -147,20 +146,24 @@ def _stats_from_pb(message: pb.KvTransferStats) -> KVTransferStats:
 
 
 def node_info_to_pb(info: NodeInfo) -> pb.NodeInfo:
+    """A node's self-description on its way to the proxy."""
     return pb.NodeInfo(**msgspec.structs.asdict(info))
 
 
 def node_info_from_pb(message: pb.NodeInfo) -> NodeInfo:
+    """A node's self-description as the proxy reads it."""
     fields = {name: getattr(message, name) for name in NodeInfo.__struct_fields__}
     fields["model_names"] = tuple(message.model_names)
     return NodeInfo(**fields)
 
 
 def handshake_to_pb(handshake: Handshake) -> pb.HandshakeReply:
+    """A handshake on its way to the peer that asked."""
     return pb.HandshakeReply(**msgspec.structs.asdict(handshake))
 
 
 def handshake_from_pb(message: pb.HandshakeReply) -> Handshake:
+    """A peer's answer to a handshake."""
     return Handshake(
         engine_id=message.engine_id,
         transport=message.transport,
@@ -170,6 +173,7 @@ def handshake_from_pb(message: pb.HandshakeReply) -> Handshake:
 
 
 def claim_to_pb(claim: Claim) -> pb.ClaimReply:
+    """A claimed prefill on its way to D."""
     return pb.ClaimReply(
         num_tokens=claim.num_tokens,
         groups=[pb.GroupBlocks(offsets=offsets) for offsets in claim.groups],
@@ -178,6 +182,7 @@ def claim_to_pb(claim: Claim) -> pb.ClaimReply:
 
 
 def claim_from_pb(message: pb.ClaimReply) -> Claim:
+    """A claimed prefill as D reads it."""
     return Claim(
         num_tokens=message.num_tokens,
         groups=tuple(tuple(group.offsets) for group in message.groups),

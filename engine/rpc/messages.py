@@ -1,17 +1,24 @@
-"""What nodes tell the proxy and each other besides tokens: plain structs behind the protobuf
-messages.
+"""What nodes tell the proxy and each other besides tokens: the structs behind protobuf.
 
 Knows neither protobuf nor sockets; `convert.py` translates.
 """
 
 from collections.abc import Mapping
+from typing import Final
 
 import msgspec
 
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""What a proxy needs of a model folder; a node sends those of them that it has."""
+
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's self-description. `engine_id` is its incarnation; `kv_cache_usage` is a share, 0
-    to 1.
+    """One node's self-description: `engine_id` is its incarnation, `kv_cache_usage` 0 to 1.
 
     `kind` ("prefill" or "decode") says how the node was started, not what it may be asked.
     `reason` tells why the node is not ready.
@@ -39,8 +46,7 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a finished prefill lies: per group, byte offsets into the registered arena; readable
-    for `lease_s`."""
+    """Where a finished prefill lies: byte offsets per group, readable for `lease_s` seconds."""
 
     num_tokens: int
     groups: tuple[tuple[int, ...], ...]

@@ -1,5 +1,4 @@
-"""The `Node` service over an in-process generator. Knows no engine: anything that generates will
-do."""
+"""The `Node` service over anything that generates. Knows no engine."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing

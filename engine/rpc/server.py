@@ -1,9 +1,9 @@
-"""The gRPC server of a node: bind, authenticate every call, turn exceptions into statuses, drain,
-close.
+"""A node's gRPC server: bind, authenticate calls, turn exceptions into statuses, drain, close.
 
 Knows no service; services register themselves.
 """
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
@@ -13,6 +13,7 @@ import structlog
 from grpc import aio
 
 from engine.errors import AuthenticationError, ConfigError, TandemError
+from engine.rpc.address import join_host_port
 from engine.rpc.cluster_token import bearer
 from engine.rpc.status import DETAIL_KEY, error_to_detail, status_code
 
@@ -40,16 +41,17 @@ Method: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
 class RpcService(Protocol):
-    """What a server serves. Streaming methods are coroutines that call `context.write`, never
-    generators: a cancelled coroutine closes what it iterates at once, an abandoned generator when
-    it is collected."""
+    """What a server serves.
+
+    Streaming methods are coroutines that call `context.write`, never generators: a cancelled
+    coroutine closes what it iterates at once, an abandoned generator when it is collected.
+    """
 
     def register(self, server: aio.Server) -> None: ...
 
 
 class CallBorder(aio.ServerInterceptor):
-    """Every call passes here: no token, no service; no exception leaves without a status and a
-    typed detail."""
+    """Every call passes here: none without the token, no exception without a typed detail."""
 
     def __init__(self, token: str | None) -> None:
         self._expected = None if token is None else bearer(token).encode()
@@ -97,6 +99,10 @@ def _with_border(method: Any) -> Method:
             return await method(request, context)
         except TandemError as error:
             await _abort(context, error)
+        except aio.InternalError as error:
+            # What gRPC answers to a write when the caller's cancellation has not reached us yet.
+            log.info("a caller left during its answer", error=str(error))
+            raise asyncio.CancelledError from error
         except Exception:
             log.exception("call failed on an unexpected error")
             await _abort(context, TandemError("internal error of the node; its log has the cause"))
@@ -123,8 +129,7 @@ class RpcServer:
         return self._border.num_refused
 
     async def drain(self, deadline_s: float) -> None:
-        """Refuse new calls, let running ones end; those that still run after `deadline_s` are
-        cancelled."""
+        """Refuse new calls, let running ones end, cancel those that run after `deadline_s`."""
         await self._server.stop(deadline_s)
 
     async def close(self) -> None:
@@ -136,8 +141,7 @@ class RpcServer:
 async def start_server(
     services: Sequence[RpcService], host: str, port: int, *, token: str | None
 ) -> RpcServer:
-    """Serve on `host:port` (0 picks a free port). Raises `ConfigError` when the address cannot be
-    bound."""
+    """Serve on `host:port` (0 picks a port); raises ConfigError when it cannot be bound."""
     border = CallBorder(token)
     server = aio.server(
         interceptors=(border,), options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
@@ -150,7 +154,7 @@ async def start_server(
 
 
 def _bind(server: aio.Server, host: str, port: int) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = join_host_port(host, port)
     try:
         bound_port = server.add_insecure_port(address)
     except RuntimeError as error:

@@ -1,5 +1,4 @@
-"""Errors <-> gRPC status codes, only here: the peer raises the same leaf of the error tree with
-the same fields.
+"""Errors <-> gRPC status codes, only here: the peer raises the same leaf with the same fields.
 
 The leaf's name and fields travel as an `ErrorDetail` in the trailing metadata. A failed call
 without one was not answered by a service of ours, so the link or the process behind it is to

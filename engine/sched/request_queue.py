@@ -6,7 +6,7 @@ from engine.request import Request
 
 
 class RequestQueue:
-    """A heap ordered as vLLM's priority policy; with equal priorities it is first come, first served."""
+    """A heap ordered as vLLM's priority policy; equal priorities are first come, first served."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []

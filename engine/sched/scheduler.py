@@ -1,7 +1,7 @@
 """Continuous batching: which requests run in the next step, and what their results mean.
 
-Torch-free. Knows that a prefill may come from outside (the seam), never from whom. All decisions that need no
-state are in `chunk.py` and `request_queue.py`.
+Torch-free. Knows that a prefill may come from outside (the seam), never from whom. All decisions
+that need no state are in `chunk.py` and `request_queue.py`.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +30,6 @@ class SchedulerStats:
     """Counters since start; the node's metrics read differences."""
 
     num_preemptions: int = 0
-    num_failed_loads: int = 0
     recomputed_tokens: dict[str, int] = field(default_factory=dict)
 
     def recompute(self, cause: str, num_tokens: int) -> None:
@@ -47,7 +46,7 @@ class StepNews:
 
 
 class Scheduler:
-    """Owner of every request from `add` to its end, and of the blocks that finished ones leave under lease."""
+    """Owner of every request from `add` to its end, and of blocks that are held after it."""
 
     def __init__(
         self,
@@ -87,14 +86,14 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do something now (loads in flight and leases wake the engine by themselves)."""
+        """Whether a step could do something now; loads and leases wake the engine by themselves."""
         return bool(self._running or self._waiting or self._news.outputs or self._news.errors)
 
     def add(self, request: Request) -> None:
         """Takes a request in. Raises OverloadedError when too many wait.
 
-        A remote prefill brings its first token: it is news at once, and when it ends the request nothing is
-        pulled.
+        A remote prefill brings its first token: it is news at once, and when it ends the request
+        nothing is pulled.
         """
         if len(self._waiting) >= self.config.max_num_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests wait already; try again later")
@@ -107,7 +106,9 @@ class Scheduler:
             self._waiting.push(request)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request wherever it stands; unknown and finished ones are ignored."""
+        """Ends a request wherever it stands, and what holds its blocks; ignores unknown ones."""
+        if request_id in self._held:
+            self._connector.give_up(request_id)
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -117,7 +118,7 @@ class Scheduler:
         self._finish(request)
 
     def schedule(self) -> SchedulerOutput:
-        """The next step's work: running requests first, then as many waiting ones as budget and arena allow."""
+        """The next step's work: running requests, then waiting ones as budget and room allow."""
         budget = self.config.max_num_batched_tokens
         scheduled: list[ScheduledRequest] = []
         preemptions = self.stats.num_preemptions
@@ -182,8 +183,12 @@ class Scheduler:
     def _schedule_waiting(
         self, request: Request, budget: int, scheduled: list[ScheduledRequest]
     ) -> int | None:
-        """Tokens of budget used, or None when the request has to go on waiting."""
-        num_external = self._connector.get_num_new_matched_tokens(request, 0)
+        """Tokens of budget used, or None when the request has to go on waiting.
+
+        Only a new request is loaded: P has given up what a preempted one has pulled already.
+        """
+        is_new = request.status is RequestStatus.WAITING
+        num_external = self._connector.get_num_new_matched_tokens(request, 0) if is_new else 0
         num_tokens = num_external or _next_chunk(request, budget)
         if not self._reserve(request, num_tokens):
             return None
@@ -236,7 +241,6 @@ class Scheduler:
         if request.is_finished:
             self._free(request)
             return
-        self.stats.num_failed_loads += 1
         if self._recompute_failed_loads:
             request.move(RequestStatus.PREEMPTED)
             self._restart(request, cause)
@@ -268,7 +272,7 @@ class Scheduler:
         self._finish(request, news)
 
     def _finish(self, request: Request, last: GenerateOutput | None = None) -> None:
-        """Ends a request: its blocks go, or stay under a lease; a load in flight keeps them until it ends."""
+        """Ends a request: its blocks go, or stay while a lease or a load in flight needs them."""
         del self._requests[request.request_id]
         if request in self._running:
             self._running.remove(request)
@@ -289,7 +293,7 @@ class Scheduler:
 
 def _next_chunk(request: Request, budget: int) -> int:
     return plan_prefill_chunk(
-        request.num_computed_tokens, request.num_prompt_tokens, request.num_tokens, budget
+        request.num_computed_tokens, request.num_prompt_tokens, request.num_tokens, budget=budget
     )
 
 

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.forward import AttentionIndex, ForwardBatch, GroupIndex, StateIndex
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec
-from engine.layers.context import AttentionIndex, ForwardBatch, GroupIndex, StateIndex
 from engine.step import ScheduledRequest
 from engine.worker.kv_caches import page_row
 
@@ -46,7 +46,7 @@ class InputBatcher:
         num_decodes = sum(count == 1 for count in query_lens)
         positions = _positions(context_lens, query_lens)
         indexes = tuple(
-            self._group_index(group, ordered, positions, num_decodes)
+            self._group_index(group, ordered, positions, num_decodes=num_decodes)
             for group in range(len(self._plan.groups))
         )
         return ForwardBatch(
@@ -55,7 +55,6 @@ class InputBatcher:
             num_decodes=num_decodes,
             query_lens=query_lens,
             context_lens=context_lens,
-            decode_lens=self._tensor(np.asarray(context_lens[:num_decodes], np.int64) + 1),
             group_index=indexes,
             logits_rows=self._tensor(_logits_rows(ordered)),
         )
@@ -71,12 +70,13 @@ class InputBatcher:
         group: int,
         ordered: Sequence[ScheduledRequest],
         positions: IntArray,
+        *,
         num_decodes: int,
     ) -> GroupIndex:
         tables = [item.request.blocks.groups[group] for item in ordered if item.request.blocks]
         if isinstance(self._plan.groups[group].spec, MambaSpec):
             return self._state_index([table[0] for table in tables], num_decodes)
-        return self._attention_index(group, ordered, tables, positions)
+        return self._attention_index(group, ordered, tables, positions=positions)
 
     def _state_index(self, units: list[int], num_decodes: int) -> StateIndex:
         decodes = units[:num_decodes]
@@ -89,6 +89,7 @@ class InputBatcher:
         group: int,
         ordered: Sequence[ScheduledRequest],
         tables: Sequence[list[int]],
+        *,
         positions: IntArray,
     ) -> AttentionIndex:
         block_size = self._plan.block_size

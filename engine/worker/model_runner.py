@@ -3,36 +3,21 @@
 Owns the arena, its views and the weights; knows nothing of queues, peers or text.
 """
 
-from typing import Protocol
-
 import torch
-from torch import Tensor
 
 from engine.arena import ArenaMemory
 from engine.kv_cache.plan import ArenaPlan
-from engine.layers.context import ForwardBatch, LayerCache
+from engine.models.registry import CausalLM
 from engine.step import SampledToken, SchedulerOutput
 from engine.worker.input_batch import InputBatcher
 from engine.worker.kv_caches import layer_caches
 from engine.worker.sampler import sample
 
 
-class Model(Protocol):
-    """What every family in `engine/models` provides."""
-
-    def forward(
-        self, batch: ForwardBatch, caches: dict[tuple[int, int], LayerCache]
-    ) -> Tensor:
-        """Hidden states [tokens, hidden] of the packed batch; writes K/V and states into the arena."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits [rows, vocab] of some rows of hidden states."""
-
-
 class ModelRunner:
     """One rank: zero new states, forward, sample."""
 
-    def __init__(self, model: Model, plan: ArenaPlan, arena: ArenaMemory) -> None:
+    def __init__(self, model: CausalLM, plan: ArenaPlan, arena: ArenaMemory) -> None:
         self.arena = arena
         self._model = model
         self._plan = plan
@@ -47,7 +32,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> dict[str, SampledToken]:
-        """Computes `output`; one token for each request that reached its end, keyed by request id."""
+        """Computes `output`; one token per request that reached its end, by request id."""
         if not output.scheduled:
             return {}
         ordered = self._batcher.order(output.scheduled)

@@ -1,7 +1,8 @@
-"""Logits to tokens: greedy or sampled, with a generator that is a pure function of (seed, position).
+"""Logits to tokens: greedy, or drawn by a generator that is a pure function of (seed, position).
 
-So a token depends on the logits and on nothing else: not on the batch, the step or the node that samples it.
-Log-probabilities are those of the raw logits (vLLM's default), before penalties and temperature.
+So a token depends on the logits and on nothing else: not on the batch, the step or the node that
+samples it. Log-probabilities are those of the raw logits (vLLM's default), before penalties and
+temperature.
 """
 
 import hashlib
@@ -37,9 +38,7 @@ def uniform(seed: int, position: int) -> float:
 
 def _needs_own_pass(request: Request) -> bool:
     params = request.sampling
-    return bool(
-        params.temperature > 0.0 or _has_penalties(params) or request.forbidden_tokens()
-    )
+    return bool(params.temperature > 0.0 or _has_penalties(params) or request.forbidden_tokens())
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -63,7 +62,7 @@ def _choose(row: Tensor, request: Request) -> int:
 
 
 def _penalise(scores: Tensor, request: Request) -> None:
-    """OpenAI's presence and frequency penalties on the output, repetition penalty on prompt and output."""
+    """OpenAI's two penalties on the output, repetition penalty on prompt and output."""
     params = request.sampling
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(set(request.token_ids)), device=scores.device)

@@ -17,6 +17,7 @@ log = structlog.get_logger()
 
 # A node that computes a long step answers late; only longer silence counts as absence.
 MAX_LATE_ANSWERS: Final = 3
+NOT_YET: Final = "has not answered yet"
 
 
 class NodeKind(StrEnum):
@@ -39,14 +40,13 @@ class NodeView:
 
 
 class Node:
-    """Owns the channel to one node. `info` is None until it answered, `problem` says why it is not
-    used."""
+    """Owns the channel to one node. `info` is what it said, `problem` why it is not used."""
 
     def __init__(self, url: NodeUrl, kind: NodeKind, *, token: str | None) -> None:
         self.name = url.text
         self.kind = kind
         self.info: NodeInfo | None = None
-        self.problem: str | None = "has not answered yet"
+        self.problem: str | None = NOT_YET
         self._url = url
         self._token = token
         self._client: NodeClient | None = None
@@ -88,8 +88,7 @@ class Node:
             self._num_in_flight -= 1
 
     async def refresh(self, timeout_s: float) -> NodeInfo | None:
-        """Ask the node for its description; None, with `problem` set, when it is away or not
-        ready."""
+        """Ask the node what it is; None, with `problem` set, when it is away or not ready."""
         try:
             info = await self._describe(timeout_s)
         except DeadlineExceededError as error:
@@ -106,8 +105,8 @@ class Node:
         return info
 
     def set_problem(self, problem: str | None) -> None:
-        """Take the node out of use, or with None back into it; logs changes only."""
-        if problem is not None and self.problem is None:
+        """Take the node out of use, or with None back into it; logs what is new."""
+        if problem is not None and self.problem in (None, NOT_YET):
             log.warning("node is out of use", node=self.name, kind=self.kind, problem=problem)
         if problem is None and self.problem is not None:
             log.info("node is in use", node=self.name, kind=self.kind)

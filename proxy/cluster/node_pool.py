@@ -1,5 +1,4 @@
-"""All nodes the proxy was told of: watches their health and keeps out those that serve another
-model.
+"""All nodes the proxy was told of: watches their health, keeps out those of another model.
 
 Knows nothing of requests and routing.
 """

@@ -9,6 +9,7 @@ import aiohttp
 import msgspec
 
 from engine.errors import AuthenticationError, ConfigError, UnavailableError
+from engine.rpc.address import join_host_port
 from engine.types import Label, Port
 
 MAX_REPLY_BYTES: Final = 64 * 2**10
@@ -30,10 +31,6 @@ class NodeUrl:
     scheme: str
     host: str
     port: int
-
-    @property
-    def quoted_host(self) -> str:
-        return f"[{self.host}]" if ":" in self.host else self.host
 
 
 def parse_node_url(text: str) -> NodeUrl:
@@ -61,7 +58,7 @@ async def resolve_grpc_address(url: NodeUrl, *, token: str | None, timeout_s: fl
     when it does not know the token.
     """
     if url.scheme == "grpc":
-        return f"{url.quoted_host}:{url.port}"
+        return join_host_port(url.host, url.port)
     try:
         async with asyncio.timeout(timeout_s):
             address = await _fetch_address(f"{url.text}/node_info", token)
@@ -69,7 +66,7 @@ async def resolve_grpc_address(url: NodeUrl, *, token: str | None, timeout_s: fl
         raise UnavailableError(f"{url.text}/node_info: no answer in {timeout_s:g} s") from error
     except (aiohttp.ClientError, msgspec.DecodeError) as error:
         raise UnavailableError(f"{url.text}/node_info: {error}") from error
-    return f"{url.quoted_host}:{address.grpc_port}"
+    return join_host_port(url.host, address.grpc_port)
 
 
 async def _fetch_address(url: str, token: str | None) -> NodeAddress:

@@ -1,12 +1,7 @@
-"""One suite for every transport, between real processes; `nixl-tcp` is nixl as across hosts.
-
-Run as a module, this file is the peer: it serves one arena and obeys commands on stdin.
-"""
+"""One suite for every transport, between real processes; `nixl-tcp` is nixl as across hosts."""
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,56 +15,7 @@ from connector.transports.nixl import NixlAddress
 from connector.transports.shm import ShmAddress
 from engine.arena import ArenaMemory
 from engine.errors import ConfigError, TransferTimeoutError, TransportError
-
-MIB = 1 << 20
-ARENA_BYTES = 4 * MIB
-DEADLINE_S = 20.0
-ROOT = Path(__file__).parents[2]
-
-
-def pattern(seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (ARENA_BYTES,), dtype=torch.uint8, generator=generator)
-
-
-class Peer:
-    """Another process with an arena full of `pattern(seed)`."""
-
-    def __init__(self, kind: str, name: str, seed: int) -> None:
-        command = [sys.executable, "-m", "tests.contract.test_transports", kind, name, str(seed)]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.name = name
-        self.bytes = pattern(seed)
-        self.address = bytes.fromhex(self.answer("address "))
-
-    def answer(self, prefix: str) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:  # UCX may print warnings of its own
-            if line.startswith(prefix):
-                return line.removeprefix(prefix).strip()
-        raise AssertionError(f"peer {self.name} ended with {self.process.wait(DEADLINE_S)}")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(DEADLINE_S)
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.communicate("", timeout=DEADLINE_S)
-
-
-def serve(kind: str, name: str, seed: str) -> None:
-    torch.set_num_threads(1)
-    arena = ArenaMemory(ARENA_BYTES)
-    arena.tensor.copy_(pattern(int(seed)))
-    transport = open_transport(kind, name)
-    print("address", transport.register(arena).hex(), flush=True)
-    sys.stdin.read()
-    transport.close()
-    arena.close()
-
+from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer
 
 StartPeer = Callable[..., Peer]
 
@@ -328,7 +274,7 @@ def test_a_cancelled_read_writes_nothing_later(
     peer = start()
     transport.connect("p", peer.address)
     pull(transport, "p", [SpanPair(0, 0, 8)])
-    os.kill(peer.process.pid, signal.SIGSTOP)  # SIGSTOP: over TCP the read cannot finish
+    os.kill(peer.process.pid, signal.SIGSTOP)  # over TCP the read cannot finish
     try:
         transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
         pending = transfer.poll() is TransferStatus.PENDING
@@ -336,7 +282,7 @@ def test_a_cancelled_read_writes_nothing_later(
         transfer.cancel()
         arena.tensor.zero_()
     finally:
-        os.kill(peer.process.pid, signal.SIGCONT)  # SIGCONT
+        os.kill(peer.process.pid, signal.SIGCONT)
     if pending:
         with pytest.raises(TransportError, match="cancelled"):
             transfer.poll()
@@ -419,7 +365,3 @@ def test_auto_and_unknown_names() -> None:
     assert open_transport("auto", "d").name == "shm"
     with pytest.raises(ConfigError, match="unknown transport 'smoke'"):
         open_transport("smoke", "d")
-
-
-if __name__ == "__main__":
-    serve(*sys.argv[1:])

@@ -1,5 +1,24 @@
-"""Fixtures of the end-to-end tests; their parts are in tests/cluster.py."""
+"""Fixtures of the end-to-end tests; their parts are in tests/cluster.py and tests/processes.py."""
 
-from tests.cluster import checkpoints, cluster, one_thread
+import pytest
 
-__all__ = ["checkpoints", "cluster", "one_thread"]
+from tests.cluster import checkpoints, cluster, one_thread, warm
+from tests.processes import real, served, served_by_processes
+
+__all__ = [
+    "checkpoints",
+    "cluster",
+    "one_thread",
+    "real",
+    "served",
+    "served_by_processes",
+    "warm",
+]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Every test that compares by margin says how many near-ties it met."""
+    for report in terminalreporter.getreports("passed"):
+        for name, value in report.user_properties:
+            if name == "near-ties" and report.when == "call":
+                terminalreporter.write_line(f"{name}: {value} in {report.nodeid}")

@@ -1,6 +1,4 @@
-"""The fast gated delta rule against the float64 recurrence, held to the float32 recurrence's own
-error.
-"""
+"""The fast gated delta rule against the float64 recurrence, held to float32's own error."""
 
 from dataclasses import dataclass
 
@@ -32,9 +30,7 @@ class Case:
 
 
 def case(tokens: int, sequences: int, *, value_heads: int = 4, slow: bool = False) -> Case:
-    """`slow`: decays near one; otherwise from one to nothing at all, down to exp(-1000) in a
-    step.
-    """
+    """`slow`: decays near one; otherwise from one to nothing, down to exp(-1000) in a step."""
     draw = torch.Generator().manual_seed(tokens)
 
     def rand(*shape: int) -> Tensor:

@@ -1,6 +1,4 @@
-"""Paged attention over scattered pages: fast against naive, and against attention over plain
-tensors.
-"""
+"""Paged attention over scattered pages against naive, and against plain attention."""
 
 from types import ModuleType
 
@@ -9,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.forward import AttentionCache, AttentionIndex, ForwardBatch
 from engine.layers.attention import PagedAttention
-from engine.layers.context import AttentionCache, AttentionIndex, ForwardBatch
 from engine.ops.paged_attention import fast, naive
 from engine.ops.scratch import Scratch
 
@@ -137,7 +135,6 @@ def _batch(contexts: list[int], lens: list[int]) -> ForwardBatch:
         num_decodes=2,
         query_lens=lens,
         context_lens=contexts,
-        decode_lens=torch.tensor(contexts[:2]) + 1,
         group_index=(),
         logits_rows=unused,
     )

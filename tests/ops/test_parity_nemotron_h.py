@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
-from engine.models.configs.base import ModelConfig
-from engine.models.registry import FAMILIES
-from tests.oracle import Family, Model, Runner, load, widen
+from engine.model_configs.base import ModelConfig
+from engine.models.registry import FAMILIES, CausalLM
+from tests.oracle import Runner, load, widen
 
 # float32 on both sides, logits up to 6. Measured differences are 4e-6 to 6e-5 and in each case no
 # larger than three times transformers' own distance from its float64 run. Anything structural (a
@@ -79,7 +79,7 @@ class Pair:
 
     theirs: NemotronHForCausalLM
     config: ModelConfig
-    ours: Model
+    ours: CausalLM
     prompts: dict[int, list[int]]
     logits: dict[int, Tensor]
 
@@ -117,9 +117,8 @@ def save_checkpoint(case: dict[str, Any], folder: Path, seed: int) -> NemotronHF
     return model
 
 
-def load_ours(folder: Path, dtype: str | None = None) -> tuple[ModelConfig, Model]:
-    family = FAMILIES["NemotronHForCausalLM"]
-    return load(Family(family.from_reader, family.build, family.rename), folder, dtype)
+def load_ours(folder: Path, dtype: str | None = None) -> tuple[ModelConfig, CausalLM]:
+    return load(FAMILIES["NemotronHForCausalLM"], folder, dtype)
 
 
 def reference_logits(model: NemotronHForCausalLM, tokens: list[int]) -> Tensor:

@@ -25,13 +25,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine.models import qwen3, qwen3_5
-from engine.models.configs import qwen3 as qwen3_config
-from engine.models.configs import qwen3_5 as qwen3_5_config
-from engine.models.configs.base import ModelConfig
+from engine.model_configs.base import ModelConfig
+from engine.models.registry import FAMILIES, CausalLM, Family
 from tests.oracle import (
-    Family,
-    Model,
     Runner,
     first_wrong_choice,
     load,
@@ -40,8 +36,8 @@ from tests.oracle import (
     widen,
 )
 
-QWEN3 = Family(qwen3_config.Qwen3Config.from_reader, qwen3.Qwen3, qwen3.rename)
-QWEN3_5 = Family(qwen3_5_config.Qwen3_5Config.from_reader, qwen3_5.Qwen3_5, qwen3_5.rename)
+QWEN3 = FAMILIES["Qwen3ForCausalLM"]
+QWEN3_5 = FAMILIES["Qwen3_5ForCausalLM"]
 VOCAB = 97
 LENGTH = 300
 COMMON = {
@@ -175,7 +171,7 @@ class Pair:
 
     reference: PreTrainedModel
     config: ModelConfig
-    model: Model
+    model: CausalLM
     tokens: list[int]
     logits: Tensor
     tolerance: float

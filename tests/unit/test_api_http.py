@@ -1,6 +1,4 @@
-"""The surface through the real openai client over a real server: replies, streams, usage,
-log-probs.
-"""
+"""The surface through the real openai client over a real server."""
 
 import json
 from typing import Any

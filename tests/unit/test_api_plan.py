@@ -281,8 +281,6 @@ def test_params_that_ask_for_nothing_are_none(value: object) -> None:
         "x",
         [],
         {"do_remote_decode": "yes"},
-        {"do_remote_decode": True, "do_remote_prefill": True},
-        {"do_remote_prefill": True},
         {"do_remote_decode": True, "remote_host": "10.0.0.1"},
         {"remote_engine_id": "p"},
         {**PREFILL_REPLY, "extra": 1},
@@ -295,7 +293,6 @@ def test_params_that_ask_for_nothing_are_none(value: object) -> None:
         {**PREFILL_REPLY, "remote_engine_id": ""},
         {**PREFILL_REPLY, "first_token_ids": []},
         {**PREFILL_REPLY, "signature": "a" * 129},
-        {**PREFILL_REPLY, "remote_host": None},
     ],
     ids=lambda v: str(v)[-40:],
 )

@@ -1,6 +1,4 @@
-"""Reading config.json of the Qwen families: spellings, defaults, and refusals that name key and
-value.
-"""
+"""Reading config.json of the Qwen families: spellings, defaults, refusals by key and value."""
 
 from typing import Any
 
@@ -8,10 +6,10 @@ import pytest
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
+from engine.model_configs.base import ConfigReader
+from engine.model_configs.qwen3 import Qwen3Config
+from engine.model_configs.qwen3_5 import Qwen3_5Config
 from engine.models import qwen3_5
-from engine.models.configs.base import ConfigReader
-from engine.models.configs.qwen3 import Qwen3Config
-from engine.models.configs.qwen3_5 import Qwen3_5Config
 
 QWEN3 = {
     "hidden_size": 64,

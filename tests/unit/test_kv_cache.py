@@ -14,7 +14,6 @@ from engine.kv_cache.tables import BlockTables
 MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
 ATTENTION = FullAttentionSpec(num_kv_heads=1, head_dim=16, dtype="float32")
 HYBRID = form_groups(((MAMBA,), (MAMBA,), (ATTENTION,)))
-PAGE = ATTENTION.page_bytes(16)
 
 
 def small_cache(units: int = 12, groups: tuple[KVCacheGroup, ...] = HYBRID) -> KVCacheManager:
@@ -23,7 +22,7 @@ def small_cache(units: int = 12, groups: tuple[KVCacheGroup, ...] = HYBRID) -> K
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    """Requests come, grow and go in any order; the allocator must agree with a recount each time."""
+    """Requests come, grow and go in any order; the allocator agrees with a recount each time."""
 
     @initialize(units=st.integers(2, 9))
     def begin(self, units: int) -> None:

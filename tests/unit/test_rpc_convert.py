@@ -1,5 +1,4 @@
-"""Protobuf and back is the identity for whatever the types can hold; what they cannot hold is
-refused."""
+"""Protobuf and back is the identity for all that the types hold; the rest is refused."""
 
 import math
 

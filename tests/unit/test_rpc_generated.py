@@ -1,5 +1,4 @@
-"""The committed code is what the .proto text says, and `proto` stays free for the package of that
-name."""
+"""The committed code is what the .proto text says, and the name `proto` stays free."""
 
 import subprocess
 import sys

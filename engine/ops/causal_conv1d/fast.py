@@ -4,6 +4,8 @@ Same signatures as `naive.py`. Fastest when `weight` is a [D, K] view of [K, D] 
 `tap_major`).
 """
 
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,11 +24,15 @@ def conv_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
     Returns silu(conv) [S, D] in the dtype of x; sums are float32.
     """
-    window = torch.cat([state, x.unsqueeze(1)], dim=1)
-    state.copy_(window[:, 1:])
-    y = (window.float() * weight.t().float()).sum(1)
+    rows = [*state.unbind(1), x]
+    first, *others = weight.t().float().unbind()
+    y = rows[0].float() * first
+    for row, tap in zip(rows[1:], others, strict=True):
+        y.addcmul_(row.float(), tap)
     if bias is not None:
         y += bias.float()
+    for older, newer in pairwise(rows):
+        older.copy_(newer)
     return F.silu(y, inplace=True).to(x.dtype)
 
 
@@ -40,23 +46,30 @@ def conv_chunk(
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     final = torch.empty_like(initial)
     taps = weight.t().float()
+    before = initial.shape[1]
     start = 0
     for segment, length in enumerate(query_lens):
-        window = torch.cat([initial[segment], x[start : start + length]])
-        final[segment] = window[length:]
-        _convolve(window.float(), taps, bias, y[start : start + length])
+        rows = x[start : start + length]
+        _convolve(rows, initial[segment], taps, bias, y[start : start + length])
+        window = torch.cat([initial[segment], rows[max(0, length - before) :]])
+        final[segment] = window[window.shape[0] - before :]
         start += length
     return y.to(x.dtype), final
 
 
-def _convolve(window: Tensor, taps: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out [T, D] = silu(bias + sum over taps), window [T + K-1, D], in blocks of rows."""
+def _convolve(x: Tensor, initial: Tensor, taps: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out [T, D] = silu(bias + sum over taps) of x [T, D] after initial [K-1, D], by blocks."""
+    before = initial.shape[0]
     for start in range(0, out.shape[0], ROWS):
         block = out[start : start + ROWS]
         rows = block.shape[0]
-        torch.mul(window[start : start + rows], taps[0], out=block)
+        if start:
+            window = x[start - before : start + rows].float()
+        else:
+            window = torch.cat([initial, x[:rows]]).float()
+        torch.mul(window[:rows], taps[0], out=block)
         for tap in range(1, taps.shape[0]):
-            block.addcmul_(window[start + tap : start + tap + rows], taps[tap])
+            block.addcmul_(window[tap : tap + rows], taps[tap])
         if bias is not None:
             block += bias
         F.silu(block, inplace=True)

@@ -37,8 +37,7 @@ def chunk(
     query_lens: list[int],
     initial: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Segments end to end: as `step` with T = sum(query_lens) rows and initial [S, Hv, dk, dv] (not
-    changed).
+    """Segments end to end: as `step`, T = sum(query_lens) rows; `initial` is not changed.
 
     Returns [T, Hv, dv] and the final states.
     """

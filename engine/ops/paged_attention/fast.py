@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.context import AttentionCache
+from engine.forward import AttentionCache
 from engine.ops.scratch import Scratch
 
 # Beyond this ratio of padded to real tokens, decodes of uneven lengths are done one by one.
@@ -30,9 +30,7 @@ def decode(
     scale: float,
     scratch: Scratch,
 ) -> Tensor:
-    """q [S, H, D], one token per sequence whose K and V are written; lens[i] counts it. -> [S,
-    H, D].
-    """
+    """One token per sequence, q [S, H, D] -> [S, H, D]; lens[i] counts it, K and V are written."""
     longest = max(lens)
     if longest * len(lens) > MAX_PADDING * sum(lens):
         parts = (
@@ -63,9 +61,7 @@ def prefill(
     scale: float,
     scratch: Scratch,
 ) -> Tensor:
-    """q [n, H, D] at positions context .. context + n - 1 of one sequence, all written. -> [n,
-    H, D].
-    """
+    """Positions context .. context + n - 1 of a sequence, all written: q [n, H, D] -> the same."""
     n = q.shape[0]
     k, v = _gather(cache, block_row.unsqueeze(0), context + n, scratch=scratch)
     mask = None

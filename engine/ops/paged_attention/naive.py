@@ -7,7 +7,7 @@ length.
 import torch
 from torch import Tensor
 
-from engine.layers.context import AttentionCache
+from engine.forward import AttentionCache
 
 
 def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tensor) -> None:
@@ -21,9 +21,7 @@ def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tens
 def decode(
     q: Tensor, cache: AttentionCache, block_tables: Tensor, *, lens: list[int], scale: float
 ) -> Tensor:
-    """q [S, H, D], one token per sequence whose K and V are written; lens[i] counts it. -> [S,
-    H, D].
-    """
+    """One token per sequence, q [S, H, D] -> [S, H, D]; lens[i] counts it, K and V are written."""
     rows = [
         prefill(q[i : i + 1], cache, block_tables[i], context=lens[i] - 1, scale=scale)
         for i in range(q.shape[0])
@@ -34,9 +32,7 @@ def decode(
 def prefill(
     q: Tensor, cache: AttentionCache, block_row: Tensor, *, context: int, scale: float
 ) -> Tensor:
-    """q [n, H, D] at positions context .. context + n - 1 of one sequence, all written. -> [n,
-    H, D].
-    """
+    """Positions context .. context + n - 1 of a sequence, all written: q [n, H, D] -> the same."""
     length = context + q.shape[0]
     k = _gather(cache.k_pages, block_row, length)
     v = _gather(cache.v_pages, block_row, length)

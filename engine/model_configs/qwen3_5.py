@@ -5,9 +5,9 @@ from typing import Self
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import FullAttentionSpec, LayerSpec, MambaSpec
-from engine.models.configs.base import ConfigReader, ModelConfig
-from engine.models.configs.checks import compute_dtype, reject_quantization, require_one_of
-from engine.models.configs.rope import RopeConfig, read_rope
+from engine.model_configs.base import ConfigReader, ModelConfig
+from engine.model_configs.checks import compute_dtype, reject_quantization, require_one_of
+from engine.model_configs.rope import RopeConfig, read_rope
 
 LINEAR = "linear_attention"
 FULL = "full_attention"

@@ -5,10 +5,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from engine.errors import CheckpointError
-from engine.models.configs.base import ConfigReader, ModelConfig
-from engine.models.configs.nemotron_h import NemotronHConfig
-from engine.models.configs.qwen3 import Qwen3Config
-from engine.models.configs.qwen3_5 import Qwen3_5Config
+from engine.model_configs.base import ConfigReader, ModelConfig
+from engine.model_configs.nemotron_h import NemotronHConfig
+from engine.model_configs.qwen3 import Qwen3Config
+from engine.model_configs.qwen3_5 import Qwen3_5Config
 
 FromReader = Callable[[ConfigReader, str | None], ModelConfig]
 

@@ -6,9 +6,9 @@ from typing import Self
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import DTYPE_BYTES, FullAttentionSpec, LayerSpec
-from engine.models.configs.base import ConfigReader, ModelConfig
-from engine.models.configs.checks import compute_dtype, reject_quantization, require_one_of
-from engine.models.configs.mamba2 import Mamba2Config, read_time_step_limit
+from engine.model_configs.base import ConfigReader, ModelConfig
+from engine.model_configs.checks import compute_dtype, reject_quantization, require_one_of
+from engine.model_configs.mamba2 import Mamba2Config, read_time_step_limit
 
 
 class LayerKind(StrEnum):
@@ -61,7 +61,7 @@ class NemotronHConfig(ModelConfig):
         dtype = compute_dtype(reader, dtype)
         kinds = _layer_kinds(reader)
         mamba, attention = _mamba(reader), _attention(reader)
-        specs = _specs(reader, mamba, attention, dtype)
+        specs = _specs(reader, mamba, attention, dtype=dtype)
         has_mlp = LayerKind.MLP in kinds
         return cls(
             architecture="NemotronHForCausalLM",
@@ -130,21 +130,21 @@ def _mamba(reader: ConfigReader) -> Mamba2Config:
         proj_bias=reader.get("use_bias", bool, False),
         time_step_limit=read_time_step_limit(reader, limit),
     )
-    _must_divide(reader, "mamba_num_heads", config.num_heads, "n_groups", config.n_groups)
+    _must_divide(reader, ("mamba_num_heads", config.num_heads), ("n_groups", config.n_groups))
     return config
 
 
 def _attention(reader: ConfigReader) -> AttentionConfig:
     heads = reader.require("num_attention_heads", int)
     kv_heads = reader.get("num_key_value_heads", int, heads)
-    _must_divide(reader, "num_attention_heads", heads, "num_key_value_heads", kv_heads)
+    _must_divide(reader, ("num_attention_heads", heads), ("num_key_value_heads", kv_heads))
     default = reader.require("hidden_size", int) // heads
     head_dim = reader.get("head_dim", int, reader.get("attention_head_dim", int, default))
     return AttentionConfig(heads, kv_heads, head_dim, reader.get("attention_bias", bool, False))
 
 
 def _specs(
-    reader: ConfigReader, mamba: Mamba2Config, attention: AttentionConfig, dtype: str
+    reader: ConfigReader, mamba: Mamba2Config, attention: AttentionConfig, *, dtype: str
 ) -> dict[LayerKind, tuple[LayerSpec, ...]]:
     stored = reader.get("mamba_ssm_cache_dtype", str, "auto")
     temporal = "float32" if stored == "auto" else stored
@@ -165,6 +165,9 @@ def _norm_eps(reader: ConfigReader) -> float:
     return eps
 
 
-def _must_divide(reader: ConfigReader, key: str, whole: int, by: str, part: int) -> None:
-    if part < 1 or whole < 1 or whole % part:
-        raise CheckpointError(f"{reader.source}: {by!r} {part} does not divide {key!r} {whole}")
+def _must_divide(reader: ConfigReader, whole: tuple[str, int], part: tuple[str, int]) -> None:
+    """`whole` and `part` are (key, value)."""
+    if part[1] < 1 or whole[1] < 1 or whole[1] % part[1]:
+        raise CheckpointError(
+            f"{reader.source}: {part[0]!r} {part[1]} does not divide {whole[0]!r} {whole[1]}"
+        )

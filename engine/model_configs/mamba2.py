@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import MambaSpec
-from engine.models.configs.base import ConfigReader
+from engine.model_configs.base import ConfigReader
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)

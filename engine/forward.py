@@ -1,8 +1,10 @@
 """What a forward pass is given besides weights: the packed batch, and views of the arena per layer.
 
-Passed as an argument everywhere; there is no ambient context. Layers know nothing of requests or units.
+Passed as an argument everywhere; there is no ambient context. Layers know nothing of requests or
+units.
 
-A batch is packed: first `num_decodes` sequences of one token each, then the prefill segments, end to end.
+A batch is packed: first `num_decodes` sequences of one token each, then the prefill segments, end
+to end.
 
     token row   0 .. num_decodes-1 | segment 0 | segment 1 | ...
     query_lens  1, 1, ..., 1       | q0        | q1        | ...
@@ -24,9 +26,10 @@ TORCH_DTYPES = {
 class AttentionCache:
     """K and V pages of one attention layer, as views of the whole arena.
 
-    `*_pages` are [rows, num_kv_heads, block_size, head_dim] (head-major), indexed by `block_tables`;
-    `*_tokens` are the same bytes as [rows * num_kv_heads * block_size, head_dim], indexed by `slot_mapping`.
-    The layer's offset is in the view, so one table serves all layers of a group.
+    `*_pages` are [rows, num_kv_heads, block_size, head_dim] (head-major), indexed by
+    `block_tables`; `*_tokens` are the same bytes as [rows * num_kv_heads * block_size, head_dim],
+    indexed by `slot_mapping`. The layer's offset is in the view, so one table serves all layers of
+    a group.
     """
 
     k_pages: Tensor
@@ -37,21 +40,23 @@ class AttentionCache:
 
 @dataclass(slots=True, frozen=True)
 class StateCache:
-    """Conv rows [units, K-1, D] and temporal state [units, heads, ...] of one Mamba layer, strided by unit."""
+    """Conv rows [units, K-1, D] and temporal state [units, heads, ...] of one layer, by unit."""
 
     conv: Tensor
     temporal: Tensor
 
 
 LayerCache = AttentionCache | StateCache
+LayerCaches = dict[tuple[int, int], LayerCache]
+"""Keyed by (KV cache group, layer index in the model)."""
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionIndex:
-    """Where one attention group's tokens live: rows of pages per sequence, and rows of tokens to write.
+    """Where an attention group's tokens live: rows of pages to read, and rows of tokens to write.
 
-    `block_tables` int64 [sequences, max_blocks] (unused tail entries point at any valid row); `slot_mapping`
-    int64 [tokens * num_kv_heads], heads fastest.
+    `block_tables` int64 [sequences, max_blocks] (unused tail entries point at any valid row);
+    `slot_mapping` int64 [tokens * num_kv_heads], heads fastest.
     """
 
     block_tables: Tensor
@@ -62,8 +67,8 @@ class AttentionIndex:
 class StateIndex:
     """Which unit holds each sequence's state: `units` int64 [sequences].
 
-    `decode_run` is the same information for the decodes when their units are consecutive and ascending: then
-    states are updated in place through a slice, without gather and scatter.
+    `decode_run` is the same information for the decodes when their units are consecutive and
+    ascending: then states are updated in place through a slice, without gather and scatter.
     """
 
     units: Tensor
@@ -77,9 +82,8 @@ GroupIndex = AttentionIndex | StateIndex
 class ForwardBatch:
     """One step's packed input. `group_index[g]` belongs to KV cache group g.
 
-    `token_ids`, `positions`: int64 [tokens]. `context_lens[i]`: tokens of sequence i already in the cache
-    before this step. `decode_lens`: int64 [num_decodes], context length + 1 of each decode.
-    `logits_rows`: int64, the token rows whose logits are wanted.
+    `token_ids`, `positions`: int64 [tokens]. `context_lens[i]`: tokens of sequence i already in the
+    cache before this step. `logits_rows`: int64, the token rows whose logits are wanted.
     """
 
     token_ids: Tensor
@@ -87,6 +91,5 @@ class ForwardBatch:
     num_decodes: int
     query_lens: list[int]
     context_lens: list[int]
-    decode_lens: Tensor
     group_index: tuple[GroupIndex, ...]
     logits_rows: Tensor

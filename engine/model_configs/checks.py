@@ -1,13 +1,11 @@
-"""Checks that config.json files of all families share: settings that this engine does not have
-are refused.
-"""
+"""Checks that all families share: settings that this engine does not have are refused."""
 
 from collections.abc import Collection
 from typing import Any
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import DTYPE_BYTES
-from engine.models.configs.base import ConfigReader
+from engine.model_configs.base import ConfigReader
 
 
 def require_one_of(reader: ConfigReader, key: str, allowed: Collection[Any]) -> None:

@@ -1,14 +1,14 @@
-"""Checkpoint tensors by name: each is taken exactly once, and what is missing, extra or misshapen is named.
+"""Checkpoint tensors by name: each is taken once; what is missing, extra or misshapen is named.
 
 Reads safetensors, single or sharded. Knows nothing of architectures.
 """
 
-import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -22,12 +22,17 @@ SINGLE_FILE = "model.safetensors"
 class Weights:
     """The tensors of one model folder, opened lazily; use as a context manager.
 
-    `rename` maps a stored name to the name the model asks for, or to None for a tensor that is skipped by
-    design (vision towers, `mtp.*` heads).
+    `rename` maps a stored name to the name the model asks for, or to None for a tensor that is
+    skipped by design (vision towers, `mtp.*` heads).
     """
 
     def __init__(
-        self, folder: Path, dtype: torch.dtype, device: torch.device, rename: Callable[[str], str | None]
+        self,
+        folder: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        rename: Callable[[str], str | None],
     ) -> None:
         self.dtype = dtype
         self.device = device
@@ -54,7 +59,7 @@ class Weights:
         return tensor.to(device=self.device, dtype=dtype or self.dtype)
 
     def skip(self, name: str) -> None:
-        """Accepts that `name`, if it is there, is not used (for example a tied `lm_head.weight`)."""
+        """Accepts that `name`, if there, is not used (for example a tied `lm_head.weight`)."""
         self._untaken.discard(name)
 
     def finish(self) -> None:
@@ -82,15 +87,21 @@ class Weights:
                 self._where[name] = (file, stored)
 
 
+class _ShardIndex(msgspec.Struct, frozen=True):
+    """The part of the index that says in which file a tensor is."""
+
+    weight_map: dict[str, str]
+
+
 def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.exists():
         return [folder / SINGLE_FILE]
     try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{index} has no weight_map: {error!r}") from error
-    return [folder / _plain_name(index, name) for name in sorted(names)]
+        names = msgspec.json.decode(index.read_bytes(), type=_ShardIndex).weight_map.values()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{index} has no weight_map of file names: {error}") from error
+    return [folder / _plain_name(index, name) for name in sorted(set(names))]
 
 
 def _plain_name(index: Path, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Reading config.json without torch: typed fields, clear errors, and what every family must tell the planner.
+"""Reading config.json without torch: typed fields, clear errors, what every family must tell.
 
 Knows no family; `engine/models/registry.py` maps architecture names to families.
 """
@@ -16,7 +16,8 @@ from engine.kv_cache.spec import KVCacheGroup, LayerSpec, form_groups
 class ModelConfig:
     """What engine and planner need of any family; each family extends it with its own numbers.
 
-    `layer_specs[i]` lists what layer i keeps in the cache; `dtype` is the compute dtype ("float32", ...).
+    `layer_specs[i]` lists what layer i keeps in the cache; `dtype` is the compute dtype ("float32",
+    ...).
     """
 
     architecture: str
@@ -44,12 +45,18 @@ class ConfigReader:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ConfigReader":
-        """Reads `folder`/config.json. Raises CheckpointError when it is missing or not a JSON object."""
-        path = folder / "config.json"
+        """Reads `folder`/config.json; raises CheckpointError when it is not a JSON object."""
+        return cls.from_file(folder / "config.json")
+
+    @classmethod
+    def from_file(cls, path: Path) -> "ConfigReader":
+        """Reads one file; raises CheckpointError when it is not a JSON object."""
         try:
             fields = json.loads(path.read_text())
         except FileNotFoundError:
-            raise CheckpointError(f"{path} does not exist; give a Hugging Face model folder") from None
+            raise CheckpointError(
+                f"{path} does not exist; give a Hugging Face model folder"
+            ) from None
         except ValueError as error:
             raise CheckpointError(f"{path} is not JSON: {error}") from error
         if not isinstance(fields, dict):

@@ -1,0 +1,29 @@
+"""Command-line options that nodes and proxy spell alike, under vLLM's names."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="VLLM_API_KEY", help="Key that HTTP clients must send.")
+]
+ClusterToken = Annotated[
+    str | None,
+    typer.Option(envvar="TANDEM_CLUSTER_TOKEN", help="Shared secret of all nodes."),
+]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML whose keys are these flags; flags win."),
+]
+Host = Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")]
+ServedModelName = Annotated[
+    list[str] | None, typer.Option(help="Model name(s) in the API. Default: the model's own.")
+]
+
+
+def given_flags(context: typer.Context) -> dict[str, Any]:
+    """The values of the flags that were given, by name; `--config` is not one of the settings."""
+    given = {key: value for key, value in context.params.items() if value not in (None, [], ())}
+    given.pop("config", None)
+    return given

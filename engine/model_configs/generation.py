@@ -1,0 +1,33 @@
+"""Which token ids end a sequence, as a model folder says. Torch-free."""
+
+from pathlib import Path
+
+from engine.errors import CheckpointError
+from engine.model_configs.base import ConfigReader
+
+
+def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """From generation_config.json, else from config.json or its text part; may be empty.
+
+    Raises CheckpointError for broken files and mistyped ids.
+    """
+    config = ConfigReader.from_folder(folder)
+    path = folder / "generation_config.json"
+    readers = [ConfigReader.from_file(path)] if path.exists() else []
+    return next(filter(None, map(_eos, [*readers, config, _text_config(config)])), ())
+
+
+def _text_config(config: ConfigReader) -> ConfigReader:
+    """The text part of a vision-language wrapper, or the config itself."""
+    return config.section("text_config") if config.fields.get("text_config") else config
+
+
+def _eos(reader: ConfigReader) -> tuple[int, ...]:
+    """`eos_token_id` as a tuple: it may be missing, one id or a list of ids."""
+    value = reader.fields.get("eos_token_id")
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise CheckpointError(
+            f"{reader.source}: 'eos_token_id' is {value!r}, expected one id or a list of ids"
+        )
+    return tuple(ids)

@@ -1,0 +1,62 @@
+"""The life of a server process: start, serve until a signal or a fault, close.
+
+Knows no server by name and no option.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, Protocol
+
+import typer
+
+from engine.errors import TandemError
+from engine.logs import configure_logging
+
+
+class Server(Protocol):
+    """What a command line starts and stops."""
+
+    async def start(self) -> None:
+        """Binds, loads, serves."""
+
+    async def wait(self) -> None:
+        """Returns when the server stopped by itself."""
+
+    async def close(self) -> None:
+        """Gives everything back."""
+
+
+def run_server(make: Callable[[], Server]) -> None:
+    """Runs a server until SIGINT or SIGTERM; a wrong option ends the process with one line."""
+    configure_logging()
+    try:
+        asyncio.run(_serve(make()))
+    except TandemError as error:
+        _fail(error)
+
+
+async def _serve(server: Server) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        await server.start()
+        await _first(server.wait(), stop.wait())
+    finally:
+        await server.close()
+
+
+async def _first(*coroutines: Coroutine[Any, Any, object]) -> None:
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    done, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in pending:
+        task.cancel()
+    await asyncio.gather(*pending, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def _fail(error: TandemError) -> NoReturn:
+    typer.echo(f"error: {error}", err=True)
+    raise typer.Exit(code=2)

@@ -1,0 +1,29 @@
+"""Whether token ids fit the model: the same checks at HTTP's border and at the engine's. Pure."""
+
+from collections.abc import Sequence
+
+from engine.errors import InvalidRequestError, PromptTooLongError
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequestError that names the first id outside 0 .. vocab_size - 1."""
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        return
+    wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
+    raise InvalidRequestError(
+        f"{param}: token id {wrong} is outside 0 .. {vocab_size - 1}", param=param
+    )
+
+
+def check_prompt(token_ids: Sequence[int], *, vocab_size: int, max_model_len: int) -> None:
+    """Raise InvalidRequestError for a wrong prompt, PromptTooLongError for a long one."""
+    if not token_ids:
+        raise InvalidRequestError("the prompt is empty: send at least one token", param="prompt")
+    if len(token_ids) >= max_model_len:
+        raise PromptTooLongError(
+            f"the prompt has {len(token_ids)} tokens and max_model_len is {max_model_len}: "
+            f"shorten it to at most {max_model_len - 1} tokens",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    check_token_ids(token_ids, vocab_size, "prompt")

@@ -1,0 +1,76 @@
+"""Nodes that die behind a real proxy: the same tokens or a clear error, and then as before."""
+
+import asyncio
+
+from tests.asking import Answer, ask, get, prefill_over_http, question, stream, streamed_ids
+from tests.pairs import arena_for, prompt_of
+from tests.processes import Launcher, ServerProcess
+
+PROMPT = list(prompt_of(100, salt=6))
+BLOCKER = list(prompt_of(100, salt=7))
+QUESTION = question(PROMPT)
+USABLE = "tandem_proxy_available_nodes"
+PULLS = "vllm:nixl_bytes_transferred_count"
+
+
+async def test_without_p_the_tokens_are_the_same_and_p_is_used_again_when_it_is_back(
+    real: Launcher,
+) -> None:
+    p, d, proxy = start(real)
+    expected = (await ask(proxy.url, QUESTION)).token_ids
+    assert d.metrics()[PULLS] == 1
+    d.remember_start_value()
+    p.kill()
+    for _ in range(3):
+        assert (await ask(proxy.url, QUESTION)).token_ids == expected
+    assert d.metrics()[PULLS] == 1
+    assert proxy.metrics()["tandem_proxy_local_prefills_total"] >= 1
+    proxy.wait_for(USABLE, 1)
+    again = real.node("prefill_node", "--port", str(p.port))
+    proxy.wait_for(USABLE, 2)
+    assert (await ask(proxy.url, QUESTION)).token_ids == expected
+    assert d.metrics()[PULLS] == 2
+    for node in (again, d):
+        node.assert_at_rest()
+
+
+async def test_without_d_there_is_a_clear_error_and_d_is_used_again_when_it_is_back(
+    real: Launcher,
+) -> None:
+    """D can hold one sequence: one stands still after its first token while D is killed."""
+    p, d, proxy = start(real, "--kv-cache-memory-bytes", str(arena_for(real.model, 120)))
+    expected = (await ask(proxy.url, QUESTION)).token_ids
+    p.remember_start_value()
+    await prefill_over_http(d.url, BLOCKER)
+    streaming = asyncio.create_task(stream(proxy.url, {**QUESTION, "stream": True}))
+    asking = asyncio.create_task(ask(proxy.url, QUESTION))
+    await asyncio.to_thread(d.wait_for, "vllm:num_requests_waiting", 2)
+    d.kill()
+    *chunks, last = await streaming
+    assert streamed_ids(chunks) == expected[:1]
+    assert "broke off after 1 tokens" in last["error"]["message"]
+    assert (await asking).error(503)
+    for answer in (await ask(proxy.url, QUESTION), await get(proxy.url, "/ready")):
+        assert_names_the_lost_node(answer, d)
+    proxy.wait_for(USABLE, 1)
+    again = real.node("decode_node", "--port", str(d.port))
+    proxy.wait_for(USABLE, 2)
+    assert (await ask(proxy.url, QUESTION)).token_ids == expected
+    assert again.metrics()[PULLS] == 1
+    for node in (p, again):
+        node.assert_at_rest()
+
+
+def start(real: Launcher, *flags_of_d: str) -> tuple[ServerProcess, ServerProcess, ServerProcess]:
+    """A prefill node whose leases end soon, a decode node, a proxy."""
+    lease = '{"kv_connector_extra_config": {"kv_lease_duration": 2.0}}'
+    p = real.launch("prefill_node", "--kv-transfer-config", lease)
+    d = real.node("decode_node", *flags_of_d)
+    return p.wait_until_serving(), d, real.proxy(p, d)
+
+
+def assert_names_the_lost_node(answer: Answer, node: ServerProcess) -> None:
+    error = answer.error(503)
+    assert "no decode node is available" in error["message"]
+    assert node.url in error["message"]
+    assert int(answer.headers["Retry-After"]) >= 1

@@ -1,0 +1,167 @@
+"""A node that is killed in the middle of a hand-over: the other one loses neither token nor memory.
+
+To hold the middle still, D's arena has room for one sequence and a prefill that D holds fills it.
+So a request on D is accepted, has P's prefill claimed, has sent its first token, and waits.
+"""
+
+import asyncio
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from engine.node.server import NodeServer
+from engine.types import KVTransferParams
+from tests.asking import ask, prefill_over_http, question
+from tests.cluster import Cluster, generate, settled, transfer_config
+from tests.pairs import GREEDY, arena_for, prefill, prompt_of, request_of
+from tests.processes import Launcher, ServerProcess
+
+PROMPT = prompt_of(100, salt=4)
+BLOCKER = prompt_of(100, salt=8)
+FAMILY = "qwen3_5"
+TOKENS = 120
+# Long enough that nothing in these tests ends by a timeout instead of by the peer's death.
+CONTROL_S = 30.0
+
+
+async def small_decode_node(
+    cluster: Cluster, model: Path, transport: str, policy: str
+) -> NodeServer:
+    config = transfer_config(transport, policy, control_s=CONTROL_S)
+    arena = arena_for(model, TOKENS)
+    return await cluster.start(
+        "decode", model, kv_transfer_config=config, kv_cache_memory_bytes=arena
+    )
+
+
+async def make_room(node: NodeServer, blocker: KVTransferParams) -> None:
+    """Gives the prefill up that fills the node's arena."""
+    held = blocker.remote_request_id
+    assert held is not None
+    await node.engine.run_in_engine(lambda: node.engine.core.scheduler.abort(held))
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+async def test_p_killed_during_the_pull_costs_a_recompute_and_no_token(
+    cluster: Cluster, real: Launcher, transport: str
+) -> None:
+    p = real.node("prefill_node", *transport_flag(transport), UCX_TLS="tcp")
+    d = await small_decode_node(cluster, real.model, transport, "recompute")
+    strict = await small_decode_node(cluster, real.model, transport, "fail")
+    alone = await generate(d, request_of(PROMPT))
+    bodies = [await remote_prefill(p) for _ in (d, strict)]
+    blockers = [await prefill(node, BLOCKER) for node in (d, strict)]
+    params = msgspec.convert(bodies[0]["kv_transfer_params"], KVTransferParams)
+    pair = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
+    refused = asyncio.create_task(ask(strict.url, bodies[1]))
+    for node in (d, strict):
+        await until_waiting(node)
+    p.signal(signal.SIGSTOP)
+    for node, blocker in zip((d, strict), blockers, strict=True):
+        await make_room(node, blocker)
+        await until_loading(node)
+    p.kill()
+    assert (await pair).token_ids == alone.token_ids
+    assert pair.result().logprobs == alone.logprobs
+    assert pair.result().last.kv_transfer is None
+    assert d.engine.core.scheduler.stats.recomputed_tokens == {"transfer_failed": len(PROMPT)}
+    error = (await refused).error(502)
+    assert "could not be loaded: transfer_failed" in error["message"]
+    assert (await generate(strict, request_of(PROMPT))).token_ids == alone.token_ids
+
+
+async def remote_prefill(p: ServerProcess) -> dict[str, Any]:
+    """A request for D that P has prefilled."""
+    prompt = list(PROMPT)
+    params = await prefill_over_http(p.url, prompt, logprobs=GREEDY.logprobs)
+    return question(prompt, model=None, kv_transfer_params=params)
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+async def test_d_killed_with_a_claim_gives_p_its_memory_back(
+    cluster: Cluster, real: Launcher, transport: str
+) -> None:
+    config = transfer_config(transport, lease_s=1.0)
+    p = await cluster.start("prefill", real.model, kv_transfer_config=config)
+    arena = ("--kv-cache-memory-bytes", str(arena_for(real.model, TOKENS)))
+    d = real.node("decode_node", *transport_flag(transport), *arena)
+    await prefill_over_http(d.url, list(BLOCKER))
+    params = await prefill(p, PROMPT)
+    body = question(list(PROMPT), kv_transfer_params=msgspec.to_builtins(params))
+    asked = asyncio.create_task(ask(d.url, body))
+    await asyncio.to_thread(d.wait_for, "vllm:num_requests_waiting", 1)
+    assert p.engine.core.scheduler.num_held == 1
+    d.kill()
+    with pytest.raises(aiohttp.ClientError):
+        await asked
+    await settled(p)
+    assert (await generate(p, request_of(PROMPT))).token_ids
+
+
+async def test_a_p_that_hangs_costs_a_recompute_and_a_client_that_leaves_meanwhile_nothing(
+    cluster: Cluster, real: Launcher
+) -> None:
+    p = real.node("prefill_node", *lease_flag(3.0))
+    d = await cluster.start(
+        "decode", real.model, kv_transfer_config=transfer_config("shm", control_s=0.5)
+    )
+    patient = await cluster.start(
+        "decode", real.model, kv_transfer_config=transfer_config("shm", control_s=CONTROL_S)
+    )
+    expected = [await pull_from_a_late_peer(patient, p)]
+    expected.append((await ask(d.url, await remote_prefill(p))).token_ids)
+    bodies = [await remote_prefill(p) for _ in (d, patient)]
+    p.signal(signal.SIGSTOP)
+    leaving = asyncio.create_task(ask(patient.url, bodies[1]))
+    answer = await ask(d.url, bodies[0])
+    assert [answer.token_ids, answer.token_ids] == expected
+    assert "kv_transfer" not in answer.body["usage"]
+    assert not leaving.done()
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    p.signal(signal.SIGCONT)
+    await asyncio.to_thread(p.assert_at_rest)
+
+
+async def pull_from_a_late_peer(d: NodeServer, p: ServerProcess) -> list[int]:
+    """The first connection takes more than half a second, and is waited for."""
+    body = await remote_prefill(p)
+    p.signal(signal.SIGSTOP)
+    asked = asyncio.create_task(ask(d.url, body))
+    await asyncio.sleep(0.7)
+    p.signal(signal.SIGCONT)
+    answer = await asked
+    assert answer.body["usage"]["kv_transfer"]["state_bytes"] > 0
+    return answer.token_ids
+
+
+def lease_flag(seconds: float) -> tuple[str, str]:
+    return "--kv-transfer-config", json.dumps(
+        {"kv_connector_extra_config": {"kv_lease_duration": seconds}}
+    )
+
+
+def transport_flag(transport: str) -> tuple[str, str]:
+    return "--kv-transfer-config", json.dumps(
+        {"kv_connector_extra_config": {"transport": transport}}
+    )
+
+
+async def until_waiting(node: NodeServer) -> None:
+    await until(lambda: node.engine.core.scheduler.num_waiting == 1)
+
+
+async def until_loading(node: NodeServer) -> None:
+    await until(lambda: len(node.engine.core.scheduler._loading) == 1)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - the condition is the engine thread's
+            await asyncio.sleep(0.01)

@@ -1,0 +1,88 @@
+"""Many requests in an arena for few: they wait, are preempted, and their tokens stay the same."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from engine.node.server import NodeServer
+from tests.cluster import Cluster, Generation, generate
+from tests.pairs import (
+    FAMILIES,
+    GREEDY,
+    arena_for,
+    count_near_ties,
+    hand_over,
+    hand_over_all,
+    prompt_of,
+    request_of,
+)
+
+PROMPTS = [prompt_of(40 + 9 * i, salt=3 * i) for i in range(8)]
+SAMPLING = msgspec.structs.replace(GREEDY, max_tokens=120)
+LONGEST = len(PROMPTS[-1]) + SAMPLING.max_tokens
+
+
+def preemptions(node: NodeServer) -> int:
+    return node.engine.core.scheduler.stats.num_preemptions
+
+
+async def alone(node: NodeServer) -> list[Generation]:
+    return [await generate(node, request_of(prompt, SAMPLING)) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_preempted_requests_end_with_the_tokens_of_requests_run_alone(
+    cluster: Cluster,
+    checkpoints: dict[str, Path],
+    record_property: Callable[[str, object], None],
+    family: str,
+) -> None:
+    roomy = await cluster.start("prefill", checkpoints[family])
+    small = await cluster.start(
+        "decode",
+        checkpoints[family],
+        kv_cache_memory_bytes=arena_for(checkpoints[family], LONGEST, 3),
+    )
+    expected = await alone(roomy)
+    requests = [request_of(prompt, SAMPLING) for prompt in PROMPTS]
+    together = await asyncio.gather(*(generate(small, request) for request in requests))
+    assert preemptions(small)
+    near_ties = count_near_ties(expected, together)
+    record_property("near-ties", f"{near_ties} of {len(PROMPTS) * SAMPLING.max_tokens} tokens")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_pulled_requests_are_preempted_and_computed_again(
+    cluster: Cluster,
+    checkpoints: dict[str, Path],
+    record_property: Callable[[str, object], None],
+    family: str,
+) -> None:
+    p = await cluster.start("prefill", checkpoints[family])
+    small = await cluster.start(
+        "decode",
+        checkpoints[family],
+        kv_cache_memory_bytes=arena_for(checkpoints[family], LONGEST, 3),
+    )
+    expected = await alone(p)
+    together = await hand_over_all(p, small, PROMPTS, SAMPLING)
+    assert preemptions(small)
+    near_ties = count_near_ties(expected, together)
+    record_property("near-ties", f"{near_ties} of {len(PROMPTS) * SAMPLING.max_tokens} tokens")
+
+
+async def test_a_prefill_node_full_of_leases_goes_on_when_they_end(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    d = await cluster.start("decode", checkpoints["qwen3_5"])
+    p = await cluster.start(
+        "prefill",
+        checkpoints["qwen3_5"],
+        kv_cache_memory_bytes=arena_for(checkpoints["qwen3_5"], LONGEST, 2),
+    )
+    expected = [await hand_over(p, d, prompt) for prompt in PROMPTS]
+    together = await hand_over_all(p, d, PROMPTS, GREEDY)
+    count_near_ties(expected, together)

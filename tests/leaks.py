@@ -1,0 +1,100 @@
+"""What a process holds, read from the kernel: descriptors, mappings, segments, children.
+
+Works for the test's own process and for any other of the same user. Knows nothing of nodes.
+"""
+
+import asyncio
+import gc
+import os
+import re
+import threading
+from collections import Counter
+from pathlib import Path
+
+Holdings = Counter[str]
+
+# Python threads that nodes own; executors and gRPC keep theirs for the next call.
+NODE_THREADS = ("engine", "kv-")
+
+
+def held_by(pid: int) -> Holdings:
+    """Counts by kind; empty for a process that is gone."""
+    found = Holdings(_descriptors(pid))
+    found.update(_mappings(pid))
+    found["child"] = len(children_of(pid))
+    found["sysv segment"] = len(segments_of(pid))
+    return found
+
+
+def held_here() -> Holdings:
+    """`held_by` this process, with its node threads and asyncio tasks; call on the event loop."""
+    gc.collect()
+    found = held_by(os.getpid())
+    names = (thread.name for thread in threading.enumerate())
+    found["thread"] = sum(name.startswith(NODE_THREADS) for name in names)
+    found["task"] = len(asyncio.all_tasks())
+    return found
+
+
+def excess(before: Holdings, after: Holdings) -> Holdings:
+    """What is held now and was not before."""
+    return after - before
+
+
+def shared_memory_names() -> set[str]:
+    """Names in /dev/shm that no living process maps or has open: nobody will ever remove them."""
+    names = {name for name in os.listdir("/dev/shm")}
+    if names:
+        used = "\n".join(_text(f"/proc/{pid}/maps") for pid in _pids())
+        names = {name for name in names if f"/dev/shm/{name}" not in used}
+    return names
+
+
+def children_of(pid: int) -> list[int]:
+    """Process ids of living children."""
+    tasks = Path(f"/proc/{pid}/task")
+    try:
+        return [
+            int(child) for task in tasks.iterdir() for child in _text(task / "children").split()
+        ]
+    except OSError:
+        return []
+
+
+def segments_of(pid: int) -> list[int]:
+    """System V shared memory that `pid` created and that still exists."""
+    rows = [line.split() for line in _text("/proc/sysvipc/shm").splitlines()[1:]]
+    return [int(row[1]) for row in rows if int(row[4]) == pid]
+
+
+def _descriptors(pid: int) -> list[str]:
+    folder = f"/proc/{pid}/fd"
+    try:
+        return [f"fd {_kind(f'{folder}/{fd}')}" for fd in os.listdir(folder)]
+    except OSError:
+        return []
+
+
+def _kind(path: str) -> str:
+    """What a descriptor is, without the number that tells it from others of its kind."""
+    try:
+        return re.sub(r"\[\d+\]|-[0-9a-f]{16}", "", os.readlink(path))
+    except OSError:
+        return "closed meanwhile"
+
+
+def _mappings(pid: int) -> list[str]:
+    lines = _text(f"/proc/{pid}/maps").splitlines()
+    shared = ("/memfd:tandem-arena", "/dev/shm/", "/SYSV")
+    return [f"mapping {kind}" for line in lines for kind in shared if kind in line]
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

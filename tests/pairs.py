@@ -1,0 +1,86 @@
+"""Requests to one node and to a pair of nodes, and how their answers are compared."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.kv_cache.plan import plan_arena
+from engine.model_configs.registry import read_config
+from engine.node.server import NodeServer
+from engine.types import GenerateRequest, KVTransferParams, SamplingParams
+from tests.cluster import BASE, VOCABULARY, Generation, generate
+
+FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
+TRANSPORTS = ("shm", "nixl")
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True)
+REMOTE_DECODE = KVTransferParams(do_remote_decode=True)
+
+# What float32 promises when batches, and with them the order of additions, differ.
+MARGIN = 1e-4
+
+
+def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
+    """A prompt without short periods."""
+    return tuple((7 * i * i + 3 * i + salt) % (VOCABULARY - 2) + 2 for i in range(length))
+
+
+def request_of(
+    prompt: tuple[int, ...],
+    sampling: SamplingParams = GREEDY,
+    params: KVTransferParams | None = None,
+) -> GenerateRequest:
+    """All requests have one label: it must not matter."""
+    return GenerateRequest(
+        request_id="r", prompt_token_ids=prompt, sampling=sampling, kv_transfer_params=params
+    )
+
+
+async def prefill(
+    node: NodeServer, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
+) -> KVTransferParams:
+    """P's part; what it answers for D."""
+    done = await generate(node, request_of(prompt, sampling, REMOTE_DECODE))
+    assert done.last.kv_transfer_params is not None
+    return done.last.kv_transfer_params
+
+
+async def hand_over(
+    p: NodeServer, d: NodeServer, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
+) -> Generation:
+    """P's part, then D's."""
+    return await generate(d, request_of(prompt, sampling, await prefill(p, prompt, sampling)))
+
+
+async def hand_over_all(
+    p: NodeServer, d: NodeServer, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
+) -> list[Generation]:
+    """All prompts at the same time."""
+    return await asyncio.gather(*(hand_over(p, d, prompt, sampling) for prompt in prompts))
+
+
+def count_near_ties(alone: Sequence[Generation], together: Sequence[Generation]) -> int:
+    """Near-ties among the tokens compared; asserts that nothing else tells the two apart."""
+    assert len(alone) == len(together)
+    return sum(map(_compare, alone, together))
+
+
+def _compare(alone: Generation, together: Generation) -> int:
+    """Up to the first token that a near-tie turned: behind it the contexts differ."""
+    assert len(together.token_ids) == len(alone.token_ids)
+    near_ties = 0
+    pairs = zip(alone.logprobs, together.logprobs, strict=True)
+    for position, (expected, found) in enumerate(pairs):
+        margin = expected.top[0][1] - expected.top[1][1]
+        near_ties += margin <= MARGIN
+        if found.token_id != expected.token_id:
+            assert margin <= MARGIN, (position, expected, found)
+            return near_ties
+        assert abs(found.logprob - expected.logprob) <= MARGIN, (position, expected, found)
+    return near_ties
+
+
+def arena_for(folder: Path, num_tokens: int, requests: int = 1) -> int:
+    """Bytes of an arena in which `requests` requests of `num_tokens` tokens fit, and no more."""
+    groups = read_config(folder, None).groups
+    plan = plan_arena(groups, BASE.block_size, BASE.kv_cache_memory_bytes)
+    return plan.unit_bytes * plan.units_for(num_tokens) * requests

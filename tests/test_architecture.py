@@ -1,0 +1,354 @@
+"""The budgets of CONTRIBUTING.md as tests. Every exception stands here by name, with its reason.
+
+A violation that is not listed fails, and so does a listed one that is gone. Imports between folders
+are import-linter's part (`make check`, pyproject.toml).
+"""
+
+import ast
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NODES = ("engine", "connector", "prefill_node", "decode_node", "proxy")
+PRODUCT = (*NODES, "deploy", "benchmarks")
+GENERATED = "engine/rpc/pb/"
+TEXTS = (".py", ".md", ".toml", ".yaml", ".yml", ".proto", ".jinja", "Makefile")
+
+MAX_FUNCTION_LINES = 60
+MEDIAN_FUNCTION_LINES = 7
+P90_FUNCTION_LINES = 25
+MAX_FILE_LINES = 400
+MAX_NESTING = 3
+MAX_PARAMETERS = 7
+MAX_POSITIONAL = 3
+MAX_VERBS = 7
+FORBIDDEN_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
+ROLES = {"kv_producer", "kv_consumer", "kv_both"}
+
+TOO_MANY_PARAMETERS = {
+    "engine/node/cli.py::run": "a command's parameters are its flags",
+    "proxy/__main__.py::run": "a command's parameters are its flags",
+}
+# Operators, layers and models take tensors in the order in which papers and torch write them.
+POSITIONAL_TENSORS = ("engine/ops/", "engine/layers/", "engine/models/")
+MANY_POSITIONAL = {
+    **TOO_MANY_PARAMETERS,
+    "engine/api/chat_template.py::call_binop": "the signature is Jinja's",
+}
+BROAD_EXCEPTS = {
+    "engine/async_engine.py::_run": "guard of the engine thread",
+    "engine/rpc/server.py::call": "border of every gRPC call",
+}
+LOCAL_IMPORTS = {
+    "engine/model_configs/folder.py::_download": "huggingface_hub is optional and slow to import",
+}
+ROLE_PLACES = {
+    "engine/config.py": "declares the values of kv_role",
+    "connector/pd/admission.py": "the door: the one table of what a role refuses",
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+BLOCKS = (
+    *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match),
+    *(ast.FunctionDef, ast.AsyncFunctionDef),
+)
+
+
+# --- reading the tree --------------------------------------------------------------------------
+
+
+@cache
+def sources(*folders: str) -> dict[str, str]:
+    """Path from the root to text, of every written Python file below `folders`."""
+    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
+    named = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    return {name: text for name, text in named.items() if not name.startswith(GENERATED)}
+
+
+@cache
+def trees(*folders: str) -> dict[str, ast.Module]:
+    return {name: ast.parse(text) for name, text in sources(*folders).items()}
+
+
+def functions(*folders: str) -> Iterator[tuple[str, Function]]:
+    """`file::name` and node of every function and method."""
+    for name, tree in trees(*folders).items():
+        for node in ast.walk(tree):
+            if isinstance(node, Function):
+                yield f"{name}::{node.name}", node
+
+
+def body(function: Function) -> list[ast.stmt]:
+    """The statements behind the docstring; none where only a docstring or `...` stands."""
+    return [
+        statement
+        for place, statement in enumerate(function.body)
+        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
+        or place > 0
+    ]
+
+
+def num_lines(function: Function) -> int:
+    statements = body(function)
+    return (statements[-1].end_lineno or 0) - statements[0].lineno + 1 if statements else 0
+
+
+def nesting(node: ast.AST) -> int:
+    """Blocks around the innermost statement below `node`; an `elif` is no deeper than its `if`."""
+    deepest = 0
+    for child in ast.iter_child_nodes(node):
+        is_elif = isinstance(node, ast.If) and node.orelse == [child] and isinstance(child, ast.If)
+        opens = isinstance(child, BLOCKS) and not is_elif
+        deepest = max(deepest, opens + nesting(child))
+    return deepest
+
+
+def parameters(function: Function) -> tuple[list[str], list[str]]:
+    """Names that may be given by position, and all names; `self` and `cls` are left out."""
+    arguments = function.args
+    positional = [item.arg for item in (*arguments.posonlyargs, *arguments.args)]
+    positional = positional[positional[:1] in (["self"], ["cls"]) :]
+    return positional, [*positional, *(item.arg for item in arguments.kwonlyargs)]
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every module named in an import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_of(name: str) -> str:
+    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def assert_only(found: Iterable[str], exceptions: Mapping[str, str]) -> None:
+    """What was found is exactly what is listed: nothing new, and nothing listed for ever."""
+    new, gone = set(found) - set(exceptions), set(exceptions) - set(found)
+    assert not new, f"not allowed here: {', '.join(sorted(new))}"
+    assert not gone, f"exceptions that nobody needs any more: {', '.join(sorted(gone))}"
+
+
+# --- size --------------------------------------------------------------------------------------
+
+
+def test_functions_are_short() -> None:
+    lengths = {name: num_lines(function) for name, function in functions(*PRODUCT)}
+    ordered = sorted(length for length in lengths.values() if length)
+    assert statistics.median(ordered) <= MEDIAN_FUNCTION_LINES
+    assert ordered[len(ordered) * 9 // 10] <= P90_FUNCTION_LINES
+    longest = {**lengths, **{name: num_lines(node) for name, node in functions("tests")}}
+    assert_only([name for name, lines in longest.items() if lines > MAX_FUNCTION_LINES], {})
+
+
+def test_files_are_short() -> None:
+    files = sources(*PRODUCT, "tests")
+    assert_only([name for name, text in files.items() if text.count("\n") > MAX_FILE_LINES], {})
+
+
+def test_nesting_is_shallow() -> None:
+    assert_only([name for name, node in functions(*PRODUCT) if nesting(node) > MAX_NESTING], {})
+
+
+def test_parameters_are_few_and_named_from_the_fourth_on() -> None:
+    given = {name: parameters(function) for name, function in functions(*PRODUCT)}
+    many = [name for name, (_, every) in given.items() if len(every) > MAX_PARAMETERS]
+    assert_only(many, TOO_MANY_PARAMETERS)
+    unnamed = [name for name, (first, _) in given.items() if len(first) > MAX_POSITIONAL]
+    assert_only([n for n in unnamed if not n.startswith(POSITIONAL_TENSORS)], MANY_POSITIONAL)
+
+
+def test_interfaces_have_few_verbs() -> None:
+    wide = []
+    for name, tree in trees(*PRODUCT).items():
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            bases = {ast.unparse(base) for base in node.bases}
+            verbs = [item for item in node.body if isinstance(item, Function)]
+            if bases & {"ABC", "Protocol"} and len(verbs) > MAX_VERBS:
+                wide.append(f"{name}::{node.name}")
+    assert_only(wide, {})
+
+
+# --- imports -----------------------------------------------------------------------------------
+
+
+def test_no_import_cycles() -> None:
+    """Also not through imports in functions or under TYPE_CHECKING: `prepare` raises CycleError."""
+    modules = {module_of(name): tree for name, tree in trees(*PRODUCT).items()}
+    graph = {
+        module: {used for used in imports(tree) if used in modules and used != module}
+        for module, tree in modules.items()
+    }
+    TopologicalSorter(graph).prepare()
+
+
+def test_imports_stand_at_the_top() -> None:
+    local = [
+        name
+        for name, function in functions(*NODES)
+        if any(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(function))
+    ]
+    assert_only(local, LOCAL_IMPORTS)
+
+
+def test_the_proxy_runs_without_torch() -> None:
+    code = "import sys, proxy.__main__; print(sorted({'torch', 'transformers'} & set(sys.modules)))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_proto_stays_a_folder_of_text() -> None:
+    """With an `__init__.py` it would hide another distribution's package of that name."""
+    assert [path.suffix for path in (ROOT / "proto").iterdir() if path.suffix == ".py"] == []
+
+
+def test_package_files_are_empty() -> None:
+    files = sources(*PRODUCT)
+    assert_only([name for name in files if name.endswith("__init__.py") and files[name]], {})
+    assert_only([name for name in sources("tests") if name.endswith("__init__.py")], {})
+
+
+# --- what may not be written -------------------------------------------------------------------
+
+
+def test_files_are_named_for_their_subject() -> None:
+    names = [name for name in sources(*PRODUCT, "tests") if Path(name).name in FORBIDDEN_NAMES]
+    assert_only(names, {})
+
+
+def test_roles_are_looked_at_in_one_place() -> None:
+    """A role is a matter of one request: producer and consumer are classes, not branches."""
+    found = []
+    for name, tree in trees(*PRODUCT).items():
+        words = {str(n.value) for n in ast.walk(tree) if isinstance(n, ast.Constant)} & ROLES
+        compared = (node for node in ast.walk(tree) if isinstance(node, ast.Compare))
+        words |= set(re.findall(r"\b(?:kv_)?role\b", " ".join(map(ast.unparse, compared))))
+        if words or "kv_role" in {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}:
+            found.append(name)
+    assert_only(found, ROLE_PLACES)
+
+
+def test_broad_excepts_stand_at_borders_only() -> None:
+    """Cleaning up and raising again is no handling; anything else broad hides a bug."""
+    broad = []
+    for name, function in functions(*PRODUCT):
+        for node in ast.walk(function):
+            if isinstance(node, ast.ExceptHandler) and is_broad(node):
+                broad.append(name)
+    # A nested function is found in the one around it too.
+    assert_only([name for name in broad if not name.endswith("::_with_border")], BROAD_EXCEPTS)
+
+
+def is_broad(handler: ast.ExceptHandler) -> bool:
+    caught = ast.unparse(handler.type) if handler.type else "BaseException"
+    last = handler.body[-1]
+    raises_again = isinstance(last, ast.Raise) and last.exc is None
+    return bool({"Exception", "BaseException"} & set(re.findall(r"\w+", caught))) and not (
+        raises_again
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "folders"),
+    [
+        ({"os.environ", "os.getenv", "os.putenv", "os.environb"}, PRODUCT),
+        ({"hasattr", "setattr(self", "globals", "eval", "exec"}, PRODUCT),
+        ({"pickle", "marshal", "shelve"}, PRODUCT),
+        ({"unittest.mock", "mocker", "MagicMock"}, (*PRODUCT, "tests")),
+    ],
+    ids=["environment outside __main__", "probing", "pickle", "mocks"],
+)
+def test_words_that_may_not_be_used(words: set[str], folders: tuple[str, ...]) -> None:
+    found = []
+    for name, tree in trees(*folders).items():
+        used = set(imports(tree))
+        used |= {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute | ast.Name)}
+        if used & words and not name.endswith("__main__.py"):
+            found.append(name)
+    assert_only(found, {})
+
+
+def test_no_path_of_a_machine_is_written_down() -> None:
+    machine = re.compile(r"/(work|home|root|Users)[/]|/tmp[/]")
+    texts = [path for path in listed(ROOT, deep=True) if path.name.endswith(TEXTS)]
+    assert_only([str(path) for path in texts if machine.search(path.read_text())], {})
+
+
+# --- documentation -----------------------------------------------------------------------------
+
+
+def test_every_file_says_what_it_is_for() -> None:
+    everything = trees(*PRODUCT, "tests")
+    assert_only(
+        [n for n, tree in everything.items() if tree.body and not ast.get_docstring(tree)], {}
+    )
+
+
+def test_docstrings_begin_with_one_line() -> None:
+    ragged = []
+    for name, tree in trees(*PRODUCT, "tests").items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | Function):
+                lines = (ast.get_docstring(node) or "").splitlines()
+                ragged += [name] if len(lines) > 1 and lines[1] else []
+    assert_only(ragged, {})
+
+
+def test_public_names_are_explained() -> None:
+    bare = [
+        f"{name}::{node.name}"
+        for name, tree in trees(*NODES).items()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef | Function)
+        and not (node.name.startswith("_") or ast.get_docstring(node) or is_command(node))
+    ]
+    assert_only(bare, {})
+
+
+def is_command(node: ast.ClassDef | Function) -> bool:
+    """A command explains itself in its `--help`."""
+    return any(".command(" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def listed(folder: Path, *, deep: bool = False) -> Iterator[Path]:
+    """What a reader sees in `folder`: no hidden, generated or empty files of Python's own."""
+    for path in sorted(folder.iterdir()):
+        name = path.name
+        if name.startswith((".", "__pycache__")) or name.endswith((".egg-info", ".pyc")):
+            continue
+        if name in ("__init__.py", "build", "dist"):
+            continue
+        yield path
+        if deep and path.is_dir():
+            yield from listed(path, deep=True)
+
+
+def readme_tree() -> dict[str, list[str]]:
+    """Folder to the names that README.md lists in it, of every folder that is listed open."""
+    block = (ROOT / "README.md").read_text().split("## The tree")[1].split("```")[1]
+    open_folders: dict[str, list[str]] = {"": []}
+    path: list[str] = []
+    for line in filter(str.strip, block.splitlines()):
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = line.split()[0]
+        path[depth:] = [name]
+        open_folders.setdefault("".join(path[:depth]), []).append(name)
+    return open_folders
+
+
+def test_the_readme_s_tree_is_the_tree() -> None:
+    for folder, names in readme_tree().items():
+        found = [f"{p.name}/" if p.is_dir() else p.name for p in listed(ROOT / folder)]
+        assert sorted(names) == sorted(found), folder or "root"

@@ -1,0 +1,49 @@
+"""The bridge to the engine thread when that thread dies: nobody may wait for ever."""
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from engine.async_engine import AsyncEngine, EngineLimits
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.errors import EngineDeadError
+from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
+from engine.kv_connector import local_connector
+from engine.metrics import NodeMetrics, RequestMetrics
+from engine.sched.scheduler import Scheduler, StepNews
+from engine.types import GenerateRequest
+
+
+class FragileCore(EngineCore):
+    """An engine that dies in the first step that has work; it needs no model."""
+
+    def __init__(self) -> None:
+        group = KVCacheGroup(FullAttentionSpec(1, 8, "float32"), layers=(0,))
+        connector, cache = local_connector(), KVCacheManager(plan_arena((group,), 4, 1 << 20))
+        scheduler = Scheduler(SchedulerConfig(max_model_len=64), cache, connector.scheduler)
+        super().__init__(scheduler, cast(Any, None), connector)
+
+    def step(self) -> tuple[StepNews, bool]:
+        if self.scheduler.num_waiting:
+            raise RuntimeError("out of memory")
+        return StepNews(), False
+
+
+async def test_a_waiting_caller_hears_why_the_engine_died() -> None:
+    limits = EngineLimits(max_model_len=64, vocab_size=10, eos_token_ids=frozenset())
+    metrics = RequestMetrics(NodeMetrics("m", "e"))
+    engine = AsyncEngine(FragileCore(), local_connector().admission, limits, metrics=metrics)
+    engine.start()
+    request = GenerateRequest(request_id="r", prompt_token_ids=(1, 2))
+    with pytest.raises(EngineDeadError, match="out of memory"):
+        async with asyncio.timeout(10):
+            await anext(engine.generate(request))
+    with pytest.raises(EngineDeadError, match="out of memory"):
+        await engine.check_health()
+    with pytest.raises(EngineDeadError, match="has stopped"):
+        await anext(engine.generate(request))
+    await engine.close()

@@ -1,0 +1,128 @@
+"""Cluster files, the state file of `up`, and the demo's table: no Ray, no processes."""
+
+import io
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from deploy.config import load_cluster
+from deploy.demo.talk import Exchange, table_of
+from deploy.process_tree import process_id
+from deploy.session import FOLDER_PREFIX
+from deploy.state import claimed_state, own_state, read_state, write_state
+from engine.errors import ConfigError, UnavailableError
+
+
+def write_cluster(folder: Path, **fields: object) -> Path:
+    file = folder / "cluster.yaml"
+    file.write_bytes(msgspec.yaml.encode({"model": "m", **fields}))
+    return file
+
+
+def test_a_relative_model_is_relative_to_the_file(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    assert load_cluster(write_cluster(tmp_path)).node("decode").model == str(tmp_path / "m")
+
+
+def test_what_is_no_folder_stays_a_hub_name(tmp_path: Path) -> None:
+    file = write_cluster(tmp_path, model="Qwen/Qwen3-0.6B")
+    assert load_cluster(file).node("decode").model == "Qwen/Qwen3-0.6B"
+
+
+def test_the_demo_cluster_has_its_model() -> None:
+    assert (Path(load_cluster().model) / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"foo": 1}, "foo"),
+        ({"prefill": {"config": {"prot": 1}}}, "prefill.config: .*prot"),
+        ({"decode": {"replicas": 2, "config": {"port": 8200}}}, "2 replicas need port 0"),
+        ({"decode": {"replicas": 0}}, "decode.replicas must be at least 1"),
+        ({"proxy": {"port": -1}}, "proxy: .*port"),
+        ({"proxy": {"num_cpus": -1}}, "proxy: .*num_cpus"),
+    ],
+)
+def test_wrong_files_are_refused(tmp_path: Path, fields: dict[str, object], words: str) -> None:
+    file = write_cluster(tmp_path, **fields)
+    with pytest.raises(ConfigError, match=f"{re.escape(str(file))}: .*{words}"):
+        load_cluster(file)
+
+
+def test_places_and_what_they_take_together(tmp_path: Path) -> None:
+    file = write_cluster(
+        tmp_path,
+        prefill={"replicas": 2, "num_cpus": 0.5, "resources": {"big": 1}},
+        proxy={"resources": {"edge": 0.25}, "num_cpus": 1},
+    )
+    config = load_cluster(file)
+    places = [place.name for place in config.places()]
+    assert places == ["prefill-0", "prefill-1", "decode-0", "proxy"]
+    assert config.resources() == {"CPU": pytest.approx(2.1), "big": 2, "edge": 0.25}
+
+
+def test_both_kinds_of_nodes_and_the_proxy_share_one_random_token(tmp_path: Path) -> None:
+    file = write_cluster(tmp_path)
+    one, other = load_cluster(file), load_cluster(file)
+    tokens = {one.node("prefill").cluster_token, one.node("decode").cluster_token}
+    assert tokens == {one.proxy_config((), ()).cluster_token}
+    assert one.cluster_token != other.cluster_token
+
+
+def test_a_second_claim_is_refused_and_the_first_still_stands(tmp_path: Path) -> None:
+    file, state = tmp_path / "state", own_state(tmp_path)
+    with claimed_state(file, state):
+        assert file.stat().st_mode & 0o077 == 0
+        with pytest.raises(ConfigError, match="up already"), claimed_state(file, state):
+            pass
+        reached = msgspec.structs.replace(state, address="127.0.0.1:1")
+        write_state(file, reached)
+        assert read_state(file) == reached
+        assert file.stat().st_mode & 0o077 == 0
+    assert not file.exists()
+
+
+def test_the_state_of_an_earlier_process_with_our_pid_is_discarded(tmp_path: Path) -> None:
+    folder = tmp_path / f"{FOLDER_PREFIX}x"
+    folder.mkdir()
+    me = process_id(os.getpid())
+    assert me is not None
+    stale = msgspec.structs.replace(own_state(folder), started=me.started - 1)
+    file = tmp_path / "state"
+    write_state(file, stale)
+    with pytest.raises(UnavailableError, match="is gone"):
+        read_state(file)
+    assert not file.exists()
+    assert not folder.exists()
+
+
+def test_a_stale_state_deletes_only_folders_of_an_embedded_ray(tmp_path: Path) -> None:
+    stale = msgspec.structs.replace(own_state(tmp_path), started=0)
+    file = tmp_path / "state"
+    write_state(file, stale)
+    with claimed_state(file, own_state(tmp_path)):
+        assert tmp_path.exists()
+
+
+def test_the_table_fits_eighty_columns() -> None:
+    """With four-digit prompts, megabytes of attention and slow tokens."""
+    moved = {
+        "prefill_cached_tokens": 8192,
+        "decode_cached_tokens": 8192,
+        "attention_bytes": 9_999_999,
+        "state_bytes": 999_999,
+        "transfer_ms": 1234.5,
+    }
+    usage = SimpleNamespace(prompt_tokens=8192, model_extra={"kv_transfer": moved})
+    exchange = Exchange("turn 3 of 3", usage=usage, ttft_ms=1234.5, itl_ms=123.45)
+    out = io.StringIO()
+    Console(file=out, width=80).print(table_of([exchange]))
+    cells = ("turn 3 of 3", "9,999,999", "999,999", "1234.5", "123.45")
+    assert all(cell in out.getvalue() for cell in cells), out.getvalue()
+    assert "…" not in out.getvalue()
