@@ -45,4 +45,4 @@ bench: $(STAMP) ## the four benchmarks, about ten minutes on an idle machine
 	$(BIN)/python -m benchmarks.serving
 
 clean: ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

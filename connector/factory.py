@@ -26,7 +26,6 @@ from engine.rpc.control_service import ControlService
 from engine.rpc.messages import Handshake
 from engine.rpc.server import RpcService
 
-RENEWALS_PER_LEASE = 6
 WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 
@@ -81,7 +80,7 @@ def build_connector(
         cluster_token=settings.cluster_token,
         control_timeout_s=extra.control_timeout,
     )
-    claims = ClaimKeeper(peers, extra.kv_lease_duration / RENEWALS_PER_LEASE)
+    claims = ClaimKeeper(peers, extra.kv_lease_duration)
     address = AdvertisedAddress(settings.engine_id, advertised_host(settings.host))
     transfers = TransferMetrics(metrics)
     consumer = ConsumerWorker(

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.config import DEMO_CLUSTER, ClusterConfig, load_cluster
-from deploy.session import embedded_environment, new_session
+from deploy.session import Session, embedded_environment, new_session
 from deploy.signals import stop_on_signals
 from deploy.state import ClusterState, claimed_state, own_state, read_state, write_state
 from engine.errors import TandemError, UnavailableError
@@ -63,7 +63,8 @@ def status(address: Address = None) -> None:
     with _connected(address):
         from deploy.ray_cluster import cluster_members
 
-        console.print(_table(cluster_members()))
+        members = cluster_members()
+        console.print(_table(members) if members else "no cluster is up on this Ray")
 
 
 @app.command()
@@ -91,16 +92,20 @@ def _up_embedded(config: ClusterConfig) -> None:
         with claimed_state(_state_file(), state):
             os.environ.update(session.environment())
             _say("starting Ray")
-            # Ray reads its environment when it is imported.
-            from deploy.ray_cluster import embedded, running
+            _hold_up(config, session, state)
 
-            with embedded(session.ray_folder, config.resources()) as address:
-                reach = {"address": address, "token_path": str(session.token_path)}
-                write_state(_state_file(), msgspec.structs.replace(state, **reach))
-                with running(config, _say) as members:
-                    console.print(_table(members))
-                    console.print(f"logs in {session.ray_folder}/session_latest/logs; Ctrl-C stops")
-                    threading.Event().wait()
+
+def _hold_up(config: ClusterConfig, session: Session, state: ClusterState) -> None:
+    # Ray reads its environment when it is imported.
+    from deploy.ray_cluster import embedded, running
+
+    with embedded(session.ray_folder, config.resources()) as address:
+        reach = {"address": address, "token_path": str(session.token_path)}
+        write_state(_state_file(), msgspec.structs.replace(state, **reach))
+        with running(config, _say) as members:
+            console.print(_table(members))
+            console.print(f"logs in {session.ray_folder}/session_latest/logs; Ctrl-C stops")
+            threading.Event().wait()
 
 
 @contextmanager

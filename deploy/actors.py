@@ -157,10 +157,8 @@ async def _wait_ready(url: str, config: ProxyConfig, seconds: float) -> None:
     missing = {"an answer"}
     try:
         async with asyncio.timeout(seconds), aiohttp.ClientSession(url) as http:
-            while True:
+            while missing:
                 missing = await _missing(http, config)
-                if not missing:
-                    return
                 await asyncio.sleep(READY_POLL_S)
     except TimeoutError as error:
         raise UnavailableError(f"the proxy is not ready, it misses {missing}") from error

@@ -26,7 +26,7 @@ GROUP = "tandem-nodes"
 STOP_ORDER = ("proxy", "decode", "prefill")
 OBJECT_STORE_BYTES = 80 << 20
 MAX_RESTARTS = 10
-PLACE_S = 15.0
+PLACE_S = 30.0
 READY_S = 30.0
 CALL_S = 15.0
 LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
@@ -112,7 +112,7 @@ def _start(config: ClusterConfig, progress: Progress) -> list[Member]:
     progress("starting the proxy")
     urls = {kind: tuple(m.rpc_url for m in members if m.kind == kind) for kind in STOP_ORDER}
     proxy_config = config.proxy_config(urls["prefill"], urls["decode"])
-    actor = _create(ProxyActor, proxy, group, len(nodes), proxy_config)
+    actor = _create(ProxyActor, proxy, group, proxy_config, index=len(nodes))
     members += _get([actor.start.remote()], START_S, "the proxy to start")
     _refuse_loopback_between_machines(members)
     progress("waiting until the proxy can use every node")
@@ -132,14 +132,14 @@ def _start_nodes(
     config: ClusterConfig, places: Sequence[Place], group: PlacementGroup
 ) -> list[Member]:
     actors = [
-        _create(NodeActor, place, group, index, place.kind, config.node(place.kind))
+        _create(NodeActor, place, group, place.kind, config.node(place.kind), index=index)
         for index, place in enumerate(places)
     ]
     return _get([actor.start.remote() for actor in actors], START_S, "nodes to start")
 
 
 def _create(
-    kind: type, place: Place, group: PlacementGroup, index: int, /, *arguments: object
+    kind: type, place: Place, group: PlacementGroup, /, *arguments: object, index: int
 ) -> Any:
     custom = {name: amount for name, amount in place.bundle.items() if name != "CPU"}
     options = ray.remote(kind).options(

@@ -23,6 +23,8 @@ from engine.types import KVTransferParams, KVTransferStats
 log = structlog.get_logger()
 
 CONTROL_THREADS = 4
+RENEWALS_PER_LEASE = 6
+MIN_INTERVAL_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -51,12 +53,13 @@ class PrefillClaim:
 class ClaimKeeper:
     """Owner of all claims of a node and of the threads that talk to prefill nodes about them."""
 
-    def __init__(self, peers: PeerRegistry, renewal_interval_s: float) -> None:
+    def __init__(self, peers: PeerRegistry, lease_s: float) -> None:
         self._peers = peers
-        self._interval_s = renewal_interval_s
+        self._interval_s = lease_s / RENEWALS_PER_LEASE
         self._lock = threading.Lock()
         self._claims: dict[str, PrefillClaim] = {}
         self._stopping = threading.Event()
+        self._pause = threading.Event()
         self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="kv-control")
         self._renewer = threading.Thread(target=self._renew_regularly, name="kv-renew", daemon=True)
         self._renewer.start()
@@ -108,6 +111,7 @@ class ClaimKeeper:
     def close(self) -> None:
         """Gives every claim up and stops the threads."""
         self._stopping.set()
+        self._pause.set()
         for request_id in list(self._claims):
             self.end(request_id)
         self._renewer.join()
@@ -132,6 +136,7 @@ class ClaimKeeper:
             raise
         with claim.lock:
             claim.peer, claim.offsets = peer, found.groups
+            self._keep_pace(found.lease_s)
             came_too_late = claim.ended
         if came_too_late:
             self._give_up(claim)
@@ -159,10 +164,23 @@ class ClaimKeeper:
 
         A peer without claims gets one too: when it has died, its arena must not stay mapped here.
         """
-        while not self._stopping.wait(self._interval_s):
+        while not self._pause_is_last():
             for peer, claims in self._by_peer():
                 if self._peers.hold(peer):
                     self._control.submit(self._renew, peer, claims)
+
+    def _pause_is_last(self) -> bool:
+        """Waits until it is time to renew; whether the node stops instead."""
+        self._pause.wait(self._interval_s)
+        self._pause.clear()
+        return self._stopping.is_set()
+
+    def _keep_pace(self, lease_s: float) -> None:
+        """P's leases may be shorter than ours: renew as often as the shortest of all needs."""
+        interval_s = max(lease_s / RENEWALS_PER_LEASE, MIN_INTERVAL_S)
+        if interval_s < self._interval_s:
+            self._interval_s = interval_s
+            self._pause.set()
 
     def _by_peer(self) -> Iterable[tuple[Peer, list[PrefillClaim]]]:
         """Every known peer with its claims to renew; one that is gone while it has any."""

@@ -110,9 +110,7 @@ async def _alone() -> list[Exchange]:
     # Only now: importing torch takes seconds, in which nothing would be seen.
     from prefill_node.server import prefill_server
 
-    config = load_cluster().node("prefill")
-    assert config.kv_transfer_config.kv_role == "kv_both"
-    node = prefill_server(config)
+    node = prefill_server(load_cluster().node("prefill"))
     await node.start()
     try:
         return await _run(node.url, Console(quiet=True))

@@ -60,8 +60,7 @@ class Talk:
         self._console = console
 
     async def run(self) -> list[Exchange]:
-        """A completion, a chat, and a conversation of three turns; the chats share their system
-        prompt."""
+        """A completion, a chat, a conversation of three turns; chats share the system prompt."""
         exchanges = [await self._complete(), await self._chat("chat", [SYSTEM], CHAT)]
         messages = [SYSTEM]
         for number, question in enumerate(TURNS, start=1):

@@ -56,11 +56,17 @@ class HttpServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """Without Nagle's delay, which costs a stream's first token 40 ms; connections inherit it.
+
+    asyncio would switch it off, but does not recognise sockets whose protocol is left at 0.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listening = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise ConfigError(f"cannot listen for HTTP on {host}:{port}: {error.strerror}") from error
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
 
 
 def _uvicorn_config(app: ASGIApp, drain_timeout_s: float) -> uvicorn.Config:

@@ -17,6 +17,7 @@ from tests.pairs import (
     GREEDY,
     REMOTE_DECODE,
     TRANSPORTS,
+    arena_for,
     count_near_ties,
     hand_over,
     hand_over_all,
@@ -108,16 +109,22 @@ async def test_a_lease_that_nobody_claims_ends_and_gives_its_memory_back(
 async def test_a_lease_is_renewed_while_its_request_waits(
     cluster: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    config = transfer_config(lease_s=0.6)
-    p = await cluster.start("prefill", checkpoints["qwen3_5"], kv_transfer_config=config)
+    """As often as P's lease needs, whatever D would grant; D is full for two leases of P's."""
+    model = checkpoints["qwen3_5"]
+    p = await cluster.start("prefill", model, kv_transfer_config=transfer_config(lease_s=1.5))
     d = await cluster.start(
-        "decode", checkpoints["qwen3_5"], kv_transfer_config=config, max_num_seqs=1
+        "decode",
+        model,
+        kv_transfer_config=transfer_config(lease_s=600.0),
+        kv_cache_memory_bytes=arena_for(model, 100),
     )
-    long = msgspec.structs.replace(GREEDY, max_tokens=CONTEXT)
-    blocker = asyncio.create_task(generate(d, request_of(prompt_of(20), long)))
-    pair = await hand_over(p, d, prompt_of(50))
-    await blocker
-    assert pair.last.kv_transfer is not None
+    held = (await prefill(d, prompt_of(80))).remote_request_id
+    assert held is not None
+    waiting = asyncio.create_task(hand_over(p, d, prompt_of(50)))
+    await asyncio.sleep(3.0)
+    assert not waiting.done()
+    await d.engine.run_in_engine(lambda: d.engine.core.scheduler.abort(held))
+    assert (await waiting).last.kv_transfer is not None
 
 
 async def test_an_answer_of_p_that_nobody_takes_ends_its_lease(

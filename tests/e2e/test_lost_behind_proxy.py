@@ -1,8 +1,10 @@
 """Nodes that die behind a real proxy: the same tokens or a clear error, and then as before."""
 
 import asyncio
+import json
 
 from tests.asking import Answer, ask, get, prefill_over_http, question, stream, streamed_ids
+from tests.node_double import client_of
 from tests.pairs import arena_for, prompt_of
 from tests.processes import Launcher, ServerProcess
 
@@ -10,6 +12,7 @@ PROMPT = list(prompt_of(100, salt=6))
 BLOCKER = list(prompt_of(100, salt=7))
 QUESTION = question(PROMPT)
 USABLE = "tandem_proxy_available_nodes"
+WAITING = "vllm:num_requests_waiting"
 PULLS = "vllm:nixl_bytes_transferred_count"
 
 
@@ -38,13 +41,13 @@ async def test_without_d_there_is_a_clear_error_and_d_is_used_again_when_it_is_b
     real: Launcher,
 ) -> None:
     """D can hold one sequence: one stands still after its first token while D is killed."""
-    p, d, proxy = start(real, "--kv-cache-memory-bytes", str(arena_for(real.model, 120)))
+    p, d, proxy = start(real, *small_arena(real))
     expected = (await ask(proxy.url, QUESTION)).token_ids
     p.remember_start_value()
     await prefill_over_http(d.url, BLOCKER)
     streaming = asyncio.create_task(stream(proxy.url, {**QUESTION, "stream": True}))
     asking = asyncio.create_task(ask(proxy.url, QUESTION))
-    await asyncio.to_thread(d.wait_for, "vllm:num_requests_waiting", 2)
+    await asyncio.to_thread(d.wait_for, WAITING, 2)
     d.kill()
     *chunks, last = await streaming
     assert streamed_ids(chunks) == expected[:1]
@@ -61,12 +64,37 @@ async def test_without_d_there_is_a_clear_error_and_d_is_used_again_when_it_is_b
         node.assert_at_rest()
 
 
+async def test_clients_that_leave_end_their_requests_on_d(real: Launcher) -> None:
+    """D is full for longer than the test waits: only a cancellation takes them out of its queue."""
+    p, d, proxy = start(real, *small_arena(real))
+    await prefill_over_http(d.url, BLOCKER)
+    async with client_of(proxy.url) as client:
+        for body in (QUESTION, {**QUESTION, "stream": True}):
+            asked = asyncio.create_task(client.post("/completions", body=body, cast_to=object))
+            await asyncio.to_thread(d.wait_for, WAITING, 1)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            await asyncio.to_thread(d.wait_for, WAITING, 0)
+    assert d.metrics()["tandem:held_requests"] == 1
+    p.assert_at_rest()
+
+
+def small_arena(real: Launcher) -> tuple[str, ...]:
+    """Room for one sequence; what D itself holds stays as long as the test."""
+    arena = ("--kv-cache-memory-bytes", str(arena_for(real.model, 120)))
+    return *arena, *lease_flag(600.0)
+
+
 def start(real: Launcher, *flags_of_d: str) -> tuple[ServerProcess, ServerProcess, ServerProcess]:
     """A prefill node whose leases end soon, a decode node, a proxy."""
-    lease = '{"kv_connector_extra_config": {"kv_lease_duration": 2.0}}'
-    p = real.launch("prefill_node", "--kv-transfer-config", lease)
+    p = real.launch("prefill_node", *lease_flag(2.0))
     d = real.node("decode_node", *flags_of_d)
     return p.wait_until_serving(), d, real.proxy(p, d)
+
+
+def lease_flag(seconds: float) -> tuple[str, str]:
+    lease = {"kv_lease_duration": seconds}
+    return "--kv-transfer-config", json.dumps({"kv_connector_extra_config": lease})
 
 
 def assert_names_the_lost_node(answer: Answer, node: ServerProcess) -> None:
