@@ -16,6 +16,7 @@ import msgspec
 import pytest
 
 from engine.node.server import NodeServer
+from engine.rpc.control_client import ControlClient
 from engine.types import KVTransferParams
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import Cluster, generate, settled, transfer_config
@@ -107,7 +108,7 @@ async def test_d_killed_with_a_claim_gives_p_its_memory_back(
 async def test_a_p_that_hangs_costs_a_recompute_and_a_client_that_leaves_meanwhile_nothing(
     cluster: Cluster, real: Launcher
 ) -> None:
-    p = real.node("prefill_node", *lease_flag(3.0))
+    p = real.node("prefill_node")
     d = await cluster.start(
         "decode", real.model, kv_transfer_config=transfer_config("shm", control_s=0.5)
     )
@@ -118,6 +119,7 @@ async def test_a_p_that_hangs_costs_a_recompute_and_a_client_that_leaves_meanwhi
     expected.append((await ask(d.url, await remote_prefill(p))).token_ids)
     bodies = [await remote_prefill(p) for _ in (d, patient)]
     p.signal(signal.SIGSTOP)
+    tasks = len(asyncio.all_tasks())
     leaving = asyncio.create_task(ask(patient.url, bodies[1]))
     answer = await ask(d.url, bodies[0])
     assert [answer.token_ids, answer.token_ids] == expected
@@ -125,7 +127,9 @@ async def test_a_p_that_hangs_costs_a_recompute_and_a_client_that_leaves_meanwhi
     assert not leaving.done()
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
+    await until(lambda: len(asyncio.all_tasks()) <= tasks)
     p.signal(signal.SIGCONT)
+    release(bodies[0]["kv_transfer_params"])  # that D has given up, and only its lease would end it
     await asyncio.to_thread(p.assert_at_rest)
 
 
@@ -141,10 +145,13 @@ async def pull_from_a_late_peer(d: NodeServer, p: ServerProcess) -> list[int]:
     return answer.token_ids
 
 
-def lease_flag(seconds: float) -> tuple[str, str]:
-    return "--kv-transfer-config", json.dumps(
-        {"kv_connector_extra_config": {"kv_lease_duration": seconds}}
-    )
+def release(params: dict[str, Any]) -> None:
+    """As a decode node that has read what it wanted."""
+    address = f"{params['remote_host']}:{params['remote_port']}"
+    control = ControlClient(address, token=None, caller_engine_id="the test")
+    engine_id, request_id = params["remote_engine_id"], params["remote_request_id"]
+    assert control.release(engine_id, request_id, reason="read", timeout_s=10.0)
+    control.close()
 
 
 def transport_flag(transport: str) -> tuple[str, str]:
