@@ -29,9 +29,12 @@ class MultiScheduler(SchedulerConnector):
                 return matched
         return 0
 
-    def update_state_after_alloc(self, request: Request, pull: BlockPull) -> None:
-        """Tells the child that matched."""
-        self._chosen.pop(request.request_id).update_state_after_alloc(request, pull)
+    def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
+        """A pull goes to the child that matched; that none is needed is news for all."""
+        chosen = self._chosen.pop(request.request_id, None)
+        for child in self._children:
+            if pull is None or child is chosen:
+                child.update_state_after_alloc(request, pull)
 
     def build_connector_meta(self) -> ConnectorMeta:
         """The children's messages, joined."""

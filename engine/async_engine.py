@@ -166,6 +166,7 @@ class AsyncEngine:
             raise EngineDeadError(f"the engine thread has stopped: {self._dead!r}")
         request = Request.from_generate(
             origin,
+            self.core.scheduler.cache.hasher,
             max_model_len=self.limits.max_model_len,
             eos_token_ids=self.limits.eos_token_ids,
         )

@@ -20,7 +20,7 @@ class EngineCore:
     def step(self) -> tuple[StepNews, bool]:
         """One step; the news, and whether anything was computed."""
         output = self.scheduler.schedule()
-        self._runner.zero_states(output.new_states)
+        self._runner.prepare(output)
         self._connector.worker.start_load_kv(output.connector)
         sampled = self._runner.execute(output)
         news = self.scheduler.update(output, sampled, self._connector.worker.get_finished())

@@ -43,8 +43,8 @@ class SchedulerConnector(ABC):
         """Tokens beyond `num_computed_tokens` that can be loaded; 0 means compute here."""
 
     @abstractmethod
-    def update_state_after_alloc(self, request: Request, pull: BlockPull) -> None:
-        """Blocks are reserved: load into them, starting with the next step."""
+    def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
+        """Blocks are reserved: load into them from the next step on; None: all is here already."""
 
     @abstractmethod
     def build_connector_meta(self) -> ConnectorMeta:
@@ -114,8 +114,8 @@ class LocalScheduler(SchedulerConnector):
         """Always 0."""
         return 0
 
-    def update_state_after_alloc(self, request: Request, pull: BlockPull) -> None:
-        """Never called: nothing matches."""
+    def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
+        """Nothing was promised."""
 
     def build_connector_meta(self) -> ConnectorMeta:
         """Always empty."""

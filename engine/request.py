@@ -6,6 +6,7 @@ Torch-free. Who may move a request from one status to another is the table below
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.tables import BlockTables
 from engine.types import FinishReason, GenerateRequest, SamplingParams, TokenId, TokenLogprob
 
@@ -46,6 +47,10 @@ class Request:
 
         token_ids  [ prompt .................... | output ....... ]
         computed   [ ..................>                           ]
+
+    `prefix` gives the digests of its tokens. While `skip_mamba_align` holds, Mamba groups take no
+    part in its local hit and ask for no checkpoints, because its states come from another node
+    (vLLM #42524); a failed load ends it. `checkpoints`: token counts whose states are kept.
     """
 
     request_id: str
@@ -55,6 +60,9 @@ class Request:
     eos_token_ids: frozenset[TokenId]
     max_total_tokens: int
     origin: GenerateRequest
+    prefix: PrefixDigests
+    skip_mamba_align: bool = False
+    checkpoints: tuple[int, ...] = ()
     priority: int = 0
     arrival: int = 0
     status: RequestStatus = RequestStatus.WAITING
@@ -68,19 +76,28 @@ class Request:
 
     @classmethod
     def from_generate(
-        cls, origin: GenerateRequest, *, max_model_len: int, eos_token_ids: frozenset[TokenId]
+        cls,
+        origin: GenerateRequest,
+        hasher: PrefixHasher,
+        *,
+        max_model_len: int,
+        eos_token_ids: frozenset[TokenId],
     ) -> "Request":
         """The engine's view of `origin`; the output ends at the context limit at the latest."""
         num_prompt = len(origin.prompt_token_ids)
         num_output = 1 if is_remote_decode(origin) else origin.sampling.max_tokens
+        params = origin.kv_transfer_params
+        token_ids = list(origin.prompt_token_ids)
         return cls(
             request_id=origin.request_id,
-            token_ids=list(origin.prompt_token_ids),
+            token_ids=token_ids,
             num_prompt_tokens=num_prompt,
             sampling=origin.sampling,
             eos_token_ids=frozenset() if origin.sampling.ignore_eos else eos_token_ids,
             max_total_tokens=min(num_prompt + num_output, max_model_len),
             origin=origin,
+            prefix=PrefixDigests(hasher, token_ids, origin.cache_salt),
+            skip_mamba_align=params is not None and params.do_remote_prefill,
             priority=origin.priority,
         )
 

@@ -5,17 +5,22 @@ Torch-free; inside one process, so plain dataclasses.
 
 from dataclasses import dataclass, field
 
+from engine.kv_cache.manager import BlockCopy, Checkpoint
 from engine.request import Request
 from engine.types import TokenId, TokenLogprob
 
 
 @dataclass(slots=True, frozen=True)
 class ScheduledRequest:
-    """`num_tokens` of `request` from its first uncomputed one; `samples` if they reach its end."""
+    """`num_tokens` of `request` from its first uncomputed one; `samples` if they reach its end.
+
+    `checkpoints`: where to put the states that are kept from these tokens.
+    """
 
     request: Request
     num_tokens: int
     samples: bool
+    checkpoints: tuple[Checkpoint, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,10 +41,11 @@ class ConnectorMeta:
 
 @dataclass(slots=True, frozen=True)
 class SchedulerOutput:
-    """One step's work: decodes, then prefill chunks; `new_states` are zeroed before all else."""
+    """One step's work; before all else `new_states` are zeroed and `copies` are made."""
 
     scheduled: tuple[ScheduledRequest, ...]
     new_states: tuple[tuple[int, int], ...]
+    copies: tuple[BlockCopy, ...]
     connector: ConnectorMeta
 
 

@@ -83,12 +83,16 @@ class ClaimKeeper:
         with self._lock:
             claim = self._claims.pop(request_id, None)
         if claim is not None:
-            with claim.lock:
-                is_ours = not claim.ended and claim.peer is not None
-                claim.ended = True
-            if is_ours:
-                self._control.submit(self._give_up, claim)
+            self.settle(claim)
         return claim
+
+    def settle(self, claim: PrefillClaim) -> None:
+        """Nobody will read: P's lease is released in the background if it is still ours."""
+        with claim.lock:
+            is_ours = not claim.ended and claim.peer is not None
+            claim.ended = True
+        if is_ours:
+            self._control.submit(self._give_up, claim)
 
     def confirm(self, claim: PrefillClaim) -> bool:
         """Ends the lease after a read; true when it was alive, so that the bytes are intact."""

@@ -52,13 +52,19 @@ class ConsumerScheduler(SchedulerConnector):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """All of the prompt that is not here, while its claim stands."""
         claim = self._claims.get(request.request_id)
-        if claim is None or claim.failure is not None:
+        if claim is None or claim.ended or claim.failure is not None:
             return 0
         return request.num_prompt_tokens - num_computed_tokens
 
-    def update_state_after_alloc(self, request: Request, pull: BlockPull) -> None:
-        """Queues the pull for the next step."""
-        self._pulls.append(pull)
+    def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
+        """Queues the pull for the next step; when all is here already, P may forget it at once."""
+        if pull is not None:
+            self._pulls.append(pull)
+            return
+        claim = self._claims.get(request.request_id)
+        if claim is not None and not claim.ended:
+            claim.stats = _stats(claim, None, request.num_computed_tokens)
+            self._claims.settle(claim)
 
     def build_connector_meta(self) -> ConnectorMeta:
         """The pulls queued since the last step."""
@@ -153,7 +159,11 @@ class ConsumerWorker(WorkerConnector):
         """The bytes count only if P says, after the read, that the lease was alive all the time."""
         started = time.monotonic()
         spans = plan_pull(
-            self._plan, pull.tables, claim.offsets, num_local_tokens=pull.num_local_tokens
+            self._plan,
+            pull.tables,
+            claim.offsets,
+            num_tokens=claim.params.remote_num_tokens or 0,
+            num_local_tokens=pull.num_local_tokens,
         )
         self._read(peer, spans)
         if not self._claims.confirm(claim):
@@ -178,16 +188,22 @@ class ConsumerWorker(WorkerConnector):
     def _book(
         self, claim: PrefillClaim, spans: PullPlan, pull: BlockPull, *, seconds: float
     ) -> None:
-        claim.stats = KVTransferStats(
-            attention_bytes=spans.attention_bytes,
-            state_bytes=spans.state_bytes,
-            transfer_ms=1e3 * seconds,
-            prefill_cached_tokens=claim.params.remote_num_cached_tokens or 0,
-            decode_cached_tokens=pull.num_local_tokens,
-        )
+        claim.stats = _stats(claim, spans, pull.num_local_tokens, transfer_ms=1e3 * seconds)
         self._metrics.pulled(
             seconds,
             spans=len(spans.spans),
             attention_bytes=spans.attention_bytes,
             state_bytes=spans.state_bytes,
         )
+
+
+def _stats(
+    claim: PrefillClaim, spans: PullPlan | None, num_local_tokens: int, *, transfer_ms: float = 0.0
+) -> KVTransferStats:
+    return KVTransferStats(
+        attention_bytes=spans.attention_bytes if spans else 0,
+        state_bytes=spans.state_bytes if spans else 0,
+        transfer_ms=transfer_ms,
+        prefill_cached_tokens=claim.params.remote_num_cached_tokens or 0,
+        decode_cached_tokens=num_local_tokens,
+    )

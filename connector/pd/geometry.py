@@ -5,7 +5,7 @@ Neither package versions nor spellings of model paths take part.
 
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
-from engine.kv_cache.spec import KVCacheGroup, MambaSpec
+from engine.kv_cache.spec import KVCacheGroup, MambaSpec, SlidingWindowSpec
 from engine.rpc.messages import Handshake
 
 PROTOCOL_VERSION = "1"
@@ -13,12 +13,14 @@ PROTOCOL_VERSION = "1"
 
 def describe_geometry(plan: ArenaPlan, model_fingerprint: str) -> dict[str, str]:
     """This node's side of the comparison."""
-    groups = {f"kv_cache_group.{i}": _describe(group) for i, group in enumerate(plan.groups)}
+    groups = {
+        f"kv_cache_group.{i}": _describe(group, plan.block_size_of(i))
+        for i, group in enumerate(plan.groups)
+    }
     return {
         "protocol": PROTOCOL_VERSION,
         "model_fingerprint": model_fingerprint,
         "kv_layout": "head_major",
-        "block_size": str(plan.block_size),
         "num_kv_cache_groups": str(len(plan.groups)),
         **groups,
     }
@@ -36,7 +38,7 @@ def check_geometry(mine: Handshake, theirs: Handshake) -> None:
             )
 
 
-def _describe(group: KVCacheGroup) -> str:
+def _describe(group: KVCacheGroup, block_size: int) -> str:
     spec = group.spec
     layers = ",".join(map(str, group.layers))
     if isinstance(spec, MambaSpec):
@@ -46,7 +48,8 @@ def _describe(group: KVCacheGroup) -> str:
             f"mamba {spec.kind} conv={conv} {spec.conv_dtype} "
             f"temporal={temporal} {spec.temporal_dtype} layers={layers}"
         )
+    window = f"window={spec.window} " if isinstance(spec, SlidingWindowSpec) else ""
     return (
-        f"full_attention kv_heads={spec.num_kv_heads} head_dim={spec.head_dim} "
-        f"{spec.dtype} layers={layers}"
+        f"attention {window}kv_heads={spec.num_kv_heads} head_dim={spec.head_dim} "
+        f"{spec.dtype} block_size={block_size} layers={layers}"
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from connector.transports.base import SpanPair
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
-from engine.kv_cache.spec import MambaSpec
+from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,12 +30,14 @@ def plan_pull(
     local_tables: Sequence[Sequence[int]],
     remote_offsets: Sequence[Sequence[int]],
     *,
+    num_tokens: int,
     num_local_tokens: int,
 ) -> PullPlan:
-    """Spans that fill `local_tables` beyond the `num_local_tokens` tokens that are here already.
+    """Spans that fill `local_tables` with `num_tokens` tokens, of which the first are here already.
 
-    `remote_offsets[g][i]` is the byte offset of block i of group g in P's arena. Raises
-    TransportError when P names fewer or more blocks than D reserved.
+    `remote_offsets[g]` are byte offsets of group g's last blocks in P's arena; blocks that a window
+    has left behind are not announced and not read. Raises TransportError when P announces more
+    blocks than D reserved, or too few.
     """
     if len(local_tables) != len(remote_offsets):
         raise TransportError(
@@ -44,19 +46,28 @@ def plan_pull(
     pieces: list[SpanPair] = []
     sizes = {True: 0, False: 0}
     for group, (blocks, offsets) in enumerate(zip(local_tables, remote_offsets, strict=True)):
-        if len(blocks) != len(offsets):
+        first = _first_block(plan, group, num_tokens, num_local_tokens=num_local_tokens)
+        skipped = len(blocks) - len(offsets)
+        if not 0 <= skipped <= first:
             raise TransportError(
                 f"group {group}: {len(offsets)} blocks announced, {len(blocks)} reserved"
             )
-        is_state = isinstance(plan.groups[group].spec, MambaSpec)
-        first = 0 if is_state else num_local_tokens // plan.block_size
         length = plan.block_bytes(group)
-        sizes[is_state] += length * (len(blocks) - first)
+        sizes[isinstance(plan.groups[group].spec, MambaSpec)] += length * (len(blocks) - first)
         pieces += [
             SpanPair(remote=offset, local=plan.block_offset(group, block), length=length)
-            for offset, block in zip(offsets[first:], blocks[first:], strict=True)
+            for offset, block in zip(offsets[first - skipped :], blocks[first:], strict=True)
         ]
     return PullPlan(tuple(coalesce(pieces)), sizes[False], sizes[True])
+
+
+def _first_block(plan: ArenaPlan, group: int, num_tokens: int, *, num_local_tokens: int) -> int:
+    """The first block of a group that has to be read: 0 for a state."""
+    spec = plan.groups[group].spec
+    if isinstance(spec, MambaSpec):
+        return 0
+    needed = spec.first_needed(num_tokens) if isinstance(spec, SlidingWindowSpec) else 0
+    return max(needed, num_local_tokens) // plan.block_size_of(group)
 
 
 def coalesce(pieces: Iterable[SpanPair]) -> list[SpanPair]:

@@ -8,11 +8,13 @@ with, and only peers on the same machine are accepted.
 import hashlib
 import hmac
 import ipaddress
+from array import array
+from collections.abc import Sequence
 
 import msgspec
 
 from engine.errors import KVTransferParamsError
-from engine.types import GenerateRequest, KVTransferParams
+from engine.types import GenerateRequest, KVTransferParams, TokenId
 
 REQUIRED = (
     "remote_engine_id",
@@ -20,6 +22,7 @@ REQUIRED = (
     "remote_host",
     "remote_port",
     "remote_num_tokens",
+    "remote_prompt_digest",
     "first_token_ids",
     "signature",
 )
@@ -57,6 +60,11 @@ class ParamsSigner:
         return hmac.new(self._key, msgspec.msgpack.encode(unsigned), hashlib.sha256).hexdigest()
 
 
+def prompt_digest(token_ids: Sequence[TokenId]) -> str:
+    """Binds a hand-over to its prompt: what D pulls is cached there under these tokens' name."""
+    return hashlib.sha256(array("I", token_ids).tobytes()).hexdigest()
+
+
 def check_remote_prefill(request: GenerateRequest, params: KVTransferParams) -> None:
     """Raises KVTransferParamsError naming what is missing or does not fit `request`."""
     if params.do_remote_decode:
@@ -72,6 +80,11 @@ def check_remote_prefill(request: GenerateRequest, params: KVTransferParams) -> 
         raise KVTransferParamsError(
             f"P computed {params.remote_num_tokens} tokens but this prompt has {num_tokens}; "
             "send the same prompt to both",
+            code="mismatched_kv_transfer_params",
+        )
+    if params.remote_prompt_digest != prompt_digest(request.prompt_token_ids):
+        raise KVTransferParamsError(
+            "P computed another prompt of the same length; send the same prompt to both",
             code="mismatched_kv_transfer_params",
         )
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from connector.pd.lease import LeaseTable
-from connector.pd.params import ParamsSigner
+from connector.pd.params import ParamsSigner, prompt_digest
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import FinishDecision, SchedulerConnector, WorkerConnector
 from engine.metrics import TransferMetrics
@@ -41,8 +41,8 @@ class ProducerScheduler(SchedulerConnector):
         """A producer loads nothing."""
         return 0
 
-    def update_state_after_alloc(self, request: Request, pull: BlockPull) -> None:
-        """Never called: nothing matches."""
+    def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
+        """A producer promised nothing."""
 
     def build_connector_meta(self) -> ConnectorMeta:
         """The worker side needs no message: blocks stay where they are."""
@@ -53,10 +53,10 @@ class ProducerScheduler(SchedulerConnector):
         if not is_remote_decode(request.origin) or request.finish_reason is FinishReason.ABORT:
             return FinishDecision()
         assert request.blocks is not None
-        tables = request.blocks.groups
+        tables = request.blocks
         offsets = tuple(
-            tuple(self._plan.block_offset(group, block) for block in blocks)
-            for group, blocks in enumerate(tables)
+            tuple(self._plan.block_offset(group, block) for block in tables.used(group))
+            for group in range(len(tables.groups))
         )
         self._leases.grant(request.request_id, offsets, request.num_prompt_tokens)
         return FinishDecision(hold=True, kv_transfer_params=self._params(request))
@@ -69,15 +69,19 @@ class ProducerScheduler(SchedulerConnector):
         """Leases end with the process."""
 
     def _params(self, request: Request) -> KVTransferParams:
-        assert request.blocks is not None
+        tables = request.blocks
+        assert tables is not None
         params = KVTransferParams(
             do_remote_prefill=True,
             remote_engine_id=self._address.engine_id,
             remote_request_id=request.request_id,
-            remote_block_ids=tuple(tuple(blocks) for blocks in request.blocks.groups),
+            remote_block_ids=tuple(
+                tuple(tables.used(group)) for group in range(len(tables.groups))
+            ),
             remote_host=self._address.host,
             remote_port=self._address.port,
             remote_num_tokens=request.num_prompt_tokens,
+            remote_prompt_digest=prompt_digest(request.token_ids[: request.num_prompt_tokens]),
             tp_size=1,
             first_token_ids=(request.token_ids[-1],),
             first_token_logprobs=(request.last_logprob,) if request.last_logprob else None,

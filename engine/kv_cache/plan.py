@@ -5,7 +5,7 @@ small. Knows nothing of requests, and of memory only its size.
 """
 
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 
 from engine.errors import ConfigError
 from engine.kv_cache.spec import STATE_ALIGNMENT, KVCacheGroup, MambaSpec, round_up
@@ -30,6 +30,15 @@ class ArenaPlan:
         """Bytes of the whole arena."""
         return self.unit_bytes * self.num_units
 
+    @property
+    def hash_block_size(self) -> int:
+        """The largest number of tokens that divides the blocks of every attention group."""
+        return gcd(*(group.block_size or self.block_size for group in self.groups))
+
+    def block_size_of(self, group: int) -> int:
+        """Tokens per block of an attention group."""
+        return self.groups[group].block_size or self.block_size
+
     def block_bytes(self, group: int) -> int:
         """Bytes of one block or state of `group`, without padding."""
         return self.groups[group].block_bytes(self.block_size)
@@ -47,7 +56,7 @@ class ArenaPlan:
         """Blocks that `num_tokens` tokens need in `group`; a Mamba group needs one state."""
         if isinstance(self.groups[group].spec, MambaSpec):
             return 1
-        return -(-num_tokens // self.block_size)
+        return -(-num_tokens // self.block_size_of(group))
 
     def units_for(self, num_tokens: int) -> int:
         """Units that one sequence of `num_tokens` tokens needs when it is alone."""
@@ -77,7 +86,9 @@ def plan_arena(groups: tuple[KVCacheGroup, ...], block_size: int, memory_bytes: 
 
 def _row_bytes(group: KVCacheGroup, block_size: int) -> int:
     spec = group.spec
-    return STATE_ALIGNMENT if isinstance(spec, MambaSpec) else spec.page_bytes(block_size) // 2
+    if isinstance(spec, MambaSpec):
+        return STATE_ALIGNMENT
+    return spec.page_bytes(group.block_size or block_size) // 2
 
 
 def _blocks_per_unit(group: KVCacheGroup, block_size: int, unit_bytes: int) -> int:

@@ -18,7 +18,7 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(slots=True, frozen=True)
-class FullAttentionSpec:
+class AttentionSpec:
     """K and V of one layer; a page is [K|V, num_kv_heads, block_size, head_dim] (head-major)."""
 
     num_kv_heads: int
@@ -28,6 +28,22 @@ class FullAttentionSpec:
     def page_bytes(self, block_size: int) -> int:
         """Bytes of K and V of `block_size` tokens in one layer."""
         return 2 * self.num_kv_heads * block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(slots=True, frozen=True)
+class FullAttentionSpec(AttentionSpec):
+    """A layer whose tokens read all tokens before them."""
+
+
+@dataclass(slots=True, frozen=True)
+class SlidingWindowSpec(AttentionSpec):
+    """A layer whose tokens read themselves and the `window` - 1 tokens before them."""
+
+    window: int
+
+    def first_needed(self, num_tokens: int) -> int:
+        """The first of `num_tokens` cached tokens that the next token still reads."""
+        return max(0, num_tokens - self.window + 1)
 
 
 @dataclass(slots=True, frozen=True)
@@ -61,21 +77,25 @@ class MambaSpec:
         return self.conv_bytes + self.temporal_bytes
 
 
-LayerSpec = FullAttentionSpec | MambaSpec
+LayerSpec = FullAttentionSpec | SlidingWindowSpec | MambaSpec
 
 
 @dataclass(slots=True, frozen=True)
 class KVCacheGroup:
-    """Layers (by index in the model) that share a spec and so a block table or a state slot."""
+    """Layers (by index in the model) that share a spec and so a block table or a state slot.
+
+    `block_size`: tokens per block where it differs from the node's.
+    """
 
     spec: LayerSpec
     layers: tuple[int, ...]
+    block_size: int | None = None
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block (attention) or of one whole state (Mamba), all layers of the group."""
         if isinstance(self.spec, MambaSpec):
             return len(self.layers) * self.spec.layer_bytes
-        return len(self.layers) * self.spec.page_bytes(block_size)
+        return len(self.layers) * self.spec.page_bytes(self.block_size or block_size)
 
 
 def form_groups(layer_specs: tuple[tuple[LayerSpec, ...], ...]) -> tuple[KVCacheGroup, ...]:

@@ -33,6 +33,10 @@ class UnitAllocator:
         """Units that belong to nobody."""
         return self._num_free_units
 
+    def num_free_slots(self, group: int) -> int:
+        """Free blocks in the units that an attention group has started."""
+        return self._num_free_slots[group]
+
     def can_allocate(self, counts: Sequence[int]) -> bool:
         """Whether `counts[g]` more blocks or states of every group fit at once."""
         return sum(map(self._new_units, range(len(counts)), counts)) <= self._num_free_units

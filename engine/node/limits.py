@@ -7,10 +7,8 @@ from engine.kv_cache.plan import ArenaPlan
 
 def refuse_unavailable(config: NodeConfig) -> None:
     """Raises ConfigError for options whose parts are not built yet, instead of ignoring them."""
-    if config.enable_prefix_caching:
-        raise ConfigError("prefix caching is not available yet; use --no-enable-prefix-caching")
     if config.kv_events_config.enable_kv_cache_events:
-        raise ConfigError("KV events need prefix caching, which is not available yet")
+        raise ConfigError("KV events are not available yet")
 
 
 def context_length(asked: int | None, model_limit: int, plan: ArenaPlan) -> int:

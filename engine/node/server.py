@@ -109,8 +109,10 @@ class NodeServer:
     def _read_model(self) -> LoadedModel:
         config = self.config
         folder = resolve_folder(config.model)
-        dtype = None if config.dtype == "auto" else config.dtype
-        model_config = read_config(folder, dtype)
+        model_config = read_config(folder, None if config.dtype == "auto" else config.dtype)
+        if config.dtype == "auto" and model_config.dtype == "float16":
+            # CPUs multiply float16 several times slower; the weights lose nothing in float32.
+            model_config = read_config(folder, "float32")
         return LoadedModel(
             folder=folder,
             config=model_config,
@@ -149,7 +151,7 @@ class NodeServer:
         policy = self.config.kv_transfer_config.kv_load_failure_policy
         scheduler = Scheduler(
             self.config.scheduler(limits.max_model_len),
-            KVCacheManager(plan),
+            self._cache(plan),
             connector.connector.scheduler,
             recompute_failed_loads=policy == "recompute",
         )
@@ -161,6 +163,14 @@ class NodeServer:
         engine.start()
         self._resources.push_async_callback(engine.close)
         return engine
+
+    def _cache(self, plan: ArenaPlan) -> KVCacheManager:
+        return KVCacheManager(
+            plan,
+            hash_seed=self.config.prefix_hash_seed,
+            prefix_caching=self.config.enable_prefix_caching,
+            checkpoint_share=self.config.mamba_checkpoint_share,
+        )
 
     async def _start_rpc(self, model: LoadedModel, connector: NodeConnector) -> RpcServer:
         files = {

@@ -10,7 +10,10 @@ import msgspec
 
 from engine.config import SchedulerConfig
 from engine.errors import KVLoadError, OverloadedError, TandemError
+from engine.kv_cache.checkpoints import checkpoint_positions, due
+from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.tables import BlockTables
 from engine.kv_connector import FinishDecision, SchedulerConnector
 from engine.request import Request, RequestStatus
 from engine.sched.chunk import plan_prefill_chunk
@@ -30,6 +33,8 @@ class SchedulerStats:
     """Counters since start; the node's metrics read differences."""
 
     num_preemptions: int = 0
+    num_hit_tokens: int = 0
+    num_missing_checkpoint_tokens: int = 0
     recomputed_tokens: dict[str, int] = field(default_factory=dict)
 
     def recompute(self, cause: str, num_tokens: int) -> None:
@@ -131,17 +136,20 @@ class Scheduler:
             if used is None:
                 break
             budget -= used
-        kept = [item for item in scheduled if item.request.status is RequestStatus.RUNNING]
         return SchedulerOutput(
-            tuple(kept), self.cache.take_new_states(), self._connector.build_connector_meta()
+            tuple(self._without_preempted(scheduled)),
+            self.cache.take_new_states(),
+            self.cache.copies(),
+            self._connector.build_connector_meta(),
         )
 
     def update(
         self, output: SchedulerOutput, sampled: dict[str, SampledToken], transfers: ConnectorOutput
     ) -> StepNews:
         """Books one step's results; returns what the outside must hear."""
+        self.cache.copies_done()
         for item in output.scheduled:
-            item.request.num_computed_tokens += item.num_tokens
+            self._book_computed(item)
             if item.samples:
                 sample = sampled[item.request.request_id]
                 self._take_token(item.request, sample.token_id, sample.logprob)
@@ -165,51 +173,106 @@ class Scheduler:
         assert all(request.blocks is not None for request in owners)
         assert len(self._requests) == len(self._running) + len(self._loading) + len(self._waiting)
 
+    def _without_preempted(self, scheduled: list[ScheduledRequest]) -> list[ScheduledRequest]:
+        """What later arrivals in the same step have not pushed out again."""
+        for item in scheduled:
+            if item.request.status is not RequestStatus.RUNNING:
+                self.cache.drop_checkpoints(item.checkpoints)
+        return [item for item in scheduled if item.request.status is RequestStatus.RUNNING]
+
+    def _book_computed(self, item: ScheduledRequest) -> None:
+        """The bytes of these tokens are complete: they may be found from now on."""
+        request = item.request
+        assert request.blocks is not None
+        request.num_computed_tokens += item.num_tokens
+        self.cache.publish(request.blocks, request.prefix, request.num_computed_tokens)
+        self.cache.publish_checkpoints(request.blocks, request.prefix, item.checkpoints)
+
     def _may_start_another(self) -> bool:
         return bool(self._waiting) and self.num_running < self.config.max_num_seqs
 
     def _schedule_running(
         self, request: Request, budget: int, scheduled: list[ScheduledRequest]
     ) -> int:
-        num_tokens = _next_chunk(request, budget)
-        while not self._reserve(request, request.num_computed_tokens + num_tokens):
+        num_tokens = _next_chunk(request, request.num_computed_tokens, budget)
+        assert request.blocks is not None
+        while not self.cache.grow(request.blocks, request.num_computed_tokens + num_tokens):
             victim = max(self._running, key=lambda other: (other.priority, other.arrival))
             self._preempt(victim)
             if victim is request:
                 return 0
-        scheduled.append(_scheduled(request, num_tokens))
+        scheduled.append(self._scheduled(request, num_tokens))
         return num_tokens
 
     def _schedule_waiting(
         self, request: Request, budget: int, scheduled: list[ScheduledRequest]
     ) -> int | None:
-        """Tokens of budget used, or None when the request has to go on waiting.
-
-        Only a new request is loaded: P has given up what a preempted one has pulled already.
-        """
-        is_new = request.status is RequestStatus.WAITING
-        num_external = self._connector.get_num_new_matched_tokens(request, 0) if is_new else 0
-        num_tokens = num_external or _next_chunk(request, budget)
-        if not self._reserve(request, num_tokens):
+        """Tokens of budget used, or None when the request has to go on waiting."""
+        hit, num_external = self._find_start(request)
+        start = hit.num_tokens
+        num_tokens = num_external or _next_chunk(request, start, budget)
+        tables = self.cache.start(hit, start + num_tokens)
+        if tables is None:
             return None
         self._waiting.pop()
+        self._begin(request, tables, hit)
         if num_external:
             self._start_load(request)
             return 0
+        if request.skip_mamba_align and start >= request.num_prompt_tokens:
+            self._connector.update_state_after_alloc(request, None)
+        request.checkpoints = self._checkpoint_positions(request, hit)
         request.move(RequestStatus.RUNNING)
         self._running.append(request)
-        scheduled.append(_scheduled(request, num_tokens))
+        scheduled.append(self._scheduled(request, num_tokens))
         return num_tokens
 
-    def _reserve(self, request: Request, num_tokens: int) -> bool:
-        grown = self.cache.allocate(request.blocks, num_tokens)
-        request.blocks = grown or request.blocks
-        return grown is not None
+    def _find_start(self, request: Request) -> tuple[PrefixHit, int]:
+        """The local hit, and how many tokens behind it come from another node.
+
+        All of the known tokens but the last may hit: that one is computed to get its logits. While
+        a remote prefill stands, what the Mamba groups lack does not shorten the hit, since their
+        states are pulled; unless everything is here already, and nothing is pulled.
+        """
+        hit = self.cache.find_hit(request.prefix, request.num_tokens - 1)
+        if not request.skip_mamba_align or hit.num_tokens >= request.num_prompt_tokens:
+            return hit, 0
+        skipping = self.cache.find_hit(
+            request.prefix, request.num_prompt_tokens - 1, skip_mamba=True
+        )
+        num_external = self._connector.get_num_new_matched_tokens(request, skipping.num_tokens)
+        return (skipping, num_external) if num_external else (hit, 0)
+
+    def _begin(self, request: Request, tables: BlockTables, hit: PrefixHit) -> None:
+        request.blocks = tables
+        request.num_computed_tokens = hit.num_tokens
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = hit.num_tokens
+        self.stats.num_hit_tokens += hit.num_tokens
+        self.stats.num_missing_checkpoint_tokens += hit.junction - hit.num_tokens
+
+    def _checkpoint_positions(self, request: Request, hit: PrefixHit) -> tuple[int, ...]:
+        return checkpoint_positions(
+            hit.num_tokens,
+            hit.junction,
+            request.num_prompt_tokens,
+            hash_block_size=self.cache.hasher.hash_block_size,
+        )
+
+    def _scheduled(self, request: Request, num_tokens: int) -> ScheduledRequest:
+        start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        checkpoints = self.cache.reserve_checkpoints(
+            request.prefix, due(request.checkpoints, start, end)
+        )
+        return ScheduledRequest(
+            request, num_tokens, samples=end == request.num_tokens, checkpoints=checkpoints
+        )
 
     def _preempt(self, request: Request) -> None:
         """Frees everything; the request will be computed again from its first token."""
         self._running.remove(request)
         request.move(RequestStatus.PREEMPTED)
+        self._retire(request)
         self.stats.num_preemptions += 1
         self._restart(request, "preemption")
 
@@ -224,7 +287,7 @@ class Scheduler:
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
         self._loading[request.request_id] = request
         tables = tuple(tuple(blocks) for blocks in request.blocks.groups)
-        pull = BlockPull(request.request_id, tables, num_local_tokens=0)
+        pull = BlockPull(request.request_id, tables, request.num_computed_tokens)
         self._connector.update_state_after_alloc(request, pull)
 
     def _load_done(self, request_id: str) -> None:
@@ -232,7 +295,9 @@ class Scheduler:
         if request.is_finished:
             self._free(request)
             return
+        assert request.blocks is not None
         request.num_computed_tokens = request.num_prompt_tokens
+        self.cache.keep_loaded(request.blocks, request.prefix, request.num_computed_tokens)
         request.move(RequestStatus.RUNNING)
         self._running.append(request)
 
@@ -241,6 +306,7 @@ class Scheduler:
         if request.is_finished:
             self._free(request)
             return
+        request.skip_mamba_align = False
         if self._recompute_failed_loads:
             request.move(RequestStatus.PREEMPTED)
             self._restart(request, cause)
@@ -276,6 +342,7 @@ class Scheduler:
         del self._requests[request.request_id]
         if request in self._running:
             self._running.remove(request)
+            self._retire(request)
         request.move(RequestStatus.FINISHED)
         decision = self._connector.request_finished(request)
         if decision.hold:
@@ -285,21 +352,18 @@ class Scheduler:
         if last is not None:
             self._news.outputs.append((request.request_id, _final(request, last, decision)))
 
+    def _retire(self, request: Request) -> None:
+        assert request.blocks is not None
+        self.cache.retire(request.blocks, request.prefix, request.num_computed_tokens)
+
     def _free(self, request: Request) -> None:
         if request.blocks is not None:
             self.cache.free(request.blocks)
             request.blocks = None
 
 
-def _next_chunk(request: Request, budget: int) -> int:
-    return plan_prefill_chunk(
-        request.num_computed_tokens, request.num_prompt_tokens, request.num_tokens, budget=budget
-    )
-
-
-def _scheduled(request: Request, num_tokens: int) -> ScheduledRequest:
-    reaches_end = request.num_computed_tokens + num_tokens == request.num_tokens
-    return ScheduledRequest(request, num_tokens, samples=reaches_end)
+def _next_chunk(request: Request, start: int, budget: int) -> int:
+    return plan_prefill_chunk(start, request.num_prompt_tokens, request.num_tokens, budget=budget)
 
 
 def _final(request: Request, last: GenerateOutput, decision: FinishDecision) -> GenerateOutput:

@@ -10,7 +10,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.forward import AttentionIndex, ForwardBatch, GroupIndex, StateIndex
+from engine.forward import (
+    AttentionIndex,
+    ForwardBatch,
+    GroupIndex,
+    StateExport,
+    StateIndex,
+)
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec
 from engine.step import ScheduledRequest
@@ -75,14 +81,17 @@ class InputBatcher:
     ) -> GroupIndex:
         tables = [item.request.blocks.groups[group] for item in ordered if item.request.blocks]
         if isinstance(self._plan.groups[group].spec, MambaSpec):
-            return self._state_index([table[0] for table in tables], num_decodes)
+            exports = _state_exports(group, ordered[num_decodes:])
+            return self._state_index([table[0] for table in tables], num_decodes, exports)
         return self._attention_index(group, ordered, tables, positions=positions)
 
-    def _state_index(self, units: list[int], num_decodes: int) -> StateIndex:
+    def _state_index(
+        self, units: list[int], num_decodes: int, exports: tuple[StateExport, ...]
+    ) -> StateIndex:
         decodes = units[:num_decodes]
         consecutive = bool(decodes) and decodes[-1] - decodes[0] == num_decodes - 1
         run = slice(decodes[0], decodes[-1] + 1) if consecutive else None
-        return StateIndex(self._tensor(np.asarray(units, np.int64)), run)
+        return StateIndex(self._tensor(np.asarray(units, np.int64)), run, exports)
 
     def _attention_index(
         self,
@@ -92,7 +101,7 @@ class InputBatcher:
         *,
         positions: IntArray,
     ) -> AttentionIndex:
-        block_size = self._plan.block_size
+        block_size = self._plan.block_size_of(group)
         lens = [-(-(i.request.num_computed_tokens + i.num_tokens) // block_size) for i in ordered]
         padded = np.zeros((len(tables), max(lens)), np.int64)
         for row, (table, length) in enumerate(zip(tables, lens, strict=True)):
@@ -108,7 +117,7 @@ class InputBatcher:
         """Rows of `AttentionCache.k_tokens` for every (token, head), heads fastest."""
         spec = self._plan.groups[group].spec
         assert not isinstance(spec, MambaSpec)
-        block_size = self._plan.block_size
+        block_size = self._plan.block_size_of(group)
         heads = np.arange(spec.num_kv_heads) * block_size
         first = rows * (spec.num_kv_heads * block_size) + positions % block_size
         slots: IntArray = (first[:, None] + heads[None, :]).reshape(-1)
@@ -147,3 +156,17 @@ def _logits_rows(ordered: Sequence[ScheduledRequest]) -> IntArray:
     ends = np.cumsum([item.num_tokens for item in ordered]) - 1
     rows: IntArray = ends[[item.samples for item in ordered]].astype(np.int64)
     return rows
+
+
+def _state_exports(group: int, segments: Sequence[ScheduledRequest]) -> tuple[StateExport, ...]:
+    """Checkpoints that lie inside a prefill segment; those at its end are copies afterwards."""
+    return tuple(
+        StateExport(
+            index,
+            checkpoint.num_tokens - item.request.num_computed_tokens,
+            checkpoint.states[group],
+        )
+        for index, item in enumerate(segments)
+        for checkpoint in item.checkpoints
+        if checkpoint.num_tokens < item.request.num_computed_tokens + item.num_tokens
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.forward import TORCH_DTYPES, AttentionCache, LayerCache, LayerCaches, StateCache
 from engine.kv_cache.plan import ArenaPlan
-from engine.kv_cache.spec import DTYPE_BYTES, FullAttentionSpec, MambaSpec
+from engine.kv_cache.spec import DTYPE_BYTES, AttentionSpec, MambaSpec
 
 
 def layer_caches(arena: Tensor, plan: ArenaPlan) -> LayerCaches:
@@ -17,7 +17,7 @@ def layer_caches(arena: Tensor, plan: ArenaPlan) -> LayerCaches:
     caches: LayerCaches = {}
     for group_id, group in enumerate(plan.groups):
         for place, layer in enumerate(group.layers):
-            caches[group_id, layer] = _view(arena, plan, group.spec, place=place)
+            caches[group_id, layer] = _view(arena, plan, group_id, place=place)
     return caches
 
 
@@ -28,20 +28,19 @@ def page_row(plan: ArenaPlan, group: int, block: int) -> int:
 
 def _page_bytes(plan: ArenaPlan, group: int) -> int:
     spec = plan.groups[group].spec
-    assert isinstance(spec, FullAttentionSpec)
-    return spec.page_bytes(plan.block_size)
+    assert isinstance(spec, AttentionSpec)
+    return spec.page_bytes(plan.block_size_of(group))
 
 
-def _view(
-    arena: Tensor, plan: ArenaPlan, spec: FullAttentionSpec | MambaSpec, *, place: int
-) -> LayerCache:
+def _view(arena: Tensor, plan: ArenaPlan, group: int, *, place: int) -> LayerCache:
+    spec = plan.groups[group].spec
     if isinstance(spec, MambaSpec):
         return _state_view(arena, plan, spec, place=place)
-    return _attention_view(arena, plan.block_size, spec, place=place)
+    return _attention_view(arena, plan.block_size_of(group), spec, place=place)
 
 
 def _attention_view(
-    arena: Tensor, block_size: int, spec: FullAttentionSpec, *, place: int
+    arena: Tensor, block_size: int, spec: AttentionSpec, *, place: int
 ) -> AttentionCache:
     typed = arena.view(TORCH_DTYPES[spec.dtype])
     page = (spec.num_kv_heads, block_size, spec.head_dim)

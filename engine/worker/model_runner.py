@@ -4,18 +4,21 @@ Owns the arena, its views and the weights; knows nothing of queues, peers or tex
 """
 
 import torch
+from torch import Tensor
 
 from engine.arena import ArenaMemory
+from engine.kv_cache.manager import Checkpoint
 from engine.kv_cache.plan import ArenaPlan
 from engine.models.registry import CausalLM
-from engine.step import SampledToken, SchedulerOutput
+from engine.request import Request
+from engine.step import SampledToken, ScheduledRequest, SchedulerOutput
 from engine.worker.input_batch import InputBatcher
 from engine.worker.kv_caches import layer_caches
 from engine.worker.sampler import sample
 
 
 class ModelRunner:
-    """One rank: zero new states, forward, sample."""
+    """One rank: zero, copy, forward, keep states, sample."""
 
     def __init__(self, model: CausalLM, plan: ArenaPlan, arena: ArenaMemory) -> None:
         self.arena = arena
@@ -24,11 +27,12 @@ class ModelRunner:
         self._caches = layer_caches(arena.tensor, plan)
         self._batcher = InputBatcher(plan, arena.tensor.device)
 
-    def zero_states(self, states: tuple[tuple[int, int], ...]) -> None:
-        """Zeroes freshly allocated states, which may have held anything; [(group, state), ...]."""
-        for group, state in states:
-            start = self._plan.block_offset(group, state)
-            self.arena.tensor[start : start + self._plan.block_bytes(group)].zero_()
+    def prepare(self, output: SchedulerOutput) -> None:
+        """Zeroes fresh states, which may have held anything, and copies what will be extended."""
+        for group, state in output.new_states:
+            self._bytes(group, state).zero_()
+        for copy in output.copies:
+            self._bytes(copy.group, copy.target).copy_(self._bytes(copy.group, copy.source))
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> dict[str, SampledToken]:
@@ -38,7 +42,25 @@ class ModelRunner:
         ordered = self._batcher.order(output.scheduled)
         batch = self._batcher.build(ordered)
         hidden = self._model.forward(batch, self._caches)
+        self._keep_final_states(ordered)
         sampling = [item.request for item in ordered if item.samples]
         if not sampling:
             return {}
         return sample(self._model.logits(hidden[batch.logits_rows]), sampling)
+
+    def _keep_final_states(self, ordered: list[ScheduledRequest]) -> None:
+        """A checkpoint at a chunk's end is a copy; the layers have written those inside it."""
+        for item in ordered:
+            end = item.request.num_computed_tokens + item.num_tokens
+            for checkpoint in item.checkpoints:
+                if checkpoint.num_tokens == end:
+                    self._copy_states(item.request, checkpoint)
+
+    def _copy_states(self, request: Request, checkpoint: Checkpoint) -> None:
+        assert request.blocks is not None
+        for group, target in checkpoint.states.items():
+            self._bytes(group, target).copy_(self._bytes(group, request.blocks.groups[group][0]))
+
+    def _bytes(self, group: int, block: int) -> Tensor:
+        start = self._plan.block_offset(group, block)
+        return self.arena.tensor[start : start + self._plan.block_bytes(group)]

@@ -1,0 +1,45 @@
+"""Where a prefill keeps its Mamba states for reuse: a pure policy.
+
+`last + junction + one per interval`: on two public traces the best simple rule at every memory size
+(a state per block wins only while the cache is nearly empty).
+"""
+
+from collections.abc import Sequence
+
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.spec import MambaSpec
+
+DEFAULT_INTERVAL = 8192
+
+
+def checkpoint_positions(
+    num_hit_tokens: int,
+    junction: int,
+    num_prompt_tokens: int,
+    *,
+    hash_block_size: int,
+    interval: int = DEFAULT_INTERVAL,
+) -> tuple[int, ...]:
+    """Token counts behind the hit, ascending, after which the state is worth keeping.
+
+    The prompt's last hash boundary before its last token; the `junction`, where this prompt leaves
+    a longer cached one that had no checkpoint there; and every multiple of `interval` in between.
+    """
+    last = (num_prompt_tokens - 1) // hash_block_size * hash_block_size
+    wanted = {last, junction, *range(interval, last, interval)}
+    return tuple(sorted(p for p in wanted if num_hit_tokens < p <= last))
+
+
+def due(positions: Sequence[int], start: int, end: int) -> tuple[int, ...]:
+    """The positions that a chunk from `start` to `end` reaches."""
+    return tuple(p for p in positions if start < p <= end)
+
+
+def checkpoint_worth(plan: ArenaPlan, num_saved_tokens: int) -> float:
+    """Tokens that a checkpoint saves per byte, relative to an attention block, which is worth 1."""
+    sizes = {True: 0.0, False: 0.0}
+    for group, members in enumerate(plan.groups):
+        is_state = isinstance(members.spec, MambaSpec)
+        per = 1 if is_state else plan.block_size_of(group)
+        sizes[is_state] += plan.block_bytes(group) / per
+    return num_saved_tokens * (sizes[False] or 1.0) / (sizes[True] or 1.0)

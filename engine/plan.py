@@ -1,0 +1,31 @@
+"""`python -m engine.plan MODEL`: how an arena would be cut for a model; starts no node."""
+
+from typing import Annotated
+
+import typer
+
+from engine.errors import TandemError
+from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.report import plan_report
+from engine.model_configs.folder import resolve_folder
+from engine.model_configs.registry import read_config
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="Hugging Face folder, or hub name.")],
+    block_size: Annotated[int, typer.Option(help="Tokens in an attention block.")] = 16,
+    *,
+    kv_cache_memory_bytes: Annotated[int, typer.Option(help="Size of the arena.")] = 512 << 20,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+) -> None:
+    """Prints KV cache groups, unit size, blocks per unit and waste."""
+    try:
+        config = read_config(resolve_folder(model), dtype)
+        typer.echo(plan_report(plan_arena(config.groups, block_size, kv_cache_memory_bytes)))
+    except TandemError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+
+
+if __name__ == "__main__":
+    typer.run(plan)
