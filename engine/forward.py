@@ -64,15 +64,29 @@ class AttentionIndex:
 
 
 @dataclass(slots=True, frozen=True)
+class StateExport:
+    """A state to keep from inside a step: after `offset` tokens of prefill segment `segment`.
+
+    `segment` counts the prefill segments only; 0 < `offset` <= its length; `unit` receives it.
+    """
+
+    segment: int
+    offset: int
+    unit: int
+
+
+@dataclass(slots=True, frozen=True)
 class StateIndex:
     """Which unit holds each sequence's state: `units` int64 [sequences].
 
     `decode_run` is the same information for the decodes when their units are consecutive and
     ascending: then states are updated in place through a slice, without gather and scatter.
+    `exports`: states to keep from inside the step, ordered by segment and offset.
     """
 
     units: Tensor
     decode_run: slice | None
+    exports: tuple[StateExport, ...] = ()
 
 
 GroupIndex = AttentionIndex | StateIndex

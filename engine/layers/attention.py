@@ -12,6 +12,7 @@ class PagedAttention:
     """Writes the batch's K and V, then attends: decodes together, prefill segments one by one.
 
     Layers that run one after another may share `scratch`; it grows to one layer's gathered K and V.
+    `window`: tokens read themselves and the `window` - 1 tokens before them (None: all of them).
     """
 
     def __init__(
@@ -22,12 +23,14 @@ class PagedAttention:
         scale: float,
         *,
         scratch: Scratch | None = None,
+        window: int | None = None,
     ) -> None:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
         self.scratch = scratch or Scratch()
+        self.window = window
 
     def __call__(
         self,
@@ -55,9 +58,23 @@ class PagedAttention:
     def _decode(
         self, q: Tensor, cache: AttentionCache, index: AttentionIndex, *, batch: ForwardBatch
     ) -> Tensor:
-        lens = [context + 1 for context in batch.context_lens[: q.shape[0]]]
-        tables = index.block_tables[: q.shape[0]]
-        return fast.decode(q, cache, tables, lens=lens, scale=self.scale, scratch=self.scratch)
+        return fast.decode(
+            q,
+            cache,
+            index.block_tables[: q.shape[0]],
+            lens=[context + 1 for context in batch.context_lens[: q.shape[0]]],
+            scale=self.scale,
+            scratch=self.scratch,
+            window=self.window,
+        )
 
     def _prefill(self, q: Tensor, cache: AttentionCache, row: Tensor, *, context: int) -> Tensor:
-        return fast.prefill(q, cache, row, context=context, scale=self.scale, scratch=self.scratch)
+        return fast.prefill(
+            q,
+            cache,
+            row,
+            context=context,
+            scale=self.scale,
+            scratch=self.scratch,
+            window=self.window,
+        )

@@ -8,14 +8,19 @@ from engine.layers.weights import Weights
 
 
 class Embedding:
-    """weight [vocab, hidden]; also the output head of a model with tied embeddings."""
+    """weight [vocab, hidden]; also the output head of a model with tied embeddings.
 
-    def __init__(self, weight: Tensor) -> None:
+    `scale` multiplies the rows looked up, not the head.
+    """
+
+    def __init__(self, weight: Tensor, scale: float = 1.0) -> None:
         self.weight = weight
+        self.scale = scale
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, hidden]."""
-        return F.embedding(token_ids, self.weight)
+        rows = F.embedding(token_ids, self.weight)
+        return rows if self.scale == 1.0 else rows.mul_(self.scale)
 
 
 def output_head(weights: Weights, embedding: Embedding, *, tied: bool) -> Linear:

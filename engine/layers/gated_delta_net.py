@@ -57,9 +57,8 @@ class GatedDeltaNet:
             parts.append(self._decode(mixed[:decodes], rates[:, :decodes], cache, index=index))
         if decodes < len(batch.query_lens):
             lens = batch.query_lens[decodes:]
-            units = index.units[decodes:]
             tail = rates[:, decodes:]
-            parts.append(self._prefill(mixed[decodes:], tail, cache, units=units, lens=lens))
+            parts.append(self._prefill(mixed[decodes:], tail, cache, index=index, lens=lens))
         o = parts[0] if len(parts) == 1 else torch.cat(parts)
         gate = gate.view(o.shape)
         return self.out_proj.add_to(residual, self.norm(o, gate).reshape(x.shape[0], -1))
@@ -87,15 +86,26 @@ class GatedDeltaNet:
         )
 
     def _prefill(
-        self, mixed: Tensor, rates: Tensor, cache: StateCache, *, units: Tensor, lens: list[int]
+        self, mixed: Tensor, rates: Tensor, cache: StateCache, *, index: StateIndex, lens: list[int]
     ) -> Tensor:
-        mixed, conv_state = conv.conv_chunk(mixed, lens, cache.conv[units], self.conv_weight, None)
-        cache.conv[units] = conv_state
-        q, k, v = self._heads(mixed)
-        o, temporal = delta_rule.chunk(
-            q, k, v, rates[0], beta=rates[1], query_lens=lens, initial=cache.temporal[units]
+        units = index.units[-len(lens) :]
+        exports = [(export.segment, export.offset) for export in index.exports]
+        mixed, conv_state, conv_rows = conv.conv_chunk(
+            mixed, lens, cache.conv[units], self.conv_weight, None, exports=exports
         )
+        q, k, v = self._heads(mixed)
+        o, temporal, states = delta_rule.chunk(
+            *(q, k, v, rates[0]),
+            beta=rates[1],
+            query_lens=lens,
+            initial=cache.temporal[units],
+            exports=exports,
+        )
+        cache.conv[units] = conv_state
         cache.temporal[units] = temporal
+        for export, kept, state in zip(index.exports, conv_rows, states, strict=True):
+            cache.conv[export.unit] = kept
+            cache.temporal[export.unit] = state
         return o
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

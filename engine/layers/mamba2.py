@@ -11,7 +11,8 @@ from torch import Tensor
 
 from engine.forward import ForwardBatch, StateCache, StateIndex
 from engine.layers.linear import Linear
-from engine.layers.norm import RMSNorm
+from engine.layers.mamba2_gate import OutputGate
+from engine.layers.projection import load_linear, per_output
 from engine.layers.weights import Weights
 from engine.model_configs.mamba2 import Mamba2Config
 from engine.ops.causal_conv1d.fast import conv_chunk, conv_step, tap_major
@@ -29,9 +30,15 @@ class Mamba2:
     ) -> None:
         self.config = config
         inner, conv, heads = config.inner_size, config.conv_dim, config.num_heads
-        bias = config.proj_bias
-        self.in_proj = _linear(weights, f"{prefix}.in_proj", (inner + conv + heads, hidden), bias)
-        self.out_proj = _linear(weights, f"{prefix}.out_proj", (hidden, inner), bias)
+        self.in_proj = _in_proj(config, weights, prefix, hidden=hidden)
+        self.out_proj = load_linear(
+            weights,
+            prefix,
+            {"out_proj": hidden},
+            inputs=inner,
+            bias=config.out_proj_bias,
+            output_scale=config.output_scale,
+        )
         conv_weight = weights.take(f"{prefix}.conv1d.weight", (conv, 1, config.conv_kernel))
         self.conv_weight = tap_major(conv_weight[:, 0])
         self.conv_bias = (
@@ -40,9 +47,7 @@ class Mamba2:
         self.a = -torch.exp(weights.take(f"{prefix}.A_log", (heads,), torch.float32))
         self.d = weights.take(f"{prefix}.D", (heads,), torch.float32).unsqueeze(-1)
         self.dt_bias = weights.take(f"{prefix}.dt_bias", (heads,), torch.float32)
-        norm_weight = weights.take(f"{prefix}.norm.weight", (inner,))
-        self.norm_shape = (config.n_groups, inner // config.n_groups)
-        self.norm = RMSNorm(norm_weight.view(self.norm_shape), eps)
+        self.gate = OutputGate(config, weights, prefix, eps=eps)
 
     def __call__(
         self,
@@ -58,7 +63,7 @@ class Mamba2:
         sizes = [config.inner_size, config.conv_dim, config.num_heads]
         z, rows, dt = torch.split(self.in_proj(x), sizes, dim=-1)
         y = self._scan(rows, self._time_steps(dt), cache, index, batch)
-        return self.out_proj.add_to(residual, self._gated_norm(y, z).to(x.dtype))
+        return self.out_proj.add_to(residual, self.gate(y, z).to(x.dtype))
 
     def _time_steps(self, dt: Tensor) -> Tensor:
         dt = F.softplus(dt + self.dt_bias)
@@ -73,8 +78,7 @@ class Mamba2:
         lens = batch.query_lens[decodes:]
         if not lens:
             return self._decode(rows, dt, cache, index)
-        units = index.units[decodes:]
-        y = self._prefill(rows[decodes:], dt[decodes:], cache, units=units, lens=lens)
+        y = self._prefill(rows[decodes:], dt[decodes:], cache, index=index, lens=lens)
         if not decodes:
             return y
         return torch.cat([self._decode(rows[:decodes], dt[:decodes], cache, index), y])
@@ -99,14 +103,23 @@ class Mamba2:
         return y.addcmul_(x, self.d)
 
     def _prefill(
-        self, rows: Tensor, dt: Tensor, cache: StateCache, *, units: Tensor, lens: list[int]
+        self, rows: Tensor, dt: Tensor, cache: StateCache, *, index: StateIndex, lens: list[int]
     ) -> Tensor:
+        units = index.units[-len(lens) :]
+        exports = [(export.segment, export.offset) for export in index.exports]
         conv, state = _gather(cache.conv, units), _gather(cache.temporal, units).float()
-        mixed, conv = conv_chunk(rows, lens, conv, self.conv_weight, self.conv_bias)
+        mixed, conv, conv_rows = conv_chunk(
+            rows, lens, conv, self.conv_weight, self.conv_bias, exports=exports
+        )
         x, b, c = self._split(mixed)
-        y, state = ssd_chunk(x, dt, self.a, b, c, query_lens=lens, initial=state)
+        y, state, states = ssd_chunk(
+            x, dt, self.a, b, c, query_lens=lens, initial=state, exports=exports
+        )
         cache.conv.index_copy_(0, units, conv)
         cache.temporal.index_copy_(0, units, state.to(cache.temporal.dtype))
+        for export, kept, state in zip(index.exports, conv_rows, states, strict=True):
+            cache.conv[export.unit] = kept
+            cache.temporal[export.unit] = state
         return y.addcmul_(x, self.d)
 
     def _split(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,15 +130,19 @@ class Mamba2:
         by_group = (-1, config.n_groups, config.state_size)
         return x.view(-1, config.num_heads, config.head_dim), b.view(by_group), c.view(by_group)
 
-    def _gated_norm(self, y: Tensor, z: Tensor) -> Tensor:
-        """Gates, then normalises each group by itself: [T, heads, head_dim] -> [T, inner]."""
-        gated = y.view(z.shape).mul_(F.silu(z.float()))
-        return self.norm(gated.view(-1, *self.norm_shape)).view(gated.shape)
 
-
-def _linear(weights: Weights, name: str, shape: tuple[int, int], bias: bool) -> Linear:
-    weight = weights.take(f"{name}.weight", shape)
-    return Linear(weight, weights.take(f"{name}.bias", shape[:1]) if bias else None)
+def _in_proj(config: Mamba2Config, weights: Weights, prefix: str, *, hidden: int) -> Linear:
+    runs = list(zip(config.projected_scales, config.projected_sizes, strict=True))
+    even = all(scale == 1.0 for scale in config.projected_scales)
+    return load_linear(
+        weights,
+        prefix,
+        {"in_proj": sum(config.projected_sizes)},
+        inputs=hidden,
+        bias=config.in_proj_bias,
+        input_scale=config.input_scale,
+        output_scale=1.0 if even else per_output(runs, weights.device),
+    )
 
 
 def _gather(states: Tensor, units: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Qwen's attention block: one input product, norms of q and k, rotary, paged attention, gate."""
+"""Attention with norms of q and k: one input product, norms, rotary, paged attention, gate."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,8 @@ from engine.ops.scratch import Scratch
 class AttentionShape:
     """Sizes of one block.
 
-    `gated`: q_proj also gives a sigmoid gate; `norm_offset` is added to q/k norm weights.
+    `gated`: q_proj also gives a sigmoid gate; `norm_offset` is added to q/k norm weights. `scale`
+    of the scores is head_dim^-0.5 unless given; `window` as in `PagedAttention`.
     """
 
     hidden: int
@@ -28,6 +29,8 @@ class AttentionShape:
     eps: float
     gated: bool
     norm_offset: float
+    scale: float | None = None
+    window: int | None = None
 
 
 class QKNormAttention:
@@ -45,8 +48,9 @@ class QKNormAttention:
             shape.heads,
             shape.kv_heads,
             shape.head_dim,
-            shape.head_dim**-0.5,
+            shape.head_dim**-0.5 if shape.scale is None else shape.scale,
             scratch=scratch,
+            window=shape.window,
         )
         kv_width = shape.kv_heads * shape.head_dim
         self._splits = [width + kv_width, kv_width, width if shape.gated else 0]
@@ -62,6 +66,30 @@ class QKNormAttention:
         batch: ForwardBatch,
     ) -> Tensor:
         """residual + attention(x), both [T, hidden]; `rotary` is what `Rotary.select` gave."""
+        heads = self._attend(x, rotary, cache, index=index, batch=batch)
+        return self.o_proj.add_to(residual, heads)
+
+    def alone(
+        self,
+        x: Tensor,
+        rotary: Tensor,
+        cache: AttentionCache,
+        *,
+        index: AttentionIndex,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """attention(x), [T, hidden]."""
+        return self.o_proj(self._attend(x, rotary, cache, index=index, batch=batch))
+
+    def _attend(
+        self,
+        x: Tensor,
+        rotary: Tensor,
+        cache: AttentionCache,
+        *,
+        index: AttentionIndex,
+        batch: ForwardBatch,
+    ) -> Tensor:
         shape = self.shape
         qk, v, gate = self.in_proj(x).split_with_sizes(self._splits, dim=-1)
         qk = self.norm(qk.view(x.shape[0], -1, shape.head_dim))
@@ -69,9 +97,7 @@ class QKNormAttention:
         q, k = qk.split_with_sizes([shape.heads, shape.kv_heads], dim=1)
         v = v.view(x.shape[0], shape.kv_heads, shape.head_dim)
         out = self.attention(q, k, v, cache, index, batch)
-        if shape.gated:
-            out = out * gate.sigmoid()
-        return self.o_proj.add_to(residual, out)
+        return out * gate.sigmoid() if shape.gated else out
 
 
 def _in_proj(shape: AttentionShape, weights: Weights, prefix: str) -> Linear:

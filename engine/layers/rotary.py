@@ -32,7 +32,7 @@ class Rotary:
     def _build(self, positions: int) -> Tensor:
         dim = self.rope.rotary_dim
         steps = torch.arange(0, dim, 2, dtype=torch.int64, device=self.device).float()
-        frequencies = 1.0 / self.rope.theta ** (steps / dim)
+        frequencies = 1.0 / self.rope.theta ** (steps / dim) / self.rope.factor
         angles = torch.outer(torch.arange(positions, device=self.device).float(), frequencies)
         cos, sin = angles.cos(), angles.sin()
         table = torch.stack([torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)], dim=1)

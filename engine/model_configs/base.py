@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import KVCacheGroup, LayerSpec, form_groups
+from engine.kv_cache.spec import (
+    AttentionSpec,
+    KVCacheGroup,
+    LayerSpec,
+    MambaSpec,
+    form_groups,
+)
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
@@ -34,6 +40,14 @@ class ModelConfig:
     def groups(self) -> tuple[KVCacheGroup, ...]:
         """KV cache groups of the model, in order of first appearance."""
         return form_groups(self.layer_specs)
+
+    def group_of(self, layer: int, kind: type[AttentionSpec] | type[MambaSpec]) -> int:
+        """The KV cache group of what `layer` keeps of `kind`; a layer may keep one of each."""
+        return next(
+            number
+            for number, group in enumerate(self.groups)
+            if layer in group.layers and isinstance(group.spec, kind)
+        )
 
 
 class ConfigReader:
@@ -77,6 +91,13 @@ class ConfigReader:
         """The value of `key` when it is there and not null, else `default`."""
         value = self.fields.get(key)
         return default if value is None else self._typed(key, value, kind)
+
+    def numbers(self, key: str, count: int, default: float) -> tuple[float, ...]:
+        """The list `key` of `count` numbers, or `count` times `default` when it is not there."""
+        values = self.get(key, list, [default] * count)
+        if len(values) != count:
+            raise CheckpointError(f"{self.source}: {key!r} is {values!r}, expected {count} numbers")
+        return tuple(self._typed(key, value, float) for value in values)
 
     def _typed(self, key: str, value: Any, kind: type) -> Any:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):

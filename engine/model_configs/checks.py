@@ -12,8 +12,16 @@ def require_one_of(reader: ConfigReader, key: str, allowed: Collection[Any]) -> 
     """Raises CheckpointError when `key` is there, not null, and not one of `allowed`."""
     value = reader.fields.get(key)
     if value is not None and value not in allowed:
-        options = ", ".join(repr(option) for option in allowed)
+        options = ", ".join(repr(option) for option in allowed) or "null"
         raise CheckpointError(f"{reader.source}: {key!r} is {value!r}; supported: {options}")
+
+
+def require_divisor(reader: ConfigReader, whole: tuple[str, int], part: tuple[str, int]) -> None:
+    """Raises CheckpointError unless `part` divides `whole`, both (key, value) and positive."""
+    if part[1] < 1 or whole[1] < 1 or whole[1] % part[1]:
+        raise CheckpointError(
+            f"{reader.source}: {part[0]!r} {part[1]} does not divide {whole[0]!r} {whole[1]}"
+        )
 
 
 def reject_quantization(reader: ConfigReader) -> None:

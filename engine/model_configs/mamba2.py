@@ -1,17 +1,28 @@
 """Sizes and switches of a Mamba2 mixer, whatever family it is in. Torch-free."""
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import MambaSpec
+from engine.kv_cache.spec import DTYPE_BYTES, MambaSpec
 from engine.model_configs.base import ConfigReader
+from engine.model_configs.checks import require_divisor, require_one_of
+
+
+class Gating(StrEnum):
+    """What happens to the scan's output y and the gate z; norms are over each group by itself."""
+
+    GATE_THEN_NORM = "norm(y * silu(z))"
+    NORM_THEN_GATE = "norm(y) * silu(z)"
+    GATE_ONLY = "y * silu(z)"
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Mamba2Config:
     """One mixer: `num_heads` heads of `head_dim` channels; each of `n_groups` has its B and C.
 
-    `time_step_limit` clamps dt after softplus. `proj_bias` is for in_proj and out_proj.
+    `time_step_limit` clamps dt after softplus. `input_scale` and `output_scale` multiply what goes
+    in and comes out; `projected_scales` multiply z, x, B, C and dt as in_proj gives them.
     """
 
     num_heads: int
@@ -20,8 +31,13 @@ class Mamba2Config:
     n_groups: int
     conv_kernel: int
     conv_bias: bool
-    proj_bias: bool
+    in_proj_bias: bool
+    out_proj_bias: bool
     time_step_limit: tuple[float, float]
+    gating: Gating = Gating.GATE_THEN_NORM
+    input_scale: float = 1.0
+    projected_scales: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    output_scale: float = 1.0
 
     @property
     def inner_size(self) -> int:
@@ -33,6 +49,12 @@ class Mamba2Config:
         """Channels that pass the convolution: x, B and C."""
         return self.inner_size + 2 * self.n_groups * self.state_size
 
+    @property
+    def projected_sizes(self) -> tuple[int, ...]:
+        """Channels of z, x, B, C and dt, side by side in in_proj."""
+        shared = self.n_groups * self.state_size
+        return (self.inner_size, self.inner_size, shared, shared, self.num_heads)
+
     def spec(self, conv_dtype: str, temporal_dtype: str) -> MambaSpec:
         """What one such layer keeps for one sequence."""
         return MambaSpec(
@@ -42,6 +64,45 @@ class Mamba2Config:
             temporal_shape=(self.num_heads, self.head_dim, self.state_size),
             temporal_dtype=temporal_dtype,
         )
+
+
+def read_mamba2(reader: ConfigReader, inner_key: str | None = None) -> Mamba2Config:
+    """Under the names of Bamba, Granite and Falcon-H1 (`mamba_n_heads`, ...).
+
+    `inner_key`: the field with the channels of x; without one they are `mamba_expand` times
+    `hidden_size`. Raises CheckpointError when heads, channels and groups do not fit together.
+    """
+    expanded = reader.get("mamba_expand", int, 2) * reader.require("hidden_size", int)
+    inner = expanded if inner_key is None else reader.require(inner_key, int)
+    heads = reader.get("mamba_n_heads", int, 128)
+    groups = reader.get("mamba_n_groups", int, 1)
+    require_divisor(reader, ("mamba_n_heads", heads), ("mamba_n_groups", groups))
+    channels = inner_key or "mamba_expand * hidden_size"
+    require_divisor(reader, (channels, inner), ("mamba_n_heads", heads))
+    bias = reader.get("mamba_proj_bias", bool, False)
+    return Mamba2Config(
+        num_heads=heads,
+        head_dim=_head_dim(reader, inner // heads),
+        state_size=reader.get("mamba_d_state", int, 256),
+        n_groups=groups,
+        conv_kernel=reader.get("mamba_d_conv", int, 4),
+        conv_bias=reader.get("mamba_conv_bias", bool, True),
+        in_proj_bias=bias,
+        out_proj_bias=bias,
+        time_step_limit=read_time_step_limit(reader, "time_step_limit"),
+    )
+
+
+def _head_dim(reader: ConfigReader, implied: int) -> int:
+    require_one_of(reader, "mamba_d_head", ["auto", implied])
+    return implied
+
+
+def read_temporal_dtype(reader: ConfigReader) -> str:
+    """The dtype that states are kept in: `mamba_ssm_cache_dtype`, by default float32."""
+    require_one_of(reader, "mamba_ssm_cache_dtype", ["auto", *DTYPE_BYTES])
+    stored: str = reader.get("mamba_ssm_cache_dtype", str, "auto")
+    return "float32" if stored == "auto" else stored
 
 
 def read_time_step_limit(reader: ConfigReader, key: str) -> tuple[float, float]:

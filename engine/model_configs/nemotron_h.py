@@ -5,10 +5,16 @@ from enum import StrEnum
 from typing import Self
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import DTYPE_BYTES, FullAttentionSpec, LayerSpec
+from engine.kv_cache.spec import LayerSpec
+from engine.model_configs.attention import AttentionConfig, read_attention
 from engine.model_configs.base import ConfigReader, ModelConfig
-from engine.model_configs.checks import compute_dtype, reject_quantization, require_one_of
-from engine.model_configs.mamba2 import Mamba2Config, read_time_step_limit
+from engine.model_configs.checks import (
+    compute_dtype,
+    reject_quantization,
+    require_divisor,
+    require_one_of,
+)
+from engine.model_configs.mamba2 import Mamba2Config, read_temporal_dtype, read_time_step_limit
 
 
 class LayerKind(StrEnum):
@@ -33,16 +39,6 @@ LAYER_NAMES = {
 MOE_NAMES = ("E", "moe")
 
 
-@dataclass(slots=True, frozen=True)
-class AttentionConfig:
-    """Grouped-query attention; `bias` is for all four projections."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    bias: bool
-
-
 @dataclass(slots=True, frozen=True, kw_only=True)
 class NemotronHConfig(ModelConfig):
     """Nemotron-H: `layer_kinds[i]` says what layer i is. Attention has no positional encoding."""
@@ -60,8 +56,12 @@ class NemotronHConfig(ModelConfig):
         _check(reader)
         dtype = compute_dtype(reader, dtype)
         kinds = _layer_kinds(reader)
-        mamba, attention = _mamba(reader), _attention(reader)
-        specs = _specs(reader, mamba, attention, dtype=dtype)
+        mamba, attention = _mamba(reader), read_attention(reader)
+        specs: dict[LayerKind, tuple[LayerSpec, ...]] = {
+            LayerKind.MAMBA: (mamba.spec(dtype, read_temporal_dtype(reader)),),
+            LayerKind.ATTENTION: (attention.spec(dtype),),
+            LayerKind.MLP: (),
+        }
         has_mlp = LayerKind.MLP in kinds
         return cls(
             architecture="NemotronHForCausalLM",
@@ -86,7 +86,6 @@ def _check(reader: ConfigReader) -> None:
     reject_quantization(reader)
     require_one_of(reader, "mlp_hidden_act", ["relu2"])
     require_one_of(reader, "mamba_hidden_act", ["silu"])
-    require_one_of(reader, "mamba_ssm_cache_dtype", ["auto", *DTYPE_BYTES])
 
 
 def _layer_kinds(reader: ConfigReader) -> tuple[LayerKind, ...]:
@@ -120,6 +119,7 @@ def _layer_kind(reader: ConfigReader, index: int, name: str) -> LayerKind:
 def _mamba(reader: ConfigReader) -> Mamba2Config:
     # Names with "mamba_" are aliases that transformers accepts too.
     limit = "mamba_dt_limit" if "mamba_dt_limit" in reader.fields else "time_step_limit"
+    bias = reader.get("use_bias", bool, False)
     config = Mamba2Config(
         num_heads=reader.require("mamba_num_heads", int),
         head_dim=reader.require("mamba_head_dim", int),
@@ -127,34 +127,12 @@ def _mamba(reader: ConfigReader) -> Mamba2Config:
         n_groups=reader.get("mamba_n_groups", int, reader.get("n_groups", int, 8)),
         conv_kernel=reader.get("mamba_d_conv", int, reader.get("conv_kernel", int, 4)),
         conv_bias=reader.get("mamba_conv_bias", bool, reader.get("use_conv_bias", bool, True)),
-        proj_bias=reader.get("use_bias", bool, False),
+        in_proj_bias=bias,
+        out_proj_bias=bias,
         time_step_limit=read_time_step_limit(reader, limit),
     )
-    _must_divide(reader, ("mamba_num_heads", config.num_heads), ("n_groups", config.n_groups))
+    require_divisor(reader, ("mamba_num_heads", config.num_heads), ("n_groups", config.n_groups))
     return config
-
-
-def _attention(reader: ConfigReader) -> AttentionConfig:
-    heads = reader.require("num_attention_heads", int)
-    kv_heads = reader.get("num_key_value_heads", int, heads)
-    _must_divide(reader, ("num_attention_heads", heads), ("num_key_value_heads", kv_heads))
-    default = reader.require("hidden_size", int) // heads
-    head_dim = reader.get("head_dim", int, reader.get("attention_head_dim", int, default))
-    return AttentionConfig(heads, kv_heads, head_dim, reader.get("attention_bias", bool, False))
-
-
-def _specs(
-    reader: ConfigReader, mamba: Mamba2Config, attention: AttentionConfig, *, dtype: str
-) -> dict[LayerKind, tuple[LayerSpec, ...]]:
-    stored = reader.get("mamba_ssm_cache_dtype", str, "auto")
-    temporal = "float32" if stored == "auto" else stored
-    return {
-        LayerKind.MAMBA: (mamba.spec(dtype, temporal),),
-        LayerKind.ATTENTION: (
-            FullAttentionSpec(attention.num_kv_heads, attention.head_dim, dtype),
-        ),
-        LayerKind.MLP: (),
-    }
 
 
 def _norm_eps(reader: ConfigReader) -> float:
@@ -163,11 +141,3 @@ def _norm_eps(reader: ConfigReader) -> float:
     for key in ("norm_eps", "rms_norm_eps", "layer_norm_epsilon"):
         eps = reader.get(key, float, eps)
     return eps
-
-
-def _must_divide(reader: ConfigReader, whole: tuple[str, int], part: tuple[str, int]) -> None:
-    """`whole` and `part` are (key, value)."""
-    if part[1] < 1 or whole[1] < 1 or whole[1] % part[1]:
-        raise CheckpointError(
-            f"{reader.source}: {part[0]!r} {part[1]} does not divide {whole[0]!r} {whole[1]}"
-        )

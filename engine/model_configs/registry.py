@@ -5,7 +5,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from engine.errors import CheckpointError
+from engine.model_configs.bamba import BambaConfig
 from engine.model_configs.base import ConfigReader, ModelConfig
+from engine.model_configs.falcon_h1 import FalconH1Config
+from engine.model_configs.gemma3 import Gemma3Config
+from engine.model_configs.granite_moe_hybrid import GraniteMoeHybridConfig
 from engine.model_configs.nemotron_h import NemotronHConfig
 from engine.model_configs.qwen3 import Qwen3Config
 from engine.model_configs.qwen3_5 import Qwen3_5Config
@@ -18,6 +22,11 @@ CONFIGS: Mapping[str, FromReader] = MappingProxyType(
         "Qwen3_5ForCausalLM": Qwen3_5Config.from_reader,
         "Qwen3_5ForConditionalGeneration": Qwen3_5Config.from_reader,
         "NemotronHForCausalLM": NemotronHConfig.from_reader,
+        "Gemma3ForCausalLM": Gemma3Config.from_reader,
+        "Gemma3ForConditionalGeneration": Gemma3Config.from_reader,
+        "GraniteMoeHybridForCausalLM": GraniteMoeHybridConfig.from_reader,
+        "FalconH1ForCausalLM": FalconH1Config.from_reader,
+        "BambaForCausalLM": BambaConfig.from_reader,
     }
 )
 

@@ -8,10 +8,14 @@ from engine.model_configs.base import ConfigReader
 
 @dataclass(slots=True, frozen=True)
 class RopeConfig:
-    """Base `theta`, and how many leading channels of each head are rotated."""
+    """Base `theta`, and how many leading channels of each head are rotated.
+
+    Frequencies are divided by `factor` (rope type "linear", which stretches positions).
+    """
 
     theta: float
     rotary_dim: int
+    factor: float = 1.0
 
 
 def read_rope(reader: ConfigReader, head_dim: int, partial: float = 1.0) -> RopeConfig:
@@ -21,9 +25,7 @@ def read_rope(reader: ConfigReader, head_dim: int, partial: float = 1.0) -> Rope
     rope type but "default".
     """
     settings = _settings(reader)
-    kind = settings.get("rope_type", str, settings.get("type", str, "default"))
-    if kind not in ("default", "mrope"):
-        raise CheckpointError(f"{settings.source}: rope_type {kind!r} is not supported")
+    require_rope_type(settings, ["default", "mrope"])
     theta = settings.get("rope_theta", float, reader.get("rope_theta", float, 10000.0))
     partial = reader.get("partial_rotary_factor", float, partial)
     factor = settings.get("partial_rotary_factor", float, partial)
@@ -34,6 +36,17 @@ def read_rope(reader: ConfigReader, head_dim: int, partial: float = 1.0) -> Rope
             f"of {head_dim}; it must be an even number of them"
         )
     return RopeConfig(theta, rotary_dim)
+
+
+def require_rope_type(settings: ConfigReader, supported: list[str]) -> str:
+    """The rope type in `settings` (by default "default"); CheckpointError unless `supported`."""
+    kind: str = settings.get("rope_type", str, settings.get("type", str, "default"))
+    if kind not in supported:
+        raise CheckpointError(
+            f"{settings.source}: rope_type {kind!r} is not supported; "
+            f"supported: {', '.join(supported)}"
+        )
+    return kind
 
 
 def _settings(reader: ConfigReader) -> ConfigReader:

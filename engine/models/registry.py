@@ -10,7 +10,15 @@ from torch import Tensor
 from engine.forward import ForwardBatch, LayerCaches
 from engine.layers.weights import Weights
 from engine.model_configs.registry import CONFIGS, FromReader
-from engine.models import nemotron_h, qwen3, qwen3_5
+from engine.models import (
+    bamba,
+    falcon_h1,
+    gemma3,
+    granite_moe_hybrid,
+    nemotron_h,
+    qwen3,
+    qwen3_5,
+)
 
 
 class CausalLM(Protocol):
@@ -51,5 +59,14 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "NemotronHForCausalLM": _family(
             "NemotronHForCausalLM", nemotron_h.rename, nemotron_h.NemotronH
         ),
+        "Gemma3ForCausalLM": _family("Gemma3ForCausalLM", gemma3.rename, gemma3.Gemma3),
+        "Gemma3ForConditionalGeneration": _family(
+            "Gemma3ForConditionalGeneration", gemma3.rename, gemma3.Gemma3
+        ),
+        "GraniteMoeHybridForCausalLM": _family(
+            "GraniteMoeHybridForCausalLM", granite_moe_hybrid.rename, granite_moe_hybrid.build
+        ),
+        "FalconH1ForCausalLM": _family("FalconH1ForCausalLM", falcon_h1.rename, falcon_h1.build),
+        "BambaForCausalLM": _family("BambaForCausalLM", bamba.rename, bamba.build),
     }
 )

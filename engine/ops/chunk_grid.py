@@ -1,10 +1,13 @@
 """Packed segments on a grid of equal chunks: work inside chunks is one batch over all segments.
 
 Chunks are ordered by step: chunk 0 of every segment, then chunk 1 of those that have one, and so
-on, longest segment first; so a sequential scan touches one run of chunks per step. Pads are zeros.
+on, longest segment first; so a sequential scan touches one run of chunks per step. A chunk ends
+early where a state is exported, so that the scan passes it anyway. Pads are zeros.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -13,46 +16,81 @@ CHUNK = 64
 
 
 @dataclass(slots=True, frozen=True)
-class ChunkGrid:
-    """`active[i]`: segments with a chunk at step i; `order`: longest first (None: as given).
+class _Rows:
+    """int64: the grid row of each token, the token of each grid row (0 in pads), rows of pads."""
 
-    `rows` int64 [T]: the grid row of each token (None: the tokens fill the grid in order).
-    """
-
-    active: list[int]
-    order: Tensor | None
-    rows: Tensor | None
+    of_tokens: Tensor
+    tokens: Tensor
+    pads: Tensor
 
     @classmethod
-    def over(cls, query_lens: list[int], device: torch.device) -> "ChunkGrid":
-        """The grid of segments of `query_lens` tokens, end to end, none of them empty."""
-        order = sorted(range(len(query_lens)), key=lambda segment: -query_lens[segment])
-        counts = [-(-query_lens[segment] // CHUNK) for segment in order]
-        active = [sum(count > step for count in counts) for step in range(counts[0])]
-        if len(order) == 1:
-            length = query_lens[0]
-            whole = length == len(active) * CHUNK
-            return cls(active, None, None if whole else torch.arange(length, device=device))
-        rows = _token_rows(query_lens, order, active)
-        return cls(active, torch.tensor(order, device=device), rows.to(device))
+    def of(cls, of_tokens: Tensor, rows: int, device: torch.device) -> "_Rows":
+        tokens = torch.full((rows,), -1)
+        tokens[of_tokens] = torch.arange(len(of_tokens))
+        pads = (tokens < 0).nonzero()[:, 0]
+        return cls(of_tokens.to(device), tokens.clamp_(min=0).to(device), pads.to(device))
+
+
+@dataclass(slots=True, frozen=True)
+class ChunkGrid:
+    """`active[i]`: segments with a chunk at step i; `order`: most chunks first (None: as given).
+
+    `rows`: where the tokens are (None: in order from the first row on, all pads behind them).
+    `exports`: segment of each export and the chunk that starts there (None: the segment ends).
+    """
+
+    tokens: int
+    active: list[int]
+    order: Tensor | None
+    rows: _Rows | None
+    exports: list[tuple[int, int | None]]
+
+    @classmethod
+    def over(
+        cls,
+        query_lens: list[int],
+        device: torch.device,
+        exports: Sequence[tuple[int, int]] = (),
+    ) -> "ChunkGrid":
+        """The grid of segments of `query_lens` tokens, end to end, none of them empty.
+
+        `exports`: (segment, offset) of each asked-for state. Raises ValueError for one that is
+        not inside of a segment.
+        """
+        cuts = _cuts(query_lens, exports)
+        starts = [_chunk_starts(n, own) for n, own in zip(query_lens, cuts, strict=True)]
+        order = sorted(range(len(starts)), key=lambda one: (-len(starts[one]), -query_lens[one]))
+        active = [sum(len(own) > step for own in starts) for step in range(len(starts[order[0]]))]
+        chunks = _places(starts, order, active)
+        of_tokens = _token_rows(query_lens, chunks)
+        return cls(
+            sum(query_lens),
+            active,
+            None if len(order) == 1 else torch.tensor(order, device=device),
+            None if of_tokens is None else _Rows.of(of_tokens, sum(active) * CHUNK, device),
+            [(segment, chunks[segment].get(offset)) for segment, offset in exports],
+        )
 
     def spread(self, x: Tensor) -> Tensor:
         """x [T, H, ...] -> a new float32 [chunks, H, CHUNK, ...], zeros in the pads."""
         chunks = sum(self.active)
-        if self.rows is None:
-            grid = x
-        else:
-            grid = x.new_zeros(chunks * CHUNK, *x.shape[1:]).index_copy_(0, self.rows, x)
-        spread = grid.view(chunks, CHUNK, *x.shape[1:]).transpose(1, 2)
+        if self.rows is not None:
+            # Two to four times faster than writing the tokens' rows into zeros.
+            x = x.index_select(0, self.rows.tokens).index_fill_(0, self.rows.pads, 0.0)
+        elif self.tokens < chunks * CHUNK:
+            x = torch.cat([x, x.new_zeros(chunks * CHUNK - self.tokens, *x.shape[1:])])
+        spread = x.view(chunks, CHUNK, *x.shape[1:]).transpose(1, 2)
         return spread.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
     def collect(self, x: Tensor) -> Tensor:
-        """[chunks, H, CHUNK, ...] -> the tokens' rows, [T, H, ...]."""
+        """[chunks, H, CHUNK, ...] -> the tokens' rows, contiguous [T, H, ...]."""
         rows = x.transpose(1, 2).flatten(0, 1)
-        return rows if self.rows is None else rows.index_select(0, self.rows)
+        if self.rows is None:
+            return rows[: self.tokens].contiguous()
+        return rows.index_select(0, self.rows.of_tokens)
 
     def sort(self, states: Tensor) -> Tensor:
-        """States [S, ...] of the segments, longest segment first."""
+        """States [S, ...] of the segments, most chunks first."""
         return states if self.order is None else states.index_select(0, self.order)
 
     def unsort(self, states: Tensor) -> Tensor:
@@ -61,13 +99,51 @@ class ChunkGrid:
             return states
         return torch.empty_like(states).index_copy_(0, self.order, states)
 
+    def exported(self, starts: Tensor, final: Tensor) -> Tensor:
+        """[E, ...]: from the states at the start of each chunk and, unsorted, the final ones."""
+        states = (
+            final[segment : segment + 1] if chunk is None else starts[chunk : chunk + 1]
+            for segment, chunk in self.exports
+        )
+        return torch.cat([final[:0], *states])
 
-def _token_rows(query_lens: list[int], order: list[int], active: list[int]) -> Tensor:
+
+def _cuts(query_lens: list[int], exports: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The offsets of each segment's exports."""
+    cuts: list[list[int]] = [[] for _ in query_lens]
+    for segment, offset in exports:
+        if not (0 <= segment < len(cuts) and 0 < offset <= query_lens[segment]):
+            raise ValueError(
+                f"export ({segment}, {offset}) is in none of the segments of {query_lens} tokens; "
+                "an offset counts the segment's tokens before it, from 1 to all"
+            )
+        cuts[segment].append(offset)
+    return cuts
+
+
+def _chunk_starts(length: int, cuts: list[int]) -> list[int]:
+    """Every CHUNK tokens, counted anew from each cut."""
+    pieces = pairwise(sorted({0, *cuts, length}))
+    return [start for begin, end in pieces for start in range(begin, end, CHUNK)]
+
+
+def _places(starts: list[list[int]], order: list[int], active: list[int]) -> list[dict[int, int]]:
+    """For each segment: start of a chunk -> its number on the grid."""
+    first_chunk = list(accumulate(active, initial=0))
     rank = {segment: place for place, segment in enumerate(order)}
-    first_chunk = [sum(active[:step]) for step in range(len(active))]
-    pieces = []
-    for segment, length in enumerate(query_lens):
-        for step, start in enumerate(range(0, length, CHUNK)):
-            row = (first_chunk[step] + rank[segment]) * CHUNK
-            pieces.append(torch.arange(row, row + min(CHUNK, length - start)))
-    return torch.cat(pieces)
+    return [
+        {start: first_chunk[step] + rank[segment] for step, start in enumerate(own)}
+        for segment, own in enumerate(starts)
+    ]
+
+
+def _token_rows(query_lens: list[int], chunks: list[dict[int, int]]) -> Tensor | None:
+    """The grid row of each token; None where that is the token's own number."""
+    sizes, shifts, base = [], [], 0
+    for length, own in zip(query_lens, chunks, strict=True):
+        sizes += [end - start for start, end in pairwise([*own, length])]
+        shifts += [chunk * CHUNK - base - start for start, chunk in own.items()]
+        base += length
+    if not any(shifts):
+        return None
+    return torch.arange(base) + torch.tensor(shifts).repeat_interleave(torch.tensor(sizes))

@@ -4,6 +4,7 @@ Same signatures as `naive.py`. Fastest when `weight` is a [D, K] view of [K, D] 
 `tap_major`).
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -37,24 +38,39 @@ def conv_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def conv_chunk(
-    x: Tensor, query_lens: list[int], initial: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    query_lens: list[int],
+    initial: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    exports: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
     """Segments end to end: x [T, D], T = sum(query_lens), initial [S, K-1, D], weight [D, K].
 
-    Returns silu(conv) [T, D] and the final states [S, K-1, D]; `initial` is not changed.
+    `exports`: (segment, tokens of it), ascending. Returns silu(conv) [T, D], the final states
+    [S, K-1, D] and the states at the exports [E, K-1, D]; `initial` is not changed.
     """
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     final = torch.empty_like(initial)
+    exported = [initial[:0]]
     taps = weight.t().float()
-    before = initial.shape[1]
     start = 0
     for segment, length in enumerate(query_lens):
         rows = x[start : start + length]
         _convolve(rows, initial[segment], taps, bias, y[start : start + length])
-        window = torch.cat([initial[segment], rows[max(0, length - before) :]])
-        final[segment] = window[window.shape[0] - before :]
+        final[segment] = _last_rows(initial[segment], rows, length)
+        offsets = (offset for owner, offset in exports if owner == segment)
+        exported += [_last_rows(initial[segment], rows, end).unsqueeze(0) for end in offsets]
         start += length
-    return y.to(x.dtype), final
+    return y.to(x.dtype), final, torch.cat(exported)
+
+
+def _last_rows(initial: Tensor, rows: Tensor, end: int) -> Tensor:
+    """The K-1 inputs before row `end`, those of `initial` [K-1, D] included: [K-1, D]."""
+    before = initial.shape[0]
+    window = torch.cat([initial, rows[max(0, end - before) : end]])
+    return window[window.shape[0] - before :]
 
 
 def _convolve(x: Tensor, initial: Tensor, taps: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -3,6 +3,8 @@
 Knows nothing of layers or caches; a state is the last K-1 inputs, oldest first.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,18 +22,28 @@ def conv_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 
 def conv_chunk(
-    x: Tensor, query_lens: list[int], initial: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor,
+    query_lens: list[int],
+    initial: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    exports: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
     """Segments end to end: x [T, D], T = sum(query_lens), initial [S, K-1, D], weight [D, K].
 
-    Returns silu(conv) [T, D] and the final states [S, K-1, D]; `initial` is not changed.
+    `exports`: (segment, tokens of it), ascending. Returns silu(conv) [T, D], the final states
+    [S, K-1, D] and the states at the exports [E, K-1, D]; `initial` is not changed.
     """
     final = initial.clone()
+    exported = [initial[:0]]
     rows = []
     start = 0
     for segment, length in enumerate(query_lens):
         state = final[segment : segment + 1]
         for t in range(start, start + length):
             rows.append(conv_step(x[t : t + 1], state, weight, bias))
+            if (segment, t + 1 - start) in exports:
+                exported.append(state.clone())
         start += length
-    return torch.cat(rows), final
+    return torch.cat(rows), final, torch.cat(exported)

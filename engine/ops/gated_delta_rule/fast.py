@@ -4,6 +4,7 @@ Signatures as in `naive.py`, and `scratch`. The chunk form is the UT transform o
 work inside chunks is one batch over all chunks of all segments, a short scan carries the state.
 """
 
+from collections.abc import Sequence
 from math import log
 
 import torch
@@ -54,12 +55,14 @@ def chunk(
     beta: Tensor,
     query_lens: list[int],
     initial: Tensor,
-) -> tuple[Tensor, Tensor]:
+    exports: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
     """Segments end to end: as `step`, T = sum(query_lens) rows; `initial` is not changed.
 
-    Returns [T, Hv, dv] float32 and the final states.
+    `exports`: (segment, tokens of it), ascending. Returns [T, Hv, dv] float32, the final states and
+    the states at the exports [E, Hv, dk, dv].
     """
-    grid = ChunkGrid.over(query_lens, q.device)
+    grid = ChunkGrid.over(query_lens, q.device, exports)
     repeats = v.shape[1] // k.shape[1]
     q, k = (_unit_(grid.spread(x)) for x in (q, k))
     v, rate = grid.spread(v), grid.spread(beta).unsqueeze(-1)
@@ -76,7 +79,8 @@ def chunk(
     writes = (k * to_end).transpose(-1, -2)
     starts, final = _scan(grid, decay[:, :, -1:], writes, reads=reads, new_v=new_v, initial=initial)
     o = ((q * decay) @ starts).add_(attention @ new_v)
-    return grid.collect(o).mul_(q.shape[-1] ** -0.5), final
+    o = grid.collect(o).mul_(q.shape[-1] ** -0.5)
+    return o, final, grid.exported(starts, final)
 
 
 def _unit_(x: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ Per value head, with a state S [dk, dv] and unit-length k (Yang et al., "Gated D
 arXiv 2412.06464): S <- exp(g) S, then S <- S + k (beta (v - k^T S))^T, then o = S^T q / sqrt(dk).
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,12 +38,15 @@ def chunk(
     beta: Tensor,
     query_lens: list[int],
     initial: Tensor,
-) -> tuple[Tensor, Tensor]:
+    exports: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
     """Segments end to end: as `step`, T = sum(query_lens) rows; `initial` is not changed.
 
-    Returns [T, Hv, dv] and the final states.
+    `exports`: (segment, tokens of it), ascending. Returns [T, Hv, dv], the final states and
+    the states at the exports [E, Hv, dk, dv].
     """
     final = initial.clone()
+    exported = [initial[:0]]
     outputs = []
     start = 0
     for segment, length in enumerate(query_lens):
@@ -49,8 +54,10 @@ def chunk(
         for t in range(start, start + length):
             row = slice(t, t + 1)
             outputs.append(step(q[row], k[row], v[row], g[row], beta=beta[row], state=state))
+            if (segment, t + 1 - start) in exports:
+                exported.append(state.clone())
         start += length
-    return torch.cat(outputs), final
+    return torch.cat(outputs), final, torch.cat(exported)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Attention over pages: batched products for decodes, torch's fused attention for prefill segments.
 
 Signatures as in `naive.py`, and `scratch`. Head-major pages gather by whole (page, head) rows
-straight into a batched product.
+straight into a batched product. With a `window`, blocks wholly before it are not read.
 """
 
 import torch
@@ -13,6 +13,8 @@ from engine.ops.scratch import Scratch
 
 # Beyond this ratio of padded to real tokens, decodes of uneven lengths are done one by one.
 MAX_PADDING = 4
+# Prefill segments longer than their window are done in tiles of the window, but not of less.
+MIN_TILE = 128
 
 
 def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tensor) -> None:
@@ -29,27 +31,31 @@ def decode(
     lens: list[int],
     scale: float,
     scratch: Scratch,
+    window: int | None = None,
 ) -> Tensor:
     """One token per sequence, q [S, H, D] -> [S, H, D]; lens[i] counts it, K and V are written."""
+    starts = [0] * len(lens)
+    if window is not None and max(lens) > window:
+        block_size = cache.k_pages.shape[2]
+        block_tables, lens, starts = _recent(block_tables, lens, window, block_size=block_size)
     longest = max(lens)
     if longest * len(lens) > MAX_PADDING * sum(lens):
         parts = (
-            decode(one, cache, block_tables[i : i + 1], lens=[n], scale=scale, scratch=scratch)
-            for i, (one, n) in enumerate(zip(q.unsqueeze(1), lens, strict=True))
+            decode(
+                one, cache, row, lens=[length], scale=scale, scratch=scratch, window=length - start
+            )
+            for one, row, length, start in zip(
+                q.unsqueeze(1), block_tables.unsqueeze(1), lens, starts, strict=True
+            )
         )
         return torch.cat(list(parts))
     k, v = _gather(cache, block_tables, longest, scratch=scratch)
     size, heads, dim = q.shape
     grouped = (q * scale).view(k.shape[0], -1, dim)
-    scores = torch.bmm(grouped, k.transpose(1, 2))
-    if min(lens) < longest:
-        ends = torch.tensor(lens, device=q.device).view(-1, 1, 1)
-        beyond = torch.arange(longest, device=q.device) >= ends
-        scores.view(size, heads, longest).masked_fill_(beyond, float("-inf"))
-        if q.dtype != torch.float32:
-            _clear(v, beyond)
+    scores = torch.bmm(grouped, k.transpose(1, 2)).view(size, heads, longest)
+    _mask(scores, v, lens, starts=starts)
     weights = torch.softmax(scores.float(), -1).to(q.dtype)
-    return torch.bmm(weights, v).view(size, heads, dim)
+    return torch.bmm(weights.view(k.shape[0], -1, longest), v).view(size, heads, dim)
 
 
 def prefill(
@@ -60,23 +66,87 @@ def prefill(
     context: int,
     scale: float,
     scratch: Scratch,
+    window: int | None = None,
 ) -> Tensor:
     """Positions context .. context + n - 1 of a sequence, all written: q [n, H, D] -> the same."""
     n = q.shape[0]
-    k, v = _gather(cache, block_row.unsqueeze(0), context + n, scratch=scratch)
-    mask = None
-    if context and n > 1:
-        mask = torch.ones(n, context + n, dtype=torch.bool, device=q.device).tril_(context)
+    tile = n if window is None else max(window, MIN_TILE)
+    if n > tile:
+        # Each tile reads its window instead of all tokens; so do masks, which else are n x n.
+        parts = (
+            prefill(
+                q[start : start + tile],
+                cache,
+                block_row,
+                context=context + start,
+                scale=scale,
+                scratch=scratch,
+                window=window,
+            )
+            for start in range(0, n, tile)
+        )
+        return torch.cat(list(parts))
+    first = 0 if window is None else max(0, context - window + 1)
+    skipped = first // cache.k_pages.shape[2]
+    before = skipped * cache.k_pages.shape[2]
+    pages = block_row[skipped:].unsqueeze(0)
+    k, v = _gather(cache, pages, context + n - before, scratch=scratch)
+    k, v = k[:, first - before :], v[:, first - before :]
+    mask = _causal_mask(n, k.shape[1], window, device=q.device)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
         k.unsqueeze(0),
         v.unsqueeze(0),
         attn_mask=mask,
-        is_causal=not context,
+        is_causal=mask is None and n > 1,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[0],
     )
     return out[0].transpose(0, 1)
+
+
+def _causal_mask(n: int, length: int, window: int | None, *, device: torch.device) -> Tensor | None:
+    """What the last n of `length` positions may read: bool [n, length].
+
+    None where that is all (one query) or plainly causal (n = length), which torch knows itself.
+    """
+    narrow = window is not None and length > window
+    if not narrow and n in (1, length):
+        return None
+    context = length - n
+    mask = torch.ones(n, length, dtype=torch.bool, device=device).tril_(context)
+    return mask.triu_(context - window + 1) if narrow and window is not None else mask
+
+
+def _recent(
+    block_tables: Tensor, lens: list[int], window: int, *, block_size: int
+) -> tuple[Tensor, list[int], list[int]]:
+    """Tables without the blocks that lie wholly before the window, lengths in them, window starts.
+
+    So nothing of those blocks is read; their entries may be any valid row.
+    """
+    firsts = [max(0, length - window) for length in lens]
+    skipped = [first // block_size for first in firsts]
+    lens = [length - skip * block_size for length, skip in zip(lens, skipped, strict=True)]
+    starts = [first - skip * block_size for first, skip in zip(firsts, skipped, strict=True)]
+    width = -(-max(lens) // block_size)
+    columns = torch.arange(width, device=block_tables.device)
+    columns = columns + torch.tensor(skipped, device=block_tables.device).unsqueeze(1)
+    # Beyond a short sequence's end: any entry of its own, masked like all padding.
+    return block_tables.gather(1, columns.clamp_(max=block_tables.shape[1] - 1)), lens, starts
+
+
+def _mask(scores: Tensor, v: Tensor, lens: list[int], *, starts: list[int]) -> None:
+    """Hides positions outside starts[i] .. lens[i] - 1 in scores [S, H, L]; v [S * Hkv, L, D]."""
+    positions = torch.arange(scores.shape[2], device=scores.device)
+    if any(starts):
+        begins = torch.tensor(starts, device=scores.device).view(-1, 1, 1)
+        scores.masked_fill_(positions < begins, float("-inf"))
+    if min(lens) < scores.shape[2]:
+        beyond = positions >= torch.tensor(lens, device=scores.device).view(-1, 1, 1)
+        scores.masked_fill_(beyond, float("-inf"))
+        if scores.dtype != torch.float32:
+            _clear(v, beyond)
 
 
 def _gather(

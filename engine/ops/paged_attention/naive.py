@@ -1,7 +1,8 @@
 """Attention over pages, one sequence and one head at a time in float32: the truth for `fast.py`.
 
 Pages are [rows, num_kv_heads, block_size, head_dim]; a sequence is a row of page numbers and a
-length.
+length. With a `window`, the token at position p reads positions p - window + 1 to p only; pages
+wholly before that may be any valid row.
 """
 
 import torch
@@ -19,18 +20,30 @@ def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tens
 
 
 def decode(
-    q: Tensor, cache: AttentionCache, block_tables: Tensor, *, lens: list[int], scale: float
+    q: Tensor,
+    cache: AttentionCache,
+    block_tables: Tensor,
+    *,
+    lens: list[int],
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """One token per sequence, q [S, H, D] -> [S, H, D]; lens[i] counts it, K and V are written."""
     rows = [
-        prefill(q[i : i + 1], cache, block_tables[i], context=lens[i] - 1, scale=scale)
-        for i in range(q.shape[0])
+        prefill(one, cache, row, context=length - 1, scale=scale, window=window)
+        for one, row, length in zip(q.unsqueeze(1), block_tables, lens, strict=True)
     ]
     return torch.cat(rows)
 
 
 def prefill(
-    q: Tensor, cache: AttentionCache, block_row: Tensor, *, context: int, scale: float
+    q: Tensor,
+    cache: AttentionCache,
+    block_row: Tensor,
+    *,
+    context: int,
+    scale: float,
+    window: int | None = None,
 ) -> Tensor:
     """Positions context .. context + n - 1 of a sequence, all written: q [n, H, D] -> the same."""
     length = context + q.shape[0]
@@ -40,9 +53,10 @@ def prefill(
     out = torch.empty_like(q)
     for t in range(q.shape[0]):
         for head in range(q.shape[1]):
-            seen = context + t + 1
-            scores = k[head // group, :seen] @ q[t, head].float() * scale
-            out[t, head] = torch.softmax(scores, 0) @ v[head // group, :seen]
+            end = context + t + 1
+            seen = slice(0 if window is None else max(0, end - window), end)
+            scores = k[head // group, seen] @ q[t, head].float() * scale
+            out[t, head] = torch.softmax(scores, 0) @ v[head // group, seen]
     return out
 
 

@@ -4,13 +4,15 @@ Same signatures as `naive.py`. The chunk form is the block decomposition of Dao 
 6: products inside chunks, then a short recurrence over them.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import pairwise
 from math import log
 
 import torch
 from torch import Tensor
 
-CHUNK = 64
+from engine.ops.chunk_grid import ChunkGrid
+
 # Decays are powers of 2: on CPU torch's exp is 20 to 60 times slower where results underflow.
 LOG2_E = 1.0 / log(2.0)
 
@@ -52,62 +54,24 @@ def ssd_chunk(
     *,
     query_lens: list[int],
     initial: Tensor,
-) -> tuple[Tensor, Tensor]:
+    exports: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
     """Segments end to end: x [T, H, P], dt float32 [T, H], a [H], b and c [T, G, N].
 
-    T = sum(query_lens); `initial` float32 [S, H, P, N] is not changed. Returns y [T, H, P] and the
-    final states, both float32.
+    T = sum(query_lens); `initial` float32 [S, H, P, N] is not changed. `exports`: (segment, tokens
+    of it), ascending. Returns y [T, H, P], the final states and the states at the exports
+    [E, H, P, N], all float32.
     """
-    layout = _Layout.of(query_lens)
+    grid = ChunkGrid.over(query_lens, x.device, exports)
     # Sums reach hundreds and differences near zero matter: float32 would lose four digits.
-    decay = _to_grid(dt * a, layout).cumsum(1, dtype=torch.float64).mul_(LOG2_E)
-    by_head = decay.transpose(1, 2).contiguous()
-    push = _to_grid(x * dt[:, :, None], layout).transpose(1, 2).contiguous()
-    keys, queries = (_to_grid(part.float(), layout).transpose(1, 2) for part in (b, c))
-    own = _chunk_states(by_head, push, keys)
-    before, final = _across_chunks(by_head[:, :, -1].exp2().float(), own, layout, initial)
-    y = _from_before(before, queries).mul_(decay.exp2().float()[..., None])
-    y += _inside_chunks(by_head, push, keys, queries).transpose(1, 2)
-    return _from_grid(y, layout), final
-
-
-@dataclass(slots=True, frozen=True)
-class _Layout:
-    """Segments on a grid of chunks: segment i owns chunks[i] chunks from first[i] on."""
-
-    lens: list[int]
-    chunks: list[int]
-    first: list[int]
-
-    @classmethod
-    def of(cls, query_lens: list[int]) -> "_Layout":
-        chunks = [-(-length // CHUNK) for length in query_lens]
-        first = [sum(chunks[:segment]) for segment in range(len(chunks))]
-        return cls(query_lens, chunks, first)
-
-    @property
-    def is_full(self) -> bool:
-        """No chunk has padding: the grid is a view of the rows."""
-        return all(length % CHUNK == 0 for length in self.lens)
-
-
-def _to_grid(rows: Tensor, layout: _Layout) -> Tensor:
-    """[T, ...] -> [chunks, CHUNK, ...]; padding rows are zero, which neither decays nor adds."""
-    if layout.is_full:
-        return rows.reshape(-1, CHUNK, *rows.shape[1:])
-    grid = rows.new_zeros(sum(layout.chunks) * CHUNK, *rows.shape[1:])
-    for source, target in zip(torch.split(rows, layout.lens), layout.first, strict=True):
-        grid[target * CHUNK : target * CHUNK + source.shape[0]] = source
-    return grid.view(-1, CHUNK, *rows.shape[1:])
-
-
-def _from_grid(grid: Tensor, layout: _Layout) -> Tensor:
-    """[chunks, CHUNK, ...] -> [T, ...]."""
-    rows = grid.reshape(-1, *grid.shape[2:])
-    if layout.is_full:
-        return rows
-    places = zip(layout.first, layout.lens, strict=True)
-    return torch.cat([rows[first * CHUNK : first * CHUNK + length] for first, length in places])
+    decay = grid.spread(dt * a).cumsum(-1, dtype=torch.float64).mul_(LOG2_E)
+    push, keys, queries = (grid.spread(part) for part in (x * dt[:, :, None], b, c))
+    own = _chunk_states(decay, push, keys)
+    from_start = decay.exp2().float()
+    before, final = _across_chunks(from_start[..., -1], own, grid, initial)
+    y = _from_before(before, queries).mul_(from_start.transpose(1, 2)[..., None])
+    y += _inside_chunks(decay, push, keys, queries).transpose(1, 2)
+    return grid.collect(y.transpose(1, 2)), final, grid.exported(before, final)
 
 
 def _inside_chunks(decay: Tensor, push: Tensor, keys: Tensor, queries: Tensor) -> Tensor:
@@ -134,22 +98,24 @@ def _chunk_states(decay: Tensor, push: Tensor, keys: Tensor) -> Tensor:
 
 
 def _across_chunks(
-    total: Tensor, own: Tensor, layout: _Layout, initial: Tensor
+    total: Tensor, own: Tensor, grid: ChunkGrid, initial: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The recurrence over chunks: total decay [C, H] and own contribution [C, H, P, N] of each.
 
     Returns the state before every chunk [C, H, P, N] (in the memory of `own`) and the final states.
     """
-    final = initial.clone()
+    state = grid.sort(initial)
+    final = torch.empty_like(state)
     factors = total[:, :, None, None]
-    for segment, (first, count) in enumerate(zip(layout.first, layout.chunks, strict=True)):
-        state = final[segment]
-        for chunk in range(first, first + count):
-            after = torch.addcmul(own[chunk], state, factors[chunk])
-            own[chunk] = state
-            state = after
-        final[segment] = state
-    return own, final
+    first = 0
+    for active, left in pairwise([*grid.active, 0]):
+        rows = slice(first, first + active)
+        after = torch.addcmul(own[rows], state, factors[rows])
+        own[rows] = state
+        final[left:active] = after[left:]
+        state = after[:left]
+        first = rows.stop
+    return own, grid.unsort(final)
 
 
 def _from_before(before: Tensor, queries: Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 Dao & Gu 2024, "Transformers are SSMs": h = exp(dt a) h + dt x b^T, y = h c.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,19 +33,23 @@ def ssd_chunk(
     *,
     query_lens: list[int],
     initial: Tensor,
-) -> tuple[Tensor, Tensor]:
+    exports: Sequence[tuple[int, int]] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
     """Segments end to end: x [T, H, P], dt [T, H], a [H], b and c [T, G, N], T = sum(query_lens).
 
-    `initial` float32 [S, H, P, N] is not changed. Returns y [T, H, P] and the final states, both
-    float32.
+    `initial` float32 [S, H, P, N] is not changed. `exports`: (segment, tokens of it), ascending.
+    Returns y [T, H, P], the final states and the states at the exports [E, H, P, N], all float32.
     """
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     final = initial.clone()
+    exported = [initial[:0]]
     start = 0
     for segment, length in enumerate(query_lens):
         state = final[segment : segment + 1]
         for row in range(start, start + length):
             one = slice(row, row + 1)
             y[one] = ssd_step(x[one], dt[one], a, b[one], c[one], state)
+            if (segment, row + 1 - start) in exports:
+                exported.append(state.clone())
         start += length
-    return y, final
+    return y, final, torch.cat(exported)
