@@ -70,7 +70,12 @@ class Bench:
             origin = request_of(number, prompt, tokens)
             limit = PROMPT_TOKENS + tokens
             core.scheduler.add(
-                Request.from_generate(origin, max_model_len=limit, eos_token_ids=frozenset())
+                Request.from_generate(
+                    origin,
+                    core.scheduler.cache.hasher,
+                    max_model_len=limit,
+                    eos_token_ids=frozenset(),
+                )
             )
         while core.scheduler.num_waiting:
             core.core.step()

@@ -37,6 +37,7 @@ from connector.transports.nixl import NixlAddress
 from engine.arena import ArenaMemory
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
 from engine.logs import configure_logging
 
@@ -91,6 +92,7 @@ class Prompt:
     plan: ArenaPlan
     local: Tables
     remote: Tables
+    tokens: int
 
     @classmethod
     def of(cls, plan: ArenaPlan, case: Case) -> "Prompt":
@@ -101,20 +103,25 @@ class Prompt:
             [plan.block_offset(group, block) for block in blocks]
             for group, blocks in enumerate(grown)
         ]
-        return cls(plan, local, remote)
+        return cls(plan, local, remote, case.tokens)
 
     def spans(self) -> tuple[SpanPair, ...]:
         """What a pull reads."""
-        return plan_pull(self.plan, self.local, self.remote, num_local_tokens=0).spans
+        pull = plan_pull(
+            self.plan, self.local, self.remote, num_tokens=self.tokens, num_local_tokens=0
+        )
+        return pull.spans
 
 
 def _tables(plan: ArenaPlan, tokens: int, chunk: int) -> Tables:
-    manager = KVCacheManager(plan)
-    mine = other = None
-    for end in range(chunk, tokens + chunk, chunk):
-        mine = manager.allocate(mine, min(end, tokens))
-        other = manager.allocate(other, min(end, tokens))
+    manager = KVCacheManager(plan, prefix_caching=False)
+    nothing = manager.find_hit(PrefixDigests(manager.hasher, [0], None), 0)
+    first = min(chunk, tokens)
+    mine, other = manager.start(nothing, first), manager.start(nothing, first)
     assert mine is not None and other is not None
+    for end in range(2 * chunk, tokens + chunk, chunk):
+        for tables in (mine, other):
+            assert manager.grow(tables, min(end, tokens)), "the arena is too small"
     return mine.groups
 
 

@@ -109,7 +109,13 @@ class Cluster:
         return node
 
 
-BASE = NodeConfig(model="", port=0, kv_cache_memory_bytes=16 << 20, max_num_batched_tokens=64)
+BASE = NodeConfig(
+    model="",
+    port=0,
+    kv_cache_memory_bytes=16 << 20,
+    max_num_batched_tokens=64,
+    enable_prefix_caching=False,
+)
 
 
 def transfer_config(

@@ -1,7 +1,8 @@
 """Random Hugging Face checkpoints, and our models run on them as an engine would.
 
 The arena is filled with noise and block tables are random, so anything read from a wrong place
-shows. Needs transformers, which only tests depend on.
+shows; blocks behind a sliding window are given back and stand as one null block full of NaN. Needs
+transformers, which only tests depend on.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from engine.forward import (
     TORCH_DTYPES,
+    AttentionCache,
     AttentionIndex,
     ForwardBatch,
     GroupIndex,
@@ -20,7 +22,7 @@ from engine.forward import (
     StateIndex,
 )
 from engine.kv_cache.plan import ArenaPlan, plan_arena
-from engine.kv_cache.spec import MambaSpec
+from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
 from engine.layers.weights import Weights
 from engine.model_configs.base import ConfigReader, ModelConfig
 from engine.models.registry import CausalLM, Family
@@ -31,12 +33,16 @@ UNITS = 64
 NOISE = 10.0
 
 
-def widen(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """Draws all weights anew, with norms, decays and biases spread so that a missing one shows."""
+def widen(model: PreTrainedModel, seed: int, *, embed: float = 0.1) -> PreTrainedModel:
+    """Draws all weights anew, with norms, decays and biases spread so that a missing one shows.
+
+    `embed`: the size of embeddings; small, or a model with tied ones would only repeat its input.
+    """
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            weight.copy_(_wide(name, weight, draw))
+            wide = _wide(name, weight, draw)
+            weight.copy_(embed * wide if "embed" in name else wide)
     return model.eval()
 
 
@@ -51,8 +57,7 @@ def _wide(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
         return weight + 0.4 * noise
     if leaf == "conv1d":
         return 0.5 * noise
-    # Small, or a model with tied embeddings would only repeat its input.
-    return 0.1 * noise if "embed" in leaf else noise * weight.shape[-1] ** -0.5
+    return noise if "embed" in leaf else noise * weight.shape[-1] ** -0.5
 
 
 def load(family: Family, folder: Path, dtype: str | None = None) -> tuple[ModelConfig, CausalLM]:
@@ -94,6 +99,11 @@ class Runner:
         if aligned:
             self._units.sort(reverse=True)
         self._free: list[list[int]] = [[] for _ in self.plan.groups]
+        self._null = {
+            group: self._null_block(group)
+            for group, members in enumerate(self.plan.groups)
+            if isinstance(members.spec, SlidingWindowSpec)
+        }
 
     def greedy(self, prompts: dict[int, list[int]], tokens: int) -> dict[int, list[int]]:
         """`tokens` greedy tokens after each prompt: a batch of prompts, then batches of decodes."""
@@ -122,6 +132,7 @@ class Runner:
             logits = self.model.logits(self.model.forward(batch, self.caches))
         for key, tokens in work.items():
             self.sequences[key].length += len(tokens)
+            self._leave_window(key)
         return dict(zip(work, logits.split_with_sizes(batch.query_lens), strict=True))
 
     def _make_room(self, key: int, tokens: int) -> None:
@@ -134,6 +145,26 @@ class Runner:
             sequence.blocks[group] += new
             if isinstance(self.plan.groups[group].spec, MambaSpec):
                 self._zero(group, new)
+
+    def _null_block(self, group: int) -> int:
+        """A block that nothing may read: K and V of all layers are NaN."""
+        block = self._new_block(group)
+        for layer in self.plan.groups[group].layers:
+            cache = self.caches[group, layer]
+            assert isinstance(cache, AttentionCache)
+            cache.k_pages[page_row(self.plan, group, block)] = float("nan")
+            cache.v_pages[page_row(self.plan, group, block)] = float("nan")
+        return block
+
+    def _leave_window(self, key: int) -> None:
+        """Blocks wholly behind the window of the next token are free for other sequences."""
+        sequence = self.sequences[key]
+        for group, null in self._null.items():
+            spec, blocks = self.plan.groups[group].spec, sequence.blocks[group]
+            assert isinstance(spec, SlidingWindowSpec)
+            behind = max(0, sequence.length - spec.window + 1) // BLOCK_SIZE
+            self._free[group][:0] = [block for block in blocks[:behind] if block != null]
+            blocks[:behind] = [null] * behind
 
     def _new_block(self, group: int) -> int:
         """A free block of `group`; units are taken four at a time and their blocks shuffled."""
@@ -183,7 +214,7 @@ class Runner:
             return StateIndex(torch.tensor(units), _run(units[:decodes]))
         rows = [[page_row(self.plan, group, block) for block in own] for own in blocks]
         longest = max(len(own) for own in rows)
-        tables = [own + [rows[0][0]] * (longest - len(own)) for own in rows]
+        tables = [own + [rows[0][-1]] * (longest - len(own)) for own in rows]
         slots = [
             (own[position // BLOCK_SIZE] * spec.num_kv_heads + head) * BLOCK_SIZE
             + position % BLOCK_SIZE
@@ -222,8 +253,14 @@ def rounding_error(reference: PreTrainedModel, tokens: list[int]) -> float:
     rows = []
     cache = None
     with torch.inference_mode():
-        for token in tokens:
-            out = reference(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        for position, token in enumerate(tokens):
+            # Positions are given because Bamba would count every token as its first.
+            out = reference(
+                torch.tensor([[token]]),
+                position_ids=torch.tensor([[position]]),
+                past_key_values=cache,
+                use_cache=True,
+            )
             cache = out.past_key_values
             rows.append(out.logits[0])
     return float((torch.cat(rows) - whole).abs().max())

@@ -30,6 +30,7 @@ SECRETS = ("--api-key", API_KEY, "--cluster-token", CLUSTER_TOKEN)
 NODE_FLAGS = (
     *("--port", "0", "--served-model-name", "tiny"),
     *("--kv-cache-memory-bytes", str(16 << 20), "--max-num-batched-tokens", "64"),
+    "--no-enable-prefix-caching",  # equal requests must cost, move and round the same each time
 )
 AT_REST = (
     "vllm:num_requests_running",

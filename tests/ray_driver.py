@@ -27,6 +27,7 @@ OPTIONS = {
     "kv_cache_memory_bytes": 16 << 20,
     "max_num_batched_tokens": 64,
     "served_model_name": ["tiny"],
+    "enable_prefix_caching": False,  # every request has to be pulled
 }
 PROMPT = list(range(5, 105))
 BACK_S = 60.0

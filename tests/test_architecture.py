@@ -33,14 +33,21 @@ MAX_VERBS = 7
 FORBIDDEN_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
 ROLES = {"kv_producer", "kv_consumer", "kv_both"}
 
-TOO_MANY_PARAMETERS = {
+COMMANDS = {
     "engine/node/cli.py::run": "a command's parameters are its flags",
     "proxy/__main__.py::run": "a command's parameters are its flags",
+}
+TOO_MANY_PARAMETERS = {
+    **COMMANDS,
+    "engine/ops/gated_delta_rule/fast.py::chunk": "the operands of the recurrence",
+    "engine/ops/gated_delta_rule/naive.py::chunk": "the operands of the recurrence",
+    "engine/ops/ssd/fast.py::ssd_chunk": "the operands of the recurrence",
+    "engine/ops/ssd/naive.py::ssd_chunk": "the operands of the recurrence",
 }
 # Operators, layers and models take tensors in the order in which papers and torch write them.
 POSITIONAL_TENSORS = ("engine/ops/", "engine/layers/", "engine/models/")
 MANY_POSITIONAL = {
-    **TOO_MANY_PARAMETERS,
+    **COMMANDS,
     "engine/api/chat_template.py::call_binop": "the signature is Jinja's",
 }
 BROAD_EXCEPTS = {

@@ -49,10 +49,10 @@ def test_step_equals_naive_and_moves_only_its_view(sequences: int) -> None:
 
 def test_a_sequence_may_be_cut_anywhere() -> None:
     x, state, weight, bias = inputs(200, 1, 4)
-    whole, final = fast.conv_chunk(x, [200], state, weight, bias)
+    whole, final, _ = fast.conv_chunk(x, [200], state, weight, bias)
     parts = []
     for part in x.split_with_sizes([1, 2, 64, 133]):
-        y, state = fast.conv_chunk(part, [len(part)], state, weight, bias)
+        y, state, _ = fast.conv_chunk(part, [len(part)], state, weight, bias)
         parts.append(y)
     torch.testing.assert_close(torch.cat(parts), whole)
     assert torch.equal(state, final)
@@ -60,8 +60,8 @@ def test_a_sequence_may_be_cut_anywhere() -> None:
 
 def test_bfloat16_sums_in_float32() -> None:
     x, state, weight, bias = (t.bfloat16() for t in inputs(65, 1, 4))
-    got, final = fast.conv_chunk(x, [65], state, weight, bias)
-    expected, expected_final = naive.conv_chunk(x, [65], state, weight, bias)
+    got, final, _ = fast.conv_chunk(x, [65], state, weight, bias)
+    expected, expected_final, _ = naive.conv_chunk(x, [65], state, weight, bias)
     assert got.dtype == torch.bfloat16
     torch.testing.assert_close(got, expected)
     assert torch.equal(final, expected_final)

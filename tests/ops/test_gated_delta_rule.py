@@ -60,7 +60,8 @@ def test_chunk_is_as_exact_as_the_recurrence(lens: list[int], value_heads: int, 
 
     def run(op: object, c: Case) -> tuple[Tensor, Tensor]:
         chunk = naive.chunk if op is naive else fast.chunk
-        return chunk(c.q, c.k, c.v, c.g, beta=c.beta, query_lens=lens, initial=c.initial)
+        o, final, _ = chunk(c.q, c.k, c.v, c.g, beta=c.beta, query_lens=lens, initial=c.initial)
+        return o, final
 
     truth = run(naive, one.double())
     limit = 8 * worst(run(naive, one), truth) + 1e-6
@@ -86,11 +87,13 @@ def test_step_equals_naive_and_moves_only_its_view(sequences: int, value_heads: 
 
 def test_a_sequence_may_be_cut_anywhere() -> None:
     c = case(250, 1)
-    whole, final = fast.chunk(c.q, c.k, c.v, c.g, beta=c.beta, query_lens=[250], initial=c.initial)
+    whole, final, _ = fast.chunk(
+        c.q, c.k, c.v, c.g, beta=c.beta, query_lens=[250], initial=c.initial
+    )
     state, outputs, start = c.initial, [], 0
     for n in (50, 1, 64, 135):
         at = slice(start, start + n)
-        o, state = fast.chunk(
+        o, state, _ = fast.chunk(
             c.q[at], c.k[at], c.v[at], c.g[at], beta=c.beta[at], query_lens=[n], initial=state
         )
         outputs.append(o)

@@ -57,6 +57,59 @@ def test_prefill_equals_naive(context: int, tokens: int, heads: int, kv_heads: i
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
 
 
+def hide_what_a_window_skips(tables: Tensor, firsts: list[int], cache: AttentionCache) -> None:
+    """Blocks wholly before the first needed token become one null page, full of NaN."""
+    null = ROWS - 1
+    tables[tables == null] = int(tables.max()) - 1
+    cache.k_pages[null] = float("nan")
+    cache.v_pages[null] = float("nan")
+    for row, first in zip(tables, firsts, strict=True):
+        row[: first // BLOCK] = null
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 17, 33, 400])
+@pytest.mark.parametrize("lens", [[300], [300, 1, 64, 65], [17, 18], [5, 280, 3, 4, 2, 1]], ids=str)
+@pytest.mark.parametrize("op", [naive, fast], ids=["naive", "fast"])
+def test_decode_reads_its_window_only(op: ModuleType, window: int, lens: list[int]) -> None:
+    cache, tables, q = cache_of(2), tables_of(lens), queries(len(lens), 4)
+    hide_what_a_window_skips(tables, [max(0, length - window) for length in lens], cache)
+    scratch = {"scratch": Scratch()} if op is fast else {}
+    got = op.decode(q, cache, tables, lens=lens, scale=SCALE, window=window, **scratch)
+    expected = [
+        windowed(q[i : i + 1], cache, tables[i], context=length - 1, window=window)
+        for i, length in enumerate(lens)
+    ]
+    torch.testing.assert_close(got, torch.cat(expected), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("window", [1, 17, 64, 130])
+@pytest.mark.parametrize("context", [0, 31, 100])
+@pytest.mark.parametrize("tokens", [1, 2, 65, 150])
+@pytest.mark.parametrize("op", [naive, fast], ids=["naive", "fast"])
+def test_prefill_reads_its_window_only(
+    op: ModuleType, window: int, context: int, tokens: int
+) -> None:
+    cache, tables, q = cache_of(2), tables_of([context + tokens]), queries(tokens, 4)
+    hide_what_a_window_skips(tables, [max(0, context + 1 - window)], cache)
+    scratch = {"scratch": Scratch()} if op is fast else {}
+    got = op.prefill(q, cache, tables[0], context=context, scale=SCALE, window=window, **scratch)
+    expected = windowed(q, cache, tables[0], context=context, window=window)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+def windowed(q: Tensor, cache: AttentionCache, row: Tensor, *, context: int, window: int) -> Tensor:
+    """Attention with a band mask over the gathered tokens, where NaN pages are read as zeros."""
+    length = context + q.shape[0]
+    k, v = (
+        pages[row].transpose(0, 1).flatten(1, 2)[:, :length].nan_to_num().repeat_interleave(2, 0)
+        for pages in (cache.k_pages, cache.v_pages)
+    )
+    ages = torch.arange(context, length).unsqueeze(1) - torch.arange(length)
+    mask = (ages >= 0) & (ages < window)
+    out = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask, scale=SCALE)
+    return out.transpose(0, 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decode_ignores_what_lies_behind_a_sequence(dtype: torch.dtype) -> None:
     lens = [5, 40]

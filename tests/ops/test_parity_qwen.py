@@ -1,20 +1,13 @@
-"""Qwen3 and Qwen3.5 against transformers in float32: same files, same logits, same greedy tokens.
-
-Tolerance: eight times the distance of the reference from itself when it takes tokens one by one
-instead of in one go (its chunked against its recurrent form), because that is what float32 rounding
-does to these logits.
-"""
+"""Qwen3 and Qwen3.5 against transformers in float32: same files, logits and greedy tokens."""
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import (
     PreTrainedModel,
     Qwen3_5Config,
@@ -25,21 +18,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine.model_configs.base import ModelConfig
-from engine.models.registry import FAMILIES, CausalLM, Family
-from tests.oracle import (
-    Runner,
-    first_wrong_choice,
-    load,
-    reference_logits,
-    rounding_error,
-    widen,
-)
+from engine.models.registry import FAMILIES
+from tests.parity import VOCAB, Case, Pair, ParityTests, open_pair
 
 QWEN3 = FAMILIES["Qwen3ForCausalLM"]
 QWEN3_5 = FAMILIES["Qwen3_5ForCausalLM"]
-VOCAB = 97
-LENGTH = 300
 COMMON = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -155,103 +138,22 @@ def spell_the_old_way(folder: Path) -> None:
     path.write_text(json.dumps(fields))
 
 
-MODELS: dict[str, tuple[Family, Any, Any]] = {
-    "qwen3-plain": (QWEN3, qwen3_plain, spell_the_old_way),
-    "qwen3-tied": (QWEN3, qwen3_tied, None),
-    "qwen3-ungrouped": (QWEN3, qwen3_ungrouped, None),
-    "qwen3_5-plain": (QWEN3_5, qwen3_5_plain, None),
-    "qwen3_5-tied": (QWEN3_5, qwen3_5_tied, None),
-    "qwen3_5-wrapped": (QWEN3_5, qwen3_5_wrapped, add_mtp_head),
+CASES = {
+    "qwen3-plain": Case(QWEN3, qwen3_plain, spell_the_old_way),
+    "qwen3-tied": Case(QWEN3, qwen3_tied),
+    "qwen3-ungrouped": Case(QWEN3, qwen3_ungrouped),
+    "qwen3_5-plain": Case(QWEN3_5, qwen3_5_plain),
+    "qwen3_5-tied": Case(QWEN3_5, qwen3_5_tied),
+    "qwen3_5-wrapped": Case(QWEN3_5, qwen3_5_wrapped, add_mtp_head),
 }
 
 
-@dataclass(slots=True)
-class Pair:
-    """A reference and our model of the same folder, and what the reference says of a sequence."""
-
-    reference: PreTrainedModel
-    config: ModelConfig
-    model: CausalLM
-    tokens: list[int]
-    logits: Tensor
-    tolerance: float
-
-    def check(self, got: Tensor, start: int = 0) -> None:
-        expected = self.logits[start : start + len(got)]
-        assert float((got - expected).abs().max()) < self.tolerance
-
-
-@pytest.fixture(scope="module", params=list(MODELS))
+@pytest.fixture(scope="module", params=CASES)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    family, build, edit = MODELS[request.param]
-    folder = tmp_path_factory.mktemp("model")
-    widen(build(), seed=7).save_pretrained(folder)
-    reference = type(build()).from_pretrained(folder).eval()
-    if edit is not None:
-        edit(folder)
-    config, model = load(family, folder)
-    draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCAB, (LENGTH,), generator=draw).tolist()
-    tolerance = 8 * rounding_error(reference, tokens[:100])
-    yield Pair(reference, config, model, tokens, reference_logits(reference, tokens), tolerance)
-    torch.set_num_threads(threads)
+    yield from open_pair(CASES[request.param], tmp_path_factory.mktemp("model"))
 
 
-def test_the_tolerance_means_something(pair: Pair) -> None:
-    """Rounding differs between processors (2e-4 was seen); a wrong op costs percents."""
-    assert 0 < pair.tolerance < 1e-3 * float(pair.logits.abs().max())
-
-
-def test_whole_prefill(pair: Pair) -> None:
-    pair.check(Runner(pair.config, pair.model).step({}, {0: pair.tokens})[0])
-
-
-def test_chunked_prefill(pair: Pair) -> None:
-    runner = Runner(pair.config, pair.model)
-    parts = [runner.step({}, {0: part})[0] for part in _cut(pair.tokens, [50, 1, 129, 120])]
-    pair.check(torch.cat(parts))
-
-
-def test_decode_after_prefill(pair: Pair) -> None:
-    runner = Runner(pair.config, pair.model)
-    runner.step({}, {0: pair.tokens[:70]})
-    rows = [runner.step({0: token})[0] for token in pair.tokens[70:110]]
-    pair.check(torch.cat(rows), 70)
-
-
-@pytest.mark.parametrize("aligned", [False, True])
-def test_mixed_batches(pair: Pair, aligned: bool) -> None:
-    """Sequences decode, prefill in chunks and start in the same steps; all prefixes of a text."""
-    runner = Runner(pair.config, pair.model, aligned=aligned)
-    t = pair.tokens
-    done = {key: 0 for key in range(5)}
-    steps: list[tuple[list[int], dict[int, int]]] = [
-        ([], {0: 65, 1: 1, 2: 15}),
-        ([0, 1, 2], {3: 64}),
-        ([0, 2], {1: 70, 3: 1, 4: 200}),
-        ([4], {0: 2}),
-        ([0, 1, 2, 3, 4], {}),
-        ([4, 3, 2, 1, 0], {}),
-    ]
-    for decoding, chunks in steps:
-        decodes = {key: t[done[key]] for key in decoding}
-        prefills = {key: t[done[key] : done[key] + n] for key, n in chunks.items()}
-        for key, logits in runner.step(decodes, prefills).items():
-            pair.check(logits, done[key])
-            done[key] += len(logits)
-
-
-@pytest.mark.parametrize("aligned", [False, True])
-def test_greedy_tokens(pair: Pair, aligned: bool) -> None:
-    runner = Runner(pair.config, pair.model, aligned=aligned)
-    prompts = dict(enumerate([pair.tokens[:33], pair.tokens[40:41], pair.tokens[100:229]]))
-    for key, chosen in runner.greedy(prompts, 200).items():
-        assert first_wrong_choice(pair.reference, prompts[key], chosen, margin=1e-3) is None
-
-
-def _cut(tokens: list[int], sizes: list[int]) -> list[list[int]]:
-    return [part.tolist() for part in torch.tensor(tokens).split_with_sizes(sizes)]
+class TestQwen(ParityTests):
+    pass

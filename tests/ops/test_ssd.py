@@ -43,8 +43,8 @@ def assert_close(ours: Tensor, truth: Tensor) -> None:
 def test_chunk_equals_recurrence(lens: list[int], groups: int) -> None:
     inputs, initial = draw_inputs(sum(lens), groups), draw_states(len(lens))
     before = initial.clone()
-    y, final = fast.ssd_chunk(*inputs, query_lens=lens, initial=initial)
-    true_y, true_final = naive.ssd_chunk(*inputs, query_lens=lens, initial=initial)
+    y, final, _ = fast.ssd_chunk(*inputs, query_lens=lens, initial=initial)
+    true_y, true_final, _ = naive.ssd_chunk(*inputs, query_lens=lens, initial=initial)
     assert_close(y, true_y)
     assert_close(final, true_final)
     assert torch.equal(initial, before)
@@ -54,11 +54,11 @@ def test_chunk_equals_recurrence(lens: list[int], groups: int) -> None:
 def test_cutting_a_sequence_changes_nothing(cut: int) -> None:
     x, dt, a, b, c = draw_inputs(200, 2)
     initial = draw_states(1)
-    whole, final = fast.ssd_chunk(x, dt, a, b, c, query_lens=[200], initial=initial)
-    head, middle = fast.ssd_chunk(
+    whole, final, _ = fast.ssd_chunk(x, dt, a, b, c, query_lens=[200], initial=initial)
+    head, middle, _ = fast.ssd_chunk(
         x[:cut], dt[:cut], a, b[:cut], c[:cut], query_lens=[cut], initial=initial
     )
-    tail, end = fast.ssd_chunk(
+    tail, end, _ = fast.ssd_chunk(
         x[cut:], dt[cut:], a, b[cut:], c[cut:], query_lens=[200 - cut], initial=middle
     )
     assert_close(torch.cat([head, tail]), whole)
@@ -69,9 +69,9 @@ def test_neighbours_in_a_batch_change_no_bit() -> None:
     x, dt, a, b, c = draw_inputs(300, 2)
     states = draw_states(3)
     lens = [100, 130, 70]
-    y, final = fast.ssd_chunk(x, dt, a, b, c, query_lens=lens, initial=states)
+    y, final, _ = fast.ssd_chunk(x, dt, a, b, c, query_lens=lens, initial=states)
     rows = slice(100, 230)
-    alone, own = fast.ssd_chunk(
+    alone, own, _ = fast.ssd_chunk(
         x[rows], dt[rows], a, b[rows], c[rows], query_lens=[130], initial=states[1:2]
     )
     assert torch.equal(alone, y[rows])
@@ -83,8 +83,8 @@ def test_weak_decay_after_strong_decay_keeps_its_digits() -> None:
     x, dt, a, b, c = draw_inputs(128, 2)
     dt[1::2] *= 1e-5
     inputs = (x, dt, a - 1000.0, b, c)
-    y, final = fast.ssd_chunk(*inputs, query_lens=[128], initial=draw_states(1))
-    true_y, true_final = naive.ssd_chunk(*inputs, query_lens=[128], initial=draw_states(1))
+    y, final, _ = fast.ssd_chunk(*inputs, query_lens=[128], initial=draw_states(1))
+    true_y, true_final, _ = naive.ssd_chunk(*inputs, query_lens=[128], initial=draw_states(1))
     assert_close(y, true_y)
     assert_close(final, true_final)
 
@@ -110,7 +110,7 @@ def test_step_updates_a_strided_view_in_place(count: int, groups: int) -> None:
 def test_steps_equal_a_chunk() -> None:
     x, dt, a, b, c = draw_inputs(70, 2)
     state = draw_states(1)
-    y, final = fast.ssd_chunk(x, dt, a, b, c, query_lens=[70], initial=state)
+    y, final, _ = fast.ssd_chunk(x, dt, a, b, c, query_lens=[70], initial=state)
     rows = [slice(row, row + 1) for row in range(70)]
     steps = [fast.ssd_step(x[r], dt[r], a, b[r], c[r], state) for r in rows]
     assert_close(torch.cat(steps), y)
@@ -121,10 +121,10 @@ def test_bfloat16_inputs_are_computed_in_float32() -> None:
     x, dt, a, b, c = draw_inputs(70, 2)
     narrow = [part.bfloat16() for part in (x, b, c)]
     wide = [part.float() for part in narrow]
-    y, _ = fast.ssd_chunk(
+    y, _, _ = fast.ssd_chunk(
         narrow[0], dt, a, narrow[1], narrow[2], query_lens=[70], initial=draw_states(1)
     )
-    truth, _ = naive.ssd_chunk(
+    truth, _, _ = naive.ssd_chunk(
         wide[0], dt, a, wide[1], wide[2], query_lens=[70], initial=draw_states(1)
     )
     assert_close(y, truth)

@@ -1,13 +1,11 @@
-"""Units, states and blocks: random work against a recount, and the shapes that matter."""
+"""Units, states and blocks: the shapes that matter; random work is test_kv_cache_machine.py's."""
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from engine.errors import ConfigError
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, form_groups
 from engine.kv_cache.tables import BlockTables
 
@@ -21,69 +19,21 @@ def small_cache(units: int = 12, groups: tuple[KVCacheGroup, ...] = HYBRID) -> K
     return KVCacheManager(plan_arena(groups, 16, units * unit_bytes))
 
 
-class KVCacheMachine(RuleBasedStateMachine):
-    """Requests come, grow and go in any order; the allocator agrees with a recount each time."""
-
-    @initialize(units=st.integers(2, 9))
-    def begin(self, units: int) -> None:
-        self.cache = small_cache(units)
-        self.live: list[tuple[BlockTables, int]] = []
-
-    @rule(num_tokens=st.integers(1, 200))
-    def arrive(self, num_tokens: int) -> None:
-        free = self.cache.num_free_units
-        tables = self.cache.allocate(None, num_tokens)
-        if tables is None:
-            assert self.cache.num_free_units == free
-        else:
-            self.live.append((tables, num_tokens))
-
-    @rule(data=st.data(), more=st.integers(1, 60))
-    def grow(self, data: st.DataObject, more: int) -> None:
-        if not self.live:
-            return
-        place = data.draw(st.integers(0, len(self.live) - 1))
-        tables, num_tokens = self.live[place]
-        before = [list(blocks) for blocks in tables.groups]
-        if self.cache.allocate(tables, num_tokens + more) is None:
-            assert [list(blocks) for blocks in tables.groups] == before
-        else:
-            self.live[place] = (tables, num_tokens + more)
-
-    @rule(data=st.data())
-    def leave(self, data: st.DataObject) -> None:
-        if self.live:
-            tables, _ = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-            self.cache.free(tables)
-
-    @invariant()
-    def recount(self) -> None:
-        self.cache.check()
-        for tables, num_tokens in self.live:
-            assert len(tables.groups[0]) == 1
-            assert len(tables.groups[1]) == -(-num_tokens // 16)
-
-    def teardown(self) -> None:
-        for tables, _ in self.live:
-            self.cache.free(tables)
-        self.cache.check()
-        assert self.cache.num_free_units == self.cache.plan.num_units
-
-
-KVCacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-TestKVCache = KVCacheMachine.TestCase
+def reserve(cache: KVCacheManager, num_tokens: int) -> BlockTables | None:
+    """Tables of a new request that finds nothing."""
+    return cache.start(cache.find_hit(PrefixDigests(cache.hasher, [], None), 0), num_tokens)
 
 
 def test_a_short_prompt_costs_one_state_and_one_block() -> None:
     cache = small_cache()
-    tables = cache.allocate(None, 12)
+    tables = reserve(cache, 12)
     assert tables is not None
     assert [len(blocks) for blocks in tables.groups] == [1, 1]
 
 
 def test_one_requests_blocks_are_neighbours() -> None:
     cache = small_cache()
-    tables = cache.allocate(None, 16 * 8)
+    tables = reserve(cache, 16 * 8)
     assert tables is not None
     blocks = tables.groups[1]
     assert blocks == list(range(blocks[0], blocks[0] + 8))
@@ -91,23 +41,23 @@ def test_one_requests_blocks_are_neighbours() -> None:
 
 def test_states_of_several_requests_are_neighbours() -> None:
     cache = small_cache()
-    tables = [cache.allocate(None, 1) for _ in range(3)]
+    tables = [reserve(cache, 1) for _ in range(3)]
     assert [t.groups[0][0] for t in tables if t] == [0, 1, 2]
 
 
 def test_a_unit_turns_from_state_to_blocks_and_back() -> None:
     cache = small_cache(units=2)
-    tables = cache.allocate(None, 1)
+    tables = reserve(cache, 1)
     assert tables is not None
-    assert cache.allocate(None, 1) is None
+    assert reserve(cache, 1) is None
     cache.free(tables)
-    again = cache.allocate(None, 1)
+    again = reserve(cache, 1)
     assert again is not None
 
 
 def test_new_states_are_reported_once_and_not_after_free() -> None:
     cache = small_cache()
-    kept, gone = cache.allocate(None, 1), cache.allocate(None, 1)
+    kept, gone = reserve(cache, 1), reserve(cache, 1)
     assert kept and gone
     cache.free(gone)
     assert cache.take_new_states() == ((0, kept.groups[0][0]),)

@@ -8,6 +8,7 @@ import pytest
 
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
 
 MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
@@ -27,6 +28,7 @@ def switch_often() -> Iterator[None]:
 
 def test_a_scrape_never_meets_a_half_changed_cache() -> None:
     cache = KVCacheManager(plan_arena(form_groups(((MAMBA,), (ATTENTION,))), 16, 4 << 20))
+    nothing = cache.find_hit(PrefixDigests(cache.hasher, [], None), 0)
     done = threading.Event()
     seen: list[int] = []
     failures: list[RuntimeError] = []
@@ -41,7 +43,7 @@ def test_a_scrape_never_meets_a_half_changed_cache() -> None:
     scraper = threading.Thread(target=scrape)
     scraper.start()
     for _ in range(ROUNDS):
-        tables = [cache.allocate(None, 20) for _ in range(REQUESTS)]
+        tables = [cache.start(nothing, 20) for _ in range(REQUESTS)]
         for own in tables:
             assert own is not None
             cache.free(own)

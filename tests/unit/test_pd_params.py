@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from connector.pd.params import REQUIRED, ParamsSigner, check_remote_prefill
+from connector.pd.params import REQUIRED, ParamsSigner, check_remote_prefill, prompt_digest
 from engine.errors import KVTransferParamsError
 from engine.types import GenerateRequest, KVTransferParams
 
@@ -15,6 +15,7 @@ PARAMS = KVTransferParams(
     remote_host="127.0.0.1",
     remote_port=5600,
     remote_num_tokens=3,
+    remote_prompt_digest=prompt_digest((1, 2, 3)),
     first_token_ids=(9,),
     signature="00ff",
 )
@@ -40,6 +41,8 @@ def test_prefill_here_and_decode_elsewhere_exclude_each_other() -> None:
 def test_another_prompt_is_refused() -> None:
     with pytest.raises(KVTransferParamsError, match="3 tokens but this prompt has 2"):
         check_remote_prefill(replace(REQUEST, prompt_token_ids=(1, 2)), PARAMS)
+    with pytest.raises(KVTransferParamsError, match="another prompt of the same length"):
+        check_remote_prefill(replace(REQUEST, prompt_token_ids=(1, 2, 4)), PARAMS)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def tables(state: tuple[int, ...], pages: tuple[int, ...]) -> list[tuple[int, ..
 
 def test_neighbours_on_both_sides_become_one_span_and_local_blocks_stay() -> None:
     remote = tables((5000,), (0, 7000, 7000 + BLOCK, 90_000))
-    plan = plan_pull(PLAN, tables((3,), (0, 1, 2, 3)), remote, num_local_tokens=16)
+    plan = plan_pull(PLAN, tables((3,), (0, 1, 2, 3)), remote, num_tokens=64, num_local_tokens=16)
     assert set(plan.spans) == {
         SpanPair(5000, PLAN.block_offset(STATE, 3), PLAN.block_bytes(STATE)),
         SpanPair(7000, PLAN.block_offset(PAGES, 1), 2 * BLOCK),
@@ -48,4 +48,4 @@ def test_neighbours_on_both_sides_become_one_span_and_local_blocks_stay() -> Non
 )
 def test_other_blocks_or_groups_than_reserved_are_refused(remote: list[tuple[int, ...]]) -> None:
     with pytest.raises(TransportError, match="announced"):
-        plan_pull(PLAN, tables((3,), (0, 1)), remote, num_local_tokens=0)
+        plan_pull(PLAN, tables((3,), (0, 1)), remote, num_tokens=32, num_local_tokens=0)

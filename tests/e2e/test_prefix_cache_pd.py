@@ -1,0 +1,122 @@
+"""Prefix caching between two nodes: only what D lacks is pulled, and no token changes."""
+
+import asyncio
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from engine.node.server import NodeServer
+from engine.types import KVTransferParams, KVTransferStats
+from tests.cluster import Cluster, Generation, generate, settled, transfer_config
+from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of
+
+HYBRIDS = ("qwen3_5", "nemotron_h")
+REMOTE_DECODE = KVTransferParams(do_remote_decode=True)
+
+
+async def pair_of_nodes(
+    cluster: Cluster, model: Path, memory: int = 16 << 20
+) -> tuple[NodeServer, NodeServer]:
+    p = await cluster.start("prefill", model, enable_prefix_caching=True)
+    d = await cluster.start(
+        "decode", model, enable_prefix_caching=True, kv_cache_memory_bytes=memory
+    )
+    return p, d
+
+
+async def hand_over(p: NodeServer, d: NodeServer, prompt: tuple[int, ...]) -> Generation:
+    asked = msgspec.structs.replace(request_of(prompt), kv_transfer_params=REMOTE_DECODE)
+    done = await generate(p, asked)
+    params = done.last.kv_transfer_params
+    assert params is not None
+    return await generate(d, msgspec.structs.replace(asked, kv_transfer_params=params))
+
+
+def moved(done: Generation) -> KVTransferStats:
+    assert done.last.kv_transfer is not None
+    return done.last.kv_transfer
+
+
+def prompt_of(length: int, seed: int = 3) -> tuple[int, ...]:
+    rng = Random(seed)
+    return tuple(rng.randrange(2, 510) for _ in range(length))
+
+
+@pytest.mark.parametrize("length", [16, 40, 64, 100])
+@pytest.mark.parametrize("family", HYBRIDS)
+async def test_an_identical_second_request_pulls_nothing(
+    cluster: Cluster, checkpoints: dict[str, Path], family: str, length: int
+) -> None:
+    p, d = await pair_of_nodes(cluster, checkpoints[family])
+    first, second = [await hand_over(p, d, prompt_of(length)) for _ in range(2)]
+    assert moved(first).attention_bytes > 0 < moved(first).state_bytes
+    assert (moved(second).attention_bytes, moved(second).state_bytes) == (0, 0)
+    assert moved(second).decode_cached_tokens == length
+    assert_same(second, first)
+    await settled(p)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+async def test_the_attention_prefix_on_d_survives_and_only_the_tail_moves(
+    cluster: Cluster, checkpoints: dict[str, Path], family: str
+) -> None:
+    p, d = await pair_of_nodes(cluster, checkpoints[family])
+    prompt = prompt_of(100)
+    whole = await hand_over(p, d, prompt)
+    longer = await hand_over(p, d, (*prompt[:90], *prompt_of(20, seed=8)))
+    assert moved(longer).decode_cached_tokens == 80
+    per_block = moved(whole).attention_bytes // 7
+    assert moved(longer).attention_bytes == 2 * per_block
+    assert moved(longer).state_bytes == moved(whole).state_bytes
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+async def test_random_hand_overs_equal_one_node_without_caching(
+    cluster: Cluster, checkpoints: dict[str, Path], family: str
+) -> None:
+    p, d = await pair_of_nodes(cluster, checkpoints[family], memory=1 << 20)
+    alone = await cluster.start("prefill", checkpoints[family])
+    prompts = conversation_prompts(Random(4), 30)
+    pairs = await asyncio.gather(*(hand_over(p, d, prompt) for prompt in prompts))
+    ties = 0
+    for prompt, pair in zip(prompts, pairs, strict=True):
+        ties += assert_same(pair, await generate(alone, request_of(prompt)))
+    print(f"{family}: {ties} near-ties")
+
+
+async def test_local_and_remote_requests_meet_on_one_node(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """The skip belongs to a request: on D, in the same batch, local ones keep every Mamba rule."""
+    p, d = await pair_of_nodes(cluster, checkpoints["qwen3_5"])
+    alone = await cluster.start("prefill", checkpoints["qwen3_5"])
+    prompt = prompt_of(100)
+    await hand_over(p, d, prompt)
+    tails = [(*prompt[:96], *prompt_of(9, seed)) for seed in range(6)]
+    jobs = [
+        hand_over(p, d, tail) if seed % 2 else generate(d, request_of(tail))
+        for seed, tail in enumerate(tails)
+    ]
+    for tail, done in zip(tails, await asyncio.gather(*jobs), strict=True):
+        assert_same(done, await generate(alone, request_of(tail)))
+
+
+async def test_a_failed_pull_falls_to_the_longest_prefix_of_all_groups(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    config = transfer_config(lease_s=0.3)
+    p = await cluster.start(
+        "prefill", checkpoints["qwen3_5"], enable_prefix_caching=True, kv_transfer_config=config
+    )
+    d = await cluster.start("decode", checkpoints["qwen3_5"], enable_prefix_caching=True)
+    prompt = prompt_of(100)
+    local = await generate(d, request_of(prompt))
+    longer = (*prompt, *prompt_of(30, seed=8))
+    asked = msgspec.structs.replace(request_of(longer), kv_transfer_params=REMOTE_DECODE)
+    params = (await generate(p, asked)).last.kv_transfer_params
+    await p.close()
+    done = await generate(d, msgspec.structs.replace(asked, kv_transfer_params=params))
+    assert done.last.num_cached_tokens == 96
+    assert local.last.num_cached_tokens == 0

@@ -1,0 +1,143 @@
+"""Both Mamba layers write the states that a step exports into their units, beside decodes."""
+
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from engine.forward import ForwardBatch, StateCache, StateExport, StateIndex
+from engine.layers.gated_delta_net import GatedDeltaNet
+from engine.layers.mamba2 import Mamba2
+from engine.layers.weights import Weights
+from engine.model_configs.mamba2 import Mamba2Config
+from engine.model_configs.qwen3_5 import GatedDeltaNetShape
+from engine.ops.scratch import Scratch
+
+HIDDEN, HEADS, DIM, KERNEL, UNITS = 16, 4, 8, 4, 9
+CONV = 64  # channels through the convolution, in both layers
+
+Layer = GatedDeltaNet | Mamba2
+
+
+def gated_delta_net(weights: Weights) -> Layer:
+    shape = GatedDeltaNetShape(
+        hidden=HIDDEN,
+        key_heads=2,
+        value_heads=HEADS,
+        key_dim=DIM,
+        value_dim=DIM,
+        kernel=KERNEL,
+        eps=1e-6,
+    )
+    return GatedDeltaNet(shape, weights, "m", scratch=Scratch())
+
+
+def mamba2(weights: Weights) -> Layer:
+    config = Mamba2Config(
+        num_heads=HEADS,
+        head_dim=DIM,
+        state_size=DIM,
+        n_groups=2,
+        conv_kernel=KERNEL,
+        conv_bias=False,
+        in_proj_bias=False,
+        out_proj_bias=False,
+        time_step_limit=(0.0, inf),
+    )
+    return Mamba2(config, weights, "m", hidden=HIDDEN, eps=1e-6)
+
+
+SHAPES: dict[Callable[[Weights], Layer], dict[str, tuple[int, ...]]] = {
+    gated_delta_net: {
+        "in_proj_qkv.weight": (CONV, HIDDEN),
+        "in_proj_z.weight": (HEADS * DIM, HIDDEN),
+        "in_proj_b.weight": (HEADS, HIDDEN),
+        "in_proj_a.weight": (HEADS, HIDDEN),
+        "norm.weight": (DIM,),
+    },
+    mamba2: {
+        "in_proj.weight": (HEADS * DIM + CONV + HEADS, HIDDEN),
+        "D": (HEADS,),
+        "norm.weight": (HEADS * DIM,),
+    },
+}
+BOTH = {
+    "conv1d.weight": (CONV, 1, KERNEL),
+    "A_log": (HEADS,),
+    "dt_bias": (HEADS,),
+    "out_proj.weight": (HIDDEN, HEADS * DIM),
+}
+
+
+@pytest.fixture(params=[gated_delta_net, mamba2], ids=lambda build: build.__name__)
+def layer(request: pytest.FixtureRequest, tmp_path: Path) -> Layer:
+    draw = torch.Generator().manual_seed(1)
+    shapes = SHAPES[request.param] | BOTH
+    stored = {f"m.{name}": torch.randn(shape, generator=draw) / 3 for name, shape in shapes.items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    build: Callable[[Weights], Layer] = request.param
+    with Weights(tmp_path, torch.float32, torch.device("cpu"), rename=lambda name: name) as weights:
+        return build(weights)
+
+
+def random_cache() -> StateCache:
+    """The same contents every time."""
+    draw = torch.Generator().manual_seed(2)
+    conv = torch.randn(UNITS, KERNEL - 1, CONV, generator=draw)
+    return StateCache(conv, torch.randn(UNITS, HEADS, DIM, DIM, generator=draw))
+
+
+def step(
+    layer: Layer,
+    x: Tensor,
+    cache: StateCache,
+    *,
+    lens: list[int],
+    units: list[int],
+    exports: tuple[StateExport, ...] = (),
+) -> Tensor:
+    """One forward pass; as everywhere, sequences of one token are the decodes and come first."""
+    none = torch.zeros(0, dtype=torch.int64)
+    decodes = lens.count(1)
+    batch = ForwardBatch(none, none, decodes, lens, [], (), none)
+    index = StateIndex(torch.tensor(units), None, exports)
+    return layer(x, torch.zeros_like(x), cache, index=index, batch=batch)
+
+
+def assert_unit(ours: StateCache, unit: int, truth: StateCache, source: int) -> None:
+    for own, other in ((ours.conv, truth.conv), (ours.temporal, truth.temporal)):
+        torch.testing.assert_close(own[unit], other[source], rtol=2e-5, atol=2e-5)
+
+
+LENS, SEQUENCES = [1, 1, 100, 40], [0, 3, 1, 2]
+EXPORTS = (StateExport(0, 2, 7), StateExport(0, 70, 4), StateExport(1, 33, 5))
+X = torch.randn(sum(LENS), HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize("export", EXPORTS, ids=str)
+def test_a_unit_receives_the_state_at_its_offset(layer: Layer, export: StateExport) -> None:
+    cache, alone = random_cache(), random_cache()
+    y = step(layer, X, cache, lens=LENS, units=SEQUENCES, exports=EXPORTS)
+    place = 2 + export.segment
+    start, unit = sum(LENS[:place]), SEQUENCES[place]
+    cut, end = start + export.offset, start + LENS[place]
+    step(layer, X[start:cut], alone, lens=[export.offset], units=[unit])
+    assert_unit(cache, export.unit, alone, unit)
+    rest = step(layer, X[cut:end], cache, lens=[end - cut], units=[export.unit])
+    torch.testing.assert_close(rest, y[cut:end], rtol=2e-5, atol=2e-5)
+
+
+def test_exports_touch_their_units_only(layer: Layer) -> None:
+    cache, plain, before = random_cache(), random_cache(), random_cache()
+    y = step(layer, X, cache, lens=LENS, units=SEQUENCES, exports=EXPORTS)
+    expected = step(layer, X, plain, lens=LENS, units=SEQUENCES)
+    torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
+    for unit in SEQUENCES:
+        assert_unit(cache, unit, plain, unit)
+    others = sorted({*range(UNITS)} - {*SEQUENCES} - {export.unit for export in EXPORTS})
+    assert torch.equal(cache.conv[others], before.conv[others])
+    assert torch.equal(cache.temporal[others], before.temporal[others])

@@ -1,0 +1,133 @@
+"""GraniteMoeHybrid against transformers in float32: same files, logits and greedy tokens."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, PreTrainedModel
+
+from engine.models.granite_moe_hybrid import NEW_NAMES
+from engine.models.registry import FAMILIES
+from tests.parity import VOCAB, Case, Pair, ParityTests, open_pair
+
+FAMILY = FAMILIES["GraniteMoeHybridForCausalLM"]
+MAMBA, ATTENTION = "linear_attention", "full_attention"
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 40,
+    "shared_intermediate_size": 96,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 6.0,
+    "logits_scaling": 0.7,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.35,
+}
+
+
+def dense() -> PreTrainedModel:
+    """No positions, no experts, two groups of B and C."""
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **COMMON,
+            num_local_experts=0,
+            num_hidden_layers=6,
+            layer_types=[MAMBA, MAMBA, ATTENTION, MAMBA, MAMBA, ATTENTION],
+            mamba_n_groups=2,
+        )
+    )
+
+
+def experts() -> PreTrainedModel:
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **COMMON,
+            num_local_experts=6,
+            num_experts_per_tok=3,
+            rms_norm_eps=1e-3,
+            num_hidden_layers=4,
+            layer_types=[MAMBA, ATTENTION] * 2,
+            position_embedding_type="rope",
+            rope_parameters={"rope_type": "default", "rope_theta": 5e4},
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def attention_only() -> PreTrainedModel:
+    """As the dense Granite models that are not hybrid; with biases."""
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **COMMON,
+            num_local_experts=0,
+            num_hidden_layers=3,
+            layer_types=[ATTENTION] * 3,
+            position_embedding_type="rope",
+            attention_bias=True,
+        )
+    )
+
+
+def biased() -> PreTrainedModel:
+    """Odd sizes; one expert per token; layers that are all Mamba2 but one."""
+    case = COMMON | {"hidden_size": 48, "mamba_n_heads": 6, "mamba_d_state": 24, "mamba_d_conv": 3}
+    return GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(
+            **case,
+            num_local_experts=4,
+            num_experts_per_tok=1,
+            num_hidden_layers=4,
+            layer_types=[MAMBA, MAMBA, MAMBA, ATTENTION],
+            attention_bias=True,
+            mamba_proj_bias=True,
+            mamba_conv_bias=False,
+            mamba_chunk_size=16,
+        )
+    )
+
+
+def spell_as_on_the_hub(folder: Path) -> None:
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    kinds = {MAMBA: "mamba", ATTENTION: "attention"}
+    fields["layer_types"] = [kinds[kind] for kind in fields["layer_types"]]
+    fields["position_embedding_type"] = "nope"
+    fields["time_step_limit"] = [0.0, float("inf")]
+    path.write_text(json.dumps(fields))
+
+
+def name_as_in_memory(folder: Path) -> None:
+    """transformers saves the hub's names; a checkpoint may as well hold those of its modules."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    assert any(name.endswith("input_linear.weight") for name in tensors)
+    for new, name in NEW_NAMES.items():
+        for stored in [stored for stored in tensors if stored.endswith(name)]:
+            tensors[stored.removesuffix(name) + new] = tensors.pop(stored)
+    save_file(tensors, path, {"format": "pt"})
+
+
+CASES = {
+    "dense": Case(FAMILY, dense, spell_as_on_the_hub),
+    "experts": Case(FAMILY, experts, seed=4, embed=0.01),
+    "attention-only": Case(FAMILY, attention_only, seed=6),
+    "biased": Case(FAMILY, biased, name_as_in_memory, seed=2),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    yield from open_pair(CASES[request.param], tmp_path_factory.mktemp("model"))
+
+
+class TestGranite(ParityTests):
+    pass

@@ -1,0 +1,294 @@
+"""The KV cache against a brute-force model: a plain record of what every byte would hold.
+
+The model writes, for each attention slot and each state, the whole token prefix that computed it,
+and copies it when the manager asks for copies. A hit is right if every slot that it promises holds
+exactly the request's own prefix, and longest if a search over plain sets finds none longer.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.kv_cache.checkpoints import checkpoint_positions, due
+from engine.kv_cache.coordinator import PrefixHit
+from engine.kv_cache.manager import Checkpoint, KVCacheManager
+from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
+from engine.kv_cache.spec import (
+    FullAttentionSpec,
+    KVCacheGroup,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+from engine.kv_cache.tables import NULL_BLOCK, BlockTables
+
+Tokens = tuple[int, ...]
+SMALL_STATE = MambaSpec("gdn", (3, 16), "float32", (2, 8, 8))
+LARGE_STATE = MambaSpec("mamba2", (3, 32), "float32", (2, 16, 8))
+FULL = FullAttentionSpec(1, 8, "float32")
+GROUPS = {
+    "full": KVCacheGroup(FULL, (0,), 4),
+    "coarse": KVCacheGroup(FullAttentionSpec(2, 8, "float32"), (1,), 8),
+    "window": KVCacheGroup(SlidingWindowSpec(1, 8, "float32", 6), (2,), 4),
+    "wide": KVCacheGroup(SlidingWindowSpec(1, 8, "float32", 13), (3,), 4),
+    "state": KVCacheGroup(SMALL_STATE, (4,)),
+    "other": KVCacheGroup(LARGE_STATE, (5,)),
+}
+MIXES = [
+    ("full",),
+    ("state", "full"),
+    ("full", "window", "state"),
+    ("coarse", "state", "full"),
+    ("other", "window", "full", "state", "wide"),
+]
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
+
+
+@dataclass(eq=False)
+class Live:
+    tokens: list[int]
+    salt: str | None
+    prefix: PrefixDigests
+    num_prompt: int
+    tables: BlockTables | None = None
+    computed: int = 0
+    junction: int = 0
+    hit: int = 0
+    pulling: bool = False
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Requests arrive, compute, are pulled, fail, end and are preempted in any order."""
+
+    @initialize(mix=st.sampled_from(MIXES), units=st.integers(3, 24), data=st.data())
+    def begin(self, mix: tuple[str, ...], units: int, data: st.DataObject) -> None:
+        order = data.draw(st.permutations(mix))
+        self.groups = tuple(GROUPS[name] for name in order)
+        size = plan_arena(self.groups, 4, 1 << 22).unit_bytes
+        self.plan = plan_arena(self.groups, 4, units * size)
+        self.cache = KVCacheManager(
+            self.plan, checkpoint_share=data.draw(st.sampled_from([0.2, 1.0]))
+        )
+        self.hasher = PrefixHasher(4)
+        self.content: dict[tuple[int, int], Any] = {}
+        self.known: dict[bytes, tuple[str | None, Tokens]] = {}
+        self.waiting: list[Live] = []
+        self.live: list[Live] = []
+
+    def note(self, request: Live) -> None:
+        for n in range(len(request.tokens) + 1):
+            text = (request.salt, tuple(request.tokens[:n]))
+            assert self.known.setdefault(request.prefix.at(n), text) == text
+
+    @rule(tokens=PROMPTS, salt=st.sampled_from([None, "a"]), again=st.data(), pulled=st.booleans())
+    def arrive(self, tokens: Tokens, salt: str | None, again: st.DataObject, pulled: bool) -> None:
+        if self.known:
+            base_salt, base = again.draw(st.sampled_from(list(self.known.values())))
+            tokens, salt = (*base, *tokens)[:60], base_salt
+        request = Live([], salt, PrefixDigests(self.hasher, [], salt), len(tokens))
+        request.tokens = list(tokens)
+        request.prefix = PrefixDigests(self.hasher, request.tokens, salt)
+        self.note(request)
+        self.admit(request, pulled)
+
+    def admit(self, request: Live, pulled: bool) -> None:
+        limit = request.num_prompt if pulled else len(request.tokens) - 1
+        hit = self.cache.find_hit(request.prefix, limit, skip_mamba=pulled)
+        self.check_longest(request, hit, limit, pulled)
+        before = self.cache.pool.num_free_units, len(self.cache.pool.index)
+        fits = self.fits(hit, request.num_prompt if pulled else hit.num_tokens + 1)
+        tables = self.cache.start(hit, request.num_prompt if pulled else hit.num_tokens + 1)
+        assert (tables is not None) == fits
+        if tables is None:
+            assert before == (self.cache.pool.num_free_units, len(self.cache.pool.index))
+            return
+        request.tables, request.computed = tables, hit.num_tokens
+        request.junction, request.hit, request.pulling = hit.junction, hit.num_tokens, pulled
+        self.live.append(request)
+        self.work()
+        self.check_content(request, skip_states=pulled)
+
+    def fits(self, hit: PrefixHit, num_tokens: int) -> bool:
+        """By definition: units in use with the hit shared, and units for what is missing."""
+        units, missing = 0, 0
+        for group, spec in enumerate(group.spec for group in self.groups):
+            used = {b for r in self.live if r.tables for b in r.tables.used(group)}
+            used |= {block for block in hit.blocks[group] if block != NULL_BLOCK}
+            used |= {
+                b for c in self.cache.copies() if c.group == group for b in (c.source, c.target)
+            }
+            per_unit = self.plan.blocks_per_unit[group]
+            mine = {block // per_unit for block in used}
+            size = self.plan.block_size_of(group)
+            need = (
+                1
+                if isinstance(spec, MambaSpec)
+                else -(-num_tokens // size) - hit.num_tokens // size
+            )
+            missing += -(-max(0, need - (len(mine) * per_unit - len(used))) // per_unit)
+            units += len(mine)
+        return units + missing <= self.plan.num_units
+
+    def work(self) -> None:
+        """The worker's part of a step: zero, then copy."""
+        for group, state in self.cache.take_new_states():
+            self.content[group, state] = ()
+        for copy in self.cache.copies():
+            held = self.content[copy.group, copy.source]
+            self.content[copy.group, copy.target] = dict(held) if isinstance(held, dict) else held
+        self.cache.copies_done()
+
+    def is_state(self, group: int) -> bool:
+        return isinstance(self.groups[group].spec, MambaSpec)
+
+    def write(self, request: Live, start: int, end: int) -> None:
+        assert request.tables is not None
+        for group, blocks in enumerate(request.tables.groups):
+            if self.is_state(group):
+                self.content[group, blocks[0]] = tuple(request.tokens[:end])
+                continue
+            size = self.plan.block_size_of(group)
+            for position in range(start, end):
+                block = blocks[position // size]
+                if block == NULL_BLOCK:
+                    continue
+                slots = self.content.setdefault((group, block), {})
+                if not isinstance(slots, dict):
+                    slots = self.content[group, block] = {}
+                slots[position % size] = tuple(request.tokens[: position + 1])
+
+    @precondition(lambda self: any(not r.pulling for r in self.live))
+    @rule(data=st.data(), count=st.integers(1, 25))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        request = data.draw(st.sampled_from([r for r in self.live if not r.pulling]))
+        end = min(request.computed + count, len(request.tokens))
+        assert request.tables is not None
+        if end == request.computed:
+            request.tokens.append(data.draw(st.integers(0, 1)))
+            self.note(request)
+            end += 1
+        if not self.cache.grow(request.tables, end):
+            return
+        checkpoints = self.reserve(request, end)
+        self.work()
+        self.write(request, request.computed, end)
+        for checkpoint in checkpoints:
+            for group, state in checkpoint.states.items():
+                self.content[group, state] = tuple(request.tokens[: checkpoint.num_tokens])
+        request.computed = end
+        self.cache.publish(request.tables, request.prefix, end)
+        if data.draw(st.booleans()):
+            self.cache.publish_checkpoints(request.tables, request.prefix, checkpoints)
+        else:
+            self.cache.drop_checkpoints(checkpoints)
+
+    def reserve(self, request: Live, end: int) -> tuple[Checkpoint, ...]:
+        wanted = checkpoint_positions(
+            request.hit, request.junction, request.num_prompt, hash_block_size=4, interval=12
+        )
+        return self.cache.reserve_checkpoints(request.prefix, due(wanted, request.computed, end))
+
+    @precondition(lambda self: any(r.pulling for r in self.live))
+    @rule(data=st.data(), ok=st.booleans())
+    def pull(self, data: st.DataObject, ok: bool) -> None:
+        request = data.draw(st.sampled_from([r for r in self.live if r.pulling]))
+        assert request.tables is not None
+        if not ok:
+            self.live.remove(request)
+            self.cache.free(request.tables)
+            self.admit(request, pulled=False)
+            return
+        self.write(request, request.computed, request.num_prompt)
+        request.pulling, request.computed = False, request.num_prompt
+        self.cache.keep_loaded(request.tables, request.prefix, request.num_prompt)
+        if data.draw(st.booleans()):
+            self.work()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), how=st.sampled_from(["finish", "preempt", "abort"]))
+    def leave(self, data: st.DataObject, how: str) -> None:
+        request = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        assert request.tables is not None
+        if how != "abort" and not request.pulling:
+            self.cache.retire(request.tables, request.prefix, request.computed)
+        self.cache.free(request.tables)
+        if how == "preempt":
+            self.admit(request, pulled=False)
+
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset()
+
+    @invariant()
+    def nobody_writes_into_others(self) -> None:
+        for request in self.live:
+            if not request.pulling:
+                self.check_content(request, skip_states=False)
+
+    def check_content(self, request: Live, *, skip_states: bool) -> None:
+        assert request.tables is not None
+        for group, blocks in enumerate(request.tables.groups):
+            if self.is_state(group):
+                if not skip_states:
+                    assert self.content[group, blocks[0]] == tuple(
+                        request.tokens[: request.computed]
+                    )
+                continue
+            size = self.plan.block_size_of(group)
+            first = self.first_read(group, request.computed)
+            for position in range(first, request.computed):
+                slots = self.content[group, blocks[position // size]]
+                assert slots[position % size] == tuple(request.tokens[: position + 1])
+
+    def published(self) -> list[set[tuple[str | None, Tokens]]]:
+        sets: list[set[tuple[str | None, Tokens]]] = [set() for _ in self.groups]
+        for group, digest in self.cache.pool.index._blocks:
+            sets[group].add(self.known[digest])
+        return sets
+
+    def check_longest(self, request: Live, hit: PrefixHit, limit: int, pulled: bool) -> None:
+        sets = self.published()
+        groups = [g for g in range(len(self.groups)) if not (pulled and self.is_state(g))]
+        best = next(
+            n
+            for n in range(limit, -1, -1)
+            if all(self.resumes(sets[g], g, request, n) for g in groups)
+        )
+        assert hit.num_tokens == best
+
+    def first_read(self, group: int, n: int) -> int:
+        """The next token, at position n, reads positions n - window + 1 to n."""
+        spec = self.groups[group].spec
+        return max(0, n + 1 - spec.window) if isinstance(spec, SlidingWindowSpec) else 0
+
+    def resumes(self, found: set[Any], group: int, request: Live, n: int) -> bool:
+        """By definition: the state of these n tokens, or all blocks whose tokens are still read."""
+        tokens = tuple(request.tokens)
+        if self.is_state(group):
+            return n == 0 or (request.salt, tokens[:n]) in found
+        size = self.plan.block_size_of(group)
+        first = self.first_read(group, n)
+        ends = {min((position // size + 1) * size, n) for position in range(first, n)}
+        return all((request.salt, tokens[:end]) in found for end in ends)
+
+    @invariant()
+    def recount(self) -> None:
+        self.cache.check()
+
+    def teardown(self) -> None:
+        for request in self.live:
+            assert request.tables is not None
+            self.cache.free(request.tables)
+        self.work()
+        self.cache.check()
+        assert self.cache.num_free_units == self.plan.num_units
+        self.cache.reset()
+        assert self.cache.pool.num_free_units == self.plan.num_units
+        assert not self.cache.pool.index._tails
+
+
+CacheMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestCacheAgainstModel = CacheMachine.TestCase

@@ -1,0 +1,154 @@
+"""What the checkpoint policy and the two-level allocator promise, request by request."""
+
+from random import Random
+
+import pytest
+
+from engine.kv_cache.checkpoints import checkpoint_positions, checkpoint_worth, due
+from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
+from engine.kv_cache.tables import BlockTables
+
+BLOCK = 16
+STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+GROUPS = (KVCacheGroup(STATE, (0, 1)), KVCacheGroup(FullAttentionSpec(1, 16, "float32"), (2,)))
+Tokens = tuple[int, ...]
+
+
+def cache_of(units: int, share: float = 0.5) -> KVCacheManager:
+    size = plan_arena(GROUPS, BLOCK, 1 << 22).unit_bytes
+    return KVCacheManager(plan_arena(GROUPS, BLOCK, units * size), checkpoint_share=share)
+
+
+def serve(cache: KVCacheManager, tokens: Tokens, *, chunk: int = 4096, interval: int = 8192) -> int:
+    """One prompt from arrival to its end, as the scheduler does it; returns the hit."""
+    prefix = PrefixDigests(cache.hasher, list(tokens), None)
+    hit = cache.find_hit(prefix, len(tokens) - 1)
+    positions = checkpoint_positions(
+        hit.num_tokens, hit.junction, len(tokens), hash_block_size=BLOCK, interval=interval
+    )
+    tables = cache.start(hit, min(hit.num_tokens + chunk, len(tokens)))
+    assert tables is not None
+    for start in range(hit.num_tokens, len(tokens), chunk):
+        end = min(start + chunk, len(tokens))
+        assert cache.grow(tables, end)
+        kept = cache.reserve_checkpoints(prefix, due(positions, start, end))
+        cache.take_new_states()
+        cache.copies_done()
+        cache.publish(tables, prefix, end)
+        cache.publish_checkpoints(tables, prefix, kept)
+    cache.retire(tables, prefix, len(tokens))
+    cache.free(tables)
+    cache.check()
+    return hit.num_tokens
+
+
+def text(rng: Random, length: int) -> Tokens:
+    return tuple(rng.randrange(50_000) for _ in range(length))
+
+
+@pytest.mark.parametrize("tail", range(1, 41))
+def test_the_one_token_sweep(tail: int) -> None:
+    """A prompt that extends a served one, and a third one that shares a prefix with two."""
+    for shared in range(1, 3 * BLOCK + 3):
+        rng = Random(100 * shared + tail)
+        cache, prefix = cache_of(64), text(rng, shared)
+        serve(cache, prefix)
+        ideal = shared
+        assert serve(cache, prefix + text(rng, tail)) > ideal - BLOCK
+        other = cache_of(64)
+        for _ in range(2):
+            serve(other, prefix + text(rng, tail))
+        assert serve(other, prefix + text(rng, tail)) > ideal - BLOCK
+
+
+def test_the_second_sighting_of_a_long_shared_prefix_hits() -> None:
+    rng = Random(1)
+    cache, shared = cache_of(2000), text(rng, 20_000)
+    assert serve(cache, shared + text(rng, 300)) == 0
+    assert serve(cache, shared + text(rng, 200)) == 16_384
+    assert serve(cache, shared + text(rng, 100)) == 20_000
+
+
+def test_positions_are_last_junction_and_strides_behind_the_hit() -> None:
+    def positions(hit: int, junction: int, length: int) -> Tokens:
+        return checkpoint_positions(hit, junction, length, hash_block_size=16)
+
+    assert positions(0, 0, 12) == ()
+    assert positions(0, 0, 32) == (16,)
+    assert positions(0, 0, 33) == (32,)
+    assert positions(0, 0, 20_000) == (8192, 16_384, 19_984)
+    assert positions(8192, 12_000, 20_000) == (12_000, 16_384, 19_984)
+    assert positions(32, 32, 40) == ()
+    assert due((16, 32, 48), 16, 32) == (32,)
+
+
+def test_the_least_valuable_checkpoint_goes_first() -> None:
+    """Recompute saved per byte decides among equally old states, recency among equal ones."""
+    cache, rng = cache_of(64, share=0.07), Random(2)
+    long, short, newest = text(rng, 320), text(rng, 33), text(rng, 33)
+    for prompt in (long, short, newest):
+        serve(cache, prompt)
+    assert cache.pool.num_idle_states <= 4
+    assert serve(cache, (*long, 1)) >= 304
+    assert checkpoint_worth(cache.plan, 320) > checkpoint_worth(cache.plan, 32)
+
+
+@pytest.mark.parametrize("units", [400])
+def test_units_follow_the_workload_and_back(units: int) -> None:
+    """Many short chats, then few long prompts, then chats again: the same memory serves all."""
+    cache = cache_of(units)
+    for phase in ("short", "long", "short"):
+        live: list[tuple[BlockTables, PrefixDigests]] = []
+        length = 12 if phase == "short" else 16 * 30
+        while True:
+            prefix = PrefixDigests(cache.hasher, list(range(length)), f"{phase}{len(live)}")
+            tables = cache.start(cache.find_hit(prefix, length - 1), length)
+            if tables is None:
+                break
+            cache.take_new_states()
+            live.append((tables, prefix))
+        assert cache.usage >= 0.95, phase
+        for tables, prefix in live:
+            cache.retire(tables, prefix, length)
+            cache.free(tables)
+        cache.check()
+    assert cache.num_free_units == units
+
+
+def test_a_large_block_is_the_inflated_layout() -> None:
+    """One block per unit, as upstream: everything works, only coarser."""
+    big = KVCacheGroup(FullAttentionSpec(1, 16, "float32"), (2,), 512)
+    size = plan_arena((GROUPS[0], big), 512, 1 << 26).unit_bytes
+    plan = plan_arena((GROUPS[0], big), 512, 20 * size)
+    assert plan.blocks_per_unit == (1, 1)
+    assert plan.hash_block_size == 512
+    cache = KVCacheManager(plan)
+    prefix = PrefixDigests(cache.hasher, list(range(1000)), None)
+    tables = cache.start(cache.find_hit(prefix, 999), 1000)
+    assert tables is not None
+    cache.retire(tables, prefix, 1000)
+    cache.free(tables)
+    assert cache.find_hit(prefix, 999).num_tokens == 0
+    assert cache.find_hit(prefix, 1000).num_tokens == 1000
+
+
+def test_salt_and_seed_separate_equal_text() -> None:
+    tokens = list(range(40))
+    digests = {
+        PrefixDigests(PrefixHasher(16, seed), tokens, salt).at(n)
+        for seed in ("", "x")
+        for salt in (None, "", "a")
+        for n in (0, 16, 20, 40)
+    }
+    assert len(digests) == 2 * 3 * 4
+
+
+def test_digests_are_the_same_on_every_machine() -> None:
+    prefix = PrefixDigests(PrefixHasher(4), [1, 2, 3, 4, 5], None)
+    assert prefix.at(4).hex()[:16] == PINNED
+
+
+PINNED = "f4db06820ebe4207"
