@@ -36,6 +36,7 @@ from deploy.demo.text import NAMES, story
 MODEL = Path(__file__).parents[1] / "deploy" / "demo" / "model"
 NAME = "bench"
 DTYPE = "float32"
+UNCACHED = ("--no-enable-prefix-caching",)  # rounds repeat their prompts; each is computed anew
 CONCURRENCY = (1, 4, 16)
 REQUESTS_PER_WORKER = 4
 PROMPT_STORIES = 5
@@ -130,7 +131,7 @@ class Client:
 @contextmanager
 def clients(model: str, loop: asyncio.Runner) -> Iterator[dict[str, Client]]:
     """Starts all processes; a client of the proxy and one of the single node; stops all."""
-    flags = (model, "--port", "0", "--served-model-name", NAME, "--dtype", DTYPE)
+    flags = (model, "--port", "0", "--served-model-name", NAME, "--dtype", DTYPE, *UNCACHED)
     nodes = [(kind, *flags) for kind in ("prefill_node", "decode_node", "decode_node")]
     with tempfile.TemporaryDirectory() as folder, servers(Path(folder), *nodes) as urls:
         p, d, alone = urls

@@ -56,7 +56,12 @@ class TandemNode:
     """A decode node with all its threads and servers; `generate` blocks until the batch is done."""
 
     def __init__(self, folder: Path) -> None:
-        config = NodeConfig(model=str(folder), port=0, kv_cache_memory_bytes=ARENA_BYTES)
+        config = NodeConfig(
+            model=str(folder),
+            port=0,
+            kv_cache_memory_bytes=ARENA_BYTES,
+            enable_prefix_caching=False,  # rounds repeat their prompts; each is computed anew
+        )
         self._loop = asyncio.Runner()
         self._node = decode_server(config)
         self._loop.run(self._node.start())
@@ -96,7 +101,9 @@ class BareCore:
         limits = SchedulerConfig(
             max_model_len=config.max_position_embeddings, max_num_seqs=max_num_seqs
         )
-        self.scheduler = Scheduler(limits, KVCacheManager(plan), self.connector.scheduler)
+        self.scheduler = Scheduler(
+            limits, KVCacheManager(plan, prefix_caching=False), self.connector.scheduler
+        )
         model = load_model(folder, config, torch.device("cpu"))
         self.runner = ModelRunner(model, plan, self._arena)
         self.core = EngineCore(self.scheduler, self.runner, self.connector)

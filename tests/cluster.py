@@ -35,6 +35,8 @@ SHARED = {
     "eos_token_id": 1,
 }
 
+NO_HEAD_DIM = {key: value for key, value in SHARED.items() if key != "head_dim"}
+
 
 def _configs() -> dict[str, transformers.PretrainedConfig]:
     return {
@@ -56,6 +58,33 @@ def _configs() -> dict[str, transformers.PretrainedConfig]:
             n_groups=2,
             time_step_min=1e-9,  # transformers clamps steps by it, the models' own code does not
             **SHARED,
+        ),
+        "gemma3": transformers.Gemma3TextConfig(
+            num_hidden_layers=4,
+            sliding_window=40,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            **SHARED,
+        ),
+        "granitemoehybrid": transformers.GraniteMoeHybridConfig(
+            num_hidden_layers=4,
+            layer_types=["mamba", "attention"] * 2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=96,
+            mamba_n_heads=8,
+            mamba_d_state=16,
+            **NO_HEAD_DIM,
+        ),
+        "falcon_h1": transformers.FalconH1Config(
+            num_hidden_layers=3, mamba_d_ssm=96, mamba_n_heads=6, mamba_d_state=16, **SHARED
+        ),
+        "bamba": transformers.BambaConfig(
+            num_hidden_layers=4,
+            attn_layer_indices=[1, 3],
+            mamba_d_head=16,
+            mamba_n_heads=8,
+            mamba_d_state=16,
+            **NO_HEAD_DIM,
         ),
     }
 

@@ -5,12 +5,25 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
+from engine.kv_cache.plan import plan_arena
+from engine.model_configs.registry import read_config
 from engine.node.server import NodeServer
 from engine.types import GenerateRequest, SamplingParams
-from tests.cluster import Cluster, Generation, generate, settled
+from tests.cluster import CONTEXT, Cluster, Generation, generate, settled
 
-FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
+FAMILIES = (
+    "qwen3",
+    "qwen3_5",
+    "nemotron_h",
+    "gemma3",
+    "granitemoehybrid",
+    "falcon_h1",
+    "bamba",
+)
+TIGHT, ROOMY = 2 << 20, 16 << 20
+PRESSED = 2  # full-length requests that fit while 32 shorter ones ask
 LOGPROB_TOLERANCE = 1e-4
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, logprobs=2, ignore_eos=True)
 
@@ -25,9 +38,12 @@ def conversation_prompts(rng: Random, count: int) -> list[tuple[int, ...]]:
     return made
 
 
-def request_of(prompt: tuple[int, ...], salt: str | None = None) -> GenerateRequest:
+def request_of(
+    prompt: tuple[int, ...], salt: str | None = None, max_tokens: int = 10
+) -> GenerateRequest:
+    sampling = replace(GREEDY, max_tokens=max_tokens)
     return GenerateRequest(
-        request_id="r", prompt_token_ids=prompt, sampling=GREEDY, cache_salt=salt
+        request_id="r", prompt_token_ids=prompt, sampling=sampling, cache_salt=salt
     )
 
 
@@ -44,6 +60,12 @@ def assert_same(on: Generation, off: Generation) -> int:
     return 0
 
 
+def room_for(model: Path, num_requests: int) -> int:
+    """Bytes of an arena that holds so many requests of full length."""
+    plan = plan_arena(read_config(model).groups, 16, ROOMY)
+    return plan.unit_bytes * plan.units_for(CONTEXT) * num_requests
+
+
 async def pair_of_nodes(
     cluster: Cluster, model: Path, memory: int
 ) -> tuple[NodeServer, NodeServer]:
@@ -53,7 +75,7 @@ async def pair_of_nodes(
     return on, await cluster.start("prefill", model)
 
 
-@pytest.mark.parametrize("memory", [16 << 20, 1 << 20], ids=["roomy", "tight"])
+@pytest.mark.parametrize("memory", [ROOMY, TIGHT], ids=["roomy", "tight"])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_one_by_one(
     cluster: Cluster, checkpoints: dict[str, Path], family: str, memory: int
@@ -65,26 +87,30 @@ async def test_one_by_one(
         ties += assert_same(cached, await generate(off, request_of(prompt)))
         hits += cached.last.num_cached_tokens > 0
     print(f"{family}: {hits} of 40 prompts hit, {ties} near-ties")
-    assert hits >= (10 if memory > 1 << 20 else 3)
+    assert hits >= (10 if memory > TIGHT else 3)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_all_at_once_under_pressure(
     cluster: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
-    on, off = await pair_of_nodes(cluster, checkpoints[family], 1 << 20)
+    on, off = await pair_of_nodes(
+        cluster, checkpoints[family], room_for(checkpoints[family], PRESSED)
+    )
     prompts = conversation_prompts(Random(9), 32)
-    several = await asyncio.gather(*(generate(on, request_of(prompt)) for prompt in prompts))
+    requests = [request_of(prompt, max_tokens=64) for prompt in prompts]
+    several = await asyncio.gather(*(generate(on, request) for request in requests))
     ties = 0
-    for prompt, cached in zip(prompts, several, strict=True):
-        ties += assert_same(cached, await generate(off, request_of(prompt)))
+    for request, cached in zip(requests, several, strict=True):
+        ties += assert_same(cached, await generate(off, request))
     preempted = on.engine.core.scheduler.stats.num_preemptions
     print(f"{family}: {preempted} preemptions, {ties} near-ties")
+    assert preempted
     await settled(on)
 
 
 async def test_salts_share_nothing(cluster: Cluster, checkpoints: dict[str, Path]) -> None:
-    on, _ = await pair_of_nodes(cluster, checkpoints["qwen3_5"], 16 << 20)
+    on, _ = await pair_of_nodes(cluster, checkpoints["qwen3_5"], ROOMY)
     prompt = conversation_prompts(Random(1), 1)[0] * 4
     hits = []
     for salt in ("a", "b", None, "a"):

@@ -12,7 +12,7 @@ from engine.types import KVTransferParams, KVTransferStats
 from tests.cluster import Cluster, Generation, generate, settled, transfer_config
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of
 
-HYBRIDS = ("qwen3_5", "nemotron_h")
+HYBRIDS = ("qwen3_5", "nemotron_h", "granitemoehybrid", "falcon_h1")
 REMOTE_DECODE = KVTransferParams(do_remote_decode=True)
 
 
