@@ -32,7 +32,7 @@ BlockSize = Annotated[Integer, typer.Option(help="Tokens in an attention block. 
 ArenaBytes = Annotated[Integer, typer.Option(help="Size of the KV arena. [536870912]")]
 PrefixCaching = Annotated[
     bool | None,
-    typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="[yes]"),
+    typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="[no]"),
 ]
 TransferConfig = Annotated[
     Text,
