@@ -126,6 +126,11 @@ class _Reader:
         self._loaded: set[str] = set()
         self._live: set[NixlTransfer] = set()
 
+    @property
+    def under_way(self) -> tuple[NixlTransfer, ...]:
+        """Reads that have neither ended nor failed."""
+        return tuple(self._live)
+
     def load(self, peer: NixlAddress) -> None:
         """Make the peer known to this reader, unless it is."""
         if peer.agent not in self._loaded:
@@ -259,12 +264,19 @@ class NixlTransport(Transport):
                 self._reader.unload(known.address.agent)
 
     def close(self) -> None:
+        """Lets reads under way end first: over TCP, UCX aborts a peer that still owes bytes."""
+        for transfer in self._under_way():
+            transfer.cancel()
         with self._lock, ExitStack() as stack:
             stack.callback(self._server.close)
             stack.callback(self._deregister)
             if self._reader is not None:
                 stack.callback(self._reader.close, "the transport was closed")
             self._peers.clear()
+
+    def _under_way(self) -> tuple[NixlTransfer, ...]:
+        with self._lock:
+            return self._reader.under_way if self._reader is not None else ()
 
     def _open_reader(self) -> _Reader:
         if self._arena is None:
