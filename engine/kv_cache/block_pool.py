@@ -37,7 +37,6 @@ class BlockPool:
     def __init__(self, plan: ArenaPlan) -> None:
         self.plan = plan
         self.index = PrefixIndex()
-        self.num_evicted = 0
         self._allocator = UnitAllocator(plan)
         self._is_state = tuple(isinstance(group.spec, MambaSpec) for group in plan.groups)
         self._blocks: tuple[dict[int, Block], ...] = tuple({} for _ in plan.groups)
@@ -223,7 +222,6 @@ class BlockPool:
         for key in entry.keys:
             self.index.remove(group, key)
         self._clock = max(self._clock, entry.rank[0])
-        self.num_evicted += 1
         self._wake(group, block)
         self._drop(group, block)
 

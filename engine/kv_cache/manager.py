@@ -91,6 +91,8 @@ class KVCacheManager:
 
     def find_hit(self, prefix: PrefixDigests, limit: int, *, skip_mamba: bool = False) -> PrefixHit:
         """The longest cached prefix of at most `limit` tokens; see `Coordinator.find`."""
+        if not self._caches_prefixes:
+            return PrefixHit(0, tuple(() for _ in self._groups), 0)
         return self._coordinator.find(prefix, limit, skip_mamba=skip_mamba)
 
     def start(self, hit: PrefixHit, num_tokens: int) -> BlockTables | None:
@@ -131,7 +133,8 @@ class KVCacheManager:
         """The first `num_tokens` are computed: whole blocks become findable, passed ones go."""
         for group in self._groups:
             if group not in self._states:
-                self._publish_blocks(group, tables, prefix, num_tokens=num_tokens)
+                if self._caches_prefixes:
+                    self._publish_blocks(group, tables, prefix, num_tokens=num_tokens)
                 self._leave_window(group, tables, num_tokens)
 
     def publish_checkpoints(
@@ -142,7 +145,7 @@ class KVCacheManager:
             worth = self._worth(tables, checkpoint.num_tokens)
             key = PrefixKey.of(prefix, checkpoint.num_tokens)
             for group, state in checkpoint.states.items():
-                self._publish(group, state, key, worth=worth)
+                self.pool.publish(group, state, key, worth=worth)
         self.drop_checkpoints(checkpoints)
 
     def drop_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -155,6 +158,8 @@ class KVCacheManager:
     def keep_loaded(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         """What was pulled becomes findable at its exact length; the state, by a copy of it."""
         self.publish(tables, prefix, num_tokens)
+        if not self._caches_prefixes:
+            return
         self._publish_partial(tables, prefix, num_tokens)
         checkpoint = self._reserve_checkpoint(prefix, num_tokens)
         if checkpoint is None:
@@ -168,13 +173,13 @@ class KVCacheManager:
 
     def retire(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         """The request computes no more: its own state and last block serve as a checkpoint."""
-        if num_tokens == 0:
+        if num_tokens == 0 or not self._caches_prefixes:
             return
         self.publish(tables, prefix, num_tokens)
         self._publish_partial(tables, prefix, num_tokens)
         key, worth = PrefixKey.of(prefix, num_tokens), self._worth(tables, num_tokens)
         for group in self._states:
-            self._publish(group, tables.groups[group][0], key, worth=worth)
+            self.pool.publish(group, tables.groups[group][0], key, worth=worth)
 
     def free(self, tables: BlockTables) -> None:
         """Gives all blocks and states of one request back, last ones first."""
@@ -207,7 +212,7 @@ class KVCacheManager:
             self.pool.release(pending.copy.group, [pending.copy.source])
             if pending.key is not None:
                 copy = pending.copy
-                self._publish(copy.group, copy.target, pending.key, worth=pending.worth)
+                self.pool.publish(copy.group, copy.target, pending.key, worth=pending.worth)
                 self.pool.release(copy.group, [copy.target])
         self._trim_checkpoints()
 
@@ -254,10 +259,9 @@ class KVCacheManager:
         return tables
 
     def _reserve_checkpoint(self, prefix: PrefixDigests, num_tokens: int) -> Checkpoint | None:
-        digest = prefix.at(num_tokens)
         if not self._states or not self._caches_prefixes:
             return None
-        if self.pool.index.find(self._states[0], digest) is not None:
+        if self.pool.index.find(self._states[0], prefix.at(num_tokens)) is not None:
             return None
         self._trim_checkpoints()
         counts = [int(group in self._states) for group in self._groups]
@@ -285,7 +289,7 @@ class KVCacheManager:
             block = tables.groups[group][place]
             if block != NULL_BLOCK:
                 key = PrefixKey.of(prefix, (place + 1) * size)
-                self._publish(group, block, key, worth=BLOCK_WORTH)
+                self.pool.publish(group, block, key, worth=BLOCK_WORTH)
         tables.num_published[group] = max(tables.num_published[group], num_tokens // size)
 
     def _publish_partial(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
@@ -293,11 +297,8 @@ class KVCacheManager:
             if group in self._states or not num_tokens % self.plan.block_size_of(group):
                 continue
             block = tables.groups[group][num_tokens // self.plan.block_size_of(group)]
-            self._publish(group, block, PrefixKey.of(prefix, num_tokens), worth=BLOCK_WORTH)
-
-    def _publish(self, group: int, block: int, key: PrefixKey, *, worth: float) -> None:
-        if self._caches_prefixes:
-            self.pool.publish(group, block, key, worth=worth)
+            key = PrefixKey.of(prefix, num_tokens)
+            self.pool.publish(group, block, key, worth=BLOCK_WORTH)
 
     def _leave_window(self, group: int, tables: BlockTables, num_tokens: int) -> None:
         spec = self.plan.groups[group].spec

@@ -33,8 +33,6 @@ class SchedulerStats:
     """Counters since start; the node's metrics read differences."""
 
     num_preemptions: int = 0
-    num_hit_tokens: int = 0
-    num_missing_checkpoint_tokens: int = 0
     recomputed_tokens: dict[str, int] = field(default_factory=dict)
 
     def recompute(self, cause: str, num_tokens: int) -> None:
@@ -248,8 +246,6 @@ class Scheduler:
         request.num_computed_tokens = hit.num_tokens
         if request.status is RequestStatus.WAITING:
             request.num_cached_tokens = hit.num_tokens
-        self.stats.num_hit_tokens += hit.num_tokens
-        self.stats.num_missing_checkpoint_tokens += hit.junction - hit.num_tokens
 
     def _checkpoint_positions(self, request: Request, hit: PrefixHit) -> tuple[int, ...]:
         return checkpoint_positions(
