@@ -21,6 +21,7 @@ from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.report import plan_report
 from engine.metrics import NodeMetrics, RequestMetrics
 from engine.model_configs.base import ModelConfig
 from engine.model_configs.folder import resolve_folder
@@ -95,7 +96,7 @@ class NodeServer:
         plan = plan_arena(
             model.config.groups, self.config.block_size, self.config.kv_cache_memory_bytes
         )
-        log.info("arena planned", **describe_plan(plan))
+        log.info(f"arena planned\n{plan_report(plan)}")
         self.metrics = NodeMetrics(model.names[0], self.engine_id)
         arena = ArenaMemory(plan.arena_bytes)
         self._resources.callback(arena.close)
@@ -224,13 +225,3 @@ class NodeServer:
             kv_cache_usage=scheduler.cache.usage,
             ready=self.engine.is_alive,
         )
-
-
-def describe_plan(plan: ArenaPlan) -> dict[str, object]:
-    """The plan in words for the log."""
-    return {
-        "units": plan.num_units,
-        "unit_bytes": plan.unit_bytes,
-        "blocks_per_unit": plan.blocks_per_unit,
-        "waste": [round(plan.waste(group), 4) for group in range(len(plan.groups))],
-    }
