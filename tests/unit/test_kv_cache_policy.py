@@ -152,3 +152,27 @@ def test_digests_are_the_same_on_every_machine() -> None:
 
 
 PINNED = "f4db06820ebe4207"
+
+
+class UnhashedPrefix(PrefixDigests):
+    """A prefix whose digests nobody may ask for."""
+
+    def at(self, num_tokens: int) -> bytes:
+        raise AssertionError(f"the digest of {num_tokens} tokens was asked for")
+
+
+def test_without_prefix_caching_nothing_is_hashed_or_found() -> None:
+    size = plan_arena(GROUPS, BLOCK, 1 << 22).unit_bytes
+    cache = KVCacheManager(plan_arena(GROUPS, BLOCK, 16 * size), prefix_caching=False)
+    prefix = UnhashedPrefix(cache.hasher, list(range(100)), None)
+    for _ in range(2):
+        hit = cache.find_hit(prefix, 99)
+        assert hit.num_tokens == 0
+        tables = cache.start(hit, 100)
+        assert tables is not None
+        assert cache.reserve_checkpoints(prefix, (96,)) == ()
+        cache.keep_loaded(tables, prefix, 100)
+        cache.retire(tables, prefix, 100)
+        cache.free(tables)
+    cache.check()
+    assert cache.pool.num_free_units == 16
