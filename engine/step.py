@@ -5,7 +5,8 @@ Torch-free; inside one process, so plain dataclasses.
 
 from dataclasses import dataclass, field
 
-from engine.kv_cache.manager import BlockCopy, Checkpoint
+from engine.kv_cache.mamba_states import Checkpoint
+from engine.kv_cache.tables import BlockCopy
 from engine.request import Request
 from engine.types import TokenId, TokenLogprob
 

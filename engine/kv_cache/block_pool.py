@@ -1,53 +1,39 @@
 """Blocks and states with reference counts: in use, or idle and findable until their room is needed.
 
-    free  --allocate-->  in use  --release-->  idle (if published) --evict-->  free
-                            ^------- share -------'
+    free --allocate--> private --publish--> in a run, in use --release--> idle --evict--> free
+                                                  ^------------ share ------'
 
-Eviction is GreedyDual (Young 1991): an idle block ranks at the clock plus what it saves per byte,
-and the clock moves up to the rank of what goes; so recency and value both count. A whole unit goes
-when that is what is missing, the least valuable one first (two levels, as in Jenga, SOSP'25).
+Ends of runs are evicted before their roots. A whole unit goes when that is what is missing, with
+all that follows its blocks (two levels, as in Jenga, SOSP'25). The states of all Mamba groups count
+under the first of them.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from operator import itemgetter
 
+from engine.kv_cache.eviction import EvictionOrder
 from engine.kv_cache.plan import ArenaPlan
-from engine.kv_cache.prefix_index import PrefixIndex, PrefixKey
-from engine.kv_cache.spec import MambaSpec
-from engine.kv_cache.unit_allocator import UnitAllocator
+from engine.kv_cache.prefix_index import PrefixIndex
+from engine.kv_cache.run import PartialKey, Rank, Run, Units
+from engine.kv_cache.slots import units_of
+from engine.kv_cache.unit_allocator import UnitAllocator, Wants
+from engine.kv_cache.unit_use import UnitUse
 
-Rank = tuple[float, int]
-
-
-@dataclass(slots=True, eq=False)
-class Block:
-    """One block or state. `worth`: tokens saved per byte; `rank`: its place while idle."""
-
-    refs: int = 1
-    keys: list[PrefixKey] = field(default_factory=list)
-    worth: float = 0.0
-    rank: Rank = (0.0, 0)
+Share = tuple[Run, int]  # a run that is to be used up to this place
 
 
 class BlockPool:
-    """Owner of all units of one arena and of the index of what they hold."""
+    """Owner of all units of one arena and of the indexes of what they hold."""
 
     def __init__(self, plan: ArenaPlan) -> None:
         self.plan = plan
-        self.index = PrefixIndex()
+        self.indexes = tuple(PrefixIndex(group) for group in range(len(plan.groups)))
         self._allocator = UnitAllocator(plan)
-        self._is_state = tuple(isinstance(group.spec, MambaSpec) for group in plan.groups)
-        self._blocks: tuple[dict[int, Block], ...] = tuple({} for _ in plan.groups)
-        self._pins: tuple[Counter[int], ...] = tuple(Counter() for _ in plan.groups)
-        self._idle_blocks: tuple[dict[int, Rank], ...] = tuple({} for _ in plan.groups)
-        self._idle_units: list[tuple[Rank, int, int]] = []
-        self._unit_ranks: dict[int, Rank] = {}
-        self._num_refs = [0] * len(plan.groups)
-        self._num_idle_states = 0
-        self._clock = 0.0
-        self._releases = 0
+        self._use = UnitUse(plan)
+        self._order = EvictionOrder(len(plan.groups))
+        self._runs_in: dict[int, set[Run]] = {}
+        self._state_group = plan.state_groups[0] if plan.state_groups else None
 
     @property
     def num_free_units(self) -> int:
@@ -57,213 +43,317 @@ class BlockPool:
     @property
     def num_idle_units(self) -> int:
         """Units of which nothing is in use: free ones, and those that hold idle content only."""
-        return self.plan.num_units - sum(map(len, self._pins))
+        return self.plan.num_units - self._use.num_units
 
     @property
-    def num_states(self) -> int:
-        """Mamba states in use."""
-        return sum(
-            refs for refs, is_state in zip(self._num_refs, self._is_state, strict=True) if is_state
-        )
-
-    @property
-    def num_idle_states(self) -> int:
+    def num_idle_checkpoints(self) -> int:
         """Checkpoints that nobody uses at the moment."""
-        return self._num_idle_states
+        return len(self._order.checkpoints)
 
-    def fits(self, counts: Sequence[int], shared: Iterable[tuple[int, int]] = ()) -> bool:
-        """Whether `counts[g]` new blocks of every group fit while `shared` blocks stay; exact."""
-        pins = [len(pinned) for pinned in self._pins]
-        refs = list(self._num_refs)
-        newly: set[tuple[int, int]] = set()
-        for group, block in shared:
-            if self._blocks[group][block].refs == 0:
-                refs[group] += 1
-                unit = block // self.plan.blocks_per_unit[group]
-                if unit not in self._pins[group]:
-                    newly.add((group, unit))
-        for group, _ in newly:
-            pins[group] += 1
-        units = 0
-        for group, count in enumerate(counts):
-            per_unit = self.plan.blocks_per_unit[group]
-            missing = max(0, count - (pins[group] * per_unit - refs[group]))
-            units += -(-missing // per_unit)
-        return units <= self.plan.num_units - sum(pins)
+    def num_used(self, group: int) -> int:
+        """Blocks or states of this group in use."""
+        return self._use.num_used[group]
 
-    def allocate(
-        self, counts: Sequence[int], after: Sequence[int | None]
-    ) -> tuple[list[int], ...] | None:
-        """`counts[g]` new blocks per group, in use once; None, and nothing done, without room.
+    def fits(self, wants: Wants, shares: Iterable[Share] = ()) -> bool:
+        """Whether new blocks fit while `shares` are in use as well; exact."""
+        if self._allocator.can_allocate(wants):
+            return True
+        waking = self._waking(shares)
+        needed = 0
+        for group in range(len(self.plan.groups)):
+            units, more = waking.get(group, (set(), 0))
+            new, _ = wants.get(group, (0, None))
+            needed += self._use.num_units_with(group, more_units=units, more=more, new=new)
+        return needed <= self.plan.num_units
 
-        `after[g]`: the request's last block, whose right neighbour is taken first.
-        """
-        if not self.fits(counts):
-            return None
-        while not self._allocator.can_allocate(counts):
-            self._evict_for(counts)
-        return tuple(
-            self._take(group, *wanted)
-            for group, wanted in enumerate(zip(counts, after, strict=True))
-        )
+    def allocate(self, wants: Wants) -> dict[int, list[int]]:
+        """New private blocks by group, in use once; what is idle gives way. They must fit."""
+        while not self._allocator.can_allocate(wants):
+            self._evict_for(wants)
+        new = {}
+        for group, (count, after) in wants.items():
+            new[group], units = self._allocator.allocate(group, count, after)
+            self._order.remove_units(self._use.pin(group, units, count))
+        return new
 
-    def share(self, group: int, block: int) -> None:
-        """One more user of a block in use or idle."""
-        entry = self._blocks[group][block]
-        if entry.refs == 0:
-            self._pin(group, block)
-            self._wake(group, block)
-        entry.refs += 1
+    def drop(self, group: int, blocks: Sequence[int]) -> None:
+        """Frees private blocks."""
+        idle_units = self._use.unpin(group, self._units(group, blocks), len(blocks))
+        self._free(group, blocks)
+        for unit in idle_units:
+            if unit in self._runs_in:
+                self._order.add_unit(unit)
 
-    def release(self, group: int, blocks: Iterable[int]) -> None:
-        """One user less of each; given last first, ends are evicted before roots."""
-        for block in blocks:
-            entry = self._blocks[group][block]
-            entry.refs -= 1
-            if entry.refs == 0:
-                self._rest(group, block, entry)
-                self._unpin(group, block)
+    def form_run(self, group: int, start: int, blocks: list[int]) -> Run:
+        """Private blocks become a run with one user, freed with it unless made findable."""
+        run = Run(group, start, blocks)
+        self._enter(run, self._units(group, blocks))
+        return run
 
-    def publish(self, group: int, block: int, key: PrefixKey, *, worth: float) -> bool:
-        """Makes a complete block findable. False when the same prefix is published already."""
-        if not self.index.add(group, key, block):
+    def form_states(self, units: list[int]) -> Run:
+        """Private units become the states of one sequence or checkpoint, as `form_run`."""
+        assert self._state_group is not None
+        return Run(self._state_group, 0, units, dict.fromkeys(units, 1))
+
+    def append(self, tip: Run, blocks: list[int], digests: list[bytes]) -> Run:
+        """Private blocks, all complete, join the tree; moves a use from `tip` to their run."""
+        if tip.can_grow:
+            tip.blocks += blocks
+            tip.digests += digests
+            self._enter(tip, self._units(tip.group, blocks))
+            return tip
+        run = self.form_run(tip.group, tip.end, blocks)
+        run.parent, run.digests = tip, digests
+        tip.children[digests[0]] = run
+        return run
+
+    def add_leaf(self, tip: Run, block: int) -> Run:
+        """A private block becomes a leaf behind `tip`, with one use more of both."""
+        leaf = self.form_run(tip.group, tip.end, [block])
+        leaf.parent = tip
+        tip.leaves.add(leaf)
+        tip.refs += 1
+        return leaf
+
+    def complete_leaf(self, leaf: Run, digest: bytes) -> None:
+        """A leaf has become a whole block."""
+        assert leaf.parent is not None
+        leaf.parent.leaves.remove(leaf)
+        leaf.parent.children[digest] = leaf
+        leaf.digests.append(digest)
+
+    def publish(self, run: Run, digest: bytes) -> None:
+        """The one block of a run outside of trees, complete, becomes findable."""
+        run.digests.append(digest)
+        self.indexes[run.group].whole[digest] = run
+
+    def publish_partial(self, run: Run, key: PartialKey, *, worth: float = 1.0) -> bool:
+        """What a run holds up to `key` becomes findable. False when something else is already."""
+        if not self.indexes[run.group].add(key, run):
             return False
-        entry = self._blocks[group][block]
-        entry.keys.append(key)
-        entry.worth = max(entry.worth, worth)
+        run.partial_keys.append(key)
+        run.worth = max(run.worth, worth)
         return True
 
-    def drop_idle_state(self) -> None:
+    def share(self, run: Run, end: int) -> Run:
+        """One more use of a run up to place `end`; splits it there and returns the part before."""
+        if end < run.end:
+            run = self._split(run, end - run.start)
+        user: Run | None = run
+        while user is not None:
+            user.refs += 1
+            if user.refs > 1:
+                break
+            self._wake(user)
+            user = user.parent
+        return run
+
+    def follow(self, tip: Run, run: Run, end: int) -> Run:
+        """Moves a use on from `tip` to a run somewhere behind it, up to place `end`."""
+        if tip.ends_for(run) and end < run.end:
+            self._move_front(run, tip, end - run.start)
+            return tip
+        run = self.share(run, end)
+        self.release(tip)
+        return run
+
+    def release(self, run: Run) -> None:
+        """One use less; the run, and those before it that nobody uses either, become idle."""
+        user: Run | None = run
+        while user is not None:
+            user.refs -= 1
+            if user.refs:
+                break
+            self._rest(user)
+            user = user.parent
+
+    def drop_idle_checkpoint(self) -> None:
         """Evicts the least valuable idle checkpoint, if there is one."""
-        states = [entry for entry in self._idle_units if self._is_state[entry[1]]]
-        least = min(filter(lambda entry: self._is_current(*entry), states), default=None)
+        least = self._order.checkpoints.least()
         if least is not None:
-            self._evict_unit(*least[1:])
+            self._evict(least, 0)
 
     def clear(self) -> None:
         """Evicts everything idle."""
-        for group, blocks in enumerate(self._blocks):
-            for block in [block for block, entry in blocks.items() if entry.refs == 0]:
-                self._evict(group, block)
+        for group in range(len(self.plan.groups)):
+            while (run := self._order.first_of(group)) is not None:
+                self._evict(run, 0)
+        while self._order.checkpoints:
+            self.drop_idle_checkpoint()
 
-    def check(self, used: Sequence[Counter[int]]) -> None:
-        """Recounts against `used[g]`, users per block; raises AssertionError on any difference."""
-        for group, blocks in enumerate(self._blocks):
-            refs = Counter({block: entry.refs for block, entry in blocks.items() if entry.refs})
-            assert refs == used[group], f"group {group}: {refs} counted, {used[group]} used"
-            self._check_group(group, blocks)
-        self._allocator.check([list(blocks) for blocks in self._blocks])
-        assert len(self.index) == sum(
-            len(e.keys) for blocks in self._blocks for e in blocks.values()
-        )
+    def check(self, users: Counter[Run], private: Sequence[Sequence[int]]) -> None:
+        """Recounts against uses per run and private blocks per group; raises AssertionError."""
+        runs = set(users).union(*self._runs_in.values(), self._order.checkpoints)
+        runs -= {index.root for index in self.indexes}
+        for run in runs:
+            self._check_run(run, users[run])
+        owned = [[*blocks] for blocks in private]
+        for run in runs:
+            owned[run.group] += run.blocks
+        self._allocator.check(owned)
+        for group, index in enumerate(self.indexes):
+            mine = [run for run in runs if run.group == group]
+            assert len(index) == sum(len(run.digests) + len(run.partial_keys) for run in mine)
+            used = [*private[group], *(block for run in mine if run.refs for block in run.blocks)]
+            used_units = self._units(group, used)
+            self._use.check(group, used_units)
+            self._check_idle(group, {run for run in mine if not run.refs}, used_units)
+            assert index.root.refs == 1 + users[index.root] + sum(
+                run.refs > 0 for run in index.root.following
+            )
 
-    def _check_group(self, group: int, blocks: dict[int, Block]) -> None:
-        per_unit = self.plan.blocks_per_unit[group]
-        in_use = [block for block, entry in blocks.items() if entry.refs]
-        assert self._pins[group] == Counter(block // per_unit for block in in_use)
-        assert self._num_refs[group] == len(in_use)
-        for block, entry in blocks.items():
-            assert entry.refs or entry.keys, f"group {group}: block {block} is idle and unfindable"
-            assert all(self.index.find(group, key.digest) == block for key in entry.keys)
-        if self._is_state[group]:
-            idle = len(blocks) - len(in_use)
-            states = [
-                e for g, bs in enumerate(self._blocks) if self._is_state[g] for e in bs.values()
-            ]
-            assert self._num_idle_states == sum(e.refs == 0 for e in states) >= idle
+    def _check_run(self, run: Run, users: int) -> None:
+        assert run.refs == users + sum(child.refs > 0 for child in run.following)
+        assert run.refs or run.is_findable, "a run is idle and unfindable"
+        assert run.units == self._units(run.group, run.blocks)
+        is_state = run.group == self._state_group
+        assert is_state or all(run in self._runs_in[unit] for unit in run.units)
+        assert all(self.indexes[run.group].find(key) is run for key in run.partial_keys)
+        assert len(run.digests) in ((0, 1) if run.partial_keys else (0, len(run.blocks)))
+        for child in run.following:
+            assert child.parent is run and child.start == run.end
+            assert run.refs or run.rank > child.rank, "a root would be evicted before its end"
+            assert len(run.digests) == len(run.blocks), "something follows what is not whole"
+        assert run.parent is None or run in run.parent.following
 
-    def _take(self, group: int, count: int, after: int | None) -> list[int]:
-        blocks = self._allocator.allocate(group, count, after) if count else []
-        for block in blocks:
-            self._blocks[group][block] = Block()
-            self._pin(group, block)
-        return blocks
-
-    def _pin(self, group: int, block: int) -> None:
-        unit = block // self.plan.blocks_per_unit[group]
-        self._num_refs[group] += 1
-        self._pins[group][unit] += 1
-        self._unit_ranks.pop(unit, None)
-
-    def _unpin(self, group: int, block: int) -> None:
-        """The last one out offers the unit to eviction, at the rank of its most valuable block."""
-        unit = block // self.plan.blocks_per_unit[group]
-        self._num_refs[group] -= 1
-        self._pins[group][unit] -= 1
-        if self._pins[group][unit]:
+    def _check_idle(self, group: int, idle: set[Run], used_units: Units) -> None:
+        if group == self._state_group:
+            assert idle == set(self._order.checkpoints)
             return
-        del self._pins[group][unit]
-        ranks = [self._blocks[group][idle].rank for idle in self._blocks_of(group, unit)]
-        if ranks:
-            self._offer_unit(group, unit, max(ranks))
+        units = {unit for run in idle for unit in run.units} - used_units.keys()
+        self._order.check(group, idle, units)
 
-    def _rest(self, group: int, block: int, entry: Block) -> None:
-        """Puts a block that nobody uses where eviction finds it, or frees it at once."""
-        if not entry.keys:
-            self._drop(group, block)
-            return
-        self._releases += 1
-        entry.rank = (self._clock + entry.worth, self._releases)
-        self._num_idle_states += self._is_state[group]
-        if not self._is_state[group]:  # all worth the same, so the order of arrival is that of rank
-            self._idle_blocks[group][block] = entry.rank
+    def _waking(self, shares: Iterable[Share]) -> dict[int, tuple[set[int], int]]:
+        """By group: the units and the number of idle blocks that would come into use."""
+        counts: dict[int, dict[Run, int]] = {}
+        for share, end in shares:
+            run: Run | None = share
+            while run is not None and run.refs == 0:
+                waking = counts.setdefault(run.group, {})
+                waking[run] = max(waking.get(run, 0), end - run.start)
+                end = run.start
+                run = run.parent
+        return {
+            group: (
+                {unit for run, count in waking.items() for unit in self._units_of(run, count)},
+                sum(waking.values()),
+            )
+            for group, waking in counts.items()
+        }
 
-    def _wake(self, group: int, block: int) -> None:
-        self._num_idle_states -= self._is_state[group]
-        self._idle_blocks[group].pop(block, None)
+    def _units_of(self, run: Run, count: int) -> Iterable[int]:
+        """Units of a run's first `count` blocks."""
+        whole = count == len(run.blocks)
+        return run.units if whole else self._units(run.group, run.blocks[:count])
 
-    def _drop(self, group: int, block: int) -> None:
-        del self._blocks[group][block]
-        self._allocator.free(group, [block])
+    def _units(self, group: int, blocks: Sequence[int]) -> Units:
+        if group == self._state_group:
+            return dict.fromkeys(blocks, 1)
+        return units_of(blocks, self.plan.blocks_per_unit[group])
 
-    def _evict(self, group: int, block: int) -> None:
-        entry = self._blocks[group][block]
-        assert entry.refs == 0, f"group {group}: block {block} is in use"
-        for key in entry.keys:
-            self.index.remove(group, key)
-        self._clock = max(self._clock, entry.rank[0])
-        self._wake(group, block)
-        self._drop(group, block)
+    def _split(self, run: Run, count: int) -> Run:
+        """The first `count` blocks become a run of their own, in front of the rest."""
+        assert run.parent is not None
+        first = run.digests[0]
+        head = Run(run.group, run.start, [], parent=run.parent, children={first: run})
+        head.refs, head.rank, head.worth = int(run.refs > 0), run.rank, run.worth
+        run.parent.children[first] = head
+        run.parent = head
+        self._move_front(run, head, count)
+        return head
 
-    def _evict_for(self, counts: Sequence[int]) -> None:
-        """One step towards room for `counts`: the least valuable idle block or unit that helps."""
-        oldest = [
-            (next(iter(idle.values())), group)
-            for group, idle in enumerate(self._idle_blocks)
-            if idle and self._lacks_slots(group, counts[group])
-        ]
-        unit = self._least_unit()
-        if unit is not None and (not oldest or unit[0] <= min(oldest)[0]):
-            self._evict_unit(*unit[1:])
-            return
-        group = min(oldest)[1]
-        self._evict(group, next(iter(self._idle_blocks[group])))
+    def _move_front(self, run: Run, target: Run, count: int) -> None:
+        """The first `count` blocks of a run join the end of the run before it."""
+        units = self._units(run.group, run.blocks[:count])
+        self._enter(target, units)
+        self._leave(run, units)
+        if target.refs and not run.refs:
+            self._order.remove_units(self._use.pin(run.group, units, count))
+        del target.children[run.digests[0]]
+        target.blocks += run.blocks[:count]
+        target.digests += run.digests[:count]
+        del run.blocks[:count], run.digests[:count]
+        run.start += count
+        target.children[run.digests[0]] = run
 
-    def _lacks_slots(self, group: int, count: int) -> bool:
-        return not self._is_state[group] and self._allocator.num_free_slots(group) < count
+    def _wake(self, run: Run) -> None:
+        self._order.remove(run)
+        self._order.remove_units(self._use.pin(run.group, run.units, len(run.blocks)))
 
-    def _least_unit(self) -> tuple[Rank, int, int] | None:
-        """(rank, group, unit) of the least valuable unit of which nothing is in use."""
-        heap = self._idle_units
-        while heap and not self._is_current(*heap[0]):
-            heapq.heappop(heap)
-        return heap[0] if heap else None
+    def _rest(self, run: Run) -> None:
+        """Puts a run that nobody uses where eviction finds it, or frees it at once."""
+        idle_units = self._use.unpin(run.group, run.units, len(run.blocks))
+        if not run.is_findable:
+            self._forget(run, 0)
+        elif run.group == self._state_group:
+            self._order.add_checkpoint(run)
+        else:
+            self._order.add_blocks(run, idle_units)
 
-    def _is_current(self, rank: Rank, group: int, unit: int) -> bool:
-        return self._unit_ranks.get(unit) == rank and bool(self._blocks_of(group, unit))
+    def _evict_for(self, wants: Wants) -> None:
+        """One step towards room for new blocks: the least valuable idle thing that helps."""
+        options: list[tuple[Rank, Run, int]] = []
+        for group, (count, _) in wants.items():
+            missing = self._allocator.num_missing_slots(group, count)
+            if missing > 0 and (run := self._order.first_of(group)) is not None:
+                options.append((run.rank, run, max(0, len(run.blocks) - missing)))
+        if (checkpoint := self._order.checkpoints.least()) is not None:
+            options.append((checkpoint.rank, checkpoint, 0))
+        unit = self._order.first_unit_before([rank for rank, _, _ in options])
+        if unit is None:
+            _, run, keep = min(options, key=itemgetter(0))
+            self._evict(run, keep)
+        else:
+            self._evict_unit(unit)
 
-    def _offer_unit(self, group: int, unit: int, rank: Rank) -> None:
-        self._unit_ranks[unit] = rank
-        heapq.heappush(self._idle_units, (rank, group, unit))
-        if len(self._idle_units) > 4 * self.plan.num_units:  # most of them have been used again
-            self._idle_units = [entry for entry in self._idle_units if self._is_current(*entry)]
-            heapq.heapify(self._idle_units)
+    def _evict_unit(self, unit: int) -> None:
+        for run in list(self._runs_in[unit]):
+            if unit in run.units:  # it may have gone with a run before it
+                per_unit = self.plan.blocks_per_unit[run.group]
+                places = enumerate(run.blocks)
+                self._evict(run, next(at for at, block in places if block // per_unit == unit))
 
-    def _blocks_of(self, group: int, unit: int) -> list[int]:
-        per_unit = self.plan.blocks_per_unit[group]
-        blocks = range(unit * per_unit, (unit + 1) * per_unit)
-        return [block for block in blocks if block in self._blocks[group]]
+    def _evict(self, run: Run, keep: int) -> None:
+        """Frees all but the first `keep` blocks of an idle run, and first all that follows it."""
+        following = run.following
+        for child in following:
+            following += child.following
+        for child in reversed(following):
+            self._evict_end(child, 0)
+        self._evict_end(run, keep)
 
-    def _evict_unit(self, group: int, unit: int) -> None:
-        for block in self._blocks_of(group, unit):
-            self._evict(group, block)
+    def _evict_end(self, run: Run, keep: int) -> None:
+        assert run.refs == 0, f"group {run.group}: {len(run.blocks)} blocks are in use"
+        self._order.note_evicted(run)
+        if not keep:
+            self.indexes[run.group].forget(run)
+            self._order.remove(run)
+        del run.digests[keep:]
+        self._forget(run, keep)
+
+    def _forget(self, run: Run, keep: int) -> None:
+        gone = run.blocks[keep:]
+        del run.blocks[keep:]
+        if run.group != self._state_group:
+            self._leave(run, self._units(run.group, gone))
+        self._free(run.group, gone)
+
+    def _enter(self, run: Run, units: Units) -> None:
+        for unit, count in units.items():
+            if unit in run.units:
+                run.units[unit] += count
+            else:
+                run.units[unit] = count
+                self._runs_in.setdefault(unit, set()).add(run)
+
+    def _leave(self, run: Run, units: Units) -> None:
+        for unit, count in units.items():
+            run.units[unit] -= count
+            if not run.units[unit]:
+                del run.units[unit]
+                self._runs_in[unit].remove(run)
+                if not self._runs_in[unit]:
+                    del self._runs_in[unit]
+
+    def _free(self, group: int, blocks: Sequence[int]) -> None:
+        self._order.remove_units(self._allocator.free(group, blocks))

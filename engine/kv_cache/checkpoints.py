@@ -35,11 +35,14 @@ def due(positions: Sequence[int], start: int, end: int) -> tuple[int, ...]:
     return tuple(p for p in positions if start < p <= end)
 
 
-def checkpoint_worth(plan: ArenaPlan, num_saved_tokens: int) -> float:
-    """Tokens that a checkpoint saves per byte, relative to an attention block, which is worth 1."""
+def worth_per_token(plan: ArenaPlan) -> float:
+    """What a checkpoint saves per byte for each token since the one before it.
+
+    Relative to an attention block, which is worth 1.
+    """
     sizes = {True: 0.0, False: 0.0}
     for group, members in enumerate(plan.groups):
         is_state = isinstance(members.spec, MambaSpec)
         per = 1 if is_state else plan.block_size_of(group)
         sizes[is_state] += plan.block_bytes(group) / per
-    return num_saved_tokens * (sizes[False] or 1.0) / (sizes[True] or 1.0)
+    return (sizes[False] or 1.0) / (sizes[True] or 1.0)

@@ -8,42 +8,30 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.kv_cache.attention_group import GroupHit, GroupTable
+from engine.kv_cache.attention_kinds import attention_kinds
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.checkpoints import checkpoint_worth
 from engine.kv_cache.coordinator import Coordinator, PrefixHit
+from engine.kv_cache.mamba_states import Checkpoint, MambaStates
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.prefix_index import PrefixKey
-from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
-from engine.kv_cache.tables import NULL_BLOCK, BlockTables
-
-BLOCK_WORTH = 1.0
+from engine.kv_cache.run import Run
+from engine.kv_cache.tables import BlockCopy, BlockTables
+from engine.kv_cache.unit_allocator import Wants
 
 
-@dataclass(slots=True, frozen=True)
-class BlockCopy:
-    """The worker copies a block or state before it computes anything else."""
-
-    group: int
-    source: int
-    target: int
-
-
-@dataclass(slots=True, frozen=True)
-class Checkpoint:
-    """The worker writes the state after `num_tokens` tokens into `states[g]` of Mamba group g."""
-
-    num_tokens: int
-    states: dict[int, int]
-
-
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class _Pending:
-    """A copy under way: both ends are in use until it is done; `key` publishes the target then."""
+    """Copies under way: `source` is in use until they are done.
 
-    copy: BlockCopy
-    key: PrefixKey | None = None
-    worth: float = 0.0
+    Into a request's own blocks (`owner`), or into a `checkpoint` of pulled states.
+    """
+
+    copies: tuple[BlockCopy, ...]
+    source: Run
+    owner: BlockTables
+    checkpoint: Checkpoint | None = None
+    prefix: PrefixDigests | None = None
 
 
 class KVCacheManager:
@@ -63,16 +51,16 @@ class KVCacheManager:
     ) -> None:
         self.plan = plan
         self.hasher = PrefixHasher(plan.hash_block_size, hash_seed)
-        self._caches_prefixes = prefix_caching
         self.pool = BlockPool(plan)
-        self._coordinator = Coordinator(plan, self.pool.index)
-        self._max_idle_states = int(checkpoint_share * plan.num_units)
-        self._groups = range(len(plan.groups))
-        self._states = tuple(g for g in self._groups if isinstance(plan.groups[g].spec, MambaSpec))
+        self._caches_prefixes = prefix_caching
+        self._attention = attention_kinds(plan)
+        budget = int(checkpoint_share * plan.num_units)
+        self._states = (
+            MambaStates(plan, self.pool, max_idle_units=budget) if plan.state_groups else None
+        )
+        self._coordinator = Coordinator(self.pool, self._states)
         self._live: dict[int, BlockTables] = {}
-        self._new_states: list[tuple[int, int]] = []
         self._pending: list[_Pending] = []
-        self._reserved: dict[int, Checkpoint] = {}
 
     @property
     def usage(self) -> float:
@@ -87,134 +75,120 @@ class KVCacheManager:
     @property
     def num_states(self) -> int:
         """Mamba states in use."""
-        return self.pool.num_states
+        return self.pool.num_used(self._states.groups[0]) if self._states else 0
 
     def find_hit(self, prefix: PrefixDigests, limit: int, *, skip_mamba: bool = False) -> PrefixHit:
         """The longest cached prefix of at most `limit` tokens; see `Coordinator.find`."""
         if not self._caches_prefixes:
-            return PrefixHit(0, tuple(() for _ in self._groups), 0)
+            return PrefixHit(0, 0, {group: GroupHit() for group in self._attention}, GroupHit())
         return self._coordinator.find(prefix, limit, skip_mamba=skip_mamba)
 
     def start(self, hit: PrefixHit, num_tokens: int) -> BlockTables | None:
         """Tables of a new request that starts from `hit` and holds `num_tokens` tokens, or None."""
-        shared = [(g, b) for g in self._groups for b in hit.blocks[g] if b != NULL_BLOCK]
-        counts = [
-            self.plan.blocks_for(g, num_tokens) - self._num_kept(g, hit) for g in self._groups
-        ]
-        if not self.pool.fits(counts, shared):
+        wants = self._wants(hit, num_tokens)
+        if not self.pool.fits(wants, hit.needs):
             return None
-        for group, block in shared:
-            self.pool.share(group, block)
-        new = self.pool.allocate(counts, [self._last_kept(g, hit) for g in self._groups])
-        assert new is not None
-        return self._begin(hit, new)
+        attention = {
+            group: kind.table(self.pool, group, hit.attention[group])
+            for group, kind in self._attention.items()
+        }
+        parts = (*hit.attention.values(), hit.states)
+        sources = [self.pool.share(*part.source) for part in parts if part.source is not None]
+        new = self.pool.allocate(wants)
+        tables = self._tables(attention, new, hit)
+        self._live[id(tables)] = tables
+        self._copy_from(sources, tables, new)
+        return tables
 
     def grow(self, tables: BlockTables, num_tokens: int) -> bool:
         """Makes room for `num_tokens` tokens; False, and nothing done, when there is none."""
-        owned = tables.groups
-        counts = [max(0, self.plan.blocks_for(g, num_tokens) - len(owned[g])) for g in self._groups]
-        if not any(counts):
+        wants: Wants = {}
+        for table in tables.attention.values():
+            wants.update(table.wants(num_tokens))
+        if not wants:
             return True
-        new = self.pool.allocate(counts, [blocks[-1] if blocks else None for blocks in owned])
-        if new is None:
+        if not self.pool.fits(wants):
             return False
-        for blocks, more in zip(owned, new, strict=True):
-            blocks += more
+        for group, blocks in self.pool.allocate(wants).items():
+            tables.groups[group].extend(blocks)
         return True
 
     def reserve_checkpoints(
         self, prefix: PrefixDigests, positions: Sequence[int]
     ) -> tuple[Checkpoint, ...]:
         """Rooms for the states after `positions` tokens, as far as the budget and memory allow."""
-        checkpoints = (self._reserve_checkpoint(prefix, position) for position in positions)
+        if self._states is None or not self._caches_prefixes:
+            return ()
+        checkpoints = (self._states.reserve(prefix, position) for position in positions)
         return tuple(checkpoint for checkpoint in checkpoints if checkpoint is not None)
 
     def publish(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         """The first `num_tokens` are computed: whole blocks become findable, passed ones go."""
-        for group in self._groups:
-            if group not in self._states:
-                if self._caches_prefixes:
-                    self._publish_blocks(group, tables, prefix, num_tokens=num_tokens)
-                self._leave_window(group, tables, num_tokens)
+        for table in tables.attention.values():
+            if self._caches_prefixes:
+                table.publish(prefix, num_tokens)
+            table.leave(num_tokens)
 
     def publish_checkpoints(
         self, tables: BlockTables, prefix: PrefixDigests, checkpoints: Sequence[Checkpoint]
     ) -> None:
         """The worker has written these states: they become checkpoints."""
         for checkpoint in checkpoints:
-            worth = self._worth(tables, checkpoint.num_tokens)
-            key = PrefixKey.of(prefix, checkpoint.num_tokens)
-            for group, state in checkpoint.states.items():
-                self.pool.publish(group, state, key, worth=worth)
+            assert self._states is not None
+            self._states.publish(checkpoint.run, tables, prefix, num_tokens=checkpoint.num_tokens)
         self.drop_checkpoints(checkpoints)
 
     def drop_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Gives the rooms back; what is published stays as long as nobody needs its room."""
-        for checkpoint in checkpoints:
-            del self._reserved[id(checkpoint)]
-            for group, state in checkpoint.states.items():
-                self.pool.release(group, [state])
+        if self._states is not None:
+            self._states.drop(checkpoints)
 
     def keep_loaded(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
-        """What was pulled becomes findable at its exact length; the state, by a copy of it."""
-        self.publish(tables, prefix, num_tokens)
-        if not self._caches_prefixes:
-            return
-        self._publish_partial(tables, prefix, num_tokens)
-        checkpoint = self._reserve_checkpoint(prefix, num_tokens)
-        if checkpoint is None:
-            return
-        del self._reserved[id(checkpoint)]
-        key, worth = PrefixKey.of(prefix, num_tokens), self._worth(tables, num_tokens)
-        for group, target in checkpoint.states.items():
-            source = tables.groups[group][0]
-            self.pool.share(group, source)
-            self._pending.append(_Pending(BlockCopy(group, source, target), key, worth))
+        """What was pulled becomes findable at its exact length; the states, by a copy of them."""
+        self._publish_all(tables, prefix, num_tokens)
+        for checkpoint in self.reserve_checkpoints(prefix, [num_tokens]):
+            assert tables.state is not None
+            source = self.pool.share(tables.state, tables.state.end)
+            copies = self._state_copies(source.blocks, checkpoint.run.blocks)
+            self._pending.append(_Pending(copies, source, tables, checkpoint, prefix))
 
     def retire(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         """The request computes no more: its own state and last block serve as a checkpoint."""
         if num_tokens == 0 or not self._caches_prefixes:
             return
-        self.publish(tables, prefix, num_tokens)
-        self._publish_partial(tables, prefix, num_tokens)
-        key, worth = PrefixKey.of(prefix, num_tokens), self._worth(tables, num_tokens)
-        for group in self._states:
-            self.pool.publish(group, tables.groups[group][0], key, worth=worth)
+        self._publish_all(tables, prefix, num_tokens)
+        if self._states is not None and tables.state is not None:
+            self._states.publish(tables.state, tables, prefix, num_tokens=num_tokens)
 
     def free(self, tables: BlockTables) -> None:
         """Gives all blocks and states of one request back, last ones first."""
         del self._live[id(tables)]
-        targets = {(g, block) for g in self._groups for block in tables.used(g)}
-        self._new_states = [state for state in self._new_states if state not in targets]
-        cancelled = [
-            p for p in self._pending if p.key is None and (p.copy.group, p.copy.target) in targets
-        ]
+        cancelled = [p for p in self._pending if p.owner is tables and p.checkpoint is None]
         self._pending = [pending for pending in self._pending if pending not in cancelled]
         for pending in cancelled:
-            self.pool.release(pending.copy.group, [pending.copy.source])
-        for group in self._groups:
-            self.pool.release(group, reversed(tables.used(group)))
-        self._trim_checkpoints()
+            self.pool.release(pending.source)
+        for table in tables.attention.values():
+            table.free()
+        if self._states is not None and tables.state is not None:
+            self._states.free(tables.state)
 
     def take_new_states(self) -> tuple[tuple[int, int], ...]:
         """(group, state) that start from nothing; the worker zeroes them before use."""
-        new, self._new_states = tuple(self._new_states), []
-        return new
+        return self._states.take_new() if self._states else ()
 
     def copies(self) -> tuple[BlockCopy, ...]:
         """What the worker copies before it computes; call `copies_done` once it has."""
-        return tuple(pending.copy for pending in self._pending)
+        return tuple(copy for pending in self._pending for copy in pending.copies)
 
     def copies_done(self) -> None:
         """All copies are complete: sources are let go, and pulled states become checkpoints."""
         done, self._pending = self._pending, []
         for pending in done:
-            self.pool.release(pending.copy.group, [pending.copy.source])
-            if pending.key is not None:
-                copy = pending.copy
-                self.pool.publish(copy.group, copy.target, pending.key, worth=pending.worth)
-                self.pool.release(copy.group, [copy.target])
-        self._trim_checkpoints()
+            self.pool.release(pending.source)
+            if pending.checkpoint is not None and pending.prefix is not None:
+                self.publish_checkpoints(pending.owner, pending.prefix, [pending.checkpoint])
+        if done and self._states is not None:
+            self._states.trim()
 
     def reset(self) -> None:
         """Forgets everything that nobody uses."""
@@ -222,92 +196,57 @@ class KVCacheManager:
 
     def check(self) -> None:
         """Recounts every unit, block, reference and digest; AssertionError on a difference."""
-        used: tuple[Counter[int], ...] = tuple(Counter() for _ in self._groups)
+        users = Counter(pending.source for pending in self._pending)
+        users.update(self._states.reserved.values() if self._states else ())
+        private: list[list[int]] = [[] for _ in self.plan.groups]
         for tables in self._live.values():
-            for group in self._groups:
-                used[group].update(tables.used(group))
-        for checkpoint in self._reserved.values():
-            for group, state in checkpoint.states.items():
-                used[group][state] += 1
-        for pending in self._pending:
-            used[pending.copy.group][pending.copy.source] += 1
-            used[pending.copy.group][pending.copy.target] += pending.key is not None
-        self.pool.check(used)
+            users.update([tables.state] if tables.state else ())
+            for group, table in tables.attention.items():
+                runs, own = table.held()
+                users.update(runs)
+                private[group] += own
+        self.pool.check(users, private)
 
-    def _num_kept(self, group: int, hit: PrefixHit) -> int:
-        """Blocks of the hit that the new request's own table lists: not the one that it extends."""
-        if group in self._states:
-            return 0
-        return hit.num_tokens // self.plan.block_size_of(group)
+    def _publish_all(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
+        self.publish(tables, prefix, num_tokens)
+        for table in tables.attention.values():
+            if self._caches_prefixes:
+                table.publish_partial(prefix, num_tokens)
 
-    def _last_kept(self, group: int, hit: PrefixHit) -> int | None:
-        kept = hit.blocks[group][: self._num_kept(group, hit)]
-        return kept[-1] if kept and kept[-1] != NULL_BLOCK else None
+    def _wants(self, hit: PrefixHit, num_tokens: int) -> Wants:
+        """The room for a request that starts from `hit`."""
+        wants: Wants = dict(self._states.wants) if self._states else {}
+        for group, part in hit.attention.items():
+            count = self.plan.blocks_for(group, num_tokens) - len(part.blocks)
+            wants[group] = count, part.blocks[-1] if part.shares and part.blocks else None
+        return wants
 
-    def _begin(self, hit: PrefixHit, new: Sequence[list[int]]) -> BlockTables:
-        groups = []
-        for group, blocks in enumerate(new):
-            kept = self._num_kept(group, hit)
-            groups.append([*hit.blocks[group][:kept], *blocks])
-            for source in hit.blocks[group][kept:]:
-                self._pending.append(_Pending(BlockCopy(group, source, blocks[0])))
-            if group in self._states and not hit.blocks[group]:
-                self._new_states.append((group, blocks[0]))
-        published = [self._num_kept(group, hit) for group in self._groups]
-        tables = BlockTables(tuple(groups), published, num_checkpointed=hit.num_tokens)
-        self._live[id(tables)] = tables
-        return tables
+    def _tables(
+        self, attention: dict[int, GroupTable], new: dict[int, list[int]], hit: PrefixHit
+    ) -> BlockTables:
+        groups: list[list[int]] = [[] for _ in self.plan.groups]
+        for group, table in attention.items():
+            table.blocks += new[group]
+            groups[group] = table.blocks
+        state = None
+        if self._states is not None:
+            units = new[self._states.groups[0]]
+            state = self._states.begin(units, is_new=hit.states.source is None)
+            for group, unit in zip(self._states.groups, units, strict=True):
+                groups[group] = [unit]
+        return BlockTables(tuple(groups), attention, state, num_checkpointed=hit.num_tokens)
 
-    def _reserve_checkpoint(self, prefix: PrefixDigests, num_tokens: int) -> Checkpoint | None:
-        if not self._states or not self._caches_prefixes:
-            return None
-        if self.pool.index.find(self._states[0], prefix.at(num_tokens)) is not None:
-            return None
-        self._trim_checkpoints()
-        counts = [int(group in self._states) for group in self._groups]
-        new = self.pool.allocate(counts, [None] * len(counts))
-        if new is None:
-            return None
-        checkpoint = Checkpoint(num_tokens, {group: new[group][0] for group in self._states})
-        self._reserved[id(checkpoint)] = checkpoint
-        return checkpoint
-
-    def _trim_checkpoints(self) -> None:
-        while self.pool.num_idle_states > self._max_idle_states:
-            self.pool.drop_idle_state()
-
-    def _worth(self, tables: BlockTables, num_tokens: int) -> float:
-        saved = num_tokens - tables.num_checkpointed
-        tables.num_checkpointed = num_tokens
-        return checkpoint_worth(self.plan, max(0, saved))
-
-    def _publish_blocks(
-        self, group: int, tables: BlockTables, prefix: PrefixDigests, *, num_tokens: int
+    def _copy_from(
+        self, sources: list[Run], tables: BlockTables, new: dict[int, list[int]]
     ) -> None:
-        size = self.plan.block_size_of(group)
-        for place in range(tables.num_published[group], num_tokens // size):
-            block = tables.groups[group][place]
-            if block != NULL_BLOCK:
-                key = PrefixKey.of(prefix, (place + 1) * size)
-                self.pool.publish(group, block, key, worth=BLOCK_WORTH)
-        tables.num_published[group] = max(tables.num_published[group], num_tokens // size)
+        for source in sources:
+            group, targets = source.group, new[source.group]
+            if group in self._attention:
+                copies: tuple[BlockCopy, ...] = (BlockCopy(group, source.blocks[-1], targets[0]),)
+            else:
+                copies = self._state_copies(source.blocks, targets)
+            self._pending.append(_Pending(copies, source, tables))
 
-    def _publish_partial(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
-        for group in self._groups:
-            if group in self._states or not num_tokens % self.plan.block_size_of(group):
-                continue
-            block = tables.groups[group][num_tokens // self.plan.block_size_of(group)]
-            key = PrefixKey.of(prefix, num_tokens)
-            self.pool.publish(group, block, key, worth=BLOCK_WORTH)
-
-    def _leave_window(self, group: int, tables: BlockTables, num_tokens: int) -> None:
-        spec = self.plan.groups[group].spec
-        if not isinstance(spec, SlidingWindowSpec):
-            return
-        passed = spec.first_needed(num_tokens) // self.plan.block_size_of(group)
-        blocks = tables.groups[group]
-        for place in range(tables.num_passed[group], passed):
-            if blocks[place] != NULL_BLOCK:
-                self.pool.release(group, [blocks[place]])
-                blocks[place] = NULL_BLOCK
-        tables.num_passed[group] = max(tables.num_passed[group], passed)
+    def _state_copies(self, sources: list[int], targets: list[int]) -> tuple[BlockCopy, ...]:
+        assert self._states is not None
+        return tuple(map(BlockCopy, self._states.groups, sources, targets))

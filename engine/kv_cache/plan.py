@@ -35,6 +35,12 @@ class ArenaPlan:
         """The largest number of tokens that divides the blocks of every attention group."""
         return gcd(*(group.block_size or self.block_size for group in self.groups))
 
+    @property
+    def state_groups(self) -> tuple[int, ...]:
+        """The Mamba groups. Their states come and go together, one unit of each per sequence."""
+        specs = enumerate(group.spec for group in self.groups)
+        return tuple(index for index, spec in specs if isinstance(spec, MambaSpec))
+
     def block_size_of(self, group: int) -> int:
         """Tokens per block of an attention group."""
         return self.groups[group].block_size or self.block_size

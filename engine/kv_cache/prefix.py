@@ -1,17 +1,17 @@
 """Digests of token prefixes: what blocks and checkpoints are found by, on every node and machine.
 
-The digest of a prefix is chained over hash blocks of `hash_block_size` tokens; the last, possibly
-shorter, block gives the digest of any length in between. The root carries the cluster's seed and
-the request's salt, so equal text under different salts never meets. Torch-free.
+The digest of a prefix is SHA-256 over the cluster's seed, the request's salt and its tokens, so
+equal text under different salts never meets. One running hash gives the digests of all prefixes
+that end at hash boundaries (every `hash_block_size` tokens) in one pass. Torch-free.
 """
 
 from array import array
-from collections.abc import Sequence
 from hashlib import sha256
 
 from engine.types import TokenId
 
 DIGEST_BYTES = 32
+TOKEN_BYTES = 4
 
 
 class PrefixHasher:
@@ -22,17 +22,13 @@ class PrefixHasher:
         self._seed = seed
 
     def root(self, cache_salt: str | None) -> bytes:
-        """The digest of the empty prefix under `cache_salt`."""
-        parts = (self._seed.encode(), b"" if cache_salt is None else b"=" + cache_salt.encode())
-        return sha256(b"".join(sha256(part).digest() for part in parts)).digest()
-
-    def extend(self, parent: bytes, token_ids: Sequence[TokenId]) -> bytes:
-        """The digest of `parent`'s prefix followed by at most one hash block of tokens."""
-        return sha256(parent + array("I", token_ids).tobytes()).digest()
+        """What stands before the tokens of every prefix under `cache_salt`; 64 bytes."""
+        salt = b"" if cache_salt is None else b"=" + cache_salt.encode()
+        return b"".join(sha256(part).digest() for part in (self._seed.encode(), salt))
 
 
 class PrefixDigests:
-    """Digests of all prefixes of one request's tokens, computed once, when they are asked for.
+    """Digests of the prefixes of one request's tokens, computed once, when they are asked for.
 
     Holds the request's own token list: prefixes grow as it generates.
     """
@@ -40,29 +36,28 @@ class PrefixDigests:
     def __init__(
         self, hasher: PrefixHasher, token_ids: list[TokenId], cache_salt: str | None
     ) -> None:
-        self._hasher = hasher
+        self.hash_block_size = hasher.hash_block_size
         self._token_ids = token_ids
-        self._chain = [hasher.root(cache_salt)]
+        self._hash = sha256(hasher.root(cache_salt))
+        self._boundaries = [self._hash.digest()]
 
     @property
-    def hash_block_size(self) -> int:
-        """Tokens per hash block."""
-        return self._hasher.hash_block_size
+    def num_tokens(self) -> int:
+        """Tokens known so far."""
+        return len(self._token_ids)
 
-    def at(self, num_tokens: int) -> bytes:
-        """The digest of the first `num_tokens` tokens; IndexError beyond the known ones."""
-        if num_tokens > len(self._token_ids):
-            raise IndexError(f"{num_tokens} tokens asked for, {len(self._token_ids)} known")
-        whole, rest = divmod(num_tokens, self.hash_block_size)
-        while len(self._chain) <= whole:
-            start = (len(self._chain) - 1) * self.hash_block_size
-            block = self._token_ids[start : start + self.hash_block_size]
-            self._chain.append(self._hasher.extend(self._chain[-1], block))
-        if not rest:
-            return self._chain[whole]
-        return self._hasher.extend(self._chain[whole], self.tail(num_tokens))
+    def boundaries(self) -> list[bytes]:
+        """Digests of the known prefixes of 0, 1, 2, ... whole hash blocks; read it, keep it not."""
+        size, digests = self.hash_block_size, self._boundaries
+        start, end = (len(digests) - 1) * size, self.num_tokens // size * size
+        if start < end:
+            block_bytes, running = size * TOKEN_BYTES, self._hash
+            tokens = array("I", self._token_ids[start:end]).tobytes()
+            for offset in range(0, len(tokens), block_bytes):
+                running.update(tokens[offset : offset + block_bytes])
+                digests.append(running.digest())
+        return digests
 
-    def tail(self, num_tokens: int) -> tuple[TokenId, ...]:
-        """The tokens of the first `num_tokens` that lie behind their last hash boundary."""
-        start = num_tokens - num_tokens % self.hash_block_size
-        return tuple(self._token_ids[start:num_tokens])
+    def tail(self, boundary: int, num_tokens: int) -> tuple[TokenId, ...]:
+        """The tokens of the first `num_tokens` that lie behind the first `boundary`."""
+        return tuple(self._token_ids[boundary:num_tokens])

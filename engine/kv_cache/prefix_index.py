@@ -1,78 +1,92 @@
-"""Which block or state holds what prefix: digests to blocks, per group. Knows no reference counts.
+"""Which run holds what prefix, for one group. Knows no reference counts.
 
-Entries whose prefix ends between two hash boundaries are also listed under the boundary before
-them, so that a lookup tries the few lengths that exist instead of all.
+Whole blocks are found by the digest of the prefix that they end: those of full attention on the way
+down a tree, those of a window one by one. What ends elsewhere (a partly filled block, the states of
+a checkpoint) is listed under the hash boundary before its end with the few tokens behind it, so
+that a lookup tries the lengths that exist instead of all.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-
 from engine.kv_cache.prefix import PrefixDigests
+from engine.kv_cache.run import PartialKey, Run
 from engine.types import TokenId
 
 
-@dataclass(slots=True, frozen=True)
-class PrefixKey:
-    """One published prefix: its digest, and where it hangs when it ends between hash boundaries."""
-
-    digest: bytes
-    boundary: bytes
-    tail: tuple[TokenId, ...] = ()
-
-    @classmethod
-    def of(cls, prefix: PrefixDigests, num_tokens: int) -> "PrefixKey":
-        """The key of the first `num_tokens` tokens."""
-        tail = prefix.tail(num_tokens)
-        return cls(prefix.at(num_tokens), prefix.at(num_tokens - len(tail)), tail)
+def partial_key(prefix: PrefixDigests, num_tokens: int) -> PartialKey:
+    """The key of the first `num_tokens` tokens."""
+    whole = num_tokens // prefix.hash_block_size
+    boundary = whole * prefix.hash_block_size
+    return PartialKey(prefix.boundaries()[whole], prefix.tail(boundary, num_tokens))
 
 
-@dataclass(slots=True)
 class PrefixIndex:
-    """`(group, digest) -> block`, one block per key: the first one published stays."""
+    """One group's findable prefixes; of equal ones, the first published stays.
 
-    _blocks: dict[tuple[int, bytes], int] = field(default_factory=dict)
-    _tails: dict[bytes, dict[tuple[TokenId, ...], int]] = field(default_factory=dict)
+    `root`: the tree of full-attention blocks, itself always in use. `whole`: digest to run of the
+    single blocks of a window. `partial`: boundary digest to tails to runs.
+    """
+
+    def __init__(self, group: int) -> None:
+        self.root = Run(group, 0, [])
+        self.whole: dict[bytes, Run] = {}
+        self.partial: dict[bytes, dict[tuple[TokenId, ...], Run]] = {}
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        in_tree = self.root.following
+        for run in in_tree:
+            in_tree += run.following
+        in_tree_whole = sum(len(run.digests) for run in in_tree)
+        return in_tree_whole + len(self.whole) + sum(map(len, self.partial.values()))
 
-    def find(self, group: int, digest: bytes) -> int | None:
-        """The block of `group` whose content ends with this prefix."""
-        return self._blocks.get((group, digest))
+    def find(self, key: PartialKey) -> Run | None:
+        """The run whose content ends exactly there."""
+        return self.partial.get(key.boundary, {}).get(key.tail)
 
-    def add(self, group: int, key: PrefixKey, block: int) -> bool:
+    def add(self, key: PartialKey, run: Run) -> bool:
         """False when the key is taken."""
-        if (group, key.digest) in self._blocks:
-            return False
-        self._blocks[group, key.digest] = block
-        if key.tail:
-            tails = self._tails.setdefault(key.boundary, {})
-            tails[key.tail] = tails.get(key.tail, 0) + 1
-        return True
+        tails = self.partial.setdefault(key.boundary, {})
+        return tails.setdefault(key.tail, run) is run
 
-    def remove(self, group: int, key: PrefixKey) -> None:
-        """Forgets one entry."""
-        del self._blocks[group, key.digest]
-        if key.tail:
-            tails = self._tails[key.boundary]
-            tails[key.tail] -= 1
-            if not tails[key.tail]:
-                del tails[key.tail]
-            if not tails:
-                del self._tails[key.boundary]
+    def forget(self, run: Run) -> None:
+        """Nothing leads to a run any more; it must have nothing behind it."""
+        for key in run.partial_keys:
+            self._forget_key(key)
+        run.partial_keys.clear()
+        if run.parent is None:
+            for digest in run.digests:
+                del self.whole[digest]
+        elif run.digests:
+            del run.parent.children[run.digests[0]]
+        else:
+            run.parent.leaves.remove(run)
 
-    def lengths(self, prefix: PrefixDigests, limit: int) -> Iterator[int]:
-        """Prefix lengths up to `limit`, longest first, at which anything could be found."""
-        size = prefix.hash_block_size
-        for boundary in range(limit - limit % size, -1, -size):
-            room = min(size - 1, limit - boundary)
-            for tail in self._matching_tails(prefix, boundary, room):
-                yield boundary + tail
-            yield boundary
-
-    def _matching_tails(self, prefix: PrefixDigests, boundary: int, room: int) -> list[int]:
-        tails = self._tails.get(prefix.at(boundary))
+    def _forget_key(self, key: PartialKey) -> None:
+        tails = self.partial[key.boundary]
+        del tails[key.tail]
         if not tails:
-            return []
-        following = prefix.tail(boundary + room) if room else ()
-        return sorted((len(t) for t in tails if following[: len(t)] == t and t), reverse=True)
+            del self.partial[key.boundary]
+
+    def longest_partial(
+        self, prefix: PrefixDigests, above: int, limit: int
+    ) -> tuple[int, Run] | None:
+        """The longest prefix of more than `above`, at most `limit` tokens that a key names."""
+        size, digests = prefix.hash_block_size, prefix.boundaries()
+        lowest = above // size
+        for whole in range(min(limit // size, len(digests) - 1), lowest - 1, -1):
+            if digests[whole] not in self.partial:
+                continue
+            boundary = whole * size
+            found = self._longest_tail(prefix, boundary, min(limit, boundary + size - 1))
+            if found is not None and found[0] > above:
+                return found
+        return None
+
+    def _longest_tail(
+        self, prefix: PrefixDigests, boundary: int, limit: int
+    ) -> tuple[int, Run] | None:
+        tails = self.partial[prefix.boundaries()[boundary // prefix.hash_block_size]]
+        known = prefix.tail(boundary, limit)
+        fitting = [tail for tail in tails if known[: len(tail)] == tail]
+        if not fitting:
+            return None
+        longest = max(fitting, key=len)
+        return boundary + len(longest), tails[longest]

@@ -1,25 +1,33 @@
 """Which blocks and states one request uses, per KV cache group."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
-NULL_BLOCK = -1  # a block that lies wholly behind its group's window
+from engine.kv_cache.attention_group import NULL_BLOCK, GroupTable
+from engine.kv_cache.run import Run
+
+
+class BlockCopy(NamedTuple):
+    """The worker copies a block or state before it computes anything else."""
+
+    group: int
+    source: int
+    target: int
 
 
 @dataclass(slots=True)
 class BlockTables:
-    """`groups[g]` lists an attention group's blocks in token order, or a Mamba group's state.
+    """What the worker and the connector read, and what the manager books.
 
-    `num_published[g]`, `num_passed[g]`: leading blocks that are findable, or left behind a window.
+    `groups[g]` lists an attention group's blocks in token order, or a Mamba group's state.
+    `attention[g]`: the books of an attention group. `state`: the states of all Mamba groups.
     `num_checkpointed`: tokens up to the last checkpoint that the request started from or made.
     """
 
     groups: tuple[list[int], ...]
-    num_published: list[int]
-    num_passed: list[int] = field(init=False)
+    attention: dict[int, GroupTable]
+    state: Run | None
     num_checkpointed: int = 0
-
-    def __post_init__(self) -> None:
-        self.num_passed = [0] * len(self.groups)
 
     def used(self, group: int) -> list[int]:
         """The group's blocks without those that a window has left behind."""

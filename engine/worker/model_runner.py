@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.arena import ArenaMemory
-from engine.kv_cache.manager import Checkpoint
+from engine.kv_cache.mamba_states import Checkpoint
 from engine.kv_cache.plan import ArenaPlan
 from engine.models.registry import CausalLM
 from engine.request import Request

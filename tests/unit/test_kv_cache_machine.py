@@ -6,15 +6,18 @@ exactly the request's own prefix, and longest if a search over plain sets finds 
 """
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.kv_cache.attention_group import NULL_BLOCK
 from engine.kv_cache.checkpoints import checkpoint_positions, due
 from engine.kv_cache.coordinator import PrefixHit
-from engine.kv_cache.manager import Checkpoint, KVCacheManager
+from engine.kv_cache.mamba_states import Checkpoint
+from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.spec import (
@@ -23,7 +26,7 @@ from engine.kv_cache.spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from engine.kv_cache.tables import NULL_BLOCK, BlockTables
+from engine.kv_cache.tables import BlockTables
 
 Tokens = tuple[int, ...]
 SMALL_STATE = MambaSpec("gdn", (3, 16), "float32", (2, 8, 8))
@@ -75,19 +78,22 @@ class CacheMachine(RuleBasedStateMachine):
         self.hasher = PrefixHasher(4)
         self.content: dict[tuple[int, int], Any] = {}
         self.known: dict[bytes, tuple[str | None, Tokens]] = {}
+        self.texts: list[tuple[str | None, Tokens]] = []
         self.waiting: list[Live] = []
         self.live: list[Live] = []
 
     def note(self, request: Live) -> None:
-        for n in range(len(request.tokens) + 1):
-            text = (request.salt, tuple(request.tokens[:n]))
-            assert self.known.setdefault(request.prefix.at(n), text) == text
+        for i, digest in enumerate(request.prefix.boundaries()):
+            text = (request.salt, tuple(request.tokens[: 4 * i]))
+            assert self.known.setdefault(digest, text) == text
+        self.texts.append((request.salt, tuple(request.tokens)))
 
     @rule(tokens=PROMPTS, salt=st.sampled_from([None, "a"]), again=st.data(), pulled=st.booleans())
     def arrive(self, tokens: Tokens, salt: str | None, again: st.DataObject, pulled: bool) -> None:
-        if self.known:
-            base_salt, base = again.draw(st.sampled_from(list(self.known.values())))
-            tokens, salt = (*base, *tokens)[:60], base_salt
+        if self.texts:
+            salt, base = again.draw(st.sampled_from(self.texts))
+            kept = again.draw(st.integers(0, len(base)))
+            tokens = (*base[:kept], *tokens)[:60]
         request = Live([], salt, PrefixDigests(self.hasher, [], salt), len(tokens))
         request.tokens = list(tokens)
         request.prefix = PrefixDigests(self.hasher, request.tokens, salt)
@@ -98,12 +104,12 @@ class CacheMachine(RuleBasedStateMachine):
         limit = request.num_prompt if pulled else len(request.tokens) - 1
         hit = self.cache.find_hit(request.prefix, limit, skip_mamba=pulled)
         self.check_longest(request, hit, limit, pulled)
-        before = self.cache.pool.num_free_units, len(self.cache.pool.index)
+        before = self.held()
         fits = self.fits(hit, request.num_prompt if pulled else hit.num_tokens + 1)
         tables = self.cache.start(hit, request.num_prompt if pulled else hit.num_tokens + 1)
         assert (tables is not None) == fits
         if tables is None:
-            assert before == (self.cache.pool.num_free_units, len(self.cache.pool.index))
+            assert before == self.held()
             return
         request.tables, request.computed = tables, hit.num_tokens
         request.junction, request.hit, request.pulling = hit.junction, hit.num_tokens, pulled
@@ -111,12 +117,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.work()
         self.check_content(request, skip_states=pulled)
 
+    def held(self) -> tuple[int, ...]:
+        return self.cache.pool.num_free_units, *map(len, self.cache.pool.indexes)
+
     def fits(self, hit: PrefixHit, num_tokens: int) -> bool:
         """By definition: units in use with the hit shared, and units for what is missing."""
         units, missing = 0, 0
         for group, spec in enumerate(group.spec for group in self.groups):
             used = {b for r in self.live if r.tables for b in r.tables.used(group)}
-            used |= {block for block in hit.blocks[group] if block != NULL_BLOCK}
+            used |= self.hit_blocks(hit, group)
             used |= {
                 b for c in self.cache.copies() if c.group == group for b in (c.source, c.target)
             }
@@ -131,6 +140,17 @@ class CacheMachine(RuleBasedStateMachine):
             missing += -(-max(0, need - (len(mine) * per_unit - len(used))) // per_unit)
             units += len(mine)
         return units + missing <= self.plan.num_units
+
+    def hit_blocks(self, hit: PrefixHit, group: int) -> set[int]:
+        """What of one group is used when a request starts from this hit."""
+        part = hit.states if self.is_state(group) else hit.attention[group]
+        blocks = {block for block in part.blocks if block != NULL_BLOCK}
+        if part.source is None:
+            return blocks
+        run, end = part.source
+        if self.is_state(group):
+            return {run.blocks[self.plan.state_groups.index(group)]}
+        return blocks | {run.blocks[end - run.start - 1]}
 
     def work(self) -> None:
         """The worker's part of a step: zero, then copy."""
@@ -180,10 +200,19 @@ class CacheMachine(RuleBasedStateMachine):
                 self.content[group, state] = tuple(request.tokens[: checkpoint.num_tokens])
         request.computed = end
         self.cache.publish(request.tables, request.prefix, end)
+        self.check_published(request)
         if data.draw(st.booleans()):
             self.cache.publish_checkpoints(request.tables, request.prefix, checkpoints)
         else:
             self.cache.drop_checkpoints(checkpoints)
+
+    def check_published(self, request: Live) -> None:
+        """All whole blocks of a request can be found while it lives, unless a window passed."""
+        specs = {g: self.groups[g].spec for g in range(len(self.groups)) if not self.is_state(g)}
+        if not any(isinstance(spec, SlidingWindowSpec) for spec in specs.values()):
+            hit = self.cache.find_hit(request.prefix, request.computed)
+            unit = lcm(*map(self.plan.block_size_of, specs))
+            assert hit.junction >= request.computed // unit * unit
 
     def reserve(self, request: Live, end: int) -> tuple[Checkpoint, ...]:
         wanted = checkpoint_positions(
@@ -244,18 +273,31 @@ class CacheMachine(RuleBasedStateMachine):
                 assert slots[position % size] == tuple(request.tokens[: position + 1])
 
     def published(self) -> list[set[tuple[str | None, Tokens]]]:
-        sets: list[set[tuple[str | None, Tokens]]] = [set() for _ in self.groups]
-        for group, digest in self.cache.pool.index._blocks:
-            sets[group].add(self.known[digest])
+        sets: list[set[tuple[str | None, Tokens]]] = []
+        for index in self.cache.pool.indexes:
+            in_tree = index.root.following
+            for run in in_tree:
+                in_tree += run.following
+            texts = {
+                self.known[d] for d in (*index.whole, *(d for r in in_tree for d in r.digests))
+            }
+            for boundary, tails in index.partial.items():
+                salt, base = self.known[boundary]
+                texts |= {(salt, base + tail) for tail in tails}
+            sets.append(texts)
+        for group in self.plan.state_groups:
+            sets[group] = sets[self.plan.state_groups[0]]
         return sets
 
     def check_longest(self, request: Live, hit: PrefixHit, limit: int, pulled: bool) -> None:
         sets = self.published()
         groups = [g for g in range(len(self.groups)) if not (pulled and self.is_state(g))]
+        sizes = [self.plan.block_size_of(g) for g in groups if not self.is_state(g)]
+        unit = lcm(*sizes) if pulled else 1  # a pull brings whole blocks
         best = next(
             n
             for n in range(limit, -1, -1)
-            if all(self.resumes(sets[g], g, request, n) for g in groups)
+            if n % unit == 0 and all(self.resumes(sets[g], g, request, n) for g in groups)
         )
         assert hit.num_tokens == best
 
@@ -270,9 +312,16 @@ class CacheMachine(RuleBasedStateMachine):
         if self.is_state(group):
             return n == 0 or (request.salt, tokens[:n]) in found
         size = self.plan.block_size_of(group)
-        first = self.first_read(group, n)
-        ends = {min((position // size + 1) * size, n) for position in range(first, n)}
-        return all((request.salt, tokens[:end]) in found for end in ends)
+        needed: dict[int, int] = {}  # how many tokens the block at each place must hold at least
+        for position in range(self.first_read(group, n), n):
+            needed[position // size] = position + 1
+        return all(
+            any(
+                (request.salt, tokens[:end]) in found
+                for end in range(least, min((place + 1) * size, len(tokens)) + 1)
+            )
+            for place, least in needed.items()
+        )
 
     @invariant()
     def recount(self) -> None:
@@ -287,7 +336,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert self.cache.num_free_units == self.plan.num_units
         self.cache.reset()
         assert self.cache.pool.num_free_units == self.plan.num_units
-        assert not self.cache.pool.index._tails
+        assert not any(map(len, self.cache.pool.indexes))
 
 
 CacheMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
