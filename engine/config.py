@@ -81,7 +81,7 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
     block_size: Annotated[int, Meta(ge=1, le=65_536)] = 16
     kv_cache_memory_bytes: Positive = 512 << 20
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: bool = True
     prefix_hash_seed: str = ""
     mamba_checkpoint_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.5
     kv_transfer_config: KVTransferConfig = KVTransferConfig()

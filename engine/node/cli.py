@@ -32,7 +32,10 @@ BlockSize = Annotated[Integer, typer.Option(help="Tokens in an attention block. 
 ArenaBytes = Annotated[Integer, typer.Option(help="Size of the KV arena. [536870912]")]
 PrefixCaching = Annotated[
     bool | None,
-    typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="[no]"),
+    typer.Option(
+        "--enable-prefix-caching/--no-enable-prefix-caching",
+        help="Keep blocks and Mamba states of served prefixes for later requests. [yes]",
+    ),
 ]
 TransferConfig = Annotated[
     Text,
