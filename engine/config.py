@@ -14,6 +14,7 @@ from msgspec import Meta
 from engine.errors import ConfigError
 
 Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 ListenPort = Annotated[int, Meta(ge=0, le=65_535)]
 
@@ -59,16 +60,21 @@ class KVEventsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class SchedulerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much one step does, and how many requests may wait."""
+    """How much one step does, how many requests may wait, and where decoding keeps states."""
 
     max_model_len: Positive
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
     max_num_waiting: Positive = 1024
+    mamba_decode_checkpoint_interval: NotNegative = 0
 
 
 class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prefill or decode node, flag for flag."""
+    """One prefill or decode node, flag for flag.
+
+    `mamba_decode_checkpoint_interval`: a request that decodes keeps its Mamba states for others
+    whenever prompt and output together reach a multiple of so many tokens; 0: never.
+    """
 
     model: str
     host: str = "127.0.0.1"
@@ -84,6 +90,7 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     enable_prefix_caching: bool = True
     prefix_hash_seed: str = ""
     mamba_checkpoint_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.5
+    mamba_decode_checkpoint_interval: NotNegative = 0
     kv_transfer_config: KVTransferConfig = KVTransferConfig()
     kv_events_config: KVEventsConfig = KVEventsConfig()
     api_key: str | None = None
@@ -96,6 +103,7 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            mamba_decode_checkpoint_interval=self.mamba_decode_checkpoint_interval,
         )
 
 

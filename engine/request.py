@@ -50,7 +50,7 @@ class Request:
 
     `prefix` gives the digests of its tokens. While `skip_mamba_align` holds, Mamba groups take no
     part in its local hit and ask for no checkpoints, because its states come from another node
-    (vLLM #42524); a failed load ends it. `checkpoints`: token counts whose states are kept.
+    (vLLM #42524); a failed load ends it. `checkpoints`: prompt tokens after which states are kept.
     """
 
     request_id: str

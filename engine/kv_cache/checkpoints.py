@@ -30,6 +30,19 @@ def checkpoint_positions(
     return tuple(sorted(p for p in wanted if num_hit_tokens < p <= last))
 
 
+def decode_positions(
+    num_prompt_tokens: int, start: int, end: int, *, interval: int
+) -> tuple[int, ...]:
+    """Token counts behind the prompt, ascending, that tokens `start` to `end` reach.
+
+    Every multiple of `interval`; 0 keeps no state while a request decodes.
+    """
+    if not interval:
+        return ()
+    first = max(num_prompt_tokens, start) // interval + 1
+    return tuple(range(first * interval, end + 1, interval))
+
+
 def due(positions: Sequence[int], start: int, end: int) -> tuple[int, ...]:
     """The positions that a chunk from `start` to `end` reaches."""
     return tuple(p for p in positions if start < p <= end)

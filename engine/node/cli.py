@@ -37,6 +37,13 @@ PrefixCaching = Annotated[
         help="Keep blocks and Mamba states of served prefixes for later requests. [yes]",
     ),
 ]
+DecodeCheckpoints = Annotated[
+    Integer,
+    typer.Option(
+        help="While decoding, keep Mamba states for reuse every so many tokens of prompt and "
+        "output, a multiple of --block-size; 0: never. [0]"
+    ),
+]
 TransferConfig = Annotated[
     Text,
     typer.Option(
@@ -75,6 +82,7 @@ def node_app(
         block_size: BlockSize = None,
         kv_cache_memory_bytes: ArenaBytes = None,
         enable_prefix_caching: PrefixCaching = None,
+        mamba_decode_checkpoint_interval: DecodeCheckpoints = None,
         kv_transfer_config: TransferConfig = None,
         kv_events_config: EventsConfig = None,
         api_key: ApiKey = None,

@@ -1,14 +1,44 @@
-"""What a node can promise: options that exist, and a context that model and arena hold."""
+"""What a node can promise: options that exist and fit, a context that model and arena hold."""
+
+from math import lcm
 
 from engine.config import NodeConfig
 from engine.errors import ConfigError
 from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.spec import MambaSpec
 
 
 def refuse_unavailable(config: NodeConfig) -> None:
     """Raises ConfigError for options whose parts are not built yet, instead of ignoring them."""
     if config.kv_events_config.enable_kv_cache_events:
         raise ConfigError("KV events are not available yet")
+
+
+def check_decode_checkpoints(config: NodeConfig, plan: ArenaPlan) -> None:
+    """Raises ConfigError for an interval at which no later request could start.
+
+    A hit at a checkpoint also needs every attention block up to there, and while a request decodes
+    only its full blocks are findable.
+    """
+    interval = config.mamba_decode_checkpoint_interval
+    if not interval:
+        return
+    flag = f"--mamba-decode-checkpoint-interval {interval}"
+    if not config.enable_prefix_caching:
+        raise ConfigError(f"{flag} needs prefix caching; drop one of the two options")
+    step = _attention_step(plan)
+    if interval % step:
+        lower = interval - interval % step
+        nearest = f"{lower} or {lower + step}" if lower else f"{step}"
+        raise ConfigError(
+            f"{flag} must be a multiple of an attention block, {step} tokens: {nearest}"
+        )
+
+
+def _attention_step(plan: ArenaPlan) -> int:
+    """Tokens after which the blocks of every attention group are full at once."""
+    groups = enumerate(plan.groups)
+    return lcm(*(plan.block_size_of(g) for g, own in groups if not isinstance(own.spec, MambaSpec)))
 
 
 def context_length(asked: int | None, model_limit: int, plan: ArenaPlan) -> int:

@@ -32,7 +32,7 @@ from engine.models.loader import load_model
 from engine.node.connector import ConnectorBuilder, ConnectorSettings, NodeConnector
 from engine.node.gauges import register_gauges
 from engine.node.incarnation import new_engine_id
-from engine.node.limits import context_length, refuse_unavailable
+from engine.node.limits import check_decode_checkpoints, context_length, refuse_unavailable
 from engine.node.node_info import with_node_info
 from engine.rpc.address import join_host_port
 from engine.rpc.messages import TOKENIZER_FILES, NodeInfo
@@ -96,6 +96,7 @@ class NodeServer:
         plan = plan_arena(
             model.config.groups, self.config.block_size, self.config.kv_cache_memory_bytes
         )
+        check_decode_checkpoints(self.config, plan)
         log.info(f"arena planned\n{plan_report(plan)}")
         self.metrics = NodeMetrics(model.names[0], self.engine_id)
         arena = ArenaMemory(plan.arena_bytes)

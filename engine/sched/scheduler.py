@@ -10,7 +10,7 @@ import msgspec
 
 from engine.config import SchedulerConfig
 from engine.errors import KVLoadError, OverloadedError, TandemError
-from engine.kv_cache.checkpoints import checkpoint_positions, due
+from engine.kv_cache.checkpoints import checkpoint_positions, decode_positions, due
 from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.tables import BlockTables
@@ -257,9 +257,10 @@ class Scheduler:
 
     def _scheduled(self, request: Request, num_tokens: int) -> ScheduledRequest:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
-        checkpoints = self.cache.reserve_checkpoints(
-            request.prefix, due(request.checkpoints, start, end)
-        )
+        interval = self.config.mamba_decode_checkpoint_interval
+        decoded = decode_positions(request.num_prompt_tokens, start, end, interval=interval)
+        positions = (*due(request.checkpoints, start, end), *decoded)
+        checkpoints = self.cache.reserve_checkpoints(request.prefix, positions)
         return ScheduledRequest(
             request, num_tokens, samples=end == request.num_tokens, checkpoints=checkpoints
         )
