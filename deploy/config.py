@@ -45,7 +45,7 @@ class Placement(Config, frozen=True):
 
 
 class NodeGroup(Placement, frozen=True):
-    """Equal nodes of one kind; `config` holds NodeConfig fields.
+    """Equal nodes of one kind; `config` holds NodeConfig fields, which win over the cluster's.
 
     `host: auto` there is the address by which Ray knows the machine: needed as soon as the members
     are on several machines.
@@ -58,10 +58,12 @@ class NodeGroup(Placement, frozen=True):
 class ClusterConfig(Config, frozen=True):
     """One cluster. `proxy` holds ProxyConfig fields, `resources` and `num_cpus`.
 
-    `model` is a folder, relative to the YAML file, or else a hub name.
+    `model` is a folder, relative to the YAML file, or else a hub name; `config` holds NodeConfig
+    fields of all nodes, such as `prefix_hash_seed`, which must be the same on all of them.
     """
 
     model: str
+    config: dict[str, Any] = msgspec.field(default_factory=dict)
     prefill: NodeGroup = NodeGroup()
     decode: NodeGroup = NodeGroup()
     proxy: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -89,11 +91,17 @@ class ClusterConfig(Config, frozen=True):
     def node(self, kind: str) -> NodeConfig:
         """The NodeConfig of `prefill` or `decode` nodes; port 0 unless told otherwise."""
         group = self.prefill if kind == "prefill" else self.decode
-        given = {"model": self.model, "port": 0, "cluster_token": self.cluster_token}
-        config = decode_config({**given, **group.config}, NodeConfig, f"{kind}.config")
+        fields = {**self._shared_fields(), **group.config}
+        config = decode_config(fields, NodeConfig, f"{kind}.config")
         if group.replicas > 1 and (config.port or config.grpc_port):
             raise ConfigError(f"{kind}.config: {group.replicas} replicas need port 0")
         return config
+
+    def check_nodes(self) -> None:
+        """Raises ConfigError for wrong NodeConfig fields, and for ones that must be equal."""
+        decode_config(self._shared_fields(), NodeConfig, "config")
+        if self.node("prefill").prefix_hash_seed != self.node("decode").prefix_hash_seed:
+            raise ConfigError("prefix_hash_seed differs between nodes; give it once, in config")
 
     def proxy_config(self, prefill: tuple[str, ...], decode: tuple[str, ...]) -> ProxyConfig:
         """The ProxyConfig for nodes at these URLs. Raises ConfigError."""
@@ -103,6 +111,10 @@ class ClusterConfig(Config, frozen=True):
             return msgspec.convert({**fields, **given}, ProxyConfig)
         except msgspec.ValidationError as error:
             raise ConfigError(f"proxy: {error}") from error
+
+    def _shared_fields(self) -> dict[str, Any]:
+        given = {"model": self.model, "port": 0, "cluster_token": self.cluster_token}
+        return {**given, **self.config}
 
     def _proxy_placement(self) -> Placement:
         fields = {key: self.proxy[key] for key in PLACEMENT_KEYS if key in self.proxy}
@@ -121,8 +133,7 @@ def load_cluster(file: Path = DEMO_CLUSTER) -> ClusterConfig:
 
 
 def _check(config: ClusterConfig) -> None:
-    config.node("prefill")
-    config.node("decode")
+    config.check_nodes()
     config.proxy_config((), ())
     config.places()
     if config.decode.replicas < 1:

@@ -37,6 +37,14 @@ PrefixCaching = Annotated[
         help="Keep blocks and Mamba states of served prefixes for later requests. [yes]",
     ),
 ]
+HashSeed = Annotated[
+    Text,
+    typer.Option(help="Keys the digests of prefixes; the same on all nodes of a cluster. [none]"),
+]
+CheckpointShare = Annotated[
+    float | None,
+    typer.Option(help="Part of the arena that unused kept Mamba states may fill, 0 to 1. [0.5]"),
+]
 DecodeCheckpoints = Annotated[
     Integer,
     typer.Option(
@@ -64,7 +72,8 @@ def node_app(
     kind: str, default_port: int, make_server: Callable[[NodeConfig], Server]
 ) -> typer.Typer:
     """A typer app with one command, which runs a `kind` node."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    # Without rich's markup, which takes [words] in brackets for styles and cuts long flags short.
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
     # typer makes the flags of the signature; their values are read together, from the context.
     @app.command(help=PURPOSE.format(kind=kind, port=default_port))
@@ -82,6 +91,8 @@ def node_app(
         block_size: BlockSize = None,
         kv_cache_memory_bytes: ArenaBytes = None,
         enable_prefix_caching: PrefixCaching = None,
+        prefix_hash_seed: HashSeed = None,
+        mamba_checkpoint_share: CheckpointShare = None,
         mamba_decode_checkpoint_interval: DecodeCheckpoints = None,
         kv_transfer_config: TransferConfig = None,
         kv_events_config: EventsConfig = None,

@@ -45,6 +45,8 @@ def test_the_demo_cluster_has_its_model() -> None:
         ({"prefill": {"config": {"prot": 1}}}, "prefill.config: .*prot"),
         ({"decode": {"replicas": 2, "config": {"port": 8200}}}, "2 replicas need port 0"),
         ({"decode": {"replicas": 0}}, "decode.replicas must be at least 1"),
+        ({"config": {"prot": 1}}, "config: .*prot"),
+        ({"decode": {"config": {"prefix_hash_seed": "b"}}}, "prefix_hash_seed differs"),
         ({"proxy": {"port": -1}}, "proxy: .*port"),
         ({"proxy": {"num_cpus": -1}}, "proxy: .*num_cpus"),
     ],
@@ -53,6 +55,15 @@ def test_wrong_files_are_refused(tmp_path: Path, fields: dict[str, object], word
     file = write_cluster(tmp_path, **fields)
     with pytest.raises(ConfigError, match=f"{re.escape(str(file))}: .*{words}"):
         load_cluster(file)
+
+
+def test_nodes_share_the_options_of_the_cluster_and_may_win_over_them(tmp_path: Path) -> None:
+    shared = {"prefix_hash_seed": "s", "mamba_checkpoint_share": 0.25}
+    own = {"mamba_checkpoint_share": 0.75}
+    config = load_cluster(write_cluster(tmp_path, config=shared, decode={"config": own}))
+    p, d = config.node("prefill"), config.node("decode")
+    assert (p.prefix_hash_seed, d.prefix_hash_seed) == ("s", "s")
+    assert (p.mamba_checkpoint_share, d.mamba_checkpoint_share) == (0.25, 0.75)
 
 
 def test_places_and_what_they_take_together(tmp_path: Path) -> None:

@@ -1,12 +1,18 @@
 """Options of a node: flags over file over defaults, and the defaults that people meet."""
 
+import re
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from deploy.config import load_cluster
-from engine.config import NodeConfig
+from engine.config import NodeConfig, decode_config
+from engine.errors import ConfigError
+from engine.node.cli import node_app
 from engine.node.settings import node_config
+from engine.process import Server
 
 
 def test_prefixes_are_cached_unless_told_otherwise(tmp_path: Path) -> None:
@@ -20,3 +26,34 @@ def test_prefixes_are_cached_unless_told_otherwise(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 def test_every_node_of_the_demo_caches_prefixes(kind: str) -> None:
     assert load_cluster().node(kind).enable_prefix_caching
+
+
+def no_server(config: NodeConfig) -> Server:
+    raise AssertionError("no command is run here")
+
+
+def test_every_option_is_a_flag() -> None:
+    command = typer.main.get_command(node_app("prefill", 8100, no_server))
+    given = {option.name for option in command.params}
+    assert set(NodeConfig.__struct_fields__) == given - {"config"}
+
+
+def test_help_names_flags_in_full_and_their_defaults() -> None:
+    told = CliRunner().invoke(node_app("prefill", 8100, no_server), ["--help"]).output
+    default = NodeConfig(model="m")
+    for flag, value in {
+        "--no-enable-prefix-caching": "yes" if default.enable_prefix_caching else "no",
+        "--mamba-checkpoint-share": str(default.mamba_checkpoint_share),
+        "--mamba-decode-checkpoint-interval": str(default.mamba_decode_checkpoint_interval),
+        "--dtype": default.dtype,
+    }.items():
+        assert re.search(rf"{flag}\s[^\[]*\[{re.escape(value)}\]", told), flag
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mamba_checkpoint_share", 1.5), ("mamba_decode_checkpoint_interval", -16)],
+)
+def test_impossible_values_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=name):
+        decode_config({"model": "m", name: value}, NodeConfig, "flags")
