@@ -52,6 +52,16 @@ class NodeMetrics:
 
         self.registry.register(_Reader(collect))
 
+    def read_total(self, name: str, help_text: str, read: Callable[[], int]) -> None:
+        """A counter that is read when it is scraped."""
+
+        def collect() -> Iterable[Metric]:
+            family = CounterMetricFamily(name, help_text, labels=LABELS)
+            family.add_metric(self.labels, read())
+            yield family
+
+        self.registry.register(_Reader(collect))
+
     def read_counter(
         self, name: str, help_text: str, label: str, *, read: Callable[[], dict[str, int]]
     ) -> None:
@@ -91,12 +101,6 @@ class RequestMetrics:
         )
         self.prompt_tokens = metrics.counter("vllm:prompt_tokens", "Prompt tokens of requests.")
         self.generation_tokens = metrics.counter("vllm:generation_tokens", "Tokens generated.")
-        self.prefix_queries = metrics.counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."
-        )
-        self.prefix_hits = metrics.counter(
-            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."
-        )
         self._success = metrics.labelled_counter(
             "vllm:request_success", "Requests that ended, by reason.", "finished_reason"
         )
@@ -104,7 +108,7 @@ class RequestMetrics:
     def start(self, request: GenerateRequest) -> "RequestTimer":
         """Begins the clock of one request."""
         self.prompt_tokens.inc(len(request.prompt_token_ids))
-        return RequestTimer(self, len(request.prompt_token_ids))
+        return RequestTimer(self)
 
     def finished(self, reason: str) -> None:
         """Counts one ended request."""
@@ -114,9 +118,8 @@ class RequestMetrics:
 class RequestTimer:
     """The clock of one request."""
 
-    def __init__(self, metrics: RequestMetrics, num_prompt_tokens: int) -> None:
+    def __init__(self, metrics: RequestMetrics) -> None:
         self._metrics = metrics
-        self._num_prompt_tokens = num_prompt_tokens
         self._start = time.monotonic()
         self._last: float | None = None
 
@@ -124,7 +127,7 @@ class RequestTimer:
         """Books one output."""
         now = time.monotonic()
         if self._last is None:
-            self._first(now, output)
+            self._metrics.ttft.observe(now - self._start)
         else:
             self._metrics.itl.observe(now - self._last)
         self._last = now
@@ -132,11 +135,6 @@ class RequestTimer:
         if output.finish_reason is not None:
             self._metrics.e2e.observe(now - self._start)
             self._metrics.finished(output.finish_reason)
-
-    def _first(self, now: float, output: GenerateOutput) -> None:
-        self._metrics.ttft.observe(now - self._start)
-        self._metrics.prefix_queries.inc(self._num_prompt_tokens)
-        self._metrics.prefix_hits.inc(output.num_cached_tokens)
 
 
 class TransferMetrics:

@@ -29,7 +29,7 @@ TRANSITIONS = {
     },
     RequestStatus.WAITING_FOR_REMOTE_KVS: {
         RequestStatus.RUNNING,
-        RequestStatus.PREEMPTED,
+        RequestStatus.WAITING,
         RequestStatus.FINISHED,
     },
     RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.FINISHED},
@@ -51,6 +51,9 @@ class Request:
     `prefix` gives the digests of its tokens. While `skip_mamba_align` holds, Mamba groups take no
     part in its local hit and ask for no checkpoints, because its states come from another node
     (vLLM #42524); a failed load ends it. `checkpoints`: prompt tokens after which states are kept.
+
+    The first `num_known_tokens` were computed before, here or by another request, and what is
+    computed of them is computed again because of `recompute_cause`.
     """
 
     request_id: str
@@ -68,6 +71,8 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_known_tokens: int = 0
+    recompute_cause: str = ""
     blocks: BlockTables | None = None
     finish_reason: FinishReason | None = None
     stop_token: TokenId | None = None
@@ -127,6 +132,12 @@ class Request:
         if status not in TRANSITIONS[self.status]:
             raise ValueError(f"request {self.request_id}: {self.status.name} -> {status.name}")
         self.status = status
+
+    def lose(self, num_tokens: int, cause: str) -> None:
+        """The first `num_tokens` were computed, and some or all of them must be once more."""
+        if num_tokens > self.num_known_tokens:
+            self.num_known_tokens = num_tokens
+        self.recompute_cause = cause
 
     def append(self, token_id: TokenId, logprob: TokenLogprob | None) -> None:
         """Adds one output token and decides whether it ends the request."""

@@ -13,11 +13,13 @@ from engine.errors import KVLoadError, OverloadedError, TandemError
 from engine.kv_cache.checkpoints import checkpoint_positions, decode_positions, due
 from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.spec import MambaSpec
 from engine.kv_cache.tables import BlockTables
 from engine.kv_connector import FinishDecision, SchedulerConnector
 from engine.request import Request, RequestStatus
 from engine.sched.chunk import plan_prefill_chunk
 from engine.sched.request_queue import RequestQueue
+from engine.sched.stats import NO_CHECKPOINT, SchedulerStats
 from engine.step import (
     BlockPull,
     ConnectorOutput,
@@ -26,18 +28,6 @@ from engine.step import (
     SchedulerOutput,
 )
 from engine.types import FinishReason, GenerateOutput, TokenId, TokenLogprob
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since start; the node's metrics read differences."""
-
-    num_preemptions: int = 0
-    recomputed_tokens: dict[str, int] = field(default_factory=dict)
-
-    def recompute(self, cause: str, num_tokens: int) -> None:
-        """Counts tokens that have to be computed again because of `cause`."""
-        self.recomputed_tokens[cause] = self.recomputed_tokens.get(cause, 0) + num_tokens
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,6 +61,7 @@ class Scheduler:
         self._held: dict[str, Request] = {}
         self._news = StepNews()
         self._arrivals = 0
+        self._keeps_states = any(isinstance(g.spec, MambaSpec) for g in cache.plan.groups)
 
     @property
     def num_running(self) -> int:
@@ -182,6 +173,8 @@ class Scheduler:
         """The bytes of these tokens are complete: they may be found from now on."""
         request = item.request
         assert request.blocks is not None
+        self.stats.computed(request, item.num_tokens)
+        self.stats.wrote(request, (kept.num_tokens for kept in item.checkpoints))
         request.num_computed_tokens += item.num_tokens
         self.cache.publish(request.blocks, request.prefix, request.num_computed_tokens)
         self.cache.publish_checkpoints(request.blocks, request.prefix, item.checkpoints)
@@ -213,7 +206,7 @@ class Scheduler:
         if tables is None:
             return None
         self._waiting.pop()
-        self._begin(request, tables, hit)
+        self._begin(request, tables, hit, num_external=num_external)
         if num_external:
             self._start_load(request)
             return 0
@@ -241,11 +234,21 @@ class Scheduler:
         num_external = self._connector.get_num_new_matched_tokens(request, skipping.num_tokens)
         return (skipping, num_external) if num_external else (hit, 0)
 
-    def _begin(self, request: Request, tables: BlockTables, hit: PrefixHit) -> None:
+    def _begin(
+        self, request: Request, tables: BlockTables, hit: PrefixHit, *, num_external: int
+    ) -> None:
         request.blocks = tables
         request.num_computed_tokens = hit.num_tokens
-        if request.status is RequestStatus.WAITING:
-            request.num_cached_tokens = hit.num_tokens
+        if request.status is not RequestStatus.WAITING:
+            return
+        request.num_cached_tokens = hit.num_tokens
+        if not request.num_known_tokens:  # a failed load comes here again
+            self.stats.started(request, hit.num_tokens, num_external)
+        if num_external or not self._keeps_states:
+            return
+        self.stats.checkpoint_hits += hit.num_tokens > 0
+        if hit.junction > max(hit.num_tokens, request.num_known_tokens):
+            request.lose(hit.junction, NO_CHECKPOINT)
 
     def _checkpoint_positions(self, request: Request, hit: PrefixHit) -> tuple[int, ...]:
         return checkpoint_positions(
@@ -271,10 +274,10 @@ class Scheduler:
         request.move(RequestStatus.PREEMPTED)
         self._retire(request)
         self.stats.num_preemptions += 1
-        self._restart(request, "preemption")
+        request.lose(request.num_computed_tokens, "preemption")
+        self._restart(request)
 
-    def _restart(self, request: Request, cause: str) -> None:
-        self.stats.recompute(cause, request.num_computed_tokens or request.num_prompt_tokens)
+    def _restart(self, request: Request) -> None:
         self._free(request)
         request.num_computed_tokens = 0
         self._waiting.push(request)
@@ -305,8 +308,9 @@ class Scheduler:
             return
         request.skip_mamba_align = False
         if self._recompute_failed_loads:
-            request.move(RequestStatus.PREEMPTED)
-            self._restart(request, cause)
+            request.move(RequestStatus.WAITING)
+            request.lose(request.num_prompt_tokens, cause)
+            self._restart(request)
             return
         request.finish_reason = FinishReason.ERROR
         self._finish(request)

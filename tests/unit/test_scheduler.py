@@ -1,17 +1,22 @@
 """The scheduler without a model: what a step asks of the cache, and what it counts."""
 
+from typing import Any, cast
+
 import pytest
 
 from engine.config import SchedulerConfig
+from engine.core import EngineCore
 from engine.kv_cache.checkpoints import decode_positions
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
-from engine.kv_connector import local_connector
+from engine.kv_connector import LocalScheduler, SchedulerConnector, local_connector
+from engine.metrics import NodeMetrics
+from engine.node.gauges import register_gauges
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.step import ConnectorOutput, SampledToken, SchedulerOutput
-from engine.types import GenerateRequest, SamplingParams
+from engine.types import GenerateRequest, KVTransferParams, SamplingParams
 
 BLOCK = 16
 STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
@@ -19,7 +24,13 @@ HYBRID = (KVCacheGroup(STATE, (0, 1)), KVCacheGroup(FullAttentionSpec(1, 16, "fl
 NEW_TOKEN = 7
 
 
-def scheduler_of(units: int = 64, *, caching: bool = True, interval: int = 0) -> Scheduler:
+def scheduler_of(
+    units: int = 64,
+    *,
+    caching: bool = True,
+    interval: int = 0,
+    connector: SchedulerConnector | None = None,
+) -> Scheduler:
     plan = plan_arena(HYBRID, BLOCK, 1 << 22)
     cache = KVCacheManager(
         plan_arena(HYBRID, BLOCK, units * plan.unit_bytes), prefix_caching=caching
@@ -29,14 +40,22 @@ def scheduler_of(units: int = 64, *, caching: bool = True, interval: int = 0) ->
         max_num_batched_tokens=64,
         mamba_decode_checkpoint_interval=interval,
     )
-    return Scheduler(config, cache, local_connector().scheduler)
+    return Scheduler(config, cache, connector or LocalScheduler())
 
 
-def add(scheduler: Scheduler, name: str, prompt: list[int], max_tokens: int = 1) -> Request:
+def add(
+    scheduler: Scheduler,
+    name: str,
+    prompt: list[int],
+    *,
+    max_tokens: int = 1,
+    params: KVTransferParams | None = None,
+) -> Request:
     origin = GenerateRequest(
         request_id=name,
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_tokens),
+        kv_transfer_params=params,
     )
     request = Request.from_generate(
         origin, scheduler.cache.hasher, max_model_len=1000, eos_token_ids=frozenset()
@@ -96,3 +115,102 @@ def test_states_are_kept_while_decoding_only_when_asked_for(interval: int, kept:
     steps = run(scheduler)
     items = [item for output in steps for item in output.scheduled]
     assert [c.num_tokens for item in items for c in item.checkpoints] == kept
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("units", [6, 7, 8, 10])
+def test_recomputed_tokens_are_those_that_were_computed_again(units: int, caching: bool) -> None:
+    """What a later hit saves is not computed again, and what nobody computed is not counted."""
+    scheduler = scheduler_of(units, caching=caching)
+    prompts = [tokens(40 + 7 * number, 100 * number) for number in range(6)]
+    requests = [
+        add(scheduler, str(number), prompt, max_tokens=50) for number, prompt in enumerate(prompts)
+    ]
+    computed = sum(item.num_tokens for output in run(scheduler) for item in output.scheduled)
+    needed = sum(request.num_tokens - 1 - request.num_cached_tokens for request in requests)
+    stats = scheduler.stats
+    assert stats.num_preemptions
+    assert computed > needed
+    assert stats.recomputed_tokens == {"preemption": computed - needed}
+
+
+def test_tokens_behind_the_last_kept_state_are_counted_when_attention_was_here() -> None:
+    scheduler = scheduler_of()
+    shared = tokens(80)
+    add(scheduler, "first", [*shared, *tokens(50, 500)])
+    run(scheduler)
+    assert scheduler.stats.recomputed_tokens == {}
+    second = add(scheduler, "second", [*shared, *tokens(30, 600)])
+    run(scheduler)
+    assert second.num_cached_tokens == 0
+    assert scheduler.stats.recomputed_tokens == {"no_checkpoint": 80}
+    third = add(scheduler, "third", [*shared, *tokens(20, 700)])
+    run(scheduler)
+    assert third.num_cached_tokens == 80
+    stats = scheduler.stats
+    assert stats.recomputed_tokens == {"no_checkpoint": 80}
+    assert (stats.prefix_queries, stats.prefix_hits) == (130 + 110 + 100, 80)
+    assert stats.checkpoint_hits == 1
+    assert stats.checkpoints_written == {"prefill": 4}
+
+
+def test_a_request_that_ends_early_counts_only_what_was_computed_again() -> None:
+    scheduler = scheduler_of()
+    add(scheduler, "first", [*tokens(80), *tokens(50, 500)])
+    run(scheduler)
+    add(scheduler, "second", [*tokens(80), *tokens(30, 600)])
+    step(scheduler)
+    scheduler.abort("second")
+    run(scheduler)
+    assert scheduler.stats.recomputed_tokens == {"no_checkpoint": 64}
+
+
+class Elsewhere(LocalScheduler):
+    """Another node has every prompt."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        return request.num_prompt_tokens - num_computed_tokens if request.skip_mamba_align else 0
+
+
+def test_a_failed_load_tells_how_much_was_here_and_how_much_was_computed() -> None:
+    """Attention reaches to 80 and a pull would need no more; alone, no state is that far."""
+    scheduler = scheduler_of(connector=Elsewhere())
+    shared = tokens(80)
+    add(scheduler, "local", [*shared, *tokens(50, 500)])
+    run(scheduler)
+    remote = KVTransferParams(do_remote_prefill=True, first_token_ids=(NEW_TOKEN,))
+    pulled = add(scheduler, "pulled", [*shared, *tokens(30, 600)], max_tokens=9, params=remote)
+    step(scheduler)
+    assert pulled.num_cached_tokens == 80
+    stats = scheduler.stats
+    assert (stats.external_queries, stats.external_hits, stats.prefix_hits) == (30, 30, 80)
+    scheduler.update_transfers(ConnectorOutput(failed={"pulled": "transfer_failed"}))
+    run(scheduler)
+    assert pulled.is_finished
+    assert pulled.num_cached_tokens == 0
+    assert stats.recomputed_tokens == {"transfer_failed": 110}
+    assert stats.prefix_queries == 130 + 110
+    assert stats.checkpoint_hits == 0
+
+
+def test_a_scrape_shows_what_the_scheduler_counted() -> None:
+    scheduler = scheduler_of(interval=32)
+    metrics = NodeMetrics("m", "e")
+    register_gauges(metrics, EngineCore(scheduler, cast(Any, None), local_connector()))
+    for name, tail in (("first", 500), ("second", 600), ("third", 700)):
+        add(scheduler, name, [*tokens(80), *tokens(20, tail)], max_tokens=40)
+        run(scheduler)
+
+    def sample(name: str, **more: str) -> float | None:
+        labels = {"model_name": "m", "engine": "e", **more}
+        return metrics.registry.get_sample_value(name, labels)
+
+    assert sample("vllm:prefix_cache_queries_total") == 300
+    assert sample("vllm:prefix_cache_hits_total") == 80
+    assert sample("vllm:external_prefix_cache_queries_total") == 0
+    assert sample("vllm:prompt_tokens_recomputed_total", cause="no_checkpoint") == 80
+    assert sample("tandem:mamba_checkpoint_hits_total") == 1
+    assert sample("tandem:mamba_checkpoints_written_total", phase="prefill") == 4
+    assert sample("tandem:mamba_checkpoints_written_total", phase="decode") == 3
+    assert sample("tandem:mamba_states") == 0
+    assert sample("tandem:mamba_idle_states") == 4 + 3 + 3

@@ -1,0 +1,53 @@
+"""What the scheduler counts: plain numbers since start, read when somebody asks.
+
+Knows no metric by name and nobody who reads.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.request import Request
+
+NO_CHECKPOINT = "no_checkpoint"
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since start; the node's metrics read differences.
+
+    `prefix_queries`, `prefix_hits`: prompt tokens looked up and found here; `external_*`: of remote
+    prefills, those not found here, and to be pulled; all at a request's first start.
+    `checkpoint_hits`: requests that started from a kept state. `checkpoints_written`: states copied
+    for reuse, by the phase of the request. `recomputed_tokens`: by cause, once they are computed.
+    """
+
+    num_preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
+    checkpoint_hits: int = 0
+    checkpoints_written: dict[str, int] = field(default_factory=dict)
+    recomputed_tokens: dict[str, int] = field(default_factory=dict)
+
+    def started(self, request: Request, num_hit: int, num_external: int) -> None:
+        """Books where the prompt of a starting request comes from."""
+        self.prefix_queries += request.num_prompt_tokens
+        self.prefix_hits += num_hit
+        if request.wants_remote_prefill:
+            self.external_queries += request.num_prompt_tokens - num_hit
+            self.external_hits += num_external
+
+    def computed(self, request: Request, num_tokens: int) -> None:
+        """Books `num_tokens` more of `request`, before it counts them as computed itself."""
+        end = min(request.num_computed_tokens + num_tokens, request.num_known_tokens)
+        again = end - request.num_computed_tokens
+        if again > 0:
+            cause = request.recompute_cause
+            self.recomputed_tokens[cause] = self.recomputed_tokens.get(cause, 0) + again
+
+    def wrote(self, request: Request, positions: Iterable[int]) -> None:
+        """Books states of `request` that were kept after so many tokens."""
+        for position in positions:
+            phase = "decode" if position > request.num_prompt_tokens else "prefill"
+            self.checkpoints_written[phase] = self.checkpoints_written.get(phase, 0) + 1
