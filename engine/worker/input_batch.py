@@ -88,9 +88,7 @@ class InputBatcher:
     def _state_index(
         self, units: list[int], num_decodes: int, exports: tuple[StateExport, ...]
     ) -> StateIndex:
-        decodes = units[:num_decodes]
-        consecutive = bool(decodes) and decodes[-1] - decodes[0] == num_decodes - 1
-        run = slice(decodes[0], decodes[-1] + 1) if consecutive else None
+        run = _run_of(units[:num_decodes])
         return StateIndex(self._tensor(np.asarray(units, np.int64)), run, exports)
 
     def _attention_index(
@@ -132,6 +130,14 @@ def _all_rows(plan: ArenaPlan, group: int) -> IntArray:
         return np.zeros(0, np.int64)
     count = plan.num_units * plan.blocks_per_unit[group]
     return np.fromiter((page_row(plan, group, block) for block in range(count)), np.int64, count)
+
+
+def _run_of(units: list[int]) -> slice | None:
+    """The slice that lists `units` as they stand; only one group has set their order."""
+    if not units:
+        return None
+    run = slice(units[0], units[0] + len(units))
+    return run if units == list(range(run.start, run.stop)) else None
 
 
 def _positions(context_lens: Sequence[int], query_lens: Sequence[int]) -> IntArray:
