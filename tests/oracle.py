@@ -41,12 +41,13 @@ def widen(model: PreTrainedModel, seed: int, *, embed: float = 0.1) -> PreTraine
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            wide = _wide(name, weight, draw)
+            wide = spread(name, weight, draw)
             weight.copy_(embed * wide if "embed" in name else wide)
     return model.eval()
 
 
-def _wide(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
+def spread(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
+    """`weight` drawn anew, on the scale that its name asks for."""
     noise = torch.randn(weight.shape, generator=draw)
     leaf = name.rsplit(".", 2)[-2 if name.endswith(("weight", "bias")) else -1]
     if leaf == "A_log":

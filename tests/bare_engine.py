@@ -1,0 +1,90 @@
+"""An engine without a node: real scheduler, cache, worker and model, stepped by the test itself."""
+
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from engine.arena import ArenaMemory
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_connector import local_connector
+from engine.models.registry import CausalLM
+from engine.request import Request
+from engine.sched.scheduler import Scheduler
+from engine.types import GenerateOutput, GenerateRequest
+from engine.worker.model_runner import ModelRunner
+from tests.cluster import Generation
+
+MAX_LENGTH = 4096
+
+
+class BareEngine:
+    """Requests are named by the order in which they came; use as a context manager.
+
+    On a regular exit nothing may be running or hold memory.
+    """
+
+    def __init__(
+        self,
+        model: CausalLM,
+        plan: ArenaPlan,
+        *,
+        prefix_caching: bool = True,
+        max_num_seqs: int = 64,
+    ) -> None:
+        self.plan = plan
+        self.done: dict[str, Generation] = {}
+        self._arena = ArenaMemory(plan.arena_bytes)
+        self._num_added = 0
+        connector = local_connector()
+        limits = SchedulerConfig(
+            max_model_len=MAX_LENGTH, max_num_seqs=max_num_seqs, max_num_batched_tokens=64
+        )
+        self.cache = KVCacheManager(plan, prefix_caching=prefix_caching)
+        self.scheduler = Scheduler(limits, self.cache, connector.scheduler)
+        self._core = EngineCore(self.scheduler, ModelRunner(model, plan, self._arena), connector)
+
+    def add(self, origin: GenerateRequest) -> str:
+        """Puts a request into the queue; returns the name under which it will be in `done`."""
+        request = Request.from_generate(
+            origin, self.cache.hasher, max_model_len=MAX_LENGTH, eos_token_ids=frozenset()
+        )
+        request.request_id = str(self._num_added)
+        self._num_added += 1
+        self.done[request.request_id] = Generation([], [], GenerateOutput())
+        self.scheduler.add(request)
+        return request.request_id
+
+    def step(self) -> None:
+        """One step of the engine, booked in `done`."""
+        news, _ = self._core.step()
+        assert not news.errors
+        for name, output in news.outputs:
+            mine = self.done[name]
+            mine.token_ids += output.token_ids
+            mine.logprobs += output.logprobs or ()
+            mine.last = output
+
+    def generate(self, *origins: GenerateRequest) -> list[Generation]:
+        """All of them at once, to their ends."""
+        names = [self.add(origin) for origin in origins]
+        while self.scheduler.has_work:
+            self.step()
+        return [self.done[name] for name in names]
+
+    def __enter__(self) -> Self:
+        torch.set_num_threads(1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self._core.close()
+        self._arena.close()
+        if kind is None:
+            self.scheduler.check()
+            assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
+            assert self.cache.num_free_units == self.plan.num_units
