@@ -17,16 +17,18 @@ def checkpoint_positions(
     junction: int,
     num_prompt_tokens: int,
     *,
-    hash_block_size: int,
+    block_size: int,
     interval: int = DEFAULT_INTERVAL,
 ) -> tuple[int, ...]:
     """Token counts behind the hit, ascending, after which the state is worth keeping.
 
-    The prompt's last hash boundary before its last token; the `junction`, where this prompt leaves
-    a longer cached one that had no checkpoint there; and every multiple of `interval` in between.
+    The prompt's last boundary before its last token; the `junction`, where this prompt leaves a
+    longer cached one that had no checkpoint there; and one boundary per `interval` in between.
+    A boundary is a multiple of `block_size`, at which blocks of all attention groups end.
     """
-    last = (num_prompt_tokens - 1) // hash_block_size * hash_block_size
-    wanted = {last, junction, *range(interval, last, interval)}
+    last = (num_prompt_tokens - 1) // block_size * block_size
+    stride = max(interval // block_size, 1) * block_size
+    wanted = {last, junction, *range(stride, last, stride)}
     return tuple(sorted(p for p in wanted if num_hit_tokens < p <= last))
 
 

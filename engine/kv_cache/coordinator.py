@@ -7,7 +7,6 @@ point of vLLM #31707). Reads only: nothing is referenced, moved or evicted.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
 
 from engine.kv_cache.attention_group import GroupHit, Lookup
 from engine.kv_cache.attention_kinds import attention_kinds
@@ -56,7 +55,7 @@ class Coordinator:
         self._pool = pool
         self._states = states
         self._attention = attention_kinds(pool.plan)
-        self._whole_blocks = Aligned(lcm(*map(pool.plan.block_size_of, self._attention)))
+        self._whole_blocks = Aligned(pool.plan.joint_block_size)
 
     def find(self, prefix: PrefixDigests, limit: int, *, skip_mamba: bool) -> PrefixHit:
         """The longest joint hit of at most `limit` tokens.

@@ -41,6 +41,12 @@ class ArenaPlan:
         specs = enumerate(group.spec for group in self.groups)
         return tuple(index for index, spec in specs if isinstance(spec, MambaSpec))
 
+    @property
+    def joint_block_size(self) -> int:
+        """The smallest number of tokens at which blocks of all attention groups end."""
+        attention = set(range(len(self.groups))) - set(self.state_groups)
+        return lcm(self.hash_block_size, *map(self.block_size_of, attention))
+
     def block_size_of(self, group: int) -> int:
         """Tokens per block of an attention group."""
         return self.groups[group].block_size or self.block_size

@@ -255,7 +255,7 @@ class Scheduler:
             hit.num_tokens,
             hit.junction,
             request.num_prompt_tokens,
-            hash_block_size=self.cache.hasher.hash_block_size,
+            block_size=self.cache.plan.joint_block_size,
         )
 
     def _scheduled(self, request: Request, num_tokens: int) -> ScheduledRequest:

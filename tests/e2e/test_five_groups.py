@@ -2,6 +2,8 @@
 
 from random import Random
 
+import pytest
+
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.types import GenerateRequest
 from tests.bare_engine import BareEngine
@@ -51,6 +53,15 @@ def test_a_hit_changes_no_token() -> None:
     for mine, other in zip(cached, uncached, strict=True):
         assert_same(mine, other)
     assert sum(hit > 0 for hit in hits_of(cached)) >= 10
+
+
+@pytest.mark.parametrize(("length", "joint"), [(33, 32), (90, 64), (96, 64), (97, 96), (200, 192)])
+def test_an_equal_prompt_hits_where_blocks_of_all_groups_end(length: int, joint: int) -> None:
+    prompt = tuple(2 + 7 * place % 500 for place in range(length))
+    plan = plan_of(FORMED)
+    with BareEngine(FiveGroups(plan.groups), plan) as engine:
+        hits = hits_of([engine.generate(request_of(prompt))[0] for _ in range(2)])
+    assert hits == [0, joint]
 
 
 def test_nor_do_evictions_and_preemptions() -> None:

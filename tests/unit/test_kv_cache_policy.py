@@ -28,7 +28,7 @@ def serve(cache: KVCacheManager, tokens: Tokens, *, chunk: int = 4096, interval:
     prefix = PrefixDigests(cache.hasher, list(tokens), None)
     hit = cache.find_hit(prefix, len(tokens) - 1)
     positions = checkpoint_positions(
-        hit.num_tokens, hit.junction, len(tokens), hash_block_size=BLOCK, interval=interval
+        hit.num_tokens, hit.junction, len(tokens), block_size=BLOCK, interval=interval
     )
     tables = cache.start(hit, min(hit.num_tokens + chunk, len(tokens)))
     assert tables is not None
@@ -75,7 +75,7 @@ def test_the_second_sighting_of_a_long_shared_prefix_hits() -> None:
 
 def test_positions_are_last_junction_and_strides_behind_the_hit() -> None:
     def positions(hit: int, junction: int, length: int) -> Tokens:
-        return checkpoint_positions(hit, junction, length, hash_block_size=16)
+        return checkpoint_positions(hit, junction, length, block_size=16)
 
     assert positions(0, 0, 12) == ()
     assert positions(0, 0, 32) == (16,)
@@ -84,6 +84,7 @@ def test_positions_are_last_junction_and_strides_behind_the_hit() -> None:
     assert positions(8192, 12_000, 20_000) == (12_000, 16_384, 19_984)
     assert positions(32, 32, 40) == ()
     assert due((16, 32, 48), 16, 32) == (32,)
+    assert checkpoint_positions(0, 0, 20_000, block_size=528) == (7920, 15_840, 19_536)
 
 
 def test_the_least_valuable_checkpoint_goes_first() -> None:
