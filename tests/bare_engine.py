@@ -1,5 +1,6 @@
 """An engine without a node: real scheduler, cache, worker and model, stepped by the test itself."""
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -10,10 +11,11 @@ from engine.config import SchedulerConfig
 from engine.core import EngineCore
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
-from engine.kv_connector import local_connector
+from engine.kv_connector import Connector, LocalAdmission, LocalScheduler, LocalWorker
 from engine.models.registry import CausalLM
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
+from engine.step import ConnectorMeta
 from engine.types import GenerateOutput, GenerateRequest
 from engine.worker.model_runner import ModelRunner
 from tests.cluster import Generation
@@ -21,10 +23,23 @@ from tests.cluster import Generation
 MAX_LENGTH = 4096
 
 
+class _Watch(LocalScheduler):
+    """The scheduler's side of a node that works alone, which looks when a step is planned."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def build_connector_meta(self) -> ConnectorMeta:
+        """Always empty."""
+        self._look()
+        return ConnectorMeta()
+
+
 class BareEngine:
     """Requests are named by the order in which they came; use as a context manager.
 
-    On a regular exit nothing may be running or hold memory.
+    `usage` and `running` are those of the last step when all that it needs was in use. On a regular
+    exit nothing may be running or hold memory.
     """
 
     def __init__(
@@ -34,14 +49,19 @@ class BareEngine:
         *,
         prefix_caching: bool = True,
         max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 64,
     ) -> None:
         self.plan = plan
         self.done: dict[str, Generation] = {}
         self._arena = ArenaMemory(plan.arena_bytes)
         self._num_added = 0
-        connector = local_connector()
+        self.usage = 0.0
+        self.running: set[str] = set()
+        connector = Connector(LocalAdmission(), _Watch(self._look), LocalWorker())
         limits = SchedulerConfig(
-            max_model_len=MAX_LENGTH, max_num_seqs=max_num_seqs, max_num_batched_tokens=64
+            max_model_len=MAX_LENGTH,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
         )
         self.cache = KVCacheManager(plan, prefix_caching=prefix_caching)
         self.scheduler = Scheduler(limits, self.cache, connector.scheduler)
@@ -74,6 +94,10 @@ class BareEngine:
         while self.scheduler.has_work:
             self.step()
         return [self.done[name] for name in names]
+
+    def _look(self) -> None:
+        self.usage = self.cache.usage
+        self.running = {request.request_id for request in self.scheduler._running}
 
     def __enter__(self) -> Self:
         torch.set_num_threads(1)
