@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import json
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -99,6 +101,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         widen(model, seed=7).save_pretrained(folder)
         folders[name] = write_model_folder(folder)
     return folders
+
+
+def with_context(model: Path, folder: Path, context: int) -> Path:
+    """A copy of a checkpoint in a new `folder` that promises `context` positions."""
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = context
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
 
 
 @dataclass(slots=True)

@@ -26,8 +26,11 @@ async def pair_of_nodes(
     return p, d
 
 
-async def hand_over(p: NodeServer, d: NodeServer, prompt: tuple[int, ...]) -> Generation:
-    asked = msgspec.structs.replace(request_of(prompt), kv_transfer_params=REMOTE_DECODE)
+async def hand_over(
+    p: NodeServer, d: NodeServer, prompt: tuple[int, ...], max_tokens: int = 10
+) -> Generation:
+    asked = request_of(prompt, max_tokens=max_tokens)
+    asked = msgspec.structs.replace(asked, kv_transfer_params=REMOTE_DECODE)
     done = await generate(p, asked)
     params = done.last.kv_transfer_params
     assert params is not None
