@@ -39,3 +39,30 @@ def grouped_bars(
     figure.tight_layout()
     figure.savefig(file)
     pyplot.close(figure)
+
+
+def curves(
+    file: Path,
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    *,
+    xlabel: str,
+    ylabel: str,
+) -> None:
+    """One panel per title, side by side, of (x, y) lines by name; x is logarithmic."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # after the backend is chosen
+
+    figure, grid = pyplot.subplots(
+        1, len(panels), figsize=(4.2 * len(panels), 3.4), sharey=True, squeeze=False
+    )
+    for axes, (title, lines) in zip(grid[0], panels.items(), strict=True):
+        for name, points in lines.items():
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+        axes.set_xscale("log")
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel(xlabel)
+    grid[0][0].set_ylabel(ylabel)
+    grid[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)

@@ -1,7 +1,8 @@
 """Where a prefill keeps its Mamba states for reuse: a pure policy.
 
-`last + junction + one per interval`: on two public traces the best simple rule at every memory size
-(a state per block wins only while the cache is nearly empty).
+`last + junction + one shortly before the end + one per interval`. Prompts mostly part ways near
+their ends: other questions about one document, other tails behind one context. A state there finds
+more, with fewer writes, than one per 8,192 tokens alone (benchmarks/README.md).
 """
 
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from collections.abc import Sequence
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec
 
-DEFAULT_INTERVAL = 8192
+DEFAULT_TAIL = 2048
+DEFAULT_INTERVAL = 16_384
 
 
 def checkpoint_positions(
@@ -19,16 +21,18 @@ def checkpoint_positions(
     *,
     block_size: int,
     interval: int = DEFAULT_INTERVAL,
+    tail: int = DEFAULT_TAIL,
 ) -> tuple[int, ...]:
     """Token counts behind the hit, ascending, after which the state is worth keeping.
 
     The prompt's last boundary before its last token; the `junction`, where this prompt leaves a
-    longer cached one that had no checkpoint there; and one boundary per `interval` in between.
-    A boundary is a multiple of `block_size`, at which blocks of all attention groups end.
+    longer cached one that had no checkpoint there; `tail` tokens before the last; and every
+    multiple of `interval`. All but the junction are rounded down to boundaries, multiples of
+    `block_size`, at which blocks of all attention groups end.
     """
     last = (num_prompt_tokens - 1) // block_size * block_size
-    stride = max(interval // block_size, 1) * block_size
-    wanted = {last, junction, *range(stride, last, stride)}
+    spread = (last, last - tail, *range(interval, last, interval))
+    wanted = {junction, *(p // block_size * block_size for p in spread)}
     return tuple(sorted(p for p in wanted if num_hit_tokens < p <= last))
 
 

@@ -216,7 +216,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def reserve(self, request: Live, end: int) -> tuple[Checkpoint, ...]:
         wanted = checkpoint_positions(
-            request.hit, request.junction, request.num_prompt, block_size=4, interval=12
+            request.hit, request.junction, request.num_prompt, block_size=4, interval=12, tail=6
         )
         return self.cache.reserve_checkpoints(request.prefix, due(wanted, request.computed, end))
 

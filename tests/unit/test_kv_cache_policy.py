@@ -23,12 +23,12 @@ def cache_of(units: int, share: float = 0.5) -> KVCacheManager:
     return KVCacheManager(plan_arena(GROUPS, BLOCK, units * size), checkpoint_share=share)
 
 
-def serve(cache: KVCacheManager, tokens: Tokens, *, chunk: int = 4096, interval: int = 8192) -> int:
+def serve(cache: KVCacheManager, tokens: Tokens, *, chunk: int = 4096) -> int:
     """One prompt from arrival to its end, as the scheduler does it; returns the hit."""
     prefix = PrefixDigests(cache.hasher, list(tokens), None)
     hit = cache.find_hit(prefix, len(tokens) - 1)
     positions = checkpoint_positions(
-        hit.num_tokens, hit.junction, len(tokens), block_size=BLOCK, interval=interval
+        hit.num_tokens, hit.junction, len(tokens), block_size=BLOCK
     )
     tables = cache.start(hit, min(hit.num_tokens + chunk, len(tokens)))
     assert tables is not None
@@ -69,22 +69,32 @@ def test_the_second_sighting_of_a_long_shared_prefix_hits() -> None:
     rng = Random(1)
     cache, shared = cache_of(2000), text(rng, 20_000)
     assert serve(cache, shared + text(rng, 300)) == 0
-    assert serve(cache, shared + text(rng, 200)) == 16_384
+    assert serve(cache, shared + text(rng, 200)) == 20_288 - 2048
     assert serve(cache, shared + text(rng, 100)) == 20_000
 
 
-def test_positions_are_last_junction_and_strides_behind_the_hit() -> None:
-    def positions(hit: int, junction: int, length: int) -> Tokens:
-        return checkpoint_positions(hit, junction, length, block_size=16)
+def test_a_prefix_with_a_long_tail_behind_it_is_not_lost_either() -> None:
+    rng = Random(1)
+    cache, shared = cache_of(4000), text(rng, 17_008)
+    assert serve(cache, shared + text(rng, 9000)) == 0
+    assert serve(cache, shared + text(rng, 3000)) == 16_384
+    assert serve(cache, shared + text(rng, 100)) == 17_008
+
+
+def test_positions_are_last_junction_tail_and_strides_behind_the_hit() -> None:
+    def positions(hit: int, junction: int, length: int, size: int = 16) -> Tokens:
+        return checkpoint_positions(hit, junction, length, block_size=size)
 
     assert positions(0, 0, 12) == ()
     assert positions(0, 0, 32) == (16,)
     assert positions(0, 0, 33) == (32,)
-    assert positions(0, 0, 20_000) == (8192, 16_384, 19_984)
-    assert positions(8192, 12_000, 20_000) == (12_000, 16_384, 19_984)
+    assert positions(0, 0, 20_000) == (16_384, 17_936, 19_984)
+    assert positions(0, 0, 40_000) == (16_384, 32_768, 37_936, 39_984)
+    assert positions(16_384, 17_000, 20_000) == (17_000, 17_936, 19_984)
+    assert positions(18_000, 18_000, 20_000) == (19_984,)
+    assert positions(0, 0, 20_000, 528) == (31 * 528, 33 * 528, 37 * 528)
     assert positions(32, 32, 40) == ()
     assert due((16, 32, 48), 16, 32) == (32,)
-    assert checkpoint_positions(0, 0, 20_000, block_size=528) == (7920, 15_840, 19_536)
 
 
 def test_the_least_valuable_checkpoint_goes_first() -> None:

@@ -1,0 +1,65 @@
+"""A decode node's KV cache without a model: what every hand-over has to move. Ids only."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.traces import Record, Segment, TokenTable
+from connector.pd.layout import PullPlan, plan_pull
+from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
+
+NOTHING = PullPlan((), 0, 0)
+
+
+@dataclass(slots=True, frozen=True)
+class HandOver:
+    """A prefilled prompt of `num_prompt` tokens; `prefix` holds the answer too, if it matters."""
+
+    prefix: PrefixDigests
+    num_prompt: int
+    num_tokens: int
+
+
+def hand_overs(records: Sequence[Record], hasher: PrefixHasher) -> Iterator[HandOver]:
+    """One per record. An answer that no later prompt repeats is left out."""
+    answers: dict[int, Segment] = {}
+    for record in records:
+        if record.parent is not None:
+            answers[record.parent] = record.segments[len(records[record.parent].segments)]
+    table = TokenTable.for_records(records)
+    for line, record in enumerate(records):
+        answer = (answers[line],) if line in answers else ()
+        tokens = table.tokens((*record.pieces(), *answer))
+        yield HandOver(PrefixDigests(hasher, tokens, None), record.input_length, len(tokens))
+
+
+class DecodeNode:
+    """One node's cache, driven as the scheduler drives it around a pull."""
+
+    def __init__(self, plan: ArenaPlan) -> None:
+        self.cache = KVCacheManager(plan)
+
+    def serve(self, request: HandOver) -> PullPlan:
+        """Pulls what is not here, decodes, lets go; raises RuntimeError when it does not fit."""
+        cache, size = self.cache, request.num_prompt
+        hit = cache.find_hit(request.prefix, size)
+        is_here = hit.num_tokens >= size
+        if not is_here:
+            hit = cache.find_hit(request.prefix, size - 1, skip_mamba=True)
+        if (tables := cache.start(hit, size)) is None:
+            raise RuntimeError(f"a prompt of {size} tokens does not fit {cache.plan.arena_bytes}")
+        cache.take_new_states()
+        cache.copies_done()
+        pull = NOTHING
+        if not is_here:
+            nowhere = [[0] * len(blocks) for blocks in tables.groups]
+            pull = plan_pull(
+                cache.plan, tables.groups, nowhere, num_tokens=size, num_local_tokens=hit.num_tokens
+            )
+            cache.keep_loaded(tables, request.prefix, size)
+            cache.copies_done()
+        if cache.grow(tables, request.num_tokens):
+            cache.retire(tables, request.prefix, request.num_tokens)
+        cache.free(tables)
+        return pull

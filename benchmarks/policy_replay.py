@@ -1,0 +1,242 @@
+"""`python -m benchmarks.policy_replay`: how much of the ideal each checkpoint policy hits.
+
+A prefill node's real KV cache, ids only, with the units of Qwen3.5-4B, serves G1 conversation, G2
+documents, or a trace in Mooncake's format, one prompt after another: with endless memory, and with
+shares of the footprint, which is what the default policy keeps when it has endless memory.
+
+- ideal: tokens that some earlier prompt began with, without a prompt's last token, by brute force.
+- write: a state copied out while prefilling. The request's own state, which stays where it is when
+  the request ends, costs no write; it takes room like any other, one per request.
+- lost: tokens whose attention blocks were there, but no state.
+
+A trace says only every 512 tokens what two prompts share, so its node has 512-token blocks.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from benchmarks import adversarial, machine, report
+from benchmarks.geometries import BLOCK_SIZE, GEOMETRIES
+from benchmarks.plots import curves
+from benchmarks.prefill_replay import POLICIES, Prompt, Tally, prompts_of, replay
+from benchmarks.traces import TRACE_BLOCK, Record, TraceError, read_trace
+from benchmarks.workloads import WORKLOADS
+
+GEOMETRY = GEOMETRIES["Qwen3.5-4B"]
+SIZES = "0.02,0.1,0.25,0.5,1"
+LEAST_OF_IDEAL = 0.98
+MOST_WRITES = 2.0
+DEFAULT = "default"
+HEADERS = ("case", "requests", "hit %", "of the ideal", "writes per request", "lost per request",
+           "98 % at <= 2")  # fmt: skip
+ADVERSARIAL_HEADERS = ("case", "prompts", "ideal tokens", "hit tokens", "worst loss",
+                       "at most one block")  # fmt: skip
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One policy on one workload; `memory`: share of the footprint, None for endless."""
+
+    workload: str
+    policy: str
+    memory: float | None
+    requests: int
+    refused: int
+    hit_share: float
+    of_ideal: float
+    writes: float
+    lost: float
+
+    @classmethod
+    def of(cls, workload: str, policy: str, memory: float | None, *, tally: Tally) -> "Row":
+        """The figures per request."""
+        return cls(
+            workload,
+            policy,
+            memory,
+            tally.requests,
+            tally.refused,
+            tally.hit_share,
+            tally.of_ideal,
+            tally.writes_per_request,
+            tally.lost / tally.requests,
+        )
+
+
+class Workload:
+    """One request stream and the arenas it is served from."""
+
+    def __init__(self, name: str, records: list[Record], block_size: int) -> None:
+        self.name = name
+        self.prompts: list[Prompt] = prompts_of(records, block_size)
+        self._block_size = block_size
+        self._distinct = sum(prompt.num_tokens - prompt.ideal for prompt in self.prompts)
+        self._footprint = 0
+
+    def endless(self, policy: str) -> Row:
+        """Twice the room for all blocks, and for a state every 512 tokens besides."""
+        states = 4 * len(self.prompts) + self._distinct // TRACE_BLOCK
+        return self._row(policy, None, 2 * self._bytes(states))
+
+    def share(self, policy: str, memory: float) -> Row:
+        """`memory` times what the default policy keeps."""
+        if not self._footprint:
+            tally = self.endless(DEFAULT)
+            self._footprint = self._bytes(round((1 + tally.writes) * tally.requests))
+        return self._row(policy, memory, round(memory * self._footprint))
+
+    def _bytes(self, states: int) -> int:
+        return self._distinct * GEOMETRY.token_bytes + states * GEOMETRY.state_bytes
+
+    def _row(self, policy: str, memory: float | None, nbytes: int) -> Row:
+        plan = GEOMETRY.units(nbytes, self._block_size)
+        tally = replay(self.prompts, plan, POLICIES[policy])
+        return Row.of(self.name, policy, memory, tally=tally)
+
+
+def workloads(trace: Path | None, limit: int | None, *, scale: float, seed: int) -> list[Workload]:
+    """The trace, or the generators' streams."""
+    if trace is not None:
+        return [Workload(trace.stem, read_trace(trace, limit), TRACE_BLOCK)]
+    return [
+        Workload(name, make(scale * share, seed), BLOCK_SIZE)
+        for name, (make, share) in WORKLOADS.items()
+    ]
+
+
+def measure(
+    streams: Sequence[Workload],
+    sizes: Sequence[float],
+    describe: Callable[[str], Callable[[], None]],
+) -> list[Row]:
+    """Every policy on every workload at every size."""
+    rows = []
+    for stream in streams:
+        for policy in POLICIES:
+            done = describe(f"{stream.name}, {policy}")
+            rows.append(stream.endless(policy))
+            done()
+            for memory in sizes:
+                rows.append(stream.share(policy, memory))
+                done()
+    return rows
+
+
+def cells(row: Row) -> list[str]:
+    """One line of the table of endless memory."""
+    met = row.of_ideal >= LEAST_OF_IDEAL and row.writes <= MOST_WRITES
+    return [
+        f"{row.workload}: {row.policy}",
+        f"{row.requests:,}",
+        f"{row.hit_share:.1%}",
+        f"{row.of_ideal:.1%}",
+        f"{row.writes:.2f}",
+        f"{row.lost:,.0f}",
+        "met" if met else "MISSED" if row.policy == DEFAULT else "no",
+    ]
+
+
+def by_memory(rows: Sequence[Row]) -> Mapping[tuple[str, str], list[Row]]:
+    """(workload, policy) to its rows with limited memory, least first."""
+    table: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.memory is not None:
+            table.setdefault((row.workload, row.policy), []).append(row)
+    return {key: sorted(line, key=lambda row: row.memory or 0.0) for key, line in table.items()}
+
+
+def memory_cells(key: tuple[str, str], line: Sequence[Row]) -> list[str]:
+    """One line of the table of limited memory: share of the ideal, writes, refused prompts."""
+    refused = [f" ({row.refused} refused)" if row.refused else "" for row in line]
+    shares = [f"{row.of_ideal:.1%}{note}" for row, note in zip(line, refused, strict=True)]
+    return [": ".join(key), *shares]
+
+
+def adversarial_cells(result: adversarial.Result) -> list[str]:
+    """One line of the table of G6."""
+    verdict = {True: "met", False: "MISSED", None: "not judged"}[result.is_met]
+    return [
+        result.case,
+        str(result.prompts),
+        f"{result.ideal:,}",
+        f"{result.hits:,}",
+        str(result.worst),
+        verdict,
+    ]
+
+
+def publish(console: Console, rows: Sequence[Row], results: Sequence[adversarial.Result]) -> None:
+    """All tables."""
+    endless = [cells(row) for row in rows if row.memory is None]
+    report.publish(
+        console, "Checkpoint policies, endless memory", headers=HEADERS, rows=endless, note=""
+    )
+    lines = by_memory(rows)
+    if lines:
+        shares = [f"{row.memory:.0%}" for row in next(iter(lines.values()))]
+        report.publish(
+            console,
+            "Share of the ideal by memory, as a share of the default's footprint",
+            headers=("case", *shares),
+            rows=[memory_cells(key, line) for key, line in lines.items()],
+            note="",
+        )
+    if results:
+        found = list(map(adversarial_cells, results))
+        report.publish(console, "G6 adversarial", headers=ADVERSARIAL_HEADERS, rows=found, note="")
+
+
+def draw(file: Path, rows: Sequence[Row]) -> None:
+    """Share of the ideal over memory, one panel per workload."""
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for (workload, policy), line in by_memory(rows).items():
+        points = [(100 * (row.memory or 0.0), 100 * row.of_ideal) for row in line]
+        panels.setdefault(workload, {})[policy] = points
+    curves(file, panels, xlabel="memory, % of the footprint", ylabel="hits, % of the ideal")
+
+
+def shares_of(text: str) -> list[float]:
+    """`0.02,0.1` as numbers; nothing for ``. Raises typer.BadParameter."""
+    try:
+        shares = [float(part) for part in text.split(",") if part.strip()]
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no list of numbers such as 0.1,0.5") from error
+    if any(not 0 < share <= 10 for share in shares):
+        raise typer.BadParameter(f"{text!r}: shares lie above 0 and up to 10")
+    return shares
+
+
+def main(
+    *,
+    scale: Annotated[float, typer.Option(min=0.1, help="More or fewer sessions.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the generators.")] = 0,
+    sizes: Annotated[str, typer.Option(help="Memory, as shares of the footprint.")] = SIZES,
+    trace: Annotated[Path | None, typer.Option(help="A Mooncake JSON-lines file instead.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only its first requests.")] = None,
+    cpu: Annotated[str, typer.Option(help="Core to run on, or `all`.")] = "0",
+    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw hits over memory (svg, png).")] = None,
+) -> None:
+    """Hits and state writes of checkpoint policies on G1, G2 and G6, or on a trace."""
+    console = Console()
+    host, shares = machine.prepare(cpu), shares_of(sizes)
+    try:
+        streams = workloads(trace, limit, scale=scale, seed=seed)
+    except (TraceError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    total = len(streams) * len(POLICIES) * (1 + len(shares))
+    with report.progress(console, total) as describe:
+        rows = measure(streams, shares, describe)
+        results = [] if trace else list(map(adversarial.judge, adversarial.cases()))
+    publish(console, rows, results)
+    report.write_json(json, {"machine": host, "rows": rows, "adversarial": results})
+    if plot is not None and shares:
+        draw(plot, rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)

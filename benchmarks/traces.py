@@ -1,0 +1,163 @@
+"""Requests as Mooncake JSON lines: read, written, and turned into token ids. Knows no cache.
+
+A line has `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id per 512 tokens
+of the prompt, the last one maybe shorter, chained over what stands before. Our generators add who
+follows whom, and `segments`, which say at every token what two prompts share; a trace without
+them says it every 512 tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+TRACE_BLOCK = 512
+ID_CYCLE = 1 << 17  # segment ids that many apart would have equal tokens
+
+Segment = tuple[int, int]
+Piece = tuple[int, int, int]  # of segment, from token, tokens
+Content = tuple[Piece, ...]
+
+
+class TraceError(ValueError):
+    """A trace cannot be read; says where and why."""
+
+
+class Record(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One request. Equal `segments` (id, tokens) behind equal ones are equal text.
+
+    `parent`: the line, from 0 on, of the session's turn before. `think_time`: ms from that one on.
+    """
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+    session_id: int | None = None
+    parent: int | None = None
+    think_time: float | None = None
+    segments: tuple[Segment, ...] = ()
+    cache_salt: str | None = None
+
+    def pieces(self) -> tuple[Segment, ...]:
+        """The segments; without them, the blocks."""
+        if self.segments:
+            return self.segments
+        last = self.input_length - TRACE_BLOCK * (len(self.hash_ids) - 1)
+        return (
+            *((number, TRACE_BLOCK) for number in self.hash_ids[:-1]),
+            (self.hash_ids[-1], last),
+        )
+
+
+def read_trace(file: Path, limit: int | None = None) -> list[Record]:
+    """The records of a file, at most `limit`. Raises TraceError with the line at fault."""
+    records: list[Record] = []
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if len(records) == limit:
+                break
+            try:
+                records.append(_checked(line, records[-1].timestamp if records else 0))
+            except (msgspec.DecodeError, TraceError) as error:
+                raise TraceError(f"{file}, line {number}: {error}") from error
+    if not records:
+        raise TraceError(f"{file} holds no request")
+    return records
+
+
+def write_trace(file: Path, records: Iterable[Record]) -> None:
+    """One JSON line per record."""
+    file.write_bytes(msgspec.json.Encoder().encode_lines(records))
+
+
+def _checked(line: bytes, earliest: float) -> Record:
+    record = msgspec.json.decode(line, type=Record)
+    blocks = -(-record.input_length // TRACE_BLOCK)
+    if record.input_length < 1 or len(record.hash_ids) != blocks:
+        raise TraceError(
+            f"{len(record.hash_ids)} hash_ids for input_length {record.input_length}, "
+            f"which has {blocks} blocks of {TRACE_BLOCK} tokens"
+        )
+    if record.timestamp < earliest:
+        raise TraceError(f"timestamp {record.timestamp} after {earliest}; sort the file")
+    if record.segments and sum(size for _, size in record.segments) != record.input_length:
+        raise TraceError(f"segments do not add up to input_length {record.input_length}")
+    return record
+
+
+class TokenTable:
+    """Token ids of segments: another id begins with another token, so nothing else is shared."""
+
+    def __init__(self, longest: int) -> None:
+        self._ids = list(range(ID_CYCLE)) * (1 + -(-longest // ID_CYCLE))
+
+    @classmethod
+    def for_records(cls, records: Iterable[Record]) -> "TokenTable":
+        """A table that is long enough for all of them."""
+        return cls(max(size for record in records for _, size in record.pieces()))
+
+    def tokens(self, segments: Sequence[Segment]) -> list[int]:
+        """The token ids of a whole prompt."""
+        made: list[int] = []
+        for number, size in segments:
+            start = number * 7919 % ID_CYCLE
+            made += self._ids[start : start + size]
+        return made
+
+
+class BlockIds:
+    """Names 512-token blocks: equal ids for equal text behind equal prefixes, and no others."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[int | str | None, Content], int] = {}
+
+    def of(self, segments: Sequence[Segment], cache_salt: str | None = None) -> tuple[int, ...]:
+        """The `hash_ids` of a prompt."""
+        ids: list[int] = []
+        for content in _blocks(segments):
+            key = (ids[-1] if ids else cache_salt, content)
+            ids.append(self._ids.setdefault(key, len(self._ids)))
+        return tuple(ids)
+
+
+def _blocks(segments: Sequence[Segment]) -> list[Content]:
+    """Every 512 tokens of a prompt as pieces."""
+    blocks: list[list[Piece]] = []
+    room = 0
+    for number, size in segments:
+        start = 0
+        while start < size:
+            if not room:
+                blocks.append([])
+                room = TRACE_BLOCK
+            taken = min(room, size - start)
+            blocks[-1].append((number, start, taken))
+            start, room = start + taken, room - taken
+    return [tuple(block) for block in blocks]
+
+
+@dataclass(slots=True)
+class Node:
+    """Where some prompt has been; the segments that came next."""
+
+    children: "dict[int, Node]" = field(default_factory=dict)
+
+
+def ideal_hits(records: Iterable[Record]) -> list[int]:
+    """Tokens of each prompt that some prompt before it began with, all but its last token.
+
+    Brute force over whole segments; shares nothing with the engine's index. No cache can do better
+    without the outputs.
+    """
+    roots: dict[str | None, Node] = {}
+    hits = []
+    for record in records:
+        node, hit, is_known = roots.setdefault(record.cache_salt, Node()), 0, True
+        for number, size in record.pieces():
+            is_known = is_known and number in node.children
+            hit += size * is_known
+            node = node.children.setdefault(number, Node())
+        hits.append(min(hit, record.input_length - 1))
+    return hits
