@@ -38,11 +38,13 @@ proto: $(STAMP) ## regenerate engine/rpc/pb from proto/node.proto
 	$(BIN)/python -m grpc_tools.protoc -Iengine/rpc/pb=proto --python_out=. --pyi_out=. \
 		--grpc_python_out=. proto/node.proto
 
-bench: $(STAMP) ## the four benchmarks, about ten minutes on an idle machine
+bench: $(STAMP) ## all benchmarks, about a quarter of an hour on an idle machine
 	$(BIN)/python -m benchmarks.decode_overhead
 	$(BIN)/python -m benchmarks.engine_vs_transformers
 	$(BIN)/python -m benchmarks.transfer
 	$(BIN)/python -m benchmarks.serving
+	$(BIN)/python -m benchmarks.policy_replay
+	$(BIN)/python -m benchmarks.layouts
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -99,7 +99,9 @@ def compare(geometry: Geometry, streams: Mapping[str, list[Record]]) -> Iterator
         hits = [share_of_ideal(plan(memory), records, POLICIES["default"]) for plan in plans]
         yield Row(f"{name}, % of ideal hits", 100 * hits[0], 100 * hits[1], more=True)
         last = share_of_ideal(geometry.inflated(memory), records, POLICIES["last"])
-        yield Row(f"{name}, % of ideal hits, inflated with `last`", 100 * hits[0], 100 * last, more=True)
+        yield Row(
+            f"{name}, % of ideal hits, inflated with `last`", 100 * hits[0], 100 * last, more=True
+        )
     memory = quarter(geometry, streams["G1"])
     for name, remembers in (("first", False), ("all", True)):
         moved = [megabytes(plan(memory), streams["G1"], remembers=remembers) for plan in plans]

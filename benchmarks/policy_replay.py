@@ -98,25 +98,29 @@ class Workload:
         return Row.of(self.name, policy, memory, tally=tally)
 
 
-def workloads(trace: Path | None, limit: int | None, *, scale: float, seed: int) -> list[Workload]:
-    """The trace, or the generators' streams."""
+def workloads(trace: Path | None, scale: float | None, seed: int) -> list[Workload]:
+    """The first part of the trace, or the generators' streams."""
     if trace is not None:
-        return [Workload(trace.stem, read_trace(trace, limit), TRACE_BLOCK)]
+        records = read_trace(trace)
+        first = round((scale or 1.0) * len(records))
+        return [Workload(trace.stem, records[: max(1, first)], TRACE_BLOCK)]
     return [
-        Workload(name, make(scale * share, seed), BLOCK_SIZE)
-        for name, (make, share) in WORKLOADS.items()
+        Workload(name, make(scale or thinned, seed), BLOCK_SIZE)
+        for name, (make, thinned) in WORKLOADS.items()
     ]
 
 
 def measure(
     streams: Sequence[Workload],
+    policies: Sequence[str],
     sizes: Sequence[float],
+    *,
     describe: Callable[[str], Callable[[], None]],
 ) -> list[Row]:
     """Every policy on every workload at every size."""
     rows = []
     for stream in streams:
-        for policy in POLICIES:
+        for policy in policies:
             done = describe(f"{stream.name}, {policy}")
             rows.append(stream.endless(policy))
             done()
@@ -169,25 +173,30 @@ def adversarial_cells(result: adversarial.Result) -> list[str]:
     ]
 
 
-def publish(console: Console, rows: Sequence[Row], results: Sequence[adversarial.Result]) -> None:
-    """All tables."""
+def publish(console: Console, rows: Sequence[Row], *, note: str) -> None:
+    """The tables of endless and of limited memory."""
     endless = [cells(row) for row in rows if row.memory is None]
     report.publish(
-        console, "Checkpoint policies, endless memory", headers=HEADERS, rows=endless, note=""
+        console, "Checkpoint policies, endless memory", headers=HEADERS, rows=endless, note=note
     )
     lines = by_memory(rows)
     if lines:
         shares = [f"{row.memory:.0%}" for row in next(iter(lines.values()))]
         report.publish(
             console,
-            "Share of the ideal by memory, as a share of the default's footprint",
+            "Share of the ideal by memory, in % of the default policy's footprint",
             headers=("case", *shares),
             rows=[memory_cells(key, line) for key, line in lines.items()],
-            note="",
+            note=note,
         )
-    if results:
-        found = list(map(adversarial_cells, results))
-        report.publish(console, "G6 adversarial", headers=ADVERSARIAL_HEADERS, rows=found, note="")
+
+
+def publish_adversarial(
+    console: Console, results: Sequence[adversarial.Result], *, note: str
+) -> None:
+    """The table of G6."""
+    rows = list(map(adversarial_cells, results))
+    report.publish(console, "G6 adversarial", headers=ADVERSARIAL_HEADERS, rows=rows, note=note)
 
 
 def draw(file: Path, rows: Sequence[Row]) -> None:
@@ -212,27 +221,35 @@ def shares_of(text: str) -> list[float]:
 
 def main(
     *,
-    scale: Annotated[float, typer.Option(min=0.1, help="More or fewer sessions.")] = 1.0,
+    scale: Annotated[
+        float | None,
+        typer.Option(min=0.01, help="Share of sessions or lines. [G1 0.03, G2 0.1, trace 1]"),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the generators.")] = 0,
     sizes: Annotated[str, typer.Option(help="Memory, as shares of the footprint.")] = SIZES,
+    policy: Annotated[list[str] | None, typer.Option(help="Only this one. [all]")] = None,
     trace: Annotated[Path | None, typer.Option(help="A Mooncake JSON-lines file instead.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only its first requests.")] = None,
-    cpu: Annotated[str, typer.Option(help="Core to run on, or `all`.")] = "0",
     json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw hits over memory (svg, png).")] = None,
 ) -> None:
     """Hits and state writes of checkpoint policies on G1, G2 and G6, or on a trace."""
     console = Console()
-    host, shares = machine.prepare(cpu), shares_of(sizes)
+    host, shares = machine.prepare("0"), shares_of(sizes)
     try:
-        streams = workloads(trace, limit, scale=scale, seed=seed)
+        streams = workloads(trace, scale, seed)
     except (TraceError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    total = len(streams) * len(POLICIES) * (1 + len(shares))
+    policies = policy or list(POLICIES)
+    if unknown := set(policies) - set(POLICIES):
+        raise typer.BadParameter(f"{unknown}: known are {', '.join(POLICIES)}")
+    total = len(streams) * len(policies) * (1 + len(shares))
     with report.progress(console, total) as describe:
-        rows = measure(streams, shares, describe)
+        rows = measure(streams, policies, shares, describe=describe)
         results = [] if trace else list(map(adversarial.judge, adversarial.cases()))
-    publish(console, rows, results)
+    note = machine.describe(host)
+    publish(console, rows, note=note)
+    if results:
+        publish_adversarial(console, results, note=note)
     report.write_json(json, {"machine": host, "rows": rows, "adversarial": results})
     if plot is not None and shares:
         draw(plot, rows)

@@ -51,13 +51,11 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
-def read_trace(file: Path, limit: int | None = None) -> list[Record]:
-    """The records of a file, at most `limit`. Raises TraceError with the line at fault."""
+def read_trace(file: Path) -> list[Record]:
+    """The records of a file. Raises TraceError with the line at fault."""
     records: list[Record] = []
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if len(records) == limit:
-                break
             try:
                 records.append(_checked(line, records[-1].timestamp if records else 0))
             except (msgspec.DecodeError, TraceError) as error:

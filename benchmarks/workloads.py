@@ -147,5 +147,5 @@ def _records(turns: list[Turn]) -> list[Record]:
 
 # What a stream is thinned to by default, so that replays take seconds.
 WORKLOADS: Mapping[str, tuple[Callable[[float, int], list[Record]], float]] = MappingProxyType(
-    {"G1 conversation": (conversation, 0.05), "G2 documents": (documents, 0.15)}
+    {"G1 conversation": (conversation, 0.03), "G2 documents": (documents, 0.1)}
 )

@@ -1,0 +1,120 @@
+"""The request streams of the benchmarks: their statistics, their files, and what the ideal is."""
+
+import statistics
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from benchmarks.traces import (
+    TRACE_BLOCK,
+    Record,
+    TokenTable,
+    TraceError,
+    ideal_hits,
+    read_trace,
+    write_trace,
+)
+from benchmarks.workloads import conversation, documents
+
+GOOD = b'{"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}\n'
+
+
+def share(records: list[Record]) -> float:
+    return sum(ideal_hits(records)) / sum(record.input_length for record in records)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_conversation_has_the_trace_s_statistics(seed: int) -> None:
+    """Of the published hour: 12,031 requests, 12.0K tokens in the mean, 6.9K at p50, 37 % hits."""
+    records = conversation(seed=seed)
+    lengths = [record.input_length for record in records]
+    new = [n - hit for n, hit in zip(lengths, ideal_hits(records), strict=True)]
+    assert 11_300 < len(records) < 12_700
+    assert 11_400 < statistics.mean(lengths) < 12_600
+    assert 6_300 < statistics.median(lengths) < 7_000
+    assert 0.36 < share(records) < 0.42
+    assert 2_200 < statistics.median(new) < 2_800
+    assert max(lengths) <= 126_000
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_documents_have_the_stated_ideal(seed: int) -> None:
+    assert 0.72 < share(documents(seed=seed)) < 0.75
+
+
+def test_a_thinner_stream_is_spread_over_the_same_time() -> None:
+    whole, thin = conversation(0.3), conversation(0.03)
+    assert 8 < len(whole) / len(thin) < 12
+    assert thin[-1].timestamp > 0.95 * whole[-1].timestamp
+
+
+def test_streams_are_in_order_and_turns_name_their_parents() -> None:
+    records = conversation(0.02, seed=3)
+    assert records == conversation(0.02, seed=3) != conversation(0.02, seed=4)
+    assert all(a.timestamp <= b.timestamp for a, b in pairwise(records))
+    turns = [(records[r.parent], r) for r in records if r.parent is not None]
+    assert turns
+    for parent, turn in turns:
+        assert parent.session_id == turn.session_id
+        assert turn.segments[: len(parent.segments)] == parent.segments
+        assert turn.segments[len(parent.segments)][1] == parent.output_length
+        assert turn.think_time is not None and turn.think_time > 0
+
+
+def test_the_ideal_and_the_block_ids_agree_with_the_tokens() -> None:
+    """Token by token, against everything that came before."""
+    records = documents(0.01, seed=2)
+    table = TokenTable.for_records(records)
+    prompts = [table.tokens(record.pieces()) for record in records]
+    for number, (record, ideal) in enumerate(zip(records, ideal_hits(records), strict=True)):
+        known = [common(prompts[number], earlier) for earlier in prompts[:number]]
+        assert ideal == min(max(known, default=0), record.input_length - 1)
+        blocks = [common(record.hash_ids, earlier.hash_ids) for earlier in records[:number]]
+        assert [size // TRACE_BLOCK for size in known] == blocks
+
+
+def common(one: list[int] | tuple[int, ...], other: list[int] | tuple[int, ...]) -> int:
+    differ = (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    records = conversation(0.01)
+    write_trace(tmp_path / "g1.jsonl", records)
+    assert read_trace(tmp_path / "g1.jsonl") == records
+    line = (tmp_path / "g1.jsonl").read_bytes().splitlines()[0]
+    assert {"timestamp", "input_length", "output_length", "hash_ids"} < set(
+        msgspec.json.decode(line)
+    )
+
+
+def test_a_foreign_trace_says_what_is_shared_by_the_block(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_bytes(GOOD)
+    (record,) = read_trace(tmp_path / "t.jsonl")
+    assert record.pieces() == ((3, 512), (4, 88))
+    assert ideal_hits([record, record]) == [0, 599]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{}\n", "line 2: .*timestamp"),
+        (b"not json\n", "line 2"),
+        (GOOD.replace(b"600", b"400"), "2 hash_ids for input_length 400, which has 1 blocks"),
+        (GOOD.replace(b"600", b"0").replace(b"3, 4", b""), "input_length 0"),
+        (GOOD.replace(b" 5", b" 4"), "timestamp 4.0 after 5.0; sort the file"),
+        (GOOD.replace(b"}", b', "segments": [[1, 599]]}'), "segments do not add up"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    (tmp_path / "t.jsonl").write_bytes(GOOD + line)
+    with pytest.raises(TraceError, match=message):
+        read_trace(tmp_path / "t.jsonl")
+
+
+def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_bytes(b"")
+    with pytest.raises(TraceError, match="holds no request"):
+        read_trace(tmp_path / "t.jsonl")
