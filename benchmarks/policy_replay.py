@@ -223,7 +223,7 @@ def main(
     *,
     scale: Annotated[
         float | None,
-        typer.Option(min=0.01, help="Share of sessions or lines. [G1 0.03, G2 0.1, trace 1]"),
+        typer.Option(min=0.01, help="Share of sessions or lines. [0.03, 0.1; trace: 1]"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the generators.")] = 0,
     sizes: Annotated[str, typer.Option(help="Memory, as shares of the footprint.")] = SIZES,
@@ -234,7 +234,7 @@ def main(
 ) -> None:
     """Hits and state writes of checkpoint policies on G1, G2 and G6, or on a trace."""
     console = Console()
-    host, shares = machine.prepare("0"), shares_of(sizes)
+    host, shares = machine.prepare("all"), shares_of(sizes)
     try:
         streams = workloads(trace, scale, seed)
     except (TraceError, OSError) as error:
