@@ -42,7 +42,7 @@ Policy = Callable[[Arrival], Iterable[int]]
 
 def _default(new: Arrival) -> Iterable[int]:
     return checkpoint_positions(
-        new.num_hit_tokens, new.junction, new.num_tokens, hash_block_size=new.hash_block_size
+        new.num_hit_tokens, new.junction, new.num_tokens, block_size=new.hash_block_size
     )
 
 

@@ -29,6 +29,7 @@ class BlockPool:
     def __init__(self, plan: ArenaPlan) -> None:
         self.plan = plan
         self.indexes = tuple(PrefixIndex(group) for group in range(len(plan.groups)))
+        self.num_releases = 0
         self._allocator = UnitAllocator(plan)
         self._use = UnitUse(plan)
         self._order = EvictionOrder(len(plan.groups))
@@ -78,6 +79,7 @@ class BlockPool:
 
     def drop(self, group: int, blocks: Sequence[int]) -> None:
         """Frees private blocks."""
+        self.num_releases += 1
         idle_units = self._use.unpin(group, self._units(group, blocks), len(blocks))
         self._free(group, blocks)
         for unit in idle_units:
@@ -282,6 +284,7 @@ class BlockPool:
 
     def _rest(self, run: Run) -> None:
         """Puts a run that nobody uses where eviction finds it, or frees it at once."""
+        self.num_releases += 1
         idle_units = self._use.unpin(run.group, run.units, len(run.blocks))
         if not run.is_findable:
             self._forget(run, 0)

@@ -77,6 +77,16 @@ class KVCacheManager:
         """Mamba states in use."""
         return self.pool.num_used(self._states.groups[0]) if self._states else 0
 
+    @property
+    def num_idle_states(self) -> int:
+        """Mamba states that are kept for reuse and not in use."""
+        return self.pool.num_idle_checkpoints * len(self._states.groups) if self._states else 0
+
+    @property
+    def num_releases(self) -> int:
+        """Grows with everything that is let go; while it stands still, there is no more room."""
+        return self.pool.num_releases
+
     def find_hit(self, prefix: PrefixDigests, limit: int, *, skip_mamba: bool = False) -> PrefixHit:
         """The longest cached prefix of at most `limit` tokens; see `Coordinator.find`."""
         if not self._caches_prefixes:

@@ -38,7 +38,7 @@ def _register_memory(metrics: NodeMetrics, cache: KVCacheManager) -> None:
     metrics.read_gauge(
         "tandem:mamba_idle_states",
         "Units with a Mamba state that is kept for reuse and not in use.",
-        lambda: cache.pool.num_idle_states,
+        lambda: cache.num_idle_states,
     )
 
 

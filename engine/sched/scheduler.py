@@ -61,6 +61,7 @@ class Scheduler:
         self._held: dict[str, Request] = {}
         self._news = StepNews()
         self._arrivals = 0
+        self._without_room: tuple[str, int] | None = None
         self._keeps_states = any(isinstance(g.spec, MambaSpec) for g in cache.plan.groups)
 
     @property
@@ -180,7 +181,11 @@ class Scheduler:
         self.cache.publish_checkpoints(request.blocks, request.prefix, item.checkpoints)
 
     def _may_start_another(self) -> bool:
-        return bool(self._waiting) and self.num_running < self.config.max_num_seqs
+        """Whether the first that waits may be looked up: not again before anything was let go."""
+        if not self._waiting or self.num_running >= self.config.max_num_seqs:
+            return False
+        first = self._waiting.peek().request_id, self.cache.num_releases
+        return first != self._without_room
 
     def _schedule_running(
         self, request: Request, budget: int, scheduled: list[ScheduledRequest]
@@ -199,12 +204,16 @@ class Scheduler:
         self, request: Request, budget: int, scheduled: list[ScheduledRequest]
     ) -> int | None:
         """Tokens of budget used, or None when the request has to go on waiting."""
-        hit, num_external = self._find_start(request)
+        hit, num_external = self._find_start(request, request.num_tokens - 1)
+        tables = self._start(request, hit, num_external, budget=budget)
+        if tables is None and self.cache.num_free_units == self.cache.plan.num_units:
+            hit, num_external = self._find_start(request, 0)  # what it hits takes too many units
+            tables = self._start(request, hit, num_external, budget=budget)
+        if tables is None:
+            self._without_room = request.request_id, self.cache.num_releases
+            return None
         start = hit.num_tokens
         num_tokens = num_external or _next_chunk(request, start, budget)
-        tables = self.cache.start(hit, start + num_tokens)
-        if tables is None:
-            return None
         self._waiting.pop()
         self._begin(request, tables, hit, num_external=num_external)
         if num_external:
@@ -218,18 +227,24 @@ class Scheduler:
         scheduled.append(self._scheduled(request, num_tokens))
         return num_tokens
 
-    def _find_start(self, request: Request) -> tuple[PrefixHit, int]:
-        """The local hit, and how many tokens behind it come from another node.
+    def _start(
+        self, request: Request, hit: PrefixHit, num_external: int, *, budget: int
+    ) -> BlockTables | None:
+        num_tokens = num_external or _next_chunk(request, hit.num_tokens, budget)
+        return self.cache.start(hit, hit.num_tokens + num_tokens)
+
+    def _find_start(self, request: Request, limit: int) -> tuple[PrefixHit, int]:
+        """The local hit of at most `limit` tokens, and how many behind it come from another node.
 
         All of the known tokens but the last may hit: that one is computed to get its logits. While
         a remote prefill stands, what the Mamba groups lack does not shorten the hit, since their
         states are pulled; unless everything is here already, and nothing is pulled.
         """
-        hit = self.cache.find_hit(request.prefix, request.num_tokens - 1)
+        hit = self.cache.find_hit(request.prefix, limit)
         if not request.skip_mamba_align or hit.num_tokens >= request.num_prompt_tokens:
             return hit, 0
         skipping = self.cache.find_hit(
-            request.prefix, request.num_prompt_tokens - 1, skip_mamba=True
+            request.prefix, min(limit, request.num_prompt_tokens - 1), skip_mamba=True
         )
         num_external = self._connector.get_num_new_matched_tokens(request, skipping.num_tokens)
         return (skipping, num_external) if num_external else (hit, 0)

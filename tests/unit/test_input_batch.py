@@ -23,7 +23,7 @@ def decode(small: int, large: int) -> ScheduledRequest:
     request = Request.from_generate(
         origin, PrefixHasher(16), max_model_len=100, eos_token_ids=frozenset()
     )
-    request.blocks = BlockTables(([small], [large]), [0, 0])
+    request.blocks = BlockTables(([small], [large]), {}, None)
     return ScheduledRequest(request, 1, samples=True)
 
 

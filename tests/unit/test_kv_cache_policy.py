@@ -27,9 +27,7 @@ def serve(cache: KVCacheManager, tokens: Tokens, *, chunk: int = 4096) -> int:
     """One prompt from arrival to its end, as the scheduler does it; returns the hit."""
     prefix = PrefixDigests(cache.hasher, list(tokens), None)
     hit = cache.find_hit(prefix, len(tokens) - 1)
-    positions = checkpoint_positions(
-        hit.num_tokens, hit.junction, len(tokens), block_size=BLOCK
-    )
+    positions = checkpoint_positions(hit.num_tokens, hit.junction, len(tokens), block_size=BLOCK)
     tables = cache.start(hit, min(hit.num_tokens + chunk, len(tokens)))
     assert tables is not None
     for start in range(hit.num_tokens, len(tokens), chunk):
