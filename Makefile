@@ -43,8 +43,9 @@ bench: $(STAMP) ## all benchmarks, about a quarter of an hour on an idle machine
 	$(BIN)/python -m benchmarks.engine_vs_transformers
 	$(BIN)/python -m benchmarks.transfer
 	$(BIN)/python -m benchmarks.serving
-	$(BIN)/python -m benchmarks.policy_replay
-	$(BIN)/python -m benchmarks.layouts
+	$(BIN)/python -m benchmarks.kv_cache cost
+	$(BIN)/python -m benchmarks.kv_cache policies
+	$(BIN)/python -m benchmarks.kv_cache layouts
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -47,6 +47,7 @@ def curves(
     *,
     xlabel: str,
     ylabel: str,
+    log_y: bool = False,
 ) -> None:
     """One panel per title, side by side, of (x, y) lines by name; x is logarithmic."""
     matplotlib.use("Agg")
@@ -59,6 +60,7 @@ def curves(
         for name, points in lines.items():
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
         axes.set_xscale("log")
+        axes.set_yscale("log" if log_y else "linear")
         axes.set_title(title, fontsize=9)
         axes.set_xlabel(xlabel)
     grid[0][0].set_ylabel(ylabel)

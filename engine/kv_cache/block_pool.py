@@ -55,10 +55,12 @@ class BlockPool:
         """Blocks or states of this group in use."""
         return self._use.num_used[group]
 
+    def has_room(self, wants: Wants) -> bool:
+        """Whether new blocks fit beside all that is in use or idle."""
+        return self._allocator.can_allocate(wants)
+
     def fits(self, wants: Wants, shares: Iterable[Share] = ()) -> bool:
         """Whether new blocks fit while `shares` are in use as well; exact."""
-        if self._allocator.can_allocate(wants):
-            return True
         waking = self._waking(shares)
         needed = 0
         for group in range(len(self.plan.groups)):

@@ -13,18 +13,19 @@ from engine.kv_cache.checkpoints import worth_per_token
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.prefix_index import partial_key
-from engine.kv_cache.run import Run
+from engine.kv_cache.run import PartialKey, Run
 from engine.kv_cache.tables import BlockTables
 from engine.kv_cache.unit_allocator import Wants
 
 
-@dataclass(slots=True, frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Checkpoint:
     """The worker writes the state after `num_tokens` tokens into `states[g]` of Mamba group g."""
 
     num_tokens: int
     states: dict[int, int]
     run: Run
+    key: PartialKey
 
 
 class StateLookup(Lookup):
@@ -79,25 +80,27 @@ class MambaStates:
 
     def reserve(self, prefix: PrefixDigests, num_tokens: int) -> Checkpoint | None:
         """Room for the states after `num_tokens` tokens; None if kept already, or without room."""
-        if self._pool.indexes[self.groups[0]].find(partial_key(prefix, num_tokens)) is not None:
+        key = partial_key(prefix, num_tokens)
+        if self._pool.indexes[self.groups[0]].find(key) is not None:
             return None
         self.trim()
-        if not self._pool.fits(self.wants):
+        if not (self._pool.has_room(self.wants) or self._pool.fits(self.wants)):
             return None
         units = self._pool.allocate(self.wants)[self.groups[0]]
         run = self._pool.form_states(units)
-        checkpoint = Checkpoint(num_tokens, dict(zip(self.groups, units, strict=True)), run)
+        checkpoint = Checkpoint(num_tokens, dict(zip(self.groups, units, strict=True)), run, key)
         self.reserved[checkpoint] = run
         return checkpoint
 
-    def publish(
-        self, run: Run, tables: BlockTables, prefix: PrefixDigests, *, num_tokens: int
-    ) -> None:
-        """States that are complete become a checkpoint, worth the tokens since the last one."""
-        saved = max(0, num_tokens - tables.num_checkpointed)
-        tables.num_checkpointed = num_tokens
-        worth = saved * self._worth_per_token
-        self._pool.publish_partial(run, partial_key(prefix, num_tokens), worth=worth)
+    def publish(self, tables: BlockTables, checkpoint: Checkpoint) -> None:
+        """The states of a reserved checkpoint are complete."""
+        self._publish(checkpoint.run, tables, checkpoint.key, num_tokens=checkpoint.num_tokens)
+
+    def retire(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
+        """A request writes its own states no more: they become a checkpoint as they are."""
+        assert tables.state is not None
+        key = partial_key(prefix, num_tokens)
+        self._publish(tables.state, tables, key, num_tokens=num_tokens)
 
     def drop(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Gives reserved rooms back; what is published stays as long as nobody needs its room."""
@@ -115,3 +118,9 @@ class MambaStates:
         """Evicts idle checkpoints over the budget."""
         while self._pool.num_idle_checkpoints > self._max_idle:
             self._pool.drop_idle_checkpoint()
+
+    def _publish(self, run: Run, tables: BlockTables, key: PartialKey, *, num_tokens: int) -> None:
+        """Worth the tokens since the last checkpoint on the way."""
+        saved = max(0, num_tokens - tables.num_checkpointed)
+        tables.num_checkpointed = num_tokens
+        self._pool.publish_partial(run, key, worth=saved * self._worth_per_token)

@@ -31,7 +31,6 @@ class _Pending:
     source: Run
     owner: BlockTables
     checkpoint: Checkpoint | None = None
-    prefix: PrefixDigests | None = None
 
 
 class KVCacheManager:
@@ -96,7 +95,7 @@ class KVCacheManager:
     def start(self, hit: PrefixHit, num_tokens: int) -> BlockTables | None:
         """Tables of a new request that starts from `hit` and holds `num_tokens` tokens, or None."""
         wants = self._wants(hit, num_tokens)
-        if not self.pool.fits(wants, hit.needs):
+        if not (self.pool.has_room(wants) or self.pool.fits(wants, hit.needs)):
             return None
         attention = {
             group: kind.table(self.pool, group, hit.attention[group])
@@ -117,7 +116,7 @@ class KVCacheManager:
             wants.update(table.wants(num_tokens))
         if not wants:
             return True
-        if not self.pool.fits(wants):
+        if not (self.pool.has_room(wants) or self.pool.fits(wants)):
             return False
         for group, blocks in self.pool.allocate(wants).items():
             tables.groups[group].extend(blocks)
@@ -139,13 +138,11 @@ class KVCacheManager:
                 table.publish(prefix, num_tokens)
             table.leave(num_tokens)
 
-    def publish_checkpoints(
-        self, tables: BlockTables, prefix: PrefixDigests, checkpoints: Sequence[Checkpoint]
-    ) -> None:
+    def publish_checkpoints(self, tables: BlockTables, checkpoints: Sequence[Checkpoint]) -> None:
         """The worker has written these states: they become checkpoints."""
         for checkpoint in checkpoints:
             assert self._states is not None
-            self._states.publish(checkpoint.run, tables, prefix, num_tokens=checkpoint.num_tokens)
+            self._states.publish(tables, checkpoint)
         self.drop_checkpoints(checkpoints)
 
     def drop_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -160,15 +157,15 @@ class KVCacheManager:
             assert tables.state is not None
             source = self.pool.share(tables.state, tables.state.end)
             copies = self._state_copies(source.blocks, checkpoint.run.blocks)
-            self._pending.append(_Pending(copies, source, tables, checkpoint, prefix))
+            self._pending.append(_Pending(copies, source, tables, checkpoint))
 
     def retire(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         """The request computes no more: its own state and last block serve as a checkpoint."""
         if num_tokens == 0 or not self._caches_prefixes:
             return
         self._publish_all(tables, prefix, num_tokens)
-        if self._states is not None and tables.state is not None:
-            self._states.publish(tables.state, tables, prefix, num_tokens=num_tokens)
+        if self._states is not None:
+            self._states.retire(tables, prefix, num_tokens)
 
     def free(self, tables: BlockTables) -> None:
         """Gives all blocks and states of one request back, last ones first."""
@@ -195,8 +192,8 @@ class KVCacheManager:
         done, self._pending = self._pending, []
         for pending in done:
             self.pool.release(pending.source)
-            if pending.checkpoint is not None and pending.prefix is not None:
-                self.publish_checkpoints(pending.owner, pending.prefix, [pending.checkpoint])
+            if pending.checkpoint is not None:
+                self.publish_checkpoints(pending.owner, [pending.checkpoint])
         if done and self._states is not None:
             self._states.trim()
 

@@ -178,7 +178,7 @@ class Scheduler:
         self.stats.wrote(request, (kept.num_tokens for kept in item.checkpoints))
         request.num_computed_tokens += item.num_tokens
         self.cache.publish(request.blocks, request.prefix, request.num_computed_tokens)
-        self.cache.publish_checkpoints(request.blocks, request.prefix, item.checkpoints)
+        self.cache.publish_checkpoints(request.blocks, item.checkpoints)
 
     def _may_start_another(self) -> bool:
         """Whether the first that waits may be looked up: not again before anything was let go."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.traces import (
+from benchmarks.kv_cache.traces import (
     TRACE_BLOCK,
     Record,
     TokenTable,
@@ -16,7 +16,7 @@ from benchmarks.traces import (
     read_trace,
     write_trace,
 )
-from benchmarks.workloads import conversation, documents
+from benchmarks.kv_cache.workloads import conversation, documents
 
 GOOD = b'{"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}\n'
 

@@ -202,7 +202,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.publish(request.tables, request.prefix, end)
         self.check_published(request)
         if data.draw(st.booleans()):
-            self.cache.publish_checkpoints(request.tables, request.prefix, checkpoints)
+            self.cache.publish_checkpoints(request.tables, checkpoints)
         else:
             self.cache.drop_checkpoints(checkpoints)
 

@@ -37,7 +37,7 @@ def serve(cache: KVCacheManager, tokens: Tokens, *, chunk: int = 4096) -> int:
         cache.take_new_states()
         cache.copies_done()
         cache.publish(tables, prefix, end)
-        cache.publish_checkpoints(tables, prefix, kept)
+        cache.publish_checkpoints(tables, kept)
     cache.retire(tables, prefix, len(tokens))
     cache.free(tables)
     cache.check()

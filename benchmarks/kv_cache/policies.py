@@ -1,4 +1,4 @@
-"""`python -m benchmarks.policy_replay`: how much of the ideal each checkpoint policy hits.
+"""`python -m benchmarks.kv_cache policies`: how much of the ideal each checkpoint policy hits.
 
 A prefill node's real KV cache, ids only, with the units of Qwen3.5-4B, serves G1 conversation, G2
 documents, or a trace in Mooncake's format, one prompt after another: with endless memory, and with
@@ -20,12 +20,13 @@ import msgspec
 import typer
 from rich.console import Console
 
-from benchmarks import adversarial, machine, report
-from benchmarks.geometries import BLOCK_SIZE, GEOMETRIES
+from benchmarks import machine, report
+from benchmarks.kv_cache import adversarial
+from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES
+from benchmarks.kv_cache.prefill_replay import POLICIES, Prompt, Tally, prompts_of, replay
+from benchmarks.kv_cache.traces import TRACE_BLOCK, Record, TraceError, read_trace
+from benchmarks.kv_cache.workloads import WORKLOADS
 from benchmarks.plots import curves
-from benchmarks.prefill_replay import POLICIES, Prompt, Tally, prompts_of, replay
-from benchmarks.traces import TRACE_BLOCK, Record, TraceError, read_trace
-from benchmarks.workloads import WORKLOADS
 
 GEOMETRY = GEOMETRIES["Qwen3.5-4B"]
 SIZES = "0.02,0.1,0.25,0.5,1"
@@ -253,7 +254,3 @@ def main(
     report.write_json(json, {"machine": host, "rows": rows, "adversarial": results})
     if plot is not None and shares:
         draw(plot, rows)
-
-
-if __name__ == "__main__":
-    typer.run(main)

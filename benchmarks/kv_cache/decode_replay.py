@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from benchmarks.traces import Record, Segment, TokenTable
+from benchmarks.kv_cache.traces import Record, Segment, TokenTable
 from connector.pd.layout import PullPlan, plan_pull
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan

@@ -12,9 +12,9 @@ from itertools import count
 
 import msgspec
 
-from benchmarks.geometries import BLOCK_SIZE, GEOMETRIES
-from benchmarks.prefill_replay import POLICIES, PrefillNode, prompts_of
-from benchmarks.traces import BlockIds, Record, Segment
+from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES
+from benchmarks.kv_cache.prefill_replay import POLICIES, PrefillNode, prompts_of
+from benchmarks.kv_cache.traces import BlockIds, Record, Segment
 
 ARENA_BYTES = 4 << 30
 SHARED = range(1, 3 * BLOCK_SIZE + 3)

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.layouts`: units with small blocks against upstream's inflated blocks.
+"""`python -m benchmarks.kv_cache layouts`: small blocks in units against upstream's inflated ones.
 
 Both layouts cut arenas of the same size. Units: 16-token attention blocks, a state is one unit.
 Inflated: an attention block is so long that its page is as large as one layer's state, states form
@@ -21,13 +21,13 @@ import typer
 from rich.console import Console
 
 from benchmarks import machine, report
-from benchmarks.decode_replay import DecodeNode, hand_overs
-from benchmarks.geometries import GEOMETRIES, Geometry
+from benchmarks.kv_cache.decode_replay import DecodeNode, hand_overs
+from benchmarks.kv_cache.geometries import GEOMETRIES, Geometry
+from benchmarks.kv_cache.prefill_replay import POLICIES, Policy, prompts_of, replay
+from benchmarks.kv_cache.traces import Record, ideal_hits
+from benchmarks.kv_cache.workloads import conversation, documents
 from benchmarks.pairs import Spread
 from benchmarks.plots import grouped_bars
-from benchmarks.prefill_replay import POLICIES, Policy, prompts_of, replay
-from benchmarks.traces import Record, ideal_hits
-from benchmarks.workloads import conversation, documents
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests
@@ -178,7 +178,3 @@ def draw(file: Path, rows: Sequence[Row]) -> None:
         labels[case] = None
     marks = [1.0] * len(labels)
     grouped_bars(file, list(labels), series, ylabel="inflated / units", marks=marks)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from benchmarks.traces import Record, TokenTable, ideal_hits
+from benchmarks.kv_cache.traces import Record, TokenTable, ideal_hits
 from engine.kv_cache.checkpoints import checkpoint_positions, due
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
@@ -138,7 +138,7 @@ class PrefillNode:
             kept = self.cache.reserve_checkpoints(prefix, due(wanted, start, end))
             self.cache.copies_done()
             self.cache.publish(tables, prefix, end)
-            self.cache.publish_checkpoints(tables, prefix, kept)
+            self.cache.publish_checkpoints(tables, kept)
             tally.writes += len(kept)
         self.cache.retire(tables, prefix, size)
         self.cache.free(tables)

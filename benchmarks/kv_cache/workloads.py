@@ -12,7 +12,7 @@ from math import log
 from random import Random
 from types import MappingProxyType
 
-from benchmarks.traces import BlockIds, Record, Segment
+from benchmarks.kv_cache.traces import BlockIds, Record, Segment
 
 HOUR_S = 3600.0
 SYSTEM: Segment = (0, 512)
