@@ -55,12 +55,10 @@ class BlockPool:
         """Blocks or states of this group in use."""
         return self._use.num_used[group]
 
-    def has_room(self, wants: Wants) -> bool:
-        """Whether new blocks fit beside all that is in use or idle."""
-        return self._allocator.can_allocate(wants)
-
     def fits(self, wants: Wants, shares: Iterable[Share] = ()) -> bool:
         """Whether new blocks fit while `shares` are in use as well; exact."""
+        if self._allocator.can_allocate(wants):
+            return True
         waking = self._waking(shares)
         needed = 0
         for group in range(len(self.plan.groups)):
@@ -69,10 +67,15 @@ class BlockPool:
             needed += self._use.num_units_with(group, more_units=units, more=more, new=new)
         return needed <= self.plan.num_units
 
-    def allocate(self, wants: Wants) -> dict[int, list[int]]:
-        """New private blocks by group, in use once; what is idle gives way. They must fit."""
-        while not self._allocator.can_allocate(wants):
-            self._evict_for(wants)
+    def allocate(self, wants: Wants) -> dict[int, list[int]] | None:
+        """New private blocks by group, in use once; what is idle gives way.
+
+        None, and nothing done, without room.
+        """
+        if not self._allocator.can_allocate(wants):
+            if not self.fits(wants):
+                return None
+            self._make_room(wants)
         new = {}
         for group, (count, after) in wants.items():
             new[group], units = self._allocator.allocate(group, count, after)
@@ -294,6 +297,10 @@ class BlockPool:
             self._order.add_checkpoint(run)
         else:
             self._order.add_blocks(run, idle_units)
+
+    def _make_room(self, wants: Wants) -> None:
+        while not self._allocator.can_allocate(wants):
+            self._evict_for(wants)
 
     def _evict_for(self, wants: Wants) -> None:
         """One step towards room for new blocks: the least valuable idle thing that helps."""

@@ -32,11 +32,11 @@ class EvictionOrder:
         run.rank = self._next_rank(run.worth)
         self.checkpoints.offer(run)
 
-    def add_blocks(self, run: Run, idle_units: Iterable[int]) -> None:
-        """Nobody uses a run any more, nor anything else in these units."""
+    def add_blocks(self, run: Run, idle_units: Sequence[int]) -> None:
+        """Nobody uses a run any more, nor anything else in these units, first to last."""
         run.rank = self._next_rank(BLOCK_WORTH)
         self._runs[run.group][run] = None
-        for unit in idle_units:
+        for unit in reversed(idle_units):  # ends before roots
             self._units[unit] = run.rank
 
     def add_unit(self, unit: int) -> None:
@@ -64,7 +64,7 @@ class EvictionOrder:
     def first_unit_before(self, ranks: Sequence[Rank]) -> int | None:
         """The idle unit that is to go first, if it is before all these."""
         unit = next(iter(self._units), None)
-        if unit is None or any(rank < self._units[unit] for rank in ranks):
+        if unit is None or any(rank <= self._units[unit] for rank in ranks):
             return None
         return unit
 

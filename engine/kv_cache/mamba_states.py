@@ -84,9 +84,10 @@ class MambaStates:
         if self._pool.indexes[self.groups[0]].find(key) is not None:
             return None
         self.trim()
-        if not (self._pool.has_room(self.wants) or self._pool.fits(self.wants)):
+        new = self._pool.allocate(self.wants)
+        if new is None:
             return None
-        units = self._pool.allocate(self.wants)[self.groups[0]]
+        units = new[self.groups[0]]
         run = self._pool.form_states(units)
         checkpoint = Checkpoint(num_tokens, dict(zip(self.groups, units, strict=True)), run, key)
         self.reserved[checkpoint] = run

@@ -95,7 +95,7 @@ class KVCacheManager:
     def start(self, hit: PrefixHit, num_tokens: int) -> BlockTables | None:
         """Tables of a new request that starts from `hit` and holds `num_tokens` tokens, or None."""
         wants = self._wants(hit, num_tokens)
-        if not (self.pool.has_room(wants) or self.pool.fits(wants, hit.needs)):
+        if not self.pool.fits(wants, hit.needs):
             return None
         attention = {
             group: kind.table(self.pool, group, hit.attention[group])
@@ -104,6 +104,7 @@ class KVCacheManager:
         parts = (*hit.attention.values(), hit.states)
         sources = [self.pool.share(*part.source) for part in parts if part.source is not None]
         new = self.pool.allocate(wants)
+        assert new is not None
         tables = self._tables(attention, new, hit)
         self._live[id(tables)] = tables
         self._copy_from(sources, tables, new)
@@ -116,9 +117,10 @@ class KVCacheManager:
             wants.update(table.wants(num_tokens))
         if not wants:
             return True
-        if not (self.pool.has_room(wants) or self.pool.fits(wants)):
+        new = self.pool.allocate(wants)
+        if new is None:
             return False
-        for group, blocks in self.pool.allocate(wants).items():
+        for group, blocks in new.items():
             tables.groups[group].extend(blocks)
         return True
 

@@ -40,6 +40,7 @@ class PrefixDigests:
         self._token_ids = token_ids
         self._hash = sha256(hasher.root(cache_salt))
         self._boundaries = [self._hash.digest()]
+        self._num_hashed = 0
 
     @property
     def num_tokens(self) -> int:
@@ -49,13 +50,15 @@ class PrefixDigests:
     def boundaries(self) -> list[bytes]:
         """Digests of the known prefixes of 0, 1, 2, ... whole hash blocks; read it, keep it not."""
         size, digests = self.hash_block_size, self._boundaries
-        start, end = (len(digests) - 1) * size, self.num_tokens // size * size
-        if start < end:
-            block_bytes, running = size * TOKEN_BYTES, self._hash
-            tokens = array("I", self._token_ids[start:end]).tobytes()
-            for offset in range(0, len(tokens), block_bytes):
-                running.update(tokens[offset : offset + block_bytes])
-                digests.append(running.digest())
+        if len(self._token_ids) - self._num_hashed < size:
+            return digests
+        start = self._num_hashed
+        self._num_hashed = end = len(self._token_ids) // size * size
+        block_bytes, running = size * TOKEN_BYTES, self._hash
+        tokens = array("I", self._token_ids[start:end]).tobytes()
+        for offset in range(0, len(tokens), block_bytes):
+            running.update(tokens[offset : offset + block_bytes])
+            digests.append(running.digest())
         return digests
 
     def tail(self, boundary: int, num_tokens: int) -> tuple[TokenId, ...]:

@@ -27,10 +27,12 @@ class GroupSlots:
         self._per_unit = per_unit
         self._units_with: list[dict[int, None]] = [{} for _ in range(per_unit + 1)]
 
-    def start(self, unit: int) -> None:
-        """Takes in a unit; all its slots are free."""
-        self.num_free += self._per_unit
-        self._set(unit, (1 << self._per_unit) - 1)
+    def start(self, unit: int, count: int) -> list[int]:
+        """Takes in a unit, and gives its first `count` blocks at once."""
+        count = min(count, self._per_unit)
+        self.num_free += self._per_unit - count
+        self._set(unit, (1 << self._per_unit) - (1 << count))
+        return list(range(unit * self._per_unit, unit * self._per_unit + count))
 
     def fill(self, unit: int, count: int, *, start: int = 0) -> list[int]:
         """Up to `count` consecutive slots of `unit`, as blocks, from its first free one.

@@ -67,10 +67,9 @@ class UnitAllocator:
             if blocks:
                 units[unit] = len(blocks)
         while (missing := count - len(blocks)) > 0:
-            unit = self._pick_unit(group, missing)
-            more = slots.fill(unit, missing)
-            blocks += more
-            units[unit] = units.get(unit, 0) + len(more)
+            for unit, more in self._fill(group, missing):
+                blocks += more
+                units[unit] = units.get(unit, 0) + len(more)
         return blocks, units
 
     def free(self, group: int, blocks: Sequence[int]) -> list[int]:
@@ -112,19 +111,28 @@ class UnitAllocator:
         missing = count - self._slots[group].num_free
         return -(-missing // self.plan.blocks_per_unit[group]) if missing > 0 else 0
 
-    def _pick_unit(self, group: int, count: int) -> int:
-        """The tightest started unit that holds `count`, else new units if the count needs any."""
-        per_unit, slots = self.plan.blocks_per_unit[group], self._slots[group]
-        fitting = slots.tightest(count) if count <= per_unit else None
-        if fitting is not None:
-            return fitting
-        missing = self._new_units(group, count)
-        if not missing:
-            return slots.emptiest()
-        units = self._take_units(missing, lowest=False)
-        for unit in units:
-            slots.start(unit)
-        return units[0]
+    def _fill(self, group: int, count: int) -> list[tuple[int, list[int]]]:
+        """(unit, blocks), up to `count` of them.
+
+        In the tightest started unit that holds them, else in new units if the count needs any.
+        """
+        slots = self._slots[group]
+        unit = slots.tightest(count)
+        if unit is None:
+            num_units = self._new_units(group, count)
+            if num_units:
+                return self._start_units(slots, num_units, count)
+            unit = slots.emptiest()
+        return [(unit, slots.fill(unit, count))]
+
+    def _start_units(
+        self, slots: GroupSlots, num_units: int, count: int
+    ) -> list[tuple[int, list[int]]]:
+        started = []
+        for unit in self._take_units(num_units, lowest=False):
+            started.append((unit, slots.start(unit, count)))
+            count -= len(started[-1][1])
+        return started
 
     def _take_states(self, count: int) -> list[int]:
         units: list[int] = []

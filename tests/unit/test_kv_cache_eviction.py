@@ -110,3 +110,21 @@ def test_a_checkpoint_outlives_more_the_more_it_saves_but_not_for_ever() -> None
     assert short <= FEW_STATES
     assert 3 * short < long
     assert 1.5 * long < longest
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_whole_units_go_from_the_end_of_a_chain(lost: int) -> None:
+    """A state needs a unit; the chain's last blocks give way, not its root."""
+    cache = cache_with(HYBRID, 8, share=0.0)
+    per_unit = cache.plan.blocks_per_unit[1]
+    chain = text(Random(1), 7 * per_unit * BLOCK)
+    serve(cache, chain)
+    nothing = cache.find_hit(PrefixDigests(cache.hasher, [], None), 0)
+    live = [cache.start(nothing, 0) for _ in range(1 + lost)]
+    prefix = PrefixDigests(cache.hasher, list(chain), None)
+    hit = cache.find_hit(prefix, len(chain), skip_mamba=True)
+    assert hit.num_tokens == (7 - lost) * per_unit * BLOCK
+    for tables in live:
+        assert tables is not None
+        cache.free(tables)
+    cache.check()
