@@ -40,6 +40,7 @@ from engine.kv_cache.spec import KVCacheGroup
 CHUNK = 512
 LENGTHS = (1024, 2048, 8192, 32_768, 131_072)
 REFERENCE_LENGTH = 8192
+NUM_KEPT = 4  # states that one request keeps, at most
 FULL = "full"
 ARENAS = ("with room", FULL)
 PHASES = ("hash", "lookup", "allocate + cache", "free")
@@ -122,8 +123,10 @@ def chain(token_ids: list[int]) -> None:
 def measure(num_tokens: int, arena: str, rounds: int) -> Cost:
     """Medians over `rounds` requests; a tenth more come first and do not count."""
     geometry, rng = GEOMETRIES["Qwen3.5-4B"], Random(num_tokens)
-    units = plan_of(geometry, 2).units_for(num_tokens)
-    node = Node(plan_of(geometry, 2 * units + 2 if arena == FULL else units * (rounds + 10) * 2))
+    units = plan_of(geometry, 2).units_for
+    own = units(num_tokens // 8 + CHUNK) + NUM_KEPT * (len(plan_of(geometry, 2).groups) - 1)
+    room = units(num_tokens) + 2 * rounds * own
+    node = Node(plan_of(geometry, 2 * units(num_tokens) if arena == FULL else room))
     shared = [rng.randrange(150_000) for _ in range(num_tokens * 7 // 8)]
     chains = []
     for _ in range(rounds + rounds // 10 + 2):

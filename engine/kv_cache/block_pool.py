@@ -55,16 +55,18 @@ class BlockPool:
         """Blocks or states of this group in use."""
         return self._use.num_used[group]
 
+    def has_room(self, wants: Wants) -> bool:
+        """Whether new blocks fit beside all that is in use or idle."""
+        return self._allocator.can_allocate(wants)
+
     def fits(self, wants: Wants, shares: Iterable[Share] = ()) -> bool:
         """Whether new blocks fit while `shares` are in use as well; exact."""
-        if self._allocator.can_allocate(wants):
-            return True
         waking = self._waking(shares)
-        needed = 0
-        for group in range(len(self.plan.groups)):
+        needed = self._use.num_units
+        for group in wants.keys() | waking.keys():
             units, more = waking.get(group, (set(), 0))
             new, _ = wants.get(group, (0, None))
-            needed += self._use.num_units_with(group, more_units=units, more=more, new=new)
+            needed += self._use.num_more_units(group, units=units, more=more, new=new)
         return needed <= self.plan.num_units
 
     def allocate(self, wants: Wants) -> dict[int, list[int]] | None:
@@ -79,14 +81,14 @@ class BlockPool:
         new = {}
         for group, (count, after) in wants.items():
             new[group], units = self._allocator.allocate(group, count, after)
-            self._order.remove_units(self._use.pin(group, units, count))
+            self._use.pin(group, units, count)
         return new
 
     def drop(self, group: int, blocks: Sequence[int]) -> None:
         """Frees private blocks."""
         self.num_releases += 1
         idle_units = self._use.unpin(group, self._units(group, blocks), len(blocks))
-        self._free(group, blocks)
+        self._allocator.free(group, blocks)
         for unit in idle_units:
             if unit in self._runs_in:
                 self._order.add_unit(unit)
@@ -275,7 +277,7 @@ class BlockPool:
         self._enter(target, units)
         self._leave(run, units)
         if target.refs and not run.refs:
-            self._order.remove_units(self._use.pin(run.group, units, count))
+            self._use.pin(run.group, units, count)
         del target.children[run.digests[0]]
         target.blocks += run.blocks[:count]
         target.digests += run.digests[:count]
@@ -285,7 +287,7 @@ class BlockPool:
 
     def _wake(self, run: Run) -> None:
         self._order.remove(run)
-        self._order.remove_units(self._use.pin(run.group, run.units, len(run.blocks)))
+        self._use.pin(run.group, run.units, len(run.blocks))
 
     def _rest(self, run: Run) -> None:
         """Puts a run that nobody uses where eviction finds it, or frees it at once."""
@@ -311,12 +313,16 @@ class BlockPool:
                 options.append((run.rank, run, max(0, len(run.blocks) - missing)))
         if (checkpoint := self._order.checkpoints.least()) is not None:
             options.append((checkpoint.rank, checkpoint, 0))
-        unit = self._order.first_unit_before([rank for rank, _, _ in options])
+        unit = self._order.first_unit_before([rank for rank, _, _ in options], self._is_idle)
         if unit is None:
             _, run, keep = min(options, key=itemgetter(0))
             self._evict(run, keep)
         else:
             self._evict_unit(unit)
+
+    def _is_idle(self, unit: int) -> bool:
+        """Whether a unit holds something, of which nothing is in use."""
+        return unit in self._runs_in and not self._use.is_used(unit)
 
     def _evict_unit(self, unit: int) -> None:
         for run in list(self._runs_in[unit]):
@@ -348,7 +354,7 @@ class BlockPool:
         del run.blocks[keep:]
         if run.group != self._state_group:
             self._leave(run, self._units(run.group, gone))
-        self._free(run.group, gone)
+        self._allocator.free(run.group, gone)
 
     def _enter(self, run: Run, units: Units) -> None:
         for unit, count in units.items():
@@ -366,6 +372,3 @@ class BlockPool:
                 self._runs_in[unit].remove(run)
                 if not self._runs_in[unit]:
                     del self._runs_in[unit]
-
-    def _free(self, group: int, blocks: Sequence[int]) -> None:
-        self._order.remove_units(self._allocator.free(group, blocks))

@@ -5,7 +5,7 @@ moves up to the rank of what goes; so recency and value both count.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from engine.kv_cache.idle_queue import IdleQueue
 from engine.kv_cache.run import Rank, Run
@@ -37,21 +37,18 @@ class EvictionOrder:
         run.rank = self._next_rank(BLOCK_WORTH)
         self._runs[run.group][run] = None
         for unit in reversed(idle_units):  # ends before roots
+            self._units.pop(unit, None)
             self._units[unit] = run.rank
 
     def add_unit(self, unit: int) -> None:
         """Nothing in a unit is used any more, but some of it is findable."""
+        self._units.pop(unit, None)
         self._units[unit] = self._next_rank(BLOCK_WORTH)
 
     def remove(self, run: Run) -> None:
         """A run is used again, or gone."""
         self._runs[run.group].pop(run, None)
         self.checkpoints.discard(run)
-
-    def remove_units(self, units: Iterable[int]) -> None:
-        """Something in these units is used again, or nothing is left in them."""
-        for unit in units:
-            self._units.pop(unit, None)
 
     def note_evicted(self, run: Run) -> None:
         """Time goes on."""
@@ -61,9 +58,15 @@ class EvictionOrder:
         """The idle run of a group that is to go first."""
         return next(iter(self._runs[group]), None)
 
-    def first_unit_before(self, ranks: Sequence[Rank]) -> int | None:
-        """The idle unit that is to go first, if it is before all these."""
-        unit = next(iter(self._units), None)
+    def first_unit_before(
+        self, ranks: Sequence[Rank], is_idle: Callable[[int], bool]
+    ) -> int | None:
+        """The idle unit that is to go first, if it is before all these.
+
+        Units leave this order only here: many are used again before anybody asks for one.
+        """
+        while (unit := next(iter(self._units), None)) is not None and not is_idle(unit):
+            del self._units[unit]
         if unit is None or any(rank <= self._units[unit] for rank in ranks):
             return None
         return unit

@@ -20,12 +20,17 @@ from engine.kv_cache.unit_allocator import Wants
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """The worker writes the state after `num_tokens` tokens into `states[g]` of Mamba group g."""
+    """Room for the states of all Mamba `groups` after `num_tokens` tokens."""
 
     num_tokens: int
-    states: dict[int, int]
+    groups: tuple[int, ...]
     run: Run
     key: PartialKey
+
+    @property
+    def states(self) -> dict[int, int]:
+        """The worker writes the state of Mamba group g into `states[g]`."""
+        return dict(zip(self.groups, self.run.blocks, strict=True))
 
 
 class StateLookup(Lookup):
@@ -75,6 +80,8 @@ class MambaStates:
 
     def take_new(self) -> tuple[tuple[int, int], ...]:
         """(group, state) that start from nothing."""
+        if not self._new:
+            return ()
         runs, self._new = self._new, []
         return tuple(state for run in runs for state in zip(self.groups, run.blocks, strict=True))
 
@@ -87,9 +94,8 @@ class MambaStates:
         new = self._pool.allocate(self.wants)
         if new is None:
             return None
-        units = new[self.groups[0]]
-        run = self._pool.form_states(units)
-        checkpoint = Checkpoint(num_tokens, dict(zip(self.groups, units, strict=True)), run, key)
+        run = self._pool.form_states(new[self.groups[0]])
+        checkpoint = Checkpoint(num_tokens, self.groups, run, key)
         self.reserved[checkpoint] = run
         return checkpoint
 

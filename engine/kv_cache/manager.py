@@ -5,7 +5,7 @@ its bytes are complete, and a shared one is never written: who extends it gets a
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.kv_cache.attention_group import GroupHit, GroupTable
@@ -22,13 +22,14 @@ from engine.kv_cache.unit_allocator import Wants
 
 @dataclass(slots=True)
 class _Pending:
-    """Copies under way: `source` is in use until they are done.
+    """A copy under way: `source` is in use until it is done.
 
-    Into a request's own blocks (`owner`), or into a `checkpoint` of pulled states.
+    Of the last block of `source` or of its states, into `targets`: the request's own, or those of a
+    `checkpoint` of pulled states.
     """
 
-    copies: tuple[BlockCopy, ...]
     source: Run
+    targets: list[int]
     owner: BlockTables
     checkpoint: Checkpoint | None = None
 
@@ -95,7 +96,7 @@ class KVCacheManager:
     def start(self, hit: PrefixHit, num_tokens: int) -> BlockTables | None:
         """Tables of a new request that starts from `hit` and holds `num_tokens` tokens, or None."""
         wants = self._wants(hit, num_tokens)
-        if not self.pool.fits(wants, hit.needs):
+        if not (self.pool.has_room(wants) or self.pool.fits(wants, hit.needs)):
             return None
         attention = {
             group: kind.table(self.pool, group, hit.attention[group])
@@ -107,7 +108,7 @@ class KVCacheManager:
         assert new is not None
         tables = self._tables(attention, new, hit)
         self._live[id(tables)] = tables
-        self._copy_from(sources, tables, new)
+        self._pending += [_Pending(source, new[source.group], tables) for source in sources]
         return tables
 
     def grow(self, tables: BlockTables, num_tokens: int) -> bool:
@@ -128,9 +129,9 @@ class KVCacheManager:
         self, prefix: PrefixDigests, positions: Sequence[int]
     ) -> tuple[Checkpoint, ...]:
         """Rooms for the states after `positions` tokens, as far as the budget and memory allow."""
-        if self._states is None or not self._caches_prefixes:
+        if not positions or self._states is None or not self._caches_prefixes:
             return ()
-        checkpoints = (self._states.reserve(prefix, position) for position in positions)
+        checkpoints = [self._states.reserve(prefix, position) for position in positions]
         return tuple(checkpoint for checkpoint in checkpoints if checkpoint is not None)
 
     def publish(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
@@ -142,10 +143,10 @@ class KVCacheManager:
 
     def publish_checkpoints(self, tables: BlockTables, checkpoints: Sequence[Checkpoint]) -> None:
         """The worker has written these states: they become checkpoints."""
-        for checkpoint in checkpoints:
-            assert self._states is not None
-            self._states.publish(tables, checkpoint)
-        self.drop_checkpoints(checkpoints)
+        if self._states is not None:
+            for checkpoint in checkpoints:
+                self._states.publish(tables, checkpoint)
+            self._states.drop(checkpoints)
 
     def drop_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Gives the rooms back; what is published stays as long as nobody needs its room."""
@@ -158,8 +159,8 @@ class KVCacheManager:
         for checkpoint in self.reserve_checkpoints(prefix, [num_tokens]):
             assert tables.state is not None
             source = self.pool.share(tables.state, tables.state.end)
-            copies = self._state_copies(source.blocks, checkpoint.run.blocks)
-            self._pending.append(_Pending(copies, source, tables, checkpoint))
+            targets = checkpoint.run.blocks
+            self._pending.append(_Pending(source, targets, tables, checkpoint))
 
     def retire(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         """The request computes no more: its own state and last block serve as a checkpoint."""
@@ -187,7 +188,7 @@ class KVCacheManager:
 
     def copies(self) -> tuple[BlockCopy, ...]:
         """What the worker copies before it computes; call `copies_done` once it has."""
-        return tuple(copy for pending in self._pending for copy in pending.copies)
+        return tuple(copy for pending in self._pending for copy in self._copies_of(pending))
 
     def copies_done(self) -> None:
         """All copies are complete: sources are let go, and pulled states become checkpoints."""
@@ -196,8 +197,6 @@ class KVCacheManager:
             self.pool.release(pending.source)
             if pending.checkpoint is not None:
                 self.publish_checkpoints(pending.owner, [pending.checkpoint])
-        if done and self._states is not None:
-            self._states.trim()
 
     def reset(self) -> None:
         """Forgets everything that nobody uses."""
@@ -245,17 +244,9 @@ class KVCacheManager:
                 groups[group] = [unit]
         return BlockTables(tuple(groups), attention, state, num_checkpointed=hit.num_tokens)
 
-    def _copy_from(
-        self, sources: list[Run], tables: BlockTables, new: dict[int, list[int]]
-    ) -> None:
-        for source in sources:
-            group, targets = source.group, new[source.group]
-            if group in self._attention:
-                copies: tuple[BlockCopy, ...] = (BlockCopy(group, source.blocks[-1], targets[0]),)
-            else:
-                copies = self._state_copies(source.blocks, targets)
-            self._pending.append(_Pending(copies, source, tables))
-
-    def _state_copies(self, sources: list[int], targets: list[int]) -> tuple[BlockCopy, ...]:
-        assert self._states is not None
-        return tuple(map(BlockCopy, self._states.groups, sources, targets))
+    def _copies_of(self, pending: _Pending) -> Iterator[BlockCopy]:
+        source, targets = pending.source, pending.targets
+        if source.group in self._attention:
+            yield BlockCopy(source.group, source.blocks[-1], targets[0])
+        elif self._states is not None:
+            yield from map(BlockCopy, self._states.groups, source.blocks, targets)

@@ -5,14 +5,28 @@ from collections.abc import Sequence
 
 def units_of(blocks: Sequence[int], per_unit: int) -> dict[int, int]:
     """How many of these blocks lie in each unit."""
-    if not blocks:
-        return {}
-    first, end = blocks[0], blocks[0] + len(blocks)
-    if blocks[-1] == end - 1 and blocks == list(range(first, end)):
-        units = range(first // per_unit, (end - 1) // per_unit + 1)
-        return {u: min(end, (u + 1) * per_unit) - max(first, u * per_unit) for u in units}
+    if _are_consecutive(blocks):
+        return {unit: count for unit, _, count in _pieces(blocks[0], len(blocks), per_unit)}
     places = [block // per_unit for block in blocks]
     return {unit: places.count(unit) for unit in dict.fromkeys(places)}
+
+
+def _are_consecutive(blocks: Sequence[int]) -> bool:
+    if not blocks or blocks[-1] - blocks[0] != len(blocks) - 1:
+        return False
+    return blocks == list(range(blocks[0], blocks[-1] + 1))
+
+
+def _pieces(first: int, total: int, per_unit: int) -> list[tuple[int, int, int]]:
+    """(unit, first slot, count) of consecutive blocks."""
+    pieces = []
+    while total:
+        unit, slot = divmod(first, per_unit)
+        count = min(total, per_unit - slot)
+        pieces.append((unit, slot, count))
+        first += count
+        total -= count
+    return pieces
 
 
 class GroupSlots:
@@ -64,9 +78,12 @@ class GroupSlots:
     def free(self, blocks: Sequence[int]) -> list[int]:
         """Marks blocks free; returns the units that have lost their last one, and forgets them."""
         freed: dict[int, int] = {}
-        for block in blocks:
-            unit, slot = divmod(block, self._per_unit)
-            freed[unit] = freed.get(unit, 0) | 1 << slot
+        if _are_consecutive(blocks):
+            pieces = _pieces(blocks[0], len(blocks), self._per_unit)
+        else:
+            pieces = [(*divmod(block, self._per_unit), 1) for block in blocks]
+        for unit, slot, count in pieces:
+            freed[unit] = freed.get(unit, 0) | ((1 << count) - 1) << slot
         empty = []
         for unit, bits in freed.items():
             free = self.free_bits.get(unit, 0)

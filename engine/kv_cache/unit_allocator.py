@@ -1,7 +1,7 @@
 """Who owns which unit, state and block of the arena: two levels, ids only.
 
 A free unit can become one state or a set of small blocks of one group, at run time, in both
-directions. States come from the low end and attention units from the high end, so states of
+directions. States come from the high end and attention units from the low end, so states of
 concurrent requests tend to be neighbours (the worker then updates them without copies), and so do
 one request's blocks (they then move as one span). Knows nothing of bytes, requests or hashes.
 Two-level allocation as in Jenga (SOSP'25).
@@ -58,28 +58,27 @@ class UnitAllocator:
         if group not in self._slots:
             states = self._take_states(count)
             return states, dict.fromkeys(states, 1)
+        unit, slots = None, self._slots[group]
         blocks: list[int] = []
         units: Units = {}
-        slots = self._slots[group]
         if after is not None:
             unit, slot = divmod(after, self.plan.blocks_per_unit[group])
             blocks = slots.fill(unit, count, start=slot + 1)
             if blocks:
                 units[unit] = len(blocks)
         while (missing := count - len(blocks)) > 0:
-            for unit, more in self._fill(group, missing):
-                blocks += more
-                units[unit] = units.get(unit, 0) + len(more)
+            unit, more = self._fill(group, missing, unit)
+            blocks += more
+            units[unit] = units.get(unit, 0) + len(more)
         return blocks, units
 
-    def free(self, group: int, blocks: Sequence[int]) -> list[int]:
-        """Gives blocks or states back; returns the units that are free for any use again."""
+    def free(self, group: int, blocks: Sequence[int]) -> None:
+        """Gives blocks or states back; a unit without any is free for any use again."""
         units = self._slots[group].free(blocks) if group in self._slots else list(blocks)
         for unit in units:
             assert not self._free_units >> unit & 1, f"unit {unit} is freed twice"
             self._free_units |= 1 << unit
         self._num_free_units += len(units)
-        return units
 
     def check(self, owned: Sequence[Sequence[int]]) -> None:
         """Recounts everything against `owned[g]`, all blocks in use; raises AssertionError."""
@@ -111,43 +110,41 @@ class UnitAllocator:
         missing = count - self._slots[group].num_free
         return -(-missing // self.plan.blocks_per_unit[group]) if missing > 0 else 0
 
-    def _fill(self, group: int, count: int) -> list[tuple[int, list[int]]]:
-        """(unit, blocks), up to `count` of them.
+    def _fill(self, group: int, count: int, last: int | None) -> tuple[int, list[int]]:
+        """A unit and up to `count` blocks of it, where the request's blocks lie in `last` so far.
 
-        In the tightest started unit that holds them, else in new units if the count needs any.
+        The tightest started unit that holds them all, else a new unit if the count needs any.
         """
         slots = self._slots[group]
         unit = slots.tightest(count)
-        if unit is None:
-            num_units = self._new_units(group, count)
-            if num_units:
-                return self._start_units(slots, num_units, count)
-            unit = slots.emptiest()
-        return [(unit, slots.fill(unit, count))]
+        if unit is not None:
+            return unit, slots.fill(unit, count)
+        num_units = self._new_units(group, count)
+        if num_units:
+            unit = self._take_unit(num_units, last)
+            return unit, slots.start(unit, count)
+        unit = slots.emptiest()
+        return unit, slots.fill(unit, count)
 
-    def _start_units(
-        self, slots: GroupSlots, num_units: int, count: int
-    ) -> list[tuple[int, list[int]]]:
-        started = []
-        for unit in self._take_units(num_units, lowest=False):
-            started.append((unit, slots.start(unit, count)))
-            count -= len(started[-1][1])
-        return started
+    def _take_unit(self, num_wanted: int, last: int | None) -> int:
+        """The unit behind `last` if it is free, else the first of so many adjacent free ones."""
+        if last is not None and self._free_units >> last + 1 & 1:
+            first = last + 1
+        else:
+            runs = self._free_units
+            for shift in range(1, num_wanted):
+                runs &= self._free_units >> shift
+            runs = runs or self._free_units
+            first = (runs & -runs).bit_length() - 1
+        self._free_units &= ~(1 << first)
+        self._num_free_units -= 1
+        return first
 
     def _take_states(self, count: int) -> list[int]:
-        units: list[int] = []
-        while len(units) < count:
-            units += self._take_units(count - len(units), lowest=True)
-        return units
-
-    def _take_units(self, count: int, *, lowest: bool) -> list[int]:
-        """`count` adjacent free units in ascending order, or just one when there is no such run."""
-        runs = self._free_units
-        for shift in range(1, count):
-            runs &= self._free_units >> shift
-        if not runs:
-            return self._take_units(1, lowest=lowest)
-        first = (runs & -runs).bit_length() - 1 if lowest else runs.bit_length() - 1
-        self._free_units &= ~(((1 << count) - 1) << first)
+        """The highest free units."""
+        states = []
+        for _ in range(count):
+            states.append(self._free_units.bit_length() - 1)
+            self._free_units ^= 1 << states[-1]
         self._num_free_units -= count
-        return list(range(first, first + count))
+        return states

@@ -20,24 +20,26 @@ class UnitUse:
         """Units of which something is in use."""
         return sum(map(len, self._used))
 
-    def num_units_with(self, group: int, *, more_units: set[int], more: int, new: int) -> int:
-        """Units of a group if `more` of its blocks, in `more_units`, and `new` ones were in use."""
-        units = len(self._used[group]) + len(more_units - self._used[group].keys())
+    def num_more_units(self, group: int, *, units: set[int], more: int, new: int) -> int:
+        """How many more units a group needs for `more` of its blocks, in `units`, and new ones."""
+        fresh = len(units - self._used[group].keys()) if units else 0
         per_unit = self._per_unit[group]
-        missing = self.num_used[group] + more + new - units * per_unit
-        return units + max(0, -(-missing // per_unit))
+        room = (len(self._used[group]) + fresh) * per_unit - self.num_used[group] - more
+        return fresh + max(0, -((room - new) // per_unit))
 
-    def pin(self, group: int, units: Units, num_blocks: int) -> list[int]:
-        """Blocks come into use; returns the units of which nothing was."""
-        used, fresh = self._used[group], []
+    def is_used(self, unit: int) -> bool:
+        """Whether anything in a unit is in use."""
+        return any(unit in used for used in self._used)
+
+    def pin(self, group: int, units: Units, num_blocks: int) -> None:
+        """Blocks come into use."""
+        used = self._used[group]
         self.num_used[group] += num_blocks
         for unit, count in units.items():
             if unit in used:
                 used[unit] += count
             else:
                 used[unit] = count
-                fresh.append(unit)
-        return fresh
 
     def unpin(self, group: int, units: Units, num_blocks: int) -> list[int]:
         """Blocks are not in use any more; returns the units of which nothing is."""

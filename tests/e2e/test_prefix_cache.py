@@ -99,10 +99,11 @@ async def test_all_at_once_under_pressure(
     )
     prompts = conversation_prompts(Random(9), 32)
     requests = [request_of(prompt, max_tokens=64) for prompt in prompts]
-    several = await asyncio.gather(*(generate(on, request) for request in requests))
-    ties = 0
-    for request, cached in zip(requests, several, strict=True):
-        ties += assert_same(cached, await generate(off, request))
+    cached, plain = [
+        await asyncio.gather(*(generate(node, request) for request in requests))
+        for node in (on, off)
+    ]
+    ties = sum(map(assert_same, cached, plain))
     preempted = on.engine.core.scheduler.stats.num_preemptions
     print(f"{family}: {preempted} preemptions, {ties} near-ties")
     assert preempted

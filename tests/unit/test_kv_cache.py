@@ -39,10 +39,20 @@ def test_one_requests_blocks_are_neighbours() -> None:
     assert blocks == list(range(blocks[0], blocks[0] + 8))
 
 
+def test_blocks_of_a_prompt_that_comes_in_chunks_are_neighbours_across_units() -> None:
+    cache = small_cache()
+    tables = reserve(cache, 16)
+    assert tables is not None
+    for num_blocks in range(2, 5 * cache.plan.blocks_per_unit[1]):
+        assert cache.grow(tables, 16 * num_blocks)
+    blocks = tables.groups[1]
+    assert blocks == list(range(blocks[0], blocks[0] + len(blocks)))
+
+
 def test_states_of_several_requests_are_neighbours() -> None:
     cache = small_cache()
     tables = [reserve(cache, 1) for _ in range(3)]
-    assert [t.groups[0][0] for t in tables if t] == [0, 1, 2]
+    assert [t.groups[0][0] for t in tables if t] == [11, 10, 9]
 
 
 def test_a_unit_turns_from_state_to_blocks_and_back() -> None:
