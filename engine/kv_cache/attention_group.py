@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.kv_cache.block_pool import BlockPool, Share
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.run import Run
+from engine.kv_cache.run import Run, Units
 from engine.kv_cache.unit_allocator import Wants
 
 NULL_BLOCK = -1  # a block that lies wholly behind its group's window
@@ -90,6 +90,10 @@ class GroupTable(ABC):
         has_last = len(self.blocks) > self.num_passed
         return {self._group: (missing, self.blocks[-1] if has_last else None)}
 
+    def extend(self, blocks: list[int], units: Units) -> None:
+        """Takes in new blocks of its own; `units`: how many lie in each."""
+        self.blocks += blocks
+
     @abstractmethod
     def publish(self, prefix: PrefixDigests, num_tokens: int) -> None:
         """The first `num_tokens` tokens are computed: whole blocks become findable."""
@@ -105,10 +109,3 @@ class GroupTable(ABC):
     @abstractmethod
     def held(self) -> tuple[list[Run], list[int]]:
         """The runs in use, roots first, and the blocks that no run holds."""
-
-    def free(self) -> None:
-        """Gives all blocks back, ends before roots."""
-        runs, own = self.held()
-        self._pool.drop(self._group, own)
-        for run in reversed(runs):
-            self._pool.release(run)

@@ -69,8 +69,8 @@ class BlockPool:
             needed += self._use.num_more_units(group, units=units, more=more, new=new)
         return needed <= self.plan.num_units
 
-    def allocate(self, wants: Wants) -> dict[int, list[int]] | None:
-        """New private blocks by group, in use once; what is idle gives way.
+    def allocate(self, wants: Wants) -> dict[int, tuple[list[int], Units]] | None:
+        """New private blocks by group, with their units, in use once; what is idle gives way.
 
         None, and nothing done, without room.
         """
@@ -80,8 +80,8 @@ class BlockPool:
             self._make_room(wants)
         new = {}
         for group, (count, after) in wants.items():
-            new[group], units = self._allocator.allocate(group, count, after)
-            self._use.pin(group, units, count)
+            new[group] = self._allocator.allocate(group, count, after)
+            self._use.pin(group, new[group][1], count)
         return new
 
     def drop(self, group: int, blocks: Sequence[int]) -> None:
@@ -99,21 +99,25 @@ class BlockPool:
         self._enter(run, self._units(group, blocks))
         return run
 
-    def form_states(self, units: list[int]) -> Run:
-        """Private units become the states of one sequence or checkpoint, as `form_run`."""
+    def form_states(self, states: list[int], units: Units) -> Run:
+        """Private states become those of one sequence or checkpoint, as `form_run`."""
         assert self._state_group is not None
-        return Run(self._state_group, 0, units, dict.fromkeys(units, 1))
+        return Run(self._state_group, 0, states, units)
 
-    def append(self, tip: Run, blocks: list[int], digests: list[bytes]) -> Run:
-        """Private blocks, all complete, join the tree; moves a use from `tip` to their run."""
-        if tip.can_grow:
-            tip.blocks += blocks
-            tip.digests += digests
-            self._enter(tip, self._units(tip.group, blocks))
-            return tip
-        run = self.form_run(tip.group, tip.end, blocks)
-        run.parent, run.digests = tip, digests
-        tip.children[digests[0]] = run
+    def append(
+        self, tip: Run, blocks: list[int], digests: list[bytes], *, units: Units | None
+    ) -> Run:
+        """Private blocks, all complete, join the tree; moves a use from `tip` to their run.
+
+        `units`: theirs, where the caller knows them.
+        """
+        run = tip
+        if not tip.can_grow:
+            run = Run(tip.group, tip.end, [], parent=tip)
+            tip.children[digests[0]] = run
+        run.blocks += blocks
+        run.digests += digests
+        self._enter(run, self._units(tip.group, blocks) if units is None else units)
         return run
 
     def add_leaf(self, tip: Run, block: int) -> Run:
@@ -286,8 +290,14 @@ class BlockPool:
         target.children[run.digests[0]] = run
 
     def _wake(self, run: Run) -> None:
-        self._order.remove(run)
+        self._leave_order(run)
         self._use.pin(run.group, run.units, len(run.blocks))
+
+    def _leave_order(self, run: Run) -> None:
+        if run.group == self._state_group:
+            self._order.checkpoints.discard(run)
+        else:
+            self._order.remove_blocks(run)
 
     def _rest(self, run: Run) -> None:
         """Puts a run that nobody uses where eviction finds it, or frees it at once."""
@@ -345,7 +355,7 @@ class BlockPool:
         self._order.note_evicted(run)
         if not keep:
             self.indexes[run.group].forget(run)
-            self._order.remove(run)
+            self._leave_order(run)
         del run.digests[keep:]
         self._forget(run, keep)
 

@@ -45,10 +45,9 @@ class EvictionOrder:
         self._units.pop(unit, None)
         self._units[unit] = self._next_rank(BLOCK_WORTH)
 
-    def remove(self, run: Run) -> None:
+    def remove_blocks(self, run: Run) -> None:
         """A run is used again, or gone."""
         self._runs[run.group].pop(run, None)
-        self.checkpoints.discard(run)
 
     def note_evicted(self, run: Run) -> None:
         """Time goes on."""

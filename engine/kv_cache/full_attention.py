@@ -8,7 +8,7 @@ from engine.kv_cache.attention_group import BlockLookup, GroupHit, GroupTable
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.prefix_index import partial_key
-from engine.kv_cache.run import Run
+from engine.kv_cache.run import Run, Units
 
 
 class FullAttentionLookup(BlockLookup):
@@ -48,7 +48,8 @@ class FullAttentionTable(GroupTable):
     """Uses the run at `tip`, and so all runs before that, and the leaf behind it.
 
     The leaf is a last block that was published while partly filled; it may still become whole.
-    `_num_settled`: published blocks, with the leaf.
+    `_num_settled`: published blocks, with the leaf. `_own_units`: units of the blocks behind those,
+    as long as they are published as they came.
     """
 
     def __init__(self, pool: BlockPool, group: int, hit: GroupHit) -> None:
@@ -56,6 +57,13 @@ class FullAttentionTable(GroupTable):
         self._tip = pool.share(*(hit.shares or ((pool.indexes[group].root, 0),))[0])
         self._leaf: Run | None = None
         self._num_settled = self.num_published
+        self._own_units: Units | None = {}
+
+    def extend(self, blocks: list[int], units: Units) -> None:
+        super().extend(blocks, units)
+        if self._own_units is not None:
+            for unit, count in units.items():
+                self._own_units[unit] = self._own_units.get(unit, 0) + count
 
     def publish(self, prefix: PrefixDigests, num_tokens: int) -> None:
         first, end = self.num_published, num_tokens // self._size
@@ -69,9 +77,12 @@ class FullAttentionTable(GroupTable):
         elif self._leaf is not None:
             self._complete(self._leaf, digests[0])
             num_known = 1
+        as_they_came = not num_known and end == len(self.blocks)
+        units = self._own_units if as_they_came else None
+        self._own_units = {} if as_they_came else None
         if num_known < len(digests):
             blocks = self.blocks[first + num_known : end]
-            self._tip = self._pool.append(self._tip, blocks, digests[num_known:])
+            self._tip = self._pool.append(self._tip, blocks, digests[num_known:], units=units)
         self.num_published = self._num_settled = end
 
     def publish_partial(self, prefix: PrefixDigests, num_tokens: int) -> None:
@@ -80,6 +91,7 @@ class FullAttentionTable(GroupTable):
         if not rest or self._pool.indexes[self._group].find(key) is not None:
             return
         if self._leaf is None:
+            self._own_units = None
             self._leaf = self._pool.add_leaf(self._tip, self.blocks[place])
             self._num_settled = place + 1
         self._pool.publish_partial(self._leaf, key)

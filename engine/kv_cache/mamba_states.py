@@ -13,7 +13,7 @@ from engine.kv_cache.checkpoints import worth_per_token
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.prefix_index import partial_key
-from engine.kv_cache.run import PartialKey, Run
+from engine.kv_cache.run import PartialKey, Run, Units
 from engine.kv_cache.tables import BlockTables
 from engine.kv_cache.unit_allocator import Wants
 
@@ -71,9 +71,9 @@ class MambaStates:
         """Starts the lookup of one prefix."""
         return StateLookup(self._pool, prefix, self.groups[0])
 
-    def begin(self, units: list[int], *, is_new: bool) -> Run:
+    def begin(self, states: list[int], units: Units, *, is_new: bool) -> Run:
         """The states of a request, in use once; new ones have to be zeroed."""
-        run = self._pool.form_states(units)
+        run = self._pool.form_states(states, units)
         if is_new:
             self._new.append(run)
         return run
@@ -94,7 +94,7 @@ class MambaStates:
         new = self._pool.allocate(self.wants)
         if new is None:
             return None
-        run = self._pool.form_states(new[self.groups[0]])
+        run = self._pool.form_states(*new[self.groups[0]])
         checkpoint = Checkpoint(num_tokens, self.groups, run, key)
         self.reserved[checkpoint] = run
         return checkpoint

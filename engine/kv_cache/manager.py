@@ -15,7 +15,7 @@ from engine.kv_cache.coordinator import Coordinator, PrefixHit
 from engine.kv_cache.mamba_states import Checkpoint, MambaStates
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.run import Run
+from engine.kv_cache.run import Run, Units
 from engine.kv_cache.tables import BlockCopy, BlockTables
 from engine.kv_cache.unit_allocator import Wants
 
@@ -108,7 +108,7 @@ class KVCacheManager:
         assert new is not None
         tables = self._tables(attention, new, hit)
         self._live[id(tables)] = tables
-        self._pending += [_Pending(source, new[source.group], tables) for source in sources]
+        self._pending += [_Pending(source, new[source.group][0], tables) for source in sources]
         return tables
 
     def grow(self, tables: BlockTables, num_tokens: int) -> bool:
@@ -121,8 +121,8 @@ class KVCacheManager:
         new = self.pool.allocate(wants)
         if new is None:
             return False
-        for group, blocks in new.items():
-            tables.groups[group].extend(blocks)
+        for group, (blocks, units) in new.items():
+            tables.attention[group].extend(blocks, units)
         return True
 
     def reserve_checkpoints(
@@ -177,8 +177,11 @@ class KVCacheManager:
         self._pending = [pending for pending in self._pending if pending not in cancelled]
         for pending in cancelled:
             self.pool.release(pending.source)
-        for table in tables.attention.values():
-            table.free()
+        for group, table in tables.attention.items():
+            runs, own = table.held()
+            self.pool.drop(group, own)
+            for run in reversed(runs):
+                self.pool.release(run)
         if self._states is not None and tables.state is not None:
             self._states.free(tables.state)
 
@@ -230,17 +233,20 @@ class KVCacheManager:
         return wants
 
     def _tables(
-        self, attention: dict[int, GroupTable], new: dict[int, list[int]], hit: PrefixHit
+        self,
+        attention: dict[int, GroupTable],
+        new: dict[int, tuple[list[int], Units]],
+        hit: PrefixHit,
     ) -> BlockTables:
         groups: list[list[int]] = [[] for _ in self.plan.groups]
         for group, table in attention.items():
-            table.blocks += new[group]
+            table.extend(*new[group])
             groups[group] = table.blocks
         state = None
         if self._states is not None:
-            units = new[self._states.groups[0]]
-            state = self._states.begin(units, is_new=hit.states.source is None)
-            for group, unit in zip(self._states.groups, units, strict=True):
+            is_new = hit.states.source is None
+            state = self._states.begin(*new[self._states.groups[0]], is_new=is_new)
+            for group, unit in zip(self._states.groups, state.blocks, strict=True):
                 groups[group] = [unit]
         return BlockTables(tuple(groups), attention, state, num_checkpointed=hit.num_tokens)
 
