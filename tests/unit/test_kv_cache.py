@@ -77,29 +77,3 @@ def test_new_states_are_reported_once_and_not_after_free() -> None:
 def test_too_little_memory_names_what_is_needed() -> None:
     with pytest.raises(ConfigError, match="give at least"):
         plan_arena(HYBRID, 16, 1000)
-
-
-@pytest.mark.parametrize(
-    ("linear", "full", "head_dim", "kv_heads", "state"),
-    [
-        (24, 8, 256, 4, MambaSpec("gdn", (3, 8192), "bfloat16", (32, 128, 128))),
-        (36, 12, 256, 2, MambaSpec("gdn", (3, 8192), "bfloat16", (32, 128, 128))),
-        (24, 4, 128, 8, MambaSpec("mamba2", (3, 10240), "bfloat16", (128, 64, 128))),
-        (36, 4, 128, 4, MambaSpec("mamba2", (3, 3328), "bfloat16", (48, 64, 128))),
-        (44, 44, 128, 2, MambaSpec("mamba2", (3, 3584), "bfloat16", (24, 128, 256))),
-    ],
-    ids=[
-        "Qwen3.5-4B",
-        "Qwen3-Next-80B-A3B",
-        "Nemotron-H-8B",
-        "Granite-4.0-H-Tiny",
-        "Falcon-H1-7B",
-    ],
-)
-def test_published_geometries_keep_small_blocks_with_little_waste(
-    linear: int, full: int, head_dim: int, kv_heads: int, state: MambaSpec
-) -> None:
-    attention = FullAttentionSpec(kv_heads, head_dim, "bfloat16")
-    groups = form_groups(((state,),) * linear + ((attention,),) * full)
-    plan = plan_arena(groups, 16, 16 << 30)
-    assert all(plan.waste(group) < 0.03 for group in range(2))
