@@ -82,10 +82,13 @@ async def test_one_by_one(
 ) -> None:
     on, off = await pair_of_nodes(cluster, checkpoints[family], memory)
     ties = hits = 0
-    for prompt in conversation_prompts(Random(5), 40):
-        cached = await generate(on, request_of(prompt))
-        ties += assert_same(cached, await generate(off, request_of(prompt)))
+    answered: tuple[int, ...] = ()
+    for number, prompt in enumerate(conversation_prompts(Random(5), 40)):
+        asked = (*answered, *prompt)[:380] if number % 3 == 0 else prompt
+        cached = await generate(on, request_of(asked))
+        ties += assert_same(cached, await generate(off, request_of(asked)))
         hits += cached.last.num_cached_tokens > 0
+        answered = (*asked, *cached.token_ids)
     print(f"{family}: {hits} of 40 prompts hit, {ties} near-ties")
     assert hits >= (10 if memory > TIGHT else 3)
 

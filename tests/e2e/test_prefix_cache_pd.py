@@ -10,7 +10,13 @@ import pytest
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams, KVTransferStats
 from tests.cluster import Cluster, Generation, generate, settled, transfer_config
-from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of
+from tests.e2e.test_prefix_cache import (
+    PRESSED,
+    assert_same,
+    conversation_prompts,
+    request_of,
+    room_for,
+)
 
 HYBRIDS = ("qwen3_5", "nemotron_h", "granitemoehybrid", "falcon_h1")
 REMOTE_DECODE = KVTransferParams(do_remote_decode=True)
@@ -87,6 +93,30 @@ async def test_random_hand_overs_equal_one_node_without_caching(
     for prompt, pair in zip(prompts, pairs, strict=True):
         ties += assert_same(pair, await generate(alone, request_of(prompt)))
     print(f"{family}: {ties} near-ties")
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+async def test_hand_overs_under_pressure_equal_one_node_without_caching(
+    cluster: Cluster, checkpoints: dict[str, Path], family: str
+) -> None:
+    """D has room for two full-length requests while 32 decode there: it preempts and recomputes."""
+    model = checkpoints[family]
+    p, d = await pair_of_nodes(cluster, model, memory=room_for(model, PRESSED))
+    alone = await cluster.start("prefill", model)
+    prompts = conversation_prompts(Random(9), 32)
+    pairs, plain = [
+        await asyncio.gather(*asked)
+        for asked in (
+            [hand_over(p, d, prompt, max_tokens=64) for prompt in prompts],
+            [generate(alone, request_of(prompt, max_tokens=64)) for prompt in prompts],
+        )
+    ]
+    ties = sum(map(assert_same, pairs, plain))
+    preempted = d.engine.core.scheduler.stats.num_preemptions
+    print(f"{family}: {preempted} preemptions on D, {ties} near-ties")
+    assert preempted
+    await settled(p)
+    await settled(d)
 
 
 async def test_local_and_remote_requests_meet_on_one_node(
