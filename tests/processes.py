@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,11 +52,13 @@ class ServerProcess:
     start_value: Holdings | None = None
 
     @classmethod
-    def launch(cls, log: Path, module: str, *arguments: str, **environment: str) -> "ServerProcess":
-        """Returns at once, so that several start together."""
+    def launch(
+        cls, log: Path, module: str, *arguments: str, inside: Sequence[str] = (), **environment: str
+    ) -> "ServerProcess":
+        """Returns at once, so that several start together; `inside`: a command that runs it."""
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
+                [*inside, sys.executable, "-m", module, *arguments],
                 stderr=file,
                 stdout=subprocess.DEVNULL,
                 env={**os.environ, **environment},
