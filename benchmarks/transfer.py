@@ -30,7 +30,8 @@ from rich.console import Console
 from benchmarks import machine, report
 from benchmarks.pairs import Spread, alternate
 from benchmarks.plots import grouped_bars
-from connector.pd.layout import plan_pull
+from connector.pd.geometry import geometry_of
+from connector.pd.layout import plan_pull, remote_groups
 from connector.transports.base import SpanPair, Transport
 from connector.transports.choose import open_transport
 from connector.transports.nixl import NixlAddress
@@ -100,16 +101,15 @@ class Prompt:
         local = _tables(plan, case.tokens, case.tokens)
         grown = _tables(plan, case.tokens, case.chunk)
         remote = [
-            [plan.block_offset(group, block) for block in blocks]
+            tuple(plan.block_offset(group, block) for block in blocks)
             for group, blocks in enumerate(grown)
         ]
         return cls(plan, local, remote, case.tokens)
 
     def spans(self) -> tuple[SpanPair, ...]:
         """What a pull reads."""
-        pull = plan_pull(
-            self.plan, self.local, self.remote, num_tokens=self.tokens, num_local_tokens=0
-        )
+        remote = remote_groups(geometry_of(self.plan), list(map(tuple, self.remote)))
+        pull = plan_pull(self.plan, remote, self.local, num_tokens=self.tokens, num_local_tokens=0)
         return pull.spans
 
 

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.kv_cache.traces import Record, Segment, TokenTable
-from connector.pd.layout import PullPlan, plan_pull
+from connector.pd.geometry import geometry_of
+from connector.pd.layout import PullPlan, plan_pull, remote_groups
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 
-NOTHING = PullPlan((), 0, 0)
+NOTHING = PullPlan((), 0, 0, 0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,9 +54,13 @@ class DecodeNode:
         cache.copies_done()
         pull = NOTHING
         if not is_here:
-            nowhere = [[0] * len(blocks) for blocks in tables.groups]
+            nowhere = [(0,) * len(blocks) for blocks in tables.groups]
             pull = plan_pull(
-                cache.plan, tables.groups, nowhere, num_tokens=size, num_local_tokens=hit.num_tokens
+                cache.plan,
+                remote_groups(geometry_of(cache.plan), nowhere),
+                tables.groups,
+                num_tokens=size,
+                num_local_tokens=hit.num_tokens,
             )
             cache.keep_loaded(tables, request.prefix, size)
             cache.copies_done()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import structlog
 
 from connector.pd.claims import ClaimKeeper, PrefillClaim
-from connector.pd.layout import PullPlan, plan_pull
+from connector.pd.layout import PullPlan, plan_pull, remote_groups
 from connector.pd.peers import Peer
 from connector.transports.base import Transport
 from engine.config import PdConnectorConfig
@@ -160,8 +160,8 @@ class ConsumerWorker(WorkerConnector):
         started = time.monotonic()
         spans = plan_pull(
             self._plan,
+            remote_groups(peer.groups, claim.offsets),
             pull.tables,
-            claim.offsets,
             num_tokens=claim.params.remote_num_tokens or 0,
             num_local_tokens=pull.num_local_tokens,
         )

@@ -1,35 +1,80 @@
-"""What two nodes must have in common to exchange blocks: compared value by value, refused by name.
+"""What two nodes must have in common to exchange KV: compared value by value, refused by name.
 
-Neither package versions nor spellings of model paths take part.
+Each layer must keep the same things in the same types. How layers form groups, how many tokens a
+block has and how large a unit is may differ: `layout` translates. Neither package versions nor
+spellings of model paths take part.
 """
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated
+
+import msgspec
 
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
-from engine.kv_cache.spec import KVCacheGroup, MambaSpec, SlidingWindowSpec
+from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
 from engine.rpc.messages import Handshake
 
-PROTOCOL_VERSION = "1"
+PROTOCOL_VERSION = "2"
+GROUP_PREFIX = "kv_cache_group."
+MAX_LAYERS = 4096
+MAX_BLOCK_SIZE = 1 << 20
+
+_Layer = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
+
+
+class GroupGeometry(msgspec.Struct, frozen=True):
+    """One KV cache group of a node: what its layers keep, their order in a block, tokens per block.
+
+    `layers` are indexes in the model; `block_size` says nothing for states.
+    """
+
+    spec: Annotated[str, msgspec.Meta(max_length=500)]
+    layers: Annotated[tuple[_Layer, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
 
 
 def describe_geometry(plan: ArenaPlan, model_fingerprint: str) -> dict[str, str]:
     """This node's side of the comparison."""
     groups = {
-        f"kv_cache_group.{i}": _describe(group, plan.block_size_of(i))
-        for i, group in enumerate(plan.groups)
+        f"{GROUP_PREFIX}{number}": msgspec.json.encode(geometry).decode()
+        for number, geometry in enumerate(geometry_of(plan))
     }
     return {
         "protocol": PROTOCOL_VERSION,
         "model_fingerprint": model_fingerprint,
         "kv_layout": "head_major",
-        "num_kv_cache_groups": str(len(plan.groups)),
         **groups,
     }
 
 
+def geometry_of(plan: ArenaPlan) -> tuple[GroupGeometry, ...]:
+    """The groups of one arena."""
+    return tuple(
+        GroupGeometry(describe_spec(group.spec), group.layers, plan.block_size_of(number))
+        for number, group in enumerate(plan.groups)
+    )
+
+
+def groups_of(peer: Handshake) -> tuple[GroupGeometry, ...]:
+    """The groups of a peer. Raises TransportError for what is no list of groups."""
+    found = {
+        int(key.removeprefix(GROUP_PREFIX)): value
+        for key, value in peer.geometry.items()
+        if key.startswith(GROUP_PREFIX) and key.removeprefix(GROUP_PREFIX).isdecimal()
+    }
+    if set(found) != set(range(len(found))) or len(found) > MAX_LAYERS:
+        raise TransportError(f"{peer.engine_id} lists its KV cache groups as {sorted(found)}")
+    try:
+        return tuple(msgspec.json.decode(found[n], type=GroupGeometry) for n in range(len(found)))
+    except msgspec.DecodeError as error:
+        raise TransportError(f"{peer.engine_id} describes no KV cache group: {error}") from error
+
+
 def check_geometry(mine: Handshake, theirs: Handshake) -> None:
     """Raises TransportError naming the first difference and both values."""
-    here = {"transport": mine.transport, **mine.geometry}
-    there = {"transport": theirs.transport, **theirs.geometry}
+    here = {"transport": mine.transport, **_plain(mine), **_by_layer(groups_of(mine))}
+    there = {"transport": theirs.transport, **_plain(theirs), **_by_layer(groups_of(theirs))}
     for key in sorted(here.keys() | there.keys()):
         if here.get(key) != there.get(key):
             raise TransportError(
@@ -38,18 +83,27 @@ def check_geometry(mine: Handshake, theirs: Handshake) -> None:
             )
 
 
-def _describe(group: KVCacheGroup, block_size: int) -> str:
-    spec = group.spec
-    layers = ",".join(map(str, group.layers))
+def describe_spec(spec: LayerSpec) -> str:
+    """All that decides the bytes of one layer, except tokens per block."""
     if isinstance(spec, MambaSpec):
         conv = "x".join(map(str, spec.conv_shape))
         temporal = "x".join(map(str, spec.temporal_shape))
         return (
             f"mamba {spec.kind} conv={conv} {spec.conv_dtype} "
-            f"temporal={temporal} {spec.temporal_dtype} layers={layers}"
+            f"temporal={temporal} {spec.temporal_dtype}"
         )
     window = f"window={spec.window} " if isinstance(spec, SlidingWindowSpec) else ""
-    return (
-        f"attention {window}kv_heads={spec.num_kv_heads} head_dim={spec.head_dim} "
-        f"{spec.dtype} block_size={block_size} layers={layers}"
-    )
+    return f"attention {window}kv_heads={spec.num_kv_heads} head_dim={spec.head_dim} {spec.dtype}"
+
+
+def _plain(node: Handshake) -> Mapping[str, str]:
+    return {k: v for k, v in node.geometry.items() if not k.startswith(GROUP_PREFIX)}
+
+
+def _by_layer(groups: Iterable[GroupGeometry]) -> dict[str, str]:
+    """What each layer keeps; a layer may keep several things."""
+    kept: dict[str, list[str]] = {}
+    for group in groups:
+        for layer in group.layers:
+            kept.setdefault(f"layer {layer}", []).append(group.spec)
+    return {layer: "; ".join(sorted(specs)) for layer, specs in kept.items()}

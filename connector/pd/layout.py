@@ -1,73 +1,177 @@
-"""Blocks to byte spans: which bytes of P's arena go where in D's. Pure numbers.
+"""Tokens to byte spans: which bytes of P's arena go where in D's. Pure numbers.
 
-A block holds all layers of its group, so it is one span; neighbours on both sides become one span.
+A block holds all layers of its group, page by page, and a page is [K|V, heads, tokens, head_dim].
+Where P and D cut and group alike, a block is one piece; else a piece is what lies together on both
+sides, down to some tokens of one head. Neighbours on both sides become one span.
 
     P  |b7|b8|b9|..|b3|        D  |b0|b1|b2|b3|
         \\_______/    |             \\_______/  |
          one span   one span
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from connector.pd.geometry import GroupGeometry, describe_spec
 from connector.transports.base import SpanPair
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
-from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
+from engine.kv_cache.spec import AttentionSpec, MambaSpec, SlidingWindowSpec
 
 
 @dataclass(slots=True, frozen=True)
 class PullPlan:
-    """What one pull reads: as few spans as possible, and bytes by kind."""
+    """What one pull reads: `num_pieces` before neighbours were joined, and bytes by kind."""
 
     spans: tuple[SpanPair, ...]
     attention_bytes: int
     state_bytes: int
+    num_pieces: int
+
+
+@dataclass(slots=True, frozen=True)
+class RemoteGroup:
+    """A group of P, and where the blocks of one prefill start: byte offsets, the last ones of all.
+
+    Blocks that a window has left behind are not announced.
+    """
+
+    geometry: GroupGeometry
+    offsets: tuple[int, ...]
+
+
+def remote_groups(
+    geometry: Sequence[GroupGeometry], offsets: Sequence[tuple[int, ...]]
+) -> tuple[RemoteGroup, ...]:
+    """P's groups with what it announced of each. Raises TransportError when they do not match."""
+    if len(geometry) != len(offsets):
+        raise TransportError(
+            f"{len(offsets)} KV cache groups announced by a peer that has {len(geometry)}"
+        )
+    return tuple(map(RemoteGroup, geometry, offsets))
 
 
 def plan_pull(
     plan: ArenaPlan,
+    remote: Sequence[RemoteGroup],
     local_tables: Sequence[Sequence[int]],
-    remote_offsets: Sequence[Sequence[int]],
     *,
     num_tokens: int,
     num_local_tokens: int,
 ) -> PullPlan:
     """Spans that fill `local_tables` with `num_tokens` tokens, of which the first are here already.
 
-    `remote_offsets[g]` are byte offsets of group g's last blocks in P's arena; blocks that a window
-    has left behind are not announced and not read. Raises TransportError when P announces more
-    blocks than D reserved, or too few.
+    P's layers must keep what D's keep (`check_geometry`). Raises TransportError when P announces
+    other blocks than these tokens need.
     """
-    if len(local_tables) != len(remote_offsets):
-        raise TransportError(
-            f"{len(remote_offsets)} KV cache groups announced, {len(local_tables)} reserved"
-        )
+    for group in remote:
+        _check_announced(plan, group, num_tokens)
     pieces: list[SpanPair] = []
     sizes = {True: 0, False: 0}
-    for group, (blocks, offsets) in enumerate(zip(local_tables, remote_offsets, strict=True)):
-        first = _first_block(plan, group, num_tokens, num_local_tokens=num_local_tokens)
-        skipped = len(blocks) - len(offsets)
-        if not 0 <= skipped <= first:
-            raise TransportError(
-                f"group {group}: {len(offsets)} blocks announced, {len(blocks)} reserved"
-            )
-        length = plan.block_bytes(group)
-        sizes[isinstance(plan.groups[group].spec, MambaSpec)] += length * (len(blocks) - first)
-        pieces += [
-            SpanPair(remote=offset, local=plan.block_offset(group, block), length=length)
-            for offset, block in zip(offsets[first - skipped :], blocks[first:], strict=True)
-        ]
-    return PullPlan(tuple(coalesce(pieces)), sizes[False], sizes[True])
+    for number, blocks in enumerate(local_tables):
+        group_pull = _GroupPull(plan, number, blocks, remote, num_tokens, num_local_tokens)
+        for piece in group_pull.pieces():
+            pieces.append(piece)
+            sizes[group_pull.is_state] += piece.length
+    spans = tuple(coalesce(pieces))
+    return PullPlan(spans, sizes[False], sizes[True], len(pieces))
 
 
-def _first_block(plan: ArenaPlan, group: int, num_tokens: int, *, num_local_tokens: int) -> int:
-    """The first block of a group that has to be read: 0 for a state."""
-    spec = plan.groups[group].spec
-    if isinstance(spec, MambaSpec):
-        return 0
-    needed = spec.first_needed(num_tokens) if isinstance(spec, SlidingWindowSpec) else 0
-    return max(needed, num_local_tokens) // plan.block_size_of(group)
+@dataclass(slots=True, frozen=True)
+class _GroupPull:
+    """One of D's groups."""
+
+    plan: ArenaPlan
+    number: int
+    blocks: Sequence[int]
+    remote: Sequence[RemoteGroup]
+    num_tokens: int
+    num_local_tokens: int
+
+    @property
+    def is_state(self) -> bool:
+        return isinstance(self.plan.groups[self.number].spec, MambaSpec)
+
+    def pieces(self) -> Iterator[SpanPair]:
+        """In the order of D's blocks."""
+        twin = self._twin()
+        if self.is_state:
+            yield from self._states() if twin is None else self._whole_states(twin)
+        else:
+            yield from self._tokens() if twin is None else self._whole_blocks(twin)
+
+    def _twin(self) -> RemoteGroup | None:
+        """P's group with the same layers and blocks."""
+        group = self.plan.groups[self.number]
+        block_size = self.plan.block_size_of(self.number)
+        for other in self.remote:
+            same = other.geometry.layers == group.layers and self._keeps_the_same(other)
+            if same and (self.is_state or other.geometry.block_size == block_size):
+                return other
+        return None
+
+    def _keeps_the_same(self, other: RemoteGroup) -> bool:
+        return other.geometry.spec == describe_spec(self.plan.groups[self.number].spec)
+
+    def _first_token(self) -> int:
+        """The first token that has to be read; a block's first one."""
+        spec = self.plan.groups[self.number].spec
+        needed = spec.first_needed(self.num_tokens) if isinstance(spec, SlidingWindowSpec) else 0
+        size = self.plan.block_size_of(self.number)
+        return max(needed, self.num_local_tokens) // size * size
+
+    def _whole_states(self, twin: RemoteGroup) -> Iterator[SpanPair]:
+        length = self.plan.block_bytes(self.number)
+        yield SpanPair(twin.offsets[0], self._local(self.blocks[0]), length)
+
+    def _whole_blocks(self, twin: RemoteGroup) -> Iterator[SpanPair]:
+        length = self.plan.block_bytes(self.number)
+        size = self.plan.block_size_of(self.number)
+        skipped = -(-self.num_tokens // size) - len(twin.offsets)
+        first = self._first_token() // size
+        for place in range(first, len(self.blocks)):
+            remote = twin.offsets[place - skipped]
+            yield SpanPair(remote, self._local(self.blocks[place]), length)
+
+    def _states(self) -> Iterator[SpanPair]:
+        """Layer by layer."""
+        group = self.plan.groups[self.number]
+        assert isinstance(group.spec, MambaSpec)
+        length = group.spec.layer_bytes
+        for place, layer in enumerate(group.layers):
+            other, there = self._find(layer)
+            local = self._local(self.blocks[0]) + place * length
+            yield SpanPair(other.offsets[0] + there * length, local, length)
+
+    def _tokens(self) -> Iterator[SpanPair]:
+        """Runs of tokens that no block boundary cuts, layer by layer and head by head."""
+        group, size = self.plan.groups[self.number], self.plan.block_size_of(self.number)
+        spec = group.spec
+        assert isinstance(spec, AttentionSpec)
+        for place, layer in enumerate(group.layers):
+            other, there = self._find(layer)
+            remote_size = other.geometry.block_size
+            skipped = -(-self.num_tokens // remote_size) - len(other.offsets)
+            for start, count in _runs(self._first_token(), self.num_tokens, size, remote_size):
+                remote = other.offsets[start // remote_size - skipped]
+                remote += there * spec.page_bytes(remote_size)
+                local = self._local(self.blocks[start // size]) + place * spec.page_bytes(size)
+                for head in range(2 * spec.num_kv_heads):
+                    yield SpanPair(
+                        remote + (head * remote_size + start % remote_size) * _row_bytes(spec),
+                        local + (head * size + start % size) * _row_bytes(spec),
+                        count * _row_bytes(spec),
+                    )
+
+    def _find(self, layer: int) -> tuple[RemoteGroup, int]:
+        """P's group that keeps the same for a layer, and the layer's place in it."""
+        for other in self.remote:
+            if layer in other.geometry.layers and self._keeps_the_same(other):
+                return other, other.geometry.layers.index(layer)
+        raise TransportError(f"layer {layer} is not among what the peer announced")
+
+    def _local(self, block: int) -> int:
+        return self.plan.block_offset(self.number, block)
 
 
 def coalesce(pieces: Iterable[SpanPair]) -> list[SpanPair]:
@@ -84,3 +188,34 @@ def coalesce(pieces: Iterable[SpanPair]) -> list[SpanPair]:
 
 def _adjacent(left: SpanPair, right: SpanPair) -> bool:
     return left.remote + left.length == right.remote and left.local + left.length == right.local
+
+
+def _runs(start: int, end: int, *sizes: int) -> Iterator[tuple[int, int]]:
+    """(first token, count) of stretches that no block boundary of any size cuts."""
+    while start < end:
+        stop = min(end, *((start // size + 1) * size for size in sizes))
+        yield start, stop - start
+        start = stop
+
+
+def _row_bytes(spec: AttentionSpec) -> int:
+    """One token of one head, K or V."""
+    return spec.page_bytes(1) // (2 * spec.num_kv_heads)
+
+
+def _check_announced(plan: ArenaPlan, group: RemoteGroup, num_tokens: int) -> None:
+    """As many blocks as these tokens fill, without those that lie wholly behind the window."""
+    spec = next(
+        (own.spec for own in plan.groups if describe_spec(own.spec) == group.geometry.spec), None
+    )
+    if spec is None:
+        raise TransportError(f"the peer announced blocks of {group.geometry.spec!r}: not kept here")
+    size = group.geometry.block_size
+    most = 1 if isinstance(spec, MambaSpec) else -(-num_tokens // size)
+    needed = spec.first_needed(num_tokens) if isinstance(spec, SlidingWindowSpec) else 0
+    least = 1 if isinstance(spec, MambaSpec) else most - needed // size
+    if not least <= len(group.offsets) <= most:
+        raise TransportError(
+            f"{len(group.offsets)} blocks announced for {num_tokens} tokens of "
+            f"{group.geometry.spec!r}; {least} to {most} expected"
+        )

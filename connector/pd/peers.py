@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from connector.pd.geometry import check_geometry
+from connector.pd.geometry import GroupGeometry, check_geometry, groups_of
 from connector.transports.base import Transport
 from engine.errors import KVTransferParamsError, TandemError
 from engine.rpc.address import join_host_port
@@ -29,6 +29,7 @@ class Peer:
     engine_id: str
     control: ControlClient
     timeout_s: float
+    groups: tuple[GroupGeometry, ...]
     users: int = 1
     is_gone: bool = False
     is_dropped: bool = False
@@ -139,7 +140,7 @@ class PeerRegistry:
             control.close()
             raise
         log.info("connected to peer", peer=engine_id, host=host, port=port)
-        return Peer(engine_id, control, self._timeout_s)
+        return Peer(engine_id, control, self._timeout_s, groups_of(reply))
 
     def _open(self, host: str, port: int) -> ControlClient:
         address = join_host_port(host, port)

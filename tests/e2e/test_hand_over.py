@@ -183,17 +183,17 @@ async def test_changed_parameters_are_refused_and_nothing_leaks(
     assert caught.value.code == code
 
 
-async def test_nodes_with_different_blocks_do_not_exchange_them(
+async def test_nodes_that_keep_different_types_do_not_exchange_them(
     cluster: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """And P has its memory back at once, not when the lease runs out."""
     p = await cluster.start("prefill", checkpoints["qwen3"])
     config = transfer_config(policy="fail")
     d = await cluster.start(
-        "decode", checkpoints["qwen3"], block_size=32, kv_transfer_config=config
+        "decode", checkpoints["qwen3"], dtype="bfloat16", kv_transfer_config=config
     )
     params = await prefill(p, prompt_of(30))
-    with pytest.raises(KVLoadError, match=r"block_size=32 .* here and .* block_size=16 "):
+    with pytest.raises(KVLoadError, match=r"bfloat16' here and .* float32' there"):
         await generate(d, request_of(prompt_of(30), GREEDY, params))
     await settled(p)
 

@@ -1,51 +1,198 @@
-"""From block tables to byte spans: what is joined, what is skipped, what is refused."""
+"""From tokens to byte spans: every byte at its place, few spans where both sides are cut alike.
 
+P's arena is filled with numbers that say what each byte is; the spans are copied; then D's arena
+must say the same at the places where D's own layout wants it.
+"""
+
+from collections.abc import Iterator
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
 import pytest
 
-from connector.pd.layout import plan_pull
+from connector.pd.geometry import GroupGeometry, geometry_of
+from connector.pd.layout import PullPlan, RemoteGroup, plan_pull, remote_groups
 from connector.transports.base import SpanPair
 from engine.errors import TransportError
-from engine.kv_cache.plan import plan_arena
-from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
-
-MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
-ATTENTION = FullAttentionSpec(num_kv_heads=1, head_dim=4, dtype="float32")
-PLAN = plan_arena(form_groups(((MAMBA,), (ATTENTION,))), 16, 1 << 20)
-STATE, PAGES = (
-    next(g for g, group in enumerate(PLAN.groups) if isinstance(group.spec, kind))
-    for kind in (MambaSpec, FullAttentionSpec)
+from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.spec import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheGroup,
+    MambaSpec,
+    SlidingWindowSpec,
 )
-BLOCK = PLAN.block_bytes(PAGES)
-assert PLAN.blocks_per_unit[PAGES] > 3
+
+STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+FULL = FullAttentionSpec(num_kv_heads=2, head_dim=4, dtype="float32")
+WINDOW = SlidingWindowSpec(num_kv_heads=1, head_dim=8, dtype="float32", window=20)
+Arena = npt.NDArray[np.uint64]
 
 
-def tables(state: tuple[int, ...], pages: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """In the order of the plan's groups."""
-    return [state, pages] if STATE < PAGES else [pages, state]
+def groups(*sizes: int, split: bool = False) -> tuple[KVCacheGroup, ...]:
+    """A model of six layers; blocks of full attention and of the window; `split` otherwise."""
+    full, window = sizes
+    if not split:
+        return (
+            KVCacheGroup(STATE, (0, 2)),
+            KVCacheGroup(FULL, (1, 3, 4), full),
+            KVCacheGroup(WINDOW, (5,), window),
+        )
+    return (
+        KVCacheGroup(WINDOW, (5,), window),
+        KVCacheGroup(FULL, (4,), full),
+        KVCacheGroup(STATE, (2,)),
+        KVCacheGroup(FULL, (3, 1), full),
+        KVCacheGroup(STATE, (0,)),
+    )
+
+
+def plan_of(kept: tuple[KVCacheGroup, ...]) -> ArenaPlan:
+    return plan_arena(kept, 16, 4 << 20)
+
+
+def tables_of(plan: ArenaPlan, num_tokens: int, rng: Random) -> list[list[int]]:
+    """Blocks anywhere in the arena, each unit of one group."""
+    units = list(range(plan.num_units))
+    rng.shuffle(units)
+    tables = []
+    for group, per_unit in enumerate(plan.blocks_per_unit):
+        slots: list[int] = []
+        count = plan.blocks_for(group, num_tokens)
+        while len(slots) < count:
+            unit = units.pop()
+            slots += range(unit * per_unit, (unit + 1) * per_unit)
+        tables.append(slots[:count])
+    return tables
+
+
+def words_of(
+    plan: ArenaPlan, tables: list[list[int]], num_tokens: int, first: int = 0
+) -> Iterator[tuple[int, tuple[object, ...]]]:
+    """(offset of a float in the arena, what it is) for all that these tokens need."""
+    for number, group in enumerate(plan.groups):
+        spec, blocks = group.spec, tables[number]
+        for place, layer in enumerate(group.layers):
+            if isinstance(spec, MambaSpec):
+                start = plan.block_offset(number, blocks[0]) + place * spec.layer_bytes
+                for offset in range(0, spec.layer_bytes, 4):
+                    yield start + offset, ("state", layer, offset)
+                continue
+            yield from _pages(plan, number, blocks, (place, layer), range(first, num_tokens))
+
+
+def _pages(
+    plan: ArenaPlan, number: int, blocks: list[int], at: tuple[int, int], tokens: range
+) -> Iterator[tuple[int, tuple[object, ...]]]:
+    spec, size, (place, layer) = plan.groups[number].spec, plan.block_size_of(number), at
+    assert isinstance(spec, AttentionSpec)
+    needed = spec.first_needed(tokens.stop) if isinstance(spec, SlidingWindowSpec) else 0
+    for token in range(max(tokens.start, needed), tokens.stop):
+        page = plan.block_offset(number, blocks[token // size]) + place * spec.page_bytes(size)
+        for head in range(2 * spec.num_kv_heads):
+            row = page + (head * size + token % size) * spec.head_dim * 4
+            for channel in range(spec.head_dim):
+                yield row + 4 * channel, ("kv", layer, token, head, channel)
+
+
+def announced(plan: ArenaPlan, tables: list[list[int]], num_tokens: int) -> tuple[RemoteGroup, ...]:
+    """What P says: no blocks behind a window."""
+    offsets = []
+    for number, blocks in enumerate(tables):
+        spec, size = plan.groups[number].spec, plan.block_size_of(number)
+        skipped = (
+            spec.first_needed(num_tokens) // size if isinstance(spec, SlidingWindowSpec) else 0
+        )
+        offsets.append(tuple(plan.block_offset(number, block) for block in blocks[skipped:]))
+    return remote_groups(geometry_of(plan), offsets)
+
+
+def copy(spans: tuple[SpanPair, ...], source: Arena, target: Arena) -> None:
+    for remote, local, length in spans:
+        assert not (remote % 4 or local % 4 or length % 4)
+        target[local // 4 : (local + length) // 4] = source[remote // 4 : (remote + length) // 4]
+
+
+def pull(p: ArenaPlan, d: ArenaPlan, num_tokens: int, num_local: int, seed: int) -> PullPlan:
+    """Plans, copies and compares every float that D has to get."""
+    rng = Random(seed)
+    there, here = tables_of(p, num_tokens, rng), tables_of(d, num_tokens, rng)
+    names = {what: number for number, (_, what) in enumerate(words_of(p, there, num_tokens), 1)}
+    source, target = (np.zeros(plan.arena_bytes // 4, np.uint64) for plan in (p, d))
+    for offset, what in words_of(p, there, num_tokens):
+        source[offset // 4] = names[what]
+    remote = announced(p, there, num_tokens)
+    plan = plan_pull(d, remote, here, num_tokens=num_tokens, num_local_tokens=num_local)
+    copy(plan.spans, source, target)
+    wrong = [
+        what
+        for offset, what in words_of(d, here, num_tokens, num_local)
+        if target[offset // 4] != names[what]
+    ]
+    assert not wrong, wrong[:5]
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_tokens", [1, 15, 16, 17, 64, 75])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (groups(16, 16), groups(16, 16)),
+        (groups(16, 16), groups(32, 16)),
+        (groups(48, 32), groups(16, 16)),
+        (groups(16, 8), groups(24, 12)),
+        (groups(16, 16), groups(16, 16, split=True)),
+        (groups(32, 16, split=True), groups(16, 32)),
+    ],
+    ids=["alike", "twice", "thrice", "crossing", "split", "all"],
+)
+def test_every_byte_comes_to_its_place(
+    theirs: tuple[KVCacheGroup, ...],
+    ours: tuple[KVCacheGroup, ...],
+    num_tokens: int,
+    seed: int,
+) -> None:
+    p, d = plan_of(theirs), plan_of(ours)
+    pull(p, d, num_tokens, 0, seed)
+    pull(p, d, num_tokens, num_tokens // d.joint_block_size * d.joint_block_size, seed)
 
 
 def test_neighbours_on_both_sides_become_one_span_and_local_blocks_stay() -> None:
-    remote = tables((5000,), (0, 7000, 7000 + BLOCK, 90_000))
-    plan = plan_pull(PLAN, tables((3,), (0, 1, 2, 3)), remote, num_tokens=64, num_local_tokens=16)
-    assert set(plan.spans) == {
-        SpanPair(5000, PLAN.block_offset(STATE, 3), PLAN.block_bytes(STATE)),
-        SpanPair(7000, PLAN.block_offset(PAGES, 1), 2 * BLOCK),
-        SpanPair(90_000, PLAN.block_offset(PAGES, 3), BLOCK),
+    plan = plan_of(groups(16, 16)[:2])
+    block, state = plan.block_bytes(1), plan.block_bytes(0)
+    remote = remote_groups(geometry_of(plan), [(5000,), (0, 7000, 7000 + block, 90_000)])
+    found = plan_pull(plan, remote, [[3], [0, 1, 2, 3]], num_tokens=64, num_local_tokens=16)
+    assert set(found.spans) == {
+        SpanPair(5000, plan.block_offset(0, 3), state),
+        SpanPair(7000, plan.block_offset(1, 1), 2 * block),
+        SpanPair(90_000, plan.block_offset(1, 3), block),
     }
-    assert (plan.attention_bytes, plan.state_bytes) == (3 * BLOCK, PLAN.block_bytes(STATE))
+    assert (found.attention_bytes, found.state_bytes) == (3 * block, state)
+    assert (found.num_pieces, len(found.spans)) == (4, 3)
+
+
+def test_a_group_that_is_split_alike_on_both_sides_moves_whole_blocks() -> None:
+    """Other groups elsewhere do not make it slower."""
+    p, d = plan_of(groups(16, 16)), plan_of(groups(16, 32))
+    alike = pull(p, d, 64, 0, 0)
+    assert alike.num_pieces < 1 + 4 + 2 * 64
 
 
 @pytest.mark.parametrize(
-    "remote",
-    [
-        tables((0,), (0,)),
-        tables((0,), (0, BLOCK, 2 * BLOCK)),
-        tables((), (0, BLOCK)),
-        tables((0,), (0, BLOCK))[:1],
-        [*tables((0,), (0, BLOCK)), (0,)],
-        [],
-    ],
+    "offsets",
+    [[(0,), (0,)], [(0,), (0, 1, 2)], [(), (0, 1)], [(0,)], [(0,), (0, 1), (0,)], []],
 )
-def test_other_blocks_or_groups_than_reserved_are_refused(remote: list[tuple[int, ...]]) -> None:
+def test_other_blocks_or_groups_than_needed_are_refused(offsets: list[tuple[int, ...]]) -> None:
+    plan = plan_of(groups(16, 16)[:2])
     with pytest.raises(TransportError, match="announced"):
-        plan_pull(PLAN, tables((3,), (0, 1)), remote, num_tokens=32, num_local_tokens=0)
+        remote = remote_groups(geometry_of(plan), offsets)
+        plan_pull(plan, remote, [[3], [0, 1]], num_tokens=32, num_local_tokens=0)
+
+
+def test_what_no_layer_here_keeps_is_refused() -> None:
+    plan = plan_of(groups(16, 16)[:2])
+    foreign = RemoteGroup(GroupGeometry("attention of another kind", (1,), 16), (0, 1))
+    with pytest.raises(TransportError, match="another kind"):
+        plan_pull(plan, [foreign], [[3], [0, 1]], num_tokens=32, num_local_tokens=0)

@@ -1,0 +1,57 @@
+"""P and D need not cut alike: other block sizes and units on each side give the same tokens."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.node.server import NodeServer
+from tests.cluster import Cluster, generate, settled
+from tests.e2e.test_prefix_cache import assert_same, request_of
+from tests.e2e.test_prefix_cache_pd import hand_over, moved, prompt_of
+
+FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "falcon_h1")
+
+
+async def pair_of_nodes(
+    cluster: Cluster, model: Path, p_size: int, d_size: int, *, caching: bool = False
+) -> tuple[NodeServer, NodeServer]:
+    p, d = [
+        await cluster.start(kind, model, block_size=size, enable_prefix_caching=caching)
+        for kind, size in (("prefill", p_size), ("decode", d_size))
+    ]
+    return p, d
+
+
+@pytest.mark.parametrize(("p_size", "d_size"), [(16, 32), (64, 16), (48, 32)])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_blocks_of_another_size(
+    cluster: Cluster, checkpoints: dict[str, Path], family: str, p_size: int, d_size: int
+) -> None:
+    p, d = await pair_of_nodes(cluster, checkpoints[family], p_size, d_size)
+    for length in (1, 31, 100):
+        prompt = prompt_of(length)
+        alone = await generate(p, request_of(prompt))
+        pair = await hand_over(p, d, prompt)
+        assert moved(pair).attention_bytes > 0
+        assert pair.token_ids == alone.token_ids
+        assert pair.logprobs == alone.logprobs
+    await settled(p)
+    await settled(d)
+
+
+@pytest.mark.parametrize(("p_size", "d_size"), [(16, 32), (48, 16)])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_only_what_d_lacks_is_pulled(
+    cluster: Cluster, checkpoints: dict[str, Path], family: str, p_size: int, d_size: int
+) -> None:
+    p, d = await pair_of_nodes(cluster, checkpoints[family], p_size, d_size, caching=True)
+    alone = await cluster.start("prefill", checkpoints[family])
+    prompt = prompt_of(100)
+    whole = await hand_over(p, d, prompt)
+    longer = (*prompt[:90], *prompt_of(20, seed=8))
+    pair = await hand_over(p, d, longer)
+    assert moved(pair).decode_cached_tokens == 90 // d_size * d_size
+    assert 0 < moved(pair).attention_bytes < moved(whole).attention_bytes
+    assert_same(pair, await generate(alone, request_of(longer)))
+    again = await hand_over(p, d, longer)
+    assert (moved(again).attention_bytes, moved(again).state_bytes) == (0, 0)

@@ -1,0 +1,82 @@
+"""What two nodes must have in common, and what may differ; refusals name both values."""
+
+from dataclasses import replace
+
+import pytest
+
+from connector.pd.geometry import check_geometry, describe_geometry, geometry_of, groups_of
+from engine.errors import TransportError
+from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, LayerSpec, MambaSpec
+from engine.rpc.messages import Handshake
+
+STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+FULL = FullAttentionSpec(num_kv_heads=2, head_dim=4, dtype="float32")
+
+
+def node(
+    name: str, *groups: KVCacheGroup, block_size: int = 16, other: dict[str, str] | None = None
+) -> Handshake:
+    plan = plan_arena(groups, block_size, 1 << 20)
+    geometry = describe_geometry(plan, "model") | (other or {})
+    return Handshake(engine_id=name, transport="shm", transport_address=b"", geometry=geometry)
+
+
+def usual(
+    name: str, *, state: LayerSpec = STATE, full: LayerSpec = FULL, **other: str
+) -> Handshake:
+    return node(name, KVCacheGroup(state, (0, 2)), KVCacheGroup(full, (1, 3)), other=other)
+
+
+def test_block_sizes_units_and_groups_may_differ() -> None:
+    other = node(
+        "d",
+        KVCacheGroup(FULL, (3,), 48),
+        *(KVCacheGroup(STATE, (0,)), KVCacheGroup(FULL, (1,)), KVCacheGroup(STATE, (2,))),
+        block_size=32,
+    )
+    check_geometry(usual("p"), other)
+    assert [group.block_size for group in groups_of(other)] == [48, 32, 32, 32]
+    plan = plan_arena((KVCacheGroup(FULL, (1,)),), 16, 1 << 20)
+    assert groups_of(node("x", KVCacheGroup(FULL, (1,)))) == geometry_of(plan)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "here", "there"),
+    [
+        (usual("d", full=replace(FULL, dtype="bfloat16")), "float32", "bfloat16"),
+        (usual("d", full=replace(FULL, num_kv_heads=1)), "kv_heads=2", "kv_heads=1"),
+        (usual("d", state=replace(STATE, temporal_dtype="bfloat16")), "float32", "bfloat16"),
+        (usual("d", state=replace(STATE, conv_shape=(2, 64))), "3x64", "2x64"),
+        (node("d", KVCacheGroup(STATE, (0, 2))), "head_dim=4", "absent"),
+        (usual("d", protocol="1"), "'2'", "'1'"),
+        (usual("d", model_fingerprint="another"), "'model'", "'another'"),
+    ],
+)
+def test_a_difference_is_refused_with_both_values(theirs: Handshake, here: str, there: str) -> None:
+    with pytest.raises(TransportError) as refused:
+        check_geometry(usual("p"), theirs)
+    before, _, after = str(refused.value).partition(" here and ")
+    assert here in before and there in after
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '{"spec":"a","layers":[],"block_size":16}',
+        '{"spec":"a","layers":[-1],"block_size":1}',
+        '{"spec":"a","layers":[1],"block_size":0}',
+        '{"spec":1,"layers":[1],"block_size":16}',
+    ],
+)
+def test_a_peer_that_describes_nonsense_is_refused(text: str) -> None:
+    groups = KVCacheGroup(STATE, (0, 2)), KVCacheGroup(FULL, (1, 3))
+    with pytest.raises(TransportError, match="describes no KV cache group"):
+        check_geometry(usual("p"), node("d", *groups, other={"kv_cache_group.1": text}))
+
+
+def test_a_gap_in_the_list_of_groups_is_refused() -> None:
+    with pytest.raises(TransportError, match="lists its KV cache groups"):
+        groups_of(node("d", KVCacheGroup(FULL, (1,)), other={"kv_cache_group.7": "{}"}))
