@@ -1,5 +1,6 @@
 """The one assembly list of a node's connector: which classes make up a producer and a consumer."""
 
+import ipaddress
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -65,7 +66,10 @@ def build_connector(
 ) -> PdConnector:
     """Everything behind `--kv-transfer-config` for one node; `wake` makes an idle engine step."""
     extra = settings.config.kv_connector_extra_config
-    transport = open_transport(extra.transport, settings.engine_id)
+    host = advertised_host(settings.host)
+    transport = open_transport(
+        extra.transport, settings.engine_id, same_host=is_loopback(host), host=host
+    )
     identity = Handshake(
         engine_id=settings.engine_id,
         transport=transport.name,
@@ -81,7 +85,7 @@ def build_connector(
         control_timeout_s=extra.control_timeout,
     )
     claims = ClaimKeeper(peers, extra.kv_lease_duration)
-    address = AdvertisedAddress(settings.engine_id, advertised_host(settings.host))
+    address = AdvertisedAddress(settings.engine_id, host)
     transfers = TransferMetrics(metrics)
     consumer = ConsumerWorker(
         plan, transport, claims, metrics=transfers, pulls=PullLimits.of(extra), wake=wake
@@ -109,3 +113,13 @@ def build_connector(
 def advertised_host(host: str) -> str:
     """The address that peers are told: the listening one, or this machine's for a wildcard."""
     return socket.gethostbyname(socket.gethostname()) if host in WILDCARD_HOSTS else host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,37 +1,79 @@
 """The table of transports, and which one `auto` means. Knows no transport's inside."""
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
+from typing import NamedTuple
 
 import structlog
 
 from connector.transports.base import Transport
 from connector.transports.nixl import NixlTransport
 from connector.transports.shm import ShmTransport
+from connector.transports.zmq import ZmqTransport
 from engine.errors import ConfigError
 
-TRANSPORTS: Mapping[str, Callable[[str], Transport]] = MappingProxyType(
-    {"shm": ShmTransport, "nixl": NixlTransport}
+
+class TransportRow(NamedTuple):
+    """`open` takes the agent's name and the host to listen on; `package` is what it imports.
+
+    `extra`: what installs the package, in `pip install tandem[extra]`; None: it comes with tandem.
+    """
+
+    open: Callable[[str, str], Transport]
+    package: str | None = None
+    extra: str | None = None
+
+
+# Across hosts `auto` takes the first that is installed, top down.
+TRANSPORTS: Mapping[str, TransportRow] = MappingProxyType(
+    {
+        "shm": TransportRow(lambda agent_name, host: ShmTransport(agent_name)),
+        "nixl": TransportRow(lambda agent_name, host: NixlTransport(agent_name), "nixl", "nixl"),
+        "zmq": TransportRow(ZmqTransport, "zmq"),
+    }
 )
 
 
-def open_transport(name: str, agent_name: str, *, same_host: bool = True) -> Transport:
-    """A transport by name, or by `auto`: shm where all peers share this host's memory, else nixl.
+def open_transport(
+    name: str, agent_name: str, *, same_host: bool = True, host: str = "127.0.0.1"
+) -> Transport:
+    """A transport by name, or by `auto`: shm where all peers share this host's memory.
 
-    Raises ConfigError for an unknown name or a missing package.
+    `host`: where a transport listens that has to. Raises ConfigError for an unknown name or a
+    missing package.
     """
-    log = structlog.get_logger(__name__)
-    chosen = name
-    reason = "configured"
+    chosen, reason = name, "configured"
     if name == "auto":
-        chosen, reason = _auto(same_host)
+        chosen, reason = choose_transport(same_host=same_host, is_installed=is_installed)
     if chosen not in TRANSPORTS:
         raise ConfigError(f"unknown transport {name!r}; choose auto or one of {sorted(TRANSPORTS)}")
+    row = TRANSPORTS[chosen]
+    if row.package is not None and not is_installed(row.package):
+        raise ConfigError(f"transport {chosen} needs {row.package}: {_install(row)}")
+    log = structlog.get_logger(__name__)
     log.info("transport_chosen", transport=chosen, reason=reason, agent=agent_name)
-    return TRANSPORTS[chosen](agent_name)
+    return row.open(agent_name, host)
 
 
-def _auto(same_host: bool) -> tuple[str, str]:
+def choose_transport(*, same_host: bool, is_installed: Callable[[str], bool]) -> tuple[str, str]:
+    """What `auto` means, and why. `is_installed` is asked about packages."""
     if same_host:
         return "shm", "peers are on this host: one copy, no network stack"
-    return "nixl", "peers may be on other hosts"
+    missing: list[str] = []
+    for name, row in TRANSPORTS.items():
+        if row.package is None:
+            continue
+        if is_installed(row.package):
+            return name, "; ".join(["peers may be on other hosts", *missing])
+        missing.append(f"{name} is not installed ({_install(row)})")
+    raise ConfigError(f"no transport reaches other hosts: {'; '.join(missing)}")
+
+
+def is_installed(package: str) -> bool:
+    """Whether `package` can be imported; does not import it."""
+    return find_spec(package) is not None
+
+
+def _install(row: TransportRow) -> str:
+    return f"pip install 'tandem[{row.extra}]'" if row.extra else "pip install tandem"
