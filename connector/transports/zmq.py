@@ -34,7 +34,7 @@ class ZmqTransfer(Transfer):
     """A read over a connection of its own; `retire` takes the connection back if it is whole."""
 
     __slots__ = (
-        "_asked", "_asking", "_bytes", "_failure", "_link", "_lock", "_number", "_retire",
+        "_asked", "_asking", "_bytes", "_failure", "_link", "_lock", "_retire",
         "_status", "_stop", "peer",
     )  # fmt: skip
 
@@ -54,7 +54,6 @@ class ZmqTransfer(Transfer):
         self._lock = threading.Lock()
         self._asking = chunks(spans)
         self._asked: deque[tuple[int, list[SpanPair]]] = deque()
-        self._number = 0
         self._status = TransferStatus.PENDING
         self._stop: str | None = None  # set without the lock: a waiting thread looks at it
         self._failure: str | None = None
@@ -114,9 +113,7 @@ class ZmqTransfer(Transfer):
             chunk = next(self._asking, None)
             if chunk is None:
                 return
-            self._number += 1
-            self._link.ask(self._number, chunk)
-            self._asked.append((self._number, chunk))
+            self._asked.append((self._link.ask(chunk), chunk))
 
     def _take(self) -> bool:
         """At most one window, so that one `poll` ends; True if anything had come."""

@@ -42,6 +42,7 @@ class Link:
     def __init__(self, context: Context, address: ZmqAddress) -> None:
         self.peer = endpoint(address.host, address.port)
         self._header = memoryview(bytearray(MAX_HEADER_BYTES))
+        self._number = 0
         self._poller = zmq.Poller()
         with ExitStack() as undo:
             try:
@@ -54,14 +55,19 @@ class Link:
                 raise TransportError(f"zmq cannot connect to {self.peer}: {error}") from error
             undo.pop_all()
 
-    def ask(self, number: int, pieces: Sequence[SpanPair]) -> None:
-        """Send one request; at most `WINDOW` may be unanswered."""
+    def ask(self, pieces: Sequence[SpanPair]) -> int:
+        """Send one request, whose number is returned; at most `WINDOW` may be unanswered."""
+        self._number += 1
         wanted = tuple((piece.remote, piece.length) for piece in pieces)
+        request = msgspec.msgpack.encode(PieceRequest(self._number, wanted))
         try:
-            self._socket.send(msgspec.msgpack.encode(PieceRequest(number, wanted)), zmq.NOBLOCK)
+            # Or libzmq may call a queue full that has drained: it looks only now and then.
+            self._socket.get(zmq.EVENTS)
+            self._socket.send(request, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             self.check()
             raise TransportError(f"cannot ask {self.peer}: {error}") from error
+        return self._number
 
     def take(self, number: int, pieces: Sequence[SpanPair], arena: "memoryview[int]") -> bool:
         """Copy the next answer, which must be to `number`, into `arena`; False: not here yet."""
