@@ -1,6 +1,5 @@
 """The one assembly list of a node's connector: which classes make up a producer and a consumer."""
 
-import ipaddress
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from connector.pd.consumer import ConsumerScheduler, ConsumerWorker, PullLimits
 from connector.pd.control import LeaseDesk
 from connector.pd.geometry import describe_geometry
 from connector.pd.lease import LeaseTable
-from connector.pd.params import ParamsSigner
+from connector.pd.params import ParamsSigner, is_loopback
 from connector.pd.peers import PeerRegistry
 from connector.pd.producer import AdvertisedAddress, ProducerScheduler, ProducerWorker
 from connector.transports.base import Transport
@@ -113,13 +112,3 @@ def build_connector(
 def advertised_host(host: str) -> str:
     """The address that peers are told: the listening one, or this machine's for a wildcard."""
     return socket.gethostbyname(socket.gethostname()) if host in WILDCARD_HOSTS else host
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -48,7 +48,7 @@ class ParamsSigner:
                 "on the way; send P's object as it is, and give all nodes the same cluster token",
                 code="foreign_kv_transfer_params",
             )
-        if not self._has_token and not _is_loopback(params.remote_host or ""):
+        if not self._has_token and not is_loopback(params.remote_host or ""):
             raise KVTransferParamsError(
                 f"remote_host {params.remote_host!r} is not this machine; start all nodes with "
                 "the same cluster token to allow other hosts",
@@ -89,7 +89,8 @@ def check_remote_prefill(request: GenerateRequest, params: KVTransferParams) -> 
         )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`, an IP address or a name."""
     if host == "localhost":
         return True
     try:

@@ -15,7 +15,7 @@ from connector.transports.nixl import NixlAddress
 from connector.transports.shm import ShmAddress
 from connector.transports.zmq_wire import ZmqAddress
 from engine.arena import ArenaMemory
-from engine.errors import ConfigError, TransferTimeoutError, TransportError
+from engine.errors import TransferTimeoutError, TransportError
 from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer
 
 StartPeer = Callable[..., Peer]
@@ -364,9 +364,3 @@ def test_an_arena_is_zeroed_aligned_and_leaves_nothing_behind() -> None:
     assert held() == before
     with pytest.raises(ValueError, match="closed"):
         _ = memory.data_ptr
-
-
-def test_auto_and_unknown_names() -> None:
-    assert open_transport("auto", "d").name == "shm"
-    with pytest.raises(ConfigError, match="unknown transport 'smoke'"):
-        open_transport("smoke", "d")
