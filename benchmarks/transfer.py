@@ -5,7 +5,7 @@ Qwen3.5-4B in bfloat16: 8 attention layers (32 KiB per token), 24 GDN layers (51
 
 - memcpy: one thread, the same spans, from this process's own memory.
 - raw nixl: a read of the same spans with NIXL's Python agent, one request, polled without a pause.
-- shm, nixl: what a pull thread does: plan the spans from block tables, read, wait.
+- shm, nixl, zmq: what a pull thread does: plan the spans from block tables, read, wait.
 
 Every way's bytes are checked after every run. Both NIXL readers go without a progress thread, which
 would spin on a core that the other ways need.
@@ -52,9 +52,11 @@ ARENA_BYTES = 1400 << 20
 DEADLINE_S = 60.0
 FILL = 7
 TARGET = 0.8
+OURS = ("shm", "nixl", "zmq")
 TARGETS = (("shm", "memcpy"), ("nixl", "raw nixl"))
+RATIOS = (*TARGETS, ("zmq", "memcpy"))
 HEADERS = ("case", "MB", "spans", "memcpy", "shm", "shm / memcpy", "raw nixl", "nixl",
-           "nixl / raw nixl", "both >= 0.8")  # fmt: skip
+           "nixl / raw nixl", "both >= 0.8", "zmq", "zmq / memcpy")  # fmt: skip
 
 Read = Callable[[Sequence[SpanPair]], None]
 Tables = Sequence[Sequence[int]]
@@ -77,7 +79,7 @@ CASES = (
 
 
 class Row(msgspec.Struct, frozen=True):
-    """GB/s of every way, and the two ratios by round."""
+    """GB/s of every way, and the ratios by round."""
 
     case: str
     nbytes: int
@@ -130,7 +132,7 @@ def serve(pipe: Connection, nbytes: int) -> None:
     configure_logging("WARNING")
     arena = ArenaMemory(nbytes)
     arena.tensor.fill_(FILL)
-    transports = [open_transport(name, "bench-p") for name in ("shm", "nixl")]
+    transports = [open_transport(name, "bench-p") for name in OURS]
     pipe.send([transport.register(arena) for transport in transports])
     pipe.poll(None)
     for transport in transports:
@@ -226,7 +228,7 @@ class Bench:
             total,
             len(spans),
             {name: Spread.of(values) for name, values in speeds.items()},
-            {ours: Spread.of_ratio(speeds[ours], speeds[other]) for ours, other in TARGETS},
+            {ours: Spread.of_ratio(speeds[ours], speeds[other]) for ours, other in RATIOS},
         )
 
 
@@ -257,16 +259,17 @@ def run(rounds: int, console: Console) -> list[Row]:
     """All cases."""
     plan = plan_arena(GROUPS, 16, ARENA_BYTES)
     arena = ArenaMemory(plan.arena_bytes)
-    shm, nixl = (open_transport(name, "bench-d") for name in ("shm", "nixl"))
-    for transport in (shm, nixl):
+    transports = {name: open_transport(name, "bench-d") for name in OURS}
+    for transport in transports.values():
         transport.register(arena)
-    total = len(CASES) * 4 * (rounds + 2)
-    with peer_addresses(arena.nbytes) as (shm_at, nixl_at), report.progress(console, total) as tell:
-        plain = {"memcpy": memcpy_read(arena), "raw nixl": raw_nixl_read(arena, nixl_at)}
-        ours = {"shm": transport_read(shm, shm_at), "nixl": transport_read(nixl, nixl_at)}
+    total = len(CASES) * (2 + len(OURS)) * (rounds + 2)
+    with peer_addresses(arena.nbytes) as blobs, report.progress(console, total) as tell:
+        at = dict(zip(OURS, blobs, strict=True))
+        plain = {"memcpy": memcpy_read(arena), "raw nixl": raw_nixl_read(arena, at["nixl"])}
+        ours = {name: transport_read(opened, at[name]) for name, opened in transports.items()}
         bench = Bench(arena, plain, ours)
         rows = [bench.measure(case, plan, rounds, done=tell(case.name)) for case in CASES]
-    for transport in (shm, nixl):
+    for transport in transports.values():
         transport.close()
     arena.close()
     return rows
@@ -275,7 +278,7 @@ def run(rounds: int, console: Console) -> list[Row]:
 def cells(row: Row) -> list[str]:
     """One line of the table."""
     speeds = {name: f"{speed.median:.1f}" for name, speed in row.speeds.items()}
-    met = all(ratio.median >= TARGET for ratio in row.ratios.values())
+    met = all(row.ratios[ours].median >= TARGET for ours, _ in TARGETS)
     return [
         row.case,
         f"{row.nbytes / 1e6:.0f}",
@@ -287,6 +290,8 @@ def cells(row: Row) -> list[str]:
         speeds["nixl"],
         row.ratios["nixl"].show(),
         "met" if met else "MISSED",
+        speeds["zmq"],
+        row.ratios["zmq"].show(),
     ]
 
 
@@ -297,7 +302,7 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the speeds (svg, png).")] = None,
 ) -> None:
-    """Hand-over GB/s of shm and nixl beside memcpy and beside raw NIXL, in one run."""
+    """Hand-over GB/s of every transport beside memcpy and beside raw NIXL, in one run."""
     console = Console()
     configure_logging("WARNING")
     host = machine.prepare(cpu)
@@ -306,7 +311,7 @@ def main(
     report.publish(console, "Hand-over", headers=HEADERS, rows=list(map(cells, rows)), note=note)
     report.write_json(json, {"machine": host, "rows": rows})
     if plot is not None:
-        names = ("memcpy", "shm", "raw nixl", "nixl")
+        names = ("memcpy", "shm", "raw nixl", "nixl", "zmq")
         series = {name: [row.speeds[name] for row in rows] for name in names}
         grouped_bars(plot, [row.case for row in rows], series, ylabel="GB/s")
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 import transformers
+import zmq
 
 from decode_node.server import decode_server
 from engine.config import KVTransferConfig, NodeConfig
@@ -216,6 +217,7 @@ def warm(checkpoints: dict[str, Path]) -> None:
         await close_all(made.nodes)
 
     asyncio.run(live_once())
+    zmq.Frame(bytes(1 << 17), copy=False)  # starts the thread that lets buffers go for pyzmq
     gc.collect()
     gc.freeze()  # the modules imported so far: accounts collect garbage, and must be quick
 
