@@ -31,7 +31,7 @@ class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields
     `transfer_timeout` bounds one read, `control_timeout` one control message, both in seconds.
     """
 
-    transport: Literal["auto", "shm", "nixl", "zmq"] = "auto"
+    transport: Literal["auto", "shm", "nixl", "ucx", "zmq"] = "auto"
     kv_lease_duration: Seconds = 30.0
     max_concurrent_pulls: Annotated[int, Meta(ge=1, le=64)] = 4
     transfer_timeout: Seconds = 20.0

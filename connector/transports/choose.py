@@ -10,6 +10,7 @@ import structlog
 from connector.transports.base import Transport
 from connector.transports.nixl import NixlTransport
 from connector.transports.shm import ShmTransport
+from connector.transports.ucx import UcxTransport
 from connector.transports.zmq import ZmqTransport
 from engine.errors import ConfigError
 
@@ -30,6 +31,7 @@ TRANSPORTS: Mapping[str, TransportRow] = MappingProxyType(
     {
         "shm": TransportRow(lambda agent_name, host: ShmTransport(agent_name)),
         "nixl": TransportRow(lambda agent_name, host: NixlTransport(agent_name), "nixl", "nixl"),
+        "ucx": TransportRow(UcxTransport, "ucxx", "ucx"),
         "zmq": TransportRow(ZmqTransport, "zmq"),
     }
 )

@@ -13,6 +13,7 @@ from connector.transports.base import SpanPair, TransferStatus, Transport
 from connector.transports.choose import open_transport
 from connector.transports.nixl import NixlAddress
 from connector.transports.shm import ShmAddress
+from connector.transports.ucx import UcxAddress
 from connector.transports.zmq_wire import ZmqAddress
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
@@ -21,11 +22,13 @@ from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer
 StartPeer = Callable[..., Peer]
 
 
-@pytest.fixture(params=["shm", "nixl", "nixl-tcp", "zmq"])
+@pytest.fixture(params=["shm", "nixl", "nixl-tcp", "ucx", "zmq"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name, _, network = request.param.partition("-")
     if name == "nixl":
         pytest.importorskip("nixl", reason="nixl is not installed: pip install tandem[nixl]")
+    if name == "ucx":
+        pytest.importorskip("ucxx", reason="ucxx is not installed: pip install tandem[ucx]")
     if network:
         monkeypatch.setenv("UCX_TLS", network)
         monkeypatch.setenv("UCX_NET_DEVICES", "lo")
@@ -225,6 +228,9 @@ def forge(kind: str, address: bytes) -> list[bytes]:
         real = msgspec.msgpack.decode(address, type=ZmqAddress)
         changes = [{"token": "0" * 64}, {"port": 1}, {"token": "f"}, {"nbytes": 0}]
         changes += [{"host": host} for host in ("0.0.0.0", "224.0.0.1", "localhost", "::", "*")]
+    elif kind == "ucx":
+        real = msgspec.msgpack.decode(address, type=UcxAddress)
+        changes = [{"worker": b"\xff" * 300}, {"token": b"\0" * 16}, {"nbytes": 2 * ARENA_BYTES}]
     else:
         real = msgspec.msgpack.decode(address, type=NixlAddress)
         changes = [{"agent": "someone-else"}, {"base": 4096}, {"metadata": b"\0" * 400}]

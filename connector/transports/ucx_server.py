@@ -1,0 +1,206 @@
+"""The owner's side of the ucx transport: a thread that answers requests for parts of one arena.
+
+Knows frames and one arena; not who the readers are. Whoever has the token of this incarnation may
+read inside the arena, and nothing else is looked at before the token is right.
+"""
+
+import ctypes
+import hmac
+import os
+import secrets
+import struct
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from threading import Thread
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import structlog
+
+from connector.transports.ucx_worker import Bytes, Endpoint, Request, UcxWorker, wait_readable
+from engine.arena import ArenaMemory
+from engine.errors import TransportError
+
+MAX_FRAME_BYTES = 64 * 1024
+MAX_PART_BYTES = 8 << 20
+MAX_PART_SPANS = 1024
+MAX_PARTS_IN_FLIGHT = 8
+"""Parts that one reader may have asked for and not received."""
+
+REQUEST_TAG = 1
+REFUSAL_BYTES = 256
+MAX_READERS = 256
+_PATROL_S = 1.0  # how long the thread sleeps when nothing happens
+_STOP_S = 10.0
+_PREFIX = struct.Struct("<I")
+
+Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+WorkerAddress = Annotated[bytes, msgspec.Meta(min_length=1, max_length=16 * 1024)]
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Length = Annotated[int, msgspec.Meta(ge=1, le=MAX_PART_BYTES)]
+_Tag = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class PartRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for `spans` (offset, length) of the owner's arena, joined into one message at `tag`.
+
+    A refusal goes to `refusal_tag`, as text padded with zeros to REFUSAL_BYTES.
+    """
+
+    token: Token
+    reader: WorkerAddress
+    tag: _Tag
+    refusal_tag: _Tag
+    spans: Annotated[
+        list[tuple[_Natural, _Length]], msgspec.Meta(min_length=1, max_length=MAX_PART_SPANS)
+    ]
+
+
+class _Reader(msgspec.Struct):
+    endpoint: Endpoint
+    sends: list[Request] = msgspec.field(default_factory=list)
+
+
+def encode_frame(request: PartRequest) -> Bytes:
+    """The frame as a message; its length goes first, as the receiver is not told it."""
+    body = msgspec.msgpack.encode(request)
+    return np.frombuffer(_PREFIX.pack(len(body)) + body, dtype=np.uint8)
+
+
+def decode_frame(frame: memoryview) -> PartRequest:
+    """Raises TransportError for anything that is not a whole PartRequest."""
+    (length,) = _PREFIX.unpack_from(frame)
+    if length > len(frame) - _PREFIX.size:
+        raise TransportError(f"a frame of {length} B is over {MAX_FRAME_BYTES} B")
+    body = frame[_PREFIX.size : _PREFIX.size + length]
+    try:
+        return msgspec.msgpack.decode(body, type=PartRequest)
+    except msgspec.DecodeError as error:
+        raise TransportError(f"not a request for a part: {error}") from error
+
+
+def check_part(request: PartRequest, nbytes: int) -> None:
+    """Raises TransportError naming the first span outside the arena, or a part that is too big."""
+    for offset, length in request.spans:
+        if offset + length > nbytes:
+            raise TransportError(f"{length} B at {offset} end past the arena ({nbytes} B)")
+    total = sum(length for _, length in request.spans)
+    if total > MAX_PART_BYTES:
+        raise TransportError(f"a part of {total} B is over {MAX_PART_BYTES} B")
+
+
+@dataclass(slots=True)
+class ArenaServer:
+    """Serves `arena` from its own thread until `close`; the owner's engine does nothing."""
+
+    arena: ArenaMemory
+    host: str
+    token: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    _bytes: Bytes = field(init=False)
+    _worker: UcxWorker = field(init=False)
+    _readers: dict[bytes, _Reader] = field(default_factory=dict)
+    _leaving: list[Request] = field(default_factory=list)
+    _wake: int = field(init=False)
+    _thread: Thread = field(init=False)
+    _stopping: bool = False
+
+    def __post_init__(self) -> None:
+        self._bytes = self.arena.tensor.numpy()
+        self._worker = UcxWorker(self.host)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = Thread(target=self._run, name="ucx-server", daemon=True)
+
+    def start(self) -> bytes:
+        """Serve from now on; the worker's address."""
+        address = self._worker.address()
+        self._thread.start()
+        return address
+
+    def close(self) -> None:
+        """Stop the thread, which gives everything back."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            raise TransportError(f"the ucx server did not stop within {_STOP_S} s")
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        with ExitStack() as stack:
+            stack.callback(self._worker.close)
+            stack.callback(self._readers.clear)
+            frame = np.zeros(MAX_FRAME_BYTES, dtype=np.uint8)
+            inbox = self._worker.receive_any(frame)
+            while not self._stopping:
+                self._worker.progress()
+                if inbox.handle.completed:
+                    self._take(inbox)
+                    inbox = self._worker.receive_any(frame)
+                    continue
+                self._patrol()
+                if self._worker.arm():
+                    wait_readable((self._worker.event_fd, self._wake), _PATROL_S)
+
+    def _take(self, inbox: Request) -> None:
+        """Answer one frame; a bad one costs a line in the log."""
+        try:
+            self._worker.is_done(inbox)
+            request = decode_frame(inbox.buffer.data)
+            if not hmac.compare_digest(request.token, self.token):
+                raise TransportError("the token is not that of this incarnation")
+            self._answer(request)
+        except TransportError as error:
+            structlog.get_logger(__name__).warning("ucx_request_refused", reason=str(error))
+
+    def _answer(self, request: PartRequest) -> None:
+        reader = self._reader(request.reader)
+        try:
+            check_part(request, self.arena.nbytes)
+            self._reap(reader)
+            if len(reader.sends) >= MAX_PARTS_IN_FLIGHT:
+                raise TransportError(f"over {MAX_PARTS_IN_FLIGHT} parts in flight")
+        except TransportError as error:
+            text = str(error).encode()[:REFUSAL_BYTES].ljust(REFUSAL_BYTES, b"\0")
+            refusal = np.frombuffer(text, dtype=np.uint8)
+            self._leaving.append(self._worker.send(reader.endpoint, refusal, request.refusal_tag))
+            raise
+        part = self._gather(request.spans)
+        reader.sends.append(self._worker.send(reader.endpoint, part, request.tag))
+
+    def _gather(self, spans: list[tuple[int, int]]) -> Bytes:
+        """One span goes out of the arena itself, several through a buffer."""
+        if len(spans) == 1:
+            offset, length = spans[0]
+            return self._bytes[offset : offset + length]
+        part = np.empty(sum(length for _, length in spans), dtype=np.uint8)
+        source, target = self._bytes.ctypes.data, part.ctypes.data
+        for offset, length in spans:
+            ctypes.memmove(target, source + offset, length)
+            target += length
+        return part
+
+    def _reader(self, address: bytes) -> _Reader:
+        known = self._readers.get(address)
+        if known is not None and known.endpoint.alive:
+            return known
+        self._patrol()
+        if len(self._readers) >= MAX_READERS:
+            raise TransportError(f"over {MAX_READERS} readers")
+        self._readers[address] = _Reader(self._worker.connect(address))
+        return self._readers[address]
+
+    def _patrol(self) -> None:
+        """Forget what has been sent, and readers that have gone."""
+        self._leaving = [send for send in self._leaving if not send.handle.completed]
+        for address, reader in tuple(self._readers.items()):
+            self._reap(reader)
+            if not reader.endpoint.alive:
+                del self._readers[address]
+                self._leaving += reader.sends
+                self._worker.disconnect(reader.endpoint)
+
+    @staticmethod
+    def _reap(reader: _Reader) -> None:
+        """A send that failed needs no word: its reader has gone, or will ask again."""
+        reader.sends = [send for send in reader.sends if not send.handle.completed]

@@ -1,0 +1,198 @@
+"""ucxx's core with typed errors and plain arguments: tagged messages between two UCX workers.
+
+Knows no arenas, spans or frames. ucxx 0.52 has one-sided reads in C++ only, so its Python core
+leaves tagged messages; and it cancels no single request, so whoever gives up closes the worker.
+"""
+
+import fcntl
+import importlib
+import select
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from engine.errors import ConfigError, TransportError
+
+Bytes = npt.NDArray[np.uint8]
+
+WILDCARDS = ("", "0.0.0.0", "::")
+
+# UCX's own 8 KiB segments move 1.4 GB/s over loopback TCP where these move 3.5, and with
+# `put_zcopy` the receiver reads from the socket straight into its buffer.
+_SETTINGS = {
+    "TCP_TX_SEG_SIZE": "256K",
+    "TCP_RX_SEG_SIZE": "256K",
+    "RNDV_SCHEME": "put_zcopy",
+}
+_SIOCGIFADDR = 0x8915
+_INFINIBAND = Path("/sys/class/infiniband")
+_CLOSE_NS = 10_000_000
+_CLOSE_ATTEMPTS = 20
+
+
+@dataclass(slots=True, frozen=True)
+class Request:
+    """A message under way; it keeps its buffer alive."""
+
+    handle: Any
+    buffer: Bytes
+
+
+class Endpoint:
+    """The way to one other worker."""
+
+    __slots__ = ("handle",)
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    @property
+    def alive(self) -> bool:
+        """False once UCX has seen the other side go."""
+        return bool(self.handle.alive)
+
+
+class UcxWorker:
+    """One UCX context and worker, reachable at `host` only; one thread at a time.
+
+    Raises ConfigError without the ucxx package.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._ucx = _import_ucxx("ucxx._lib.libucxx")
+        self._array = _import_ucxx("ucxx._lib.arr").Array
+        self._errors = (self._ucx.UCXError, RuntimeError, ValueError)
+        self._endpoints: list[Endpoint] = []
+        feature = self._ucx.Feature
+        with self._typed("open a worker"):
+            settings = _SETTINGS | network_devices(host)
+            context = self._ucx.UCXContext(settings, (feature.TAG, feature.WAKEUP))
+            self._worker: Any = self._ucx.UCXWorker(context)
+            self._worker.init_blocking_progress_mode()
+        self.event_fd = int(self._worker.epoll_file_descriptor)
+
+    @contextmanager
+    def _typed(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except self._errors as error:
+            raise TransportError(f"ucx could not {action}: {error}") from error
+
+    def address(self) -> bytes:
+        """What another worker's `connect` needs."""
+        with self._typed("describe itself"):
+            return bytes(self._worker.address.tobytes())
+
+    def connect(self, address: bytes) -> Endpoint:
+        """Start connecting. `address` is parsed by UCX itself: take it from trusted peers only."""
+        with self._typed("connect"):
+            remote = self._ucx.UCXAddress.create_from_buffer(address)
+            endpoint = self._ucx.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
+        self._endpoints.append(Endpoint(endpoint))
+        return self._endpoints[-1]
+
+    def disconnect(self, endpoint: Endpoint) -> None:
+        """Close by force: what was under way fails."""
+        self._endpoints.remove(endpoint)
+        with self._typed("disconnect"):
+            endpoint.handle.close_blocking(_CLOSE_NS, _CLOSE_ATTEMPTS)
+
+    def send(self, endpoint: Endpoint, message: Bytes, tag: int) -> Request:
+        """Start sending; `message` must not change before it is done."""
+        with self._typed("send"):
+            tagged = self._ucx.UCXXTag(tag)
+            return Request(endpoint.handle.tag_send(self._array(message), tagged), message)
+
+    def receive(self, buffer: Bytes, tag: int) -> Request:
+        """Receive a message of exactly this tag; a longer one than `buffer` fails."""
+        with self._typed("receive"):
+            tagged = self._ucx.UCXXTag(tag)
+            return Request(self._worker.tag_recv(self._array(buffer), tagged), buffer)
+
+    def receive_any(self, buffer: Bytes) -> Request:
+        """Receive the next message, whatever its tag: nothing may pile up unread."""
+        with self._typed("receive"):
+            tag, mask = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
+            return Request(self._worker.tag_recv(self._array(buffer), tag, mask), buffer)
+
+    def is_done(self, request: Request) -> bool:
+        """Whether it ended well. Raises TransportError when it failed."""
+        if not request.handle.completed:
+            return False
+        with self._typed("move a message"):
+            request.handle.check_error()
+        return True
+
+    def progress(self) -> None:
+        """Do all that can be done now, without the GIL."""
+        with self._typed("progress"):
+            self._worker.progress()
+
+    def arm(self) -> bool:
+        """True: nothing can be done until `event_fd` is readable. Right after `progress`."""
+        with self._typed("wait"):
+            return bool(self._worker.arm())
+
+    def close(self) -> None:
+        """Give the worker and its connections back; afterwards no byte arrives. Idempotent."""
+        while self._endpoints:
+            self.disconnect(self._endpoints[-1])
+        if self._worker is not None:
+            with self._typed("cancel its requests"):
+                self._worker.cancel_inflight_requests(_CLOSE_NS, _CLOSE_ATTEMPTS)
+        self._worker = None
+
+
+def wait_readable(fds: Sequence[int], timeout_s: float) -> None:
+    """Until one of `fds` is readable, or `timeout_s` seconds."""
+    events = select.poll()
+    for fd in fds:
+        events.register(fd, select.POLLIN)
+    events.poll(timeout_s * 1e3)
+
+
+def network_devices(host: str) -> dict[str, str]:
+    """UCX's setting that keeps it on the interface of `host`; RDMA ports too, unless loopback."""
+    if host in WILDCARDS:
+        return {}
+    try:
+        wanted = socket.gethostbyname(host)
+    except OSError as error:
+        raise ConfigError(f"ucx cannot listen on {host!r}: {error}") from error
+    names = [name for _, name in socket.if_nameindex() if _ipv4_of(name) == wanted]
+    if wanted.startswith("127."):
+        names = ["lo"]
+    elif names and _INFINIBAND.is_dir():
+        ports = sorted(_INFINIBAND.glob("*/ports/*"))
+        names += [f"{port.parents[1].name}:{port.name}" for port in ports]
+    if not names:
+        raise ConfigError(f"no network interface of this machine has the address {wanted} ({host})")
+    return {"NET_DEVICES": ",".join(names)}
+
+
+def _ipv4_of(interface: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            asked = struct.pack("256s", interface.encode()[:15])
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
+        except OSError:  # it has none
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _import_ucxx(name: str) -> ModuleType:
+    """Heavy and optional, so not imported at the top of the file."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"the ucx transport needs the ucxx package ({error}): pip install tandem[ucx]"
+        ) from error

@@ -1,0 +1,255 @@
+"""What only the ucx transport has to hold: its frames, its tokens, its connections."""
+
+import socket
+import time
+from collections.abc import Iterator
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from connector.transports.base import SpanPair, TransferStatus
+from connector.transports.ucx import (
+    DIRECT_BYTES,
+    PART_BYTES,
+    UcxAddress,
+    UcxTransport,
+    plan_parts,
+)
+from connector.transports.ucx_server import (
+    MAX_FRAME_BYTES,
+    MAX_PART_BYTES,
+    MAX_PART_SPANS,
+    REFUSAL_BYTES,
+    REQUEST_TAG,
+    PartRequest,
+    check_part,
+    decode_frame,
+    encode_frame,
+)
+from connector.transports.ucx_worker import UcxWorker, network_devices
+from engine.arena import ArenaMemory
+from engine.errors import ConfigError, TransferTimeoutError, TransportError
+from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer
+
+pytest.importorskip("ucxx", reason="ucxx is not installed: pip install tandem[ucx]")
+
+WHOLE = [SpanPair(0, 0, ARENA_BYTES)]
+TOKEN = bytes(range(16))
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    opened = Peer("ucx", "p", 1)
+    yield opened
+    opened.stop()
+
+
+@pytest.fixture
+def arena() -> Iterator[ArenaMemory]:
+    memory = ArenaMemory(ARENA_BYTES)
+    yield memory
+    memory.close()
+
+
+@pytest.fixture
+def transport(arena: ArenaMemory) -> Iterator[UcxTransport]:
+    opened = UcxTransport("d")
+    opened.register(arena)
+    yield opened
+    opened.close()
+
+
+def test_every_byte_is_in_one_part_and_no_part_is_too_big() -> None:
+    lengths = [1, DIRECT_BYTES - 1, DIRECT_BYTES, PART_BYTES, 2 * PART_BYTES + 5, *[3] * 5000]
+    starts = np.cumsum([0, *lengths]).tolist()
+    spans = [SpanPair(7 + at, at, length) for at, length in zip(starts, lengths, strict=False)]
+    parts = list(plan_parts(spans))
+    pieces = sorted((span.local, span.remote, span.length) for part in parts for span in part.spans)
+    end = 0
+    for local, remote, length in pieces:
+        assert (local, remote) == (end, end + 7)
+        end += length
+    assert end == sum(lengths)
+    assert max(part.nbytes for part in parts) <= PART_BYTES
+    assert max(len(part.spans) for part in parts) <= MAX_PART_SPANS
+    assert len(parts) == 10  # 4 direct ones, and the small spans in six
+
+
+def asked(*spans: tuple[int, int]) -> PartRequest:
+    return PartRequest(TOKEN, b"reader", 3, 4, list(spans))
+
+
+def test_a_frame_comes_back_as_it_was() -> None:
+    request = asked((0, 1), (5, 9))
+    padded = np.zeros(MAX_FRAME_BYTES, dtype=np.uint8)
+    frame = encode_frame(request)
+    padded[: len(frame)] = frame
+    assert decode_frame(padded.data) == request
+
+
+def test_the_longest_frame_fits() -> None:
+    spans = [(2**63 - 1 - index, MAX_PART_BYTES) for index in range(MAX_PART_SPANS)]
+    request = PartRequest(TOKEN, bytes(16 * 1024), 2**63 - 1, 2**63 - 1, spans)
+    assert len(encode_frame(request)) <= MAX_FRAME_BYTES
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token": b"short"},
+        {"reader": b""},
+        {"reader": bytes(20_000)},
+        {"tag": -1},
+        {"spans": []},
+        {"spans": [(0, 0)]},
+        {"spans": [(-1, 8)]},
+        {"spans": [(0, MAX_PART_BYTES + 1)]},
+        {"spans": [(0, 1)] * (MAX_PART_SPANS + 1)},
+    ],
+    ids=lambda change: repr(change)[:30],
+)
+def test_a_frame_out_of_bounds_is_refused(change: dict[str, object]) -> None:
+    bad = msgspec.structs.replace(asked((0, 1)), **change)
+    with pytest.raises(TransportError, match="not a request"):
+        decode_frame(encode_frame(bad).data)
+
+
+def test_cut_and_oversized_frames_are_refused() -> None:
+    frame = encode_frame(asked((0, 1)))
+    for length in range(4, len(frame)):
+        with pytest.raises(TransportError, match="over"):
+            decode_frame(frame[:length].data)
+    with pytest.raises(TransportError, match="not a request"):
+        decode_frame(np.zeros(64, dtype=np.uint8).data)
+
+
+def test_the_owner_checks_every_span() -> None:
+    check_part(asked((0, 50), (50, 50)), 100)
+    with pytest.raises(TransportError, match="50 B at 51"):
+        check_part(asked((0, 50), (51, 50)), 100)
+    with pytest.raises(TransportError, match="a part of"):
+        check_part(asked((0, MAX_PART_BYTES), (0, 1)), 2 * MAX_PART_BYTES)
+
+
+def lie(peer: Peer, **change: object) -> bytes:
+    """The peer's address with a change, and with the digest that belongs to it."""
+    real = msgspec.structs.replace(UcxAddress.decode(peer.address), **change)
+    return msgspec.msgpack.encode(UcxAddress.of(real.worker, real.token, real.nbytes))
+
+
+def test_the_owner_refuses_what_is_outside_its_arena(
+    peer: Peer, transport: UcxTransport, arena: ArenaMemory
+) -> None:
+    transport.connect("p", lie(peer, nbytes=2 * ARENA_BYTES))
+    with pytest.raises(TransportError, match="refused a read: .* end past the arena"):
+        transport.read("p", [SpanPair(ARENA_BYTES - 4, 0, 8)]).wait(DEADLINE_S)
+    assert not arena.tensor.any()
+    transport.read("p", WHOLE).wait(DEADLINE_S)
+    assert torch.equal(arena.tensor, peer.bytes)
+
+
+def test_without_the_token_nothing_is_read(
+    peer: Peer, transport: UcxTransport, arena: ArenaMemory
+) -> None:
+    transport.connect("p", lie(peer, token=TOKEN))
+    with pytest.raises(TransferTimeoutError):
+        transport.read("p", WHOLE).wait(0.3)
+    assert not arena.tensor.any()
+    transport.connect("p", peer.address)
+    transport.read("p", WHOLE).wait(DEADLINE_S)
+    assert torch.equal(arena.tensor, peer.bytes)
+
+
+def hostile_frames(real: UcxAddress) -> Iterator[np.ndarray]:
+    generator = np.random.default_rng(5)
+    for length in (1, 3, 4, 100, MAX_FRAME_BYTES, MAX_FRAME_BYTES + 1, 3 * MIB):
+        yield generator.integers(0, 256, length, dtype=np.uint8)
+    good = msgspec.structs.replace(asked((0, 8)), token=real.token)
+    frame = encode_frame(good)
+    for place in range(4, 20):
+        broken = frame.copy()
+        broken[place] ^= 0xFF
+        yield broken
+    yield encode_frame(msgspec.structs.replace(good, token=TOKEN))
+
+
+def test_hostile_frames_do_not_stop_the_owner(
+    peer: Peer, transport: UcxTransport, arena: ArenaMemory
+) -> None:
+    real = UcxAddress.decode(peer.address)
+    attacker = UcxWorker("127.0.0.1")
+    endpoint = attacker.connect(real.worker)
+    sent = [
+        attacker.send(endpoint, frame, tag)
+        for tag, frame in enumerate(hostile_frames(real), start=REQUEST_TAG)
+    ]
+    until = time.monotonic() + DEADLINE_S
+    while not all(request.handle.completed for request in sent) and time.monotonic() < until:
+        attacker.progress()
+    transport.connect("p", peer.address)
+    transport.read("p", WHOLE).wait(DEADLINE_S)
+    assert torch.equal(arena.tensor, peer.bytes)
+    attacker.close()
+
+
+def test_a_reader_may_not_pile_up_parts(peer: Peer) -> None:
+    real = UcxAddress.decode(peer.address)
+    greedy = UcxWorker("127.0.0.1")
+    endpoint = greedy.connect(real.worker)
+    refusal = greedy.receive(np.zeros(REFUSAL_BYTES, dtype=np.uint8), 99)
+    request = PartRequest(real.token, greedy.address(), 7, 99, [(0, ARENA_BYTES)])
+    sent = [greedy.send(endpoint, encode_frame(request), REQUEST_TAG) for _ in range(20)]
+    until = time.monotonic() + DEADLINE_S
+    while not greedy.is_done(refusal) and time.monotonic() < until:
+        greedy.progress()
+    assert b"parts in flight" in refusal.buffer.tobytes()
+    assert sent
+    greedy.close()
+
+
+def test_a_lost_connection_comes_back_with_the_next_read(
+    peer: Peer, transport: UcxTransport, arena: ArenaMemory
+) -> None:
+    transport.connect("p", peer.address)
+    for _ in range(3):
+        transfer = transport.read("p", WHOLE)
+        if transfer.poll() is TransferStatus.PENDING:
+            transport.disconnect("p")
+            with pytest.raises(TransportError, match="disconnected"):
+                transfer.poll()
+        arena.tensor.zero_()
+        transport.connect("p", peer.address)
+        assert not arena.tensor.any()
+    transport.read("p", WHOLE).wait(DEADLINE_S)
+    assert torch.equal(arena.tensor, peer.bytes)
+
+
+def test_two_names_for_one_worker_are_refused(peer: Peer, transport: UcxTransport) -> None:
+    transport.connect("p", peer.address)
+    with pytest.raises(TransportError, match="announces the worker of 'p'"):
+        transport.connect("q", peer.address)
+
+
+def test_a_host_means_its_interface() -> None:
+    assert network_devices("127.0.0.1") == {"NET_DEVICES": "lo"}
+    assert network_devices("localhost") == {"NET_DEVICES": "lo"}
+    assert network_devices("0.0.0.0") == {}
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.9"):
+        network_devices("203.0.113.9")
+
+
+def listening() -> set[str]:
+    with open("/proc/net/tcp") as table:
+        return {line.split()[1] for line in table if line.split()[3] == "0A"}
+
+
+def test_only_loopback_listens(arena: ArenaMemory) -> None:
+    before = listening()
+    opened = UcxTransport("d", "127.0.0.1")
+    opened.register(arena)
+    new = {entry.split(":")[0] for entry in listening() - before}
+    opened.close()
+    loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
+    assert new == {loopback}
