@@ -11,7 +11,7 @@ from engine.types import GenerateRequest, KVTransferParams, SamplingParams
 from tests.cluster import BASE, VOCABULARY, Generation, generate
 
 FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
-TRANSPORTS = ("shm", "nixl", "zmq")
+TRANSPORTS = ("shm", "nixl", "ucx", "zmq")
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, logprobs=3, ignore_eos=True)
 REMOTE_DECODE = KVTransferParams(do_remote_decode=True)
 

@@ -48,7 +48,7 @@ async def make_room(node: NodeServer, blocker: KVTransferParams) -> None:
     await node.engine.run_in_engine(lambda: node.engine.core.scheduler.abort(held))
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "nixl", "ucx", "zmq"])
 async def test_p_killed_during_the_pull_costs_a_recompute_and_no_token(
     cluster: Cluster, real: Launcher, transport: str
 ) -> None:
@@ -84,7 +84,7 @@ async def remote_prefill(p: ServerProcess) -> dict[str, Any]:
     return question(prompt, model=None, kv_transfer_params=params)
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "nixl", "ucx", "zmq"])
 async def test_d_killed_with_a_claim_gives_p_its_memory_back(
     cluster: Cluster, real: Launcher, transport: str
 ) -> None:
