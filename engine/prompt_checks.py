@@ -1,8 +1,11 @@
-"""Whether token ids fit the model: the same checks at HTTP's border and at the engine's. Pure."""
+"""Whether a request fits the model: the same checks at HTTP's border and at the engine's. Pure."""
 
 from collections.abc import Sequence
 
-from engine.errors import InvalidRequestError, PromptTooLongError
+from engine.errors import InvalidRequestError, KVTransferParamsError, PromptTooLongError
+from engine.types import KVTransferParams
+
+FLAGS = frozenset({"do_remote_decode", "do_remote_prefill"})
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -27,3 +30,24 @@ def check_prompt(token_ids: Sequence[int], *, vocab_size: int, max_model_len: in
             code="context_length_exceeded",
         )
     check_token_ids(token_ids, vocab_size, "prompt")
+
+
+def check_details(params: KVTransferParams) -> None:
+    """Raise KVTransferParamsError for details of a remote prefill that is not asked for."""
+    if params.do_remote_prefill:
+        return
+    for name in params.__struct_fields__:
+        if name not in FLAGS and getattr(params, name) is not None:
+            raise KVTransferParamsError(f"{name} is only accepted with do_remote_prefill=true")
+
+
+def check_first_token(params: KVTransferParams, vocab_size: int) -> None:
+    """Raise KVTransferParamsError when P's first token, or one beside it, is none of the model."""
+    logprobs = params.first_token_logprobs or ()
+    beside = [token for entry in logprobs for token, _ in entry.top]
+    chosen = [entry.token_id for entry in logprobs]
+    try:
+        check_token_ids(params.first_token_ids or (), vocab_size, "first_token_ids")
+        check_token_ids([*chosen, *beside], vocab_size, "first_token_logprobs")
+    except InvalidRequestError as error:
+        raise KVTransferParamsError(f"kv_transfer_params: {error}") from error

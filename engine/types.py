@@ -12,9 +12,12 @@ from msgspec import Meta
 MAX_TOKENS_IN_REQUEST = 4_194_304
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_TOKEN_ID = 2**32 - 1
 
 TokenId = int
 Port = Annotated[int, Meta(ge=1, le=65535)]
+TokenIdOnWire = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Label = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
@@ -53,9 +56,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of one chosen token and of the most likely alternatives, best first."""
 
-    token_id: TokenId
+    token_id: TokenIdOnWire
     logprob: float
-    top: tuple[tuple[TokenId, float], ...] = ()
+    top: Annotated[tuple[tuple[TokenIdOnWire, float], ...], Meta(max_length=MAX_LOGPROBS + 1)] = ()
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,7 +75,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     remote_request_id: Label | None = None
     remote_block_ids: (
         Annotated[
-            tuple[Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=262_144)], ...],
+            tuple[Annotated[tuple[BlockId, ...], Meta(max_length=262_144)], ...],
             Meta(max_length=64),
         ]
         | None
@@ -83,7 +86,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     remote_prompt_digest: Annotated[str, Meta(max_length=128)] | None = None
     tp_size: Annotated[int, Meta(ge=1, le=1)] | None = None
     first_token_ids: (
-        Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(min_length=1, max_length=1)] | None
+        Annotated[tuple[TokenIdOnWire, ...], Meta(min_length=1, max_length=1)] | None
     ) = None
     first_token_logprobs: (
         Annotated[tuple[TokenLogprob, ...], Meta(min_length=1, max_length=1)] | None

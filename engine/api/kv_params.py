@@ -5,9 +5,8 @@ Knows nothing of leases or peers.
 
 from engine.api.json_body import convert
 from engine.errors import InvalidRequestError, KVTransferParamsError
+from engine.prompt_checks import FLAGS, check_details
 from engine.types import KVTransferParams
-
-_FLAGS = frozenset({"do_remote_decode", "do_remote_prefill"})
 
 
 def parse_kv_transfer_params(value: object) -> KVTransferParams | None:
@@ -19,18 +18,13 @@ def parse_kv_transfer_params(value: object) -> KVTransferParams | None:
     if value is None:
         return None
     params = _decode(value)
-    given = [name for name in params.__struct_fields__ if getattr(params, name) is not None]
-    details = [name for name in given if name not in _FLAGS]
-    if params.do_remote_prefill:
-        return params
-    if details:
-        raise KVTransferParamsError(f"{details[0]} is only accepted with do_remote_prefill=true")
-    return params if params.do_remote_decode else None
+    check_details(params)
+    return params if params.do_remote_prefill or params.do_remote_decode else None
 
 
 def _decode(value: object) -> KVTransferParams:
     if isinstance(value, dict):  # proxies send null where they mean false
-        value = {key: it for key, it in value.items() if key not in _FLAGS or it is not None}
+        value = {key: it for key, it in value.items() if key not in FLAGS or it is not None}
     try:
         return convert(value, KVTransferParams)
     except InvalidRequestError as error:

@@ -80,7 +80,7 @@ def _params_from_json(data: bytes) -> KVTransferParams | None:
         return None
     try:
         return msgspec.json.decode(data, type=KVTransferParams)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise KVTransferParamsError(f"kv_transfer_params cannot be read: {error}") from error
 
 
