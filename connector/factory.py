@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from connector.multi import MultiScheduler, MultiWorker
 from connector.pd.admission import PdAdmission
 from connector.pd.claims import ClaimKeeper
-from connector.pd.consumer import ConsumerScheduler, ConsumerWorker, PullLimits
+from connector.pd.consumer import ConsumerScheduler, ConsumerWorker
 from connector.pd.control import LeaseDesk
 from connector.pd.geometry import describe_geometry
 from connector.pd.lease import LeaseTable
@@ -86,9 +86,7 @@ def build_connector(
     claims = ClaimKeeper(peers, extra.kv_lease_duration)
     address = AdvertisedAddress(settings.engine_id, host)
     transfers = TransferMetrics(metrics)
-    consumer = ConsumerWorker(
-        plan, transport, claims, metrics=transfers, pulls=PullLimits.of(extra), wake=wake
-    )
+    consumer = ConsumerWorker(plan, transport, claims, metrics=transfers, config=extra, wake=wake)
     return PdConnector(
         Connector(
             PdAdmission(signer, claims, settings.config),

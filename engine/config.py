@@ -16,6 +16,7 @@ from engine.errors import ConfigError
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
+PULLS_PER_PEER = 4
 ListenPort = Annotated[int, Meta(ge=0, le=65_535)]
 
 
@@ -27,15 +28,34 @@ class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields
     """`kv_connector_extra_config` of the PdConnector.
 
     `kv_lease_duration`: seconds for which P keeps a finished prefill; a renewal extends it by two
-    thirds of that (vLLM #41383). `max_concurrent_pulls` bounds the pull threads of a node;
-    `transfer_timeout` bounds one read, `control_timeout` one control message, both in seconds.
+    thirds of that (vLLM #41383). `max_concurrent_pulls` bounds the pulls of a node that run at
+    once, `max_concurrent_pulls_per_peer` those from one prefill node (default: 4, or the node's
+    bound if that is less), `max_waiting_pulls` those that wait for their turn: one more is computed
+    here or fails, as `kv_load_failure_policy` says. `transfer_timeout` bounds one read,
+    `control_timeout` one control message, both in seconds.
     """
 
     transport: Literal["auto", "shm", "nixl", "ucx", "zmq"] = "auto"
     kv_lease_duration: Seconds = 30.0
-    max_concurrent_pulls: Annotated[int, Meta(ge=1, le=64)] = 4
+    max_concurrent_pulls: Annotated[int, Meta(ge=1, le=64)] = 16
+    max_concurrent_pulls_per_peer: Annotated[int, Meta(ge=1, le=64)] | None = None
+    max_waiting_pulls: Annotated[int, Meta(ge=1, le=65_536)] = 1024
     transfer_timeout: Seconds = 20.0
     control_timeout: Seconds = 5.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which decoding reports as a ConfigError."""
+        asked = self.max_concurrent_pulls_per_peer
+        if asked is not None and asked > self.max_concurrent_pulls:
+            raise ValueError(
+                f"max_concurrent_pulls_per_peer {asked} is more than max_concurrent_pulls "
+                f"{self.max_concurrent_pulls}; lower the one or raise the other"
+            )
+
+    @property
+    def pulls_per_peer(self) -> int:
+        """Pulls from one prefill node that may run at once."""
+        return self.max_concurrent_pulls_per_peer or min(PULLS_PER_PEER, self.max_concurrent_pulls)
 
 
 class KVTransferConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):

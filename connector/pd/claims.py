@@ -6,14 +6,17 @@ P's lease.
 
 import threading
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
+from connector.pd.fair_pool import FairPool, PoolLimits
 from connector.pd.peers import Peer, PeerRegistry
 from engine.errors import (
     DeadlineExceededError,
+    OverloadedError,
     TandemError,
     TransportError,
     UnavailableError,
@@ -22,7 +25,7 @@ from engine.types import KVTransferParams, KVTransferStats
 
 log = structlog.get_logger()
 
-CONTROL_THREADS = 4
+CONTROL_LIMITS = PoolLimits(total=16, per_peer=4, waiting=16_384)
 RENEWALS_PER_LEASE = 6
 MIN_INTERVAL_S = 0.02
 
@@ -60,7 +63,7 @@ class ClaimKeeper:
         self._claims: dict[str, PrefillClaim] = {}
         self._stopping = threading.Event()
         self._pause = threading.Event()
-        self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="kv-control")
+        self._control = FairPool(CONTROL_LIMITS, "kv-control")
         self._renewer = threading.Thread(target=self._renew_regularly, name="kv-renew", daemon=True)
         self._renewer.start()
 
@@ -73,10 +76,14 @@ class ClaimKeeper:
             return self._claims.get(request_id)
 
     def begin(self, claim: PrefillClaim) -> Future[None]:
-        """Asks P for the prefill, on a control thread; the future carries P's refusal."""
+        """Asks P for the prefill, on a control thread; the future carries P's refusal.
+
+        Raises OverloadedError when too many messages to peers wait already.
+        """
+        asked = self._control.submit(claim.params.remote_engine_id or "", partial(self._ask, claim))
         with self._lock:
             self._claims[claim.request_id] = claim
-        return self._control.submit(self._ask, claim)
+        return asked
 
     def end(self, request_id: str) -> PrefillClaim | None:
         """Forgets a claim; P's lease is released in the background if it is still ours."""
@@ -92,7 +99,7 @@ class ClaimKeeper:
             is_ours = not claim.ended and claim.peer is not None
             claim.ended = True
         if is_ours:
-            self._control.submit(self._give_up, claim)
+            self._tell(claim)
 
     def confirm(self, claim: PrefillClaim) -> bool:
         """Ends the lease after a read; true when it was alive, so that the bytes are intact."""
@@ -119,7 +126,7 @@ class ClaimKeeper:
         for request_id in list(self._claims):
             self.end(request_id)
         self._renewer.join()
-        self._control.shutdown(wait=True)
+        self._control.close()
 
     def _ask(self, claim: PrefillClaim) -> None:
         params = claim.params
@@ -144,6 +151,22 @@ class ClaimKeeper:
             came_too_late = claim.ended
         if came_too_late:
             self._give_up(claim)
+
+    def _tell(self, claim: PrefillClaim) -> None:
+        peer = claim.peer
+        assert peer is not None
+        try:
+            self._control.submit(peer.engine_id, partial(self._give_up, claim))
+        except OverloadedError as error:
+            self._peers.release(peer)
+            log.warning("a lease is left to run out", peer=peer.engine_id, error=str(error))
+
+    def _begin_renewal(self, peer: Peer, claims: list[PrefillClaim]) -> None:
+        try:
+            self._control.submit(peer.engine_id, partial(self._renew, peer, claims))
+        except OverloadedError as error:
+            self._peers.release(peer)
+            log.warning("leases are not renewed", peer=peer.engine_id, error=str(error))
 
     def _give_up(self, claim: PrefillClaim) -> None:
         """Best effort: if P does not hear it, the lease runs out by itself."""
@@ -171,7 +194,7 @@ class ClaimKeeper:
         while not self._pause_is_last():
             for peer, claims in self._by_peer():
                 if self._peers.hold(peer):
-                    self._control.submit(self._renew, peer, claims)
+                    self._begin_renewal(peer, claims)
 
     def _pause_is_last(self) -> bool:
         """Waits until it is time to renew; whether the node stops instead."""

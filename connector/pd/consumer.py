@@ -8,17 +8,17 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
 from connector.pd.claims import ClaimKeeper, PrefillClaim
+from connector.pd.fair_pool import FairPool, PoolLimits
 from connector.pd.layout import PullPlan, plan_pull, remote_groups
 from connector.pd.peers import Peer
 from connector.transports.base import Transport
 from engine.config import PdConnectorConfig
-from engine.errors import TandemError, TransportError
+from engine.errors import OverloadedError, TandemError, TransportError
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import FinishDecision, SchedulerConnector, WorkerConnector
 from engine.metrics import TransferMetrics
@@ -27,19 +27,6 @@ from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
 from engine.types import KVTransferStats
 
 log = structlog.get_logger()
-
-
-@dataclass(slots=True, frozen=True)
-class PullLimits:
-    """How many pulls may run at once, and seconds that one may take."""
-
-    max_concurrent: int
-    transfer_timeout_s: float
-
-    @classmethod
-    def of(cls, config: PdConnectorConfig) -> "PullLimits":
-        """The limits that a config names."""
-        return cls(config.max_concurrent_pulls, config.transfer_timeout)
 
 
 class ConsumerScheduler(SchedulerConnector):
@@ -94,23 +81,33 @@ class ConsumerWorker(WorkerConnector):
         claims: ClaimKeeper,
         *,
         metrics: TransferMetrics,
-        pulls: PullLimits,
+        config: PdConnectorConfig,
         wake: Callable[[], None],
     ) -> None:
         self._plan = plan
         self._transport = transport
         self._claims = claims
         self._metrics = metrics
-        self._timeout_s = pulls.transfer_timeout_s
+        self._timeout_s = config.transfer_timeout
         self._wake = wake
         self._results: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(pulls.max_concurrent, thread_name_prefix="kv-pull")
+        limits = PoolLimits(
+            total=config.max_concurrent_pulls,
+            per_peer=config.pulls_per_peer,
+            waiting=config.max_waiting_pulls,
+        )
+        self._pool = FairPool(limits, "kv-pull")
         self._stopping = threading.Event()
 
     def start_load_kv(self, meta: ConnectorMeta) -> None:
-        """Hands each pull to a pull thread."""
+        """Hands each pull to the pull threads, which serve peers in turn; refused pulls fail."""
         for pull in meta.pulls:
-            self._threads.submit(self._pull, pull)
+            claim = self._claims.get(pull.request_id)
+            peer = claim.peer.engine_id if claim and claim.peer else ""
+            try:
+                self._pool.submit(peer, partial(self._pull, pull))
+            except OverloadedError as error:
+                self._refuse(pull, claim, error)
 
     def get_finished(self) -> ConnectorOutput:
         """Pulls that ended since the last call."""
@@ -129,9 +126,18 @@ class ConsumerWorker(WorkerConnector):
         return None
 
     def close(self) -> None:
-        """Waits for pulls in flight (each is bounded) and stops the threads."""
+        """Waits for pulls in flight (each is bounded) and stops the threads; no more begin."""
         self._stopping.set()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
+
+    def _refuse(self, pull: BlockPull, claim: PrefillClaim | None, error: OverloadedError) -> None:
+        """Nobody will read: P hears it now, and the request is computed here or fails."""
+        log.warning("a pull was refused", error=str(error))
+        if claim is not None:
+            claim.failure = "too_many_pulls"
+            self._claims.settle(claim)
+        self._results.put((pull.request_id, "too_many_pulls"))
+        self._wake()
 
     def _pull(self, pull: BlockPull) -> None:
         """On a pull thread: every outcome becomes a result, or a request would wait for ever."""

@@ -57,3 +57,24 @@ def test_help_names_flags_in_full_and_their_defaults() -> None:
 def test_impossible_values_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(ConfigError, match=name):
         decode_config({"model": "m", name: value}, NodeConfig, "flags")
+
+
+def transfer_flags(**extra: object) -> dict[str, object]:
+    return {"model": "m", "kv_transfer_config": {"kv_connector_extra_config": extra}}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_concurrent_pulls", 0), ("max_concurrent_pulls_per_peer", 0), ("max_waiting_pulls", 0)],
+)
+def test_limits_of_pulls_are_at_least_one(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=name):
+        decode_config(transfer_flags(**{name: value}), NodeConfig, "flags")
+
+
+def test_one_peer_gets_no_more_pulls_than_the_node() -> None:
+    asked = {"max_concurrent_pulls": 2, "max_concurrent_pulls_per_peer": 3}
+    with pytest.raises(ConfigError, match="per_peer 3 is more than max_concurrent_pulls 2; lower"):
+        decode_config(transfer_flags(**asked), NodeConfig, "flags")
+    few = decode_config(transfer_flags(max_concurrent_pulls=2), NodeConfig, "flags")
+    assert few.kv_transfer_config.kv_connector_extra_config.pulls_per_peer == 2

@@ -1,0 +1,108 @@
+"""Threads shared by peers in turn: whatever one peer does, it takes only its own part of them.
+
+    waiting  a: 3 2 1   b: 1   c: 2 1        at most `total` run, at most `per_peer` of one peer;
+    next     a1, b1, c1, a2, c2, a3          a full pool refuses instead of growing
+
+Knows neither pulls nor messages.
+"""
+
+import threading
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from engine.errors import OverloadedError
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(slots=True, frozen=True)
+class PoolLimits:
+    """Calls that may run at once in all and for one peer, and that may wait in all."""
+
+    total: int
+    per_peer: int
+    waiting: int
+
+
+@dataclass(slots=True)
+class _Job:
+    peer: str
+    call: Callable[[], Any]
+    future: Future[Any] = field(default_factory=Future)
+
+
+class FairPool:
+    """Owner of its threads; all calls taken run, but for those that are cancelled first."""
+
+    def __init__(self, limits: PoolLimits, name: str) -> None:
+        self._limits = limits
+        self._threads = ThreadPoolExecutor(limits.total, thread_name_prefix=name)
+        self._changed = threading.Condition()
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # whose turn is next, first
+        self._running: Counter[str] = Counter()
+        self._num_waiting = 0
+
+    def submit(self, peer: str, call: Callable[[], _Result]) -> Future[_Result]:
+        """Runs `call` on a thread when `peer` has its turn; never waits.
+
+        Raises OverloadedError when too many calls wait already.
+        """
+        job = _Job(peer, call)
+        with self._changed:
+            if self._num_waiting >= self._limits.waiting:
+                raise OverloadedError(
+                    f"{self._num_waiting} calls to peers wait already, {self._limits.waiting} may"
+                )
+            self._waiting.setdefault(peer, deque()).append(job)
+            self._num_waiting += 1
+        self._start_ready()
+        return job.future
+
+    def close(self) -> None:
+        """Returns when every call has ended, the waiting ones too, and stops the threads."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_waiting and not self._running.total())
+        self._threads.shutdown(wait=True)
+
+    def _start_ready(self) -> None:
+        while (job := self._take_next()) is not None:
+            self._threads.submit(self._run, job)
+
+    def _take_next(self) -> _Job | None:
+        """The first call of the first peer that may run one more; the peer goes to the end."""
+        with self._changed:
+            if self._running.total() >= self._limits.total:
+                return None
+            limit = self._limits.per_peer
+            peer = next((it for it in self._waiting if self._running[it] < limit), None)
+            if peer is None:
+                return None
+            jobs = self._waiting[peer]
+            job = jobs.popleft()
+            self._waiting.move_to_end(peer)
+            if not jobs:
+                del self._waiting[peer]
+            self._num_waiting -= 1
+            self._running[peer] += 1
+            return job
+
+    def _run(self, job: _Job) -> None:
+        try:
+            if job.future.set_running_or_notify_cancel():
+                job.future.set_result(job.call())
+        except BaseException as error:
+            job.future.set_exception(error)
+            raise
+        finally:
+            self._ended(job.peer)
+            self._start_ready()
+
+    def _ended(self, peer: str) -> None:
+        with self._changed:
+            self._running[peer] -= 1
+            if not self._running[peer]:
+                del self._running[peer]
+            self._changed.notify_all()

@@ -1,0 +1,132 @@
+"""One prefill node hangs, another does not: the healthy one's prefills go through meanwhile.
+
+SIGSTOP makes a process that takes connections and answers nothing. What hangs on it must still be
+hanging when all else is done, and ends well once the process goes on.
+"""
+
+import asyncio
+import json
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from connector.pd.admission import PdAdmission
+from connector.pd.claims import PrefillClaim
+from engine.node.server import NodeServer
+from engine.types import KVTransferParams
+from tests.asking import prefill_over_http
+from tests.cluster import Cluster, Generation, generate, transfer_config
+from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
+from tests.processes import Launcher, ServerProcess
+
+PROMPT = prompt_of(100, salt=4)
+NUM_HANGING = 6
+# Long enough that nothing in these tests ends by a timeout.
+CONTROL_S = 30.0
+
+
+async def test_claims_at_a_peer_that_hangs_delay_no_other_claim(
+    cluster: Cluster, real: Launcher
+) -> None:
+    hung, healthy = real.node("prefill_node"), real.node("prefill_node")
+    d = await decode_node(cluster, real, "shm")
+    alone = await generate(d, request_of(PROMPT))
+    params = [await remote_prefill(hung) for _ in range(NUM_HANGING)]
+    async with stopped(hung):
+        waiting = start(d, params)
+        await until(lambda: len(claims_of(d)) == NUM_HANGING)
+        await check_others(d, healthy, alone)
+        assert not any(task.done() for task in waiting)
+    count_near_ties([alone] * NUM_HANGING, await asyncio.gather(*waiting))
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+async def test_pulls_from_a_peer_that_hangs_delay_no_other_pull(
+    cluster: Cluster, real: Launcher, transport: str
+) -> None:
+    hung, healthy = (
+        real.node("prefill_node", *transport_flag(transport), UCX_TLS="tcp") for _ in range(2)
+    )
+    d = await decode_node(cluster, real, transport)
+    alone = await generate(d, request_of(PROMPT))
+    params = [await remote_prefill(hung) for _ in range(NUM_HANGING)]
+    go_on = threading.Event()
+
+    def hold() -> None:
+        assert go_on.wait(CONTROL_S)
+
+    engine_waits = asyncio.create_task(d.engine.run_in_engine(hold))
+    waiting = start(d, params)
+    await until(lambda: sum(claim.peer is not None for claim in claims_of(d)) == NUM_HANGING)
+    async with stopped(hung):
+        go_on.set()
+        await engine_waits
+        await until(lambda: len(d.engine.core.scheduler._loading) == NUM_HANGING)
+        await check_others(d, healthy, alone)
+        assert not any(task.done() for task in waiting)
+    done = await asyncio.gather(*waiting)
+    count_near_ties([alone] * NUM_HANGING, done)
+    assert all(one.last.kv_transfer is not None for one in done)
+
+
+async def decode_node(cluster: Cluster, real: Launcher, transport: str) -> NodeServer:
+    """Patient enough, and with fewer pull threads than are going to hang."""
+    config = transfer_config(transport, control_s=CONTROL_S)
+    extra = msgspec.structs.replace(
+        config.kv_connector_extra_config, max_concurrent_pulls=4, max_concurrent_pulls_per_peer=3
+    )
+    config = msgspec.structs.replace(config, kv_connector_extra_config=extra)
+    return await cluster.start("decode", real.model, kv_transfer_config=config)
+
+
+async def check_others(d: NodeServer, healthy: ServerProcess, alone: Generation) -> None:
+    """Hand-overs from the healthy node, and a request without any, while the other node hangs."""
+    for _ in range(3):
+        pulled = await generate(d, request_of(PROMPT, GREEDY, await remote_prefill(healthy)))
+        count_near_ties([alone], [pulled])
+        assert pulled.last.kv_transfer is not None
+        assert pulled.last.kv_transfer.state_bytes > 0
+    count_near_ties([alone], [await generate(d, request_of(PROMPT))])
+
+
+def start(d: NodeServer, params: list[KVTransferParams]) -> list[asyncio.Task[Generation]]:
+    """A request on D for each prefill."""
+    return [asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, one))) for one in params]
+
+
+@asynccontextmanager
+async def stopped(server: ServerProcess) -> AsyncIterator[None]:
+    """The process does not run inside."""
+    server.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.signal(signal.SIGCONT)
+
+
+async def remote_prefill(p: ServerProcess) -> KVTransferParams:
+    """What P answers for D."""
+    answered = await prefill_over_http(p.url, list(PROMPT), logprobs=GREEDY.logprobs)
+    return msgspec.convert(answered, KVTransferParams)
+
+
+def claims_of(d: NodeServer) -> list[PrefillClaim]:
+    """What D has accepted and not ended."""
+    admission = d.engine._admission
+    assert isinstance(admission, PdAdmission)
+    return list(admission._claims._claims.values())
+
+
+def transport_flag(transport: str) -> tuple[str, str]:
+    extra = {"kv_connector_extra_config": {"transport": transport}}
+    return "--kv-transfer-config", json.dumps(extra)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - the condition is another thread's
+            await asyncio.sleep(0.01)
