@@ -83,13 +83,13 @@ def build_connector(
         cluster_token=settings.cluster_token,
         control_timeout_s=extra.control_timeout,
     )
-    claims = ClaimKeeper(peers, extra.kv_lease_duration)
-    address = AdvertisedAddress(settings.engine_id, host)
     transfers = TransferMetrics(metrics)
+    claims = ClaimKeeper(peers, extra.kv_lease_duration, transfers)
+    address = AdvertisedAddress(settings.engine_id, host)
     consumer = ConsumerWorker(plan, transport, claims, metrics=transfers, config=extra, wake=wake)
     return PdConnector(
         Connector(
-            PdAdmission(signer, claims, settings.config),
+            PdAdmission(signer, claims, settings.config, metrics=transfers),
             MultiScheduler(
                 [
                     ProducerScheduler(address, plan, leases, signer=signer),

@@ -62,6 +62,19 @@ class NodeMetrics:
 
         self.registry.register(_Reader(collect))
 
+    def read_labelled_gauge(
+        self, name: str, help_text: str, label: str, *, read: Callable[[], dict[str, int]]
+    ) -> None:
+        """A gauge with one more label whose values are read when it is scraped."""
+
+        def collect() -> Iterable[Metric]:
+            family = GaugeMetricFamily(name, help_text, labels=(*LABELS, label))
+            for value, count in read().items():
+                family.add_metric((*self.labels, value), count)
+            yield family
+
+        self.registry.register(_Reader(collect))
+
     def read_counter(
         self, name: str, help_text: str, label: str, *, read: Callable[[], dict[str, int]]
     ) -> None:
@@ -138,12 +151,21 @@ class RequestTimer:
 
 
 class TransferMetrics:
-    """What hand-overs cost and how they fail, in the names of vLLM's NIXL connector."""
+    """What hand-overs cost and how they fail, in the names of vLLM's NIXL connector.
+
+    The names are the same for every transport, so that dashboards made for vLLM work unchanged.
+    """
 
     def __init__(self, metrics: NodeMetrics) -> None:
+        self._metrics = metrics
         self._labels = metrics.labels
         self.seconds = metrics.histogram(
             "vllm:nixl_xfer_time_seconds", "Duration of one pull.", LATENCY_BUCKETS
+        )
+        self.post_seconds = metrics.histogram(
+            "vllm:nixl_post_time_seconds",
+            "Time until the read of one pull was under way; with shm the read itself.",
+            LATENCY_BUCKETS,
         )
         self.bytes = metrics.histogram(
             "vllm:nixl_bytes_transferred", "Bytes of one pull.", BYTES_BUCKETS
@@ -151,12 +173,28 @@ class TransferMetrics:
         self.spans = metrics.histogram(
             "vllm:nixl_num_descriptors", "Spans of one pull.", COUNT_BUCKETS
         )
-        self.failed = metrics.counter("vllm:nixl_num_failed_transfers", "Pulls that failed.")
+        self.failed = metrics.counter(
+            "vllm:nixl_num_failed_transfers",
+            "Remote prefills that could not be claimed or pulled for a reason on the way.",
+        )
+        self.failed_notifications = metrics.counter(
+            "vllm:nixl_num_failed_notifications",
+            "Renewals, releases and confirmations that did not reach the prefill node.",
+        )
         self.expired = metrics.counter(
             "vllm:nixl_num_kv_expired_reqs", "Leases that ended before anybody released them."
         )
         self._by_kind = metrics.labelled_counter(
             "tandem:kv_transfer_bytes", "Bytes pulled, by kind of cache.", "kind"
+        )
+
+    def read_stages(self, read: Callable[[], dict[str, int]]) -> None:
+        """Where pulls stand, read when Prometheus asks."""
+        self._metrics.read_labelled_gauge(
+            "vllm:num_requests_kv_fetch_by_stage",
+            "Requests that wait for a pull, by stage.",
+            "stage",
+            read=read,
         )
 
     def pulled(self, seconds: float, *, spans: int, attention_bytes: int, state_bytes: int) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import json
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,6 +173,22 @@ def transfer_config(
     }
     fields = {"kv_load_failure_policy": policy, "kv_connector_extra_config": extra}
     return msgspec.convert(fields, KVTransferConfig)
+
+
+def sample(node: NodeServer, name: str, **labels: str) -> float:
+    """One number as Prometheus would read it now."""
+    model_name, engine = node.metrics.labels
+    every = {"model_name": model_name, "engine": engine, **labels}
+    found = node.metrics.registry.get_sample_value(name, every)
+    assert found is not None, name
+    return found
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for what other threads do."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)
 
 
 async def settled(node: NodeServer) -> None:

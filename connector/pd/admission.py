@@ -19,6 +19,7 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.kv_connector import AdmissionConnector
+from engine.metrics import TransferMetrics
 from engine.types import GenerateRequest, KVTransferParams
 
 log = structlog.get_logger()
@@ -34,10 +35,13 @@ class PdAdmission(AdmissionConnector):
         signer: ParamsSigner,
         claims: ClaimKeeper,
         config: KVTransferConfig,
+        *,
+        metrics: TransferMetrics,
     ) -> None:
         self._signer = signer
         self._claims = claims
         self._config = config
+        self._metrics = metrics
         # A claim is at most a handshake and the claim itself.
         self._timeout_s = 3 * config.kv_connector_extra_config.control_timeout
 
@@ -77,6 +81,7 @@ class PdAdmission(AdmissionConnector):
 
     def _unreachable(self, claim: PrefillClaim, error: TandemError | TimeoutError) -> None:
         log.warning("a remote prefill cannot be claimed", error=str(error))
+        self._metrics.failed.inc()
         if self._config.kv_load_failure_policy == "recompute":
             claim.failure = "peer_unreachable"
             return

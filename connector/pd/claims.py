@@ -21,6 +21,7 @@ from engine.errors import (
     TransportError,
     UnavailableError,
 )
+from engine.metrics import TransferMetrics
 from engine.types import KVTransferParams, KVTransferStats
 
 log = structlog.get_logger()
@@ -56,8 +57,9 @@ class PrefillClaim:
 class ClaimKeeper:
     """Owner of all claims of a node and of the threads that talk to prefill nodes about them."""
 
-    def __init__(self, peers: PeerRegistry, lease_s: float) -> None:
+    def __init__(self, peers: PeerRegistry, lease_s: float, metrics: TransferMetrics) -> None:
         self._peers = peers
+        self._metrics = metrics
         self._interval_s = lease_s / RENEWALS_PER_LEASE
         self._lock = threading.Lock()
         self._claims: dict[str, PrefillClaim] = {}
@@ -112,6 +114,9 @@ class ClaimKeeper:
             return peer.control.release(
                 peer.engine_id, claim.remote_request_id, reason="read", timeout_s=peer.timeout_s
             )
+        except TandemError:
+            self._metrics.failed_notifications.inc()
+            raise
         finally:
             self._peers.release(peer)
 
@@ -177,6 +182,7 @@ class ClaimKeeper:
                 peer.engine_id, claim.remote_request_id, reason="given up", timeout_s=peer.timeout_s
             )
         except TandemError as error:
+            self._metrics.failed_notifications.inc()
             self._lost(peer, error)
             log.info("could not release a lease", peer=peer.engine_id, error=str(error))
         finally:
@@ -225,6 +231,7 @@ class ClaimKeeper:
         try:
             lost = set(peer.control.renew(peer.engine_id, ids, timeout_s=peer.timeout_s))
         except TandemError as error:
+            self._metrics.failed_notifications.inc()
             self._peers.forget(peer)
             log.warning("a peer is gone", peer=peer.engine_id, error=str(error), claims=len(ids))
             return

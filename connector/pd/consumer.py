@@ -98,6 +98,7 @@ class ConsumerWorker(WorkerConnector):
         )
         self._pool = FairPool(limits, "kv-pull")
         self._stopping = threading.Event()
+        metrics.read_stages(self._stages)
 
     def start_load_kv(self, meta: ConnectorMeta) -> None:
         """Hands each pull to the pull threads, which serve peers in turn; refused pulls fail."""
@@ -130,10 +131,19 @@ class ConsumerWorker(WorkerConnector):
         self._stopping.set()
         self._pool.close()
 
+    def _stages(self) -> dict[str, int]:
+        """Pulls by stage, in vLLM's words."""
+        return {
+            "waiting_to_start": self._pool.num_waiting,
+            "in_progress": self._pool.num_running,
+            "completed_waiting": self._results.qsize(),
+        }
+
     def _refuse(self, pull: BlockPull, claim: PrefillClaim | None, error: OverloadedError) -> None:
         """Nobody will read: P hears it now, and the request is computed here or fails."""
         log.warning("a pull was refused", error=str(error))
         if claim is not None:
+            self._metrics.failed.inc()
             claim.failure = "too_many_pulls"
             self._claims.settle(claim)
         self._results.put((pull.request_id, "too_many_pulls"))
@@ -181,7 +191,9 @@ class ConsumerWorker(WorkerConnector):
     def _read(self, peer: Peer, spans: PullPlan) -> None:
         """A failed read leaves the transport disconnected: the next claim shakes hands again."""
         try:
+            started = time.monotonic()
             transfer = self._transport.read(peer.engine_id, spans.spans)
+            self._metrics.post_seconds.observe(time.monotonic() - started)
             try:
                 transfer.wait(self._timeout_s)
             except TransportError:

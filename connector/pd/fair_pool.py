@@ -45,6 +45,17 @@ class FairPool:
         self._running: Counter[str] = Counter()
         self._num_waiting = 0
 
+    @property
+    def num_waiting(self) -> int:
+        """Calls that have not begun."""
+        return self._num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Calls on a thread now."""
+        with self._changed:
+            return self._running.total()
+
     def submit(self, peer: str, call: Callable[[], _Result]) -> Future[_Result]:
         """Runs `call` on a thread when `peer` has its turn; never waits.
 

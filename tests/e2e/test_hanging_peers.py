@@ -8,7 +8,7 @@ import asyncio
 import json
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -19,12 +19,13 @@ from connector.pd.claims import PrefillClaim
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.asking import prefill_over_http
-from tests.cluster import Cluster, Generation, generate, transfer_config
+from tests.cluster import Cluster, Generation, generate, sample, transfer_config, until
 from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess
 
 PROMPT = prompt_of(100, salt=4)
 NUM_HANGING = 6
+PER_PEER = 3
 # Long enough that nothing in these tests ends by a timeout.
 CONTROL_S = 30.0
 
@@ -66,6 +67,7 @@ async def test_pulls_from_a_peer_that_hangs_delay_no_other_pull(
         go_on.set()
         await engine_waits
         await until(lambda: len(d.engine.core.scheduler._loading) == NUM_HANGING)
+        await until(lambda: stages(d) == (NUM_HANGING - PER_PEER, PER_PEER))
         await check_others(d, healthy, alone)
         assert not any(task.done() for task in waiting)
     done = await asyncio.gather(*waiting)
@@ -77,7 +79,9 @@ async def decode_node(cluster: Cluster, real: Launcher, transport: str) -> NodeS
     """Patient enough, and with fewer pull threads than are going to hang."""
     config = transfer_config(transport, control_s=CONTROL_S)
     extra = msgspec.structs.replace(
-        config.kv_connector_extra_config, max_concurrent_pulls=4, max_concurrent_pulls_per_peer=3
+        config.kv_connector_extra_config,
+        max_concurrent_pulls=4,
+        max_concurrent_pulls_per_peer=PER_PEER,
     )
     config = msgspec.structs.replace(config, kv_connector_extra_config=extra)
     return await cluster.start("decode", real.model, kv_transfer_config=config)
@@ -114,6 +118,12 @@ async def remote_prefill(p: ServerProcess) -> KVTransferParams:
     return msgspec.convert(answered, KVTransferParams)
 
 
+def stages(d: NodeServer) -> tuple[float, float]:
+    """Pulls that wait for their turn and pulls that run, as Prometheus reads them."""
+    name = "vllm:num_requests_kv_fetch_by_stage"
+    return sample(d, name, stage="waiting_to_start"), sample(d, name, stage="in_progress")
+
+
 def claims_of(d: NodeServer) -> list[PrefillClaim]:
     """What D has accepted and not ended."""
     admission = d.engine._admission
@@ -124,9 +134,3 @@ def claims_of(d: NodeServer) -> list[PrefillClaim]:
 def transport_flag(transport: str) -> tuple[str, str]:
     extra = {"kv_connector_extra_config": {"transport": transport}}
     return "--kv-transfer-config", json.dumps(extra)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the condition is another thread's
-            await asyncio.sleep(0.01)

@@ -1,0 +1,67 @@
+"""What nodes count of hand-overs, under the names that dashboards made for vLLM look for."""
+
+from pathlib import Path
+
+import msgspec
+
+from engine.node.server import NodeServer
+from engine.types import KVTransferParams
+from tests.asking import prefill_over_http
+from tests.cluster import Cluster, generate, sample, settled, transfer_config, until
+from tests.pairs import hand_over, prefill, prompt_of, request_of
+from tests.processes import Launcher
+
+PROMPT = prompt_of(100, salt=3)
+HISTOGRAMS = ("xfer_time_seconds", "post_time_seconds", "bytes_transferred", "num_descriptors")
+COUNTERS = ("num_failed_transfers", "num_failed_notifications", "num_kv_expired_reqs")
+STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
+
+
+async def test_a_pull_is_in_every_histogram_and_in_no_counter_of_failures(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p, d = [await cluster.start(kind, checkpoints["qwen3_5"]) for kind in ("prefill", "decode")]
+    done = await hand_over(p, d, PROMPT)
+    moved = done.last.kv_transfer
+    assert moved is not None
+    assert [sample(d, f"vllm:nixl_{name}_count") for name in HISTOGRAMS] == [1] * 4
+    assert [sample(p, f"vllm:nixl_{name}_count") for name in HISTOGRAMS] == [0] * 4
+    total = moved.attention_bytes + moved.state_bytes
+    assert sample(d, "vllm:nixl_bytes_transferred_sum") == total
+    assert sample(d, "vllm:nixl_post_time_seconds_sum") <= sample(
+        d, "vllm:nixl_xfer_time_seconds_sum"
+    )
+    for node in (p, d):
+        assert [sample(node, f"vllm:nixl_{name}_total") for name in COUNTERS] == [0] * 3
+    assert [stage(d, name) for name in STAGES] == [0, 0, 0]
+
+
+async def test_prefills_that_nobody_pulls_are_counted_when_their_lease_runs_out(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    config = transfer_config(lease_s=0.2)
+    p = await cluster.start("prefill", checkpoints["qwen3_5"], kv_transfer_config=config)
+    for _ in range(2):
+        await prefill(p, PROMPT)
+    await settled(p)
+    assert sample(p, "vllm:nixl_num_kv_expired_reqs_total") == 2
+
+
+async def test_what_a_dead_peer_does_not_hear_or_answer_is_counted(
+    cluster: Cluster, real: Launcher
+) -> None:
+    p = real.node("prefill_node")
+    config = transfer_config(lease_s=1.0, control_s=1.0)
+    d = await cluster.start("decode", real.model, kv_transfer_config=config)
+    answers = [await prefill_over_http(p.url, list(PROMPT)) for _ in range(2)]
+    first, second = (msgspec.convert(answer, KVTransferParams) for answer in answers)
+    await generate(d, request_of(PROMPT, params=first))
+    assert sample(d, "vllm:nixl_num_failed_notifications_total") == 0
+    p.kill()
+    await until(lambda: sample(d, "vllm:nixl_num_failed_notifications_total") >= 1)
+    assert (await generate(d, request_of(PROMPT, params=second))).last.kv_transfer is None
+    assert sample(d, "vllm:nixl_num_failed_transfers_total") == 1
+
+
+def stage(node: NodeServer, name: str) -> float:
+    return sample(node, "vllm:num_requests_kv_fetch_by_stage", stage=name)
