@@ -73,7 +73,9 @@ def build_connector(
         engine_id=settings.engine_id,
         transport=transport.name,
         transport_address=transport.register(arena),
-        geometry=describe_geometry(plan, settings.model_fingerprint),
+        geometry=describe_geometry(
+            plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
+        ),
     )
     leases = LeaseTable(extra.kv_lease_duration, time.monotonic)
     signer = ParamsSigner(settings.cluster_token)

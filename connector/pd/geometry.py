@@ -5,7 +5,9 @@ block has and how large a unit is may differ: `layout` translates. Neither packa
 spellings of model paths take part.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
@@ -34,8 +36,19 @@ class GroupGeometry(msgspec.Struct, frozen=True):
     block_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
 
 
-def describe_geometry(plan: ArenaPlan, model_fingerprint: str) -> dict[str, str]:
-    """This node's side of the comparison."""
+@dataclass(slots=True, frozen=True)
+class Difference:
+    """One value that two nodes should share and do not."""
+
+    key: str
+    here: str
+    there: str
+
+
+def describe_geometry(
+    plan: ArenaPlan, model_fingerprint: str, *, prefix_hash_seed: str
+) -> dict[str, str]:
+    """This node's side of the comparison; of the seed, which may be secret, only a digest."""
     groups = {
         f"{GROUP_PREFIX}{number}": msgspec.json.encode(geometry).decode()
         for number, geometry in enumerate(geometry_of(plan))
@@ -43,6 +56,7 @@ def describe_geometry(plan: ArenaPlan, model_fingerprint: str) -> dict[str, str]
     return {
         "protocol": PROTOCOL_VERSION,
         "model_fingerprint": model_fingerprint,
+        "prefix_hash_seed": hashlib.sha256(f"seed {prefix_hash_seed}".encode()).hexdigest()[:12],
         "kv_layout": "head_major",
         **groups,
     }
@@ -73,14 +87,25 @@ def groups_of(peer: Handshake) -> tuple[GroupGeometry, ...]:
 
 def check_geometry(mine: Handshake, theirs: Handshake) -> None:
     """Raises TransportError naming the first difference and both values."""
+    for found in differences(mine, theirs):
+        raise TransportError(
+            f"cannot exchange KV blocks with {theirs.engine_id}: {found.key} is "
+            f"{found.here!r} here and {found.there!r} there"
+        )
+
+
+def differences(mine: Handshake, theirs: Handshake) -> list[Difference]:
+    """Everything that keeps two nodes from exchanging blocks, sorted by key.
+
+    Raises TransportError for a peer that describes no groups.
+    """
     here = {"transport": mine.transport, **_plain(mine), **_by_layer(groups_of(mine))}
     there = {"transport": theirs.transport, **_plain(theirs), **_by_layer(groups_of(theirs))}
-    for key in sorted(here.keys() | there.keys()):
-        if here.get(key) != there.get(key):
-            raise TransportError(
-                f"cannot exchange KV blocks with {theirs.engine_id}: {key} is "
-                f"{here.get(key, 'absent')!r} here and {there.get(key, 'absent')!r} there"
-            )
+    return [
+        Difference(key, here.get(key, "absent"), there.get(key, "absent"))
+        for key in sorted(here.keys() | there.keys())
+        if here.get(key) != there.get(key)
+    ]
 
 
 def describe_spec(spec: LayerSpec) -> str:

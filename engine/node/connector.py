@@ -21,6 +21,7 @@ class ConnectorSettings:
     host: str
     cluster_token: str | None
     model_fingerprint: str
+    prefix_hash_seed: str
 
 
 class NodeConnector(Protocol):

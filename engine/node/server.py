@@ -129,6 +129,7 @@ class NodeServer:
             host=self.config.host,
             cluster_token=self.config.cluster_token,
             model_fingerprint=model_fingerprint(model.folder),
+            prefix_hash_seed=self.config.prefix_hash_seed,
         )
         connector = self._build_connector(
             settings, plan, arena, metrics=self.metrics, wake=self._wake

@@ -1,0 +1,73 @@
+"""`python -m connector.doctor P_URL D_URL`: checks a prefill and a decode node before traffic."""
+
+import asyncio
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from connector.doctor.canary import fly
+from connector.doctor.compare import compare
+from connector.doctor.findings import Finding, Verdict
+from connector.doctor.http import HttpNode
+from connector.doctor.probe import probe
+from engine.errors import ConfigError
+from engine.flags import ApiKey, ClusterToken
+
+PURPOSE = (
+    "Check a prefill node and a decode node before traffic: ports, authentication, geometry, "
+    "dtype, hash seed, protocol, transport, and a small hand-over whose tokens are compared. "
+    "One line per finding; exits with 1 if anything is wrong."
+)
+Prefill = Annotated[str, typer.Argument(help="http://host:port of the prefill node.")]
+Decode = Annotated[str, typer.Argument(help="http://host:port of the decode node.")]
+Canary = Annotated[bool, typer.Option(help="Run the small hand-over.")]
+Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds that each question may take.")]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command(help=PURPOSE)
+def run(
+    prefill_url: Prefill,
+    decode_url: Decode,
+    cluster_token: ClusterToken = None,
+    *,
+    api_key: ApiKey = None,
+    canary: Canary = True,
+    timeout: Timeout = 30.0,
+) -> None:
+    try:
+        nodes = HttpNode.of(prefill_url, timeout), HttpNode.of(decode_url, timeout)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    findings = asyncio.run(examine(nodes, cluster_token, api_key, with_canary=canary))
+    console = Console(highlight=False, soft_wrap=True)
+    for finding in findings:
+        console.print(finding.line())
+    raise typer.Exit(any(finding.verdict is Verdict.WRONG for finding in findings))
+
+
+async def examine(
+    nodes: tuple[HttpNode, HttpNode],
+    cluster_token: str | None,
+    api_key: str | None,
+    *,
+    with_canary: bool,
+) -> list[Finding]:
+    """All findings, in the order in which one looks for a fault; the canary flies only if all fits.
+
+    `nodes`: P, then D.
+    """
+    p, d = await asyncio.gather(
+        probe("P", nodes[0], cluster_token), probe("D", nodes[1], cluster_token)
+    )
+    findings = [*p.findings, *d.findings, *compare(p, d)]
+    is_well = all(finding.verdict is not Verdict.WRONG for finding in findings)
+    if with_canary and is_well:
+        findings.append(await fly(p, d, api_key))
+    return findings
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,135 @@
+"""A small real hand-over from P to D, checked against the same request on D alone."""
+
+import secrets
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from connector.doctor.findings import Finding, good, wrong
+from connector.doctor.http import HttpAnswer
+from connector.doctor.probe import NodeReport
+from engine.errors import TandemError
+from engine.rpc.messages import NodeInfo
+from engine.types import KVTransferStats
+
+SUBJECT = "canary P to D"
+PATH = "/v1/completions"
+PROMPT_TOKENS = 1024
+OUTPUT_TOKENS = 4
+NO_TOKEN = 2  # the first ids of a vocabulary are often special
+
+
+class CanaryError(TandemError):
+    """One of the canary's requests was refused; the finding says which and why."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.text)
+        self.finding = finding
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    token_ids: tuple[int, ...]
+
+
+class _Usage(msgspec.Struct, frozen=True):
+    kv_transfer: KVTransferStats | None = None
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    """What the canary reads of a completion."""
+
+    choices: Annotated[tuple[_Choice, ...], msgspec.Meta(min_length=1)]
+    usage: _Usage
+    kv_transfer_params: dict[str, Any] | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class _Asked:
+    """What a node answered with: tokens, P's parameters, D's account of the transfer."""
+
+    token_ids: list[int]
+    params: dict[str, Any] | None
+    moved: KVTransferStats | None
+
+
+async def fly(p: NodeReport, d: NodeReport, api_key: str | None) -> Finding:
+    """Prefill on P, decode on D, and again on D alone: the tokens must be equal."""
+    assert p.info is not None and d.info is not None
+    prompt = _prompt(p.info, d.info)
+    try:
+        held = await _ask(p, api_key, _body(prompt, 1, {"do_remote_decode": True}))
+        if held.params is None:
+            fix = 'start P with kv_role "kv_producer" or "kv_both" in --kv-transfer-config'
+            return wrong(SUBJECT, "P answered without kv_transfer_params", fix)
+        pulled = await _ask(d, api_key, _body(prompt, OUTPUT_TOKENS, held.params))
+        alone = await _ask(d, api_key, _body(prompt, OUTPUT_TOKENS, None))
+    except CanaryError as error:
+        return error.finding
+    except TandemError as error:
+        return wrong(SUBJECT, f"no answer: {error}", "look into the logs of both nodes")
+    return _judge(held, pulled, alone)
+
+
+def _judge(held: _Asked, pulled: _Asked, alone: _Asked) -> Finding:
+    params, moved = held.params or {}, pulled.moved
+    if moved is None or not moved.attention_bytes + moved.state_bytes:
+        where = f"{params.get('remote_host')}:{params.get('remote_port')}"
+        text = f"D computed the prompt itself instead of reading it from P at {where}"
+        fix = "see D's log; start P with a --host that D can reach, or change the transport"
+        return wrong(SUBJECT, text, fix)
+    if pulled.token_ids != alone.token_ids:
+        text = f"tokens {pulled.token_ids} after the transfer, {alone.token_ids} on D alone"
+        return wrong(SUBJECT, text, "send no traffic; report it with both nodes' flags")
+    return good(SUBJECT, f"{_rate(moved)}; the tokens equal those of D alone")
+
+
+def _rate(moved: KVTransferStats) -> str:
+    total, seconds = moved.attention_bytes + moved.state_bytes, moved.transfer_ms / 1e3
+    rate = f"{total / seconds / 1e9:.3f} GB/s" if seconds > 0 else "too fast to tell"
+    return (
+        f"{moved.attention_bytes} B of attention and {moved.state_bytes} B of state in "
+        f"{moved.transfer_ms:.2f} ms, {rate}"
+    )
+
+
+def _prompt(p: NodeInfo, d: NodeInfo) -> list[int]:
+    """Random, so that no cache has it: as long as it may be, up to a bound."""
+    length = min(PROMPT_TOKENS, min(p.max_model_len, d.max_model_len) // 2)
+    highest = min(p.vocab_size, d.vocab_size)
+    lowest = min(NO_TOKEN, highest - 1)
+    return [lowest + secrets.randbelow(highest - lowest) for _ in range(max(1, length))]
+
+
+def _body(prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
+    """Each request has a salt of its own: what one leaves in a cache, no other finds."""
+    return {
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "cache_salt": secrets.token_hex(8),
+        "kv_transfer_params": params,
+    }
+
+
+async def _ask(node: NodeReport, api_key: str | None, body: dict[str, Any]) -> _Asked:
+    answer = await node.http.post(PATH, api_key, body)
+    if answer.status != 200:
+        raise CanaryError(_refused(node, answer))
+    try:
+        reply = msgspec.convert(answer.body, _Reply)
+    except msgspec.ValidationError as error:
+        text = f"{node.name}'s answer cannot be read: {error}"
+        raise CanaryError(wrong(SUBJECT, text, "run the same version everywhere")) from error
+    return _Asked(
+        list(reply.choices[0].token_ids), reply.kv_transfer_params, reply.usage.kv_transfer
+    )
+
+
+def _refused(node: NodeReport, answer: HttpAnswer) -> Finding:
+    if answer.status == 401:
+        fix = "give the doctor the nodes' --api-key (or VLLM_API_KEY)"
+        return wrong(SUBJECT, f"{node.name} refuses the API key", fix)
+    return wrong(SUBJECT, f"{node.name} answers {answer.error}", "look into its log")

@@ -1,0 +1,128 @@
+"""One node: can it be reached on all its ports, does it know us, is it ready."""
+
+import asyncio
+from dataclasses import dataclass
+
+import msgspec
+
+from connector.doctor.findings import Finding, good, wrong
+from connector.doctor.http import HttpAnswer, HttpNode
+from engine.errors import AuthenticationError, InvalidRequestError, TandemError
+from engine.rpc.address import join_host_port
+from engine.rpc.client import NodeClient
+from engine.rpc.control_client import ControlClient
+from engine.rpc.messages import Handshake, NodeInfo
+from engine.types import Label, Port
+
+CALLER = "doctor"
+SAME_TOKEN = "give the doctor and all nodes the same --cluster-token (or TANDEM_CLUSTER_TOKEN)"
+
+
+class Ports(msgspec.Struct, frozen=True):
+    """What a node answers to GET /node_info."""
+
+    grpc_port: Port
+    engine_id: Label
+    kind: Label
+
+
+@dataclass(slots=True, frozen=True)
+class NodeReport:
+    """What is known of a node; None where it did not get that far."""
+
+    name: str
+    http: HttpNode
+    findings: list[Finding]
+    info: NodeInfo | None = None
+    handshake: Handshake | None = None
+
+
+async def probe(name: str, http: HttpNode, token: str | None) -> NodeReport:
+    """Asks one node on every port; stops where the next question needs the last one's answer."""
+    findings: list[Finding] = []
+    ports = await _ask_http(name, http, token, findings)
+    if ports is None:
+        return NodeReport(name, http, findings)
+    address = join_host_port(http.host, ports.grpc_port)
+    info = await _ask_grpc(name, address, token, findings=findings, timeout_s=http.timeout_s)
+    if info is None:
+        return NodeReport(name, http, findings)
+    met = await _ask_control(name, address, token, findings=findings, timeout_s=http.timeout_s)
+    return NodeReport(name, http, findings, info, met)
+
+
+async def _ask_http(
+    name: str, http: HttpNode, token: str | None, findings: list[Finding]
+) -> Ports | None:
+    subject = f"{name} HTTP {http.url}"
+    try:
+        health = await http.get("/health", None)
+        door = await http.get("/node_info", token)
+    except TandemError as error:
+        fix = f"start it with --host and --port of this URL, or open the port ({name} first is P)"
+        findings.append(wrong(subject, f"not reachable: {error}", fix))
+        return None
+    findings.append(_judge_health(subject, health))
+    if door.status == 401:
+        findings.append(wrong(f"{name} authentication", "the cluster token is refused", SAME_TOKEN))
+        return None
+    try:
+        return msgspec.convert(door.body, Ports)
+    except msgspec.ValidationError:
+        text = f"no Tandem node: /node_info answers {door.error}"
+        findings.append(wrong(subject, text, "give the HTTP port of a node, not of a proxy"))
+        return None
+
+
+def _judge_health(subject: str, health: HttpAnswer) -> Finding:
+    if health.status == 200:
+        return good(subject, "reachable and healthy")
+    return wrong(subject, f"/health answers {health.error}", "look into its log and restart it")
+
+
+async def _ask_grpc(
+    name: str, address: str, token: str | None, *, findings: list[Finding], timeout_s: float
+) -> NodeInfo | None:
+    subject = f"{name} gRPC {address}"
+    client = NodeClient(address, token=token)
+    try:
+        info = await client.describe(timeout_s)
+    except TandemError as error:
+        findings.append(_unreachable(subject, error))
+        return None
+    finally:
+        await client.close()
+    if info.ready:
+        told = (
+            f"{info.engine_id}, started as {info.kind} node, serves {', '.join(info.model_names)}"
+        )
+        findings.append(good(subject, told))
+    else:
+        findings.append(wrong(subject, f"not ready: {info.reason}", "look into its log"))
+    return info
+
+
+async def _ask_control(
+    name: str, address: str, token: str | None, *, findings: list[Finding], timeout_s: float
+) -> Handshake | None:
+    subject = f"{name} control {address}"
+    control = ControlClient(address, token=token, caller_engine_id=CALLER)
+    try:
+        met = await asyncio.to_thread(control.handshake, timeout_s=timeout_s)
+    except TandemError as error:
+        findings.append(_unreachable(subject, error))
+        return None
+    finally:
+        control.close()
+    token_text = "without a cluster token" if token is None else "with the cluster token"
+    findings.append(good(subject, f"shakes hands {token_text}, transport {met.transport}"))
+    return met
+
+
+def _unreachable(subject: str, error: TandemError) -> Finding:
+    if isinstance(error, AuthenticationError):
+        return wrong(subject, f"refused: {error}", SAME_TOKEN)
+    if isinstance(error, InvalidRequestError):
+        return wrong(subject, f"refused: {error}", "run the same version of Tandem everywhere")
+    fix = "choose a --grpc-port that is open between the nodes and from here"
+    return wrong(subject, f"not reachable: {error}", fix)

@@ -1,0 +1,185 @@
+"""`python -m connector.doctor` on real nodes: what it says of a healthy pair and of wrong ones."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from connector.doctor.__main__ import examine
+from connector.doctor.findings import Finding, Verdict
+from connector.doctor.http import HttpNode
+from connector.multi import MultiScheduler
+from connector.pd.producer import ProducerScheduler
+from engine.errors import ConfigError
+from engine.node.server import NodeServer
+from tests.cluster import Cluster, transfer_config
+from tests.processes import API_KEY, CLUSTER_TOKEN, ServedCluster
+
+KEYS = ("--cluster-token", CLUSTER_TOKEN, "--api-key", API_KEY)
+
+
+def doctor(*arguments: str) -> tuple[int, list[str]]:
+    """Exit code and lines of the command as a user runs it."""
+    command = [sys.executable, "-m", "connector.doctor", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout.splitlines()
+
+
+def test_a_healthy_pair_is_found_well(served: ServedCluster) -> None:
+    code, lines = doctor(served.p.url, served.d.url, *KEYS)
+    assert code == 0, lines
+    assert all(line.startswith("ok ") for line in lines), lines
+    told = "\n".join(lines)
+    for subject in ("P HTTP", "P gRPC", "P control", "D HTTP", "D gRPC", "D control", "protocol"):
+        assert told.count(f" {subject}") == 1, told
+    canary = re.search(r"canary P to D: (\d+) B of attention and (\d+) B of state.* GB/s", told)
+    assert canary is not None, told
+    assert int(canary[1]) > 0
+    assert int(canary[2]) > 0
+    assert lines[-1].endswith("the tokens equal those of D alone")
+
+
+@pytest.mark.parametrize("token", [None, "wrong"])
+def test_a_wrong_token_is_named_with_its_fix(served: ServedCluster, token: str | None) -> None:
+    flags = () if token is None else ("--cluster-token", token)
+    code, lines = doctor(served.p.url, served.d.url, *flags)
+    assert code == 1
+    wrong = [line for line in lines if line.startswith("WRONG")]
+    assert [line.split()[1:3] for line in wrong] == [
+        ["P", "authentication:"],
+        ["D", "authentication:"],
+    ]
+    assert all("the cluster token is refused; fix: " in line for line in wrong)
+
+
+def test_a_wrong_api_key_stops_the_canary_only(served: ServedCluster) -> None:
+    code, lines = doctor(served.p.url, served.d.url, *KEYS[:2], "--api-key", "wrong")
+    assert code == 1
+    assert [line for line in lines if not line.startswith("ok ")] == lines[-1:]
+    assert "P refuses the API key; fix: give the doctor the nodes' --api-key" in lines[-1]
+
+
+def test_what_is_no_node_is_said_to_be_none(served: ServedCluster) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        code, lines = doctor(f"http://127.0.0.1:{other.server_port}", served.d.url, *KEYS)
+        other.shutdown()
+    assert code == 1
+    assert any("no Tandem node" in line and "not of a proxy" in line for line in lines), lines
+
+
+def test_one_node_is_no_pair(served: ServedCluster) -> None:
+    code, lines = doctor(served.d.url, served.d.url, *KEYS)
+    assert code == 1
+    assert any("both URLs lead to one process" in line for line in lines), lines
+
+
+async def test_a_stopped_node_is_not_reachable_and_the_other_is_still_looked_at(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p, d = [await cluster.start(kind, checkpoints["qwen3"]) for kind in ("prefill", "decode")]
+    urls = p.url, d.url
+    cluster.nodes.remove(p)
+    await p.close()
+    findings = await ask_doctor(*urls)
+    wrong = only_wrong(findings)
+    assert [one.subject for one in wrong] == [f"P HTTP {urls[0]}"]
+    assert "not reachable" in wrong[0].text
+    assert "--port" in wrong[0].fix
+    assert [one.subject[:6] for one in findings if one not in wrong] == [
+        "D HTTP",
+        "D gRPC",
+        "D cont",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "said", "fix"),
+    [
+        (
+            {"block_size": 32},
+            "kv_cache_group",
+            "'block_size=16' on P and 'block_size=32' on D",
+            "--block-size",
+        ),
+        ({"dtype": "bfloat16"}, "kv_cache_group", "'float32' on P and 'bfloat16' on D", "--dtype"),
+        ({"prefix_hash_seed": "x"}, "prefix_hash_seed", " on P and ", "--prefix-hash-seed"),
+        (
+            {"kv_transfer_config": transfer_config("nixl")},
+            "transport",
+            "'shm' on P and 'nixl' on D",
+            "transport",
+        ),
+    ],
+    ids=["block size", "dtype", "hash seed", "transport"],
+)
+async def test_nodes_that_do_not_fit_are_told_apart_by_both_values(
+    cluster: Cluster,
+    checkpoints: dict[str, Path],
+    change: dict[str, object],
+    key: str,
+    *,
+    said: str,
+    fix: str,
+) -> None:
+    p = await cluster.start("prefill", checkpoints["qwen3"])
+    d = await cluster.start("decode", checkpoints["qwen3"], **change)
+    wrong = only_wrong(await ask_doctor(p.url, d.url))
+    assert wrong
+    for finding in wrong:
+        assert finding.subject.startswith(key)
+        assert said in finding.text
+        assert fix in finding.fix
+
+
+async def test_a_hand_over_that_did_not_happen_is_wrong(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """P tells others an address at which it does not listen; D then computes by itself."""
+    config = transfer_config(lease_s=1.0)
+    p = await cluster.start("prefill", checkpoints["qwen3"], kv_transfer_config=config)
+    d = await cluster.start("decode", checkpoints["qwen3"])
+    advertise_wrongly(p)
+    wrong = only_wrong(await ask_doctor(p.url, d.url))
+    assert [one.subject for one in wrong] == ["canary P to D"]
+    assert (
+        "D computed the prompt itself instead of reading it from P at 127.0.0.1:1" in wrong[0].text
+    )
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:8100", "grpc://h:1", "http://h", "http://h:x"])
+def test_urls_are_checked(url: str) -> None:
+    with pytest.raises(ConfigError, match="http://host:port"):
+        HttpNode.of(url, 1.0)
+
+
+def test_a_finding_is_one_line_whatever_it_quotes() -> None:
+    finding = Finding(Verdict.WRONG, "a [bold]", "x\ny" * 100, "z")
+    console = Console(highlight=False, soft_wrap=True, width=40)
+    with console.capture() as capture:
+        console.print(finding.line())
+    assert capture.get().count("\n") == 1
+    assert "a [bold]: x yx y" in capture.get()
+
+
+def advertise_wrongly(p: NodeServer) -> None:
+    every = p.engine.core.scheduler._connector
+    assert isinstance(every, MultiScheduler)
+    (producer,) = (child for child in every._children if isinstance(child, ProducerScheduler))
+    producer._address.port = 1
+
+
+async def ask_doctor(p_url: str, d_url: str) -> list[Finding]:
+    nodes = HttpNode.of(p_url, 20.0), HttpNode.of(d_url, 20.0)
+    return await asyncio.wait_for(examine(nodes, None, None, with_canary=True), 60)
+
+
+def only_wrong(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict is Verdict.WRONG]
