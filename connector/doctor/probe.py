@@ -40,7 +40,7 @@ class NodeReport:
 async def probe(name: str, http: HttpNode, token: str | None) -> NodeReport:
     """Asks one node on every port; stops where the next question needs the last one's answer."""
     findings: list[Finding] = []
-    ports = await _ask_http(name, http, token, findings)
+    ports = await _ask_http(name, http, token, findings=findings)
     if ports is None:
         return NodeReport(name, http, findings)
     address = join_host_port(http.host, ports.grpc_port)
@@ -52,14 +52,14 @@ async def probe(name: str, http: HttpNode, token: str | None) -> NodeReport:
 
 
 async def _ask_http(
-    name: str, http: HttpNode, token: str | None, findings: list[Finding]
+    name: str, http: HttpNode, token: str | None, *, findings: list[Finding]
 ) -> Ports | None:
     subject = f"{name} HTTP {http.url}"
     try:
         health = await http.get("/health", None)
         door = await http.get("/node_info", token)
     except TandemError as error:
-        fix = f"start it with --host and --port of this URL, or open the port ({name} first is P)"
+        fix = "start it with the --host and --port of this URL, or open that port"
         findings.append(wrong(subject, f"not reachable: {error}", fix))
         return None
     findings.append(_judge_health(subject, health))

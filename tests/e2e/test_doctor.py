@@ -12,12 +12,14 @@ import pytest
 from rich.console import Console
 
 from connector.doctor.__main__ import examine
+from connector.doctor.canary import _Asked, _judge
 from connector.doctor.findings import Finding, Verdict
 from connector.doctor.http import HttpNode
 from connector.multi import MultiScheduler
 from connector.pd.producer import ProducerScheduler
 from engine.errors import ConfigError
 from engine.node.server import NodeServer
+from engine.types import KVTransferStats
 from tests.cluster import Cluster, transfer_config
 from tests.processes import API_KEY, CLUSTER_TOKEN, ServedCluster
 
@@ -152,6 +154,15 @@ async def test_a_hand_over_that_did_not_happen_is_wrong(
     assert (
         "D computed the prompt itself instead of reading it from P at 127.0.0.1:1" in wrong[0].text
     )
+
+
+def test_other_tokens_after_the_transfer_are_wrong() -> None:
+    moved = KVTransferStats(attention_bytes=5_000_000, state_bytes=1_000_000, transfer_ms=2.0)
+    held, alone = _Asked([7], {}, None), _Asked([7, 8, 9], None, None)
+    found = _judge(held, _Asked([7, 8, 9], None, moved), alone)
+    assert (found.verdict, "3.000 GB/s" in found.text) == (Verdict.GOOD, True)
+    found = _judge(held, _Asked([7, 8, 8], None, moved), alone)
+    assert (found.verdict, found.text[:16]) == (Verdict.WRONG, "tokens [7, 8, 8]")
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8100", "grpc://h:1", "http://h", "http://h:x"])
