@@ -2,7 +2,7 @@
 
 from connector.doctor.findings import Finding, Verdict, good, wrong
 from connector.doctor.probe import NodeReport
-from connector.pd.geometry import Difference, differences
+from connector.pd.geometry import Difference, differences, groups_of
 from engine.rpc.messages import Handshake
 
 FIXES = {
@@ -11,7 +11,7 @@ FIXES = {
     "model_fingerprint": "start both nodes with the same model folder",
     "prefix_hash_seed": "give both nodes the same --prefix-hash-seed",
 }
-OF_GROUPS = "start both nodes with the same model, --dtype and --block-size"
+OF_LAYERS = "start both nodes with the same model and --dtype"
 EXPECTED = {"P": "prefill", "D": "decode"}
 
 
@@ -23,8 +23,8 @@ def compare(p: NodeReport, d: NodeReport) -> list[Finding]:
     if p.handshake.engine_id == d.handshake.engine_id:
         fix = "give the URL of the prefill node first and that of the decode node second"
         return [*findings, wrong("P and D", "both URLs lead to one process", fix)]
-    differing = [_differing(one) for one in differences(p.handshake, d.handshake)]
-    return [*findings, *(differing or _agreed(p.handshake))]
+    differing = _differing(differences(p.handshake, d.handshake))
+    return [*findings, *(differing or _agreed(p.handshake, d.handshake))]
 
 
 def _kind(node: NodeReport) -> Finding | None:
@@ -35,20 +35,37 @@ def _kind(node: NodeReport) -> Finding | None:
     return Finding(Verdict.NOTE, node.name, text, "the first URL is P's, the second D's")
 
 
-def _agreed(both: Handshake) -> list[Finding]:
-    geometry = both.geometry
+def _agreed(p: Handshake, d: Handshake) -> list[Finding]:
+    sizes = [sorted({group.block_size for group in groups_of(node)}) for node in (p, d)]
+    blocks = f"blocks of {_listed(sizes[0])} tokens on P, of {_listed(sizes[1])} on D"
+    layers = {layer for group in groups_of(p) for layer in group.layers}
     return [
-        good("protocol", f"both speak {geometry.get('protocol', '?')}"),
-        good("geometry", f"{geometry.get('num_kv_cache_groups', '?')} equal KV cache groups"),
-        good("transport", f"both use {both.transport}"),
+        good("protocol", f"both speak {p.geometry.get('protocol', '?')}"),
+        good("geometry", f"{len(layers)} layers keep the same; {blocks}"),
+        good("transport", f"both use {p.transport}"),
         good("prefix hash seed", "equal"),
     ]
 
 
-def _differing(found: Difference) -> Finding:
-    """Of long values only the words that differ, such as `block_size=16`."""
+def _listed(sizes: list[int]) -> str:
+    return " and ".join(map(str, sizes))
+
+
+def _differing(found: list[Difference]) -> list[Finding]:
+    """One finding for all layers that differ in the same way."""
+    subjects: dict[str, list[str]] = {}
+    for one in found:
+        subjects.setdefault(_difference(one), []).append(one.key)
+    findings = []
+    for text, keys in subjects.items():
+        more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
+        findings.append(wrong(f"{keys[0]}{more}", text, FIXES.get(keys[0], OF_LAYERS)))
+    return findings
+
+
+def _difference(found: Difference) -> str:
+    """Of long values only the words that differ, such as `head_dim=64`."""
     here, there = found.here.split(), found.there.split()
     of_p = [word for word in here if word not in there] or here
     of_d = [word for word in there if word not in here] or there
-    text = f"{' '.join(of_p)!r} on P and {' '.join(of_d)!r} on D"
-    return wrong(found.key, text, FIXES.get(found.key, OF_GROUPS))
+    return f"{' '.join(of_p)!r} on P and {' '.join(of_d)!r} on D"

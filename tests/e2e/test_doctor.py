@@ -105,13 +105,7 @@ async def test_a_stopped_node_is_not_reachable_and_the_other_is_still_looked_at(
 @pytest.mark.parametrize(
     ("change", "key", "said", "fix"),
     [
-        (
-            {"block_size": 32},
-            "kv_cache_group",
-            "'block_size=16' on P and 'block_size=32' on D",
-            "--block-size",
-        ),
-        ({"dtype": "bfloat16"}, "kv_cache_group", "'float32' on P and 'bfloat16' on D", "--dtype"),
+        ({"dtype": "bfloat16"}, "layer 0", "'float32' on P and 'bfloat16' on D", "--dtype"),
         ({"prefix_hash_seed": "x"}, "prefix_hash_seed", " on P and ", "--prefix-hash-seed"),
         (
             {"kv_transfer_config": transfer_config("nixl")},
@@ -120,7 +114,7 @@ async def test_a_stopped_node_is_not_reachable_and_the_other_is_still_looked_at(
             "transport",
         ),
     ],
-    ids=["block size", "dtype", "hash seed", "transport"],
+    ids=["dtype", "hash seed", "transport"],
 )
 async def test_nodes_that_do_not_fit_are_told_apart_by_both_values(
     cluster: Cluster,

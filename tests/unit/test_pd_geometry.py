@@ -18,7 +18,7 @@ def node(
     name: str, *groups: KVCacheGroup, block_size: int = 16, other: dict[str, str] | None = None
 ) -> Handshake:
     plan = plan_arena(groups, block_size, 1 << 20)
-    geometry = describe_geometry(plan, "model") | (other or {})
+    geometry = describe_geometry(plan, "model", prefix_hash_seed="") | (other or {})
     return Handshake(engine_id=name, transport="shm", transport_address=b"", geometry=geometry)
 
 
