@@ -10,11 +10,14 @@ from connector.pd.admission import PdAdmission
 from connector.pd.claims import ClaimKeeper
 from connector.pd.consumer import ConsumerScheduler, ConsumerWorker
 from connector.pd.control import LeaseDesk
+from connector.pd.digests import ArenaDigests
+from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.geometry import describe_geometry
 from connector.pd.lease import LeaseTable
 from connector.pd.params import ParamsSigner, is_loopback
 from connector.pd.peers import PeerRegistry
 from connector.pd.producer import AdvertisedAddress, ProducerScheduler, ProducerWorker
+from connector.pd.reading import PullReader
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
@@ -62,6 +65,7 @@ def build_connector(
     *,
     metrics: NodeMetrics,
     wake: Callable[[], None],
+    faults: FaultInjector = NO_FAULTS,
 ) -> PdConnector:
     """Everything behind `--kv-transfer-config` for one node; `wake` makes an idle engine step."""
     extra = settings.config.kv_connector_extra_config
@@ -69,6 +73,7 @@ def build_connector(
     transport = open_transport(
         extra.transport, settings.engine_id, same_host=is_loopback(host), host=host
     )
+    digests = ArenaDigests(plan, arena)
     identity = Handshake(
         engine_id=settings.engine_id,
         transport=transport.name,
@@ -76,6 +81,7 @@ def build_connector(
         geometry=describe_geometry(
             plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
         ),
+        capabilities=digests.capabilities,
     )
     leases = LeaseTable(extra.kv_lease_duration, time.monotonic)
     signer = ParamsSigner(settings.cluster_token)
@@ -88,7 +94,10 @@ def build_connector(
     transfers = TransferMetrics(metrics)
     claims = ClaimKeeper(peers, extra.kv_lease_duration, transfers)
     address = AdvertisedAddress(settings.engine_id, host)
-    consumer = ConsumerWorker(plan, transport, claims, metrics=transfers, config=extra, wake=wake)
+    reader = PullReader(
+        transport, arena, verify=extra.verify_transfers, metrics=transfers, faults=faults
+    )
+    consumer = ConsumerWorker(plan, reader, claims, metrics=transfers, config=extra, wake=wake)
     return PdConnector(
         Connector(
             PdAdmission(signer, claims, settings.config, metrics=transfers),
@@ -100,7 +109,7 @@ def build_connector(
             ),
             MultiWorker([ProducerWorker(leases, transfers), consumer]),
         ),
-        LeaseDesk(identity, leases, wake),
+        LeaseDesk(identity, leases, digest=digests.of, wake=wake, faults=faults),
         address,
         leases,
         claims,

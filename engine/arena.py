@@ -53,6 +53,12 @@ class ArenaMemory:
         """Address of byte 0. Raises ValueError once closed."""
         return self.tensor.data_ptr()
 
+    def host_bytes(self) -> memoryview:
+        """All bytes, writable and without a copy. Raises ValueError on a device or once closed."""
+        if self.device_index is not None:
+            raise ValueError(f"{self.label} is on device {self.device_index}, not on the host")
+        return self.tensor.numpy().data
+
     def close(self) -> None:
         """Give back the descriptor now, the bytes with the last tensor over them. Idempotent."""
         self._tensor = None

@@ -33,6 +33,7 @@ class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields
     bound if that is less), `max_waiting_pulls` those that wait for their turn: one more is computed
     here or fails, as `kv_load_failure_policy` says. `transfer_timeout` bounds one read,
     `control_timeout` one control message, both in seconds.
+    `verify_transfers`: compare what was read with P's digests before anybody may use it.
     """
 
     transport: Literal["auto", "shm", "nixl", "ucx", "zmq"] = "auto"
@@ -42,6 +43,7 @@ class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields
     max_waiting_pulls: Annotated[int, Meta(ge=1, le=65_536)] = 1024
     transfer_timeout: Seconds = 20.0
     control_timeout: Seconds = 5.0
+    verify_transfers: bool = True
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding reports as a ConfigError."""

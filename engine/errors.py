@@ -15,7 +15,9 @@ TandemError
 ├── ConfigError                  a flag or file asks for something that cannot be
 ├── CheckpointError              a model folder is not what its config says
 └── TransportError               bytes could not be moved
-    └── TransferTimeoutError     they did not move in time
+    ├── TransferTimeoutError     they did not move in time
+    ├── LateReadError            P's lease had ended before the read did
+    └── VerificationError        what arrived is not what P holds, twice
 """
 
 
@@ -97,3 +99,11 @@ class TransportError(TandemError):
 
 class TransferTimeoutError(TransportError):
     """A transfer was not done before its deadline."""
+
+
+class LateReadError(TransportError):
+    """The lease had ended before the read did: the bytes may be another request's."""
+
+
+class VerificationError(TransportError):
+    """The bytes of a block or state differ from the peer's, also when they were read again."""

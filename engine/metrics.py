@@ -187,6 +187,30 @@ class TransferMetrics:
         self._by_kind = metrics.labelled_counter(
             "tandem:kv_transfer_bytes", "Bytes pulled, by kind of cache.", "kind"
         )
+        self._declare_verification(metrics)
+
+    def _declare_verification(self, metrics: NodeMetrics) -> None:
+        self.verified_bytes = metrics.counter(
+            "tandem:kv_verified_bytes", "Bytes pulled that were found equal to P's."
+        )
+        self.verification_retries = metrics.counter(
+            "tandem:kv_verification_retries", "Pulls that read differing blocks once more."
+        )
+        self.late_reads = metrics.counter(
+            "tandem:kv_late_reads", "Pulls whose lease had ended before the read did."
+        )
+        self.unverified = metrics.counter(
+            "tandem:kv_unverified_transfers", "Pulls that ended without a comparison of digests."
+        )
+        self._differing = metrics.labelled_counter(
+            "tandem:kv_verification_failures",
+            "Blocks or states that differed from P's after a read, by kind of cache.",
+            "kind",
+        )
+
+    def differed(self, kind: str, blocks: int) -> None:
+        """Books blocks of one kind (`attention` or `state`) that arrived otherwise than P's are."""
+        self._differing.labels(*self._labels, kind).inc(blocks)
 
     def read_stages(self, read: Callable[[], dict[str, int]]) -> None:
         """Where pulls stand, read when Prometheus asks."""

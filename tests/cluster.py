@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,8 @@ import torch
 import transformers
 import zmq
 
+from connector.factory import build_connector
+from connector.pd.faults import NO_FAULTS, FaultInjector
 from decode_node.server import decode_server
 from engine.config import KVTransferConfig, NodeConfig
 from engine.node.server import NodeServer
@@ -141,10 +144,14 @@ class Cluster:
 
     nodes: list[NodeServer]
 
-    async def start(self, kind: str, model: Path, **changes: object) -> NodeServer:
+    async def start(
+        self, kind: str, model: Path, *, faults: FaultInjector = NO_FAULTS, **changes: object
+    ) -> NodeServer:
         """One more node; `changes` are NodeConfig fields."""
         config = msgspec.structs.replace(BASE, model=str(model), **changes)
         node = (prefill_server if kind == "prefill" else decode_server)(config)
+        if faults is not NO_FAULTS:
+            node = NodeServer(config, kind, partial(build_connector, faults=faults))
         await node.start()
         self.nodes.append(node)
         return node
@@ -164,12 +171,14 @@ def transfer_config(
     policy: str = "recompute",
     lease_s: float = 30.0,
     control_s: float = 2.0,
+    verify: bool = True,
 ) -> KVTransferConfig:
     """A kv_transfer_config for tests."""
     extra = {
         "transport": transport,
         "kv_lease_duration": lease_s,
         "control_timeout": control_s,
+        "verify_transfers": verify,
     }
     fields = {"kv_load_failure_policy": policy, "kv_connector_extra_config": extra}
     return msgspec.convert(fields, KVTransferConfig)

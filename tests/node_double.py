@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import KVTransferParamsError, TandemError
 from engine.rpc.control_service import ControlService
-from engine.rpc.messages import Claim, Handshake, NodeInfo
+from engine.rpc.messages import Claim, Digests, Handshake, NodeInfo
 from engine.rpc.node_service import NodeService
 from engine.rpc.server import RpcServer, RpcService, start_server
 from engine.types import (
@@ -59,6 +59,7 @@ class ScriptedNode:
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[GenerateRequest] = field(default_factory=list)
     released: list[tuple[str, str, str]] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
     num_open: int = 0
     num_cut: int = 0
     rpc: RpcServer | None = None
@@ -165,16 +166,28 @@ class ScriptedNode:
     def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:
         if engine_id != self.engine_id:
             raise KVTransferParamsError(f"this is {self.engine_id}", code="foreign")
-        return Claim(num_tokens=33, groups=((0, 2**40), (), (4096,)), lease_s=30.0)
+        return Claim(num_tokens=33, groups=((0, 2**40), (), (4096,)), lease_s=30.0, generation=9)
 
     def renew(
-        self, engine_id: str, caller_engine_id: str, request_ids: Sequence[str]
+        self,
+        engine_id: str,
+        caller_engine_id: str,
+        request_ids: Sequence[str],
+        *,
+        generations: Sequence[int],
     ) -> Sequence[str]:
+        self.generations += generations
         return [request_id for request_id in request_ids if request_id.startswith("lost")]
 
-    def release(self, engine_id: str, request_id: str, reason: str) -> bool:
+    def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool:
         self.released.append((engine_id, request_id, reason))
+        self.generations.append(generation)
         return True
+
+    def digests(
+        self, engine_id: str, request_id: str, generation: int, *, first_blocks: Sequence[int]
+    ) -> Digests:
+        return tuple((2**64 - 1 - generation,) * first for first in first_blocks)
 
 
 @asynccontextmanager

@@ -22,6 +22,7 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.metrics import TransferMetrics
+from engine.rpc.messages import ANY_GENERATION
 from engine.types import KVTransferParams, KVTransferStats
 
 log = structlog.get_logger()
@@ -44,6 +45,7 @@ class PrefillClaim:
     lock: threading.Lock = field(default_factory=threading.Lock)
     peer: Peer | None = None
     offsets: tuple[tuple[int, ...], ...] = ()
+    generation: int = ANY_GENERATION
     failure: str | None = None
     ended: bool = False
     stats: KVTransferStats | None = None
@@ -111,9 +113,7 @@ class ClaimKeeper:
                 return False
             claim.ended = True
         try:
-            return peer.control.release(
-                peer.engine_id, claim.remote_request_id, reason="read", timeout_s=peer.timeout_s
-            )
+            return _release(peer, claim, "read")
         except TandemError:
             self._metrics.failed_notifications.inc()
             raise
@@ -151,7 +151,7 @@ class ClaimKeeper:
             self._peers.release(peer)
             raise
         with claim.lock:
-            claim.peer, claim.offsets = peer, found.groups
+            claim.peer, claim.offsets, claim.generation = peer, found.groups, found.generation
             self._keep_pace(found.lease_s)
             came_too_late = claim.ended
         if came_too_late:
@@ -178,9 +178,7 @@ class ClaimKeeper:
         peer = claim.peer
         assert peer is not None
         try:
-            peer.control.release(
-                peer.engine_id, claim.remote_request_id, reason="given up", timeout_s=peer.timeout_s
-            )
+            _release(peer, claim, "given up")
         except TandemError as error:
             self._metrics.failed_notifications.inc()
             self._lost(peer, error)
@@ -229,7 +227,12 @@ class ClaimKeeper:
     def _renew(self, peer: Peer, claims: list[PrefillClaim]) -> None:
         ids = [claim.remote_request_id for claim in claims]
         try:
-            lost = set(peer.control.renew(peer.engine_id, ids, timeout_s=peer.timeout_s))
+            generations = [claim.generation for claim in claims]
+            lost = set(
+                peer.control.renew(
+                    peer.engine_id, ids, generations=generations, timeout_s=peer.timeout_s
+                )
+            )
         except TandemError as error:
             self._metrics.failed_notifications.inc()
             self._peers.forget(peer)
@@ -240,3 +243,13 @@ class ClaimKeeper:
         for claim in claims:
             if claim.remote_request_id in lost and not claim.ended:
                 claim.failure = "lease_lost"
+
+
+def _release(peer: Peer, claim: PrefillClaim, reason: str) -> bool:
+    return peer.control.release(
+        peer.engine_id,
+        claim.remote_request_id,
+        reason=reason,
+        generation=claim.generation,
+        timeout_s=peer.timeout_s,
+    )

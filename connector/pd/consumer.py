@@ -16,9 +16,15 @@ from connector.pd.claims import ClaimKeeper, PrefillClaim
 from connector.pd.fair_pool import FairPool, PoolLimits
 from connector.pd.layout import PullPlan, plan_pull, remote_groups
 from connector.pd.peers import Peer
-from connector.transports.base import Transport
+from connector.pd.reading import PullReader
 from engine.config import PdConnectorConfig
-from engine.errors import OverloadedError, TandemError, TransportError
+from engine.errors import (
+    LateReadError,
+    OverloadedError,
+    TandemError,
+    TransportError,
+    VerificationError,
+)
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import FinishDecision, SchedulerConnector, WorkerConnector
 from engine.metrics import TransferMetrics
@@ -77,7 +83,7 @@ class ConsumerWorker(WorkerConnector):
     def __init__(
         self,
         plan: ArenaPlan,
-        transport: Transport,
+        reader: PullReader,
         claims: ClaimKeeper,
         *,
         metrics: TransferMetrics,
@@ -85,7 +91,7 @@ class ConsumerWorker(WorkerConnector):
         wake: Callable[[], None],
     ) -> None:
         self._plan = plan
-        self._transport = transport
+        self._reader = reader
         self._claims = claims
         self._metrics = metrics
         self._timeout_s = config.transfer_timeout
@@ -166,7 +172,7 @@ class ConsumerWorker(WorkerConnector):
             self._read_and_confirm(claim, claim.peer, pull)
         except TandemError as error:
             self._metrics.failed.inc()
-            claim.failure = "transfer_failed"
+            claim.failure = self._cause_of(error)
             log.warning("a pull failed", peer=claim.peer.engine_id, error=str(error))
             return claim.failure
         return None
@@ -181,27 +187,35 @@ class ConsumerWorker(WorkerConnector):
             num_tokens=claim.params.remote_num_tokens or 0,
             num_local_tokens=pull.num_local_tokens,
         )
-        self._read(peer, spans)
+        self._read(claim, peer, spans)
         if not self._claims.confirm(claim):
-            raise TransportError(
+            raise LateReadError(
                 f"the lease of {claim.remote_request_id} had ended before the read did"
             )
         self._book(claim, spans, pull, seconds=time.monotonic() - started)
 
-    def _read(self, peer: Peer, spans: PullPlan) -> None:
+    def _read(self, claim: PrefillClaim, peer: Peer, spans: PullPlan) -> None:
         """A failed read leaves the transport disconnected: the next claim shakes hands again."""
         try:
-            started = time.monotonic()
-            transfer = self._transport.read(peer.engine_id, spans.spans)
-            self._metrics.post_seconds.observe(time.monotonic() - started)
-            try:
-                transfer.wait(self._timeout_s)
-            except TransportError:
-                transfer.cancel()
-                raise
+            self._reader.read(
+                peer,
+                spans,
+                request_id=claim.remote_request_id,
+                generation=claim.generation,
+                timeout_s=self._timeout_s,
+            )
+        except (LateReadError, VerificationError):
+            raise
         except TransportError:
             self._claims.forget(peer)
             raise
+
+    def _cause_of(self, error: TandemError) -> str:
+        """The word for it in metrics and errors."""
+        if isinstance(error, LateReadError):
+            self._metrics.late_reads.inc()
+            return "late_read"
+        return "verification_failed" if isinstance(error, VerificationError) else "transfer_failed"
 
     def _book(
         self, claim: PrefillClaim, spans: PullPlan, pull: BlockPull, *, seconds: float

@@ -6,18 +6,34 @@ Knows nothing of gRPC; `engine/rpc/control_service.py` serves it.
 
 from collections.abc import Callable, Sequence
 
-from connector.pd.lease import LeaseTable
+from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
+from connector.pd.lease import Digested, Lease, LeaseTable
 from engine.errors import KVTransferParamsError
-from engine.rpc.messages import Claim, Handshake
+from engine.rpc.messages import ANY_GENERATION, Claim, Digests, Handshake
+
+DigestBlocks = Callable[[Sequence[Sequence[int]]], Digests]
 
 
 class LeaseDesk:
-    """Answers handshakes, claims, renewals and releases; `wake` tells the engine."""
+    """Answers handshakes, claims, renewals, releases and questions about bytes.
 
-    def __init__(self, identity: Handshake, leases: LeaseTable, wake: Callable[[], None]) -> None:
+    `wake` tells the engine; `digest` hashes the blocks at byte offsets, by group.
+    """
+
+    def __init__(
+        self,
+        identity: Handshake,
+        leases: LeaseTable,
+        *,
+        digest: DigestBlocks,
+        wake: Callable[[], None],
+        faults: FaultInjector = NO_FAULTS,
+    ) -> None:
         self._identity = identity
         self._leases = leases
+        self._digest = digest
         self._wake = wake
+        self._faults = faults
 
     def handshake(self, caller_engine_id: str) -> Handshake:
         """Who this node is, how its arena is reached and what its blocks look like."""
@@ -29,35 +45,73 @@ class LeaseDesk:
         Raises KVTransferParamsError when this is another incarnation or the lease has ended.
         """
         self._check_incarnation(engine_id)
-        lease = self._leases.claim(request_id)
+        lease = self._still(request_id, self._leases.claim(request_id))
+        return Claim(
+            num_tokens=lease.num_tokens,
+            groups=lease.offsets,
+            lease_s=self._leases.duration_s,
+            generation=lease.generation,
+        )
+
+    def digests(
+        self, engine_id: str, request_id: str, generation: int, *, first_blocks: Sequence[int]
+    ) -> Digests:
+        """Digests of a held prefill's blocks, in each group from number `first_blocks[g]` on.
+
+        Whether the lease lived long enough for them to mean anything is what `release` says. Raises
+        KVTransferParamsError as `claim` does, and for other groups than the lease has.
+        """
+        self._check_incarnation(engine_id)
+        self._faults.at(FaultPoint.BEFORE_DIGESTS, FaultScene(request_id))
+        lease = self._still(request_id, self._leases.held(request_id, generation))
+        first = tuple(first_blocks)
+        if len(first) != len(lease.offsets):
+            raise KVTransferParamsError(
+                f"{len(first)} first blocks given for {len(lease.offsets)} KV cache groups"
+            )
+        known = lease.digested
+        if known is None or known.first_blocks != first:
+            wanted = [offsets[start:] for offsets, start in zip(lease.offsets, first, strict=True)]
+            known = lease.digested = Digested(first, self._digest(wanted))
+        return known.digests
+
+    def renew(
+        self,
+        engine_id: str,
+        caller_engine_id: str,
+        request_ids: Sequence[str],
+        *,
+        generations: Sequence[int],
+    ) -> Sequence[str]:
+        """Extends leases, all that one peer holds here at once; returns those that are lost."""
+        self._check_incarnation(engine_id)
+        if len(generations) != len(request_ids):
+            raise KVTransferParamsError(
+                f"{len(generations)} generations given for {len(request_ids)} requests"
+            )
+        return self._leases.renew(zip(request_ids, generations, strict=True))
+
+    def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool:
+        """Ends a lease and says whether it was still alive: the reader's confirmation.
+
+        A caller that left too early to learn P's id may give its own label; that confirms nothing.
+        """
+        self._check_incarnation(engine_id)
+        self._faults.at(FaultPoint.BEFORE_RELEASE, FaultScene(request_id))
+        was_alive = self._leases.release(request_id, generation)
+        if not was_alive and generation == ANY_GENERATION:
+            self._leases.release_unheard(request_id)
+        self._wake()
+        return was_alive
+
+    def _still(self, request_id: str, lease: Lease | None) -> Lease:
         if lease is None:
             raise KVTransferParamsError(
                 f"the prefill {request_id!r} is not held any more: its lease of "
                 f"{self._leases.duration_s:g} s ran out or it was released; prefill it again",
                 code="expired_kv_transfer_params",
             )
-        return Claim(
-            num_tokens=lease.num_tokens, groups=lease.offsets, lease_s=self._leases.duration_s
-        )
-
-    def renew(
-        self, engine_id: str, caller_engine_id: str, request_ids: Sequence[str]
-    ) -> Sequence[str]:
-        """Extends leases, all that one peer holds here at once; returns those that are lost."""
-        self._check_incarnation(engine_id)
-        return self._leases.renew(request_ids)
-
-    def release(self, engine_id: str, request_id: str, reason: str) -> bool:
-        """Ends a lease and says whether it was still alive: the reader's confirmation.
-
-        A caller that left too early to learn P's id may give its own label; that confirms nothing.
-        """
-        self._check_incarnation(engine_id)
-        was_alive = self._leases.release(request_id)
-        if not was_alive:
-            self._leases.release_unheard(request_id)
-        self._wake()
-        return was_alive
+        return lease
 
     def _check_incarnation(self, engine_id: str) -> None:
         if engine_id != self._identity.engine_id:

@@ -11,6 +11,7 @@ sides, down to some tokens of one head. Neighbours on both sides become one span
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from connector.pd.geometry import GroupGeometry, describe_spec
 from connector.transports.base import SpanPair
@@ -19,14 +20,27 @@ from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import AttentionSpec, MambaSpec, SlidingWindowSpec
 
 
+class GroupPull(NamedTuple):
+    """One group's part, block by block, from number `first_block` of those that P announced on."""
+
+    blocks: tuple[SpanPair, ...]
+    first_block: int
+    is_state: bool
+
+
 @dataclass(slots=True, frozen=True)
 class PullPlan:
-    """What one pull reads: `num_pieces` before neighbours were joined, and bytes by kind."""
+    """What one pull reads: `num_pieces` before neighbours were joined, and bytes by kind.
+
+    `groups`: the same block by block, for each of P's groups; empty when a block of P does not come
+    as a whole, because D cuts or groups otherwise.
+    """
 
     spans: tuple[SpanPair, ...]
     attention_bytes: int
     state_bytes: int
     num_pieces: int
+    groups: tuple[GroupPull, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -66,19 +80,33 @@ def plan_pull(
     """
     for group in remote:
         _check_announced(plan, group, num_tokens)
-    pieces: list[SpanPair] = []
+    parts = [
+        _GroupPart(plan, number, blocks, remote, num_tokens, num_local_tokens)
+        for number, blocks in enumerate(local_tables)
+    ]
+    pieces = [tuple(part.pieces()) for part in parts]
     sizes = {True: 0, False: 0}
-    for number, blocks in enumerate(local_tables):
-        group_pull = _GroupPull(plan, number, blocks, remote, num_tokens, num_local_tokens)
-        for piece in group_pull.pieces():
-            pieces.append(piece)
-            sizes[group_pull.is_state] += piece.length
-    spans = tuple(coalesce(pieces))
-    return PullPlan(spans, sizes[False], sizes[True], len(pieces))
+    for part, own in zip(parts, pieces, strict=True):
+        sizes[part.is_state] += sum(piece.length for piece in own)
+    spans = tuple(coalesce(piece for own in pieces for piece in own))
+    groups = _by_remote_group(parts, pieces, len(remote))
+    return PullPlan(spans, sizes[False], sizes[True], sum(map(len, pieces)), groups)
+
+
+def _by_remote_group(
+    parts: Sequence["_GroupPart"], pieces: Sequence[tuple[SpanPair, ...]], num_remote: int
+) -> tuple[GroupPull, ...]:
+    """What is read of each of P's groups, if all of it is whole blocks."""
+    twins = [part.twin() for part in parts]
+    if sorted(twin for twin in twins if twin is not None) != list(range(num_remote)):
+        return ()
+    found = zip(twins, parts, pieces, strict=True)
+    pulls = {twin: GroupPull(own, part.first_block(), part.is_state) for twin, part, own in found}
+    return tuple(pulls[number] for number in range(num_remote)) if None not in twins else ()
 
 
 @dataclass(slots=True, frozen=True)
-class _GroupPull:
+class _GroupPart:
     """One of D's groups."""
 
     plan: ArenaPlan
@@ -94,21 +122,30 @@ class _GroupPull:
 
     def pieces(self) -> Iterator[SpanPair]:
         """In the order of D's blocks."""
-        twin = self._twin()
+        twin = self.twin()
         if self.is_state:
-            yield from self._states() if twin is None else self._whole_states(twin)
+            yield from self._states() if twin is None else self._whole_states(self.remote[twin])
         else:
-            yield from self._tokens() if twin is None else self._whole_blocks(twin)
+            yield from self._tokens() if twin is None else self._whole_blocks(self.remote[twin])
 
-    def _twin(self) -> RemoteGroup | None:
-        """P's group with the same layers and blocks."""
+    def twin(self) -> int | None:
+        """The number of P's group with the same layers and blocks."""
         group = self.plan.groups[self.number]
         block_size = self.plan.block_size_of(self.number)
-        for other in self.remote:
+        for number, other in enumerate(self.remote):
             same = other.geometry.layers == group.layers and self._keeps_the_same(other)
             if same and (self.is_state or other.geometry.block_size == block_size):
-                return other
+                return number
         return None
+
+    def first_block(self) -> int:
+        """The first block that is read, among those that the twin announced."""
+        twin = self.twin()
+        if self.is_state or twin is None:
+            return 0
+        size = self.plan.block_size_of(self.number)
+        skipped = -(-self.num_tokens // size) - len(self.remote[twin].offsets)
+        return self._first_token() // size - skipped
 
     def _keeps_the_same(self, other: RemoteGroup) -> bool:
         return other.geometry.spec == describe_spec(self.plan.groups[self.number].spec)

@@ -10,17 +10,31 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.request_ids import has_label
+from engine.rpc.messages import ANY_GENERATION, Digests
 
 RENEWAL_SHARE = 2.0 / 3.0
 
 
+@dataclass(slots=True, frozen=True)
+class Digested:
+    """Digests by group, of the announced blocks from `first_blocks` on."""
+
+    first_blocks: tuple[int, ...]
+    digests: Digests
+
+
 @dataclass(slots=True)
 class Lease:
-    """One held prefill: byte offsets of its blocks per group, its tokens, its end."""
+    """One held prefill: byte offsets of its blocks per group, its tokens, its end.
+
+    `generation` is new for every grant. `digested` keeps the last answer about digests.
+    """
 
     offsets: tuple[tuple[int, ...], ...]
     num_tokens: int
     deadline: float
+    generation: int
+    digested: Digested | None = None
 
 
 class LeaseTable:
@@ -33,6 +47,7 @@ class LeaseTable:
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
         self._ended: list[str] = []
+        self._generation = ANY_GENERATION
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -41,7 +56,9 @@ class LeaseTable:
         """Begins the lease of a finished prefill."""
         with self._lock:
             deadline = self._clock() + self.duration_s
-            self._leases[request_id] = Lease(offsets, num_tokens, deadline)
+            self._generation += 1
+            lease = Lease(offsets, num_tokens, deadline, self._generation)
+            self._leases[request_id] = lease
 
     def claim(self, request_id: str) -> Lease | None:
         """D has accepted the request: the lease, renewed; None when there is none (any more)."""
@@ -51,22 +68,30 @@ class LeaseTable:
                 self._extend(lease)
             return lease
 
-    def renew(self, request_ids: Iterable[str]) -> list[str]:
-        """Extends leases; returns the ids that have none (any more)."""
+    def held(self, request_id: str, generation: int) -> Lease | None:
+        """The lease of that generation; None when it is not alive."""
+        with self._lock:
+            return self._live(request_id, generation)
+
+    def renew(self, leases: Iterable[tuple[str, int]]) -> list[str]:
+        """Extends leases by id and generation; returns the ids that have none (any more)."""
         lost = []
         with self._lock:
-            for request_id in request_ids:
-                lease = self._live(request_id)
+            for request_id, generation in leases:
+                lease = self._live(request_id, generation)
                 if lease is None:
                     lost.append(request_id)
                 else:
                     self._extend(lease)
         return lost
 
-    def release(self, request_id: str) -> bool:
-        """Ends a lease; whether it was still alive, so that a late reader learns it."""
+    def release(self, request_id: str, generation: int = ANY_GENERATION) -> bool:
+        """Ends a lease; whether it was still alive, so that a late reader learns it.
+
+        A reader of another generation of the request learns that its own is gone, and ends nothing.
+        """
         with self._lock:
-            alive = self._live(request_id) is not None
+            alive = self._live(request_id, generation) is not None
             if alive:
                 self._end(request_id)
             return alive
@@ -91,9 +116,11 @@ class LeaseTable:
         with self._lock:
             return min((lease.deadline for lease in self._leases.values()), default=None)
 
-    def _live(self, request_id: str) -> Lease | None:
+    def _live(self, request_id: str, generation: int = ANY_GENERATION) -> Lease | None:
         lease = self._leases.get(request_id)
-        return lease if lease is not None and self._clock() < lease.deadline else None
+        if lease is None or self._clock() >= lease.deadline:
+            return None
+        return lease if generation in (ANY_GENERATION, lease.generation) else None
 
     def _extend(self, lease: Lease) -> None:
         extended = self._clock() + RENEWAL_SHARE * self.duration_s

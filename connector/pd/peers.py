@@ -30,6 +30,7 @@ class Peer:
     control: ControlClient
     timeout_s: float
     groups: tuple[GroupGeometry, ...]
+    capabilities: tuple[str, ...] = ()
     users: int = 1
     is_gone: bool = False
     is_dropped: bool = False
@@ -140,7 +141,8 @@ class PeerRegistry:
             control.close()
             raise
         log.info("connected to peer", peer=engine_id, host=host, port=port)
-        return Peer(engine_id, control, self._timeout_s, groups_of(reply))
+        groups = groups_of(reply)
+        return Peer(engine_id, control, self._timeout_s, groups, reply.capabilities)
 
     def _open(self, host: str, port: int) -> ControlClient:
         address = join_host_port(host, port)

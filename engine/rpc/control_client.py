@@ -8,14 +8,37 @@ from typing import Any, TypeVar
 
 import grpc
 
+from engine.errors import TandemError, UnavailableError
 from engine.rpc import convert
 from engine.rpc.channel import OPTIONS, token_metadata
-from engine.rpc.messages import Claim, Handshake
+from engine.rpc.messages import ANY_GENERATION, Claim, Digests, Handshake
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import KvControlStub
 from engine.rpc.status import error_from_status
 
 _Reply = TypeVar("_Reply")
+
+
+class DigestsCall:
+    """Digests under way; its owner must take the `result` or `cancel` it."""
+
+    def __init__(self, call: Any, address: str) -> None:
+        self._call = call
+        self._address = address
+
+    def result(self) -> Digests:
+        """Waits, no longer than the call's deadline; raises what the peer raised."""
+        try:
+            reply: pb.DigestsReply = self._call.result()
+        except grpc.RpcError as error:
+            raise _named(error, self._address) from error
+        except grpc.FutureCancelledError as error:
+            raise UnavailableError(f"peer {self._address} ended the call for digests") from error
+        return convert.digests_from_pb(reply)
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more. Idempotent, also after the result."""
+        self._call.cancel()
 
 
 class ControlClient:
@@ -50,25 +73,65 @@ class ControlClient:
         return convert.claim_from_pb(reply)
 
     def renew(
-        self, engine_id: str, request_ids: Sequence[str], *, timeout_s: float
+        self,
+        engine_id: str,
+        request_ids: Sequence[str],
+        *,
+        generations: Sequence[int],
+        timeout_s: float,
     ) -> tuple[str, ...]:
         """Extend the leases of `request_ids`; returns those that are lost already."""
         request = pb.RenewRequest(
-            engine_id=engine_id, caller_engine_id=self._caller_engine_id, request_ids=request_ids
+            engine_id=engine_id,
+            caller_engine_id=self._caller_engine_id,
+            request_ids=request_ids,
+            generations=generations,
         )
         reply: pb.RenewReply = self._call(self._stub.Renew, request, timeout_s)
         return tuple(reply.lost_request_ids)
 
-    def release(self, engine_id: str, request_id: str, *, reason: str, timeout_s: float) -> bool:
+    def release(
+        self,
+        engine_id: str,
+        request_id: str,
+        *,
+        reason: str,
+        timeout_s: float,
+        generation: int = ANY_GENERATION,
+    ) -> bool:
         """End a lease; true when it was still alive, so that everything read before was intact."""
-        request = pb.ReleaseRequest(engine_id=engine_id, request_id=request_id, reason=reason)
+        request = pb.ReleaseRequest(
+            engine_id=engine_id, request_id=request_id, reason=reason, generation=generation
+        )
         reply: pb.ReleaseReply = self._call(self._stub.Release, request, timeout_s)
         return reply.was_alive
+
+    def ask_digests(
+        self,
+        engine_id: str,
+        request_id: str,
+        generation: int,
+        *,
+        first_blocks: Sequence[int],
+        timeout_s: float,
+    ) -> DigestsCall:
+        """Start the call and return at once, so that the peer hashes while its blocks are read."""
+        request = pb.DigestsRequest(
+            engine_id=engine_id,
+            request_id=request_id,
+            generation=generation,
+            first_blocks=first_blocks,
+        )
+        call = self._stub.Digests.future(request, timeout=timeout_s, metadata=self._metadata)
+        return DigestsCall(call, self.address)
 
     def _call(self, method: Callable[..., _Reply], request: Any, timeout_s: float) -> _Reply:
         try:
             return method(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
-            metadata = [(item.key, item.value) for item in error.trailing_metadata() or ()]
-            text = f"{error.details()} (peer {self.address})"
-            raise error_from_status(error.code(), text, metadata) from error
+            raise _named(error, self.address) from error
+
+
+def _named(error: grpc.RpcError, address: str) -> TandemError:
+    metadata = [(item.key, item.value) for item in error.trailing_metadata() or ()]
+    return error_from_status(error.code(), f"{error.details()} (peer {address})", metadata)

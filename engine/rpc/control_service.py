@@ -1,4 +1,4 @@
-"""The `KvControl` service over anything with its four verbs. Knows no connector."""
+"""The `KvControl` service over anything with its five verbs. Knows no connector."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,9 +7,12 @@ from typing import Protocol
 from grpc import aio
 
 from engine.rpc import convert
-from engine.rpc.messages import Claim, Handshake
+from engine.rpc.messages import Claim, Digests, Handshake
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import KvControlServicer, add_KvControlServicer_to_server
+
+CONCURRENT_DIGESTS = 2
+"""Calls that hash at once; others wait without a thread, so that claims and renewals never do."""
 
 
 class ControlHandler(Protocol):
@@ -23,10 +26,19 @@ class ControlHandler(Protocol):
     def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim: ...
 
     def renew(
-        self, engine_id: str, caller_engine_id: str, request_ids: Sequence[str]
+        self,
+        engine_id: str,
+        caller_engine_id: str,
+        request_ids: Sequence[str],
+        *,
+        generations: Sequence[int],
     ) -> Sequence[str]: ...
 
-    def release(self, engine_id: str, request_id: str, reason: str) -> bool: ...
+    def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool: ...
+
+    def digests(
+        self, engine_id: str, request_id: str, generation: int, *, first_blocks: Sequence[int]
+    ) -> Digests: ...
 
 
 class ControlService(KvControlServicer):
@@ -34,6 +46,7 @@ class ControlService(KvControlServicer):
 
     def __init__(self, handler: ControlHandler) -> None:
         self._handler = handler
+        self._hashing = asyncio.Semaphore(CONCURRENT_DIGESTS)
 
     def register(self, server: aio.Server) -> None:
         add_KvControlServicer_to_server(self, server)  # type: ignore[no-untyped-call]
@@ -54,11 +67,27 @@ class ControlService(KvControlServicer):
             request.engine_id,
             request.caller_engine_id,
             tuple(request.request_ids),
+            generations=tuple(request.generations),
         )
         return pb.RenewReply(lost_request_ids=lost)
 
     async def Release(self, request: pb.ReleaseRequest, context: object) -> pb.ReleaseReply:
         was_alive = await asyncio.to_thread(
-            self._handler.release, request.engine_id, request.request_id, request.reason
+            self._handler.release,
+            request.engine_id,
+            request.request_id,
+            request.reason,
+            generation=request.generation,
         )
         return pb.ReleaseReply(was_alive=was_alive)
+
+    async def Digests(self, request: pb.DigestsRequest, context: object) -> pb.DigestsReply:
+        async with self._hashing:
+            digests = await asyncio.to_thread(
+                self._handler.digests,
+                request.engine_id,
+                request.request_id,
+                request.generation,
+                first_blocks=tuple(request.first_blocks),
+            )
+        return convert.digests_to_pb(digests)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from engine.errors import InvalidRequestError, KVTransferParamsError, TandemError
-from engine.rpc.messages import Claim, Handshake, NodeInfo
+from engine.rpc.messages import Claim, Digests, Handshake, NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.types import (
     FinishReason,
@@ -169,6 +169,7 @@ def handshake_from_pb(message: pb.HandshakeReply) -> Handshake:
         transport=message.transport,
         transport_address=message.transport_address,
         geometry=dict(message.geometry),
+        capabilities=tuple(message.capabilities),
     )
 
 
@@ -178,6 +179,7 @@ def claim_to_pb(claim: Claim) -> pb.ClaimReply:
         num_tokens=claim.num_tokens,
         groups=[pb.GroupBlocks(offsets=offsets) for offsets in claim.groups],
         lease_s=claim.lease_s,
+        generation=claim.generation,
     )
 
 
@@ -187,4 +189,15 @@ def claim_from_pb(message: pb.ClaimReply) -> Claim:
         num_tokens=message.num_tokens,
         groups=tuple(tuple(group.offsets) for group in message.groups),
         lease_s=message.lease_s,
+        generation=message.generation,
     )
+
+
+def digests_to_pb(digests: Digests) -> pb.DigestsReply:
+    """The digests of a prefill on their way to D."""
+    return pb.DigestsReply(groups=[pb.GroupDigests(digests=group) for group in digests])
+
+
+def digests_from_pb(message: pb.DigestsReply) -> Digests:
+    """The digests of a prefill as D reads them."""
+    return tuple(tuple(group.digests) for group in message.groups)

@@ -36,18 +36,33 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
+ANY_GENERATION: Final = 0
+"""Names whichever lease a request has; leases count from 1."""
+
+DIGESTS_XXH3_64: Final = "digests:xxh3-64"
+"""Capability: the node answers `Digests`."""
+
+Digests = tuple[tuple[int, ...], ...]
+"""By group, one unsigned 64-bit number per block or state."""
+
+
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach a node's registered memory, and what the bytes in it look like."""
+    """How to reach a node's registered memory, what its bytes look like, what the node can do."""
 
     engine_id: str
     transport: str
     transport_address: bytes
     geometry: Mapping[str, str]
+    capabilities: tuple[str, ...] = ()
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a finished prefill lies: byte offsets per group, readable for `lease_s` seconds."""
+    """Where a finished prefill lies: byte offsets per group, readable for `lease_s` seconds.
+
+    `generation` tells this lease from any other, also of the same request.
+    """
 
     num_tokens: int
     groups: tuple[tuple[int, ...], ...]
     lease_s: float
+    generation: int = ANY_GENERATION

@@ -36,6 +36,8 @@ _STATUS: Final[Mapping[type[TandemError], StatusCode]] = {
     errors.CheckpointError: StatusCode.FAILED_PRECONDITION,
     errors.TransportError: StatusCode.UNAVAILABLE,
     errors.TransferTimeoutError: StatusCode.DEADLINE_EXCEEDED,
+    errors.LateReadError: StatusCode.DATA_LOSS,
+    errors.VerificationError: StatusCode.DATA_LOSS,
 }
 _BY_NAME: Final[Mapping[str, type[TandemError]]] = {cls.__name__: cls for cls in _STATUS}
 

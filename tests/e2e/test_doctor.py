@@ -7,6 +7,7 @@ import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -119,7 +120,7 @@ async def test_a_stopped_node_is_not_reachable_and_the_other_is_still_looked_at(
 async def test_nodes_that_do_not_fit_are_told_apart_by_both_values(
     cluster: Cluster,
     checkpoints: dict[str, Path],
-    change: dict[str, object],
+    change: dict[str, Any],
     key: str,
     *,
     said: str,

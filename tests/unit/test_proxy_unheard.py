@@ -23,10 +23,10 @@ async def test_a_prefill_that_takes_too_long_is_released() -> None:
 def test_a_label_ends_the_leases_of_its_requests_and_confirms_none() -> None:
     leases = LeaseTable(LEASE_S, lambda: 0.0)
     identity = Handshake(engine_id="p", transport="shm", transport_address=b"", geometry={})
-    desk = LeaseDesk(identity, leases, wake=lambda: None)
+    desk = LeaseDesk(identity, leases, digest=lambda offsets: (), wake=lambda: None)
     mine, other = unique_id("cmpl-1", 10), unique_id("cmpl-12", 11)
     for request_id in (mine, other):
         leases.grant(request_id, ((0,),), 16)
-    assert not desk.release("p", "cmpl-1", "abort")
+    assert not desk.release("p", "cmpl-1", "abort", generation=0)
     assert leases.take_ended() == (mine,)
-    assert desk.release("p", other, "read")
+    assert desk.release("p", other, "read", generation=0)

@@ -28,21 +28,28 @@ async def connected(node: ScriptedNode) -> AsyncIterator[ControlClient]:
             client.close()
 
 
-async def test_all_four_verbs() -> None:
+async def test_all_five_verbs() -> None:
     node = ScriptedNode("p", token="secret")
     async with connected(node) as client:
         handshake = await asyncio.to_thread(client.handshake, timeout_s=S)
         claim = await asyncio.to_thread(client.claim, node.engine_id, "r", timeout_s=S)
-        lost = await asyncio.to_thread(client.renew, node.engine_id, ["a", "lost-b"], timeout_s=S)
+        lost = await asyncio.to_thread(
+            client.renew, node.engine_id, ["a", "lost-b"], generations=[3, 2**63], timeout_s=S
+        )
+        asked = client.ask_digests(node.engine_id, "r", 9, first_blocks=[2, 0, 1], timeout_s=S)
+        digests = await asyncio.to_thread(asked.result)
         alive = await asyncio.to_thread(
-            client.release, node.engine_id, "r", reason="done", timeout_s=S
+            client.release, node.engine_id, "r", reason="done", generation=9, timeout_s=S
         )
     assert handshake == node.handshake("d-incarnation")
     assert isinstance(handshake, Handshake)
-    assert claim == Claim(num_tokens=33, groups=((0, 2**40), (), (4096,)), lease_s=30.0)
+    groups = ((0, 2**40), (), (4096,))
+    assert claim == Claim(num_tokens=33, groups=groups, lease_s=30.0, generation=9)
     assert lost == ("lost-b",)
+    assert digests == ((2**64 - 10,) * 2, (), (2**64 - 10,))
     assert alive
     assert node.released == [(node.engine_id, "r", "done")]
+    assert node.generations == [3, 2**63, 9]
 
 
 async def test_refusal_keeps_its_class_and_code() -> None:
@@ -80,5 +87,7 @@ async def test_a_peer_that_holds_a_lock_is_late_and_streams_go_on() -> None:
     async with connected(node) as client:
         with pytest.raises(DeadlineExceededError):
             await asyncio.to_thread(client.handshake, timeout_s=0.2)
-        assert await asyncio.to_thread(client.renew, node.engine_id, ["lost"], timeout_s=S)
+        assert await asyncio.to_thread(
+            client.renew, node.engine_id, ["lost"], generations=[1], timeout_s=S
+        )
         node.lock.set()

@@ -98,12 +98,18 @@ def test_control_messages_survive_the_wire() -> None:
         reason="draining",
     )
     handshake = Handshake(
-        engine_id="p", transport="shm", transport_address=b"\xff\x00", geometry={"dtype": "f32"}
+        engine_id="p",
+        transport="shm",
+        transport_address=b"\xff\x00",
+        geometry={"dtype": "f32"},
+        capabilities=("digests:xxh3-64", "from the future"),
     )
-    claim = Claim(num_tokens=3, groups=((0, 2**63), ()), lease_s=0.5)
+    claim = Claim(num_tokens=3, groups=((0, 2**63), ()), lease_s=0.5, generation=2**64 - 1)
+    digests = ((0, 2**64 - 1), (), (7,))
     assert convert.node_info_from_pb(convert.node_info_to_pb(info)) == info
     assert convert.handshake_from_pb(convert.handshake_to_pb(handshake)) == handshake
     assert convert.claim_from_pb(convert.claim_to_pb(claim)) == claim
+    assert convert.digests_from_pb(convert.digests_to_pb(digests)) == digests
 
 
 @pytest.mark.parametrize("value", [-1, 2**32])

@@ -160,7 +160,7 @@ class HandshakeRequest(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("engine_id", "transport", "transport_address", "geometry")
+    __slots__ = ("engine_id", "transport", "transport_address", "geometry", "capabilities")
     class GeometryEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -172,11 +172,13 @@ class HandshakeReply(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     transport: str
     transport_address: bytes
     geometry: _containers.ScalarMap[str, str]
-    def __init__(self, engine_id: _Optional[str] = ..., transport: _Optional[str] = ..., transport_address: _Optional[bytes] = ..., geometry: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    capabilities: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, engine_id: _Optional[str] = ..., transport: _Optional[str] = ..., transport_address: _Optional[bytes] = ..., geometry: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ClaimRequest(_message.Message):
     __slots__ = ("engine_id", "request_id", "caller_engine_id")
@@ -195,24 +197,28 @@ class GroupBlocks(_message.Message):
     def __init__(self, offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ClaimReply(_message.Message):
-    __slots__ = ("num_tokens", "groups", "lease_s")
+    __slots__ = ("num_tokens", "groups", "lease_s", "generation")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
     lease_s: float
-    def __init__(self, num_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., lease_s: _Optional[float] = ...) -> None: ...
+    generation: int
+    def __init__(self, num_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., lease_s: _Optional[float] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
-    __slots__ = ("engine_id", "caller_engine_id", "request_ids")
+    __slots__ = ("engine_id", "caller_engine_id", "request_ids", "generations")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     CALLER_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    GENERATIONS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     caller_engine_id: str
     request_ids: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, engine_id: _Optional[str] = ..., caller_engine_id: _Optional[str] = ..., request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+    generations: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, engine_id: _Optional[str] = ..., caller_engine_id: _Optional[str] = ..., request_ids: _Optional[_Iterable[str]] = ..., generations: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RenewReply(_message.Message):
     __slots__ = ("lost_request_ids",)
@@ -221,20 +227,46 @@ class RenewReply(_message.Message):
     def __init__(self, lost_request_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
-    __slots__ = ("engine_id", "request_id", "reason")
+    __slots__ = ("engine_id", "request_id", "reason", "generation")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     request_id: str
     reason: str
-    def __init__(self, engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    generation: int
+    def __init__(self, engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., reason: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class ReleaseReply(_message.Message):
     __slots__ = ("was_alive",)
     WAS_ALIVE_FIELD_NUMBER: _ClassVar[int]
     was_alive: bool
     def __init__(self, was_alive: _Optional[bool] = ...) -> None: ...
+
+class DigestsRequest(_message.Message):
+    __slots__ = ("engine_id", "request_id", "generation", "first_blocks")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    request_id: str
+    generation: int
+    first_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., generation: _Optional[int] = ..., first_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GroupDigests(_message.Message):
+    __slots__ = ("digests",)
+    DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, digests: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class DigestsReply(_message.Message):
+    __slots__ = ("groups",)
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    groups: _containers.RepeatedCompositeFieldContainer[GroupDigests]
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupDigests, _Mapping]]] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("error", "message", "param", "code", "retry_after_s")

@@ -217,6 +217,11 @@ class KvControlStub:
                 request_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.ReleaseReply.FromString,
                 _registered_method=True)
+        self.Digests = channel.unary_unary(
+                '/tandem.v1.KvControl/Digests',
+                request_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.DigestsRequest.SerializeToString,
+                response_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.DigestsReply.FromString,
+                _registered_method=True)
 
 
 class KvControlServicer:
@@ -248,6 +253,13 @@ class KvControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Digests(self, request, context):
+        """What the bytes of a held prefill are, for the reader to compare with what has arrived.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KvControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -270,6 +282,11 @@ def add_KvControlServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.ReleaseRequest.FromString,
                     response_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.ReleaseReply.SerializeToString,
+            ),
+            'Digests': grpc.unary_unary_rpc_method_handler(
+                    servicer.Digests,
+                    request_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.DigestsRequest.FromString,
+                    response_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.DigestsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -381,6 +398,33 @@ class KvControl:
             '/tandem.v1.KvControl/Release',
             engine_dot_rpc_dot_pb_dot_node__pb2.ReleaseRequest.SerializeToString,
             engine_dot_rpc_dot_pb_dot_node__pb2.ReleaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Digests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.KvControl/Digests',
+            engine_dot_rpc_dot_pb_dot_node__pb2.DigestsRequest.SerializeToString,
+            engine_dot_rpc_dot_pb_dot_node__pb2.DigestsReply.FromString,
             options,
             channel_credentials,
             insecure,

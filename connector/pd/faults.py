@@ -1,0 +1,52 @@
+"""Named points of a hand-over where a test may break something on purpose.
+
+Product code calls `FaultInjector.at` there. Nodes run with `NoFaults`; only who builds a connector
+by hand can give another one. Knows neither requests nor transports.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Final
+
+
+class FaultPoint(Enum):
+    """Where: on D around a read (BEFORE_READ to BEFORE_CONFIRM), on P before its answers."""
+
+    BEFORE_READ = auto()
+    AFTER_READ = auto()
+    BEFORE_CONFIRM = auto()
+    BEFORE_DIGESTS = auto()
+    BEFORE_RELEASE = auto()
+
+
+@dataclass(slots=True, frozen=True)
+class FaultScene:
+    """What can be touched: P's name of the prefill, the spans of one read, D's arena.
+
+    A span is (offset in P's arena, offset in `memory`, length). On P there are neither spans nor
+    memory.
+    """
+
+    request_id: str
+    spans: Sequence[tuple[int, int, int]] = ()
+    memory: memoryview = field(default_factory=lambda: memoryview(b""))
+
+
+class FaultInjector(ABC):
+    """One fault, or a plan of many."""
+
+    @abstractmethod
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        """May wait, write into `scene.memory` or raise a TandemError; on the thread that works."""
+
+
+class NoFaults(FaultInjector):
+    """What every node has."""
+
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        """Nothing happens."""
+
+
+NO_FAULTS: Final = NoFaults()

@@ -1,0 +1,228 @@
+"""D's reads: the spans of a plan, in stages, each hashed while it is still in the CPU's cache.
+
+What arrived is compared with P's digests block by block; what differs is read once more. Knows
+nothing of requests and leases but their names.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import structlog
+
+from connector.pd.digests import BlockDigester
+from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
+from connector.pd.layout import PullPlan, coalesce
+from connector.pd.peers import Peer
+from connector.transports.base import SpanPair, Transport
+from engine.arena import ArenaMemory
+from engine.errors import (
+    KVTransferParamsError,
+    LateReadError,
+    TransportError,
+    VerificationError,
+)
+from engine.metrics import TransferMetrics
+from engine.rpc.control_client import DigestsCall
+from engine.rpc.messages import DIGESTS_XXH3_64, Digests
+
+log = structlog.get_logger()
+
+STAGE_BYTES = 2 << 20
+"""Of what was just read this much is still in a core's cache; measured 1, 2, 4, 8 and 256 MiB."""
+
+
+class Block(NamedTuple):
+    """One attention block or one state: where it goes, and P's digest of it."""
+
+    span: SpanPair
+    is_state: bool
+    digest: int
+
+
+class Chunk(NamedTuple):
+    """A block, or a part of one that is larger than a stage."""
+
+    span: SpanPair
+    ends_block: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Reading:
+    """One pull: from whom, under which lease, and until which monotonic time."""
+
+    peer: Peer
+    request_id: str
+    generation: int
+    deadline: float
+
+    def time_left(self) -> float:
+        """Seconds, never below 0."""
+        return max(self.deadline - time.monotonic(), 0.0)
+
+
+class PullReader:
+    """Fills blocks of the local arena from a peer's; safe to use from several threads."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        arena: ArenaMemory,
+        *,
+        verify: bool,
+        metrics: TransferMetrics,
+        faults: FaultInjector,
+    ) -> None:
+        self._transport = transport
+        self._arena = arena
+        self._verify = verify
+        self._metrics = metrics
+        self._faults = faults
+
+    def read(
+        self,
+        peer: Peer,
+        plan: PullPlan,
+        *,
+        request_id: str,
+        generation: int,
+        timeout_s: float,
+    ) -> None:
+        """Returns once all bytes are here and, if nothing forbids it, are known to be P's.
+
+        `timeout_s` bounds all of it. Raises TransportError when they cannot be read,
+        VerificationError when they differ twice, LateReadError when P does not hold them any more.
+        """
+        reading = Reading(peer, request_id, generation, time.monotonic() + timeout_s)
+        if not self._verify or self._cannot_verify(peer, plan):
+            self._metrics.unverified.inc()
+            self._read_spans(reading, plan.spans)
+        else:
+            self._read_verified(reading, plan)
+        self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(request_id))
+
+    def _cannot_verify(self, peer: Peer, plan: PullPlan) -> bool:
+        """There are no two digests to compare; the reason is logged."""
+        reasons = {
+            "this node's arena is on a device": self._arena.device_index is not None,
+            "the peer computes no digests": DIGESTS_XXH3_64 not in peer.capabilities,
+            "the nodes cut or group blocks differently": not plan.groups,
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        if found:
+            log.warning("a pull is not verified", peer=peer.engine_id, reasons=found)
+        return bool(found)
+
+    def _read_verified(self, reading: Reading, plan: PullPlan) -> None:
+        """P hashes while we read; what differs is read once more."""
+        spans = [span for group in plan.groups for span in group.blocks]
+        asked = self._ask(reading, plan)
+        try:
+            found = self._read_blocks(reading, spans)
+            blocks = _announced(plan, _answer(asked))
+        finally:
+            asked.cancel()
+        differing = self._differing(blocks, found)
+        if differing:
+            self._read_again(reading, differing, num_blocks=len(blocks))
+        self._metrics.verified_bytes.inc(sum(span.length for span in spans))
+
+    def _ask(self, reading: Reading, plan: PullPlan) -> DigestsCall:
+        return reading.peer.control.ask_digests(
+            reading.peer.engine_id,
+            reading.request_id,
+            reading.generation,
+            first_blocks=[group.first_block for group in plan.groups],
+            timeout_s=reading.time_left(),
+        )
+
+    def _read_again(self, reading: Reading, blocks: Sequence[Block], *, num_blocks: int) -> None:
+        self._metrics.verification_retries.inc()
+        peer, request_id = reading.peer.engine_id, reading.request_id
+        log.warning("blocks differ from the peer's", peer=peer, num=len(blocks), of=num_blocks)
+        found = self._read_blocks(reading, [block.span for block in blocks])
+        still = self._differing(blocks, found)
+        if still:
+            raise VerificationError(
+                f"{len(still)} of {num_blocks} blocks of {request_id} differ from those of {peer}, "
+                "also when read again"
+            )
+
+    def _differing(self, blocks: Sequence[Block], found: Sequence[int]) -> list[Block]:
+        """The blocks that did not arrive as P has them; they are counted."""
+        pairs = zip(blocks, found, strict=True)
+        wrong = [block for block, digest in pairs if block.digest != digest]
+        states = sum(block.is_state for block in wrong)
+        self._metrics.differed("state", states)
+        self._metrics.differed("attention", len(wrong) - states)
+        return wrong
+
+    def _read_blocks(self, reading: Reading, blocks: Sequence[SpanPair]) -> list[int]:
+        """Reads and returns the digests of what has arrived."""
+        digester = BlockDigester(self._arena.host_bytes())
+        for stage in in_stages(blocks, STAGE_BYTES):
+            self._read_spans(reading, coalesce(chunk.span for chunk in stage))
+            for chunk in stage:
+                digester.add(chunk.span.local, chunk.span.length, ends_block=chunk.ends_block)
+        return digester.done
+
+    def _read_spans(self, reading: Reading, spans: Sequence[SpanPair]) -> None:
+        self._touch(FaultPoint.BEFORE_READ, reading, spans)
+        started = time.monotonic()
+        transfer = self._transport.read(reading.peer.engine_id, spans)
+        self._metrics.post_seconds.observe(time.monotonic() - started)
+        try:
+            transfer.wait(reading.time_left())
+        except TransportError:
+            transfer.cancel()
+            raise
+        self._touch(FaultPoint.AFTER_READ, reading, spans)
+
+    def _touch(self, point: FaultPoint, reading: Reading, spans: Sequence[SpanPair]) -> None:
+        if self._faults is not NO_FAULTS:
+            memory = self._arena.host_bytes()
+            self._faults.at(point, FaultScene(reading.request_id, spans, memory))
+
+
+def in_stages(blocks: Iterable[SpanPair], limit: int) -> Iterator[list[Chunk]]:
+    """The same bytes in the same order, in lists of at most `limit` bytes."""
+    stage: list[Chunk] = []
+    room = limit
+    for chunk in (chunk for block in blocks for chunk in _cut(block, limit)):
+        if chunk.span.length > room:
+            yield stage
+            stage, room = [], limit
+        stage.append(chunk)
+        room -= chunk.span.length
+    if stage:
+        yield stage
+
+
+def _cut(block: SpanPair, limit: int) -> Iterator[Chunk]:
+    for start in range(0, block.length, limit):
+        length = min(limit, block.length - start)
+        span = SpanPair(block.remote + start, block.local + start, length)
+        yield Chunk(span, start + length == block.length)
+
+
+def _answer(asked: DigestsCall) -> Digests:
+    try:
+        return asked.result()
+    except KVTransferParamsError as error:
+        raise LateReadError(f"the peer's digests cannot be had any more: {error}") from error
+
+
+def _announced(plan: PullPlan, digests: Digests) -> list[Block]:
+    """Every block of the plan with P's digest, in the plan's order."""
+    asked_for = [len(group.blocks) for group in plan.groups]
+    if [len(group) for group in digests] != asked_for:
+        raise TransportError(
+            f"the peer sent {[len(group) for group in digests]} digests by group for {asked_for} "
+            "blocks"
+        )
+    return [
+        Block(span, group.is_state, digest)
+        for group, theirs in zip(plan.groups, digests, strict=True)
+        for span, digest in zip(group.blocks, theirs, strict=True)
+    ]

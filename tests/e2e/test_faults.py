@@ -1,0 +1,310 @@
+"""Bytes that arrive otherwise than P has them, and leases that end too early: never a wrong token.
+
+Nothing may stay behind on either node: the cluster fixture asserts that too.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint
+from engine.errors import KVLoadError, KVTransferParamsError, TransportError
+from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.model_configs.registry import read_config
+from engine.node.server import NodeServer
+from tests.cluster import BASE, Cluster, Generation, generate, settled, transfer_config
+from tests.faults import (
+    DamagedReads,
+    HeldPull,
+    LateBytes,
+    Refusing,
+    Span,
+    counted,
+    drop,
+    flip,
+    random_damage,
+    swap,
+)
+from tests.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
+
+FAMILY = "qwen3_5"
+PROMPT = prompt_of(100, salt=4)
+SEED = 20_261_121
+RANDOM_RUNS = 150
+FAILURES = "tandem:kv_verification_failures"
+RETRIES = "tandem:kv_verification_retries"
+
+
+class Places:
+    """Where blocks and states lie among the spans of a read of `PROMPT`."""
+
+    def __init__(self, model: Path) -> None:
+        groups = read_config(model, None).groups
+        self.plan: ArenaPlan = plan_arena(groups, BASE.block_size, BASE.kv_cache_memory_bytes)
+        self.state = self.plan.state_groups[0]
+        self.attention = next(g for g in range(len(groups)) if g not in self.plan.state_groups)
+
+    def blocks(self, spans: Sequence[Span]) -> list[int]:
+        """Where the attention blocks of a whole read begin."""
+        size = self.plan.block_bytes(self.attention)
+        state = self.plan.block_bytes(self.state)
+        pages = [span for span in spans if span[2] != state]
+        return [start + at for _, start, length in pages for at in range(0, length, size)]
+
+    def flip_attention(self, memory: memoryview, spans: Sequence[Span]) -> None:
+        flip(memory, self.blocks(spans)[0] + 3)
+
+    def flip_state(self, memory: memoryview, spans: Sequence[Span]) -> None:
+        size = self.plan.block_bytes(self.state)
+        flip(memory, next(start for _, start, length in spans if length == size) + size - 1)
+
+    def permute(self, memory: memoryview, spans: Sequence[Span]) -> None:
+        blocks, size = self.blocks(spans), self.plan.block_bytes(self.attention)
+        swap(memory, blocks[0], blocks[2], length=size)
+
+    def cut_short(self, memory: memoryview, spans: Sequence[Span]) -> None:
+        for block in self.blocks(spans)[3:]:
+            drop(memory, block, self.plan.block_bytes(self.attention))
+
+
+# The damage, and the blocks and states that it hits.
+DAMAGES = {
+    "flip_attention": (1, 0),
+    "flip_state": (0, 1),
+    "permute": (2, 0),
+    "cut_short": (4, 0),
+}
+
+
+async def pair_of_nodes(
+    cluster: Cluster,
+    model: Path,
+    transport: str = "shm",
+    *,
+    policy: str = "recompute",
+    lease_s: float = 30.0,
+    on_p: FaultInjector = NO_FAULTS,
+    on_d: FaultInjector = NO_FAULTS,
+) -> tuple[NodeServer, NodeServer]:
+    config = transfer_config(transport, policy, lease_s=lease_s)
+    p = await cluster.start("prefill", model, faults=on_p, kv_transfer_config=config)
+    d = await cluster.start("decode", model, faults=on_d, kv_transfer_config=config)
+    return p, d
+
+
+def assert_equal(pair: Generation, alone: Generation) -> None:
+    assert pair.token_ids == alone.token_ids
+    assert pair.logprobs == alone.logprobs
+
+
+def recomputed(node: NodeServer) -> dict[str, int]:
+    return dict(node.engine.core.scheduler.stats.recomputed_tokens)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_without_faults_all_that_was_pulled_is_verified(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+) -> None:
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport)
+    pair = await hand_over(p, d, PROMPT)
+    stats = pair.last.kv_transfer
+    assert stats is not None
+    moved = stats.attention_bytes + stats.state_bytes
+    assert counted(d, "tandem:kv_verified_bytes") == moved > 0
+    for kind in ("attention", "state"):
+        assert counted(d, FAILURES, kind=kind) == 0
+    assert counted(d, RETRIES) == counted(d, "tandem:kv_unverified_transfers") == 0
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_damage_is_found_and_only_what_it_hit_is_read_again(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str, damage: str
+) -> None:
+    faults = DamagedReads(getattr(Places(checkpoints[FAMILY]), damage))
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_d=faults)
+    alone = await generate(p, request_of(PROMPT))
+    pair = await hand_over(p, d, PROMPT)
+    assert_equal(pair, alone)
+    assert pair.last.kv_transfer is not None
+    assert faults.hits == counted(d, RETRIES) == 1
+    found = tuple(counted(d, FAILURES, kind=kind) for kind in ("attention", "state"))
+    assert found == DAMAGES[damage]
+    assert recomputed(d) == {}
+    await settled(p)
+    await settled(d)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_damage_that_comes_again_costs_a_recompute_and_no_token(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str, damage: str
+) -> None:
+    """The second read brings only what differed; of that, one byte is wrong again."""
+    first = getattr(Places(checkpoints[FAMILY]), damage)
+
+    def each_time(memory: memoryview, spans: Sequence[Span]) -> None:
+        if faults.times:
+            first(memory, spans)
+        else:
+            flip(memory, spans[0][1])
+
+    faults = DamagedReads(each_time, times=2)
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_d=faults)
+    alone = await generate(p, request_of(PROMPT))
+    pair = await hand_over(p, d, PROMPT)
+    assert_equal(pair, alone)
+    assert pair.last.kv_transfer is None
+    assert faults.hits == 2
+    assert recomputed(d) == {"verification_failed": len(PROMPT)}
+    assert counted(d, "tandem:kv_verified_bytes") == 0
+    await settled(p)
+    await settled(d)
+    assert_equal(await hand_over(p, d, PROMPT), alone)
+
+
+async def test_policy_fail_turns_damage_into_an_error(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], policy="fail", on_d=faults)
+    with pytest.raises(KVLoadError, match="could not be loaded: verification_failed"):
+        await hand_over(p, d, PROMPT)
+    await settled(p)
+    await settled(d)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_bytes_that_become_visible_late_are_read_again(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+) -> None:
+    faults = LateBytes()
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_d=faults)
+    alone = await generate(p, request_of(PROMPT))
+    pair = await hand_over(p, d, PROMPT)
+    assert_equal(pair, alone)
+    assert pair.last.kv_transfer is not None
+    assert faults.hits == counted(d, RETRIES) == 1
+    assert counted(d, FAILURES, kind="attention") == 7
+
+
+HELD_AT = pytest.mark.parametrize(
+    "point", [FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM], ids=lambda point: point.name
+)
+
+
+@HELD_AT
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_read_that_outlives_its_lease_is_not_believed(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str, point: FaultPoint
+) -> None:
+    faults = HeldPull(point)
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_d=faults)
+    alone = await generate(p, request_of(PROMPT))
+    params = await prefill(p, PROMPT)
+    held = params.remote_request_id
+    assert held is not None
+    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
+    assert await asyncio.to_thread(faults.reached.wait, 20)
+    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
+    await settled(p)
+    faults.go.set()
+    assert_equal(await asked, alone)
+    assert recomputed(d) == {"late_read": len(PROMPT)}
+    assert counted(d, "tandem:kv_late_reads") == 1
+    await settled(d)
+
+
+@HELD_AT
+async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
+    cluster: Cluster, checkpoints: dict[str, Path], point: FaultPoint
+) -> None:
+    faults = HeldPull(point)
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], on_d=faults)
+    alone = await generate(p, request_of(PROMPT))
+    params = await prefill(p, PROMPT)
+    held = params.remote_request_id
+    assert held is not None
+    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
+    assert await asyncio.to_thread(faults.reached.wait, 20)
+    leases = p.engine.core.scheduler._connector._children[0]._leases  # type: ignore[attr-defined]
+    lease = leases.claim(held)
+    leases.grant(held, lease.offsets, lease.num_tokens)
+    faults.go.set()
+    assert_equal(await asked, alone)
+    assert recomputed(d) == {"late_read": len(PROMPT)}
+    await settled(d)
+    assert p.engine.core.scheduler.num_held == len(leases) == 1
+    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
+
+
+REFUSALS = {
+    FaultPoint.BEFORE_RELEASE: KVTransferParamsError,
+    FaultPoint.BEFORE_DIGESTS: TransportError,
+}
+
+
+@pytest.mark.parametrize("point", REFUSALS, ids=lambda point: point.name)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_p_that_does_not_vouch_for_a_read_costs_a_recompute(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str, point: FaultPoint
+) -> None:
+    faults = Refusing(point, REFUSALS[point])
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, lease_s=0.6, on_p=faults)
+    alone = await generate(p, request_of(PROMPT))
+    pair = await hand_over(p, d, PROMPT)
+    assert_equal(pair, alone)
+    assert pair.last.kv_transfer is None
+    assert recomputed(d) == {"transfer_failed": len(PROMPT)}
+    await settled(p)
+
+
+async def test_verification_can_be_switched_off(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """And is what finds the damage: without it nothing is retried or recomputed."""
+    faults = DamagedReads(Places(checkpoints[FAMILY]).flip_attention)
+    config = transfer_config("shm", verify=False)
+    p = await cluster.start("prefill", checkpoints[FAMILY])
+    d = await cluster.start("decode", checkpoints[FAMILY], faults=faults, kv_transfer_config=config)
+    pair = await hand_over(p, d, PROMPT)
+    assert pair.last.kv_transfer is not None
+    assert faults.hits == counted(d, "tandem:kv_unverified_transfers") == 1
+    assert counted(d, RETRIES) == 0
+
+
+class RandomFaults(DamagedReads):
+    """Armed before each request; about one in five is left alone."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = Random(seed)
+        super().__init__(random_damage(self.rng), times=0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_random_damage_never_changes_a_token(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+) -> None:
+    print(f"seed {SEED}")
+    faults = RandomFaults(SEED)
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_d=faults)
+    sampling = msgspec.structs.replace(GREEDY, max_tokens=4)
+    prompts = [prompt_of(faults.rng.randint(1, 130), salt=i) for i in range(12)]
+    alone = [await generate(p, request_of(prompt, sampling)) for prompt in prompts]
+    hit = twice = 0
+    for run in range(RANDOM_RUNS):
+        faults.times, faults.hits = faults.rng.choice((0, 1, 1, 2, 2)), 0
+        number = run % len(prompts)
+        pair = await hand_over(p, d, prompts[number], sampling)
+        assert_equal(pair, alone[number])
+        hit, twice = hit + bool(faults.hits), twice + (faults.hits == 2)
+        assert counted(d, RETRIES) == hit, run
+        assert (pair.last.kv_transfer is None) == (faults.hits == 2), run
+    assert hit > RANDOM_RUNS // 2 and twice > RANDOM_RUNS // 5
+    assert set(recomputed(d)) == {"verification_failed"}
+    await settled(p)
+    await settled(d)

@@ -1,0 +1,122 @@
+"""Faults of a hand-over, for real nodes: what happens to bytes, and what P refuses."""
+
+import threading
+from collections.abc import Callable, Sequence
+from random import Random
+
+from connector.pd.faults import FaultInjector, FaultPoint, FaultScene
+from engine.errors import TandemError
+from engine.node.server import NodeServer
+
+Span = tuple[int, int, int]
+Damage = Callable[[memoryview, Sequence[Span]], None]
+
+
+class DamagedReads(FaultInjector):
+    """Does `damage` to what the next `times` reads bring; `hits` counts reads that it changed."""
+
+    def __init__(self, damage: Damage, times: int = 1) -> None:
+        self.damage = damage
+        self.times = times
+        self.hits = 0
+
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        if point is FaultPoint.AFTER_READ and self.times:
+            self.times -= 1
+            before = content(scene)
+            self.damage(scene.memory, scene.spans)
+            self.hits += content(scene) != before
+
+
+class LateBytes(FaultInjector):
+    """The first read is said to have ended while the memory still holds what it held before."""
+
+    def __init__(self) -> None:
+        self._before: list[bytes] | None = None
+        self.hits = 0
+
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        if point is FaultPoint.BEFORE_READ and self._before is None:
+            self._before = content(scene)
+        if point is FaultPoint.AFTER_READ and self.hits == 0:
+            assert self._before is not None
+            for (_, start, length), old in zip(scene.spans, self._before, strict=True):
+                scene.memory[start : start + length] = old
+            self.hits += 1
+
+
+class HeldPull(FaultInjector):
+    """A pull that stays at one point until `go`."""
+
+    def __init__(self, point: FaultPoint) -> None:
+        self._point = point
+        self.reached = threading.Event()
+        self.go = threading.Event()
+
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        if point is self._point:
+            self.reached.set()
+            assert self.go.wait(20)
+
+
+class Refusing(FaultInjector):
+    """Fails at one point with a new error each time: a raised one keeps a node's frames alive."""
+
+    def __init__(self, point: FaultPoint, kind: Callable[[str], TandemError]) -> None:
+        self._point = point
+        self._kind = kind
+
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        if point is self._point:
+            raise self._kind("refused by the test")
+
+
+def content(scene: FaultScene) -> list[bytes]:
+    """The bytes under the spans."""
+    return [bytes(scene.memory[start : start + length]) for _, start, length in scene.spans]
+
+
+def flip(memory: memoryview, place: int) -> None:
+    memory[place] ^= 0x10
+
+
+def swap(memory: memoryview, one: int, other: int, *, length: int) -> None:
+    kept = bytes(memory[one : one + length])
+    memory[one : one + length] = memory[other : other + length]
+    memory[other : other + length] = kept
+
+
+def drop(memory: memoryview, start: int, length: int) -> None:
+    memory[start : start + length] = bytes(length)
+
+
+def random_damage(rng: Random) -> Damage:
+    """A bit, a swap or a gap, somewhere in what was read."""
+
+    def damage(memory: memoryview, spans: Sequence[Span]) -> None:
+        one, other = place_in(rng, spans), place_in(rng, spans)
+        room = min(one[1], other[1])
+        length = rng.randint(1, room)
+        match rng.randrange(3):
+            case 0:
+                memory[one[0]] ^= 1 << rng.randrange(8)
+            case 1 if abs(one[0] - other[0]) >= length:
+                swap(memory, one[0], other[0], length=length)
+            case _:
+                drop(memory, one[0], length)
+
+    return damage
+
+
+def place_in(rng: Random, spans: Sequence[Span]) -> tuple[int, int]:
+    """A byte of the spans, and how many follow it in its span, itself included."""
+    _, start, length = rng.choice(spans)
+    skipped = rng.randrange(length)
+    return start + skipped, length - skipped
+
+
+def counted(node: NodeServer, name: str, **labels: str) -> float:
+    """A counter of a node, as Prometheus would read it."""
+    model_name, engine = node.metrics.labels
+    every = {"model_name": model_name, "engine": engine, **labels}
+    return node.metrics.registry.get_sample_value(f"{name}_total", every) or 0.0

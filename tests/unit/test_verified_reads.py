@@ -1,0 +1,265 @@
+"""P's digests and D's comparison, between a real control service and a real transport."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from connector.pd.control import LeaseDesk
+from connector.pd.digests import ArenaDigests, BlockDigester
+from connector.pd.faults import NO_FAULTS
+from connector.pd.geometry import geometry_of
+from connector.pd.layout import PullPlan, plan_pull, remote_groups
+from connector.pd.lease import LeaseTable
+from connector.pd.peers import Peer
+from connector.pd.reading import PullReader, in_stages
+from connector.transports.base import SpanPair
+from connector.transports.shm import ShmTransport
+from engine.arena import ArenaMemory
+from engine.errors import KVTransferParamsError, LateReadError, TransportError, VerificationError
+from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
+from engine.metrics import NodeMetrics, TransferMetrics
+from engine.rpc.control_client import ControlClient
+from engine.rpc.control_service import ControlService
+from engine.rpc.messages import ANY_GENERATION, DIGESTS_XXH3_64, Digests, Handshake
+from engine.rpc.server import start_server
+
+T = TypeVar("T")
+LEASE_S = 30.0
+MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+ATTENTION = FullAttentionSpec(num_kv_heads=1, head_dim=4, dtype="float32")
+PLAN = plan_arena(form_groups(((MAMBA,), (ATTENTION,))), 16, 1 << 18)
+STATE, PAGES = PLAN.state_groups[0], 1 - PLAN.state_groups[0]
+
+
+def by_group(state: T, pages: T) -> tuple[T, T]:
+    return (state, pages) if STATE < PAGES else (pages, state)
+
+
+def offsets_of(tables: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(PLAN.block_offset(group, block) for block in blocks)
+        for group, blocks in enumerate(tables)
+    )
+
+
+REMOTE = offsets_of(by_group((2,), (9, 5, 6, 7)))
+LOCAL: tuple[tuple[int, ...], ...] = by_group((0,), (60, 61, 62, 63))
+IDENTITY = Handshake(engine_id="p", transport="shm", transport_address=b"", geometry={})
+
+
+@dataclass(slots=True)
+class Pair:
+    """P's and D's arenas, and what connects them."""
+
+    p: ArenaMemory
+    d: ArenaMemory
+    leases: LeaseTable
+    desk: LeaseDesk
+    control: ControlClient
+    metrics: NodeMetrics
+    transfers: TransferMetrics
+    transport: ShmTransport
+    now: list[float]
+
+    def plan(self, num_local_tokens: int = 0) -> PullPlan:
+        return plan_pull(
+            PLAN,
+            remote_groups(geometry_of(PLAN), REMOTE),
+            LOCAL,
+            num_tokens=64,
+            num_local_tokens=num_local_tokens,
+        )
+
+    async def read(
+        self,
+        plan: PullPlan,
+        *,
+        capabilities: tuple[str, ...] = (DIGESTS_XXH3_64,),
+        generation: int = 1,
+    ) -> None:
+        peer = Peer("p", self.control, 5.0, geometry_of(PLAN), capabilities)
+        reader = PullReader(
+            self.transport,
+            self.d,
+            verify=True,
+            metrics=self.transfers,
+            faults=NO_FAULTS,
+        )
+        await asyncio.to_thread(
+            reader.read, peer, plan, request_id="r", generation=generation, timeout_s=5.0
+        )
+
+    def has_read(self, plan: PullPlan) -> bool:
+        theirs, ours = self.p.host_bytes(), self.d.host_bytes()
+        return all(
+            theirs[span.remote : span.remote + span.length]
+            == ours[span.local : span.local + span.length]
+            for group in plan.groups
+            for span in group.blocks
+        )
+
+    def counted(self, name: str, **labels: str) -> float | None:
+        every = {"model_name": "m", "engine": "d", **labels}
+        return self.metrics.registry.get_sample_value(f"tandem:{name}_total", every)
+
+
+@asynccontextmanager
+async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> AsyncIterator[Pair]:
+    """`digest` may change what P answers."""
+    p, d = ArenaMemory(PLAN.arena_bytes), ArenaMemory(PLAN.arena_bytes)
+    p.tensor.random_(256)
+    now = [0.0]
+    leases = LeaseTable(LEASE_S, lambda: now[0])
+    leases.grant("r", REMOTE, 64)
+    digests = ArenaDigests(PLAN, p)
+    desk = LeaseDesk(
+        IDENTITY, leases, digest=lambda offsets: digest(digests.of(offsets)), wake=lambda: None
+    )
+    server = await start_server([ControlService(desk)], "127.0.0.1", 0, token=None)
+    control = ControlClient(f"127.0.0.1:{server.port}", token=None, caller_engine_id="d")
+    theirs, ours = ShmTransport("p"), ShmTransport("d")
+    ours.register(d)
+    ours.connect("p", theirs.register(p))
+    metrics = NodeMetrics("m", "d")
+    yield Pair(p, d, leases, desk, control, metrics, TransferMetrics(metrics), ours, now)
+    control.close()
+    await server.close()
+    for item in (ours, theirs, d, p):
+        item.close()
+
+
+async def test_only_what_was_pulled_is_compared() -> None:
+    async with pair() as nodes:
+        plan = nodes.plan(num_local_tokens=32)
+        await nodes.read(plan)
+        assert nodes.has_read(plan)
+        verified = plan.state_bytes + plan.attention_bytes
+        assert verified == PLAN.block_bytes(STATE) + 2 * PLAN.block_bytes(PAGES)
+        assert nodes.counted("kv_verified_bytes") == verified
+        assert nodes.counted("kv_verification_retries") == 0
+
+
+@pytest.mark.parametrize("group", [STATE, PAGES])
+async def test_a_digest_that_never_fits_ends_the_pull(group: int) -> None:
+    def change(found: Digests) -> Digests:
+        changed = (*found[group][:-1], found[group][-1] ^ 1)
+        return tuple(changed if g == group else old for g, old in enumerate(found))
+
+    async with pair(change) as nodes:
+        with pytest.raises(VerificationError, match="1 of 5 blocks of r differ"):
+            await nodes.read(nodes.plan())
+        kind, other = ("state", "attention") if group == STATE else ("attention", "state")
+        assert nodes.counted("kv_verification_failures", kind=kind) == 2
+        assert nodes.counted("kv_verification_failures", kind=other) == 0
+        assert nodes.counted("kv_verification_retries") == 1
+
+
+async def test_too_few_digests_are_refused() -> None:
+    async with pair(lambda found: tuple(group[1:] for group in found)) as nodes:
+        with pytest.raises(TransportError, match="digests by group"):
+            await nodes.read(nodes.plan())
+
+
+async def test_a_lease_of_another_generation_has_no_digests() -> None:
+    async with pair() as nodes:
+        nodes.leases.grant("r", REMOTE, 64)
+        with pytest.raises(LateReadError, match="not held any more"):
+            await nodes.read(nodes.plan(), generation=1)
+        await nodes.read(nodes.plan(), generation=2)
+
+
+async def test_a_lease_that_ran_out_has_no_digests() -> None:
+    async with pair() as nodes:
+        nodes.now[0] = LEASE_S
+        with pytest.raises(LateReadError, match="not held any more"):
+            await nodes.read(nodes.plan())
+
+
+async def test_a_peer_without_digests_is_read_and_the_pull_counted_as_unverified() -> None:
+    async with pair() as nodes:
+        plan = nodes.plan()
+        await nodes.read(plan, capabilities=())
+        assert nodes.has_read(plan)
+        assert nodes.counted("kv_unverified_transfers") == 1
+        assert nodes.counted("kv_verified_bytes") == 0
+
+
+async def test_digests_are_computed_once_per_lease() -> None:
+    asked: list[Digests] = []
+
+    def note(found: Digests) -> Digests:
+        asked.append(found)
+        return found
+
+    async with pair(note) as nodes:
+        first = [nodes.desk.digests("p", "r", 1, first_blocks=(0, 0)) for _ in range(2)]
+        assert first[0] == first[1] == asked[0]
+        assert len(asked) == 1
+        later = nodes.desk.digests("p", "r", 1, first_blocks=by_group(0, 3))
+        assert later[STATE] == first[0][STATE]
+        assert later[PAGES] == first[0][PAGES][3:]
+        with pytest.raises(KVTransferParamsError, match="1 first blocks given for 2"):
+            nodes.desk.digests("p", "r", 1, first_blocks=(0,))
+
+
+def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_nothing() -> None:
+    leases = LeaseTable(LEASE_S, lambda: 0.0)
+    desk = LeaseDesk(IDENTITY, leases, digest=lambda offsets: (), wake=lambda: None)
+    leases.grant("r", REMOTE, 64)
+    old = desk.claim("p", "r", "d").generation
+    leases.grant("r", REMOTE, 64)
+    new = desk.claim("p", "r", "d").generation
+    assert ANY_GENERATION < old < new
+    assert desk.renew("p", "d", ["r", "r"], generations=[old, new]) == ["r"]
+    assert not desk.release("p", "r", "read", generation=old)
+    assert leases.take_ended() == ()
+    assert desk.release("p", "r", "read", generation=new)
+    assert leases.take_ended() == ("r",)
+
+
+def test_generations_go_on_when_a_request_id_comes_again() -> None:
+    leases = LeaseTable(LEASE_S, lambda: 0.0)
+    seen = []
+    for _ in range(3):
+        leases.grant("r", REMOTE, 64)
+        lease = leases.claim("r")
+        assert lease is not None
+        seen.append(lease.generation)
+        assert leases.release("r", lease.generation)
+    assert seen == sorted(set(seen))
+
+
+def test_renewals_name_a_generation_each() -> None:
+    desk = LeaseDesk(
+        IDENTITY, LeaseTable(LEASE_S, lambda: 0.0), digest=lambda offsets: (), wake=lambda: None
+    )
+    with pytest.raises(KVTransferParamsError, match="1 generations given for 2 requests"):
+        desk.renew("p", "d", ["a", "b"], generations=[1])
+
+
+@given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 50))
+def test_stages_hold_the_same_bytes_in_order_and_digests_do_not_see_them(
+    lengths: list[int], limit: int
+) -> None:
+    memory = memoryview(bytes(i % 251 for i in range(1000)))
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    blocks = [
+        SpanPair(start + 7, start, length) for start, length in zip(starts, lengths, strict=True)
+    ]
+    stages = list(in_stages(blocks, limit))
+    assert all(0 < sum(chunk.span.length for chunk in stage) <= limit for stage in stages)
+    digester = BlockDigester(memory)
+    for chunk in (chunk for stage in stages for chunk in stage):
+        assert chunk.span.remote == chunk.span.local + 7
+        digester.add(chunk.span.local, chunk.span.length, ends_block=chunk.ends_block)
+    assert digester.done == [
+        xxhash.xxh3_64_intdigest(memory[start : start + length]) for _, start, length in blocks
+    ]
