@@ -16,7 +16,12 @@ from connector.pd.geometry import describe_geometry
 from connector.pd.lease import LeaseTable
 from connector.pd.params import ParamsSigner, is_loopback
 from connector.pd.peers import PeerRegistry
-from connector.pd.producer import AdvertisedAddress, ProducerScheduler, ProducerWorker
+from connector.pd.producer import (
+    AdvertisedAddress,
+    ProducerScheduler,
+    ProducerWorker,
+    held_bytes,
+)
 from connector.pd.reading import PullReader
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
@@ -84,6 +89,11 @@ def build_connector(
         capabilities=digests.capabilities,
     )
     leases = LeaseTable(extra.kv_lease_duration, time.monotonic)
+    metrics.read_gauge(
+        "tandem:held_lease_bytes",
+        "Bytes of prefills that are held under a lease.",
+        lambda: held_bytes(plan, leases),
+    )
     signer = ParamsSigner(settings.cluster_token)
     peers = PeerRegistry(
         identity,

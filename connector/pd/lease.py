@@ -111,6 +111,11 @@ class LeaseTable:
             ended, self._ended = tuple(self._ended), []
             return ended
 
+    def all_held(self) -> list[Lease]:
+        """Every lease, also one that has run out and not been taken yet."""
+        with self._lock:
+            return list(self._leases.values())
+
     def next_deadline(self) -> float | None:
         """When the earliest lease runs out."""
         with self._lock:

@@ -90,6 +90,18 @@ class ProducerScheduler(SchedulerConnector):
         return self._signer.sign(params)
 
 
+def held_bytes(plan: ArenaPlan, leases: LeaseTable) -> int:
+    """Bytes of blocks and states that leases keep from being used for anything else.
+
+    A block that several leases hold counts once for each.
+    """
+    return sum(
+        plan.block_bytes(group) * len(offsets)
+        for lease in leases.all_held()
+        for group, offsets in enumerate(lease.offsets)
+    )
+
+
 class ProducerWorker(WorkerConnector):
     """Reports leases that ended; bytes are read one-sidedly by peers."""
 

@@ -36,6 +36,22 @@ async def test_a_pull_is_in_every_histogram_and_in_no_counter_of_failures(
     assert [stage(d, name) for name in STAGES] == [0, 0, 0]
 
 
+async def test_what_a_lease_holds_is_counted_in_bytes_until_it_ends(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p, d = [await cluster.start(kind, checkpoints["qwen3_5"]) for kind in ("prefill", "decode")]
+    params = await prefill(p, PROMPT)
+    assert params.remote_block_ids is not None
+    plan = p.engine.core.scheduler.cache.plan
+    expected = sum(
+        plan.block_bytes(group) * len(ids) for group, ids in enumerate(params.remote_block_ids)
+    )
+    assert sample(p, "tandem:held_lease_bytes") == expected > 0
+    await generate(d, request_of(PROMPT, params=params))
+    await settled(p)
+    assert sample(p, "tandem:held_lease_bytes") == 0
+
+
 async def test_prefills_that_nobody_pulls_are_counted_when_their_lease_runs_out(
     cluster: Cluster, checkpoints: dict[str, Path]
 ) -> None:
