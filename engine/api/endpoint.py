@@ -16,7 +16,7 @@ from engine.api.choices import Delta, follow
 from engine.api.disconnect import run_while_connected
 from engine.api.generator import Generator
 from engine.api.json_body import parse_object, read_body
-from engine.api.kv_params import parse_kv_transfer_params
+from engine.api.kv_params import check_size, parse_kv_transfer_params
 from engine.api.plan import Plan
 from engine.api.serving import Serving
 from engine.api.shape import Shape
@@ -79,6 +79,8 @@ class GenerateEndpoint:
             ) from error
 
     def _plan(self, body: bytes) -> Plan:
+        if self._accept_kv_transfer_params:
+            check_size(body)
         fields = parse_object(body)
         kv_params = fields.pop("kv_transfer_params", None)
         if not self._accept_kv_transfer_params:

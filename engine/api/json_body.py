@@ -60,6 +60,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
     return parsed
 
 
+def member_sizes(body: bytes) -> dict[str, int]:
+    """Bytes of each member of the body's object, found without building any; empty if malformed."""
+    try:
+        members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return {name: len(memoryview(raw)) for name, raw in members.items()}
+
+
 def convert(fields: object, kind: type[_T]) -> _T:
     """Typed struct of untyped JSON; raises InvalidRequestError that names the key."""
     try:

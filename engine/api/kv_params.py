@@ -3,10 +3,10 @@
 Knows nothing of leases or peers.
 """
 
-from engine.api.json_body import convert
+from engine.api.json_body import convert, member_sizes
 from engine.errors import InvalidRequestError, KVTransferParamsError
 from engine.prompt_checks import FLAGS, check_details
-from engine.types import KVTransferParams
+from engine.types import MAX_KV_TRANSFER_PARAMS_BYTES, KVTransferParams
 
 
 def parse_kv_transfer_params(value: object) -> KVTransferParams | None:
@@ -20,6 +20,17 @@ def parse_kv_transfer_params(value: object) -> KVTransferParams | None:
     params = _decode(value)
     check_details(params)
     return params if params.do_remote_prefill or params.do_remote_decode else None
+
+
+def check_size(body: bytes) -> None:
+    """Raises KVTransferParamsError before millions of ids are made objects of."""
+    if len(body) <= MAX_KV_TRANSFER_PARAMS_BYTES:
+        return
+    size = member_sizes(body).get("kv_transfer_params", 0)
+    if size > MAX_KV_TRANSFER_PARAMS_BYTES:
+        raise KVTransferParamsError(
+            f"kv_transfer_params: {size} bytes, {MAX_KV_TRANSFER_PARAMS_BYTES} are allowed"
+        )
 
 
 def _decode(value: object) -> KVTransferParams:

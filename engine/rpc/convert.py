@@ -11,6 +11,7 @@ from engine.errors import InvalidRequestError, KVTransferParamsError, TandemErro
 from engine.rpc.messages import Claim, Digests, Handshake, NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.types import (
+    MAX_KV_TRANSFER_PARAMS_BYTES,
     FinishReason,
     GenerateOutput,
     GenerateRequest,
@@ -78,6 +79,10 @@ def _params_to_json(params: KVTransferParams | None) -> bytes:
 def _params_from_json(data: bytes) -> KVTransferParams | None:
     if not data:
         return None
+    if len(data) > MAX_KV_TRANSFER_PARAMS_BYTES:
+        raise KVTransferParamsError(
+            f"kv_transfer_params: {len(data)} bytes, {MAX_KV_TRANSFER_PARAMS_BYTES} are allowed"
+        )
     try:
         return msgspec.json.decode(data, type=KVTransferParams)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
