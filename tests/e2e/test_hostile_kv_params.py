@@ -24,6 +24,7 @@ from tests.processes import CLUSTER_TOKEN, ServedCluster, ServerProcess
 PROMPT = list(prompt_of(90))
 OTHER = list(prompt_of(60, salt=3))
 AT_LEAST = 200
+TOO_LARGE = 10 << 20  # refused by size, before anything is made of it
 MAX_GROWTH = 256 << 20
 
 
@@ -37,6 +38,7 @@ async def test_each_variant_is_a_400_that_names_the_object_over_http(
             error = (await ask(served.d.url, body_with(data))).error(400)
             assert error["param"] == "kv_transfer_params" or not is_json(data), (data[:300], error)
             assert len(error["message"]) <= 2_000
+            assert len(data) < TOO_LARGE or "bytes, " in error["message"]
             statuses[error["code"]] += 1
     assert statuses.total() >= AT_LEAST
     assert len(statuses) >= 5, statuses
@@ -51,6 +53,7 @@ async def test_each_variant_is_an_invalid_argument_over_grpc(served: ServedClust
         for data in variants:
             detail = await refused(NodeStub(channel), data)  # type: ignore[no-untyped-call]
             assert detail.param == "kv_transfer_params", (data[:300], detail)
+            assert len(data) < TOO_LARGE or "bytes, " in detail.message
     assert len(variants) >= AT_LEAST
     await still_pulls(served, valid, alone)
 
