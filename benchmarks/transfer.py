@@ -5,7 +5,7 @@ Qwen3.5-4B in bfloat16: 8 attention layers (32 KiB per token), 24 GDN layers (51
 
 - memcpy: one thread, the same spans, from this process's own memory.
 - raw nixl: a read of the same spans with NIXL's Python agent, one request, polled without a pause.
-- shm, nixl, zmq: what a pull thread does: plan the spans from block tables, read, wait.
+- shm, nixl, ucx, zmq: what a pull thread does: plan the spans from block tables, read, wait.
 
 Every way's bytes are checked after every run. Both NIXL readers go without a progress thread, which
 would spin on a core that the other ways need.
@@ -52,11 +52,11 @@ ARENA_BYTES = 1400 << 20
 DEADLINE_S = 60.0
 FILL = 7
 TARGET = 0.8
-OURS = ("shm", "nixl", "zmq")
+OURS = ("shm", "nixl", "ucx", "zmq")  # NIXL before ucx: opened after it, NIXL is slower
 TARGETS = (("shm", "memcpy"), ("nixl", "raw nixl"))
-RATIOS = (*TARGETS, ("zmq", "memcpy"))
+RATIOS = (*TARGETS, ("ucx", "memcpy"), ("zmq", "memcpy"))
 HEADERS = ("case", "MB", "spans", "memcpy", "shm", "shm / memcpy", "raw nixl", "nixl",
-           "nixl / raw nixl", "both >= 0.8", "zmq", "zmq / memcpy")  # fmt: skip
+           "nixl / raw nixl", "both >= 0.8", "ucx", "ucx / memcpy", "zmq", "zmq / memcpy")  # fmt: skip
 
 Read = Callable[[Sequence[SpanPair]], None]
 Tables = Sequence[Sequence[int]]
@@ -290,6 +290,8 @@ def cells(row: Row) -> list[str]:
         speeds["nixl"],
         row.ratios["nixl"].show(),
         "met" if met else "MISSED",
+        speeds["ucx"],
+        row.ratios["ucx"].show(),
         speeds["zmq"],
         row.ratios["zmq"].show(),
     ]
@@ -311,7 +313,7 @@ def main(
     report.publish(console, "Hand-over", headers=HEADERS, rows=list(map(cells, rows)), note=note)
     report.write_json(json, {"machine": host, "rows": rows})
     if plot is not None:
-        names = ("memcpy", "shm", "raw nixl", "nixl", "zmq")
+        names = ("memcpy", "shm", "raw nixl", "nixl", "ucx", "zmq")
         series = {name: [row.speeds[name] for row in rows] for name in names}
         grouped_bars(plot, [row.case for row in rows], series, ylabel="GB/s")
 

@@ -264,6 +264,24 @@ def test_a_peer_killed_before_connect_is_an_error(start: StartPeer, transport: T
     assert not isinstance(caught.value, TransferTimeoutError)
 
 
+def test_a_peer_killed_while_it_owes_bytes_is_an_error(
+    start: StartPeer, transport: Transport, arena: ArenaMemory
+) -> None:
+    peer = start()
+    transport.connect("p", peer.address)
+    pull(transport, "p", [SpanPair(0, 0, 8)])
+    os.kill(peer.process.pid, signal.SIGSTOP)
+    transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
+    pending = [transfer.poll() for _ in range(100)][-1]  # lets the request leave
+    peer.kill()
+    if pending is TransferStatus.DONE:
+        assert torch.equal(arena.tensor, peer.bytes)
+        return
+    with pytest.raises(TransportError) as caught:
+        transfer.wait(DEADLINE_S)
+    assert not isinstance(caught.value, TransferTimeoutError)
+
+
 def test_one_dead_peer_leaves_the_others_readable(
     start: StartPeer, transport: Transport, arena: ArenaMemory
 ) -> None:
