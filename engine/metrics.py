@@ -200,7 +200,7 @@ class TransferMetrics:
             "tandem:kv_late_reads", "Pulls whose lease had ended before the read did."
         )
         self.unverified = metrics.counter(
-            "tandem:kv_unverified_transfers", "Pulls that ended without a comparison of digests."
+            "tandem:kv_unverified_transfers", "Pulls made without a comparison of digests."
         )
         self._differing = metrics.labelled_counter(
             "tandem:kv_verification_failures",
