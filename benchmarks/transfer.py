@@ -56,7 +56,8 @@ OURS = ("shm", "nixl", "ucx", "zmq")  # NIXL before ucx: opened after it, NIXL i
 TARGETS = (("shm", "memcpy"), ("nixl", "raw nixl"))
 RATIOS = (*TARGETS, ("ucx", "memcpy"), ("zmq", "memcpy"))
 HEADERS = ("case", "MB", "spans", "memcpy", "shm", "shm / memcpy", "raw nixl", "nixl",
-           "nixl / raw nixl", "both >= 0.8", "ucx", "ucx / memcpy", "zmq", "zmq / memcpy")  # fmt: skip
+           "nixl / raw nixl", "both >= 0.8", "ucx", "ucx / memcpy", "zmq",
+           "zmq / memcpy")  # fmt: skip
 
 Read = Callable[[Sequence[SpanPair]], None]
 Tables = Sequence[Sequence[int]]
