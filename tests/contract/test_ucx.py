@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import msgspec
 import numpy as np
@@ -33,7 +34,10 @@ from engine.arena import ArenaMemory
 from engine.errors import ConfigError, TransferTimeoutError, TransportError
 from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer
 
-pytest.importorskip("ucxx", reason="ucxx is not installed: pip install tandem[ucx]")
+# Not imported here: that would come before the tests of NIXL (see tests/conftest.py).
+pytestmark = pytest.mark.skipif(
+    find_spec("ucxx") is None, reason="ucxx is not installed: pip install tandem[ucx]"
+)
 
 WHOLE = [SpanPair(0, 0, ARENA_BYTES)]
 TOKEN = bytes(range(16))

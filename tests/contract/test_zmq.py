@@ -81,8 +81,10 @@ def check_serves(address: ZmqAddress) -> None:
     assert target == pattern(1)[-64:].numpy().tobytes()
 
 
-def dial(context: Context, address: ZmqAddress, token: str | None) -> "zmq.Socket[bytes]":
-    """A reader without manners."""
+def dial(
+    context: Context, address: ZmqAddress, token: str | None, *, later: bool = False
+) -> "zmq.Socket[bytes]":
+    """A reader without manners; `later`: it does not connect yet."""
     opened = context.socket(zmq.DEALER)
     opened.linger = 0
     opened.reconnect_ivl = -1
@@ -90,7 +92,8 @@ def dial(context: Context, address: ZmqAddress, token: str | None) -> "zmq.Socke
     if token is not None:
         opened.plain_username = b"somebody"
         opened.plain_password = token.encode()
-    opened.connect(f"tcp://{address.host}:{address.port}")
+    if not later:
+        opened.connect(f"tcp://{address.host}:{address.port}")
     return opened
 
 
@@ -138,8 +141,9 @@ def test_a_hostile_request_is_refused_without_a_byte(
 def test_without_the_token_nobody_is_let_in(
     owner: ZmqAddress, context: Context, token: str | None
 ) -> None:
-    reader = dial(context, owner, token)
+    reader = dial(context, owner, token, later=True)
     monitor = reader.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+    reader.connect(f"tcp://{owner.host}:{owner.port}")
     reader.send(encode(1, (0, 8)))
     assert monitor.poll(DEADLINE_MS)
     event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
@@ -221,6 +225,7 @@ class ScriptedOwner:
     def __init__(self, context: Context) -> None:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.linger = 0
+        self.socket.set_hwm(0)  # its answers have hundreds of frames, and nobody may be reading
         self.socket.plain_server = True
         self.socket.bind("tcp://127.0.0.1:*")
         port = int(self.socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
