@@ -79,15 +79,8 @@ def build_connector(
         extra.transport, settings.engine_id, same_host=is_loopback(host), host=host
     )
     digests = ArenaDigests(plan, arena)
-    identity = Handshake(
-        engine_id=settings.engine_id,
-        transport=transport.name,
-        transport_address=transport.register(arena),
-        geometry=describe_geometry(
-            plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
-        ),
-        capabilities=digests.capabilities,
-    )
+    address = transport.register(arena)
+    identity = _identity(settings, plan, digests, transport=transport.name, address=address)
     leases = LeaseTable(extra.kv_lease_duration, time.monotonic)
     metrics.read_gauge(
         "tandem:held_lease_bytes",
@@ -103,7 +96,7 @@ def build_connector(
     )
     transfers = TransferMetrics(metrics)
     claims = ClaimKeeper(peers, extra.kv_lease_duration, transfers)
-    address = AdvertisedAddress(settings.engine_id, host)
+    advertised = AdvertisedAddress(settings.engine_id, host)
     reader = PullReader(
         transport, arena, verify=extra.verify_transfers, metrics=transfers, faults=faults
     )
@@ -113,18 +106,38 @@ def build_connector(
             PdAdmission(signer, claims, settings.config, metrics=transfers),
             MultiScheduler(
                 [
-                    ProducerScheduler(address, plan, leases, signer=signer),
+                    ProducerScheduler(advertised, plan, leases, signer=signer),
                     ConsumerScheduler(claims),
                 ]
             ),
             MultiWorker([ProducerWorker(leases, transfers), consumer]),
         ),
         LeaseDesk(identity, leases, digest=digests.of, wake=wake, faults=faults),
-        address,
+        advertised,
         leases,
         claims,
         peers,
         transport,
+    )
+
+
+def _identity(
+    settings: ConnectorSettings,
+    plan: ArenaPlan,
+    digests: ArenaDigests,
+    *,
+    transport: str,
+    address: bytes,
+) -> Handshake:
+    """What this node tells its peers about itself."""
+    return Handshake(
+        engine_id=settings.engine_id,
+        transport=transport,
+        transport_address=address,
+        geometry=describe_geometry(
+            plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
+        ),
+        capabilities=digests.capabilities,
     )
 
 
