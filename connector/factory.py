@@ -93,6 +93,7 @@ def build_connector(
         transport,
         cluster_token=settings.cluster_token,
         control_timeout_s=extra.control_timeout,
+        faults=faults,
     )
     transfers = TransferMetrics(metrics)
     claims = ClaimKeeper(peers, extra.kv_lease_duration, transfers)

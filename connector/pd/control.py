@@ -102,6 +102,7 @@ class LeaseDesk:
         if not was_alive and generation == ANY_GENERATION:
             self._leases.release_unheard(request_id)
         self._wake()
+        self._faults.at(FaultPoint.AFTER_RELEASE, FaultScene(request_id))
         return was_alive
 
     def _still(self, request_id: str, lease: Lease | None) -> Lease:

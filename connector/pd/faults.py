@@ -12,24 +12,29 @@ from typing import Final
 
 
 class FaultPoint(Enum):
-    """Where: on D around a read (BEFORE_READ to BEFORE_CONFIRM), on P before its answers."""
+    """Where: on D from the handshake to the confirmation, on P around its answers.
 
+    A pull has as many reads as it has stages. AFTER_RELEASE: the lease has ended, nobody knows yet.
+    """
+
+    BEFORE_HANDSHAKE = auto()
     BEFORE_READ = auto()
     AFTER_READ = auto()
     BEFORE_CONFIRM = auto()
     BEFORE_DIGESTS = auto()
     BEFORE_RELEASE = auto()
+    AFTER_RELEASE = auto()
 
 
 @dataclass(slots=True, frozen=True)
 class FaultScene:
     """What can be touched: P's name of the prefill, the spans of one read, D's arena.
 
-    A span is (offset in P's arena, offset in `memory`, length). On P there are neither spans nor
-    memory.
+    A span is (offset in P's arena, offset in `memory`, length). Spans and memory come with reads,
+    and a name with all but handshakes.
     """
 
-    request_id: str
+    request_id: str = ""
     spans: Sequence[tuple[int, int, int]] = ()
     memory: memoryview = field(default_factory=lambda: memoryview(b""))
 

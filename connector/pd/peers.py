@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.geometry import GroupGeometry, check_geometry, groups_of
 from connector.transports.base import Transport
 from engine.errors import KVTransferParamsError, TandemError
@@ -54,11 +55,13 @@ class PeerRegistry:
         *,
         cluster_token: str | None,
         control_timeout_s: float,
+        faults: FaultInjector = NO_FAULTS,
     ) -> None:
         self._identity = identity
         self._transport = transport
         self._token = cluster_token
         self._timeout_s = control_timeout_s
+        self._faults = faults
         self._lock = threading.Lock()
         self._entries: dict[PeerAddress, _Entry] = {}
 
@@ -127,6 +130,7 @@ class PeerRegistry:
             self.forget(old)
 
     def _handshake(self, host: str, port: int, engine_id: str) -> Peer:
+        self._faults.at(FaultPoint.BEFORE_HANDSHAKE, FaultScene())
         control = self._open(host, port)
         try:
             reply = control.handshake(timeout_s=self._timeout_s)
