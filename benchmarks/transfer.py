@@ -31,7 +31,8 @@ from benchmarks import machine, report
 from benchmarks.pairs import Spread, alternate
 from benchmarks.plots import grouped_bars
 from connector.pd.geometry import geometry_of
-from connector.pd.layout import plan_pull, remote_groups
+from connector.pd.layout import blocks_announced
+from connector.pd.pull_plan import plan_pull
 from connector.transports.base import SpanPair, Transport
 from connector.transports.choose import open_transport
 from connector.transports.nixl import NixlAddress
@@ -111,9 +112,10 @@ class Prompt:
 
     def spans(self) -> tuple[SpanPair, ...]:
         """What a pull reads."""
-        remote = remote_groups(geometry_of(self.plan), list(map(tuple, self.remote)))
-        pull = plan_pull(self.plan, remote, self.local, num_tokens=self.tokens, num_local_tokens=0)
-        return pull.spans
+        plan, tokens = self.plan, self.tokens
+        offsets = list(map(tuple, self.remote))
+        remote = blocks_announced(plan, geometry_of(plan), offsets, num_tokens=tokens)
+        return plan_pull(plan, remote, self.local, num_tokens=tokens, num_local_tokens=0).spans
 
 
 def _tables(plan: ArenaPlan, tokens: int, chunk: int) -> Tables:

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import KVTransferParamsError, TandemError
 from engine.rpc.control_service import ControlService
-from engine.rpc.messages import Claim, Digests, Handshake, NodeInfo
+from engine.rpc.messages import BlockRange, Claim, Digests, Handshake, NodeInfo
 from engine.rpc.node_service import NodeService
 from engine.rpc.server import RpcServer, RpcService, start_server
 from engine.types import (
@@ -60,6 +60,7 @@ class ScriptedNode:
     requests: list[GenerateRequest] = field(default_factory=list)
     released: list[tuple[str, str, str]] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
+    ranges: list[BlockRange] = field(default_factory=list)
     num_open: int = 0
     num_cut: int = 0
     rpc: RpcServer | None = None
@@ -185,9 +186,10 @@ class ScriptedNode:
         return True
 
     def digests(
-        self, engine_id: str, request_id: str, generation: int, *, first_blocks: Sequence[int]
+        self, engine_id: str, request_id: str, generation: int, *, ranges: Sequence[BlockRange]
     ) -> Digests:
-        return tuple((2**64 - 1 - generation,) * first for first in first_blocks)
+        self.ranges += ranges
+        return tuple((2**64 - 1 - generation,) * asked.end for asked in ranges)
 
 
 @asynccontextmanager

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 
 from benchmarks.kv_cache.traces import Record, Segment, TokenTable
 from connector.pd.geometry import geometry_of
-from connector.pd.layout import PullPlan, plan_pull, remote_groups
+from connector.pd.layout import blocks_announced
+from connector.pd.pull_plan import PullPlan, plan_pull
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 
-NOTHING = PullPlan((), 0, 0, 0)
+NOTHING = PullPlan((), (), 0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,7 +58,7 @@ class DecodeNode:
             nowhere = [(0,) * len(blocks) for blocks in tables.groups]
             pull = plan_pull(
                 cache.plan,
-                remote_groups(geometry_of(cache.plan), nowhere),
+                blocks_announced(cache.plan, geometry_of(cache.plan), nowhere, num_tokens=size),
                 tables.groups,
                 num_tokens=size,
                 num_local_tokens=hit.num_tokens,

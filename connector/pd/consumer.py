@@ -14,8 +14,9 @@ import structlog
 
 from connector.pd.claims import ClaimKeeper, PrefillClaim
 from connector.pd.fair_pool import FairPool, PoolLimits
-from connector.pd.layout import PullPlan, plan_pull, remote_groups
+from connector.pd.layout import blocks_announced
 from connector.pd.peers import Peer
+from connector.pd.pull_plan import PullPlan, plan_pull
 from connector.pd.reading import PullReader
 from engine.config import PdConnectorConfig
 from engine.errors import (
@@ -180,11 +181,12 @@ class ConsumerWorker(WorkerConnector):
     def _read_and_confirm(self, claim: PrefillClaim, peer: Peer, pull: BlockPull) -> None:
         """The bytes count only if P says, after the read, that the lease was alive all the time."""
         started = time.monotonic()
+        num_tokens = claim.params.remote_num_tokens or 0
         spans = plan_pull(
             self._plan,
-            remote_groups(peer.groups, claim.offsets),
+            blocks_announced(self._plan, peer.groups, claim.offsets, num_tokens=num_tokens),
             pull.tables,
-            num_tokens=claim.params.remote_num_tokens or 0,
+            num_tokens=num_tokens,
             num_local_tokens=pull.num_local_tokens,
         )
         self._read(claim, peer, spans)

@@ -7,17 +7,17 @@ Knows nothing of gRPC; `engine/rpc/control_service.py` serves it.
 from collections.abc import Callable, Sequence
 
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
-from connector.pd.lease import Digested, Lease, LeaseTable
+from connector.pd.lease import Lease, LeaseTable
 from engine.errors import KVTransferParamsError
-from engine.rpc.messages import ANY_GENERATION, Claim, Digests, Handshake
+from engine.rpc.messages import ANY_GENERATION, BlockRange, Claim, Digests, Handshake
 
-DigestBlocks = Callable[[Sequence[Sequence[int]]], Digests]
+DigestBlocks = Callable[[Lease, Sequence[BlockRange]], Digests]
 
 
 class LeaseDesk:
     """Answers handshakes, claims, renewals, releases and questions about bytes.
 
-    `wake` tells the engine; `digest` hashes the blocks at byte offsets, by group.
+    `wake` tells the engine; `digest` hashes blocks that a lease holds.
     """
 
     def __init__(
@@ -54,26 +54,17 @@ class LeaseDesk:
         )
 
     def digests(
-        self, engine_id: str, request_id: str, generation: int, *, first_blocks: Sequence[int]
+        self, engine_id: str, request_id: str, generation: int, *, ranges: Sequence[BlockRange]
     ) -> Digests:
-        """Digests of a held prefill's blocks, in each group from number `first_blocks[g]` on.
+        """Digests of a held prefill, block by block of each range.
 
         Whether the lease lived long enough for them to mean anything is what `release` says. Raises
-        KVTransferParamsError as `claim` does, and for other groups than the lease has.
+        KVTransferParamsError as `claim` does, and TransportError for ranges that are not held.
         """
         self._check_incarnation(engine_id)
         self._faults.at(FaultPoint.BEFORE_DIGESTS, FaultScene(request_id))
         lease = self._still(request_id, self._leases.held(request_id, generation))
-        first = tuple(first_blocks)
-        if len(first) != len(lease.offsets):
-            raise KVTransferParamsError(
-                f"{len(first)} first blocks given for {len(lease.offsets)} KV cache groups"
-            )
-        known = lease.digested
-        if known is None or known.first_blocks != first:
-            wanted = [offsets[start:] for offsets, start in zip(lease.offsets, first, strict=True)]
-            known = lease.digested = Digested(first, self._digest(wanted))
-        return known.digests
+        return self._digest(lease, ranges)
 
     def renew(
         self,

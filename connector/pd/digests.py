@@ -7,14 +7,17 @@ from collections.abc import Sequence
 
 import xxhash
 
+from connector.pd.geometry import geometry_of
+from connector.pd.layout import Piece, blocks_announced
+from connector.pd.lease import Lease
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
-from engine.rpc.messages import DIGESTS_XXH3_64, Digests
+from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests
 
 
 class BlockDigester:
-    """Digests of blocks that are fed one after the other, each in one chunk or several."""
+    """Digests of blocks that are fed one after the other, each in one piece or several."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -30,10 +33,11 @@ class BlockDigester:
 
 
 class ArenaDigests:
-    """P's side: digests of blocks where they lie."""
+    """P's side: digests of held prefills, cut as the reader cuts them."""
 
     def __init__(self, plan: ArenaPlan, arena: ArenaMemory) -> None:
         self._plan = plan
+        self._geometry = geometry_of(plan)
         self._arena = arena
 
     @property
@@ -41,21 +45,27 @@ class ArenaDigests:
         """Of an arena on a device no digests can be computed yet."""
         return (DIGESTS_XXH3_64,) if self._arena.device_index is None else ()
 
-    def of(self, offsets: Sequence[Sequence[int]]) -> Digests:
-        """Digests of the blocks at byte `offsets` by group. Raises TransportError on a device."""
+    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
+        """Digests of every block of every range.
+
+        Raises TransportError for ranges that the lease does not hold, and on a device.
+        """
         if not self.capabilities:
             raise TransportError(
                 f"digests of an arena on device {self._arena.device_index} are not computed yet; "
                 "the reader must go without them"
             )
+        held = blocks_announced(
+            self._plan, self._geometry, lease.offsets, num_tokens=lease.num_tokens
+        )
         memory = self._arena.host_bytes()
         return tuple(
-            self._group(memory, blocks, self._plan.block_bytes(group))
-            for group, blocks in enumerate(offsets)
+            tuple(_digest(memory, pieces) for pieces in held.blocks(asked)) for asked in ranges
         )
 
-    @staticmethod
-    def _group(memory: memoryview, offsets: Sequence[int], length: int) -> tuple[int, ...]:
-        return tuple(
-            xxhash.xxh3_64_intdigest(memory[offset : offset + length]) for offset in offsets
-        )
+
+def _digest(memory: memoryview, pieces: Sequence[Piece]) -> int:
+    hashed = xxhash.xxh3_64()
+    for offset, length in pieces:
+        hashed.update(memory[offset : offset + length])
+    return hashed.intdigest()

@@ -10,31 +10,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine.request_ids import has_label
-from engine.rpc.messages import ANY_GENERATION, Digests
+from engine.rpc.messages import ANY_GENERATION
 
 RENEWAL_SHARE = 2.0 / 3.0
-
-
-@dataclass(slots=True, frozen=True)
-class Digested:
-    """Digests by group, of the announced blocks from `first_blocks` on."""
-
-    first_blocks: tuple[int, ...]
-    digests: Digests
 
 
 @dataclass(slots=True)
 class Lease:
     """One held prefill: byte offsets of its blocks per group, its tokens, its end.
 
-    `generation` is new for every grant. `digested` keeps the last answer about digests.
+    `generation` is new for every grant.
     """
 
     offsets: tuple[tuple[int, ...], ...]
     num_tokens: int
     deadline: float
     generation: int
-    digested: Digested | None = None
 
 
 class LeaseTable:

@@ -13,8 +13,8 @@ import structlog
 
 from connector.pd.digests import BlockDigester
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
-from connector.pd.layout import PullPlan, coalesce
 from connector.pd.peers import Peer
+from connector.pd.pull_plan import Block, PullPlan, coalesce
 from connector.transports.base import SpanPair, Transport
 from engine.arena import ArenaMemory
 from engine.errors import (
@@ -33,16 +33,16 @@ STAGE_BYTES = 2 << 20
 """Of what was just read this much is still in a core's cache; measured 1, 2, 4, 8 and 256 MiB."""
 
 
-class Block(NamedTuple):
+class Expected(NamedTuple):
     """One attention block or one state: where it goes, and P's digest of it."""
 
-    span: SpanPair
+    block: Block
     is_state: bool
     digest: int
 
 
 class Chunk(NamedTuple):
-    """A block, or a part of one that is larger than a stage."""
+    """A piece of a block, or a part of a piece that is larger than a stage."""
 
     span: SpanPair
     ends_block: bool
@@ -95,19 +95,18 @@ class PullReader:
         VerificationError when they differ twice, LateReadError when P does not hold them any more.
         """
         reading = Reading(peer, request_id, generation, time.monotonic() + timeout_s)
-        if not self._verify or self._cannot_verify(peer, plan):
+        if not self._verify or self._cannot_verify(peer):
             self._metrics.unverified.inc()
             self._read_spans(reading, plan.spans)
         else:
             self._read_verified(reading, plan)
         self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(request_id))
 
-    def _cannot_verify(self, peer: Peer, plan: PullPlan) -> bool:
+    def _cannot_verify(self, peer: Peer) -> bool:
         """There are no two digests to compare; the reason is logged."""
         reasons = {
             "this node's arena is on a device": self._arena.device_index is not None,
             "the peer computes no digests": DIGESTS_XXH3_64 not in peer.capabilities,
-            "the nodes cut or group blocks differently": not plan.groups,
         }
         found = [reason for reason, holds in reasons.items() if holds]
         if found:
@@ -116,32 +115,31 @@ class PullReader:
 
     def _read_verified(self, reading: Reading, plan: PullPlan) -> None:
         """P hashes while we read; what differs is read once more."""
-        spans = [span for group in plan.groups for span in group.blocks]
         asked = self._ask(reading, plan)
         try:
-            found = self._read_blocks(reading, spans)
-            blocks = _announced(plan, _answer(asked))
+            found = self._read_blocks(reading, [b for group in plan.groups for b in group.blocks])
+            expected = _expected(plan, _answer(asked))
         finally:
             asked.cancel()
-        differing = self._differing(blocks, found)
+        differing = self._differing(expected, found)
         if differing:
-            self._read_again(reading, differing, num_blocks=len(blocks))
-        self._metrics.verified_bytes.inc(sum(span.length for span in spans))
+            self._read_again(reading, differing, num_blocks=len(expected))
+        self._metrics.verified_bytes.inc(plan.attention_bytes + plan.state_bytes)
 
     def _ask(self, reading: Reading, plan: PullPlan) -> DigestsCall:
         return reading.peer.control.ask_digests(
             reading.peer.engine_id,
             reading.request_id,
             reading.generation,
-            first_blocks=[group.first_block for group in plan.groups],
+            ranges=[group.asked for group in plan.groups],
             timeout_s=reading.time_left(),
         )
 
-    def _read_again(self, reading: Reading, blocks: Sequence[Block], *, num_blocks: int) -> None:
+    def _read_again(self, reading: Reading, blocks: Sequence[Expected], *, num_blocks: int) -> None:
         self._metrics.verification_retries.inc()
         peer, request_id = reading.peer.engine_id, reading.request_id
         log.warning("blocks differ from the peer's", peer=peer, num=len(blocks), of=num_blocks)
-        found = self._read_blocks(reading, [block.span for block in blocks])
+        found = self._read_blocks(reading, [expected.block for expected in blocks])
         still = self._differing(blocks, found)
         if still:
             raise VerificationError(
@@ -149,16 +147,16 @@ class PullReader:
                 "also when read again"
             )
 
-    def _differing(self, blocks: Sequence[Block], found: Sequence[int]) -> list[Block]:
+    def _differing(self, blocks: Sequence[Expected], found: Sequence[int]) -> list[Expected]:
         """The blocks that did not arrive as P has them; they are counted."""
         pairs = zip(blocks, found, strict=True)
-        wrong = [block for block, digest in pairs if block.digest != digest]
-        states = sum(block.is_state for block in wrong)
+        wrong = [expected for expected, digest in pairs if expected.digest != digest]
+        states = sum(expected.is_state for expected in wrong)
         self._metrics.differed("state", states)
         self._metrics.differed("attention", len(wrong) - states)
         return wrong
 
-    def _read_blocks(self, reading: Reading, blocks: Sequence[SpanPair]) -> list[int]:
+    def _read_blocks(self, reading: Reading, blocks: Sequence[Block]) -> list[int]:
         """Reads and returns the digests of what has arrived."""
         digester = BlockDigester(self._arena.host_bytes())
         for stage in in_stages(blocks, STAGE_BYTES):
@@ -185,7 +183,7 @@ class PullReader:
             self._faults.at(point, FaultScene(reading.request_id, spans, memory))
 
 
-def in_stages(blocks: Iterable[SpanPair], limit: int) -> Iterator[list[Chunk]]:
+def in_stages(blocks: Iterable[Block], limit: int) -> Iterator[list[Chunk]]:
     """The same bytes in the same order, in lists of at most `limit` bytes."""
     stage: list[Chunk] = []
     room = limit
@@ -199,11 +197,13 @@ def in_stages(blocks: Iterable[SpanPair], limit: int) -> Iterator[list[Chunk]]:
         yield stage
 
 
-def _cut(block: SpanPair, limit: int) -> Iterator[Chunk]:
-    for start in range(0, block.length, limit):
-        length = min(limit, block.length - start)
-        span = SpanPair(block.remote + start, block.local + start, length)
-        yield Chunk(span, start + length == block.length)
+def _cut(block: Block, limit: int) -> Iterator[Chunk]:
+    last = len(block) - 1
+    for number, piece in enumerate(block):
+        for start in range(0, piece.length, limit):
+            length = min(limit, piece.length - start)
+            span = SpanPair(piece.remote + start, piece.local + start, length)
+            yield Chunk(span, number == last and start + length == piece.length)
 
 
 def _answer(asked: DigestsCall) -> Digests:
@@ -213,16 +213,15 @@ def _answer(asked: DigestsCall) -> Digests:
         raise LateReadError(f"the peer's digests cannot be had any more: {error}") from error
 
 
-def _announced(plan: PullPlan, digests: Digests) -> list[Block]:
+def _expected(plan: PullPlan, digests: Digests) -> list[Expected]:
     """Every block of the plan with P's digest, in the plan's order."""
     asked_for = [len(group.blocks) for group in plan.groups]
-    if [len(group) for group in digests] != asked_for:
+    if [len(blocks) for blocks in digests] != asked_for:
         raise TransportError(
-            f"the peer sent {[len(group) for group in digests]} digests by group for {asked_for} "
-            "blocks"
+            f"the peer sent {[len(blocks) for blocks in digests]} digests for {asked_for} blocks"
         )
     return [
-        Block(span, group.is_state, digest)
+        Expected(block, group.is_state, digest)
         for group, theirs in zip(plan.groups, digests, strict=True)
-        for span, digest in zip(group.blocks, theirs, strict=True)
+        for block, digest in zip(group.blocks, theirs, strict=True)
     ]

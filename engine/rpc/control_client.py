@@ -11,7 +11,7 @@ import grpc
 from engine.errors import TandemError, UnavailableError
 from engine.rpc import convert
 from engine.rpc.channel import OPTIONS, token_metadata
-from engine.rpc.messages import ANY_GENERATION, Claim, Digests, Handshake
+from engine.rpc.messages import ANY_GENERATION, BlockRange, Claim, Digests, Handshake
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import KvControlStub
 from engine.rpc.status import error_from_status
@@ -112,7 +112,7 @@ class ControlClient:
         request_id: str,
         generation: int,
         *,
-        first_blocks: Sequence[int],
+        ranges: Sequence[BlockRange],
         timeout_s: float,
     ) -> DigestsCall:
         """Start the call and return at once, so that the peer hashes while its blocks are read."""
@@ -120,7 +120,7 @@ class ControlClient:
             engine_id=engine_id,
             request_id=request_id,
             generation=generation,
-            first_blocks=first_blocks,
+            ranges=convert.ranges_to_pb(ranges),
         )
         call = self._stub.Digests.future(request, timeout=timeout_s, metadata=self._metadata)
         return DigestsCall(call, self.address)

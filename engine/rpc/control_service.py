@@ -7,7 +7,7 @@ from typing import Protocol
 from grpc import aio
 
 from engine.rpc import convert
-from engine.rpc.messages import Claim, Digests, Handshake
+from engine.rpc.messages import BlockRange, Claim, Digests, Handshake
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import KvControlServicer, add_KvControlServicer_to_server
 
@@ -37,7 +37,7 @@ class ControlHandler(Protocol):
     def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool: ...
 
     def digests(
-        self, engine_id: str, request_id: str, generation: int, *, first_blocks: Sequence[int]
+        self, engine_id: str, request_id: str, generation: int, *, ranges: Sequence[BlockRange]
     ) -> Digests: ...
 
 
@@ -88,6 +88,6 @@ class ControlService(KvControlServicer):
                 request.engine_id,
                 request.request_id,
                 request.generation,
-                first_blocks=tuple(request.first_blocks),
+                ranges=convert.ranges_from_pb(request.ranges),
             )
         return convert.digests_to_pb(digests)

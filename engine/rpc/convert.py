@@ -3,12 +3,12 @@
 Everything that arrives is validated by the typed schemas, so bounds are written down once.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from engine.errors import InvalidRequestError, KVTransferParamsError, TandemError
-from engine.rpc.messages import Claim, Digests, Handshake, NodeInfo
+from engine.rpc.messages import BlockRange, Claim, Digests, Handshake, NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.types import (
     MAX_KV_TRANSFER_PARAMS_BYTES,
@@ -198,11 +198,30 @@ def claim_from_pb(message: pb.ClaimReply) -> Claim:
     )
 
 
+def ranges_to_pb(ranges: Sequence[BlockRange]) -> list[pb.BlockRange]:
+    """What D asks digests of."""
+    return [pb.BlockRange(**msgspec.structs.asdict(asked)) for asked in ranges]
+
+
+def ranges_from_pb(ranges: Iterable[pb.BlockRange]) -> tuple[BlockRange, ...]:
+    """What P is asked digests of."""
+    return tuple(
+        BlockRange(
+            kept=asked.kept,
+            layers=tuple(asked.layers),
+            block_size=asked.block_size,
+            start=asked.start,
+            end=asked.end,
+        )
+        for asked in ranges
+    )
+
+
 def digests_to_pb(digests: Digests) -> pb.DigestsReply:
     """The digests of a prefill on their way to D."""
-    return pb.DigestsReply(groups=[pb.GroupDigests(digests=group) for group in digests])
+    return pb.DigestsReply(ranges=[pb.RangeDigests(digests=blocks) for blocks in digests])
 
 
 def digests_from_pb(message: pb.DigestsReply) -> Digests:
     """The digests of a prefill as D reads them."""
-    return tuple(tuple(group.digests) for group in message.groups)
+    return tuple(tuple(blocks.digests) for blocks in message.ranges)

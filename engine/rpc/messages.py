@@ -43,7 +43,7 @@ DIGESTS_XXH3_64: Final = "digests:xxh3-64"
 """Capability: the node answers `Digests`."""
 
 Digests = tuple[tuple[int, ...], ...]
-"""By group, one unsigned 64-bit number per block or state."""
+"""By range, one unsigned 64-bit number per block or state."""
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +54,21 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True):
     transport_address: bytes
     geometry: Mapping[str, str]
     capabilities: tuple[str, ...] = ()
+
+
+class BlockRange(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens `start` to `end` of some layers, in blocks of `block_size` tokens.
+
+    `kept` is what these layers keep (`connector.pd.geometry.describe_spec`). Blocks end at
+    multiples of their size; the first and the last may be parts. Of states there is one block,
+    whatever the numbers say.
+    """
+
+    kept: str
+    layers: tuple[int, ...]
+    block_size: int
+    start: int = 0
+    end: int = 0
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ from engine.node.server import NodeServer
 from tests.cluster import Cluster, generate, settled
 from tests.e2e.test_prefix_cache import assert_same, request_of
 from tests.e2e.test_prefix_cache_pd import hand_over, moved, prompt_of
+from tests.faults import DamagedReads, counted, flip
 
 FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "falcon_h1")
 
@@ -28,15 +29,40 @@ async def test_blocks_of_another_size(
     cluster: Cluster, checkpoints: dict[str, Path], family: str, p_size: int, d_size: int
 ) -> None:
     p, d = await pair_of_nodes(cluster, checkpoints[family], p_size, d_size)
+    verified = 0
     for length in (1, 31, 100):
         prompt = prompt_of(length)
         alone = await generate(p, request_of(prompt))
         pair = await hand_over(p, d, prompt)
         assert moved(pair).attention_bytes > 0
+        verified += moved(pair).attention_bytes + moved(pair).state_bytes
         assert pair.token_ids == alone.token_ids
         assert pair.logprobs == alone.logprobs
+    assert counted(d, "tandem:kv_verified_bytes") == verified
+    assert counted(d, "tandem:kv_unverified_transfers") == 0
     await settled(p)
     await settled(d)
+
+
+@pytest.mark.parametrize(("p_size", "d_size"), [(16, 32), (48, 16)])
+async def test_damage_is_found_by_the_blocks_of_the_reader(
+    cluster: Cluster, checkpoints: dict[str, Path], p_size: int, d_size: int
+) -> None:
+    """The last byte of the first span that is read; and of what is read again, if it is."""
+    for times in (1, 2):
+        faults = DamagedReads(lambda memory, spans: flip(memory, sum(spans[0][1:]) - 1), times)
+        p = await cluster.start("prefill", checkpoints["qwen3_5"], block_size=p_size)
+        d = await cluster.start("decode", checkpoints["qwen3_5"], block_size=d_size, faults=faults)
+        prompt = prompt_of(100)
+        alone = await generate(p, request_of(prompt))
+        pair = await hand_over(p, d, prompt)
+        assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+        assert faults.hits == times
+        kinds = [
+            counted(d, "tandem:kv_verification_failures", kind=k) for k in ("state", "attention")
+        ]
+        assert sum(kinds) == times
+        assert (pair.last.kv_transfer is None) == (times == 2)
 
 
 @pytest.mark.parametrize(("p_size", "d_size"), [(16, 32), (48, 16)])

@@ -10,9 +10,12 @@ from random import Random
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from connector.pd.geometry import GroupGeometry, geometry_of
-from connector.pd.layout import PullPlan, RemoteGroup, plan_pull, remote_groups
+from connector.pd.layout import Piece, SequenceBlocks, blocks_announced, blocks_here
+from connector.pd.pull_plan import PullPlan, pair_up, plan_pull
 from connector.transports.base import SpanPair
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan, plan_arena
@@ -96,7 +99,7 @@ def _pages(
                 yield row + 4 * channel, ("kv", layer, token, head, channel)
 
 
-def announced(plan: ArenaPlan, tables: list[list[int]], num_tokens: int) -> tuple[RemoteGroup, ...]:
+def announced(plan: ArenaPlan, tables: list[list[int]], num_tokens: int) -> SequenceBlocks:
     """What P says: no blocks behind a window."""
     offsets = []
     for number, blocks in enumerate(tables):
@@ -105,7 +108,7 @@ def announced(plan: ArenaPlan, tables: list[list[int]], num_tokens: int) -> tupl
             spec.first_needed(num_tokens) // size if isinstance(spec, SlidingWindowSpec) else 0
         )
         offsets.append(tuple(plan.block_offset(number, block) for block in blocks[skipped:]))
-    return remote_groups(geometry_of(plan), offsets)
+    return blocks_announced(plan, geometry_of(plan), offsets, num_tokens=num_tokens)
 
 
 def copy(spans: tuple[SpanPair, ...], source: Arena, target: Arena) -> None:
@@ -131,7 +134,22 @@ def pull(p: ArenaPlan, d: ArenaPlan, num_tokens: int, num_local: int, seed: int)
         if target[offset // 4] != names[what]
     ]
     assert not wrong, wrong[:5]
+    compare_blocks(plan, remote, source, target)
     return plan
+
+
+def compare_blocks(plan: PullPlan, remote: SequenceBlocks, source: Arena, target: Arena) -> None:
+    """P hashes its bytes of a range in the order in which D hashes what it read."""
+    for group in plan.groups:
+        theirs = [
+            b"".join(cut(source, *at) for at in pieces) for pieces in remote.blocks(group.asked)
+        ]
+        ours = [b"".join(cut(target, *piece[1:]) for piece in block) for block in group.blocks]
+        assert theirs == ours
+
+
+def cut(arena: Arena, offset: int, length: int) -> bytes:
+    return arena[offset // 4 : (offset + length) // 4].tobytes()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -162,7 +180,8 @@ def test_every_byte_comes_to_its_place(
 def test_neighbours_on_both_sides_become_one_span_and_local_blocks_stay() -> None:
     plan = plan_of(groups(16, 16)[:2])
     block, state = plan.block_bytes(1), plan.block_bytes(0)
-    remote = remote_groups(geometry_of(plan), [(5000,), (0, 7000, 7000 + block, 90_000)])
+    offsets = [(5000,), (0, 7000, 7000 + block, 90_000)]
+    remote = blocks_announced(plan, geometry_of(plan), offsets, num_tokens=64)
     found = plan_pull(plan, remote, [[3], [0, 1, 2, 3]], num_tokens=64, num_local_tokens=16)
     assert set(found.spans) == {
         SpanPair(5000, plan.block_offset(0, 3), state),
@@ -187,12 +206,29 @@ def test_a_group_that_is_split_alike_on_both_sides_moves_whole_blocks() -> None:
 def test_other_blocks_or_groups_than_needed_are_refused(offsets: list[tuple[int, ...]]) -> None:
     plan = plan_of(groups(16, 16)[:2])
     with pytest.raises(TransportError, match="announced"):
-        remote = remote_groups(geometry_of(plan), offsets)
-        plan_pull(plan, remote, [[3], [0, 1]], num_tokens=32, num_local_tokens=0)
+        blocks_announced(plan, geometry_of(plan), offsets, num_tokens=32)
 
 
 def test_what_no_layer_here_keeps_is_refused() -> None:
     plan = plan_of(groups(16, 16)[:2])
-    foreign = RemoteGroup(GroupGeometry("attention of another kind", (1,), 16), (0, 1))
+    foreign = GroupGeometry("attention of another kind", (1,), 16)
     with pytest.raises(TransportError, match="another kind"):
-        plan_pull(plan, [foreign], [[3], [0, 1]], num_tokens=32, num_local_tokens=0)
+        blocks_announced(plan, [foreign], [(0, 1)], num_tokens=32)
+    remote = SequenceBlocks(blocks_here(plan, [[3], [0, 1]]).groups[:1])
+    with pytest.raises(TransportError, match="layer 1 keeps no"):
+        plan_pull(plan, remote, [[3], [0, 1]], num_tokens=32, num_local_tokens=0)
+
+
+@given(st.lists(st.integers(1, 9), max_size=8), st.lists(st.integers(1, 9), max_size=8))
+def test_pairs_are_cut_where_either_side_is(theirs: list[int], ours: list[int]) -> None:
+    """Every byte of the shorter side has its partner."""
+    there = [Piece(100 * number, length) for number, length in enumerate(theirs)]
+    here = [Piece(1000 + 10 * number, length) for number, length in enumerate(ours)]
+    bytes_there = [at + i for at, length in there for i in range(length)]
+    bytes_here = [at + i for at, length in here for i in range(length)]
+    copied = [
+        (remote + i, local + i)
+        for remote, local, length in pair_up(there, here)
+        for i in range(length)
+    ]
+    assert copied == list(zip(bytes_there, bytes_here, strict=False))

@@ -10,7 +10,7 @@ import pytest
 from engine.errors import DeadlineExceededError, KVTransferParamsError, UnavailableError
 from engine.rpc.client import NodeClient
 from engine.rpc.control_client import ControlClient
-from engine.rpc.messages import Claim, Handshake
+from engine.rpc.messages import BlockRange, Claim, Handshake
 from tests.node_double import ScriptedNode, running_nodes
 
 S = 5.0
@@ -28,6 +28,13 @@ async def connected(node: ScriptedNode) -> AsyncIterator[ControlClient]:
             client.close()
 
 
+RANGES = [
+    BlockRange(kept="attention", layers=(1, 2), block_size=16, start=0, end=2),
+    BlockRange(kept="mamba", layers=(0,), block_size=1),
+    BlockRange(kept="", layers=(), block_size=0, start=1, end=1),
+]
+
+
 async def test_all_five_verbs() -> None:
     node = ScriptedNode("p", token="secret")
     async with connected(node) as client:
@@ -36,7 +43,7 @@ async def test_all_five_verbs() -> None:
         lost = await asyncio.to_thread(
             client.renew, node.engine_id, ["a", "lost-b"], generations=[3, 2**63], timeout_s=S
         )
-        asked = client.ask_digests(node.engine_id, "r", 9, first_blocks=[2, 0, 1], timeout_s=S)
+        asked = client.ask_digests(node.engine_id, "r", 9, ranges=RANGES, timeout_s=S)
         digests = await asyncio.to_thread(asked.result)
         alive = await asyncio.to_thread(
             client.release, node.engine_id, "r", reason="done", generation=9, timeout_s=S
@@ -47,6 +54,7 @@ async def test_all_five_verbs() -> None:
     assert claim == Claim(num_tokens=33, groups=groups, lease_s=30.0, generation=9)
     assert lost == ("lost-b",)
     assert digests == ((2**64 - 10,) * 2, (), (2**64 - 10,))
+    assert node.ranges == RANGES
     assert alive
     assert node.released == [(node.engine_id, "r", "done")]
     assert node.generations == [3, 2**63, 9]

@@ -1,11 +1,12 @@
 """P's digests and D's comparison, between a real control service and a real transport."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import pytest
 import xxhash
 from hypothesis import given
@@ -14,10 +15,11 @@ from hypothesis import strategies as st
 from connector.pd.control import LeaseDesk
 from connector.pd.digests import ArenaDigests, BlockDigester
 from connector.pd.faults import NO_FAULTS
-from connector.pd.geometry import geometry_of
-from connector.pd.layout import PullPlan, plan_pull, remote_groups
+from connector.pd.geometry import describe_spec, geometry_of
+from connector.pd.layout import blocks_announced
 from connector.pd.lease import LeaseTable
 from connector.pd.peers import Peer
+from connector.pd.pull_plan import PullPlan, plan_pull
 from connector.pd.reading import PullReader, in_stages
 from connector.transports.base import SpanPair
 from connector.transports.shm import ShmTransport
@@ -28,7 +30,7 @@ from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
 from engine.metrics import NodeMetrics, TransferMetrics
 from engine.rpc.control_client import ControlClient
 from engine.rpc.control_service import ControlService
-from engine.rpc.messages import ANY_GENERATION, DIGESTS_XXH3_64, Digests, Handshake
+from engine.rpc.messages import ANY_GENERATION, DIGESTS_XXH3_64, BlockRange, Digests, Handshake
 from engine.rpc.server import start_server
 
 T = TypeVar("T")
@@ -72,7 +74,7 @@ class Pair:
     def plan(self, num_local_tokens: int = 0) -> PullPlan:
         return plan_pull(
             PLAN,
-            remote_groups(geometry_of(PLAN), REMOTE),
+            blocks_announced(PLAN, geometry_of(PLAN), REMOTE, num_tokens=64),
             LOCAL,
             num_tokens=64,
             num_local_tokens=num_local_tokens,
@@ -102,8 +104,7 @@ class Pair:
         return all(
             theirs[span.remote : span.remote + span.length]
             == ours[span.local : span.local + span.length]
-            for group in plan.groups
-            for span in group.blocks
+            for span in plan.spans
         )
 
     def counted(self, name: str, **labels: str) -> float | None:
@@ -121,7 +122,10 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
     leases.grant("r", REMOTE, 64)
     digests = ArenaDigests(PLAN, p)
     desk = LeaseDesk(
-        IDENTITY, leases, digest=lambda offsets: digest(digests.of(offsets)), wake=lambda: None
+        IDENTITY,
+        leases,
+        digest=lambda lease, ranges: digest(digests.of(lease, ranges)),
+        wake=lambda: None,
     )
     server = await start_server([ControlService(desk)], "127.0.0.1", 0, token=None)
     control = ControlClient(f"127.0.0.1:{server.port}", token=None, caller_engine_id="d")
@@ -164,7 +168,7 @@ async def test_a_digest_that_never_fits_ends_the_pull(group: int) -> None:
 
 async def test_too_few_digests_are_refused() -> None:
     async with pair(lambda found: tuple(group[1:] for group in found)) as nodes:
-        with pytest.raises(TransportError, match="digests by group"):
+        with pytest.raises(TransportError, match="the peer sent"):
             await nodes.read(nodes.plan())
 
 
@@ -192,27 +196,43 @@ async def test_a_peer_without_digests_is_read_and_the_pull_counted_as_unverified
         assert nodes.counted("kv_verified_bytes") == 0
 
 
-async def test_digests_are_computed_once_per_lease() -> None:
-    asked: list[Digests] = []
+async def test_digests_are_those_of_the_tokens_asked_for() -> None:
+    async with pair() as nodes:
+        asked = [group.asked for group in nodes.plan().groups]
+        whole = nodes.desk.digests("p", "r", 1, ranges=asked)
+        later = [group.asked for group in nodes.plan(num_local_tokens=48).groups]
+        part = nodes.desk.digests("p", "r", 1, ranges=later)
+        assert part[STATE] == whole[STATE]
+        assert part[PAGES] == whole[PAGES][3:]
 
-    def note(found: Digests) -> Digests:
-        asked.append(found)
-        return found
 
-    async with pair(note) as nodes:
-        first = [nodes.desk.digests("p", "r", 1, first_blocks=(0, 0)) for _ in range(2)]
-        assert first[0] == first[1] == asked[0]
-        assert len(asked) == 1
-        later = nodes.desk.digests("p", "r", 1, first_blocks=by_group(0, 3))
-        assert later[STATE] == first[0][STATE]
-        assert later[PAGES] == first[0][PAGES][3:]
-        with pytest.raises(KVTransferParamsError, match="1 first blocks given for 2"):
-            nodes.desk.digests("p", "r", 1, first_blocks=(0,))
+HELD = BlockRange(kept=describe_spec(ATTENTION), layers=(1,), block_size=16, end=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"end": 65}, "not all here"),
+        ({"start": 65, "end": 64}, "not all here"),
+        ({"block_size": 0}, "no block size"),
+        ({"layers": ()}, "no layer"),
+        ({"layers": (0,)}, "layer 0 keeps no"),
+        ({"kept": "attention of another kind"}, "another kind"),
+    ],
+)
+async def test_ranges_that_are_not_held_are_refused(
+    change: dict[str, object], message: str
+) -> None:
+    async with pair() as nodes:
+        asked = msgspec.structs.replace(HELD, **change)
+        call = nodes.control.ask_digests("p", "r", 1, ranges=[asked], timeout_s=5.0)
+        with pytest.raises(TransportError, match=message):
+            await asyncio.to_thread(call.result)
 
 
 def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_nothing() -> None:
     leases = LeaseTable(LEASE_S, lambda: 0.0)
-    desk = LeaseDesk(IDENTITY, leases, digest=lambda offsets: (), wake=lambda: None)
+    desk = LeaseDesk(IDENTITY, leases, digest=lambda lease, ranges: (), wake=lambda: None)
     leases.grant("r", REMOTE, 64)
     old = desk.claim("p", "r", "d").generation
     leases.grant("r", REMOTE, 64)
@@ -239,7 +259,10 @@ def test_generations_go_on_when_a_request_id_comes_again() -> None:
 
 def test_renewals_name_a_generation_each() -> None:
     desk = LeaseDesk(
-        IDENTITY, LeaseTable(LEASE_S, lambda: 0.0), digest=lambda offsets: (), wake=lambda: None
+        IDENTITY,
+        LeaseTable(LEASE_S, lambda: 0.0),
+        digest=lambda lease, ranges: (),
+        wake=lambda: None,
     )
     with pytest.raises(KVTransferParamsError, match="1 generations given for 2 requests"):
         desk.renew("p", "d", ["a", "b"], generations=[1])
@@ -251,9 +274,8 @@ def test_stages_hold_the_same_bytes_in_order_and_digests_do_not_see_them(
 ) -> None:
     memory = memoryview(bytes(i % 251 for i in range(1000)))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    blocks = [
-        SpanPair(start + 7, start, length) for start, length in zip(starts, lengths, strict=True)
-    ]
+    pieces = zip(starts, lengths, strict=True)
+    blocks = [tuple(_halves(start, length)) for start, length in pieces]
     stages = list(in_stages(blocks, limit))
     assert all(0 < sum(chunk.span.length for chunk in stage) <= limit for stage in stages)
     digester = BlockDigester(memory)
@@ -261,5 +283,14 @@ def test_stages_hold_the_same_bytes_in_order_and_digests_do_not_see_them(
         assert chunk.span.remote == chunk.span.local + 7
         digester.add(chunk.span.local, chunk.span.length, ends_block=chunk.ends_block)
     assert digester.done == [
-        xxhash.xxh3_64_intdigest(memory[start : start + length]) for _, start, length in blocks
+        xxhash.xxh3_64_intdigest(memory[start : start + length])
+        for start, length in zip(starts, lengths, strict=True)
     ]
+
+
+def _halves(start: int, length: int) -> Iterator[SpanPair]:
+    """A block in two pieces, or in one where there is but one byte."""
+    half = length // 2
+    if half:
+        yield SpanPair(start + 7, start, half)
+    yield SpanPair(start + half + 7, start + half, length - half)

@@ -245,28 +245,42 @@ class ReleaseReply(_message.Message):
     def __init__(self, was_alive: _Optional[bool] = ...) -> None: ...
 
 class DigestsRequest(_message.Message):
-    __slots__ = ("engine_id", "request_id", "generation", "first_blocks")
+    __slots__ = ("engine_id", "request_id", "generation", "ranges")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
-    FIRST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RANGES_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     request_id: str
     generation: int
-    first_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., generation: _Optional[int] = ..., first_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    ranges: _containers.RepeatedCompositeFieldContainer[BlockRange]
+    def __init__(self, engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., generation: _Optional[int] = ..., ranges: _Optional[_Iterable[_Union[BlockRange, _Mapping]]] = ...) -> None: ...
 
-class GroupDigests(_message.Message):
+class BlockRange(_message.Message):
+    __slots__ = ("kept", "layers", "block_size", "start", "end")
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    kept: str
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    block_size: int
+    start: int
+    end: int
+    def __init__(self, kept: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., start: _Optional[int] = ..., end: _Optional[int] = ...) -> None: ...
+
+class RangeDigests(_message.Message):
     __slots__ = ("digests",)
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     digests: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DigestsReply(_message.Message):
-    __slots__ = ("groups",)
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    groups: _containers.RepeatedCompositeFieldContainer[GroupDigests]
-    def __init__(self, groups: _Optional[_Iterable[_Union[GroupDigests, _Mapping]]] = ...) -> None: ...
+    __slots__ = ("ranges",)
+    RANGES_FIELD_NUMBER: _ClassVar[int]
+    ranges: _containers.RepeatedCompositeFieldContainer[RangeDigests]
+    def __init__(self, ranges: _Optional[_Iterable[_Union[RangeDigests, _Mapping]]] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("error", "message", "param", "code", "retry_after_s")

@@ -1,0 +1,131 @@
+"""Which bytes of P's arena go where in D's: a pure function from two sequences to spans.
+
+Where P and D cut and group alike, a block is one piece; else a piece is what lies together on both
+sides, down to some tokens of one head. Neighbours on both sides become one span.
+
+    P  |b7|b8|b9|..|b3|        D  |b0|b1|b2|b3|
+        \\_______/    |             \\_______/  |
+         one span   one span
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from connector.pd.layout import GroupBlocks, Piece, SequenceBlocks, blocks_here
+from connector.transports.base import SpanPair
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.spec import SlidingWindowSpec
+from engine.rpc.messages import BlockRange
+
+Block = tuple[SpanPair, ...]
+"""One block or state of D, in pieces, in the common order of `layout`."""
+
+
+@dataclass(slots=True, frozen=True)
+class GroupPull:
+    """What one of D's groups reads: by that name P can be asked for it, block by block."""
+
+    asked: BlockRange
+    blocks: tuple[Block, ...]
+    is_state: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(piece.length for block in self.blocks for piece in block)
+
+
+@dataclass(slots=True, frozen=True)
+class PullPlan:
+    """What one pull reads: its spans, and how many pieces they were before neighbours joined."""
+
+    groups: tuple[GroupPull, ...]
+    spans: tuple[SpanPair, ...]
+    num_pieces: int
+
+    @property
+    def attention_bytes(self) -> int:
+        """Bytes of keys and values."""
+        return sum(group.nbytes for group in self.groups if not group.is_state)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of conv and temporal states."""
+        return sum(group.nbytes for group in self.groups if group.is_state)
+
+
+def plan_pull(
+    plan: ArenaPlan,
+    remote: SequenceBlocks,
+    local_tables: Sequence[Sequence[int]],
+    *,
+    num_tokens: int,
+    num_local_tokens: int,
+) -> PullPlan:
+    """Spans that fill `local_tables` with `num_tokens` tokens, of which the first are here already.
+
+    Raises TransportError when P lacks something that a layer here keeps (`check_geometry`).
+    """
+    local = blocks_here(plan, local_tables)
+    groups = []
+    for group in local.groups:
+        asked = _range(group, remote, num_tokens=num_tokens, num_local_tokens=num_local_tokens)
+        pairs = zip(remote.blocks(asked), local.blocks(asked), strict=True)
+        blocks = tuple(tuple(pair_up(there, here)) for there, here in pairs)
+        groups.append(GroupPull(asked, blocks, group.is_state))
+    pieces = [piece for group in groups for block in group.blocks for piece in block]
+    return PullPlan(tuple(groups), tuple(coalesce(pieces)), len(pieces))
+
+
+def pair_up(remote: Sequence[Piece], local: Sequence[Piece]) -> Iterator[SpanPair]:
+    """The same bytes, cut where either side is cut."""
+    there, here = list(reversed(remote)), list(reversed(local))
+    while there and here:
+        source, target = there.pop(), here.pop()
+        length = min(source.length, target.length)
+        yield SpanPair(source.offset, target.offset, length)
+        there += _behind(source, length)
+        here += _behind(target, length)
+
+
+def coalesce(pieces: Iterable[SpanPair]) -> list[SpanPair]:
+    """The same copies in as few spans as possible: pieces adjacent on both sides are joined."""
+    spans: list[SpanPair] = []
+    for piece in pieces:
+        last = spans[-1] if spans else None
+        if last is not None and _adjacent(last, piece):
+            spans[-1] = SpanPair(last.remote, last.local, last.length + piece.length)
+        else:
+            spans.append(piece)
+    return spans
+
+
+def _range(
+    group: GroupBlocks, remote: SequenceBlocks, *, num_tokens: int, num_local_tokens: int
+) -> BlockRange:
+    """From the first block that is not here to the end of the last, as far as P's blocks reach.
+
+    To a block's end, also behind the last token: then whole blocks move where both cut alike.
+    """
+    name = BlockRange(kept=group.kept, layers=group.layers, block_size=group.block_size)
+    if group.is_state:
+        return name
+    spec, size = group.spec, group.block_size
+    needed = spec.first_needed(num_tokens) if isinstance(spec, SlidingWindowSpec) else 0
+    first = max(needed, num_local_tokens) // size * size
+    owners = remote.owners(name)
+    return BlockRange(
+        kept=group.kept,
+        layers=group.layers,
+        block_size=size,
+        start=max(first, *(owner.start for owner in owners)),
+        end=min(group.end, *(owner.end for owner in owners)),
+    )
+
+
+def _behind(piece: Piece, used: int) -> tuple[Piece, ...]:
+    return (Piece(piece.offset + used, piece.length - used),) if used < piece.length else ()
+
+
+def _adjacent(left: SpanPair, right: SpanPair) -> bool:
+    return left.remote + left.length == right.remote and left.local + left.length == right.local
