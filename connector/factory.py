@@ -10,7 +10,7 @@ from connector.pd.admission import PdAdmission
 from connector.pd.claims import ClaimKeeper
 from connector.pd.consumer import ConsumerScheduler, ConsumerWorker
 from connector.pd.control import LeaseDesk
-from connector.pd.digests import ArenaDigests
+from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.geometry import describe_geometry
 from connector.pd.lease import LeaseTable
@@ -48,6 +48,7 @@ class PdConnector:
     claims: ClaimKeeper
     peers: PeerRegistry
     transport: Transport
+    digests: ArenaDigests
 
     def services(self) -> Sequence[RpcService]:
         """The control service that peers call."""
@@ -60,6 +61,7 @@ class PdConnector:
     def close(self) -> None:
         """Gives channels, mappings and registrations back; after the engine has stopped."""
         self.peers.close()
+        self.digests.close()
         self.transport.close()
 
 
@@ -113,12 +115,13 @@ def build_connector(
             ),
             MultiWorker([ProducerWorker(leases, transfers), consumer]),
         ),
-        LeaseDesk(identity, leases, digest=digests.of, wake=wake, faults=faults),
+        LeaseDesk(identity, leases, digests=digests, wake=wake, faults=faults),
         advertised,
         leases,
         claims,
         peers,
         transport,
+        digests,
     )
 
 

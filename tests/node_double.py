@@ -10,6 +10,7 @@ import aiohttp
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
+from connector.pd.lease import Lease
 from engine.errors import KVTransferParamsError, TandemError
 from engine.rpc.control_service import ControlService
 from engine.rpc.messages import BlockRange, Claim, Digests, Handshake, NodeInfo
@@ -190,6 +191,19 @@ class ScriptedNode:
     ) -> Digests:
         self.ranges += ranges
         return tuple((2**64 - 1 - generation,) * asked.end for asked in ranges)
+
+
+class NoDigests:
+    """For a desk that nobody asks."""
+
+    def begin(self, lease: Lease) -> None:
+        """Nothing is hashed."""
+
+    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
+        raise AssertionError("nobody asks")
+
+
+NO_DIGESTS = NoDigests()
 
 
 @asynccontextmanager

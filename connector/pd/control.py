@@ -5,19 +5,26 @@ Knows nothing of gRPC; `engine/rpc/control_service.py` serves it.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.lease import Lease, LeaseTable
 from engine.errors import KVTransferParamsError
 from engine.rpc.messages import ANY_GENERATION, BlockRange, Claim, Digests, Handshake
 
-DigestBlocks = Callable[[Lease, Sequence[BlockRange]], Digests]
+
+class LeaseDigests(Protocol):
+    """Digests of what leases hold: `begin` when a reader has claimed one, `of` when it asks."""
+
+    def begin(self, lease: Lease) -> None: ...
+
+    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests: ...
 
 
 class LeaseDesk:
     """Answers handshakes, claims, renewals, releases and questions about bytes.
 
-    `wake` tells the engine; `digest` hashes blocks that a lease holds.
+    `wake` tells the engine that a lease has ended.
     """
 
     def __init__(
@@ -25,13 +32,13 @@ class LeaseDesk:
         identity: Handshake,
         leases: LeaseTable,
         *,
-        digest: DigestBlocks,
+        digests: LeaseDigests,
         wake: Callable[[], None],
         faults: FaultInjector = NO_FAULTS,
     ) -> None:
         self._identity = identity
         self._leases = leases
-        self._digest = digest
+        self._digests = digests
         self._wake = wake
         self._faults = faults
 
@@ -46,6 +53,7 @@ class LeaseDesk:
         """
         self._check_incarnation(engine_id)
         lease = self._still(request_id, self._leases.claim(request_id))
+        self._digests.begin(lease)
         return Claim(
             num_tokens=lease.num_tokens,
             groups=lease.offsets,
@@ -64,7 +72,7 @@ class LeaseDesk:
         self._check_incarnation(engine_id)
         self._faults.at(FaultPoint.BEFORE_DIGESTS, FaultScene(request_id))
         lease = self._still(request_id, self._leases.held(request_id, generation))
-        return self._digest(lease, ranges)
+        return self._digests.of(lease, ranges)
 
     def renew(
         self,

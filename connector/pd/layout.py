@@ -112,7 +112,7 @@ class SequenceBlocks:
         cuts = [(0, 1)] if first.is_state else _cuts(asked)
         for start, end in cuts:
             whole = first.whole(start, end) if is_alike else None
-            yield (whole,) if whole else _scattered(owners, asked.layers, start, end)
+            yield (whole,) if whole else tuple(_by_layer(asked.layers, owners, (start, end)))
 
     def _owner(self, kept: str, layer: int) -> GroupBlocks:
         for group in self.groups:
@@ -155,7 +155,7 @@ def blocks_announced(
         )
     specs = {describe_spec(group.spec): group.spec for group in plan.groups}
     pairs = zip(geometry, offsets, strict=True)
-    return SequenceBlocks(tuple(_announced(specs, *pair, num_tokens) for pair in pairs))
+    return SequenceBlocks(tuple(_announced(specs, *pair, num_tokens=num_tokens) for pair in pairs))
 
 
 def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -172,13 +172,11 @@ def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield last
 
 
-def _scattered(
-    owners: Sequence[GroupBlocks], layers: Sequence[int], start: int, end: int
-) -> tuple[Piece, ...]:
-    pairs = zip(owners, layers, strict=True)
-    return tuple(
-        joined(piece for owner, layer in pairs for piece in owner.layer(layer, start, end))
-    )
+def _by_layer(
+    layers: Sequence[int], owners: Sequence[GroupBlocks], tokens: tuple[int, int]
+) -> Iterator[Piece]:
+    pairs = zip(layers, owners, strict=True)
+    return joined(piece for layer, owner in pairs for piece in owner.layer(layer, *tokens))
 
 
 def _cuts(asked: BlockRange) -> Iterator[tuple[int, int]]:
@@ -200,6 +198,7 @@ def _announced(
     specs: dict[str, LayerSpec],
     geometry: GroupGeometry,
     offsets: tuple[int, ...],
+    *,
     num_tokens: int,
 ) -> GroupBlocks:
     spec, size = specs.get(geometry.spec), geometry.block_size

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from connector.pd.digests import HeldDigests
 from engine.request_ids import has_label
 from engine.rpc.messages import ANY_GENERATION
 
@@ -19,13 +20,14 @@ RENEWAL_SHARE = 2.0 / 3.0
 class Lease:
     """One held prefill: byte offsets of its blocks per group, its tokens, its end.
 
-    `generation` is new for every grant.
+    `generation` is new for every grant. `digests`: of its bytes, once a reader has claimed it.
     """
 
     offsets: tuple[tuple[int, ...], ...]
     num_tokens: int
     deadline: float
     generation: int
+    digests: HeldDigests | None = None
 
 
 class LeaseTable:
@@ -123,5 +125,7 @@ class LeaseTable:
         lease.deadline = max(lease.deadline, extended)
 
     def _end(self, request_id: str) -> None:
-        del self._leases[request_id]
+        lease = self._leases.pop(request_id)
+        if lease.digests is not None:
+            lease.digests.stop()
         self._ended.append(request_id)

@@ -1,7 +1,7 @@
 """P's digests and D's comparison, between a real control service and a real transport."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.pd.control import LeaseDesk
-from connector.pd.digests import ArenaDigests, BlockDigester
+from connector.pd.digests import BlockDigester, HeldDigests
+from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.faults import NO_FAULTS
 from connector.pd.geometry import describe_spec, geometry_of
 from connector.pd.layout import blocks_announced
-from connector.pd.lease import LeaseTable
+from connector.pd.lease import Lease, LeaseTable
 from connector.pd.peers import Peer
 from connector.pd.pull_plan import PullPlan, plan_pull
 from connector.pd.reading import PullReader, in_stages
@@ -32,6 +33,8 @@ from engine.rpc.control_client import ControlClient
 from engine.rpc.control_service import ControlService
 from engine.rpc.messages import ANY_GENERATION, DIGESTS_XXH3_64, BlockRange, Digests, Handshake
 from engine.rpc.server import start_server
+from tests.cluster import until
+from tests.node_double import NO_DIGESTS
 
 T = TypeVar("T")
 LEASE_S = 30.0
@@ -112,6 +115,20 @@ class Pair:
         return self.metrics.registry.get_sample_value(f"tandem:{name}_total", every)
 
 
+@dataclass(slots=True)
+class ChangedDigests:
+    """What P found, changed before it answers."""
+
+    found: ArenaDigests
+    change: Callable[[Digests], Digests]
+
+    def begin(self, lease: Lease) -> None:
+        self.found.begin(lease)
+
+    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
+        return self.change(self.found.of(lease, ranges))
+
+
 @asynccontextmanager
 async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> AsyncIterator[Pair]:
     """`digest` may change what P answers."""
@@ -120,13 +137,8 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
     now = [0.0]
     leases = LeaseTable(LEASE_S, lambda: now[0])
     leases.grant("r", REMOTE, 64)
-    digests = ArenaDigests(PLAN, p)
-    desk = LeaseDesk(
-        IDENTITY,
-        leases,
-        digest=lambda lease, ranges: digest(digests.of(lease, ranges)),
-        wake=lambda: None,
-    )
+    digests = ChangedDigests(ArenaDigests(PLAN, p), digest)
+    desk = LeaseDesk(IDENTITY, leases, digests=digests, wake=lambda: None)
     server = await start_server([ControlService(desk)], "127.0.0.1", 0, token=None)
     control = ControlClient(f"127.0.0.1:{server.port}", token=None, caller_engine_id="d")
     theirs, ours = ShmTransport("p"), ShmTransport("d")
@@ -136,7 +148,7 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
     yield Pair(p, d, leases, desk, control, metrics, TransferMetrics(metrics), ours, now)
     control.close()
     await server.close()
-    for item in (ours, theirs, d, p):
+    for item in (digests.found, ours, theirs, d, p):
         item.close()
 
 
@@ -206,6 +218,37 @@ async def test_digests_are_those_of_the_tokens_asked_for() -> None:
         assert part[PAGES] == whole[PAGES][3:]
 
 
+async def test_what_is_hashed_ahead_is_not_hashed_again() -> None:
+    """All of it, once there was time; a byte that changed afterwards is not seen."""
+    async with pair() as nodes:
+        ranges = [group.asked for group in nodes.plan().groups]
+        before = nodes.desk.digests("p", "r", 1, ranges=ranges)
+        nodes.desk.claim("p", "r", "d")
+        lease = nodes.leases.claim("r")
+        assert lease is not None
+        digests = lease.digests
+        await until(lambda: digests is not None and digests.num_known == 5)
+        nodes.p.host_bytes()[REMOTE[PAGES][0]] ^= 1
+        assert nodes.desk.digests("p", "r", 1, ranges=ranges) == before
+        later = [msgspec.structs.replace(asked, block_size=32) for asked in ranges]
+        assert nodes.desk.digests("p", "r", 1, ranges=later)[STATE] == before[STATE]
+
+
+def test_nothing_is_hashed_ahead_of_an_answer_or_behind_the_end_of_a_lease() -> None:
+    held = blocks_announced(PLAN, geometry_of(PLAN), REMOTE, num_tokens=64)
+    asked = HeldDigests(held, memoryview(bytes(PLAN.arena_bytes)))
+    asked.of([HELD])
+    leases = LeaseTable(LEASE_S, lambda: 0.0)
+    leases.grant("r", REMOTE, 64)
+    lease = leases.claim("r")
+    assert lease is not None
+    lease.digests = ended = HeldDigests(held, memoryview(bytes(PLAN.arena_bytes)))
+    leases.release("r")
+    for digests in (asked, ended):
+        digests.hash_ahead()
+        assert digests.num_known == 0
+
+
 HELD = BlockRange(kept=describe_spec(ATTENTION), layers=(1,), block_size=16, end=64)
 
 
@@ -232,7 +275,7 @@ async def test_ranges_that_are_not_held_are_refused(
 
 def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_nothing() -> None:
     leases = LeaseTable(LEASE_S, lambda: 0.0)
-    desk = LeaseDesk(IDENTITY, leases, digest=lambda lease, ranges: (), wake=lambda: None)
+    desk = LeaseDesk(IDENTITY, leases, digests=NO_DIGESTS, wake=lambda: None)
     leases.grant("r", REMOTE, 64)
     old = desk.claim("p", "r", "d").generation
     leases.grant("r", REMOTE, 64)
@@ -261,7 +304,7 @@ def test_renewals_name_a_generation_each() -> None:
     desk = LeaseDesk(
         IDENTITY,
         LeaseTable(LEASE_S, lambda: 0.0),
-        digest=lambda lease, ranges: (),
+        digests=NO_DIGESTS,
         wake=lambda: None,
     )
     with pytest.raises(KVTransferParamsError, match="1 generations given for 2 requests"):
