@@ -1,303 +1,180 @@
-"""`python -m benchmarks.transfer`: hand-over GB/s beside a plain memcpy and beside NIXL itself.
+"""`python -m benchmarks.transfer`: what a pull costs, beside a plain memcpy and beside NIXL itself.
 
-Two processes on this host, real arenas and the connector's own span plans. Sizes are those of
-Qwen3.5-4B in bfloat16: 8 attention layers (32 KiB per token), 24 GDN layers (51.5 MB of state).
+Two processes on this host, real arenas, the connector's own plans, reader and control service.
 
 - memcpy: one thread, the same spans, from this process's own memory.
 - raw nixl: a read of the same spans with NIXL's Python agent, one request, polled without a pause.
 - shm, nixl, ucx, zmq: what a pull thread does: plan the spans from block tables, read, wait.
+- verified: the same, while P hashes too and D compares; P has just been asked for the prefill.
+- D's part: the same after P has hashed all, so that only D works.
 
-Every way's bytes are checked after every run. Both NIXL readers go without a progress thread, which
-would spin on a core that the other ways need.
+Both NIXL readers go without a progress thread, which would spin on a core that the others need.
 """
 
-import ctypes
-import importlib
-import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-import torch
 import typer
 from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.pairs import Spread, alternate
 from benchmarks.plots import grouped_bars
-from connector.pd.geometry import geometry_of
-from connector.pd.layout import blocks_announced
-from connector.pd.pull_plan import plan_pull
-from connector.transports.base import SpanPair, Transport
+from benchmarks.transfer_cases import ARENA_BYTES, Case, prompts, sizes
+from benchmarks.transfer_peer import ENGINE_ID, OURS, peer_addresses
+from benchmarks.transfer_ways import Baseline, Pull, Read, memcpy_read, raw_nixl_read
+from connector.transports.base import Transport
 from connector.transports.choose import open_transport
-from connector.transports.nixl import NixlAddress
 from engine.arena import ArenaMemory
-from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import ArenaPlan, plan_arena
-from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
 from engine.logs import configure_logging
+from engine.rpc.control_client import ControlClient
 
-GDN = MambaSpec("gdn", (3, 8192), "bfloat16", (32, 128, 128))
-ATTENTION = FullAttentionSpec(num_kv_heads=4, head_dim=256, dtype="bfloat16")
-GROUPS = (
-    KVCacheGroup(GDN, tuple(layer for layer in range(32) if layer % 4 != 3)),
-    KVCacheGroup(ATTENTION, tuple(range(3, 32, 4))),
-)
-ARENA_BYTES = 1400 << 20
-DEADLINE_S = 60.0
-FILL = 7
-TARGET = 0.8
-OURS = ("shm", "nixl", "ucx", "zmq")  # NIXL before ucx: opened after it, NIXL is slower
+SPEED, COST = 0.8, 0.15
+WIDTH = 150
+JUDGED = "256 MiB in 256 x 1 MiB"
+BASELINES = ("memcpy", "raw nixl")
 TARGETS = (("shm", "memcpy"), ("nixl", "raw nixl"))
-RATIOS = (*TARGETS, ("ucx", "memcpy"), ("zmq", "memcpy"))
-HEADERS = ("case", "MB", "spans", "memcpy", "shm", "shm / memcpy", "raw nixl", "nixl",
-           "nixl / raw nixl", "both >= 0.8", "ucx", "ucx / memcpy", "zmq",
-           "zmq / memcpy")  # fmt: skip
-
-Read = Callable[[Sequence[SpanPair]], None]
-Tables = Sequence[Sequence[int]]
-
-
-class Case(msgspec.Struct, frozen=True):
-    """A prompt of `tokens` tokens, prefilled in chunks of `chunk` in turn with another one."""
-
-    name: str
-    tokens: int
-    chunk: int
-
-
-CASES = (
-    Case("1,700 tokens", 1_700, 2_048),
-    Case("1,700 tokens, worst layout", 1_700, 16),
-    Case("16k tokens", 16_384, 16_384),
-    Case("16k tokens, chunked beside another", 16_384, 2_048),
-)
+SPEEDS = ("case", "MB", "spans", *BASELINES, *OURS, "shm / memcpy", "nixl / raw nixl", ">= 0.8")
+TIMES = ("case", *BASELINES, *(f"{name}{way}" for name in OURS for way in ("", ", verified")))
+COSTS = ("case", *(f"{name}, {part}" for name in OURS for part in ("in all", "D's part")),
+         "nixl <= 15 %")  # fmt: skip
 
 
 class Row(msgspec.Struct, frozen=True):
-    """GB/s of every way, and the ratios by round."""
+    """Seconds of every way, and ratios that were taken inside the rounds.
+
+    `costs`: the share of its speed that a transport loses by verification, in all and by D's part.
+    """
 
     case: str
     nbytes: int
-    spans: int
-    speeds: dict[str, Spread]
+    num_spans: int
+    seconds: dict[str, Spread]
     ratios: dict[str, Spread]
+    costs: dict[str, tuple[Spread, Spread]]
+
+    def speed(self, way: str) -> str:
+        """GB/s, the median."""
+        return f"{self.nbytes / 1e9 / self.seconds[way].median:.1f}"
+
+    def micros(self, way: str) -> str:
+        """Microseconds, the median."""
+        return f"{1e6 * self.seconds[way].median:,.0f}"
 
 
-@dataclass(slots=True, frozen=True)
-class Prompt:
-    """Where one case's blocks lie: D's tables, and P's offsets as its lease announces them."""
-
-    plan: ArenaPlan
-    local: Tables
-    remote: Tables
-    tokens: int
-
-    @classmethod
-    def of(cls, plan: ArenaPlan, case: Case) -> "Prompt":
-        """D reserves in one go; P grew the tables chunk by chunk, in turn with another prompt."""
-        local = _tables(plan, case.tokens, case.tokens)
-        grown = _tables(plan, case.tokens, case.chunk)
-        remote = [
-            tuple(plan.block_offset(group, block) for block in blocks)
-            for group, blocks in enumerate(grown)
-        ]
-        return cls(plan, local, remote, case.tokens)
-
-    def spans(self) -> tuple[SpanPair, ...]:
-        """What a pull reads."""
-        plan, tokens = self.plan, self.tokens
-        offsets = list(map(tuple, self.remote))
-        remote = blocks_announced(plan, geometry_of(plan), offsets, num_tokens=tokens)
-        return plan_pull(plan, remote, self.local, num_tokens=tokens, num_local_tokens=0).spans
-
-
-def _tables(plan: ArenaPlan, tokens: int, chunk: int) -> Tables:
-    manager = KVCacheManager(plan, prefix_caching=False)
-    nothing = manager.find_hit(PrefixDigests(manager.hasher, [0], None), 0)
-    first = min(chunk, tokens)
-    mine, other = manager.start(nothing, first), manager.start(nothing, first)
-    assert mine is not None and other is not None
-    for end in range(2 * chunk, tokens + chunk, chunk):
-        for tables in (mine, other):
-            assert manager.grow(tables, min(end, tokens)), "the arena is too small"
-    return mine.groups
-
-
-def serve(pipe: Connection, nbytes: int) -> None:
-    """The peer process: one arena, registered with every transport, until the pipe closes."""
-    configure_logging("WARNING")
-    arena = ArenaMemory(nbytes)
-    arena.tensor.fill_(FILL)
-    transports = [open_transport(name, "bench-p") for name in OURS]
-    pipe.send([transport.register(arena) for transport in transports])
-    pipe.poll(None)
-    for transport in transports:
-        transport.close()
-    arena.close()
-
-
-@contextmanager
-def peer_addresses(nbytes: int) -> Iterator[list[bytes]]:
-    """Addresses of a peer process, which ends with the block."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, nbytes))
-    process.start()
-    theirs.close()
-    try:
-        yield ours.recv()
-    finally:
-        ours.close()
-        process.join(DEADLINE_S)
-
-
-def memcpy_read(arena: ArenaMemory) -> Read:
-    """The ceiling: the same spans out of this process's own memory."""
-    source = torch.full((arena.nbytes,), FILL, dtype=torch.uint8)
-
-    def read(spans: Sequence[SpanPair]) -> None:
-        local, remote = arena.data_ptr, source.data_ptr()
-        for span in spans:
-            ctypes.memmove(local + span.local, remote + span.remote, span.length)
-
-    return read
-
-
-def raw_nixl_read(arena: ArenaMemory, blob: bytes) -> Read:
-    """NIXL's Python API as its examples use it; nothing is checked."""
-    nixl = importlib.import_module("nixl")  # heavy and optional
-    agent = nixl.nixl_agent("bench-raw", nixl.nixl_agent_config(enable_prog_thread=False))
-    agent.register_memory([(arena.data_ptr, arena.nbytes, 0, "")], "DRAM")
-    peer = msgspec.msgpack.decode(blob, type=NixlAddress)
-    agent.add_remote_agent(peer.metadata)
-
-    def descriptors(base: int, offsets: Sequence[tuple[int, int]]) -> Any:
-        return agent.get_xfer_descs([(base + start, size, 0) for start, size in offsets], "DRAM")
-
-    def read(spans: Sequence[SpanPair]) -> None:
-        local = descriptors(arena.data_ptr, [(span.local, span.length) for span in spans])
-        remote = descriptors(peer.base, [(span.remote, span.length) for span in spans])
-        request = agent.initialize_xfer("READ", local, remote, peer.agent)
-        status = agent.transfer(request)
-        while status == "PROC":
-            status = agent.check_xfer_state(request)
-        agent.release_xfer_handle(request)
-
-    return read
-
-
-def transport_read(transport: Transport, address: bytes) -> Read:
-    """Our transport as a pull thread uses it."""
-    transport.connect("p", address)
-
-    def read(spans: Sequence[SpanPair]) -> None:
-        transport.read("p", spans).wait(DEADLINE_S)
-
-    return read
-
-
-@dataclass(slots=True, frozen=True)
-class Bench:
-    """The local arena and all ways to fill it."""
-
-    arena: ArenaMemory
-    plain: dict[str, Read]
-    ours: dict[str, Read]
-
-    def measure(self, case: Case, plan: ArenaPlan, rounds: int, *, done: Callable[[], None]) -> Row:
-        """GB/s over `rounds` rounds; planning counts for our transports, not for the baselines."""
-        prompt = Prompt.of(plan, case)
-        spans = prompt.spans()
-        ways = {
-            name: _timed(self.arena, spans, read, plan=lambda: spans)
-            for name, read in self.plain.items()
-        }
-        ways |= {
-            name: _timed(self.arena, spans, read, plan=prompt.spans)
-            for name, read in self.ours.items()
-        }
-        total = sum(span.length for span in spans)
-        seconds = alternate(ways, rounds, warmups=2, done=done)
-        speeds = {name: [total / 1e9 / time for time in times] for name, times in seconds.items()}
-        return Row(
-            case.name,
-            total,
-            len(spans),
-            {name: Spread.of(values) for name, values in speeds.items()},
-            {ours: Spread.of_ratio(speeds[ours], speeds[other]) for ours, other in RATIOS},
-        )
-
-
-def _timed(
+def ways_of(
+    case: Case,
     arena: ArenaMemory,
-    spans: Sequence[SpanPair],
-    read: Read,
+    control: ControlClient,
     *,
-    plan: Callable[[], Sequence[SpanPair]],
-) -> Callable[[], float]:
-    """Seconds of one run into zeroed memory; raises RuntimeError unless every byte has arrived."""
-    targets = [arena.tensor[span.local : span.local + span.length] for span in spans]
-
-    def run() -> float:
-        for target in targets:
-            target.zero_()
-        started = perf_counter()
-        read(plan())
-        seconds = perf_counter() - started
-        if not all(bool((target == FILL).all()) for target in targets):
-            raise RuntimeError("the bytes did not arrive")
-        return seconds
-
-    return run
+    plain: Mapping[str, Read],
+    ours: Sequence[Transport],
+) -> dict[str, Callable[[], float]]:
+    """Every way to move a case, by name."""
+    ways: dict[str, Callable[[], float]]
+    ways = {name: Baseline(arena, case, read) for name, read in plain.items()}
+    for transport in ours:
+        name = transport.name
+        ways[name] = Pull(arena, case, transport, control, verify=False)
+        ways[f"{name}, verified"] = Pull(arena, case, transport, control, verify=True)
+        ways[f"{name}, ahead"] = Pull(arena, case, transport, control, verify=True, ahead=True)
+    return ways
 
 
-def run(rounds: int, console: Console) -> list[Row]:
-    """All cases."""
-    plan = plan_arena(GROUPS, 16, ARENA_BYTES)
-    arena = ArenaMemory(plan.arena_bytes)
-    transports = {name: open_transport(name, "bench-d") for name in OURS}
-    for transport in transports.values():
-        transport.register(arena)
-    total = len(CASES) * (2 + len(OURS)) * (rounds + 2)
-    with peer_addresses(arena.nbytes) as blobs, report.progress(console, total) as tell:
-        at = dict(zip(OURS, blobs, strict=True))
-        plain = {"memcpy": memcpy_read(arena), "raw nixl": raw_nixl_read(arena, at["nixl"])}
-        ours = {name: transport_read(opened, at[name]) for name, opened in transports.items()}
-        bench = Bench(arena, plain, ours)
-        rows = [bench.measure(case, plan, rounds, done=tell(case.name)) for case in CASES]
-    for transport in transports.values():
-        transport.close()
-    arena.close()
+def measure(
+    case: Case, ways: Mapping[str, Callable[[], float]], rounds: int, *, done: Callable[[], None]
+) -> Row:
+    """All ways in `rounds` rounds, in turning order."""
+    found = alternate(ways, rounds, warmups=2, done=done)
+    return Row(
+        case.name,
+        case.nbytes,
+        len(case.pull().spans),
+        {name: Spread.of(seconds) for name, seconds in found.items()},
+        {ours: Spread.of_ratio(found[other], found[ours]) for ours, other in TARGETS},
+        {name: (_cost(found, name, "verified"), _cost(found, name, "ahead")) for name in OURS},
+    )
+
+
+def _cost(found: Mapping[str, Sequence[float]], name: str, way: str) -> Spread:
+    pairs = zip(found[name], found[f"{name}, {way}"], strict=True)
+    return Spread.of([1.0 - plain / verified for plain, verified in pairs])
+
+
+def run(cases: Sequence[Case], rounds: int, console: Console) -> list[Row]:
+    """All cases, one after the other."""
+    rows = []
+    with ExitStack() as stack:
+        arena = stack.enter_context(closing(ArenaMemory(ARENA_BYTES)))
+        addresses, ports = stack.enter_context(peer_addresses())
+        plain = {"memcpy": memcpy_read(arena)}
+        ours = []
+        for name in OURS:
+            ours.append(stack.enter_context(closing(open_transport(name, "bench-d"))))
+            ours[-1].register(arena)
+            ours[-1].connect(ENGINE_ID, addresses[name])
+            if name == "nixl":  # both before ucx, whose other UCX would make them use TCP
+                plain["raw nixl"] = raw_nixl_read(arena, addresses["nixl"])
+        total = len(cases) * (len(BASELINES) + 3 * len(OURS)) * (rounds + 2)
+        tell = stack.enter_context(report.progress(console, total))
+        for case in cases:
+            address = f"127.0.0.1:{ports[case.name]}"
+            with closing(ControlClient(address, token=None, caller_engine_id="d")) as control:
+                ways = ways_of(case, arena, control, plain=plain, ours=ours)
+                rows.append(measure(case, ways, rounds, done=tell(case.name)))
     return rows
 
 
-def cells(row: Row) -> list[str]:
-    """One line of the table."""
-    speeds = {name: f"{speed.median:.1f}" for name, speed in row.speeds.items()}
-    met = all(row.ratios[ours].median >= TARGET for ours, _ in TARGETS)
-    return [
-        row.case,
-        f"{row.nbytes / 1e6:.0f}",
-        str(row.spans),
-        speeds["memcpy"],
-        speeds["shm"],
-        row.ratios["shm"].show(),
-        speeds["raw nixl"],
-        speeds["nixl"],
-        row.ratios["nixl"].show(),
-        "met" if met else "MISSED",
-        speeds["ucx"],
-        row.ratios["ucx"].show(),
-        speeds["zmq"],
-        row.ratios["zmq"].show(),
-    ]
+def speed_cells(row: Row) -> list[str]:
+    """One line about speed."""
+    met = all(row.ratios[ours].median >= SPEED for ours, _ in TARGETS)
+    speeds = [row.speed(way) for way in (*BASELINES, *OURS)]
+    ratios = [row.ratios[ours].show() for ours, _ in TARGETS]
+    shown = [row.case, f"{row.nbytes / 1e6:,.3g}", str(row.num_spans), *speeds, *ratios]
+    return [*shown, "met" if met else "MISSED"]
+
+
+def time_cells(row: Row) -> list[str]:
+    """One line in microseconds."""
+    ways = [f"{name}{way}" for name in OURS for way in ("", ", verified")]
+    return [row.case, *(row.micros(way) for way in (*BASELINES, *ways))]
+
+
+def cost_cells(row: Row) -> list[str]:
+    """One line about verification."""
+    in_all, _ = row.costs["nixl"]
+    judged = "met" if in_all.median <= COST else "MISSED"
+    shown = [cost.show() for name in OURS for cost in row.costs[name]]
+    return [row.case, *shown, judged if row.case == JUDGED else "not judged"]
+
+
+def publish(
+    console: Console, prompt_rows: Sequence[Row], size_rows: Sequence[Row], note: str
+) -> None:
+    """Three tables."""
+    rows = list(map(speed_cells, prompt_rows))
+    report.publish(console, "Prompts, GB/s", headers=SPEEDS, rows=rows, note=note)
+    rows = list(map(time_cells, size_rows))
+    report.publish(console, "Sizes, microseconds", headers=TIMES, rows=rows, note=note)
+    rows = [cost_cells(row) for row in size_rows if row.nbytes >= 16 << 20]
+    report.publish(console, "Cost of verification", headers=COSTS, rows=rows, note=note)
+
+
+def draw(file: Path, rows: Sequence[Row]) -> None:
+    """GB/s of all ways."""
+    names = [*BASELINES, *OURS, "nixl, verified"]
+    speeds = {
+        name: [
+            Spread(*(row.nbytes / 1e9 / s for s in (found.median, found.high, found.low)))
+            for row in rows
+            for found in [row.seconds[name]]
+        ]
+        for name in names
+    }
+    grouped_bars(file, [row.case for row in rows], speeds, ylabel="GB/s")
 
 
 def main(
@@ -307,18 +184,19 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the speeds (svg, png).")] = None,
 ) -> None:
-    """Hand-over GB/s of every transport beside memcpy and beside raw NIXL, in one run."""
+    """Every transport beside memcpy and beside raw NIXL, verified and not, in one run."""
     console = Console()
+    console.width = max(console.width, WIDTH)
     configure_logging("WARNING")
     host = machine.prepare(cpu)
-    rows = run(rounds, console)
-    note = f"GB/s, median of {rounds} rounds; {machine.describe(host)}"
-    report.publish(console, "Hand-over", headers=HEADERS, rows=list(map(cells, rows)), note=note)
+    by_prompt, by_size = prompts(), sizes()
+    rows = run(by_prompt + by_size, rounds, console)
+    prompt_rows, size_rows = rows[: len(by_prompt)], rows[len(by_prompt) :]
+    note = f"median of {rounds} rounds; {machine.describe(host)}"
+    publish(console, prompt_rows, size_rows, note=note)
     report.write_json(json, {"machine": host, "rows": rows})
     if plot is not None:
-        names = ("memcpy", "shm", "raw nixl", "nixl", "ucx", "zmq")
-        series = {name: [row.speeds[name] for row in rows] for name in names}
-        grouped_bars(plot, [row.case for row in rows], series, ylabel="GB/s")
+        draw(plot, rows)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,11 @@ class HeldDigests:
         return tuple(tuple(map(self._block, self._held.blocks(asked))) for asked in ranges)
 
     def _block(self, pieces: tuple[Piece, ...]) -> int:
-        known = self._known.get(pieces[0]) if len(pieces) == 1 else None
-        return _digest(self._memory, pieces) if known is None else known
+        if len(pieces) > 1:
+            return _digest(self._memory, pieces)
+        if pieces[0] not in self._known:
+            self._known[pieces[0]] = _digest(self._memory, pieces)
+        return self._known[pieces[0]]
 
 
 def _digest(memory: memoryview, pieces: Sequence[Piece]) -> int:

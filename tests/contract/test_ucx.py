@@ -1,5 +1,6 @@
 """What only the ucx transport has to hold: its frames, its tokens, its connections."""
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -247,8 +248,11 @@ def test_a_host_means_its_interface() -> None:
 
 
 def listening() -> set[str]:
+    """Addresses on which this process listens; others on this machine come and go."""
+    mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()}
     with open("/proc/net/tcp") as table:
-        return {line.split()[1] for line in table if line.split()[3] == "0A"}
+        rows = [line.split() for line in table]
+    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
 
 
 def test_only_loopback_listens(arena: ArenaMemory) -> None:

@@ -1,0 +1,82 @@
+"""The other process of `benchmarks.transfer`: P's arena behind every transport, and P's desks."""
+
+import asyncio
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager
+from multiprocessing.connection import Connection
+from time import monotonic
+
+from benchmarks.transfer_cases import ARENA_BYTES, Case, prompts, sizes
+from connector.pd.control import LeaseDesk
+from connector.pd.digests_ahead import ArenaDigests
+from connector.pd.lease import LeaseTable
+from connector.transports.choose import open_transport
+from engine.arena import ArenaMemory
+from engine.logs import configure_logging
+from engine.rpc.control_service import ControlService
+from engine.rpc.messages import Handshake
+from engine.rpc.server import start_server
+
+FILL = 7
+OURS = ("shm", "nixl", "ucx", "zmq")  # NIXL before ucx: opened after it, NIXL is slower
+ENGINE_ID = "bench-p"
+DEADLINE_S = 60.0
+LEASE_S = 600.0
+
+Addresses = tuple[dict[str, bytes], dict[str, int]]
+"""Of the transports by name, and of the control services by case."""
+
+
+@contextmanager
+def peer_addresses() -> Iterator[Addresses]:
+    """Addresses of a peer process, which ends with the block."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs,))
+    process.start()
+    theirs.close()
+    try:
+        yield ours.recv()
+    finally:
+        ours.close()
+        process.join(DEADLINE_S)
+
+
+def _serve(pipe: Connection) -> None:
+    configure_logging("WARNING")
+    arena = ArenaMemory(ARENA_BYTES)
+    arena.tensor.fill_(FILL)
+    transports = [open_transport(name, ENGINE_ID) for name in OURS]
+    addresses = {transport.name: transport.register(arena) for transport in transports}
+    asyncio.run(_answer(pipe, arena, addresses))
+    for transport in transports:
+        transport.close()
+    arena.close()
+
+
+async def _answer(pipe: Connection, arena: ArenaMemory, addresses: dict[str, bytes]) -> None:
+    """One control service per case, for each has a plan of its own."""
+    ports: dict[str, int] = {}
+    async with AsyncExitStack() as stack:
+        for case in prompts() + sizes():
+            digests = ArenaDigests(case.plan, arena)
+            stack.callback(digests.close)
+            service = ControlService(_desk(case, digests))
+            server = await start_server([service], "127.0.0.1", 0, token=None)
+            stack.push_async_callback(server.close)
+            ports[case.name] = server.port
+        pipe.send((addresses, ports))
+        await asyncio.to_thread(pipe.poll, None)
+
+
+def _desk(case: Case, digests: ArenaDigests) -> LeaseDesk:
+    """Grants a released lease anew, of which nothing is hashed yet."""
+    leases = LeaseTable(LEASE_S, monotonic)
+
+    def grant() -> None:
+        leases.grant(case.name, case.remote, case.num_tokens)
+
+    grant()
+    identity = Handshake(engine_id=ENGINE_ID, transport="", transport_address=b"", geometry={})
+    return LeaseDesk(identity, leases, digests=digests, wake=grant)

@@ -1,0 +1,136 @@
+"""The ways of `benchmarks.transfer` to move one case: memcpy, NIXL itself, and our pulls.
+
+Each is timed into zeroed memory, and the bytes are checked after every run.
+"""
+
+import ctypes
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import msgspec
+import torch
+
+from benchmarks.transfer_cases import Case
+from benchmarks.transfer_peer import DEADLINE_S, ENGINE_ID, FILL
+from connector.pd.faults import NO_FAULTS
+from connector.pd.geometry import geometry_of
+from connector.pd.peers import Peer
+from connector.pd.reading import PullReader
+from connector.transports.base import SpanPair, Transport
+from connector.transports.nixl import NixlAddress
+from engine.arena import ArenaMemory
+from engine.metrics import NodeMetrics, TransferMetrics
+from engine.rpc.control_client import ControlClient
+from engine.rpc.messages import DIGESTS_XXH3_64
+
+Read = Callable[[Sequence[SpanPair]], None]
+
+
+def memcpy_read(arena: ArenaMemory) -> Read:
+    """The ceiling: the same spans out of this process's own memory, on one thread."""
+    source = torch.full((arena.nbytes,), FILL, dtype=torch.uint8)
+
+    def read(spans: Sequence[SpanPair]) -> None:
+        local, remote = arena.data_ptr, source.data_ptr()
+        for span in spans:
+            ctypes.memmove(local + span.local, remote + span.remote, span.length)
+
+    return read
+
+
+def raw_nixl_read(arena: ArenaMemory, blob: bytes) -> Read:
+    """NIXL's Python API as its examples use it; nothing is checked."""
+    nixl = importlib.import_module("nixl")  # heavy and optional
+    agent = nixl.nixl_agent("bench-raw", nixl.nixl_agent_config(enable_prog_thread=False))
+    agent.register_memory([(arena.data_ptr, arena.nbytes, 0, "")], "DRAM")
+    peer = msgspec.msgpack.decode(blob, type=NixlAddress)
+    agent.add_remote_agent(peer.metadata)
+
+    def descriptors(base: int, offsets: Sequence[tuple[int, int]]) -> Any:
+        return agent.get_xfer_descs([(base + start, size, 0) for start, size in offsets], "DRAM")
+
+    def read(spans: Sequence[SpanPair]) -> None:
+        local = descriptors(arena.data_ptr, [(span.local, span.length) for span in spans])
+        remote = descriptors(peer.base, [(span.remote, span.length) for span in spans])
+        request = agent.initialize_xfer("READ", local, remote, peer.agent)
+        status = agent.transfer(request)
+        while status == "PROC":
+            status = agent.check_xfer_state(request)
+        agent.release_xfer_handle(request)
+
+    return read
+
+
+@dataclass(slots=True)
+class Baseline:
+    """Reads the spans of one case, planned before."""
+
+    arena: ArenaMemory
+    case: Case
+    read: Read
+
+    def __call__(self) -> float:
+        """Seconds of one run."""
+        spans = self.case.pull().spans
+        with emptied(self.arena, spans):
+            started = perf_counter()
+            self.read(spans)
+            return perf_counter() - started
+
+
+@dataclass(slots=True)
+class Pull:
+    """One case as a pull thread reads it: plan, read, and compare with P's digests or not.
+
+    `ahead`: P has hashed it before the clock starts, and what is left is D's part.
+    """
+
+    arena: ArenaMemory
+    case: Case
+    transport: Transport
+    control: ControlClient
+    verify: bool
+    ahead: bool = False
+    reader: PullReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reader = PullReader(
+            self.transport,
+            self.arena,
+            verify=self.verify,
+            metrics=TransferMetrics(NodeMetrics("bench", "d")),
+            faults=NO_FAULTS,
+        )
+
+    def __call__(self) -> float:
+        """Seconds of one run, under a lease that P grants anew."""
+        case, control = self.case, self.control
+        peer = Peer(ENGINE_ID, control, DEADLINE_S, geometry_of(case.plan), (DIGESTS_XXH3_64,))
+        plan = case.pull()
+        with emptied(self.arena, plan.spans):
+            claim = control.claim(ENGINE_ID, case.name, timeout_s=DEADLINE_S)
+            lease: dict[str, Any] = {"request_id": case.name, "generation": claim.generation}
+            if self.ahead:
+                ranges = [group.asked for group in plan.groups]
+                asked = control.ask_digests(ENGINE_ID, **lease, ranges=ranges, timeout_s=DEADLINE_S)
+                asked.result()
+            started = perf_counter()
+            self.reader.read(peer, case.pull(), **lease, timeout_s=DEADLINE_S)
+            seconds = perf_counter() - started
+        control.release(ENGINE_ID, **lease, reason="read", timeout_s=DEADLINE_S)
+        return seconds
+
+
+@contextmanager
+def emptied(arena: ArenaMemory, spans: Sequence[SpanPair]) -> Any:
+    """Zeroes what is read; raises RuntimeError unless every byte has arrived at the end."""
+    targets = [arena.tensor[span.local : span.local + span.length] for span in spans]
+    for target in targets:
+        target.zero_()
+    yield
+    if not all(bool((target == FILL).all()) for target in targets):
+        raise RuntimeError("the bytes did not arrive")
