@@ -56,7 +56,6 @@ def prompts() -> list[Case]:
     return [
         _prompt("1,700 tokens", plan, 1_700, chunk=2_048),
         _prompt("1,700 tokens, worst layout", plan, 1_700, chunk=16),
-        _prompt("16k tokens", plan, 16_384, chunk=16_384),
         _prompt("16k tokens, chunked beside another", plan, 16_384, chunk=2_048),
     ]
 
@@ -71,7 +70,6 @@ def sizes() -> list[Case]:
         _sized(16 * MIB, 16 * MIB),
         _sized(16 * MIB, MIB),
         _sized(16 * MIB, 64 * KIB),
-        _sized(256 * MIB, 256 * MIB),
         _sized(256 * MIB, MIB),
     ]
 
