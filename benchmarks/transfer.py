@@ -34,6 +34,7 @@ from engine.rpc.control_client import ControlClient
 
 SPEED, COST = 0.8, 0.15
 WIDTH = 150
+LARGE = 16 << 20
 JUDGED = "256 MiB in 256 x 1 MiB"
 BASELINES = ("memcpy", "raw nixl")
 TARGETS = (("shm", "memcpy"), ("nixl", "raw nixl"))
@@ -155,16 +156,15 @@ def cost_cells(row: Row) -> list[str]:
     return [row.case, *shown, judged if row.case == JUDGED else "not judged"]
 
 
-def publish(
-    console: Console, prompt_rows: Sequence[Row], size_rows: Sequence[Row], note: str
-) -> None:
+def publish(console: Console, rows: Sequence[Row], num_prompts: int, *, note: str) -> None:
     """Three tables."""
-    rows = list(map(speed_cells, prompt_rows))
-    report.publish(console, "Prompts, GB/s", headers=SPEEDS, rows=rows, note=note)
-    rows = list(map(time_cells, size_rows))
-    report.publish(console, "Sizes, microseconds", headers=TIMES, rows=rows, note=note)
-    rows = [cost_cells(row) for row in size_rows if row.nbytes >= 16 << 20]
-    report.publish(console, "Cost of verification", headers=COSTS, rows=rows, note=note)
+    by_prompt, by_size = rows[:num_prompts], rows[num_prompts:]
+    cells = list(map(speed_cells, by_prompt))
+    report.publish(console, "Prompts, GB/s", headers=SPEEDS, rows=cells, note=note)
+    cells = list(map(time_cells, by_size))
+    report.publish(console, "Sizes, microseconds", headers=TIMES, rows=cells, note=note)
+    cells = [cost_cells(row) for row in by_size if row.nbytes >= LARGE]
+    report.publish(console, "Cost of verification", headers=COSTS, rows=cells, note=note)
 
 
 def draw(file: Path, rows: Sequence[Row]) -> None:
@@ -193,11 +193,10 @@ def main(
     console.width = max(console.width, WIDTH)
     configure_logging("WARNING")
     host = machine.prepare(cpu)
-    by_prompt, by_size = prompts(), sizes()
-    rows = run(by_prompt + by_size, rounds, console)
-    prompt_rows, size_rows = rows[: len(by_prompt)], rows[len(by_prompt) :]
+    by_prompt = prompts()
+    rows = run(by_prompt + sizes(), rounds, console)
     note = f"median of {rounds} rounds; {machine.describe(host)}"
-    publish(console, prompt_rows, size_rows, note=note)
+    publish(console, rows, len(by_prompt), note=note)
     report.write_json(json, {"machine": host, "rows": rows})
     if plot is not None:
         draw(plot, rows)

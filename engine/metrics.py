@@ -17,6 +17,7 @@ LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
 )  # fmt: skip
 BYTES_BUCKETS = tuple(float(4**power) for power in range(6, 18))
+SHARE_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 COUNT_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 2048.0)
 
 Metric = GaugeMetricFamily | CounterMetricFamily
@@ -114,6 +115,11 @@ class RequestMetrics:
         )
         self.prompt_tokens = metrics.counter("vllm:prompt_tokens", "Prompt tokens of requests.")
         self.generation_tokens = metrics.counter("vllm:generation_tokens", "Tokens generated.")
+        self.transfer_share = metrics.histogram(
+            "tandem:kv_transfer_ttft_share",
+            "Part of the time from arrival to the first token computed here that the pull took.",
+            SHARE_BUCKETS,
+        )
         self._success = metrics.labelled_counter(
             "vllm:request_success", "Requests that ended, by reason.", "finished_reason"
         )
@@ -135,6 +141,7 @@ class RequestTimer:
         self._metrics = metrics
         self._start = time.monotonic()
         self._last: float | None = None
+        self._second: float | None = None
 
     def observe(self, output: GenerateOutput) -> None:
         """Books one output."""
@@ -143,11 +150,15 @@ class RequestTimer:
             self._metrics.ttft.observe(now - self._start)
         else:
             self._metrics.itl.observe(now - self._last)
+            self._second = self._second or now
         self._last = now
         self._metrics.generation_tokens.inc(len(output.token_ids))
         if output.finish_reason is not None:
             self._metrics.e2e.observe(now - self._start)
             self._metrics.finished(output.finish_reason)
+            if output.kv_transfer is not None and self._second is not None:
+                seconds = output.kv_transfer.transfer_ms / 1e3
+                self._metrics.transfer_share.observe(seconds / (self._second - self._start))
 
 
 class TransferMetrics:
@@ -183,6 +194,10 @@ class TransferMetrics:
         )
         self.expired = metrics.counter(
             "vllm:nixl_num_kv_expired_reqs", "Leases that ended before anybody released them."
+        )
+        self.late_notifications = metrics.counter(
+            "vllm:nixl_num_notifications_after_expiry",
+            "Releases of leases that had ended, or never were.",
         )
         self._by_kind = metrics.labelled_counter(
             "tandem:kv_transfer_bytes", "Bytes pulled, by kind of cache.", "kind"

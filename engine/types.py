@@ -108,13 +108,17 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one remote prefill cost D: bytes by kind, milliseconds, cached tokens on both sides."""
+    """What one remote prefill cost D: bytes by kind, milliseconds, cached tokens on both sides.
+
+    `verified`: what was read is known to be P's.
+    """
 
     attention_bytes: int = 0
     state_bytes: int = 0
     transfer_ms: float = 0.0
     prefill_cached_tokens: int = 0
     decode_cached_tokens: int = 0
+    verified: bool = False
 
 
 class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):

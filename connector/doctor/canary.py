@@ -81,7 +81,11 @@ def _judge(held: _Asked, pulled: _Asked, alone: _Asked) -> Finding:
     if pulled.token_ids != alone.token_ids:
         text = f"tokens {pulled.token_ids} after the transfer, {alone.token_ids} on D alone"
         return wrong(SUBJECT, text, "send no traffic; report it with both nodes' flags")
-    return good(SUBJECT, f"{_rate(moved)}; the tokens equal those of D alone")
+    if not moved.verified:
+        text = f"{_rate(moved)}; the tokens are right, but D did not compare digests"
+        fix = "set verify_transfers on D; digests need arenas in host memory on both nodes"
+        return wrong(SUBJECT, text, fix)
+    return good(SUBJECT, f"{_rate(moved)}, verified; the tokens equal those of D alone")
 
 
 def _rate(moved: KVTransferStats) -> str:

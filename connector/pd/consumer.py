@@ -175,6 +175,7 @@ class ConsumerWorker(WorkerConnector):
             self._metrics.failed.inc()
             claim.failure = self._cause_of(error)
             log.warning("a pull failed", peer=claim.peer.engine_id, error=str(error))
+            self._claims.settle(claim)
             return claim.failure
         return None
 
@@ -189,17 +190,21 @@ class ConsumerWorker(WorkerConnector):
             num_tokens=num_tokens,
             num_local_tokens=pull.num_local_tokens,
         )
-        self._read(claim, peer, spans)
+        verified = self._read(claim, peer, spans)
         if not self._claims.confirm(claim):
             raise LateReadError(
                 f"the lease of {claim.remote_request_id} had ended before the read did"
             )
-        self._book(claim, spans, pull, seconds=time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._book(spans, seconds)
+        claim.stats = _stats(
+            claim, spans, pull.num_local_tokens, transfer_ms=1e3 * seconds, verified=verified
+        )
 
-    def _read(self, claim: PrefillClaim, peer: Peer, spans: PullPlan) -> None:
+    def _read(self, claim: PrefillClaim, peer: Peer, spans: PullPlan) -> bool:
         """A failed read leaves the transport disconnected: the next claim shakes hands again."""
         try:
-            self._reader.read(
+            return self._reader.read(
                 peer,
                 spans,
                 request_id=claim.remote_request_id,
@@ -219,10 +224,7 @@ class ConsumerWorker(WorkerConnector):
             return "late_read"
         return "verification_failed" if isinstance(error, VerificationError) else "transfer_failed"
 
-    def _book(
-        self, claim: PrefillClaim, spans: PullPlan, pull: BlockPull, *, seconds: float
-    ) -> None:
-        claim.stats = _stats(claim, spans, pull.num_local_tokens, transfer_ms=1e3 * seconds)
+    def _book(self, spans: PullPlan, seconds: float) -> None:
         self._metrics.pulled(
             seconds,
             spans=len(spans.spans),
@@ -232,7 +234,12 @@ class ConsumerWorker(WorkerConnector):
 
 
 def _stats(
-    claim: PrefillClaim, spans: PullPlan | None, num_local_tokens: int, *, transfer_ms: float = 0.0
+    claim: PrefillClaim,
+    spans: PullPlan | None,
+    num_local_tokens: int,
+    *,
+    transfer_ms: float = 0.0,
+    verified: bool = False,
 ) -> KVTransferStats:
     return KVTransferStats(
         attention_bytes=spans.attention_bytes if spans else 0,
@@ -240,4 +247,5 @@ def _stats(
         transfer_ms=transfer_ms,
         prefill_cached_tokens=claim.params.remote_num_cached_tokens or 0,
         decode_cached_tokens=num_local_tokens,
+        verified=verified,
     )

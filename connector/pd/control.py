@@ -10,7 +10,7 @@ from typing import Protocol
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.lease import Lease, LeaseTable
 from engine.errors import KVTransferParamsError
-from engine.rpc.messages import ANY_GENERATION, BlockRange, Claim, Digests, Handshake
+from engine.rpc.messages import BlockRange, Claim, Digests, Handshake
 
 
 class LeaseDigests(Protocol):
@@ -98,8 +98,6 @@ class LeaseDesk:
         self._check_incarnation(engine_id)
         self._faults.at(FaultPoint.BEFORE_RELEASE, FaultScene(request_id))
         was_alive = self._leases.release(request_id, generation)
-        if not was_alive and generation == ANY_GENERATION:
-            self._leases.release_unheard(request_id)
         self._wake()
         self._faults.at(FaultPoint.AFTER_RELEASE, FaultScene(request_id))
         return was_alive

@@ -36,6 +36,7 @@ class LeaseTable:
     def __init__(self, duration_s: float, clock: Callable[[], float]) -> None:
         self.duration_s = duration_s
         self.num_expired = 0
+        self.num_late_releases = 0
         self._clock = clock
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
@@ -82,18 +83,15 @@ class LeaseTable:
         """Ends a lease; whether it was still alive, so that a late reader learns it.
 
         A reader of another generation of the request learns that its own is gone, and ends nothing.
+        Without a generation `request_id` may be the caller's own label; that confirms nothing.
         """
         with self._lock:
             alive = self._live(request_id, generation) is not None
             if alive:
                 self._end(request_id)
+            elif generation != ANY_GENERATION or not self._end_labelled(request_id):
+                self.num_late_releases += 1
             return alive
-
-    def release_unheard(self, label: str) -> None:
-        """Ends leases that a caller knows by its own label only: it left before P's answer came."""
-        with self._lock:
-            for request_id in [key for key in self._leases if has_label(key, label)]:
-                self._end(request_id)
 
     def take_ended(self) -> tuple[str, ...]:
         """Requests whose lease ended since the last call; their blocks may be freed."""
@@ -123,6 +121,13 @@ class LeaseTable:
     def _extend(self, lease: Lease) -> None:
         extended = self._clock() + RENEWAL_SHARE * self.duration_s
         lease.deadline = max(lease.deadline, extended)
+
+    def _end_labelled(self, label: str) -> bool:
+        """Ends leases that a caller knows by its own label only: it left before P's answer came."""
+        found = [key for key in self._leases if has_label(key, label)]
+        for request_id in found:
+            self._end(request_id)
+        return bool(found)
 
     def _end(self, request_id: str) -> None:
         lease = self._leases.pop(request_id)

@@ -108,7 +108,7 @@ class ProducerWorker(WorkerConnector):
     def __init__(self, leases: LeaseTable, metrics: TransferMetrics) -> None:
         self._leases = leases
         self._metrics = metrics
-        self._counted_expired = 0
+        self._counted = 0, 0
 
     def start_load_kv(self, meta: ConnectorMeta) -> None:
         """A producer loads nothing."""
@@ -116,10 +116,13 @@ class ProducerWorker(WorkerConnector):
     def get_finished(self) -> ConnectorOutput:
         """Requests whose lease was released or ran out."""
         released = self._leases.take_ended()
-        if self._leases.num_expired > self._counted_expired:
-            self._metrics.expired.inc(self._leases.num_expired - self._counted_expired)
-            self._counted_expired = self._leases.num_expired
+        self._count(self._leases.num_expired, self._leases.num_late_releases)
         return ConnectorOutput(released=released)
+
+    def _count(self, expired: int, late: int) -> None:
+        self._metrics.expired.inc(expired - self._counted[0])
+        self._metrics.late_notifications.inc(late - self._counted[1])
+        self._counted = expired, late
 
     def next_deadline(self) -> float | None:
         """When the earliest lease runs out."""

@@ -88,19 +88,22 @@ class PullReader:
         request_id: str,
         generation: int,
         timeout_s: float,
-    ) -> None:
-        """Returns once all bytes are here and, if nothing forbids it, are known to be P's.
+    ) -> bool:
+        """Returns once all bytes are here; whether they are known to be P's.
 
-        `timeout_s` bounds all of it. Raises TransportError when they cannot be read,
-        VerificationError when they differ twice, LateReadError when P does not hold them any more.
+        They are, if nothing forbids it. `timeout_s` bounds all of it. Raises TransportError when
+        they cannot be read, VerificationError when they differ twice, LateReadError when P does not
+        hold them any more.
         """
         reading = Reading(peer, request_id, generation, time.monotonic() + timeout_s)
-        if not self._verify or self._cannot_verify(peer):
+        verifies = self._verify and not self._cannot_verify(peer)
+        if verifies:
+            self._read_verified(reading, plan)
+        else:
             self._metrics.unverified.inc()
             self._read_spans(reading, plan.spans)
-        else:
-            self._read_verified(reading, plan)
         self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(request_id))
+        return verifies
 
     def _cannot_verify(self, peer: Peer) -> bool:
         """There are no two digests to compare; the reason is logged."""

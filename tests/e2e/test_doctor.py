@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -152,10 +153,15 @@ async def test_a_hand_over_that_did_not_happen_is_wrong(
 
 
 def test_other_tokens_after_the_transfer_are_wrong() -> None:
-    moved = KVTransferStats(attention_bytes=5_000_000, state_bytes=1_000_000, transfer_ms=2.0)
+    moved = KVTransferStats(
+        attention_bytes=5_000_000, state_bytes=1_000_000, transfer_ms=2.0, verified=True
+    )
     held, alone = _Asked([7], {}, None), _Asked([7, 8, 9], None, None)
     found = _judge(held, _Asked([7, 8, 9], None, moved), alone)
     assert (found.verdict, "3.000 GB/s" in found.text) == (Verdict.GOOD, True)
+    unverified = _Asked([7, 8, 9], None, msgspec.structs.replace(moved, verified=False))
+    found = _judge(held, unverified, alone)
+    assert (found.verdict, "did not compare digests" in found.text) == (Verdict.WRONG, True)
     found = _judge(held, _Asked([7, 8, 8], None, moved), alone)
     assert (found.verdict, found.text[:16]) == (Verdict.WRONG, "tokens [7, 8, 8]")
 

@@ -1,19 +1,27 @@
 """What nodes count of hand-overs, under the names that dashboards made for vLLM look for."""
 
+import asyncio
 from pathlib import Path
 
 import msgspec
 
+from connector.pd.faults import FaultPoint
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, generate, sample, settled, transfer_config, until
-from tests.pairs import hand_over, prefill, prompt_of, request_of
+from tests.faults import DamagedReads, HeldPull, flip
+from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 from tests.processes import Launcher
 
 PROMPT = prompt_of(100, salt=3)
 HISTOGRAMS = ("xfer_time_seconds", "post_time_seconds", "bytes_transferred", "num_descriptors")
-COUNTERS = ("num_failed_transfers", "num_failed_notifications", "num_kv_expired_reqs")
+COUNTERS = (
+    "num_failed_transfers",
+    "num_failed_notifications",
+    "num_kv_expired_reqs",
+    "num_notifications_after_expiry",
+)
 STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 
 
@@ -32,7 +40,11 @@ async def test_a_pull_is_in_every_histogram_and_in_no_counter_of_failures(
         d, "vllm:nixl_xfer_time_seconds_sum"
     )
     for node in (p, d):
-        assert [sample(node, f"vllm:nixl_{name}_total") for name in COUNTERS] == [0] * 3
+        assert [sample(node, f"vllm:nixl_{name}_total") for name in COUNTERS] == [0] * 4
+    assert moved.verified
+    assert sample(d, "tandem:kv_transfer_ttft_share_count") == 1
+    assert 0 < sample(d, "tandem:kv_transfer_ttft_share_sum") < 1
+    assert sample(p, "tandem:kv_transfer_ttft_share_count") == 0
     assert [stage(d, name) for name in STAGES] == [0, 0, 0]
 
 
@@ -61,6 +73,40 @@ async def test_prefills_that_nobody_pulls_are_counted_when_their_lease_runs_out(
         await prefill(p, PROMPT)
     await settled(p)
     assert sample(p, "vllm:nixl_num_kv_expired_reqs_total") == 2
+
+
+async def test_a_release_that_comes_too_late_is_counted(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """D reads while P gives the lease up; a repeated release finds nothing either."""
+    held = HeldPull(FaultPoint.BEFORE_CONFIRM)
+    p = await cluster.start("prefill", checkpoints["qwen3_5"])
+    d = await cluster.start("decode", checkpoints["qwen3_5"], faults=held)
+    params = await prefill(p, PROMPT)
+    name = params.remote_request_id
+    assert name is not None
+    asked = asyncio.create_task(generate(d, request_of(PROMPT, params=params)))
+    assert await asyncio.to_thread(held.reached.wait, 20)
+    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(name))
+    held.go.set()
+    await asked
+    await until(lambda: sample(p, "vllm:nixl_num_notifications_after_expiry_total") == 1)
+
+
+async def test_a_lease_whose_bytes_cannot_be_verified_ends_at_once(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """Not with the request that computes its prompt again."""
+    faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
+    p = await cluster.start("prefill", checkpoints["qwen3_5"])
+    d = await cluster.start("decode", checkpoints["qwen3_5"], faults=faults)
+    params = await prefill(p, PROMPT)
+    long = msgspec.structs.replace(GREEDY, max_tokens=120)
+    asked = asyncio.create_task(generate(d, request_of(PROMPT, long, params)))
+    await until(lambda: faults.hits == 2)
+    await settled(p)
+    assert not asked.done()
+    assert (await asked).last.kv_transfer is None
 
 
 async def test_what_a_dead_peer_does_not_hear_or_answer_is_counted(

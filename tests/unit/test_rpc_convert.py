@@ -68,7 +68,9 @@ OUTPUTS = [
         stop_reason=0,
         num_cached_tokens=16,
         kv_transfer_params=PARAMS,
-        kv_transfer=KVTransferStats(attention_bytes=2**40, state_bytes=1, transfer_ms=0.1),
+        kv_transfer=KVTransferStats(
+            attention_bytes=2**40, state_bytes=1, transfer_ms=0.1, verified=True
+        ),
     ),
 ]
 

@@ -77,18 +77,20 @@ class Logprobs(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class KvTransferStats(_message.Message):
-    __slots__ = ("attention_bytes", "state_bytes", "transfer_ms", "prefill_cached_tokens", "decode_cached_tokens")
+    __slots__ = ("attention_bytes", "state_bytes", "transfer_ms", "prefill_cached_tokens", "decode_cached_tokens", "verified")
     ATTENTION_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
     attention_bytes: int
     state_bytes: int
     transfer_ms: float
     prefill_cached_tokens: int
     decode_cached_tokens: int
-    def __init__(self, attention_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ...) -> None: ...
+    verified: bool
+    def __init__(self, attention_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., verified: _Optional[bool] = ...) -> None: ...
 
 class GenerateOutput(_message.Message):
     __slots__ = ("token_ids", "logprobs", "finish_reason", "stop_reason", "num_cached_tokens", "kv_transfer_params", "kv_transfer")
