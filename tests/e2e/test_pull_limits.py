@@ -1,0 +1,61 @@
+"""More pulls than a node may have: the one too many is computed here at once, or fails."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from connector.pd.faults import FaultPoint
+from engine.config import KVTransferConfig
+from engine.errors import KVLoadError
+from engine.node.server import NodeServer
+from tests.cluster import Cluster, generate, sample, settled, transfer_config, until
+from tests.faults import HeldPull
+from tests.pairs import count_near_ties, prefill, prompt_of, request_of
+
+
+def one_at_a_time(policy: str) -> KVTransferConfig:
+    """One pull runs, one waits."""
+    config = transfer_config(policy=policy)
+    extra = msgspec.structs.replace(
+        config.kv_connector_extra_config, max_concurrent_pulls=1, max_waiting_pulls=1
+    )
+    return msgspec.structs.replace(config, kv_connector_extra_config=extra)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+async def test_a_pull_too_many_delays_none_and_leaves_nothing(
+    cluster: Cluster, checkpoints: dict[str, Path], policy: str
+) -> None:
+    held = HeldPull(FaultPoint.BEFORE_READ)
+    p = await cluster.start("prefill", checkpoints["qwen3_5"])
+    config = one_at_a_time(policy)
+    d = await cluster.start(
+        "decode", checkpoints["qwen3_5"], faults=held, kv_transfer_config=config
+    )
+    prompts = [prompt_of(60, salt=salt) for salt in range(3)]
+    alone = [await generate(p, request_of(prompt)) for prompt in prompts]
+    requests = [request_of(prompt, params=await prefill(p, prompt)) for prompt in prompts]
+    first = asyncio.create_task(generate(d, requests[0]))
+    assert await asyncio.to_thread(held.reached.wait, 20)
+    second = asyncio.create_task(generate(d, requests[1]))
+    await until(lambda: waiting(d) == 1)
+    if policy == "fail":
+        with pytest.raises(KVLoadError, match="too_many_pulls"):
+            await generate(d, requests[2])
+    else:
+        third = await generate(d, requests[2])
+        assert count_near_ties(alone[2:], [third]) <= 1
+        assert d.engine.core.scheduler.stats.recomputed_tokens == {"too_many_pulls": 60}
+    assert not first.done() and not second.done()
+    held.go.set()
+    found = [await first, await second]
+    assert all(generation.last.kv_transfer is not None for generation in found)
+    assert count_near_ties(alone[:2], found) <= 1
+    await settled(p)
+    await settled(d)
+
+
+def waiting(node: NodeServer) -> float:
+    return sample(node, "vllm:num_requests_kv_fetch_by_stage", stage="waiting_to_start")
