@@ -197,9 +197,9 @@ class AsyncEngine:
         try:
             while not self._stopping:
                 self._drain_inbox()
-                news, computed = self.core.step()
+                news, may_go_on = self.core.step()
                 self._emit(news)
-                if not computed:
+                if not may_go_on:
                     self._wait_for_inbox()
         except Exception as error:
             log.exception("the engine thread died")

@@ -18,13 +18,18 @@ class EngineCore:
         self._connector = connector
 
     def step(self) -> tuple[StepNews, bool]:
-        """One step; the news, and whether anything was computed."""
+        """One step; the news, and whether the next may find work: one computed, a transfer ended.
+
+        What has just been loaded decodes from the next step on, which nothing else would start.
+        """
         output = self.scheduler.schedule()
         self._runner.prepare(output)
         self._connector.worker.start_load_kv(output.connector)
         sampled = self._runner.execute(output)
-        news = self.scheduler.update(output, sampled, self._connector.worker.get_finished())
-        return news, bool(output.scheduled)
+        transfers = self._connector.worker.get_finished()
+        news = self.scheduler.update(output, sampled, transfers)
+        ended = transfers.loaded or transfers.failed or transfers.released
+        return news, bool(output.scheduled or ended)
 
     def next_deadline(self) -> float | None:
         """Monotonic time by which an idle engine must step again, if any."""

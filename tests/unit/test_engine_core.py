@@ -1,0 +1,71 @@
+"""One step of the engine: when the next one must follow at once."""
+
+from typing import Any, cast
+
+from engine.config import SchedulerConfig
+from engine.core import EngineCore
+from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
+from engine.kv_connector import Connector, LocalAdmission, LocalScheduler, LocalWorker
+from engine.request import Request
+from engine.sched.scheduler import Scheduler
+from engine.step import ConnectorMeta, ConnectorOutput, SampledToken, SchedulerOutput
+from engine.types import GenerateRequest, KVTransferParams, SamplingParams
+
+
+class _Elsewhere(LocalScheduler):
+    """Every prompt is computed elsewhere."""
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        return request.num_prompt_tokens - num_computed_tokens
+
+
+class _Loads(LocalWorker):
+    """Reports what the test puts into `loaded`."""
+
+    def __init__(self) -> None:
+        self.loaded: tuple[str, ...] = ()
+
+    def get_finished(self) -> ConnectorOutput:
+        loaded, self.loaded = self.loaded, ()
+        return ConnectorOutput(loaded)
+
+
+class _NoModel:
+    """Always the same token."""
+
+    def prepare(self, output: SchedulerOutput) -> None:
+        """Nothing to prepare."""
+
+    def execute(self, output: SchedulerOutput) -> dict[str, SampledToken]:
+        return {item.request.request_id: SampledToken(7, None) for item in output.scheduled}
+
+
+def test_a_finished_load_is_followed_by_a_step_although_none_was_computed() -> None:
+    group = KVCacheGroup(FullAttentionSpec(1, 8, "float32"), layers=(0,))
+    cache = KVCacheManager(plan_arena((group,), 4, 1 << 20))
+    sides = Connector(LocalAdmission(), _Elsewhere(), loads := _Loads())
+    scheduler = Scheduler(SchedulerConfig(max_model_len=64), cache, sides.scheduler)
+    core = EngineCore(scheduler, cast(Any, _NoModel()), sides)
+    params = KVTransferParams(do_remote_prefill=True, first_token_ids=(3,))
+    sampling = SamplingParams(max_tokens=2)
+    origin = GenerateRequest(
+        request_id="r", prompt_token_ids=(1, 2), sampling=sampling, kv_transfer_params=params
+    )
+    scheduler.add(
+        Request.from_generate(origin, cache.hasher, max_model_len=64, eos_token_ids=frozenset())
+    )
+    news, may_go_on = core.step()
+    assert [name for name, _ in news.outputs] == ["r"]  # its first token came with it
+    assert not may_go_on  # it loads: whoever ends the load wakes the engine
+
+    loads.loaded = ("r",)
+    news, may_go_on = core.step()
+    assert not news.outputs
+    assert may_go_on
+
+    news, _ = core.step()
+    assert [output.token_ids for _, output in news.outputs] == [(7,)]
+    _, may_go_on = core.step()
+    assert not may_go_on
