@@ -1,4 +1,4 @@
-"""The two random checkpoints of the speed benchmarks, 8 million parameters each, in float32.
+"""The random checkpoints of the speed benchmarks, about 8 million parameters each, in float32.
 
 Random weights cost the same arithmetic as trained ones. Knows no engine.
 """
@@ -54,13 +54,32 @@ def _mamba2() -> Any:
     )
 
 
+def _wide() -> Any:
+    """Qwen3.5 of four gated delta net and four attention layers with much K/V.
+
+    32 KiB per token in float32: as many bytes as Qwen3.5-4B has in bfloat16.
+    """
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 256}
+    return transformers.Qwen3_5TextConfig(
+        num_hidden_layers=8,
+        layer_types=["linear_attention", "full_attention"] * 4,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        **{**SHARED, **heads},
+    )
+
+
 MODELS: Mapping[str, Callable[[], Any]] = MappingProxyType({"gdn": _gdn, "mamba2": _mamba2})
+WIDE = "wide"
+CONFIGS: Mapping[str, Callable[[], Any]] = MappingProxyType({**MODELS, WIDE: _wide})
 
 
 def save_random(name: str, folder: Path) -> Path:
-    """A random checkpoint of MODELS[name] in `folder`/`name`, as transformers saves it."""
+    """A random checkpoint of CONFIGS[name] in `folder`/`name`, as transformers saves it."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]())
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
     model.float().save_pretrained(folder / name)
     return folder / name
 

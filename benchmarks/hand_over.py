@@ -1,0 +1,142 @@
+"""`python -m benchmarks.hand_over`: what a hand-over costs beside its bytes, and beside decoding.
+
+Real nodes on this machine, a prefill and a decode node per transport, each in its own process with
+one torch thread; this process asks them over the nodes' own gRPC, where the proxy would stand. The
+model is random, with 32 KiB of K/V per token. Both nodes verify what is pulled, as they do anyway.
+
+Control: from P's last output (its engine thread has made it) to D's engine thread about to compute
+the request's first step, minus the reads. Inside: both gRPC calls of the client, signature and
+claim, the waits for D's engine thread, the plan, digests on both sides, P's confirmation. Outside:
+prefill, the reads, the first step itself, HTTP, the proxy, the way of the tokens to the client.
+`idle`: D does nothing else, which is judged. `busy`: D decodes others, so that a hand-over waits
+for the end of a step twice.
+
+Overlap: 8 requests decode on D while it pulls large prompts back to back, beside the same steps
+without pulls and the same pulls without decoding.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks import machine, report
+from benchmarks.control_cost import PARTS, ControlRow, measure_control
+from benchmarks.models import WIDE, save_random
+from benchmarks.overlap import Overlap, measure_overlap
+from benchmarks.pd_pair import Pair, pair
+from benchmarks.plots import grouped_bars
+from engine.logs import configure_logging
+
+TRANSPORTS = ("shm", "nixl")
+TARGET_MS = 5.0
+CONTROL_TOKENS = (64, 1_024)
+PULLED_TOKENS = 3_900
+NUM_PULLS = 6
+P_BYTES, D_BYTES = 512 << 20, 1_200 << 20
+CONTROL_HEADERS = ("case", "control", "p99", *PARTS, "<= 5 ms")
+OVERLAP_HEADERS = ("case", "MB", "step ms", "step, with pulls / without", "slowest step, same",
+                   "pull ms", "pull, with decode / without", "serial / together")  # fmt: skip
+
+
+@contextmanager
+def pairs(loop: asyncio.Runner, transports: Sequence[str]) -> Iterator[dict[str, Pair]]:
+    """A pair of nodes by transport; pulls of one node run one after another."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        model = save_random(WIDE, Path(folder))
+        yield {
+            name: stack.enter_context(
+                pair(loop, model, name, p_bytes=P_BYTES, d_bytes=D_BYTES, pulls=1)
+            )
+            for name in transports
+        }
+
+
+def run(
+    transports: Sequence[str], rounds: int, console: Console
+) -> tuple[list[ControlRow], list[Overlap]]:
+    """Control of every length, then overlap of every transport."""
+    control: list[ControlRow] = []
+    total = (rounds + 1) * len(transports) * (2 * len(CONTROL_TOKENS) + 3)
+    with asyncio.Runner() as loop, report.progress(console, total) as tell:
+        tell("starting the nodes")
+        with pairs(loop, transports) as opened:
+            for tokens in CONTROL_TOKENS:
+                done = tell(f"control, {tokens:,} tokens")
+                control += measure_control(loop, opened, tokens, rounds=rounds, done=done)
+            overlap = [
+                measure_overlap(
+                    loop,
+                    name,
+                    one,
+                    tokens=PULLED_TOKENS,
+                    pulls=NUM_PULLS,
+                    rounds=rounds,
+                    done=tell(f"overlap, {name}"),
+                )
+                for name, one in opened.items()
+            ]
+    return control, overlap
+
+
+def control_cells(row: ControlRow) -> list[str]:
+    """One line of the table."""
+    met = "met" if row.control.median <= TARGET_MS else "MISSED"
+    return [
+        row.case,
+        row.control.show(1),
+        f"{row.p99:.1f}",
+        *(f"{value:.2f}" for value in row.parts.values()),
+        met if row.is_judged else "not judged",
+    ]
+
+
+def overlap_cells(row: Overlap) -> list[str]:
+    """One line of the table."""
+    return [
+        f"{row.transport}, {PULLED_TOKENS:,} tokens",
+        f"{row.pulled_bytes / 1e6:.0f}",
+        f"{row.step_alone.median:.1f}",
+        row.step_ratio.show(),
+        row.slowest_ratio.show(),
+        f"{row.pull_alone.median:.0f}",
+        row.pull_ratio.show(),
+        row.serial_ratio.show(),
+    ]
+
+
+def main(
+    *,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one warm-up.")] = 7,
+    transport: Annotated[list[str] | None, typer.Option(help="[shm, nixl]")] = None,
+    cpu: Annotated[str, typer.Option(help="Cores to run on, as `0,1`, or `all`.")] = "all",
+    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the control cost (svg, png).")] = None,
+) -> None:
+    """Control cost of a hand-over by part, and steps and pulls at the same time."""
+    console = Console()
+    configure_logging("WARNING")
+    host = machine.prepare(cpu)
+    control, overlap = run(transport or TRANSPORTS, rounds, console)
+    note = (
+        f"milliseconds, medians; {rounds} rounds; each node in a process; {machine.describe(host)}"
+    )
+    for title, headers, rows in (
+        ("Control cost", CONTROL_HEADERS, list(map(control_cells, control))),
+        ("Overlap", OVERLAP_HEADERS, list(map(overlap_cells, overlap))),
+    ):
+        report.publish(console, title, headers=headers, rows=rows, note=note)
+    report.write_json(json, {"machine": host, "control": control, "overlap": overlap})
+    if plot is not None:
+        labels = [row.case for row in control]
+        series = {"control": [row.control for row in control]}
+        grouped_bars(plot, labels, series, ylabel="ms", marks=[TARGET_MS] * len(labels))
+
+
+if __name__ == "__main__":
+    typer.run(main)

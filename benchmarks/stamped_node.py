@@ -1,0 +1,312 @@
+"""One real node in a process of its own, which notes when each step of a hand-over happened.
+
+The node is the product's; only its connector is wrapped, at interfaces that the product has anyway.
+Times are CLOCK_MONOTONIC seconds, which all processes of one machine share.
+"""
+
+import asyncio
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from time import monotonic
+from typing import Any, NamedTuple
+
+from connector.factory import PdConnector, build_connector
+from connector.pd.faults import FaultInjector, FaultScene
+from connector.pd.faults import FaultPoint as Point
+from engine.arena import ArenaMemory
+from engine.config import NodeConfig
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_connector import (
+    AdmissionConnector,
+    Connector,
+    FinishDecision,
+    SchedulerConnector,
+    WorkerConnector,
+)
+from engine.logs import configure_logging
+from engine.metrics import NodeMetrics
+from engine.node.connector import ConnectorSettings
+from engine.node.server import NodeServer
+from engine.request import Request
+from engine.rpc.control_service import ControlHandler, ControlService
+from engine.rpc.messages import Claim, Digests, Handshake
+from engine.rpc.server import RpcService
+from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
+from engine.types import GenerateRequest
+
+START_S = 120.0
+STOP_S = 30.0
+
+
+class Stamp(NamedTuple):
+    """What happened, when (monotonic seconds), and P's name of the prefill where it is known."""
+
+    name: str
+    at: float
+    request_id: str = ""
+
+
+class Stamps(FaultInjector):
+    """Everything noted since the last `take`; a fault injector that only looks."""
+
+    def __init__(self) -> None:
+        self._noted: list[Stamp] = []
+
+    def note(self, name: str, request_id: str = "") -> None:
+        """`name` happened now."""
+        self._noted.append(Stamp(name, monotonic(), request_id))
+
+    def take(self) -> list[Stamp]:
+        """What was noted since the last call."""
+        taken, self._noted = self._noted, []
+        return taken
+
+    def at(self, point: Point, scene: FaultScene) -> None:
+        """A named point of the pull thread: `before_read`, `after_read`, `before_confirm` ..."""
+        self.note(point.name.lower(), scene.request_id)
+
+
+@dataclass(slots=True, frozen=True)
+class StampedAdmission(AdmissionConnector):
+    """`admit` and `admitted`."""
+
+    inner: AdmissionConnector
+    stamps: Stamps
+
+    async def admit(self, request: GenerateRequest) -> None:
+        """As the inner one."""
+        self.stamps.note("admit")
+        await self.inner.admit(request)
+        self.stamps.note("admitted")
+
+    def withdraw(self, request_id: str) -> None:
+        """As the inner one."""
+        self.inner.withdraw(request_id)
+
+
+@dataclass(slots=True, frozen=True)
+class StampedScheduler(SchedulerConnector):
+    """`finished`: a request's last output can be made."""
+
+    inner: SchedulerConnector
+    stamps: Stamps
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """As the inner one."""
+        return self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
+        """As the inner one."""
+        self.inner.update_state_after_alloc(request, pull)
+
+    def build_connector_meta(self) -> ConnectorMeta:
+        """As the inner one."""
+        return self.inner.build_connector_meta()
+
+    def request_finished(self, request: Request) -> FinishDecision:
+        """As the inner one."""
+        decision = self.inner.request_finished(request)
+        self.stamps.note("finished", request.request_id)
+        return decision
+
+    def give_up(self, request_id: str) -> None:
+        """As the inner one."""
+        self.inner.give_up(request_id)
+
+    def close(self) -> None:
+        """As the inner one."""
+        self.inner.close()
+
+
+@dataclass(slots=True, frozen=True)
+class StampedWorker(WorkerConnector):
+    """`pull` for each pull begun, `execute` and `executed` around the forward, `loaded`."""
+
+    inner: WorkerConnector
+    stamps: Stamps
+
+    def start_load_kv(self, meta: ConnectorMeta) -> None:
+        """As the inner one."""
+        for _ in meta.pulls:
+            self.stamps.note("pull")
+        self.inner.start_load_kv(meta)
+        self.stamps.note("execute")
+
+    def get_finished(self) -> ConnectorOutput:
+        """As the inner one."""
+        self.stamps.note("executed")
+        output = self.inner.get_finished()
+        for _ in output.loaded:
+            self.stamps.note("loaded")
+        return output
+
+    def next_deadline(self) -> float | None:
+        """As the inner one."""
+        return self.inner.next_deadline()
+
+    def close(self) -> None:
+        """As the inner one."""
+        self.inner.close()
+
+
+@dataclass(slots=True, frozen=True)
+class StampedDesk:
+    """P's answers: `claim` and `claimed`, `digests` and `digested`, `release` and `released`."""
+
+    inner: ControlHandler
+    stamps: Stamps
+
+    def handshake(self, caller_engine_id: str) -> Handshake:
+        """As the inner one."""
+        return self.inner.handshake(caller_engine_id)
+
+    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:
+        """As the inner one."""
+        self.stamps.note("claim")
+        claim = self.inner.claim(engine_id, request_id, caller_engine_id)
+        self.stamps.note("claimed")
+        return claim
+
+    def renew(
+        self,
+        engine_id: str,
+        caller_engine_id: str,
+        request_ids: Sequence[str],
+        *,
+        generations: Sequence[int],
+    ) -> Sequence[str]:
+        """As the inner one."""
+        return self.inner.renew(engine_id, caller_engine_id, request_ids, generations=generations)
+
+    def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool:
+        """As the inner one."""
+        self.stamps.note("release")
+        was_alive = self.inner.release(engine_id, request_id, reason, generation=generation)
+        self.stamps.note("released")
+        return was_alive
+
+    def digests(
+        self, engine_id: str, request_id: str, generation: int, *, first_blocks: Sequence[int]
+    ) -> Digests:
+        """As the inner one."""
+        self.stamps.note("digests")
+        digests = self.inner.digests(engine_id, request_id, generation, first_blocks=first_blocks)
+        self.stamps.note("digested")
+        return digests
+
+
+@dataclass(slots=True, frozen=True)
+class StampedConnector:
+    """The product's connector with all its doors watched; `engine.node.connector.NodeConnector`."""
+
+    inner: PdConnector
+    stamps: Stamps
+
+    @property
+    def connector(self) -> Connector:
+        """The three sides."""
+        sides = self.inner.connector
+        return Connector(
+            StampedAdmission(sides.admission, self.stamps),
+            StampedScheduler(sides.scheduler, self.stamps),
+            StampedWorker(sides.worker, self.stamps),
+        )
+
+    def services(self) -> Sequence[RpcService]:
+        """The control service."""
+        return [ControlService(StampedDesk(self.inner.desk, self.stamps))]
+
+    def advertise(self, port: int) -> None:
+        """As the inner one."""
+        self.inner.advertise(port)
+
+    def close(self) -> None:
+        """As the inner one."""
+        self.inner.close()
+
+
+@dataclass(slots=True, frozen=True)
+class StampedBuilder:
+    """`engine.node.connector.ConnectorBuilder`."""
+
+    stamps: Stamps
+
+    def __call__(
+        self,
+        settings: ConnectorSettings,
+        plan: ArenaPlan,
+        arena: ArenaMemory,
+        *,
+        metrics: NodeMetrics,
+        wake: Callable[[], None],
+    ) -> StampedConnector:
+        """The product's connector, watched."""
+        made = build_connector(
+            settings, plan, arena, metrics=metrics, wake=wake, faults=self.stamps
+        )
+        return StampedConnector(made, self.stamps)
+
+
+@dataclass(slots=True, frozen=True)
+class NodeProcess:
+    """A node that serves in another process."""
+
+    grpc_port: int
+    pipe: Connection
+
+    def take(self) -> list[Stamp]:
+        """What the node noted since the last call."""
+        self.pipe.send("take")
+        if not self.pipe.poll(STOP_S):
+            raise RuntimeError("the node's process does not answer")
+        stamps: list[Stamp] = self.pipe.recv()
+        return stamps
+
+
+def serve(pipe: Connection, config: NodeConfig, kind: str) -> None:
+    """The process: a node, until the pipe closes."""
+    configure_logging("WARNING")
+    asyncio.run(_serve(pipe, config, kind))
+
+
+async def _serve(pipe: Connection, config: NodeConfig, kind: str) -> None:
+    stamps = Stamps()
+    node = NodeServer(config, kind, StampedBuilder(stamps))
+    await node.start()
+    pipe.send(node.rpc.port)
+    try:
+        while await asyncio.to_thread(_asked, pipe):
+            pipe.send(stamps.take())
+    finally:
+        await node.close()
+
+
+def _asked(pipe: Connection) -> bool:
+    """Whether there was a question; False when nobody will ask again."""
+    try:
+        pipe.recv()
+    except EOFError:
+        return False
+    return True
+
+
+@contextmanager
+def node_process(config: NodeConfig, kind: str) -> Iterator[NodeProcess]:
+    """A node in a process that ends with the block. RuntimeError when it does not serve in time."""
+    context: Any = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, config, kind))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(START_S):
+            raise RuntimeError(f"the {kind} node does not serve")
+        yield NodeProcess(ours.recv(), ours)
+    finally:
+        ours.close()
+        process.join(STOP_S)
+        if process.is_alive():
+            process.kill()
