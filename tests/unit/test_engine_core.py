@@ -10,7 +10,7 @@ from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
 from engine.kv_connector import Connector, LocalAdmission, LocalScheduler, LocalWorker
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.step import ConnectorMeta, ConnectorOutput, SampledToken, SchedulerOutput
+from engine.step import ConnectorOutput, SampledToken, SchedulerOutput
 from engine.types import GenerateRequest, KVTransferParams, SamplingParams
 
 

@@ -11,10 +11,10 @@ from typing import Self
 
 import msgspec
 
+from benchmarks.hand_over.pd_pair import Pair, Prompt, blocking
+from benchmarks.hand_over.stamped_node import Stamp
 from benchmarks.models import random_prompts
 from benchmarks.pairs import Spread, alternate
-from benchmarks.pd_pair import Pair, Prompt, blocking
-from benchmarks.stamped_node import Stamp
 
 HAND_OVERS = 10
 OUTPUT_TOKENS = 3

@@ -13,10 +13,10 @@ from typing import Self
 
 import msgspec
 
-from benchmarks.control_cost import Moments
+from benchmarks.hand_over.control_cost import Moments
+from benchmarks.hand_over.pd_pair import Pair, Prefilled, Prompt, blocking
 from benchmarks.models import random_prompts
 from benchmarks.pairs import Spread, alternate
-from benchmarks.pd_pair import Pair, Prefilled, Prompt, blocking
 
 RUNNING = 8
 RUNNING_PROMPT_TOKENS = 64

@@ -26,10 +26,10 @@ import typer
 from rich.console import Console
 
 from benchmarks import machine, report
-from benchmarks.control_cost import PARTS, ControlRow, measure_control
+from benchmarks.hand_over.control_cost import PARTS, ControlRow, measure_control
+from benchmarks.hand_over.overlap import Overlap, measure_overlap
+from benchmarks.hand_over.pd_pair import Pair, pair
 from benchmarks.models import WIDE, save_random
-from benchmarks.overlap import Overlap, measure_overlap
-from benchmarks.pd_pair import Pair, pair
 from benchmarks.plots import grouped_bars
 from engine.logs import configure_logging
 

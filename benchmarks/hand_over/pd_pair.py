@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from benchmarks.stamped_node import NodeProcess, node_process
+from benchmarks.hand_over.stamped_node import NodeProcess, node_process
 from benchmarks.tandem_engine import request_of
 from engine.config import KVTransferConfig, NodeConfig, PdConnectorConfig
 from engine.rpc.client import NodeClient, StreamDeadlines
