@@ -42,6 +42,7 @@ bench: $(STAMP) ## all benchmarks, about a quarter of an hour on an idle machine
 	$(BIN)/python -m benchmarks.decode_overhead
 	$(BIN)/python -m benchmarks.engine_vs_transformers
 	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m benchmarks.hand_over
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.kv_cache cost
 	$(BIN)/python -m benchmarks.kv_cache policies

@@ -67,7 +67,7 @@ def _wide() -> Any:
         linear_num_value_heads=4,
         linear_key_head_dim=64,
         linear_value_head_dim=64,
-        **{**SHARED, **heads},
+        **{**SHARED, **heads, "max_position_embeddings": 2 * CONTEXT},
     )
 
 

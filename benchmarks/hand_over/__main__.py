@@ -36,7 +36,7 @@ from engine.logs import configure_logging
 TRANSPORTS = ("shm", "nixl")
 TARGET_MS = 5.0
 CONTROL_TOKENS = (64, 1_024)
-PULLED_TOKENS = 3_900
+PULLED_TOKENS = 7_900
 NUM_PULLS = 6
 P_BYTES, D_BYTES = 512 << 20, 1_200 << 20
 CONTROL_HEADERS = ("case", "control", "p99", *PARTS, "<= 5 ms")

@@ -1,15 +1,15 @@
 """Whether D decodes while it pulls: the same steps and pulls apart and at the same time.
 
-Reads the times that D noted. A window goes from the begin of the first pull to the end of the last;
-pulls run one after another without a pause, so that decode steps meet one all the time.
+Reads the times that D noted. A prompt is pulled when the one before has been decoded and is gone:
+only steps between the begin and the end of one read count, in which D computes for others.
 """
 
 import asyncio
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Self
 
 import msgspec
 
@@ -27,19 +27,11 @@ ALONE, PULLS, BOTH = "decode", "pulls", "both"
 
 
 class Window(msgspec.Struct, frozen=True):
-    """Seconds in all, of every decode step inside, and how many pulls of what size ran in it."""
+    """Seconds of every decode step and of every read, and the bytes of one read."""
 
-    seconds: float
     steps: tuple[float, ...]
-    pulls: int = 0
+    reads: tuple[float, ...] = ()
     pulled_bytes: int = 0
-
-    @classmethod
-    def of(cls, moments: Moments, start: float, end: float) -> Self:
-        """Steps by their ends, both inside the window."""
-        ends = [at for at in moments.all("executed") if start <= at <= end]
-        steps = tuple(later - earlier for earlier, later in pairwise(ends))
-        return cls(end - start, steps)
 
     @property
     def step_s(self) -> float:
@@ -48,14 +40,14 @@ class Window(msgspec.Struct, frozen=True):
 
     @property
     def pull_s(self) -> float:
-        """The mean pull."""
-        return self.seconds / self.pulls
+        """The median read."""
+        return statistics.median(self.reads)
 
 
 class Overlap(msgspec.Struct, frozen=True):
     """One transport: milliseconds apart and together, and how much together saves.
 
-    `serial_ratio`: what the steps and pulls of a window would have taken one after the other, by
+    `serial_ratio`: what a read and the steps beside it would have taken one after the other, by
     what they took: 1 is strictly serial, 2 the most that two at once can give.
     """
 
@@ -75,12 +67,11 @@ async def decode_window(pair: Pair) -> Window:
         pair.d.take()
         await asyncio.sleep(DECODE_S)
         moments = Moments(pair.d.take())
-    ends = moments.all("executed")
-    return Window.of(moments, ends[0], ends[-1])
+    return Window(_steps(moments, 0.0, math.inf))
 
 
 async def pulls_window(pair: Pair, prompt: Prompt, pulls: int) -> Window:
-    """Pulls while D decodes nothing but what it pulled: one token each."""
+    """Pulls while D decodes nothing."""
     held = await _hold(pair, prompt, pulls)
     return await _pull_all(pair, held)
 
@@ -98,13 +89,24 @@ async def _hold(pair: Pair, prompt: Prompt, pulls: int) -> list[Prefilled]:
 
 
 async def _pull_all(pair: Pair, held: Sequence[Prefilled]) -> Window:
-    pair.d.take()
-    outputs = await asyncio.gather(*(pair.pull(one) for one in held))
-    moments = Moments(pair.d.take())
-    window = Window.of(moments, moments.first("before_read"), moments.all("before_confirm")[-1])
-    stats = [output.kv_transfer for output in outputs if output.kv_transfer is not None]
-    pulled_bytes = stats[0].attention_bytes + stats[0].state_bytes
-    return msgspec.structs.replace(window, pulls=len(stats), pulled_bytes=pulled_bytes)
+    steps: list[float] = []
+    reads: list[float] = []
+    for one in held:
+        pair.d.take()
+        output = await pair.pull(one)
+        moments = Moments(pair.d.take())
+        start, end = moments.first("before_read"), moments.all("before_confirm")[-1]
+        steps += _steps(moments, start, end)
+        reads.append(end - start)
+    assert output.kv_transfer is not None
+    pulled_bytes = output.kv_transfer.attention_bytes + output.kv_transfer.state_bytes
+    return Window(tuple(steps), tuple(reads), pulled_bytes)
+
+
+def _steps(moments: Moments, start: float, end: float) -> tuple[float, ...]:
+    """By their ends, both between `start` and `end`."""
+    ends = [at for at in moments.all("executed") if start <= at <= end]
+    return tuple(later - earlier for earlier, later in pairwise(ends))
 
 
 def _running() -> list[list[int]]:
@@ -135,7 +137,7 @@ def overlap_of(transport: str, rounds: Mapping[str, Sequence[Window]]) -> Overla
     """Ratios by round."""
     decode, pulls, both = rounds[ALONE], rounds[PULLS], rounds[BOTH]
     trios = list(zip(decode, pulls, both, strict=True))
-    serial = [len(b.steps) * d.step_s + b.pulls * p.pull_s for d, p, b in trios]
+    serial = [p.pull_s / b.pull_s + d.step_s / b.step_s for d, p, b in trios]
     return Overlap(
         transport,
         pulls[0].pulled_bytes,
@@ -144,5 +146,5 @@ def overlap_of(transport: str, rounds: Mapping[str, Sequence[Window]]) -> Overla
         Spread.of_ratio([max(b.steps) for b in both], [max(d.steps) for d in decode]),
         Spread.of([1e3 * one.pull_s for one in pulls]),
         Spread.of_ratio([b.pull_s for b in both], [p.pull_s for p in pulls]),
-        Spread.of_ratio(serial, [b.seconds for b in both]),
+        Spread.of(serial),
     )
