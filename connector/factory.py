@@ -22,7 +22,7 @@ from connector.pd.producer import (
     ProducerWorker,
     held_bytes,
 )
-from connector.pd.reading import PullReader
+from connector.pd.reading import STAGE_BYTES, PullReader
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
@@ -73,6 +73,7 @@ def build_connector(
     metrics: NodeMetrics,
     wake: Callable[[], None],
     faults: FaultInjector = NO_FAULTS,
+    stage_bytes: int = STAGE_BYTES,
 ) -> PdConnector:
     """Everything behind `--kv-transfer-config` for one node; `wake` makes an idle engine step."""
     extra = settings.config.kv_connector_extra_config
@@ -101,7 +102,12 @@ def build_connector(
     claims = ClaimKeeper(peers, extra.kv_lease_duration, transfers)
     advertised = AdvertisedAddress(settings.engine_id, host)
     reader = PullReader(
-        transport, arena, verify=extra.verify_transfers, metrics=transfers, faults=faults
+        transport,
+        arena,
+        verify=extra.verify_transfers,
+        metrics=transfers,
+        faults=faults,
+        stage_bytes=stage_bytes,
     )
     consumer = ConsumerWorker(plan, reader, claims, metrics=transfers, config=extra, wake=wake)
     return PdConnector(

@@ -18,6 +18,7 @@ import zmq
 
 from connector.factory import build_connector
 from connector.pd.faults import NO_FAULTS, FaultInjector
+from connector.pd.reading import STAGE_BYTES
 from decode_node.server import decode_server
 from engine.config import KVTransferConfig, NodeConfig
 from engine.node.server import NodeServer
@@ -145,13 +146,20 @@ class Cluster:
     nodes: list[NodeServer]
 
     async def start(
-        self, kind: str, model: Path, *, faults: FaultInjector = NO_FAULTS, **changes: object
+        self,
+        kind: str,
+        model: Path,
+        *,
+        faults: FaultInjector = NO_FAULTS,
+        stage_bytes: int = STAGE_BYTES,
+        **changes: object,
     ) -> NodeServer:
         """One more node; `changes` are NodeConfig fields."""
         config = msgspec.structs.replace(BASE, model=str(model), **changes)
         node = (prefill_server if kind == "prefill" else decode_server)(config)
         if faults is not NO_FAULTS:
-            node = NodeServer(config, kind, partial(build_connector, faults=faults))
+            build = partial(build_connector, faults=faults, stage_bytes=stage_bytes)
+            node = NodeServer(config, kind, build)
         await node.start()
         self.nodes.append(node)
         return node

@@ -45,18 +45,36 @@ class LateBytes(FaultInjector):
             self.hits += 1
 
 
-class HeldPull(FaultInjector):
-    """A pull that stays at one point until `go`."""
+class AtNth(FaultInjector):
+    """Does `act` when `point` is passed for the `nth` time, and never again; counts `passed`."""
 
-    def __init__(self, point: FaultPoint) -> None:
+    def __init__(self, point: FaultPoint, act: Callable[[FaultScene], None], nth: int = 1) -> None:
         self._point = point
+        self._act = act
+        self._nth = nth
+        self.passed = 0
+
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        if point is self._point:
+            self.passed += 1
+            if self.passed == self._nth:
+                self._act(scene)
+
+
+class HeldPull(FaultInjector):
+    """A pull that stays at one point, at its `nth` pass, until `go`."""
+
+    def __init__(self, point: FaultPoint, nth: int = 1) -> None:
+        self._held = AtNth(point, self._hold, nth)
         self.reached = threading.Event()
         self.go = threading.Event()
 
     def at(self, point: FaultPoint, scene: FaultScene) -> None:
-        if point is self._point:
-            self.reached.set()
-            assert self.go.wait(20)
+        self._held.at(point, scene)
+
+    def _hold(self, scene: FaultScene) -> None:
+        self.reached.set()
+        assert self.go.wait(20)
 
 
 class Refusing(FaultInjector):
@@ -68,7 +86,16 @@ class Refusing(FaultInjector):
 
     def at(self, point: FaultPoint, scene: FaultScene) -> None:
         if point is self._point:
-            raise self._kind("refused by the test")
+            raising(self._kind)(scene)
+
+
+def raising(kind: Callable[[str], TandemError]) -> Callable[[FaultScene], None]:
+    """What an injector does that fails with a new error each time."""
+
+    def act(scene: FaultScene) -> None:
+        raise kind("refused by the test")
+
+    return act
 
 
 def content(scene: FaultScene) -> list[bytes]:

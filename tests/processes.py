@@ -207,6 +207,12 @@ def launch_proxy(log: Path, p: ServerProcess, d: ServerProcess, *flags: str) -> 
     return ServerProcess.launch(log, "proxy", *nodes, "--port", "0", *flags)
 
 
+def transport_flag(transport: str, **extra: object) -> tuple[str, str]:
+    """A node's flag for its transport and anything else of `kv_connector_extra_config`."""
+    config = {"kv_connector_extra_config": {"transport": transport, **extra}}
+    return "--kv-transfer-config", json.dumps(config)
+
+
 @dataclass(slots=True)
 class Launcher:
     """Starts real nodes of one model that end with the test at the latest."""

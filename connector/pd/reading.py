@@ -73,12 +73,14 @@ class PullReader:
         verify: bool,
         metrics: TransferMetrics,
         faults: FaultInjector,
+        stage_bytes: int = STAGE_BYTES,
     ) -> None:
         self._transport = transport
         self._arena = arena
         self._verify = verify
         self._metrics = metrics
         self._faults = faults
+        self._stage_bytes = stage_bytes
 
     def read(
         self,
@@ -162,7 +164,7 @@ class PullReader:
     def _read_blocks(self, reading: Reading, blocks: Sequence[Block]) -> list[int]:
         """Reads and returns the digests of what has arrived."""
         digester = BlockDigester(self._arena.host_bytes())
-        for stage in in_stages(blocks, STAGE_BYTES):
+        for stage in in_stages(blocks, self._stage_bytes):
             self._read_spans(reading, coalesce(chunk.span for chunk in stage))
             for chunk in stage:
                 digester.add(chunk.span.local, chunk.span.length, ends_block=chunk.ends_block)

@@ -5,7 +5,6 @@ hanging when all else is done, and ends well once the process goes on.
 """
 
 import asyncio
-import json
 import signal
 import threading
 from collections.abc import AsyncIterator
@@ -21,7 +20,7 @@ from engine.types import KVTransferParams
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, Generation, generate, sample, transfer_config, until
 from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
-from tests.processes import Launcher, ServerProcess
+from tests.processes import Launcher, ServerProcess, transport_flag
 
 PROMPT = prompt_of(100, salt=4)
 NUM_HANGING = 6
@@ -129,8 +128,3 @@ def claims_of(d: NodeServer) -> list[PrefillClaim]:
     admission = d.engine._admission
     assert isinstance(admission, PdAdmission)
     return list(admission._claims._claims.values())
-
-
-def transport_flag(transport: str) -> tuple[str, str]:
-    extra = {"kv_connector_extra_config": {"transport": transport}}
-    return "--kv-transfer-config", json.dumps(extra)

@@ -5,7 +5,6 @@ So a request on D is accepted, has P's prefill claimed, has sent its first token
 """
 
 import asyncio
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from engine.types import KVTransferParams
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import Cluster, generate, settled, transfer_config
 from tests.pairs import GREEDY, arena_for, prefill, prompt_of, request_of
-from tests.processes import Launcher, ServerProcess
+from tests.processes import Launcher, ServerProcess, transport_flag
 
 PROMPT = prompt_of(100, salt=4)
 BLOCKER = prompt_of(100, salt=8)
@@ -152,12 +151,6 @@ def release(params: dict[str, Any]) -> None:
     engine_id, request_id = params["remote_engine_id"], params["remote_request_id"]
     assert control.release(engine_id, request_id, reason="read", timeout_s=10.0)
     control.close()
-
-
-def transport_flag(transport: str) -> tuple[str, str]:
-    return "--kv-transfer-config", json.dumps(
-        {"kv_connector_extra_config": {"transport": transport}}
-    )
 
 
 async def until_waiting(node: NodeServer) -> None:

@@ -1,0 +1,70 @@
+"""What hand-overs may leave on living nodes: nothing but the connection between them.
+
+The account is taken after a first good hand-over, which opens that connection. Pools keep their
+threads until a node closes: those are in the account of the cluster fixture.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from connector.multi import MultiScheduler
+from connector.pd.admission import PdAdmission
+from connector.pd.claims import CONTROL_LIMITS, ClaimKeeper
+from connector.pd.lease import LeaseTable
+from connector.pd.producer import ProducerScheduler
+from engine.config import PdConnectorConfig
+from engine.node.server import NodeServer
+from tests.cluster import all_back, sample, settled, until
+from tests.leaks import Holdings, held_here
+
+THREADS_PER_NODE = 2 + CONTROL_LIMITS.total + PdConnectorConfig().max_concurrent_pulls
+STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
+
+
+def leases_of(node: NodeServer) -> LeaseTable:
+    """What the node has promised to others."""
+    connector = node.engine.core.scheduler._connector
+    assert isinstance(connector, MultiScheduler)
+    producer = connector._children[0]
+    assert isinstance(producer, ProducerScheduler)
+    return producer._leases
+
+
+def claims_of(node: NodeServer) -> ClaimKeeper:
+    """What others have promised to the node."""
+    admission = node.engine._admission
+    assert isinstance(admission, PdAdmission)
+    return admission._claims
+
+
+@dataclass(slots=True)
+class Account:
+    """The process's descriptors, mappings, segments, children and tasks while nodes live in it."""
+
+    nodes: tuple[NodeServer, ...]
+    start: Holdings
+
+    @classmethod
+    async def open(cls, *nodes: NodeServer) -> Self:
+        """What is held now, when nodes are at rest."""
+        for node in nodes:
+            await at_rest(node)
+        start = held_here()
+        start["thread"] = THREADS_PER_NODE * len(nodes)
+        return cls(nodes, start)
+
+    async def close(self) -> None:
+        """Nodes are at rest again, and nothing more is held than at the start."""
+        for node in self.nodes:
+            await at_rest(node)
+        await all_back(self.start)
+
+
+async def at_rest(node: NodeServer) -> None:
+    """All units free, no request, lease, claim or pull, and no peer's mapping in use."""
+    await settled(node)
+    peers = claims_of(node)._peers
+    await until(lambda: not any(peer.users for peer in peers.known()))
+    assert (len(leases_of(node)), len(claims_of(node))) == (0, 0)
+    stages = (sample(node, "vllm:num_requests_kv_fetch_by_stage", stage=name) for name in STAGES)
+    assert sum(stages) == 0

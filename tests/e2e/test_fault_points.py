@@ -1,0 +1,335 @@
+"""Something breaks at one named point of a hand-over: the same tokens or a typed error, no leak.
+
+Bytes that arrive wrong and leases that end too early have more tests in test_faults.py; here pulls
+have several stages, and whatever is done may be done after the n-th of them.
+"""
+
+import asyncio
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
+from engine.config import KVTransferConfig
+from engine.errors import (
+    DeadlineExceededError,
+    KVLoadError,
+    KVTransferParamsError,
+    OverloadedError,
+    TransferTimeoutError,
+    TransportError,
+    UnavailableError,
+)
+from engine.node.server import NodeServer
+from engine.types import KVTransferParams
+from tests.accounts import Account, at_rest, claims_of
+from tests.asking import prefill_over_http
+from tests.cluster import Cluster, Generation, generate, transfer_config
+from tests.faults import AtNth, HeldPull, Refusing, counted, flip, raising
+from tests.pairs import (
+    GREEDY,
+    TRANSPORTS,
+    arena_for,
+    hand_over,
+    prefill,
+    prompt_of,
+    request_of,
+)
+from tests.processes import Launcher, transport_flag
+
+FAMILY = "qwen3_5"
+PROMPT = prompt_of(100, salt=4)
+OTHER = prompt_of(100, salt=9)
+TOKENS = 120
+STAGE_BYTES = 16 << 10
+NUM_STAGES = 5
+EXPIRED = "vllm:nixl_num_kv_expired_reqs"
+RETRIES = "tandem:kv_verification_retries"
+
+
+async def pair_of_nodes(
+    cluster: Cluster,
+    model: Path,
+    transport: str = "shm",
+    *,
+    policy: str = "recompute",
+    lease_s: float = 30.0,
+    control_s: float = 2.0,
+    on_p: FaultInjector = NO_FAULTS,
+    on_d: FaultInjector = NO_FAULTS,
+) -> tuple[NodeServer, NodeServer]:
+    """Pulls of `PROMPT` have `NUM_STAGES` stages."""
+    config = transfer_config(transport, policy, lease_s, control_s)
+    p = await cluster.start("prefill", model, faults=on_p, kv_transfer_config=config)
+    d = await cluster.start(
+        "decode", model, faults=on_d, stage_bytes=STAGE_BYTES, kv_transfer_config=config
+    )
+    return p, d
+
+
+def assert_equal(pair: Generation, alone: Generation, *, was_pulled: bool) -> None:
+    assert pair.token_ids == alone.token_ids
+    assert pair.logprobs == alone.logprobs
+    assert (pair.last.kv_transfer is not None) == was_pulled
+
+
+def recomputed(node: NodeServer) -> dict[str, int]:
+    return dict(node.engine.core.scheduler.stats.recomputed_tokens)
+
+
+class Armed(FaultInjector):
+    """Nothing, until a test puts something there."""
+
+    def __init__(self) -> None:
+        self.inner: FaultInjector = NO_FAULTS
+
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        self.inner.at(point, scene)
+
+    def nth(self, point: FaultPoint, act: Callable[[FaultScene], None], nth: int = 1) -> AtNth:
+        """`act` at the `nth` pass from now on, which is told."""
+        print(f"pass {nth} of {point.name}")
+        self.inner = AtNth(point, act, nth)
+        return self.inner
+
+
+# --- before the handshake ------------------------------------------------------------------------
+
+UNREACHABLE = (UnavailableError, DeadlineExceededError, TransportError)
+REFUSED = (KVTransferParamsError, OverloadedError)
+
+
+async def test_a_handshake_that_fails_costs_a_recompute_and_the_next_one_pulls(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    faults = Armed()
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], lease_s=0.6, on_d=faults)
+    alone = await generate(p, request_of(PROMPT))
+    await hand_over(p, d, PROMPT)
+    account = await Account.open(p, d)
+    for kind in UNREACHABLE:
+        forget_peers(d)
+        refusing = faults.nth(FaultPoint.BEFORE_HANDSHAKE, raising(kind))
+        assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=False)
+        assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
+        assert refusing.passed == 2
+    await account.close()
+
+
+async def test_a_handshake_that_fails_is_a_typed_error_where_nothing_may_be_recomputed(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    faults, model = Armed(), checkpoints[FAMILY]
+    p, d = await pair_of_nodes(cluster, model, policy="fail", lease_s=0.6, on_d=faults)
+    alone = await generate(p, request_of(PROMPT))
+    await hand_over(p, d, PROMPT)
+    account = await Account.open(p, d)
+    for kind in (*UNREACHABLE, *REFUSED):
+        forget_peers(d)
+        faults.nth(FaultPoint.BEFORE_HANDSHAKE, raising(kind))
+        with pytest.raises(kind if kind in REFUSED else KVLoadError, match="refused by the test"):
+            await hand_over(p, d, PROMPT)
+        assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
+    await account.close()
+
+
+def forget_peers(d: NodeServer) -> None:
+    """The next claim shakes hands again."""
+    peers = claims_of(d)._peers
+    for peer in peers.known():
+        peers.forget(peer)
+
+
+# --- after the n-th stage ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_byte_flipped_after_the_nth_stage_is_read_again(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+) -> None:
+    faults = Armed()
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_d=faults)
+    alone = await generate(p, request_of(PROMPT))
+    for nth in range(1, NUM_STAGES + 1):
+        flipping = faults.nth(FaultPoint.AFTER_READ, lambda s: flip(s.memory, s.spans[0][1]), nth)
+        assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
+        assert flipping.passed > NUM_STAGES
+        assert counted(d, RETRIES) == nth
+    await at_rest(p)
+    await at_rest(d)
+
+
+@pytest.mark.parametrize("point", [FaultPoint.BEFORE_READ, FaultPoint.AFTER_READ], ids=str)
+async def test_a_read_that_fails_at_the_nth_stage_costs_a_recompute(
+    cluster: Cluster, checkpoints: dict[str, Path], point: FaultPoint
+) -> None:
+    faults = Armed()
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], on_d=faults)
+    alone = await generate(p, request_of(PROMPT))
+    await hand_over(p, d, PROMPT)
+    account = await Account.open(p, d)
+    for nth in range(1, NUM_STAGES + 1):
+        kind = TransportError if nth % 2 else TransferTimeoutError
+        refusing = faults.nth(point, raising(kind), nth)
+        assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=False)
+        assert refusing.passed == nth
+        assert recomputed(d) == {"transfer_failed": nth * len(PROMPT)}
+        assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
+    await account.close()
+    assert counted(p, EXPIRED) == 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_blocks_that_p_uses_again_after_the_nth_stage_reach_no_answer(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+) -> None:
+    """What was read before may be right; then only the lease tells."""
+    faults = Armed()
+    p, d = await tight_pair(cluster, checkpoints[FAMILY], transfer_config(transport), faults)
+    for nth in range(1, NUM_STAGES + 1):
+        cause = await read_while_p_uses_the_blocks_again(p, d, faults, FaultPoint.AFTER_READ, nth)
+        assert cause == "late_read" or (nth < NUM_STAGES and cause == "verification_failed")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_blocks_that_p_uses_again_reach_no_answer_without_verification_either(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+) -> None:
+    faults, config = Armed(), transfer_config(transport, verify=False)
+    p, d = await tight_pair(cluster, checkpoints[FAMILY], config, faults)
+    for point in (FaultPoint.BEFORE_READ, FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM):
+        assert await read_while_p_uses_the_blocks_again(p, d, faults, point, 1) == "late_read"
+
+
+async def tight_pair(
+    cluster: Cluster, model: Path, config: KVTransferConfig, faults: FaultInjector
+) -> tuple[NodeServer, NodeServer]:
+    """P has room for one sequence."""
+    memory = arena_for(model, TOKENS)
+    p = await cluster.start(
+        "prefill", model, kv_transfer_config=config, kv_cache_memory_bytes=memory
+    )
+    d = await cluster.start(
+        "decode", model, faults=faults, stage_bytes=STAGE_BYTES, kv_transfer_config=config
+    )
+    return p, d
+
+
+async def read_while_p_uses_the_blocks_again(
+    p: NodeServer, d: NodeServer, faults: Armed, point: FaultPoint, nth: int
+) -> str:
+    """P's next sequence lies where D is reading. Says why D has recomputed."""
+    print(f"held at pass {nth} of {point.name}")
+    alone, before = await generate(p, request_of(PROMPT)), recomputed(d)
+    holding = faults.inner = HeldPull(point, nth)
+    params = await prefill(p, PROMPT)
+    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
+    assert await asyncio.to_thread(holding.reached.wait, 20)
+    held = str(params.remote_request_id)
+    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
+    other = await prefill(p, OTHER)
+    assert other.remote_block_ids == params.remote_block_ids
+    holding.go.set()
+    assert_equal(await asked, alone, was_pulled=False)
+    assert (await generate(d, request_of(OTHER, GREEDY, other))).last.kv_transfer is not None
+    for node in (p, d):
+        await at_rest(node)
+    (cause,) = Counter(recomputed(d)) - Counter(before)
+    return cause
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_p_killed_after_the_nth_stage_costs_a_recompute_and_no_token(
+    cluster: Cluster, real: Launcher, transport: str
+) -> None:
+    p = real.node("prefill_node", *transport_flag(transport), UCX_TLS="tcp")
+    config = transfer_config(transport, control_s=30.0)
+    faults = AtNth(FaultPoint.AFTER_READ, lambda scene: p.kill(), NUM_STAGES // 2)
+    d = await cluster.start(
+        "decode", real.model, faults=faults, stage_bytes=STAGE_BYTES, kv_transfer_config=config
+    )
+    alone = await generate(d, request_of(PROMPT))
+    answered = await prefill_over_http(p.url, list(PROMPT), logprobs=GREEDY.logprobs)
+    params = msgspec.convert(answered, KVTransferParams)
+    pair = await generate(d, request_of(PROMPT, GREEDY, params))
+    assert_equal(pair, alone, was_pulled=False)
+    assert faults.passed >= NUM_STAGES // 2
+    assert p.process.returncode == -signal.SIGKILL
+    assert recomputed(d) == {"transfer_failed": len(PROMPT)}
+    await at_rest(d)
+
+
+# --- before and after the confirmation -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+async def test_a_read_that_is_never_confirmed_is_not_used(
+    cluster: Cluster, checkpoints: dict[str, Path], policy: str
+) -> None:
+    faults = Armed()
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], policy=policy, on_d=faults)
+    alone = await generate(p, request_of(PROMPT))
+    await hand_over(p, d, PROMPT)
+    account = await Account.open(p, d)
+    for kind in (TransportError, UnavailableError, DeadlineExceededError):
+        faults.nth(FaultPoint.BEFORE_CONFIRM, raising(kind))
+        await recompute_or_fail(hand_over(p, d, PROMPT), alone, policy)
+    await account.close()
+    assert counted(p, EXPIRED) == 0
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+async def test_a_lost_answer_to_the_confirmation_frees_p_and_is_no_confirmation(
+    cluster: Cluster, checkpoints: dict[str, Path], policy: str
+) -> None:
+    faults = Armed()
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], policy=policy, on_p=faults)
+    alone = await generate(p, request_of(PROMPT))
+    await hand_over(p, d, PROMPT)
+    account = await Account.open(p, d)
+    for lost, kind in enumerate((UnavailableError, DeadlineExceededError, KVTransferParamsError)):
+        faults.inner = Refusing(FaultPoint.AFTER_RELEASE, kind)
+        await recompute_or_fail(hand_over(p, d, PROMPT), alone, policy)
+        assert counted(d, "vllm:nixl_num_failed_notifications") == lost + 1
+        faults.inner = NO_FAULTS
+        assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
+    await account.close()
+    assert counted(p, EXPIRED) == 0
+
+
+async def recompute_or_fail(asked: Awaitable[Generation], alone: Generation, policy: str) -> None:
+    """What becomes of a pull that failed."""
+    if policy == "recompute":
+        assert_equal(await asked, alone, was_pulled=False)
+        return
+    with pytest.raises(KVLoadError, match="could not be loaded: transfer_failed"):
+        await asked
+
+
+# --- at any point --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_hand_over_held_at_any_point_changes_nothing_and_delays_nobody_else(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+) -> None:
+    """Only other hand-overs between the same nodes wait for their first handshake."""
+    faults, model = Armed(), checkpoints[FAMILY]
+    p, d = await pair_of_nodes(cluster, model, transport, control_s=30.0, on_p=faults, on_d=faults)
+    alone = await generate(p, request_of(PROMPT))
+    for point in FaultPoint:
+        print(point.name)
+        holding = faults.inner = HeldPull(point)
+        asked = asyncio.create_task(hand_over(p, d, PROMPT))
+        assert await asyncio.to_thread(holding.reached.wait, 20)
+        assert_equal(await generate(d, request_of(PROMPT)), alone, was_pulled=False)
+        if point is not FaultPoint.BEFORE_HANDSHAKE:
+            assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
+        assert not asked.done()
+        holding.go.set()
+        assert_equal(await asked, alone, was_pulled=True)
+        await at_rest(p)
