@@ -7,11 +7,13 @@ threads until a node closes: those are in the account of the cluster fixture.
 from dataclasses import dataclass
 from typing import Self
 
-from connector.multi import MultiScheduler
+from connector.multi import MultiScheduler, MultiWorker
 from connector.pd.admission import PdAdmission
 from connector.pd.claims import CONTROL_LIMITS, ClaimKeeper
+from connector.pd.consumer import ConsumerWorker
 from connector.pd.lease import LeaseTable
 from connector.pd.producer import ProducerScheduler
+from engine.arena import ArenaMemory
 from engine.config import PdConnectorConfig
 from engine.node.server import NodeServer
 from tests.cluster import all_back, sample, settled, until
@@ -37,6 +39,15 @@ def claims_of(node: NodeServer) -> ClaimKeeper:
     return admission._claims
 
 
+def arena_of(node: NodeServer) -> ArenaMemory:
+    """The memory that peers read, and that the node reads theirs into."""
+    connector = node.engine.core._connector.worker
+    assert isinstance(connector, MultiWorker)
+    consumer = connector._children[1]
+    assert isinstance(consumer, ConsumerWorker)
+    return consumer._reader._arena
+
+
 @dataclass(slots=True)
 class Account:
     """The process's descriptors, mappings, segments, children and tasks while nodes live in it."""
@@ -58,6 +69,13 @@ class Account:
         for node in self.nodes:
             await at_rest(node)
         await all_back(self.start)
+
+
+def forget_peers(node: NodeServer) -> None:
+    """The next claim shakes hands again."""
+    peers = claims_of(node)._peers
+    for peer in peers.known():
+        peers.forget(peer)
 
 
 async def at_rest(node: NodeServer) -> None:

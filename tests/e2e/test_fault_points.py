@@ -26,7 +26,7 @@ from engine.errors import (
 )
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
-from tests.accounts import Account, at_rest, claims_of
+from tests.accounts import Account, at_rest, forget_peers
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, Generation, generate, transfer_config
 from tests.faults import AtNth, HeldPull, Refusing, counted, flip, raising
@@ -135,13 +135,6 @@ async def test_a_handshake_that_fails_is_a_typed_error_where_nothing_may_be_reco
             await hand_over(p, d, PROMPT)
         assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
     await account.close()
-
-
-def forget_peers(d: NodeServer) -> None:
-    """The next claim shakes hands again."""
-    peers = claims_of(d)._peers
-    for peer in peers.known():
-        peers.forget(peer)
 
 
 # --- after the n-th stage ------------------------------------------------------------------------

@@ -1,0 +1,189 @@
+"""Thousands of hand-overs with faults drawn from a seed: not one token differs in silence.
+
+Four decode nodes share one prefill node, and each takes one request at a time, so that answers must
+equal a fault-free node's bit for bit; where D caches prefixes, to rounding.
+
+To repeat one run, write it as the only one into `RUNS` (with prefix caching, all up to it).
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from connector.pd.faults import FaultPoint
+from engine.errors import KVLoadError, TandemError
+from engine.node.server import NodeServer
+from tests.accounts import Account, forget_peers
+from tests.cluster import Cluster, Generation, generate, transfer_config
+from tests.faults import counted
+from tests.pairs import GREEDY, TRANSPORTS, count_near_ties, prefill, prompt_of, request_of
+from tests.random_faults import DAMAGE, KINDS, Plan, PlannedFaults, Plans, draw_plan
+
+SEED = 20_261_121
+RUNS = {"shm": range(1_400), "nixl": range(240), "ucx": range(240), "zmq": range(240)}
+AT_LEAST = 2_000
+FAMILY = "qwen3_5"
+STAGE_BYTES = 16 << 10
+LEASE_S = 4.0
+CONTROL_S = 10.0
+SAMPLING = msgspec.structs.replace(GREEDY, max_tokens=3)
+SHARED_PREFIX = prompt_of(64, salt=77)
+NUM_PROMPTS = 16
+MAX_PROMPT = 130
+
+Prompt = tuple[int, ...]
+
+
+@dataclass(slots=True, frozen=True)
+class Kind:
+    """How a decode node is set up."""
+
+    policy: str = "recompute"
+    verify: bool = True
+    caching: bool = False
+
+
+KINDS_OF_D = (Kind(), Kind(policy="fail"), Kind(verify=False), Kind(caching=True))
+
+
+@dataclass(slots=True)
+class Lane:
+    """A decode node with one hand-over at a time."""
+
+    kind: Kind
+    d: NodeServer
+    faults: PlannedFaults
+
+
+@dataclass(slots=True)
+class Chaos:
+    """One prefill node, its lanes, and what became of all hand-overs."""
+
+    transport: str
+    p: NodeServer
+    plans: Plans
+    lanes: list[Lane] = field(default_factory=list)
+    alone: dict[Prompt, Generation] = field(default_factory=dict)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def run_lane(self, number: int) -> None:
+        """Every run whose number falls to this lane."""
+        for run in RUNS[self.transport]:
+            if run % len(self.lanes) == number:
+                await self._run(run, self.lanes[number])
+
+    async def _run(self, run: int, lane: Lane) -> None:
+        name = f"{SEED} {self.transport} {run}"
+        plan = draw_plan(name, damage=lane.kind.verify)
+        try:
+            self.outcomes[await self._hand_over(lane, plan)] += 1
+        except BaseException as error:
+            told = f"run {name!r} on {lane.kind} with {plan.steps}, of which happened {plan.fired}"
+            raise AssertionError(told) from error
+
+    async def _hand_over(self, lane: Lane, plan: Plan) -> str:
+        """What became of one request; asserts that it may have become that."""
+        prompt = draw_prompt(plan, lane.kind)
+        async with self.turn:  # batches would round otherwise
+            if prompt not in self.alone:
+                self.alone[prompt] = await generate(self.p, request_of(prompt, SAMPLING))
+            params = await prefill(self.p, prompt, SAMPLING)
+        self.plans.add(plan, str(params.remote_request_id))
+        lane.faults.newest = plan
+        if any(step.point is FaultPoint.BEFORE_HANDSHAKE for step in plan.steps):
+            forget_peers(lane.d)
+        try:
+            pair = await generate(lane.d, request_of(prompt, SAMPLING, params))
+        except TandemError as error:
+            assert plan.hit_the_handshake or lane.kind.policy == "fail", error
+            assert plan.hit_the_handshake or isinstance(error, KVLoadError), error
+            assert not plan.must_succeed, error
+            return "refused"
+        assert_same(self.alone[prompt], pair, exact=not lane.kind.caching)
+        was_pulled = pair.last.kv_transfer is not None
+        assert not (was_pulled and plan.must_fail), "a pull was believed whose lease had ended"
+        assert was_pulled or not plan.must_succeed, "a pull failed without a reason"
+        assert was_pulled or lane.kind.policy == "recompute"
+        return "pulled" if was_pulled else "recomputed"
+
+
+def draw_prompt(plan: Plan, kind: Kind) -> Prompt:
+    """One of a few; for a node with a cache a new one, of which it has the beginning or nothing."""
+    if kind.caching:
+        tail = prompt_of(plan.rng.randint(1, MAX_PROMPT - 64), salt=plan.rng.randrange(2, 10**6))
+        return (*SHARED_PREFIX, *tail) if plan.rng.random() < 0.8 else tail
+    number = plan.rng.randrange(NUM_PROMPTS)
+    return prompt_of(1 + number * (MAX_PROMPT - 1) // (NUM_PROMPTS - 1), salt=number)
+
+
+def assert_same(alone: Generation, pair: Generation, *, exact: bool) -> None:
+    count_near_ties([alone], [pair])
+    if exact:
+        assert pair.token_ids == alone.token_ids
+        assert pair.logprobs == alone.logprobs
+
+
+async def start_chaos(cluster: Cluster, model: Path, transport: str) -> Chaos:
+    """All nodes, of which each decode node has pulled once."""
+    plans = Plans()
+    config = transfer_config(transport, lease_s=LEASE_S, control_s=CONTROL_S)
+    p = await cluster.start(
+        "prefill", model, faults=PlannedFaults(plans), kv_transfer_config=config
+    )
+    plans.prefill_node = p
+    chaos = Chaos(transport, p, plans)
+    for kind in KINDS_OF_D:
+        faults = PlannedFaults(plans)
+        d = await cluster.start(
+            "decode",
+            model,
+            faults=faults,
+            stage_bytes=STAGE_BYTES,
+            enable_prefix_caching=kind.caching,
+            kv_transfer_config=transfer_config(
+                transport, kind.policy, LEASE_S, CONTROL_S, verify=kind.verify
+            ),
+        )
+        chaos.lanes.append(Lane(kind, d, faults))
+        params = await prefill(p, SHARED_PREFIX, SAMPLING)
+        await generate(d, request_of(SHARED_PREFIX, SAMPLING, params))
+    return chaos
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_random_faults_never_change_a_token(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+) -> None:
+    print(f"seed {SEED}")
+    chaos = await start_chaos(cluster, checkpoints[FAMILY], transport)
+    account = await Account.open(chaos.p, *(lane.d for lane in chaos.lanes))
+    async with asyncio.TaskGroup() as group:
+        for number in range(len(chaos.lanes)):
+            group.create_task(chaos.run_lane(number))
+    await account.close()
+    check_coverage(chaos)
+
+
+def check_coverage(chaos: Chaos) -> None:
+    """Every point was hit and everything was done, in proportion to the number of runs."""
+    runs = len(RUNS[chaos.transport])
+    points, acts = Counter[FaultPoint](), Counter[str]()
+    for (point, act), times in chaos.plans.fired.items():
+        points[point] += times
+        acts[act] += times
+    print(dict(chaos.outcomes), dict(points), dict(acts))
+    assert chaos.outcomes.total() == runs
+    assert min(points[point] for point in FaultPoint) >= runs // 20
+    assert min(acts[act] for act in KINDS) >= runs // 80
+    assert min(chaos.outcomes[name] for name in ("pulled", "recomputed", "refused")) >= runs // 20
+    retries = sum(counted(lane.d, "tandem:kv_verification_retries") for lane in chaos.lanes)
+    assert retries >= acts[DAMAGE] // 2 > 0
+
+
+def test_there_are_enough_runs() -> None:
+    assert sum(map(len, RUNS.values())) >= AT_LEAST

@@ -1,0 +1,179 @@
+"""Faults drawn from a seed: at any point of a hand-over, of any kind, several at once.
+
+A plan depends on its run's name alone, so that one run can be repeated without the others.
+"""
+
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+
+from connector.pd.faults import FaultInjector, FaultPoint, FaultScene
+from connector.pd.lease import Lease
+from engine import errors
+from engine.errors import TandemError
+from engine.node.server import NodeServer
+from engine.rpc.messages import ANY_GENERATION
+from tests.accounts import arena_of, leases_of
+from tests.faults import content, raising, random_damage
+
+KINDS: dict[str, type[TandemError]] = {
+    kind.__name__: kind
+    for kind in (
+        TandemError,
+        errors.UnavailableError,
+        errors.DeadlineExceededError,
+        errors.OverloadedError,
+        errors.KVTransferParamsError,
+        errors.KVLoadError,
+        errors.TransportError,
+        errors.TransferTimeoutError,
+        errors.LateReadError,
+        errors.VerificationError,
+    )
+}
+DELAY, DAMAGE, LEASE_ENDS, BLOCKS_REUSED = "delay", "damage", "lease ends", "blocks reused"
+READS = (FaultPoint.BEFORE_READ, FaultPoint.AFTER_READ)
+MAX_DELAY_S = 0.004
+MAX_NTH = 4
+
+
+@dataclass(slots=True, frozen=True)
+class Step:
+    """`act` at the `nth` pass of `point`."""
+
+    point: FaultPoint
+    act: str
+    nth: int
+
+
+@dataclass(slots=True)
+class Plan:
+    """What happens to one hand-over; `fired` is what did, in order."""
+
+    rng: Random
+    steps: tuple[Step, ...]
+    request_id: str = ""
+    passed: Counter[FaultPoint] = field(default_factory=Counter)
+    fired: list[Step] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def due(self, point: FaultPoint) -> list[Step]:
+        """The steps of this pass."""
+        with self.lock:
+            self.passed[point] += 1
+            now = point, self.passed[point]
+            return [step for step in self.steps if (step.point, step.nth) == now]
+
+    @property
+    def names(self) -> list[str]:
+        """What was done, whatever the point."""
+        return [step.act for step in self.fired]
+
+    @property
+    def must_fail(self) -> bool:
+        """The lease ended before P was asked whether it lives."""
+        return any(
+            step.act in (LEASE_ENDS, BLOCKS_REUSED) and step.point is not FaultPoint.AFTER_RELEASE
+            for step in self.fired
+        )
+
+    @property
+    def must_succeed(self) -> bool:
+        """Nothing was done that a second read would not mend."""
+        return set(self.names) <= {DELAY, DAMAGE} and self.names.count(DAMAGE) < 2
+
+    @property
+    def hit_the_handshake(self) -> bool:
+        """Then the request itself may be refused."""
+        return any(step.point is FaultPoint.BEFORE_HANDSHAKE for step in self.fired)
+
+
+def draw_plan(name: str, *, damage: bool) -> Plan:
+    """The plan of the run called `name`; about one in six is empty."""
+    rng = Random(name)
+    count = rng.choice((0, 1, 1, 1, 2, 3))
+    return Plan(rng, tuple(_draw_step(rng, damage) for _ in range(count)))
+
+
+def _draw_step(rng: Random, damage: bool) -> Step:
+    point = rng.choice(tuple(FaultPoint))
+    nth = rng.randint(1, MAX_NTH) if point in READS else 1
+    acts = [DELAY, LEASE_ENDS, BLOCKS_REUSED, rng.choice(tuple(KINDS)), rng.choice(tuple(KINDS))]
+    if damage and point is FaultPoint.AFTER_READ:
+        acts += [DAMAGE] * len(acts)
+    return Step(point, rng.choice(acts), nth)
+
+
+class Plans:
+    """The plans of all hand-overs of one prefill node, and what was done where by all of them."""
+
+    def __init__(self) -> None:
+        self.prefill_node: NodeServer | None = None
+        self.fired: Counter[tuple[FaultPoint, str]] = Counter()
+        self._by_request: dict[str, Plan] = {}
+        self._lock = threading.Lock()
+
+    def add(self, plan: Plan, request_id: str) -> None:
+        """From now on `plan` is that of P's prefill `request_id`."""
+        plan.request_id = request_id
+        self._by_request[request_id] = plan
+
+    def get(self, request_id: str) -> Plan | None:
+        """The plan of a prefill, if it has one."""
+        return self._by_request.get(request_id)
+
+    def book(self, plan: Plan, step: Step) -> None:
+        """`step` is going to be done."""
+        with self._lock:
+            plan.fired.append(step)
+            self.fired[step.point, step.act] += 1
+
+    def end_lease(self, plan: Plan, *, reuse: bool) -> None:
+        """Other bytes first: as long as the lease lives, P gives these blocks to nobody else."""
+        assert self.prefill_node is not None
+        leases = leases_of(self.prefill_node)
+        lease = leases.held(plan.request_id, ANY_GENERATION)
+        if reuse and lease is not None:
+            _overwrite(self.prefill_node, lease, plan.rng)
+        leases.release(plan.request_id)
+
+
+class PlannedFaults(FaultInjector):
+    """Carries plans out on one node; a handshake, which has no name, has the `newest` one's."""
+
+    def __init__(self, plans: Plans) -> None:
+        self.plans = plans
+        self.newest: Plan | None = None
+
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        plan = self.plans.get(scene.request_id) if scene.request_id else self.newest
+        if plan is not None:
+            for step in plan.due(point):
+                self.plans.book(plan, step)
+                self._do(plan, step, scene)
+
+    def _do(self, plan: Plan, step: Step, scene: FaultScene) -> None:
+        if step.act == DELAY:
+            time.sleep(plan.rng.uniform(0, MAX_DELAY_S))
+        elif step.act == DAMAGE:
+            _damage(plan.rng, scene)
+        elif step.act in (LEASE_ENDS, BLOCKS_REUSED):
+            self.plans.end_lease(plan, reuse=step.act == BLOCKS_REUSED)
+        else:
+            raising(KINDS[step.act])(scene)
+
+
+def _damage(rng: Random, scene: FaultScene) -> None:
+    before = content(scene)
+    while content(scene) == before:
+        random_damage(rng)(scene.memory, scene.spans)
+
+
+def _overwrite(node: NodeServer, lease: Lease, rng: Random) -> None:
+    layout, memory = node.engine.core.scheduler.cache.plan, arena_of(node).host_bytes()
+    for group, offsets in enumerate(lease.offsets):
+        length = layout.block_bytes(group)
+        for offset in offsets:
+            memory[offset : offset + length] = rng.randbytes(length)
