@@ -78,7 +78,7 @@ def _descriptors(pid: int) -> list[str]:
 def _kind(path: str) -> str:
     """What a descriptor is, without the number that tells it from others of its kind."""
     try:
-        return re.sub(r"\[\d+\]|-[0-9a-f]{16}", "", os.readlink(path))
+        return re.sub(r"\[\d+\]|-[0-9a-f]{16}|_posix_[0-9a-f]+", "", os.readlink(path))
     except OSError:
         return "closed meanwhile"
 

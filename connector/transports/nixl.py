@@ -32,6 +32,7 @@ _BUSY_POLL_S = 50e-6
 _MIN_SLEEP_S = 20e-6
 _MAX_SLEEP_S = 500e-6
 _DRAIN_S = 1.0  # how long a cancelled read may take to end by itself
+_MAX_UNLOADED = 8  # connections that an agent may have closed before another takes its place
 
 
 class NixlAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="nixl"):
@@ -114,7 +115,8 @@ class _Reader:
     NIXL has no abort: releasing a read that is under way frees its handle, and its bytes still
     arrive (ai-dynamo/nixl#2044). So a cancelled read first drains. If the peer does not answer,
     only closing the whole agent keeps its bytes out of the arena; the next read opens a new one,
-    and peers that read from us notice nothing.
+    and peers that read from us notice nothing. Closing it also gives sockets back: those of a
+    connection to a peer that lives stay open on both sides otherwise (ai-dynamo/nixl#2025).
     """
 
     def __init__(self, name: str, arena: ArenaMemory, lock: RLock) -> None:
@@ -124,6 +126,7 @@ class _Reader:
         self._agent = NixlAgent(name, progress_thread=False)
         self._registered = self._agent.register(_region(arena), _kind(arena))
         self._loaded: set[str] = set()
+        self._num_unloaded = 0
         self._live: set[NixlTransfer] = set()
 
     @property
@@ -138,12 +141,18 @@ class _Reader:
             self._loaded.add(peer.agent)
 
     def unload(self, agent: str) -> None:
-        """Close the connection to a peer; with a read from it under way, close the reader."""
+        """Close the connection to a peer; with a read from it under way, close the reader.
+
+        Also after many connections, as soon as nothing is under way.
+        """
         if any(transfer.peer.agent == agent for transfer in self._live):
             self.close(f"{agent} was disconnected")
         elif agent in self._loaded:
             self._loaded.discard(agent)
             self._agent.unload(agent)
+            self._num_unloaded += 1
+            if self._num_unloaded >= _MAX_UNLOADED and not self._live:
+                self.close("its connections have been closed")
 
     def start(self, peer: NixlAddress, spans: Sequence[SpanPair]) -> NixlTransfer:
         """Post the first request. Raises TransportError with everything released."""
