@@ -4,6 +4,7 @@ The account is taken after a first good hand-over, which opens that connection. 
 threads until a node closes: those are in the account of the cluster fixture.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -56,11 +57,11 @@ class Account:
     start: Holdings
 
     @classmethod
-    async def open(cls, *nodes: NodeServer) -> Self:
-        """What is held now, when nodes are at rest."""
+    async def open(cls, *nodes: NodeServer, spare: Mapping[str, int] | None = None) -> Self:
+        """What is held now, when nodes are at rest, and `spare`, which may be kept for a while."""
         for node in nodes:
             await at_rest(node)
-        start = held_here()
+        start = held_here() + Holdings(spare or {})
         start["thread"] = THREADS_PER_NODE * len(nodes)
         return cls(nodes, start)
 
