@@ -1,0 +1,137 @@
+"""What others may say to a prefill node about its leases: twice, too late, to nobody, to another.
+
+A real control client says it. Whatever is said, no lease ends but the one that is meant.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from engine.errors import KVTransferParamsError
+from engine.node.server import NodeServer
+from engine.rpc.control_client import ControlClient
+from engine.types import KVTransferParams
+from tests.accounts import Account, leases_of
+from tests.cluster import Cluster, generate
+from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
+
+FAMILY = "qwen3_5"
+PROMPT = prompt_of(60, salt=4)
+S = 10.0
+Reply = TypeVar("Reply")
+
+
+@contextmanager
+def control_of(p: NodeServer) -> Iterator[ControlClient]:
+    """Somebody who may talk to P."""
+    client = ControlClient(f"127.0.0.1:{p.rpc.port}", token=None, caller_engine_id="the test")
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+async def said(call: Callable[..., Reply], *arguments: object, **named: object) -> Reply:
+    """A blocking call, off the event loop that answers it."""
+    return await asyncio.to_thread(partial(call, *arguments, timeout_s=S, **named))
+
+
+async def release(
+    client: ControlClient, params: KVTransferParams, request_id: str | None = None
+) -> bool:
+    name = params.remote_request_id if request_id is None else request_id
+    return await said(client.release, params.remote_engine_id, name, reason="test")
+
+
+async def pair_at_rest(cluster: Cluster, model: Path) -> tuple[NodeServer, NodeServer, Account]:
+    p = await cluster.start("prefill", model)
+    d = await cluster.start("decode", model)
+    await hand_over(p, d, PROMPT)
+    return p, d, await Account.open(p, d)
+
+
+async def test_a_release_that_comes_twice_frees_once(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p, d, account = await pair_at_rest(cluster, checkpoints[FAMILY])
+    alone = await generate(p, request_of(PROMPT))
+    params, other = [await prefill(p, PROMPT) for _ in range(2)]
+    with control_of(p) as client:
+        assert [await release(client, params) for _ in range(3)] == [True, False, False]
+        assert len(leases_of(p)) == 1
+        pair = await generate(d, request_of(PROMPT, GREEDY, other))
+        assert not await release(client, other)
+    assert pair.last.kv_transfer is not None
+    assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+    await account.close()
+
+
+@pytest.mark.parametrize("name", ["", "r", "r-", "r-0", "unknown", "r-2\n", "r" * 10_000])
+async def test_a_release_of_nothing_ends_nothing(
+    cluster: Cluster, checkpoints: dict[str, Path], name: str
+) -> None:
+    p, d, account = await pair_at_rest(cluster, checkpoints[FAMILY])
+    params = await prefill(p, PROMPT)
+    assert params.remote_request_id == "r-2"
+    with control_of(p) as client:
+        assert not await release(client, params, name)
+    assert len(leases_of(p)) == (name != "r")  # which is the label of a caller who left early
+    if name != "r":
+        pair = await generate(d, request_of(PROMPT, GREEDY, params))
+        assert pair.last.kv_transfer is not None
+    await account.close()
+
+
+async def test_a_name_that_begins_another_name_means_itself(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """`r-1` and `r-10`, as node and label; generations alone could not tell them apart."""
+    p, d, account = await pair_at_rest(cluster, checkpoints[FAMILY])
+    held = [await prefill(p, PROMPT) for _ in range(15)]
+    first, last = held[0], held[-1]
+    assert (first.remote_request_id, last.remote_request_id) == ("r-2", "r-10")
+    with control_of(p) as client:
+        assert not await release(client, last, "r-1")
+        assert len(leases_of(p)) == len(held)
+        assert await release(client, last)
+        assert not await release(client, last, "r-1")
+        assert len(leases_of(p)) == len(held) - 1
+        for params in held[1:-1]:
+            assert await release(client, params)
+    pair = await generate(d, request_of(PROMPT, GREEDY, first))
+    assert pair.last.kv_transfer is not None
+    await account.close()
+
+
+async def test_what_was_said_once_has_no_effect_when_it_is_said_again_later(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """Every message of a hand-over that is over, while another one lives."""
+    p, d, account = await pair_at_rest(cluster, checkpoints[FAMILY])
+    over, living = [await prefill(p, PROMPT) for _ in range(2)]
+    await generate(d, request_of(PROMPT, GREEDY, over))
+    engine_id, name = over.remote_engine_id, over.remote_request_id
+    generation = 2  # the lease of `over`: the account opened with the first
+    with control_of(p) as client:
+        with pytest.raises(KVTransferParamsError, match="not held any more"):
+            await said(client.claim, engine_id, name)
+        lost = await said(client.renew, engine_id, [name], generations=[generation])
+        assert lost == (name,)
+        asked = client.ask_digests(
+            str(engine_id), str(name), generation, first_blocks=[0, 0], timeout_s=S
+        )
+        with pytest.raises(KVTransferParamsError, match="not held any more"):
+            await asyncio.to_thread(asked.result)
+        assert not await release(client, over)
+        for stranger in ("", "another-node", f"{engine_id}0"):
+            with pytest.raises(KVTransferParamsError, match="that node is gone"):
+                await said(client.release, stranger, living.remote_request_id, reason="test")
+    assert len(leases_of(p)) == 1
+    pair = await generate(d, request_of(PROMPT, GREEDY, living))
+    assert pair.last.kv_transfer is not None
+    await account.close()
