@@ -96,8 +96,7 @@ class AsyncEngine:
         EngineDeadError.
         """
         self._validate(request)
-        unique = self._with_unique_id(request)
-        await self._admission.admit(unique)
+        unique = await self._admission.admit(self._with_unique_id(request))
         stream = self._streams[unique.request_id] = _Stream()
         timer = self._metrics.start(unique)
         all_taken = False

@@ -27,8 +27,11 @@ class AdmissionConnector(ABC):
     """Judges `kv_transfer_params` before a request enters the engine; runs on the event loop."""
 
     @abstractmethod
-    async def admit(self, request: GenerateRequest) -> None:
-        """Accepts the transfer parameters or raises KVTransferParamsError or KVLoadError."""
+    async def admit(self, request: GenerateRequest) -> GenerateRequest:
+        """Accepts the transfer parameters or raises KVTransferParamsError or KVLoadError.
+
+        Returns the request to be computed: without parameters where nothing in them may be used.
+        """
 
     @abstractmethod
     def withdraw(self, request_id: str) -> None:
@@ -95,13 +98,14 @@ class Connector:
 class LocalAdmission(AdmissionConnector):
     """A node without peers: refuses every request that names one."""
 
-    async def admit(self, request: GenerateRequest) -> None:
+    async def admit(self, request: GenerateRequest) -> GenerateRequest:
         """Raises KVTransferParamsError when the request asks for a hand-over."""
         params = request.kv_transfer_params
         if params is not None and (params.do_remote_decode or params.do_remote_prefill):
             raise KVTransferParamsError(
                 "this node was started without a KV connector", code="no_kv_connector"
             )
+        return request
 
     def withdraw(self, request_id: str) -> None:
         """Nothing was admitted."""

@@ -5,6 +5,7 @@ Runs on the event loop; what blocks happens on the claim keeper's threads.
 
 import asyncio
 
+import msgspec
 import structlog
 
 from connector.pd.claims import ClaimKeeper, PrefillClaim
@@ -45,28 +46,31 @@ class PdAdmission(AdmissionConnector):
         # A claim is at most a handshake and the claim itself.
         self._timeout_s = 3 * config.kv_connector_extra_config.control_timeout
 
-    async def admit(self, request: GenerateRequest) -> None:
+    async def admit(self, request: GenerateRequest) -> GenerateRequest:
         """Claims the remote prefill, if `request` names one.
 
+        Returns it without parameters when P does not fit: its first token is another model's.
         Raises KVTransferParamsError for parameters that are partial, foreign, expired or not for
         this node, and KVLoadError when P cannot be reached and the policy is `fail`.
         """
         params = request.kv_transfer_params
         if params is None:
-            return
+            return request
         refused = REFUSED_BY_ROLE.get(self._config.kv_role)
         if refused is not None and getattr(params, refused):
             raise KVTransferParamsError(
                 f"this node's kv_role is {self._config.kv_role}: it refuses {refused}"
             )
-        if params.do_remote_prefill:
-            await self._claim(request, params)
+        if params.do_remote_prefill and not await self._claim(request, params):
+            return msgspec.structs.replace(request, kv_transfer_params=None)
+        return request
 
     def withdraw(self, request_id: str) -> None:
         """Gives up the claim of a request that never reached the scheduler."""
         self._claims.end(request_id)
 
-    async def _claim(self, request: GenerateRequest, params: KVTransferParams) -> None:
+    async def _claim(self, request: GenerateRequest, params: KVTransferParams) -> bool:
+        """Whether P's answer may be used, if only its first token."""
         check_remote_prefill(request, params)
         self._signer.verify(params)
         claim = PrefillClaim(request.request_id, params)
@@ -75,9 +79,11 @@ class PdAdmission(AdmissionConnector):
             await asyncio.wait_for(asked, self._timeout_s)
         except (UnavailableError, DeadlineExceededError, TransportError, TimeoutError) as error:
             self._unreachable(claim, error)
+            return not isinstance(error, TransportError)
         except BaseException:
             self._claims.end(request.request_id)
             raise
+        return True
 
     def _unreachable(self, claim: PrefillClaim, error: TandemError | TimeoutError) -> None:
         log.warning("a remote prefill cannot be claimed", error=str(error))

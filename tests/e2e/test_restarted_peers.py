@@ -1,0 +1,170 @@
+"""A prefill node ends and another serves at its address: old promises are refused, new ones hold.
+
+Nothing but the incarnation tells the two apart: name, host, port and request ids are the same.
+"""
+
+import asyncio
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from connector.pd.faults import FaultPoint
+from engine.errors import KVLoadError, KVTransferParamsError
+from engine.node.server import NodeServer
+from engine.types import KVTransferParams
+from tests.accounts import Account, at_rest
+from tests.asking import prefill_over_http
+from tests.cluster import Cluster, generate, settled, transfer_config
+from tests.faults import HeldPull
+from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
+from tests.processes import Launcher, ServerProcess, transport_flag
+
+FAMILY = "qwen3_5"
+PROMPT = prompt_of(100, salt=4)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as opened:
+        opened.bind(("127.0.0.1", 0))
+        port: int = opened.getsockname()[1]
+        return port
+
+
+async def replace(
+    cluster: Cluster, old: NodeServer, model: Path, port: int, **changes: Any
+) -> NodeServer:
+    """Ends `old` and starts another node at its address."""
+    await old.close()
+    cluster.nodes.remove(old)
+    return await cluster.start("prefill", model, grpc_port=port, **changes)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+async def test_promises_of_the_old_incarnation_are_refused_and_those_of_the_new_one_hold(
+    cluster: Cluster, checkpoints: dict[str, Path], policy: str
+) -> None:
+    """Both have a request of the same name; D was connected to the old one, or never was."""
+    model, port = checkpoints[FAMILY], free_port()
+    config = transfer_config(policy=policy)
+    p = await cluster.start("prefill", model, grpc_port=port)
+    known, fresh = [
+        await cluster.start("decode", model, kv_transfer_config=config) for _ in range(2)
+    ]
+    alone = await generate(known, request_of(PROMPT))
+    await hand_over(p, known, PROMPT)
+    old = [await prefill(p, PROMPT) for _ in range(2)]
+    p = await replace(cluster, p, model, port)
+    await generate(p, request_of(PROMPT))
+    new = await prefill(p, PROMPT)
+    assert new.remote_request_id == old[0].remote_request_id == "r-2"
+    for d, params in zip((known, fresh), old, strict=True):
+        with pytest.raises(KVTransferParamsError, match="that node is gone") as caught:
+            await generate(d, request_of(PROMPT, GREEDY, params))
+        assert caught.value.code == "foreign_kv_transfer_params"
+    for d, params in ((known, new), (fresh, await prefill(p, PROMPT))):
+        pair = await generate(d, request_of(PROMPT, GREEDY, params))
+        assert pair.last.kv_transfer is not None
+        assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+        await at_rest(d)
+
+
+GEOMETRIES = {
+    "dtype": ({"dtype": "bfloat16"}, "128 float32 .* here and .*128 bfloat16 .* there"),
+    "seed": ({"prefix_hash_seed": "another"}, "prefix_hash_seed is '.*' here and '.*' there"),
+}
+
+
+@pytest.mark.parametrize("change", [*GEOMETRIES, "model"])
+async def test_a_restart_with_another_geometry_is_refused_with_both_values(
+    cluster: Cluster, checkpoints: dict[str, Path], change: str
+) -> None:
+    """Not even P's first token counts, and P has its memory back at once."""
+    model, port = checkpoints[FAMILY], free_port()
+    other = checkpoints["qwen3"] if change == "model" else model
+    changes, message = GEOMETRIES.get(change, ({}, "is '.*' here and '.*' there"))
+    p = await cluster.start("prefill", model, grpc_port=port)
+    d, strict = [
+        await cluster.start(
+            "decode", model, kv_transfer_config=transfer_config(policy=policy, lease_s=0.6)
+        )
+        for policy in ("recompute", "fail")
+    ]
+    alone = await generate(d, request_of(PROMPT))
+    for node in (d, strict):
+        await hand_over(p, node, PROMPT)
+    p = await replace(cluster, p, other, port, **changes)
+    account = await Account.open(d, strict, p)
+    pair = await hand_over(p, d, PROMPT)
+    assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+    assert pair.last.kv_transfer is None
+    await settled(p)
+    with pytest.raises(KVLoadError, match=message):
+        await hand_over(p, strict, PROMPT)
+    await account.close()
+
+
+# --- with a read under way -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", [FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM], ids=str)
+async def test_the_new_incarnation_does_not_vouch_for_a_read_from_the_old_one(
+    cluster: Cluster, checkpoints: dict[str, Path], point: FaultPoint
+) -> None:
+    """It holds a prefill of the same name and generation."""
+    model, port, faults = checkpoints[FAMILY], free_port(), HeldPull(point)
+    p = await cluster.start("prefill", model, grpc_port=port)
+    d = await cluster.start("decode", model, faults=faults)
+    alone = await generate(d, request_of(PROMPT))
+    params = await prefill(p, PROMPT)
+    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
+    assert await asyncio.to_thread(faults.reached.wait, 20)
+    p = await replace(cluster, p, model, port)
+    new = await prefill(p, PROMPT)
+    assert new.remote_request_id == params.remote_request_id
+    faults.go.set()
+    pair = await asked
+    assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+    assert pair.last.kv_transfer is None
+    again = await generate(d, request_of(PROMPT, GREEDY, new))
+    assert again.last.kv_transfer is not None
+    await at_rest(p)
+    await at_rest(d)
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+async def test_a_killed_process_and_the_next_one_on_its_ports(
+    cluster: Cluster, real: Launcher, transport: str
+) -> None:
+    """The old one dies in the middle of a read; the new one is there before it is confirmed."""
+    ports = "--grpc-port", str(free_port())
+    flags = *ports, *transport_flag(transport)
+    faults = HeldPull(FaultPoint.AFTER_READ)
+    config = transfer_config(transport, control_s=30.0)
+    p = real.node("prefill_node", *flags, UCX_TLS="tcp")
+    d = await cluster.start("decode", real.model, faults=faults, kv_transfer_config=config)
+    alone = await generate(d, request_of(PROMPT))
+    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, await from_process(p))))
+    assert await asyncio.to_thread(faults.reached.wait, 20)
+    p.kill()
+    assert p.process.returncode == -signal.SIGKILL
+    p = real.node("prefill_node", *flags, UCX_TLS="tcp")
+    new = await from_process(p)
+    faults.go.set()
+    pair = await asked
+    assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+    assert pair.last.kv_transfer is None
+    again = await generate(d, request_of(PROMPT, GREEDY, new))
+    assert again.last.kv_transfer is not None
+    assert again.token_ids == alone.token_ids
+    await at_rest(d)
+    await asyncio.to_thread(p.assert_at_rest)
+
+
+async def from_process(p: ServerProcess) -> KVTransferParams:
+    answered = await prefill_over_http(p.url, list(PROMPT), logprobs=GREEDY.logprobs)
+    return msgspec.convert(answered, KVTransferParams)
