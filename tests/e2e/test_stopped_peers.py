@@ -1,0 +1,93 @@
+"""A prefill node stands still for longer than its leases and then goes on, late for everything.
+
+SIGSTOP stops a process in whatever it does; to others it is silent, and its clock goes on.
+"""
+
+import asyncio
+import signal
+
+import msgspec
+import pytest
+
+from connector.pd.faults import FaultPoint
+from engine.errors import KVTransferParamsError
+from engine.node.server import NodeServer
+from engine.types import KVTransferParams
+from tests.accounts import at_rest
+from tests.asking import prefill_over_http
+from tests.cluster import Cluster, generate, transfer_config
+from tests.faults import HeldPull, counted
+from tests.pairs import GREEDY, prompt_of, request_of
+from tests.processes import Launcher, ServerProcess, transport_flag
+
+PROMPT = prompt_of(100, salt=4)
+LEASE_S = 0.8
+STOPPED_S = 1.2
+
+
+@pytest.mark.parametrize("point", [FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM], ids=str)
+async def test_p_that_slept_through_its_lease_vouches_for_nothing(
+    cluster: Cluster, real: Launcher, point: FaultPoint
+) -> None:
+    """It wakes up before D asks; whatever D has said meanwhile comes too late."""
+    faults = HeldPull(point)
+    p, d = await pair_of_nodes(cluster, real, faults)
+    alone = await generate(d, request_of(PROMPT))
+    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p))))
+    assert await asyncio.to_thread(faults.reached.wait, 20)
+    await sleep_through(p)
+    faults.go.set()
+    pair = await asked
+    assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+    assert pair.last.kv_transfer is None
+    assert counted(d, "tandem:kv_late_reads") == 1
+    assert d.engine.core.scheduler.stats.recomputed_tokens == {"late_read": len(PROMPT)}
+    again = await generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p)))
+    assert again.last.kv_transfer is not None
+    await at_rest(d)
+    await asyncio.to_thread(p.assert_at_rest)
+    assert p.metrics()["vllm:nixl_num_kv_expired_reqs_total"] == 1
+
+
+async def test_a_prefill_that_was_slept_through_is_refused_and_the_next_one_is_not(
+    cluster: Cluster, real: Launcher
+) -> None:
+    """D asks while P stands still; P answers when it goes on."""
+    p, d = await pair_of_nodes(cluster, real, HeldPull(FaultPoint.BEFORE_HANDSHAKE, nth=99))
+    alone = await generate(d, request_of(PROMPT))
+    params = await remote_prefill(p)
+    p.signal(signal.SIGSTOP)
+    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
+    await asyncio.sleep(STOPPED_S)
+    assert not asked.done()
+    p.signal(signal.SIGCONT)
+    with pytest.raises(KVTransferParamsError, match="not held any more") as caught:
+        await asked
+    assert caught.value.code == "expired_kv_transfer_params"
+    pair = await generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p)))
+    assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+    assert pair.last.kv_transfer is not None
+    await at_rest(d)
+    await asyncio.to_thread(p.assert_at_rest)
+
+
+async def pair_of_nodes(
+    cluster: Cluster, real: Launcher, faults: HeldPull
+) -> tuple[ServerProcess, NodeServer]:
+    """P is a process with short leases; D is patient."""
+    p = real.node("prefill_node", *transport_flag("shm", kv_lease_duration=LEASE_S))
+    config = transfer_config("shm", control_s=30.0)
+    d = await cluster.start("decode", real.model, faults=faults, kv_transfer_config=config)
+    return p, d
+
+
+async def sleep_through(p: ServerProcess) -> None:
+    """P stands still until its leases are over."""
+    p.signal(signal.SIGSTOP)
+    await asyncio.sleep(STOPPED_S)
+    p.signal(signal.SIGCONT)
+
+
+async def remote_prefill(p: ServerProcess) -> KVTransferParams:
+    answered = await prefill_over_http(p.url, list(PROMPT), logprobs=GREEDY.logprobs)
+    return msgspec.convert(answered, KVTransferParams)
