@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Sequence
 from random import Random
 
-from connector.pd.faults import FaultInjector, FaultPoint, FaultScene
+from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from engine.errors import TandemError
 from engine.node.server import NodeServer
 
@@ -75,6 +75,28 @@ class HeldPull(FaultInjector):
     def _hold(self, scene: FaultScene) -> None:
         self.reached.set()
         assert self.go.wait(20)
+
+
+class Armed(FaultInjector):
+    """Nothing, until a test puts something there."""
+
+    def __init__(self) -> None:
+        self.inner: FaultInjector = NO_FAULTS
+
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        self.inner.at(point, scene)
+
+    def nth(self, point: FaultPoint, act: Callable[[FaultScene], None], nth: int = 1) -> AtNth:
+        """`act` at the `nth` pass from now on, which is told."""
+        print(f"pass {nth} of {point.name}")
+        planted = self.inner = AtNth(point, act, nth)
+        return planted
+
+    def hold(self, point: FaultPoint, nth: int = 1) -> HeldPull:
+        """A hand-over stays at the `nth` pass from now on, which is told."""
+        print(f"held at pass {nth} of {point.name}")
+        planted = self.inner = HeldPull(point, nth)
+        return planted
 
 
 class Refusing(FaultInjector):

@@ -7,13 +7,13 @@ have several stages, and whatever is done may be done after the n-th of them.
 import asyncio
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
+from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint
 from engine.config import KVTransferConfig
 from engine.errors import (
     DeadlineExceededError,
@@ -29,7 +29,7 @@ from engine.types import KVTransferParams
 from tests.accounts import Account, at_rest, forget_peers
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, Generation, generate, transfer_config
-from tests.faults import AtNth, HeldPull, Refusing, counted, flip, raising
+from tests.faults import Armed, AtNth, Refusing, counted, flip, raising
 from tests.pairs import (
     GREEDY,
     TRANSPORTS,
@@ -79,22 +79,6 @@ def assert_equal(pair: Generation, alone: Generation, *, was_pulled: bool) -> No
 
 def recomputed(node: NodeServer) -> dict[str, int]:
     return dict(node.engine.core.scheduler.stats.recomputed_tokens)
-
-
-class Armed(FaultInjector):
-    """Nothing, until a test puts something there."""
-
-    def __init__(self) -> None:
-        self.inner: FaultInjector = NO_FAULTS
-
-    def at(self, point: FaultPoint, scene: FaultScene) -> None:
-        self.inner.at(point, scene)
-
-    def nth(self, point: FaultPoint, act: Callable[[FaultScene], None], nth: int = 1) -> AtNth:
-        """`act` at the `nth` pass from now on, which is told."""
-        print(f"pass {nth} of {point.name}")
-        self.inner = AtNth(point, act, nth)
-        return self.inner
 
 
 # --- before the handshake ------------------------------------------------------------------------
@@ -216,9 +200,8 @@ async def read_while_p_uses_the_blocks_again(
     p: NodeServer, d: NodeServer, faults: Armed, point: FaultPoint, nth: int
 ) -> str:
     """P's next sequence lies where D is reading. Says why D has recomputed."""
-    print(f"held at pass {nth} of {point.name}")
     alone, before = await generate(p, request_of(PROMPT)), recomputed(d)
-    holding = faults.inner = HeldPull(point, nth)
+    holding = faults.hold(point, nth)
     params = await prefill(p, PROMPT)
     asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
     assert await asyncio.to_thread(holding.reached.wait, 20)
@@ -315,8 +298,7 @@ async def test_a_hand_over_held_at_any_point_changes_nothing_and_delays_nobody_e
     p, d = await pair_of_nodes(cluster, model, transport, control_s=30.0, on_p=faults, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     for point in FaultPoint:
-        print(point.name)
-        holding = faults.inner = HeldPull(point)
+        holding = faults.hold(point)
         asked = asyncio.create_task(hand_over(p, d, PROMPT))
         assert await asyncio.to_thread(holding.reached.wait, 20)
         assert_equal(await generate(d, request_of(PROMPT)), alone, was_pulled=False)

@@ -1,0 +1,106 @@
+"""One direction between D and P's control port is silent: bounded, the same tokens, no leak.
+
+In one direction P hears all and its answers are lost; in the other it hears nothing.
+"""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from connector.pd.faults import NO_FAULTS, FaultPoint
+from connector.pd.params import ParamsSigner
+from engine.config import KVTransferConfig
+from engine.errors import KVLoadError
+from engine.node.server import NodeServer
+from engine.types import KVTransferParams
+from tests.accounts import at_rest, forget_peers, leases_of
+from tests.cluster import Cluster, Generation, generate, transfer_config, until
+from tests.faults import Armed, counted
+from tests.pairs import GREEDY, prefill, prompt_of, request_of
+from tests.relay import Relay, relay_to
+
+FAMILY = "qwen3_5"
+PROMPT = prompt_of(100, salt=4)
+PATIENCE_S = 0.5
+LEASE_S = 1.5
+MOMENTS = (FaultPoint.BEFORE_HANDSHAKE, FaultPoint.BEFORE_READ, FaultPoint.BEFORE_CONFIRM)
+
+
+def impatient(policy: str) -> KVTransferConfig:
+    config = transfer_config("shm", policy, LEASE_S, PATIENCE_S)
+    extra = msgspec.structs.replace(config.kv_connector_extra_config, transfer_timeout=PATIENCE_S)
+    return msgspec.structs.replace(config, kv_connector_extra_config=extra)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("direction", ["there", "back"])
+async def test_silence_in_one_direction_is_bounded_and_changes_no_token(
+    cluster: Cluster, checkpoints: dict[str, Path], direction: str, policy: str
+) -> None:
+    """It begins before the handshake, before the read and before the confirmation, and ends."""
+    model, faults, config = checkpoints[FAMILY], Armed(), impatient(policy)
+    p = await cluster.start("prefill", model, kv_transfer_config=config)
+    d = await cluster.start("decode", model, faults=faults, kv_transfer_config=config)
+    alone = await generate(p, request_of(PROMPT))
+    async with relay_to(p.rpc.port) as relay:
+        await pull(p, d, relay, alone)
+        for moment in MOMENTS:
+            forget_peers(d)
+            faults.nth(moment, lambda scene: relay.lost.add(direction))
+            params = await prefill_behind(relay, p)
+            if policy == "fail":
+                with pytest.raises(KVLoadError, match=r"DEADLINE_EXCEEDED|transfer_failed"):
+                    await generate(d, request_of(PROMPT, GREEDY, params))
+            else:
+                pair = await generate(d, request_of(PROMPT, GREEDY, params))
+                assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+                assert pair.last.kv_transfer is None
+            assert relay.lost == {direction}
+            faults.inner = NO_FAULTS
+            relay.heal()
+            await at_rest(p)
+            await until(lambda: not leases_of(p).all_held())
+            await pull(p, d, relay, alone)
+        forget_peers(d)
+        await at_rest(d)
+
+
+async def prefill_behind(relay: Relay, p: NodeServer) -> KVTransferParams:
+    """P's answer, as if P were where the relay is."""
+    params = msgspec.structs.replace(await prefill(p, PROMPT), remote_port=relay.port)
+    return ParamsSigner(None).sign(params)
+
+
+async def pull(p: NodeServer, d: NodeServer, relay: Relay, alone: Generation) -> None:
+    """A hand-over through a relay that lets everything pass, over a new connection."""
+    forget_peers(d)
+    pair = await generate(d, request_of(PROMPT, GREEDY, await prefill_behind(relay, p)))
+    assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+    assert pair.last.kv_transfer is not None
+
+
+async def test_renewals_that_are_lost_on_their_way_cost_a_recompute(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """The read stands still until P has given its lease up."""
+    model, faults, config = checkpoints[FAMILY], Armed(), impatient("recompute")
+    p = await cluster.start("prefill", model, kv_transfer_config=config)
+    d = await cluster.start("decode", model, faults=faults, kv_transfer_config=config)
+    alone = await generate(p, request_of(PROMPT))
+    async with relay_to(p.rpc.port) as relay:
+        holding = faults.hold(FaultPoint.BEFORE_READ)
+        params = await prefill_behind(relay, p)
+        asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
+        assert await asyncio.to_thread(holding.reached.wait, 20)
+        relay.lost.add("there")
+        await at_rest(p)
+        relay.heal()
+        holding.go.set()
+        pair = await asked
+        assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+        assert pair.last.kv_transfer is None
+        assert counted(p, "vllm:nixl_num_kv_expired_reqs") == 1
+        forget_peers(d)
+        await at_rest(d)
