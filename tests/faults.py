@@ -69,6 +69,11 @@ class HeldPull(FaultInjector):
         self.reached = threading.Event()
         self.go = threading.Event()
 
+    @property
+    def passed(self) -> int:
+        """How often the point was passed, the held pass included."""
+        return self._held.passed
+
     def at(self, point: FaultPoint, scene: FaultScene) -> None:
         self._held.at(point, scene)
 
