@@ -33,7 +33,7 @@ from tests.pairs import GREEDY, count_near_ties, hand_over, prefill, prompt_of, 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(60, salt=4)
 CROWD = 64
-PATIENCE_S = 0.5
+PATIENCE_S = 1.0
 GARBAGE = (b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95.", b"PRI * HTTP/2.0\r\n\r\nSM")
 
 
@@ -133,9 +133,10 @@ async def test_a_handshake_that_takes_for_ever_is_bounded_and_delays_no_other(
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
     async with dripping(drop) as port:
-        params = [elsewhere(await prefill(p, PROMPT), port) for _ in range(8)]
+        params = [await prefill(p, PROMPT) for _ in range(8)]
+        lost = [elsewhere(one, port, remote_engine_id="another-node") for one in params]
         waiting = [
-            asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, one))) for one in params
+            asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, one))) for one in lost
         ]
         await until(lambda: len(claims_of(d)) == len(params))
         other = await hand_over(p, d, PROMPT)
@@ -152,23 +153,23 @@ async def dripping(drop: bytes) -> AsyncIterator[int]:
     """A port that takes connections and answers with `drop` again and again, or not at all."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while not writer.is_closing():
-                writer.write(drop)
-                await asyncio.sleep(0.05)
-        finally:
-            writer.close()
+        while not ended.is_set():
+            writer.write(drop)
+            await asyncio.sleep(0.05)
+        writer.close()
 
+    ended = asyncio.Event()
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield server.sockets[0].getsockname()[1]
     finally:
+        ended.set()
         server.close()
 
 
-def elsewhere(params: KVTransferParams, port: int) -> KVTransferParams:
+def elsewhere(params: KVTransferParams, port: int, **changes: str) -> KVTransferParams:
     """As if P were at another port, signed like a node of this cluster."""
-    return ParamsSigner(None).sign(msgspec.structs.replace(params, remote_port=port))
+    return ParamsSigner(None).sign(msgspec.structs.replace(params, remote_port=port, **changes))
 
 
 async def give_up(p: NodeServer, params: list[KVTransferParams]) -> None:
