@@ -16,7 +16,7 @@ from connector.pd.faults import FaultPoint
 from engine.errors import KVLoadError, KVTransferParamsError
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
-from tests.accounts import Account, at_rest
+from tests.accounts import Account, at_rest, forget_peers
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, generate, settled, transfer_config
 from tests.faults import HeldPull
@@ -57,6 +57,7 @@ async def test_promises_of_the_old_incarnation_are_refused_and_those_of_the_new_
     ]
     alone = await generate(known, request_of(PROMPT))
     await hand_over(p, known, PROMPT)
+    account = await Account.open(known, fresh)
     old = [await prefill(p, PROMPT) for _ in range(2)]
     p = await replace(cluster, p, model, port)
     await generate(p, request_of(PROMPT))
@@ -70,7 +71,8 @@ async def test_promises_of_the_old_incarnation_are_refused_and_those_of_the_new_
         pair = await generate(d, request_of(PROMPT, GREEDY, params))
         assert pair.last.kv_transfer is not None
         assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-        await at_rest(d)
+    forget_peers(fresh)
+    await account.close()
 
 
 GEOMETRIES = {
