@@ -205,10 +205,8 @@ class Liar:
         self.num_released += 1
         return True
 
-    def digests(
-        self, engine_id: str, request_id: str, generation: int, *, first_blocks: Any
-    ) -> Digests:
-        return tuple((0,) for _ in first_blocks)
+    def digests(self, engine_id: str, request_id: str, generation: int, *, ranges: Any) -> Digests:
+        return tuple((0,) for _ in ranges)
 
 
 def geometry(change: Callable[[dict[str, str]], object]) -> Callable[[Handshake], Handshake]:

@@ -122,9 +122,7 @@ async def test_what_was_said_once_has_no_effect_when_it_is_said_again_later(
             await said(client.claim, engine_id, name)
         lost = await said(client.renew, engine_id, [name], generations=[generation])
         assert lost == (name,)
-        asked = client.ask_digests(
-            str(engine_id), str(name), generation, first_blocks=[0, 0], timeout_s=S
-        )
+        asked = client.ask_digests(str(engine_id), str(name), generation, ranges=[], timeout_s=S)
         with pytest.raises(KVTransferParamsError, match="not held any more"):
             await asyncio.to_thread(asked.result)
         assert not await release(client, over)
