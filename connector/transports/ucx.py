@@ -5,12 +5,11 @@ that vanishes must be noticed, and in that mode UCX 1.21 sends messages over TCP
 through shared memory: on one host `shm` is faster.
 """
 
-import ctypes
 import hashlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import RLock
@@ -28,8 +27,8 @@ from connector.transports.base import (
     check_spans,
     decode_address,
 )
+from connector.transports.ucx_parts import Part, plan_parts
 from connector.transports.ucx_server import (
-    MAX_PART_SPANS,
     REFUSAL_BYTES,
     REQUEST_TAG,
     ArenaServer,
@@ -41,10 +40,6 @@ from connector.transports.ucx_server import (
 from connector.transports.ucx_worker import Bytes, Request, UcxWorker, wait_readable
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
-
-PART_BYTES = 4 << 20
-DIRECT_BYTES = 256 * 1024
-"""Spans from here on arrive in the arena itself, smaller ones together through a buffer."""
 
 _PARTS_IN_FLIGHT = 4
 _NAP_S = 1e-3  # another thread may have taken the event that this one sleeps for
@@ -83,46 +78,16 @@ def _digest(worker: bytes, token: bytes, nbytes: int) -> bytes:
     return hashlib.blake2b(whole, digest_size=16).digest()
 
 
-@dataclass(slots=True, frozen=True)
-class Part:
-    """Spans that travel as one message."""
+@dataclass(slots=True)
+class _Flight:
+    """A part that was asked for, and those of its messages that have not come, in order.
 
-    spans: tuple[SpanPair, ...]
+    `buffer`: where the one message of a joined part arrives; nothing for others.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the message."""
-        return sum(span.length for span in self.spans)
-
-    def scatter(self, buffer: Bytes, arena: Bytes) -> None:
-        """From the message to where the spans belong."""
-        source, target = buffer.ctypes.data, arena.ctypes.data
-        for span in self.spans:
-            ctypes.memmove(target + span.local, source, span.length)
-            source += span.length
-
-
-def plan_parts(spans: Sequence[SpanPair]) -> Iterator[Part]:
-    """Large spans cut into parts of their own, small ones joined, in at most PART_BYTES each."""
-    batch: list[SpanPair] = []
-    room = PART_BYTES
-    for piece in _pieces(spans):
-        if piece.length >= DIRECT_BYTES:
-            yield Part((piece,))
-            continue
-        if piece.length > room or len(batch) == MAX_PART_SPANS:
-            yield Part(tuple(batch))
-            batch, room = [], PART_BYTES
-        batch.append(piece)
-        room -= piece.length
-    if batch:
-        yield Part(tuple(batch))
-
-
-def _pieces(spans: Sequence[SpanPair]) -> Iterator[SpanPair]:
-    for remote, local, length in spans:
-        for start in range(0, length, PART_BYTES):
-            yield SpanPair(remote + start, local + start, min(PART_BYTES, length - start))
+    part: Part
+    messages: deque[Request]
+    buffer: Bytes
 
 
 class UcxTransfer(Transfer):
@@ -133,7 +98,7 @@ class UcxTransfer(Transfer):
     def __init__(self, connection: "_Connection", spans: Sequence[SpanPair]) -> None:
         self._connection = connection
         self.waiting = deque(plan_parts(spans))
-        self.flying: list[tuple[Part, Request]] = []
+        self.flying: list[_Flight] = []
         self.status = TransferStatus.PENDING
         self.failure: str | None = None
 
@@ -187,7 +152,7 @@ class _Connection:
         self._own_address = self._worker.address()
         self._endpoint = self._worker.connect(address.worker)
         self._tag = secrets.randbits(43) * _TAG_COUNTER  # nobody else can guess a tag of ours
-        self._parts = 0
+        self._used_tags = 0
         buffer = np.zeros(REFUSAL_BYTES, dtype=np.uint8)
         self._refusal = self._worker.receive(buffer, self._tag)
         self._asking: list[Request] = []
@@ -255,11 +220,13 @@ class _Connection:
 
     def _land(self, transfer: UcxTransfer) -> None:
         still = []
-        for part, request in transfer.flying:
-            if not self._worker.is_done(request):
-                still.append((part, request))
-            elif len(part.spans) > 1:
-                part.scatter(request.buffer, self._arena)
+        for flight in transfer.flying:
+            while flight.messages and self._worker.is_done(flight.messages[0]):
+                flight.messages.popleft()
+            if flight.messages:
+                still.append(flight)
+            elif flight.part.joined:
+                flight.part.scatter(flight.buffer, self._arena)
         transfer.flying = still
         if not still and not transfer.waiting:
             transfer.status = TransferStatus.DONE
@@ -269,22 +236,32 @@ class _Connection:
         in_flight = sum(len(other.flying) for other in self._live)
         for _ in range(min(_PARTS_IN_FLIGHT - in_flight, len(transfer.waiting))):
             part = transfer.waiting.popleft()
-            tag = self._next_tag()
-            transfer.flying.append((part, self._worker.receive(self._buffer(part), tag)))
+            tag = self._take_tags(len(part.spans))
+            transfer.flying.append(self._expect(part, tag))
             spans = [(span.remote, span.length) for span in part.spans]
-            request = PartRequest(self._token, self._own_address, tag, self._tag, spans)
+            request = PartRequest(
+                self._token, self._own_address, tag, self._tag, spans, joined=part.joined
+            )
             frame = encode_frame(request)
             self._asking.append(self._worker.send(self._endpoint, frame, REQUEST_TAG))
 
-    def _buffer(self, part: Part) -> Bytes:
-        if len(part.spans) > 1:
-            return np.empty(part.nbytes, dtype=np.uint8)
-        span = part.spans[0]
+    def _expect(self, part: Part, tag: int) -> _Flight:
+        """A joined part comes at `tag` into a buffer, the spans of others from `tag` on."""
+        buffer = np.empty(part.nbytes if part.joined else 0, dtype=np.uint8)
+        targets = [buffer] if part.joined else [self._target(span) for span in part.spans]
+        messages = [self._worker.receive(target, tag + i) for i, target in enumerate(targets)]
+        return _Flight(part, deque(messages), buffer)
+
+    def _target(self, span: SpanPair) -> Bytes:
         return self._arena[span.local : span.local + span.length]
 
-    def _next_tag(self) -> int:
-        self._parts += 1
-        return self._tag + 1 + self._parts % (_TAG_COUNTER - 1)
+    def _take_tags(self, count: int) -> int:
+        """The first of `count` tags in a row."""
+        if self._used_tags + count >= _TAG_COUNTER:
+            self._used_tags = 0
+        first = self._tag + 1 + self._used_tags
+        self._used_tags += count
+        return first
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import secrets
 import struct
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from threading import Thread
 from typing import Annotated
 
@@ -43,9 +44,10 @@ _Tag = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class PartRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for `spans` (offset, length) of the owner's arena, joined into one message at `tag`.
+    """Asks for `spans` (offset, length) of the owner's arena.
 
-    A refusal goes to `refusal_tag`, as text padded with zeros to REFUSAL_BYTES.
+    Joined they come as one message at `tag`, else one by one at `tag`, `tag` + 1 and so on. A
+    refusal goes to `refusal_tag`, as text padded with zeros to REFUSAL_BYTES.
     """
 
     token: Token
@@ -55,11 +57,14 @@ class PartRequest(msgspec.Struct, frozen=True, array_like=True):
     spans: Annotated[
         list[tuple[_Natural, _Length]], msgspec.Meta(min_length=1, max_length=MAX_PART_SPANS)
     ]
+    joined: bool
 
 
 class _Reader(msgspec.Struct):
+    """Who asks, and the messages under way to it, by part."""
+
     endpoint: Endpoint
-    sends: list[Request] = msgspec.field(default_factory=list)
+    sends: list[list[Request]] = msgspec.field(default_factory=list)
 
 
 def encode_frame(request: PartRequest) -> Bytes:
@@ -165,14 +170,16 @@ class ArenaServer:
             refusal = np.frombuffer(text, dtype=np.uint8)
             self._leaving.append(self._worker.send(reader.endpoint, refusal, request.refusal_tag))
             raise
-        part = self._gather(request.spans)
-        reader.sends.append(self._worker.send(reader.endpoint, part, request.tag))
+        spans = [self._bytes[offset : offset + length] for offset, length in request.spans]
+        messages = [self._gather(request.spans)] if request.joined else spans
+        reader.sends.append(
+            [
+                self._worker.send(reader.endpoint, message, request.tag + number)
+                for number, message in enumerate(messages)
+            ]
+        )
 
     def _gather(self, spans: list[tuple[int, int]]) -> Bytes:
-        """One span goes out of the arena itself, several through a buffer."""
-        if len(spans) == 1:
-            offset, length = spans[0]
-            return self._bytes[offset : offset + length]
         part = np.empty(sum(length for _, length in spans), dtype=np.uint8)
         source, target = self._bytes.ctypes.data, part.ctypes.data
         for offset, length in spans:
@@ -197,10 +204,12 @@ class ArenaServer:
             self._reap(reader)
             if not reader.endpoint.alive:
                 del self._readers[address]
-                self._leaving += reader.sends
+                self._leaving += chain.from_iterable(reader.sends)
                 self._worker.disconnect(reader.endpoint)
 
     @staticmethod
     def _reap(reader: _Reader) -> None:
         """A send that failed needs no word: its reader has gone, or will ask again."""
-        reader.sends = [send for send in reader.sends if not send.handle.completed]
+        reader.sends = [
+            part for part in reader.sends if not all(send.handle.completed for send in part)
+        ]

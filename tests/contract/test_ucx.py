@@ -12,13 +12,8 @@ import pytest
 import torch
 
 from connector.transports.base import SpanPair, TransferStatus
-from connector.transports.ucx import (
-    DIRECT_BYTES,
-    PART_BYTES,
-    UcxAddress,
-    UcxTransport,
-    plan_parts,
-)
+from connector.transports.ucx import UcxAddress, UcxTransport
+from connector.transports.ucx_parts import DIRECT_BYTES, PART_BYTES, plan_parts
 from connector.transports.ucx_server import (
     MAX_FRAME_BYTES,
     MAX_PART_BYTES,
@@ -83,7 +78,7 @@ def test_every_byte_is_in_one_part_and_no_part_is_too_big() -> None:
 
 
 def asked(*spans: tuple[int, int]) -> PartRequest:
-    return PartRequest(TOKEN, b"reader", 3, 4, list(spans))
+    return PartRequest(TOKEN, b"reader", 3, 4, list(spans), joined=True)
 
 
 def test_a_frame_comes_back_as_it_was() -> None:
@@ -96,7 +91,7 @@ def test_a_frame_comes_back_as_it_was() -> None:
 
 def test_the_longest_frame_fits() -> None:
     spans = [(2**63 - 1 - index, MAX_PART_BYTES) for index in range(MAX_PART_SPANS)]
-    request = PartRequest(TOKEN, bytes(16 * 1024), 2**63 - 1, 2**63 - 1, spans)
+    request = PartRequest(TOKEN, bytes(16 * 1024), 2**63 - 1, 2**63 - 1, spans, joined=True)
     assert len(encode_frame(request)) <= MAX_FRAME_BYTES
 
 
@@ -205,7 +200,7 @@ def test_a_reader_may_not_pile_up_parts(peer: Peer) -> None:
     greedy = UcxWorker("127.0.0.1")
     endpoint = greedy.connect(real.worker)
     refusal = greedy.receive(np.zeros(REFUSAL_BYTES, dtype=np.uint8), 99)
-    request = PartRequest(real.token, greedy.address(), 7, 99, [(0, ARENA_BYTES)])
+    request = PartRequest(real.token, greedy.address(), 7, 99, [(0, ARENA_BYTES)], joined=False)
     other = REQUEST_TAG + 1  # whatever its tag: what nobody takes would pile up unread
     sent = [greedy.send(endpoint, encode_frame(request), other) for _ in range(20)]
     until = time.monotonic() + DEADLINE_S
