@@ -11,7 +11,7 @@ from connector.transports.base import SpanPair
 from connector.transports.ucx_server import MAX_PART_SPANS
 from connector.transports.ucx_worker import Bytes
 
-PART_BYTES = 4 << 20
+PART_BYTES = 2 << 20
 DIRECT_BYTES = 256 * 1024
 """Spans from here on arrive in the arena itself, smaller ones together through a buffer."""
 

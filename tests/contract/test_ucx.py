@@ -77,6 +77,31 @@ def test_every_byte_is_in_one_part_and_no_part_is_too_big() -> None:
     assert len(parts) == 9  # 4 direct ones, and 5,003 small spans in 5
 
 
+def test_large_spans_share_a_request_but_no_message() -> None:
+    size = PART_BYTES // 4
+    spans = [SpanPair(2 * at, at, size) for at in range(0, 8 * size, size)]
+    assert size >= DIRECT_BYTES
+    parts = list(plan_parts([*spans, SpanPair(0, 8 * size, 1), SpanPair(9, 8 * size + 1, 1)]))
+    assert [(len(part.spans), part.joined) for part in parts] == [(4, False), (4, False), (2, True)]
+
+
+def test_large_and_small_spans_of_one_read_all_arrive(
+    peer: Peer, transport: UcxTransport, arena: ArenaMemory
+) -> None:
+    lengths = [DIRECT_BYTES, 100, DIRECT_BYTES + 7, 1, 3 * DIRECT_BYTES, 5_000]
+    ends = np.cumsum(lengths).tolist()
+    spans = [
+        SpanPair(ARENA_BYTES - end, end - length, length)
+        for end, length in zip(ends, lengths, strict=True)
+    ]
+    transport.connect("p", peer.address)
+    transport.read("p", spans).wait(DEADLINE_S)
+    for remote, local, length in spans:
+        expected = peer.bytes[remote : remote + length]
+        assert torch.equal(arena.tensor[local : local + length], expected)
+    assert not arena.tensor[ends[-1] :].any()
+
+
 def asked(*spans: tuple[int, int]) -> PartRequest:
     return PartRequest(TOKEN, b"reader", 3, 4, list(spans), joined=True)
 
