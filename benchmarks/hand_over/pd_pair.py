@@ -61,7 +61,7 @@ class Pair:
         async for output in self.to_d.generate(request, DEADLINES):
             last = output
         if last.kv_transfer is None or not last.kv_transfer.transfer_ms:
-            raise RuntimeError("D computed the prompt itself")
+            raise RuntimeError(f"D did not pull the prompt: {last}")
         return last
 
     @asynccontextmanager
