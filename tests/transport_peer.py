@@ -1,18 +1,63 @@
-"""The other process of the transport tests: it serves one arena until its stdin ends."""
+"""The other process of the transport tests: it serves one arena until it is told to end.
 
-import subprocess
-import sys
-from pathlib import Path
+All are forks of one server that has imported torch already, as importing costs more than a test.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from typing import NamedTuple
 
 import torch
 
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
+from tests.netns import End, move_in
+from tests.relay import Relay
 
 MIB = 1 << 20
 ARENA_BYTES = 4 * MIB
 DEADLINE_S = 20.0
-ROOT = Path(__file__).parents[1]
+
+
+class Place(NamedTuple):
+    """Where a peer lives: the address of that host, and its network namespace if not ours."""
+
+    address: str = "127.0.0.1"
+    namespace: str | None = None
+
+
+HERE = Place()
+
+
+class Wire(NamedTuple):
+    """What joins two hosts: the far end of it can be pulled out, the relay can stop and lose."""
+
+    plug: End
+    relay: Relay
+
+
+class Road(NamedTuple):
+    """From the process that reads to its peers; only another host has a wire."""
+
+    near: Place = HERE
+    far: Place = HERE
+    wire: Wire | None = None
+
+
+LOCAL = Road()
+
+
+class Life(NamedTuple):
+    """What a new peer has to know; `environment`: UCX's settings, which the fork server has not."""
+
+    transport: str
+    name: str
+    seed: int
+    place: Place
+    environment: Mapping[str, str]
 
 
 def pattern(seed: int) -> torch.Tensor:
@@ -23,41 +68,68 @@ def pattern(seed: int) -> torch.Tensor:
 class Peer:
     """Another process with an arena full of `pattern(seed)`."""
 
-    def __init__(self, kind: str, name: str, seed: int) -> None:
-        command = [sys.executable, "-m", "tests.transport_peer", kind, name, str(seed)]
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, kind: str, name: str, seed: int, place: Place = HERE) -> None:
+        ucx = {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
+        life = Life(kind, name, seed, place, ucx)
         self.name = name
         self.bytes = pattern(seed)
-        self.address = bytes.fromhex(self.answer("address "))
+        self._told, theirs = multiprocessing.Pipe()
+        self._process: ForkServerProcess = _forks().Process(
+            target=serve, args=(theirs, life), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+        self.address = self._first_word()
 
-    def answer(self, prefix: str) -> str:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:  # UCX may print warnings of its own
-            if line.startswith(prefix):
-                return line.removeprefix(prefix).strip()
-        raise AssertionError(f"peer {self.name} ended with {self.process.wait(DEADLINE_S)}")
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def ended(self) -> int | None:
+        """The status with which it ends, negative for a signal."""
+        self._process.join(DEADLINE_S)
+        return self._process.exitcode
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(DEADLINE_S)
+        self._process.kill()
+        assert self.ended() is not None
 
     def stop(self) -> None:
-        if self.process.poll() is None:
-            self.process.communicate("", timeout=DEADLINE_S)
+        """It ends by itself; a killed one has ended."""
+        self._told.close()
+        try:
+            assert self.ended() is not None, f"peer {self.name} does not end"
+        finally:
+            self._process.kill()
+            self._process.join()
+
+    def _first_word(self) -> bytes:
+        try:
+            assert self._told.poll(DEADLINE_S), f"peer {self.name} says nothing"
+            address: bytes = self._told.recv()
+        except (EOFError, AssertionError):
+            self.kill()
+            raise
+        return address
 
 
-def serve(kind: str, name: str, seed: str) -> None:
+def serve(told: Connection, life: Life) -> None:
+    """One life, up to the end of `told`."""
+    if life.place.namespace is not None:
+        move_in(life.place.namespace)
+    os.environ.update(life.environment)
     torch.set_num_threads(1)
     arena = ArenaMemory(ARENA_BYTES)
-    arena.tensor.copy_(pattern(int(seed)))
-    transport = open_transport(kind, name)
-    print("address", transport.register(arena).hex(), flush=True)
-    sys.stdin.read()
+    arena.tensor.copy_(pattern(life.seed))
+    transport = open_transport(life.transport, life.name, host=life.place.address)
+    told.send(transport.register(arena))
+    told.poll(None)
     transport.close()
     arena.close()
 
 
-if __name__ == "__main__":
-    serve(*sys.argv[1:])
+def _forks() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["__main__", "torch", __name__])
+    return context

@@ -19,7 +19,7 @@ from tests.accounts import at_rest, forget_peers, leases_of
 from tests.cluster import Cluster, Generation, generate, transfer_config, until
 from tests.faults import Armed, counted
 from tests.pairs import GREEDY, prefill, prompt_of, request_of
-from tests.relay import Relay, relay_to
+from tests.tcp_relay import Relay, relay_to
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)

@@ -1,0 +1,78 @@
+"""What a reader decides before a byte moves, so on one host as on two."""
+
+import pytest
+import torch
+
+from connector.transports.base import SpanPair, TransferStatus, Transport
+from engine.arena import ArenaMemory
+from engine.errors import TransportError
+from tests.reads import ODD_LENGTHS, StartPeer, expected, pull
+from tests.transport_peer import ARENA_BYTES
+
+pytestmark = pytest.mark.parametrize(
+    "kind", ["shm", "nixl", "nixl-tcp", "ucx", "zmq"], indirect=True
+)
+
+
+def test_no_spans_is_done_at_once(start: StartPeer, transport: Transport) -> None:
+    transport.connect("p", start().address)
+    transfer = transport.read("p", [])
+    assert transfer.poll() is TransferStatus.DONE
+    transfer.wait(0)
+    transfer.cancel()
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        SpanPair(ARENA_BYTES - 10, 0, 11),
+        SpanPair(0, ARENA_BYTES - 10, 11),
+        SpanPair(-1, 0, 8),
+        SpanPair(0, -1, 8),
+        SpanPair(0, 0, 0),
+        SpanPair(0, 0, -8),
+    ],
+    ids=str,
+)
+def test_a_bad_span_is_named_and_nothing_is_written(
+    start: StartPeer, transport: Transport, arena: ArenaMemory, bad: SpanPair
+) -> None:
+    transport.connect("p", start().address)
+    with pytest.raises(TransportError, match="span 1") as caught:
+        transport.read("p", [SpanPair(0, 0, 100), bad])
+    assert str(bad) in str(caught.value)
+    assert not arena.tensor.any()
+
+
+def test_an_unknown_peer_is_refused(start: StartPeer, transport: Transport) -> None:
+    with pytest.raises(TransportError, match="'p' is not connected"):
+        transport.read("p", [SpanPair(0, 0, 8)])
+    transport.connect("p", start().address)
+    transport.disconnect("p")
+    transport.disconnect("p")
+    with pytest.raises(TransportError, match="'p' is not connected"):
+        transport.read("p", [SpanPair(0, 0, 8)])
+
+
+def test_a_transport_has_one_arena(transport: Transport, arena: ArenaMemory) -> None:
+    with pytest.raises(TransportError, match="one transport per arena"):
+        transport.register(arena)
+
+
+@pytest.mark.parametrize("junk", [b"", b"\xff" * 64, b"\x80", bytes(200_000)], ids=len)
+def test_a_garbage_address_is_a_typed_error(
+    start: StartPeer, transport: Transport, junk: bytes, arena: ArenaMemory
+) -> None:
+    peer = start()
+    transport.connect("p", peer.address)
+    with pytest.raises(TransportError, match=r"Address|limit"):
+        transport.connect("p", junk)
+    pull(transport, "p", ODD_LENGTHS)
+    assert torch.equal(arena.tensor, expected(peer, ODD_LENGTHS))
+
+
+def test_every_cut_address_is_a_typed_error(start: StartPeer, transport: Transport) -> None:
+    address = start().address
+    for length in range(0, len(address), 7):
+        with pytest.raises(TransportError):
+            transport.connect("p", address[:length])
