@@ -4,11 +4,12 @@ import asyncio
 import gc
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import pytest
@@ -126,7 +127,20 @@ class Generation:
     last: GenerateOutput
 
 
-async def generate(node: NodeServer, request: GenerateRequest) -> Generation:
+class Engine(Protocol):
+    """Whatever generates."""
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]: ...
+
+
+class Node(Protocol):
+    """A node of this process or of another host."""
+
+    @property
+    def engine(self) -> Engine: ...
+
+
+async def generate(node: Node, request: GenerateRequest) -> Generation:
     """Runs one request on one node, to its end."""
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] = []

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from engine.kv_cache.plan import plan_arena
 from engine.model_configs.registry import read_config
-from engine.node.server import NodeServer
 from engine.types import GenerateRequest, KVTransferParams, SamplingParams
-from tests.cluster import BASE, VOCABULARY, Generation, generate
+from tests.cluster import BASE, VOCABULARY, Generation, Node, generate
 
 FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
 TRANSPORTS = ("shm", "nixl", "ucx", "zmq")
@@ -36,7 +35,7 @@ def request_of(
 
 
 async def prefill(
-    node: NodeServer, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
+    node: Node, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
 ) -> KVTransferParams:
     """P's part; what it answers for D."""
     done = await generate(node, request_of(prompt, sampling, REMOTE_DECODE))
@@ -45,14 +44,14 @@ async def prefill(
 
 
 async def hand_over(
-    p: NodeServer, d: NodeServer, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
+    p: Node, d: Node, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
 ) -> Generation:
     """P's part, then D's."""
     return await generate(d, request_of(prompt, sampling, await prefill(p, prompt, sampling)))
 
 
 async def hand_over_all(
-    p: NodeServer, d: NodeServer, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
+    p: Node, d: Node, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams
 ) -> list[Generation]:
     """All prompts at the same time."""
     return await asyncio.gather(*(hand_over(p, d, prompt, sampling) for prompt in prompts))

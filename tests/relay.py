@@ -140,7 +140,7 @@ class Relay:
             text=True,
             cwd=Path(__file__).parents[1],
         )
-        self.count()  # it works
+        self._count()  # it works
 
     def be_far(self, delay_s: float, jitter_s: float) -> None:
         """Every frame takes `delay_s`, give or take `jitter_s`, in each direction."""
@@ -162,13 +162,20 @@ class Relay:
         """What was held leaves."""
         self._tell("go")
 
-    def count(self) -> tuple[int, int, int, int]:
-        """Bytes passed and frames lost from near to far, and from far to near."""
+    def count_passed(self) -> int:
+        """Bytes that have gone from far to near."""
+        return self._count()[2]
+
+    def count_lost(self) -> int:
+        """Frames of both directions that are gone."""
+        _, lost_there, _, lost_back = self._count()
+        return lost_there + lost_back
+
+    def _count(self) -> list[int]:
         self._tell("count")
         while (line := self._hear()) == HOLDING:
             pass
-        there, lost_there, back, lost_back = map(int, line.split())
-        return there, lost_there, back, lost_back
+        return [int(number) for number in line.split()]
 
     def stop(self) -> None:
         """It ends by itself."""

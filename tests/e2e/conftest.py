@@ -4,7 +4,6 @@ import pytest
 
 from tests.cluster import checkpoints, cluster, one_thread, warm
 from tests.processes import real, served, served_by_processes
-from tests.two_hosts import two_hosts
 
 __all__ = [
     "checkpoints",
@@ -13,7 +12,6 @@ __all__ = [
     "real",
     "served",
     "served_by_processes",
-    "two_hosts",
     "warm",
 ]
 

@@ -9,8 +9,16 @@ import msgspec
 import pytest
 
 from engine.errors import KVLoadError, KVTransferParamsError
-from engine.types import FinishReason, SamplingParams
-from tests.cluster import CONTEXT, Cluster, all_back, generate, settled, transfer_config
+from tests.cluster import Cluster, all_back, generate, settled, transfer_config
+from tests.hand_over_checks import (
+    CHANGES,
+    cancel_behind_the_first_token,
+    check_eight_at_once,
+    check_one_token_moves_nothing,
+    check_recompute,
+    check_refused,
+    check_tokens_and_logprobs,
+)
 from tests.leaks import excess, held_here
 from tests.pairs import (
     FAMILIES,
@@ -18,18 +26,11 @@ from tests.pairs import (
     REMOTE_DECODE,
     TRANSPORTS,
     arena_for,
-    count_near_ties,
     hand_over,
-    hand_over_all,
     prefill,
     prompt_of,
     request_of,
 )
-
-# One token; around one block; around one chunk of 64; several chunks; and three that reach the
-# context limit after six tokens, after two, and at once.
-LENGTHS = (1, 15, 16, 17, 63, 64, 65, 200, CONTEXT - 6, CONTEXT - 2, CONTEXT - 1)
-SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.95, seed=11, logprobs=1)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -40,17 +41,7 @@ async def test_tokens_and_logprobs_are_bit_equal_to_one_node(
     config = transfer_config(transport)
     p = await cluster.start("prefill", checkpoints[family], kv_transfer_config=config)
     d = await cluster.start("decode", checkpoints[family], kv_transfer_config=config)
-    for sampling in (GREEDY, SAMPLED):
-        for length in LENGTHS:
-            prompt = prompt_of(length)
-            alone = await generate(p, request_of(prompt, sampling))
-            pair = await hand_over(p, d, prompt, sampling)
-            assert pair.token_ids == alone.token_ids, (length, sampling)
-            assert pair.logprobs == alone.logprobs, (length, sampling)
-            assert (pair.last.kv_transfer is not None) == (len(pair.token_ids) > 1)
-            if sampling is GREEDY:
-                assert len(pair.token_ids) == min(12, CONTEXT - length)
-                assert pair.last.finish_reason is FinishReason.LENGTH
+    await check_tokens_and_logprobs(p, d)
 
 
 async def test_the_first_token_may_be_the_last_and_then_nothing_is_pulled(
@@ -58,11 +49,7 @@ async def test_the_first_token_may_be_the_last_and_then_nothing_is_pulled(
 ) -> None:
     p = await cluster.start("prefill", checkpoints["qwen3_5"])
     d = await cluster.start("decode", checkpoints["qwen3_5"])
-    sampling = msgspec.structs.replace(GREEDY, max_tokens=1)
-    pair = await hand_over(p, d, prompt_of(40), sampling)
-    assert len(pair.token_ids) == 1
-    assert pair.last.finish_reason is FinishReason.LENGTH
-    assert pair.last.kv_transfer is None
+    await check_one_token_moves_nothing(p, d)
     await settled(p)
 
 
@@ -72,13 +59,9 @@ async def test_a_killed_prefill_node_costs_a_recompute_and_no_token(
     p = await cluster.start("prefill", checkpoints["qwen3_5"])
     d = await cluster.start("decode", checkpoints["qwen3_5"])
     prompt = prompt_of(100)
-    alone = await generate(d, request_of(prompt))
     params = await prefill(p, prompt)
     await p.close()
-    pair = await generate(d, request_of(prompt, GREEDY, params))
-    assert pair.token_ids == alone.token_ids
-    assert pair.logprobs == alone.logprobs
-    assert pair.last.kv_transfer is None
+    await check_recompute(d, prompt, params)
 
 
 async def test_policy_fail_turns_an_unreachable_peer_into_an_error(
@@ -149,38 +132,19 @@ async def test_cancelled_requests_leave_nothing_on_either_node(
 ) -> None:
     p = await cluster.start("prefill", checkpoints["qwen3_5"])
     d = await cluster.start("decode", checkpoints["qwen3_5"])
-    long = msgspec.structs.replace(GREEDY, max_tokens=CONTEXT)
-    for _ in range(3):
-        params = await prefill(p, prompt_of(90), long)
-        stream = d.engine.generate(request_of(prompt_of(90), long, params))
-        async for _output in stream:
-            break
-        await stream.aclose()
+    await cancel_behind_the_first_token(p, d)
     await settled(d)
     await settled(p)
 
 
-@pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        ({"remote_engine_id": None}, "partial_kv_transfer_params"),
-        ({"signature": None}, "partial_kv_transfer_params"),
-        ({"remote_host": "10.1.2.3"}, "foreign_kv_transfer_params"),
-        ({"remote_num_tokens": 29}, "mismatched_kv_transfer_params"),
-        ({"remote_request_id": "other"}, "foreign_kv_transfer_params"),
-        ({"first_token_ids": (3,)}, "foreign_kv_transfer_params"),
-    ],
-)
+@pytest.mark.parametrize(("change", "code"), CHANGES)
 async def test_changed_parameters_are_refused_and_nothing_leaks(
     cluster: Cluster, checkpoints: dict[str, Path], change: dict[str, object], code: str
 ) -> None:
     config = transfer_config(lease_s=0.3)
     p = await cluster.start("prefill", checkpoints["qwen3"], kv_transfer_config=config)
     params = await prefill(p, prompt_of(30))
-    wrong = msgspec.structs.replace(params, **change)
-    with pytest.raises(KVTransferParamsError) as caught:
-        await generate(p, request_of(prompt_of(30), GREEDY, wrong))
-    assert caught.value.code == code
+    await check_refused(p, msgspec.structs.replace(params, **change), code)
 
 
 async def test_nodes_that_keep_different_types_do_not_exchange_them(
@@ -226,9 +190,4 @@ async def test_eight_at_once_agree_with_one_at_a_time(
     config = transfer_config(transport)
     p = await cluster.start("prefill", checkpoints[family], kv_transfer_config=config)
     d = await cluster.start("decode", checkpoints[family], kv_transfer_config=config)
-    prompts = [prompt_of(20 + 23 * i, salt=i) for i in range(8)]
-    sampling = msgspec.structs.replace(GREEDY, max_tokens=40)
-    alone = [await generate(p, request_of(prompt, sampling)) for prompt in prompts]
-    together = await hand_over_all(p, d, prompts, sampling)
-    assert all(done.last.kv_transfer is not None for done in together)
-    record_property("near-ties", f"{count_near_ties(alone, together)} of {8 * 40} tokens")
+    record_property("near-ties", await check_eight_at_once(p, d))

@@ -1,103 +1,85 @@
-"""P and D on two hosts: the hand-over crosses a cable, which is pulled out and plugged in again."""
+"""P and D on two hosts, and what joins them pulled out: before the claim, behind it, mid-pull."""
 
-import json
-import time
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.asking import REMOTE_DECODE, question
 from tests.pairs import arena_for, prompt_of
-from tests.processes import ServerProcess
-from tests.two_hosts import TwoHosts
+from tests.two_hosts import HandOvers, transfers, two_hosts
 
 FAMILY = "qwen3_5"
-TRANSPORTS = ("nixl", "ucx", "zmq")
 PROMPT, BLOCKER = list(prompt_of(100, salt=4)), list(prompt_of(100, salt=8))
 TOKENS = 120
-RECONNECT_S = 60.0
+ABORT_S = 5.0
+# What D does not hear within two seconds it does not wait for.
+PATIENCE = {"control_timeout": 2.0, "transfer_timeout": 2.0, "kv_lease_duration": 2.0}
 
 
-def transfers(transport: str, **extra: float) -> tuple[str, str]:
-    """The flag that says how blocks move."""
-    settings = {"transport": transport, **extra}
-    return "--kv-transfer-config", json.dumps({"kv_connector_extra_config": settings})
+@pytest.fixture(scope="module", params=["nixl", "ucx", "zmq"])
+def served(
+    request: pytest.FixtureRequest,
+    checkpoints: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[HandOvers]:
+    """One pair of nodes for all tests of a transport; D has room for one request."""
+    model = checkpoints[FAMILY]
+    arena = ("--kv-cache-memory-bytes", str(arena_for(model, TOKENS)))
+    with two_hosts() as hosts:
+        logs, config = tmp_path_factory.mktemp("logs"), transfers(request.param, **PATIENCE)
+        yield HandOvers.between(hosts, model, logs, config=config, d_flags=arena)
 
 
-def start(
-    hosts: TwoHosts, model: Path, logs: Path, transport: str, *d_flags: str
-) -> tuple[ServerProcess, ServerProcess]:
-    """P and D, serving. What D does not hear within two seconds it does not wait for."""
-    patience = {"control_timeout": 2.0, "transfer_timeout": 2.0}
-    p = hosts.p.launch("prefill_node", model, logs / "p", *transfers(transport, **patience))
-    short = transfers(transport, kv_lease_duration=2.0, **patience)
-    d = hosts.d.launch("decode_node", model, logs / "d", *short, *d_flags)
-    return p.wait_until_serving(), d.wait_until_serving()
+@pytest.fixture
+def pair(served: HandOvers) -> Iterator[HandOvers]:
+    """Hand-overs work when a test begins and when it ends, and nothing stays."""
+    served.until_they_work(PROMPT)
+    yield served
+    served.hosts.mend()
+    served.until_they_work(PROMPT)
+    served.hosts.assert_at_rest()
 
 
-def prefill(hosts: TwoHosts, p: ServerProcess, prompt: list[int]) -> dict[str, Any]:
-    """P's part; the request for D."""
-    asked = question(prompt, kv_transfer_params=REMOTE_DECODE, max_tokens=1)
-    params = hosts.p.ask(p, asked)["kv_transfer_params"]
-    return question(prompt, kv_transfer_params=params)
+def test_a_pulled_cable_costs_a_recompute_and_no_token(pair: HandOvers) -> None:
+    asked = pair.prefill(PROMPT)
+    pair.hosts.set_link("down")
+    assert pair.finish(asked) == (pair.alone(PROMPT), 0)
 
 
-def tokens_and_bytes(answer: dict[str, Any]) -> tuple[list[int], int]:
-    """The tokens, and how many bytes were pulled for them."""
-    moved = answer["usage"].get("kv_transfer") or {}
-    pulled = moved.get("attention_bytes", 0) + moved.get("state_bytes", 0)
-    return answer["choices"][0]["token_ids"], pulled
-
-
-def hand_over_again(hosts: TwoHosts, p: ServerProcess, d: ServerProcess, alone: list[int]) -> None:
-    """Connections come back, at the latest when their back-off is over; tokens are right always."""
-    deadline = time.monotonic() + RECONNECT_S
-    pulled = 0
-    while not pulled:
-        assert time.monotonic() < deadline, "the cable is back, but hand-overs are not"
-        tokens, pulled = tokens_and_bytes(hosts.d.ask(d, prefill(hosts, p, PROMPT)))
-        assert tokens == alone
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_the_hand_over_crosses_the_cable(
-    two_hosts: TwoHosts, checkpoints: dict[str, Path], tmp_path: Path, transport: str
-) -> None:
-    p, d = start(two_hosts, checkpoints[FAMILY], tmp_path, transport)
-    alone, _ = tokens_and_bytes(two_hosts.d.ask(d, question(PROMPT)))
-    tokens, pulled = tokens_and_bytes(two_hosts.d.ask(d, prefill(two_hosts, p, PROMPT)))
-    assert tokens == alone
-    assert pulled > 0
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_pulled_cable_costs_a_recompute_and_no_token(
-    two_hosts: TwoHosts, checkpoints: dict[str, Path], tmp_path: Path, transport: str
-) -> None:
-    p, d = start(two_hosts, checkpoints[FAMILY], tmp_path, transport)
-    alone, _ = tokens_and_bytes(two_hosts.d.ask(d, question(PROMPT)))
-    assert tokens_and_bytes(two_hosts.d.ask(d, prefill(two_hosts, p, BLOCKER)))[1] > 0
-    asked = prefill(two_hosts, p, PROMPT)
-    two_hosts.set_link("down")
-    assert tokens_and_bytes(two_hosts.d.ask(d, asked)) == (alone, 0)
-    two_hosts.set_link("up")
-    hand_over_again(two_hosts, p, d, alone)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_cable_pulled_behind_the_claim_costs_a_recompute_and_no_token(
-    two_hosts: TwoHosts, checkpoints: dict[str, Path], tmp_path: Path, transport: str
-) -> None:
+def test_a_cable_pulled_behind_the_claim_costs_a_recompute_and_no_token(pair: HandOvers) -> None:
     """D has claimed the prefill and waits for room, which a lease of two seconds takes up."""
-    arena = ("--kv-cache-memory-bytes", str(arena_for(checkpoints[FAMILY], TOKENS)))
-    p, d = start(two_hosts, checkpoints[FAMILY], tmp_path, transport, *arena)
-    alone, _ = tokens_and_bytes(two_hosts.d.ask(d, question(PROMPT)))
-    asked = prefill(two_hosts, p, PROMPT)
-    two_hosts.d.ask(d, question(BLOCKER, kv_transfer_params=REMOTE_DECODE, max_tokens=1))
-    answer = two_hosts.d.begin(d, asked)
-    two_hosts.d.wait_for(d, "vllm:num_requests_waiting", 1)
-    two_hosts.set_link("down")
-    assert tokens_and_bytes(answer.result()) == (alone, 0)
-    two_hosts.set_link("up")
-    hand_over_again(two_hosts, p, d, alone)
+    alone = pair.alone(PROMPT)
+    asked = pair.prefill(PROMPT)
+    hosts = pair.hosts
+    hosts.d.ask(pair.d, question(BLOCKER, kv_transfer_params=REMOTE_DECODE, max_tokens=1))
+    answer = hosts.d.begin(pair.d, asked)
+    hosts.d.do(pair.d.wait_for, "vllm:num_requests_waiting", 1)
+    hosts.set_link("down")
+    assert pair.read(answer.result()) == (alone, 0)
+    look_after_p(pair)
+
+
+def test_a_cable_pulled_mid_pull_costs_a_recompute_and_no_token(pair: HandOvers) -> None:
+    alone = pair.alone(PROMPT)
+    asked = pair.prefill(PROMPT)
+    answer = pair.begin_and_hold(asked)
+    pair.hosts.set_link("down")
+    pair.hosts.relay.go_on()
+    assert pair.read(answer.result()) == (alone, 0)
+    look_after_p(pair)
+
+
+def look_after_p(pair: HandOvers) -> None:
+    """Behind a read that D gave up: P goes on, unless it met what UCX 1.21 does over TCP."""
+    pair.hosts.mend()
+    if not pair.over_nixl:
+        return
+    with suppress(subprocess.TimeoutExpired):
+        assert pair.p.process.wait(ABORT_S) == -signal.SIGABRT, pair.p.said
+        assert "Fatal: unexpected error: " in pair.p.said
+        pair.replace_p()
+        pytest.xfail("UCX 1.21 over TCP aborted P, which owed bytes to a reader that had left")

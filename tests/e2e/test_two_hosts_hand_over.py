@@ -1,0 +1,76 @@
+"""The hand-over suite between two hosts: what it asks does not depend on where the nodes are.
+
+Left out are shared memory and what happens on one node alone: leases that nobody claims, answers
+that nobody takes, types that do not fit.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.cluster import generate
+from tests.hand_over_checks import (
+    CHANGES,
+    cancel_behind_the_first_token,
+    check_eight_at_once,
+    check_one_token_moves_nothing,
+    check_recompute,
+    check_refused,
+    check_tokens_and_logprobs,
+)
+from tests.pairs import FAMILIES, GREEDY, prefill, prompt_of, request_of
+from tests.processes import ServerProcess
+from tests.remote_node import RemoteNode, remote_node
+from tests.two_hosts import TwoHosts, transfers, two_hosts
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    """One pair of hosts for all pairs of nodes."""
+    with two_hosts() as made:
+        yield made
+
+
+@pytest.mark.parametrize("transport", ["nixl", "ucx", "zmq"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_the_hand_over_suite_passes_between_two_hosts(
+    hosts: TwoHosts,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    family: str,
+    transport: str,
+) -> None:
+    p_server, d_server = hosts.start_pair(checkpoints[family], tmp_path, transfers(transport))
+    async with AsyncExitStack() as stack:
+        p = await stack.enter_async_context(remote_node(hosts.p, p_server, tmp_path))
+        d = await stack.enter_async_context(remote_node(hosts.d, d_server, tmp_path))
+        record_property("near-ties", await check_eight_at_once(p, d))
+        hosts.remember_start_values()  # with the connections that as many pulls at once have made
+        await check_tokens_and_logprobs(p, d)
+        await check_one_token_moves_nothing(p, d)
+        await cancel_behind_the_first_token(p, d)
+        await check_changed_parameters(p, d)
+        hosts.assert_at_rest()
+        await check_a_lost_p(p_server, p, d)
+        hosts.d.assert_at_rest()
+
+
+async def check_changed_parameters(p: RemoteNode, d: RemoteNode) -> None:
+    """All are refused, and what they spoke of can be had afterwards."""
+    params = await prefill(p, prompt_of(30))
+    for change, code in CHANGES:
+        await check_refused(d, msgspec.structs.replace(params, **change), code)
+    pair = await generate(d, request_of(prompt_of(30), GREEDY, params))
+    assert pair.last.kv_transfer is not None
+
+
+async def check_a_lost_p(server: ServerProcess, p: RemoteNode, d: RemoteNode) -> None:
+    """It ends between its part and D's."""
+    prompt = prompt_of(100)
+    params = await prefill(p, prompt)
+    server.stop()
+    await check_recompute(d, prompt, params)
