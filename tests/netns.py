@@ -7,6 +7,7 @@ loopback and its ends of cables.
 import ctypes
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,10 @@ def obstacle() -> str:
         return "not root, or no ip or unshare command"
     probe = ("unshare", "--net", "--mount", "ip", "link", "add", "type", "veth")
     done = subprocess.run(probe, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    try:
+        socket.socket(socket.AF_PACKET, socket.SOCK_RAW).close()
+    except OSError as error:
+        return f"no raw frames: {error}"
     return done.stderr.strip() if done.returncode else ""
 
 
