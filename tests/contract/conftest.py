@@ -89,7 +89,7 @@ def far_host() -> Iterator[Road | None]:
         yield None
         return
     pid = os.getpid()
-    switch, name, device = f"tandem-switch-{pid}", f"tandem-far-{pid}", f"far{pid}"
+    switch, name, device = f"tandem-far-switch-{pid}", f"tandem-far-{pid}", f"far{pid}"
     near, far = End(device, None), End(device, name)
     ports = End("near", switch), End("far", switch)
     here, there = _addresses(pid)
