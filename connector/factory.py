@@ -87,8 +87,13 @@ def build_connector(
     leases = LeaseTable(extra.kv_lease_duration, time.monotonic)
     metrics.read_gauge(
         "tandem:held_lease_bytes",
-        "Bytes of prefills that are held under a lease.",
+        "Bytes of finished requests that are held under a lease.",
         lambda: held_bytes(plan, leases),
+    )
+    metrics.read_total(
+        "tandem:held_turns_taken_back",
+        "Requests held for a next turn that were let go early because memory was short.",
+        lambda: leases.num_taken_back,
     )
     signer = ParamsSigner(settings.cluster_token)
     peers = PeerRegistry(
@@ -115,8 +120,14 @@ def build_connector(
             PdAdmission(signer, claims, settings.config, metrics=transfers),
             MultiScheduler(
                 [
-                    ProducerScheduler(advertised, plan, leases, signer=signer),
-                    ConsumerScheduler(claims),
+                    ProducerScheduler(
+                        advertised, plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s
+                    ),
+                    ConsumerScheduler(
+                        claims,
+                        recompute_threshold=extra.kv_recompute_threshold,
+                        metrics=transfers,
+                    ),
                 ]
             ),
             MultiWorker([ProducerWorker(leases, transfers), consumer]),

@@ -56,6 +56,11 @@ class MultiScheduler(SchedulerConnector):
         for child in self._children:
             child.give_up(request_id)
 
+    def make_room(self) -> str | None:
+        """What the first child that has something to spare lets go."""
+        spared = (child.make_room() for child in self._children)
+        return next((request_id for request_id in spared if request_id is not None), None)
+
     def close(self) -> None:
         """Closes every child."""
         for child in self._children:

@@ -43,11 +43,14 @@ class SchedulerConnector(ABC):
 
     @abstractmethod
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """Tokens beyond `num_computed_tokens` that can be loaded; 0 means compute here."""
+        """Tokens right behind `num_computed_tokens` to be loaded; 0 means compute here.
+
+        They may end before the prompt does.
+        """
 
     @abstractmethod
     def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
-        """Blocks are reserved: load into them from the next step on; None: all is here already."""
+        """Blocks are reserved: load into them from the next step on; None: nothing is loaded."""
 
     @abstractmethod
     def build_connector_meta(self) -> ConnectorMeta:
@@ -60,6 +63,10 @@ class SchedulerConnector(ABC):
     @abstractmethod
     def give_up(self, request_id: str) -> None:
         """Nobody heard that `request_id` is held: its blocks need not stay any longer."""
+
+    @abstractmethod
+    def make_room(self) -> str | None:
+        """Memory is short: a held request that nobody needs, whose blocks are free from now on."""
 
     @abstractmethod
     def close(self) -> None:
@@ -131,6 +138,10 @@ class LocalScheduler(SchedulerConnector):
 
     def give_up(self, request_id: str) -> None:
         """Never called: nothing is held."""
+
+    def make_room(self) -> str | None:
+        """None: nothing is held."""
+        return None
 
     def close(self) -> None:
         """Nothing is held."""

@@ -202,6 +202,11 @@ class TransferMetrics:
         self._by_kind = metrics.labelled_counter(
             "tandem:kv_transfer_bytes", "Bytes pulled, by kind of cache.", "kind"
         )
+        self._not_pulled = metrics.labelled_counter(
+            "tandem:kv_return_pulls_skipped",
+            "Turns whose beginning was computed here although another node had named it, by cause.",
+            "cause",
+        )
         self._declare_verification(metrics)
 
     def _declare_verification(self, metrics: NodeMetrics) -> None:
@@ -226,6 +231,10 @@ class TransferMetrics:
     def differed(self, kind: str, blocks: int) -> None:
         """Books blocks of one kind (`attention` or `state`) that arrived otherwise than P's are."""
         self._differing.labels(*self._labels, kind).inc(blocks)
+
+    def not_pulled(self, cause: str) -> None:
+        """Books a turn before that is not pulled, and why."""
+        self._not_pulled.labels(*self._labels, cause).inc()
 
     def read_stages(self, read: Callable[[], dict[str, int]]) -> None:
         """Where pulls stand, read when Prometheus asks."""

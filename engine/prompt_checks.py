@@ -6,6 +6,7 @@ from engine.errors import InvalidRequestError, KVTransferParamsError, PromptTooL
 from engine.types import KVTransferParams
 
 FLAGS = frozenset({"do_remote_decode", "do_remote_prefill"})
+FIRST_TOKEN = frozenset({"first_token_ids", "first_token_logprobs"})
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -33,11 +34,15 @@ def check_prompt(token_ids: Sequence[int], *, vocab_size: int, max_model_len: in
 
 
 def check_details(params: KVTransferParams) -> None:
-    """Raise KVTransferParamsError for details of a remote prefill that is not asked for."""
+    """Raise KVTransferParamsError for details of a remote prefill that is not asked for.
+
+    What D keeps for the next turn comes with all of them but the first token.
+    """
     if params.do_remote_prefill:
         return
-    for name in params.__struct_fields__:
-        if name not in FLAGS and getattr(params, name) is not None:
+    every = frozenset(params.__struct_fields__)
+    for name in FIRST_TOKEN if params.is_return_pull else sorted(every - FLAGS):
+        if getattr(params, name) is not None:
             raise KVTransferParamsError(f"{name} is only accepted with do_remote_prefill=true")
 
 

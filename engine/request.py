@@ -49,8 +49,9 @@ class Request:
         computed   [ ..................>                           ]
 
     `prefix` gives the digests of its tokens. While `skip_mamba_align` holds, Mamba groups take no
-    part in its local hit and ask for no checkpoints, because its states come from another node
-    (vLLM #42524); a failed load ends it. `checkpoints`: prompt tokens after which states are kept.
+    part in its local hit, because its states come from another node (vLLM #42524); a failed load
+    ends it. While it loads, `num_loading_tokens` will be here when the load is done, and the rest
+    of the prompt is computed. `checkpoints`: prompt tokens after which states are kept.
 
     The first `num_known_tokens` were computed before, here or by another request, and what is
     computed of them is computed again because of `recompute_cause`.
@@ -70,6 +71,7 @@ class Request:
     arrival: int = 0
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
+    num_loading_tokens: int = 0
     num_cached_tokens: int = 0
     num_known_tokens: int = 0
     recompute_cause: str = ""
@@ -91,7 +93,6 @@ class Request:
         """The engine's view of `origin`; the output ends at the context limit at the latest."""
         num_prompt = len(origin.prompt_token_ids)
         num_output = 1 if is_remote_decode(origin) else origin.sampling.max_tokens
-        params = origin.kv_transfer_params
         token_ids = list(origin.prompt_token_ids)
         return cls(
             request_id=origin.request_id,
@@ -102,7 +103,7 @@ class Request:
             max_total_tokens=min(num_prompt + num_output, max_model_len),
             origin=origin,
             prefix=PrefixDigests(hasher, token_ids, origin.cache_salt),
-            skip_mamba_align=params is not None and params.do_remote_prefill,
+            skip_mamba_align=names_a_peer(origin),
             priority=origin.priority,
         )
 
@@ -166,3 +167,9 @@ def is_remote_decode(origin: GenerateRequest) -> bool:
     """Whether another node will decode: this one computes the prompt and samples one token."""
     params = origin.kv_transfer_params
     return params is not None and params.do_remote_decode
+
+
+def names_a_peer(origin: GenerateRequest) -> bool:
+    """Whether tokens may come from another node: a remote prefill, or the turn before."""
+    params = origin.kv_transfer_params
+    return params is not None and (params.do_remote_prefill or params.is_return_pull)

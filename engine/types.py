@@ -68,6 +68,9 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     A client or PD proxy sends `do_remote_decode` to P; P answers with `do_remote_prefill` and all
     the rest; D gets that answer unchanged. `signature` is P's keyed digest of every other field, so
     that D talks only to hosts that a node of its own cluster named.
+
+    And back (vLLM's bidirectional mode): D may answer with `do_remote_decode` and where it keeps
+    the `remote_num_tokens` tokens that it has computed, for P to start the next turn from.
     """
 
     do_remote_decode: bool = False
@@ -95,6 +98,11 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     remote_num_cached_tokens: Annotated[int, Meta(ge=0, le=MAX_TOKENS_IN_REQUEST)] | None = None
     signature: Annotated[str, Meta(max_length=128)] | None = None
 
+    @property
+    def is_return_pull(self) -> bool:
+        """Whether P may start from what D keeps of the turn before."""
+        return self.do_remote_decode and self.remote_engine_id is not None
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One sequence to generate; `request_id` is unique in the process that made it."""
@@ -108,9 +116,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one remote prefill cost D: bytes by kind, milliseconds, cached tokens on both sides.
+    """What one pull cost: bytes by kind, milliseconds, cached tokens on both sides.
 
-    `verified`: what was read is known to be P's.
+    Of a remote prefill, on D; or on P, of the turn before, of which P had `prefill_cached_tokens`.
+    `verified`: what was read is known to be the other side's.
     """
 
     attention_bytes: int = 0
@@ -125,7 +134,8 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     """News of one request: the tokens of one step, and at the end why it ended.
 
     `kv_transfer_params` comes with the last output of a remote decode (P's answer); `kv_transfer`
-    with the last output of a remote prefill on D.
+    with the last output of a remote prefill on D. When D keeps the request for the next turn, the
+    first is D's answer too; when P has pulled such a turn, the second is P's.
     """
 
     token_ids: tuple[TokenId, ...] = ()

@@ -9,7 +9,12 @@ import msgspec
 import structlog
 
 from connector.pd.claims import ClaimKeeper, PrefillClaim
-from connector.pd.params import ParamsSigner, check_remote_prefill
+from connector.pd.params import (
+    ParamsSigner,
+    check_remote_prefill,
+    check_return_pull,
+    why_not_from,
+)
 from engine.config import KVTransferConfig
 from engine.errors import (
     DeadlineExceededError,
@@ -25,7 +30,9 @@ from engine.types import GenerateRequest, KVTransferParams
 
 log = structlog.get_logger()
 
+# A return pull comes with do_remote_decode: who may produce may start from what D keeps.
 REFUSED_BY_ROLE = {"kv_consumer": "do_remote_decode", "kv_producer": "do_remote_prefill"}
+UNREACHABLE = (UnavailableError, DeadlineExceededError, TransportError, TimeoutError)
 
 
 class PdAdmission(AdmissionConnector):
@@ -47,11 +54,14 @@ class PdAdmission(AdmissionConnector):
         self._timeout_s = 3 * config.kv_connector_extra_config.control_timeout
 
     async def admit(self, request: GenerateRequest) -> GenerateRequest:
-        """Claims the remote prefill, if `request` names one.
+        """Claims the remote prefill or the turn before, if `request` names one.
 
         Returns it without parameters when P does not fit: its first token is another model's.
         Raises KVTransferParamsError for parameters that are partial, foreign, expired or not for
         this node, and KVLoadError when P cannot be reached and the policy is `fail`.
+
+        A turn before that cannot be had is no error, whatever the policy: nothing was promised, and
+        this node can compute every token. It is counted by cause, and D need not keep it.
         """
         params = request.kv_transfer_params
         if params is None:
@@ -63,6 +73,8 @@ class PdAdmission(AdmissionConnector):
             )
         if params.do_remote_prefill and not await self._claim(request, params):
             return msgspec.structs.replace(request, kv_transfer_params=None)
+        if params.is_return_pull:
+            await self._claim_turn(request, params)
         return request
 
     def withdraw(self, request_id: str) -> None:
@@ -74,16 +86,44 @@ class PdAdmission(AdmissionConnector):
         check_remote_prefill(request, params)
         self._signer.verify(params)
         claim = PrefillClaim(request.request_id, params)
-        asked = asyncio.wrap_future(self._claims.begin(claim))
         try:
-            await asyncio.wait_for(asked, self._timeout_s)
-        except (UnavailableError, DeadlineExceededError, TransportError, TimeoutError) as error:
+            await self._ask(claim)
+        except UNREACHABLE as error:
             self._unreachable(claim, error)
             return not isinstance(error, TransportError)
         except BaseException:
-            self._claims.end(request.request_id)
+            self.withdraw(request.request_id)
             raise
         return True
+
+    async def _claim_turn(self, request: GenerateRequest, params: KVTransferParams) -> None:
+        check_return_pull(params)
+        self._signer.verify(params)
+        is_on = self._config.kv_connector_extra_config.bidirectional_kv_xfer
+        cause = why_not_from(request, params) if is_on else "disabled"
+        if cause is not None:
+            self._claims.decline(params)
+            self._metrics.not_pulled(cause)
+            return
+        try:
+            await self._ask(PrefillClaim(request.request_id, params))
+        except UNREACHABLE as error:
+            self._compute_here(request, "peer_unreachable", error)
+        except KVTransferParamsError as error:
+            cause = (error.code or "refused").removesuffix("_kv_transfer_params")
+            self._compute_here(request, cause, error)
+        except BaseException:
+            self.withdraw(request.request_id)
+            raise
+
+    async def _ask(self, claim: PrefillClaim) -> None:
+        asked = asyncio.wrap_future(self._claims.begin(claim))
+        await asyncio.wait_for(asked, self._timeout_s)
+
+    def _compute_here(self, request: GenerateRequest, cause: str, error: BaseException) -> None:
+        log.info("the turn before cannot be pulled", cause=cause, error=str(error))
+        self._metrics.not_pulled(cause)
+        self.withdraw(request.request_id)
 
     def _unreachable(self, claim: PrefillClaim, error: TandemError | TimeoutError) -> None:
         log.warning("a remote prefill cannot be claimed", error=str(error))

@@ -1,7 +1,7 @@
-"""D's side of leases: remote prefills that it accepted, renewed until pulled or given up.
+"""The reader's side of leases: what a peer holds for it, renewed until pulled or given up.
 
 From the acceptance of a request until its end there is one claim; whoever ends it first releases
-P's lease.
+the peer's lease. The peer is P; on the way back it is D.
 """
 
 import threading
@@ -16,6 +16,7 @@ from connector.pd.fair_pool import FairPool, PoolLimits
 from connector.pd.peers import Peer, PeerRegistry
 from engine.errors import (
     DeadlineExceededError,
+    KVTransferParamsError,
     OverloadedError,
     TandemError,
     TransportError,
@@ -34,7 +35,7 @@ MIN_INTERVAL_S = 0.02
 
 @dataclass(slots=True, eq=False)
 class PrefillClaim:
-    """One accepted remote prefill.
+    """One accepted remote prefill, or turn before.
 
     `failure` says why it will not be pulled (the prompt is then computed here); `ended` that nobody
     needs it.
@@ -54,6 +55,16 @@ class PrefillClaim:
     def remote_request_id(self) -> str:
         """P's name of the prefill."""
         return self.params.remote_request_id or ""
+
+    @property
+    def stands(self) -> bool:
+        """Whether it may still be pulled."""
+        return not self.ended and self.failure is None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the peer has computed."""
+        return self.params.remote_num_tokens or 0
 
 
 class ClaimKeeper:
@@ -96,6 +107,16 @@ class ClaimKeeper:
         if claim is not None:
             self.settle(claim)
         return claim
+
+    def decline(self, params: KVTransferParams) -> None:
+        """Nobody will claim what `params` name: the peer's lease ends now, in the background."""
+        assert params.remote_host and params.remote_port
+        address, engine_id = (params.remote_host, params.remote_port), params.remote_engine_id or ""
+        name = params.remote_request_id or ""
+        try:
+            self._control.submit(engine_id, partial(self._peers.decline, address, engine_id, name))
+        except OverloadedError as error:
+            log.warning("a lease is left to run out", peer=engine_id, error=str(error))
 
     def settle(self, claim: PrefillClaim) -> None:
         """Nobody will read: P's lease is released in the background if it is still ours."""
@@ -156,6 +177,12 @@ class ClaimKeeper:
             came_too_late = claim.ended
         if came_too_late:
             self._give_up(claim)
+        if found.num_tokens != claim.num_tokens:
+            raise KVTransferParamsError(
+                f"{peer.engine_id} holds {found.num_tokens} tokens of {claim.remote_request_id}, "
+                f"not {claim.num_tokens}; send its object as it is",
+                code="mismatched_kv_transfer_params",
+            )
 
     def _tell(self, claim: PrefillClaim) -> None:
         peer = claim.peer

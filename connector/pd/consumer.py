@@ -37,26 +37,37 @@ log = structlog.get_logger()
 
 
 class ConsumerScheduler(SchedulerConnector):
-    """Tells the scheduler which prompts are computed elsewhere."""
+    """Tells the scheduler which tokens are computed elsewhere.
 
-    def __init__(self, claims: ClaimKeeper) -> None:
+    Of the turn before, at least `recompute_threshold` must be missing here, or it is not pulled.
+    """
+
+    def __init__(
+        self, claims: ClaimKeeper, *, recompute_threshold: int, metrics: TransferMetrics
+    ) -> None:
         self._claims = claims
+        self._recompute_threshold = recompute_threshold
+        self._metrics = metrics
         self._pulls: list[BlockPull] = []
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """All of the prompt that is not here, while its claim stands."""
+        """All that the peer has computed and that is not here, while its claim stands."""
         claim = self._claims.get(request.request_id)
-        if claim is None or claim.ended or claim.failure is not None:
+        if claim is None or not claim.stands:
             return 0
-        return request.num_prompt_tokens - num_computed_tokens
+        missing = claim.num_tokens - num_computed_tokens
+        worth_it = self._recompute_threshold if claim.params.is_return_pull else 1
+        return missing if missing >= max(worth_it, 1) else 0
 
     def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
-        """Queues the pull for the next step; when all is here already, P may forget it at once."""
+        """Queues the pull for the next step; if nothing is needed, the peer may forget it now."""
         if pull is not None:
             self._pulls.append(pull)
             return
         claim = self._claims.get(request.request_id)
-        if claim is not None and not claim.ended:
+        if claim is not None and claim.stands:
+            if claim.params.is_return_pull:
+                self._metrics.not_pulled("below_threshold")
             claim.stats = _stats(claim, None, request.num_computed_tokens)
             self._claims.settle(claim)
 
@@ -72,6 +83,10 @@ class ConsumerScheduler(SchedulerConnector):
 
     def give_up(self, request_id: str) -> None:
         """A consumer holds nothing."""
+
+    def make_room(self) -> str | None:
+        """A consumer holds nothing."""
+        return None
 
     def close(self) -> None:
         """Gives every claim up."""
@@ -182,7 +197,7 @@ class ConsumerWorker(WorkerConnector):
     def _read_and_confirm(self, claim: PrefillClaim, peer: Peer, pull: BlockPull) -> None:
         """The bytes count only if P says, after the read, that the lease was alive all the time."""
         started = time.monotonic()
-        num_tokens = claim.params.remote_num_tokens or 0
+        num_tokens = claim.num_tokens
         spans = plan_pull(
             self._plan,
             blocks_announced(self._plan, peer.groups, claim.offsets, num_tokens=num_tokens),
@@ -241,11 +256,13 @@ def _stats(
     transfer_ms: float = 0.0,
     verified: bool = False,
 ) -> KVTransferStats:
+    there = claim.params.remote_num_cached_tokens or 0
+    is_back = claim.params.is_return_pull
     return KVTransferStats(
         attention_bytes=spans.attention_bytes if spans else 0,
         state_bytes=spans.state_bytes if spans else 0,
         transfer_ms=transfer_ms,
-        prefill_cached_tokens=claim.params.remote_num_cached_tokens or 0,
-        decode_cached_tokens=num_local_tokens,
+        prefill_cached_tokens=num_local_tokens if is_back else there,
+        decode_cached_tokens=there if is_back else num_local_tokens,
         verified=verified,
     )

@@ -1,4 +1,4 @@
-"""P's promises: which finished prefills stay readable, until when, and how they end.
+"""A node's promises: which finished requests stay readable, until when, and how they end.
 
 Durations and an injected monotonic clock, never wall time (vLLM #41383). Thread-safe: control
 messages arrive while the engine thread is in a long forward, and must count. Knows nothing of
@@ -18,25 +18,31 @@ RENEWAL_SHARE = 2.0 / 3.0
 
 @dataclass(slots=True)
 class Lease:
-    """One held prefill: byte offsets of its blocks per group, its tokens, its end.
+    """One held request: byte offsets of its blocks per group, its computed tokens, its end.
 
-    `generation` is new for every grant. `digests`: of its bytes, once a reader has claimed it.
+    `generation` is new for every grant. `is_spare`: kept for a next turn that may never come, and
+    nobody has claimed it. `digests`: of its bytes, once a reader has claimed it.
     """
 
     offsets: tuple[tuple[int, ...], ...]
     num_tokens: int
     deadline: float
     generation: int
+    is_spare: bool = False
     digests: HeldDigests | None = None
 
 
 class LeaseTable:
-    """Owner of all leases of one node. A lease ends once: by release, or by running out."""
+    """Owner of all leases of one node. A lease ends once: by release, by running out, as spare.
+
+    `num_taken_back`: spare leases that ended because memory was short.
+    """
 
     def __init__(self, duration_s: float, clock: Callable[[], float]) -> None:
         self.duration_s = duration_s
         self.num_expired = 0
         self.num_late_releases = 0
+        self.num_taken_back = 0
         self._clock = clock
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
@@ -46,19 +52,33 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, request_id: str, offsets: tuple[tuple[int, ...], ...], num_tokens: int) -> None:
-        """Begins the lease of a finished prefill."""
+    def grant(
+        self,
+        request_id: str,
+        offsets: tuple[tuple[int, ...], ...],
+        num_tokens: int,
+        *,
+        spare_s: float | None = None,
+    ) -> None:
+        """Begins the lease of a finished request; a spare one lasts `spare_s` seconds unclaimed."""
         with self._lock:
-            deadline = self._clock() + self.duration_s
+            is_spare = spare_s is not None
+            duration_s = self.duration_s if spare_s is None else spare_s
+            deadline = self._clock() + duration_s
             self._generation += 1
-            lease = Lease(offsets, num_tokens, deadline, self._generation)
+            lease = Lease(offsets, num_tokens, deadline, self._generation, is_spare)
             self._leases[request_id] = lease
 
     def claim(self, request_id: str) -> Lease | None:
-        """D has accepted the request: the lease, renewed; None when there is none (any more)."""
+        """The reader has accepted the request: the lease, renewed; None when there is none.
+
+        From now on a spare lease is like any other: it lasts as long as its reader renews it.
+        """
         with self._lock:
             lease = self._live(request_id)
             if lease is not None:
+                lease.is_spare = False
+                lease.deadline = min(lease.deadline, self._clock() + self.duration_s)
                 self._extend(lease)
             return lease
 
@@ -92,6 +112,20 @@ class LeaseTable:
             elif generation != ANY_GENERATION or not self._end_labelled(request_id):
                 self.num_late_releases += 1
             return alive
+
+    def take_back(self) -> str | None:
+        """Ends the spare lease that has the least time left, if there is one; its request.
+
+        Its blocks may be freed at once: nobody has learned where they lie.
+        """
+        with self._lock:
+            spare = [(it.deadline, key) for key, it in self._leases.items() if it.is_spare]
+            if not spare:
+                return None
+            _, request_id = min(spare)
+            del self._leases[request_id]
+            self.num_taken_back += 1
+            return request_id
 
     def take_ended(self) -> tuple[str, ...]:
         """Requests whose lease ended since the last call; their blocks may be freed."""

@@ -1,8 +1,8 @@
-"""`kv_transfer_params`: how P writes them, and what D checks before it believes a word.
+"""`kv_transfer_params`: how they are signed, and what is checked before a word is believed.
 
-The object passes through clients and proxies that may be anybody's, so P signs it with the cluster
-token and D talks only to hosts that a signed object names. Without a token there is nothing to sign
-with, and only peers on the same machine are accepted.
+The object passes through clients and proxies that may be anybody's, so who holds a request signs
+it with the cluster token and who pulls talks only to hosts that a signed object names. Without a
+token there is nothing to sign with, and only peers on the same machine are accepted.
 """
 
 import hashlib
@@ -16,16 +16,16 @@ import msgspec
 from engine.errors import KVTransferParamsError
 from engine.types import GenerateRequest, KVTransferParams, TokenId
 
-REQUIRED = (
+REQUIRED_TO_RETURN = (
     "remote_engine_id",
     "remote_request_id",
     "remote_host",
     "remote_port",
     "remote_num_tokens",
     "remote_prompt_digest",
-    "first_token_ids",
     "signature",
 )
+REQUIRED = (*REQUIRED_TO_RETURN, "first_token_ids")
 
 
 class ParamsSigner:
@@ -61,7 +61,7 @@ class ParamsSigner:
 
 
 def prompt_digest(token_ids: Sequence[TokenId]) -> str:
-    """Binds a hand-over to its prompt: what D pulls is cached there under these tokens' name."""
+    """Binds a hand-over to its tokens: what is pulled is cached under their name."""
     return hashlib.sha256(array("I", token_ids).tobytes()).hexdigest()
 
 
@@ -69,12 +69,7 @@ def check_remote_prefill(request: GenerateRequest, params: KVTransferParams) -> 
     """Raises KVTransferParamsError naming what is missing or does not fit `request`."""
     if params.do_remote_decode:
         raise KVTransferParamsError("do_remote_decode and do_remote_prefill exclude each other")
-    missing = [name for name in REQUIRED if getattr(params, name) is None]
-    if missing:
-        raise KVTransferParamsError(
-            f"do_remote_prefill needs {', '.join(missing)}; send P's object as it is",
-            code="partial_kv_transfer_params",
-        )
+    _check_complete(params, REQUIRED, "do_remote_prefill")
     num_tokens = len(request.prompt_token_ids)
     if params.remote_num_tokens != num_tokens:
         raise KVTransferParamsError(
@@ -86,6 +81,34 @@ def check_remote_prefill(request: GenerateRequest, params: KVTransferParams) -> 
         raise KVTransferParamsError(
             "P computed another prompt of the same length; send the same prompt to both",
             code="mismatched_kv_transfer_params",
+        )
+
+
+def check_return_pull(params: KVTransferParams) -> None:
+    """Raises KVTransferParamsError naming what is missing to pull the turn before from D."""
+    _check_complete(params, REQUIRED_TO_RETURN, "do_remote_decode with remote_engine_id")
+
+
+def why_not_from(request: GenerateRequest, params: KVTransferParams) -> str | None:
+    """Why this prompt cannot go on from the tokens that D has computed; None when it can.
+
+    It must begin with exactly these tokens, since D's state stands behind all of them, and have one
+    more. A client may well have edited its history, or another template may have written it: that
+    is no error.
+    """
+    num_tokens = params.remote_num_tokens or 0
+    if len(request.prompt_token_ids) <= num_tokens:
+        return "not_longer"
+    begins = prompt_digest(request.prompt_token_ids[:num_tokens])
+    return None if begins == params.remote_prompt_digest else "other_tokens"
+
+
+def _check_complete(params: KVTransferParams, names: Sequence[str], purpose: str) -> None:
+    missing = [name for name in names if getattr(params, name) is None]
+    if missing:
+        raise KVTransferParamsError(
+            f"{purpose} needs {', '.join(missing)}; send the node's object as it is",
+            code="partial_kv_transfer_params",
         )
 
 

@@ -1,10 +1,16 @@
-"""P's side of a hand-over: hold a finished prefill under a lease, and say where it is."""
+"""P's side of a hand-over: hold a finished prefill under a lease, and say where it is.
+
+And D's side of the way back: hold a finished answer for the next turn, if the node is told to.
+"""
 
 from dataclasses import dataclass
+
+import msgspec
 
 from connector.pd.lease import LeaseTable
 from connector.pd.params import ParamsSigner, prompt_digest
 from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.tables import BlockTables
 from engine.kv_connector import FinishDecision, SchedulerConnector, WorkerConnector
 from engine.metrics import TransferMetrics
 from engine.request import Request, is_remote_decode
@@ -21,8 +27,15 @@ class AdvertisedAddress:
     port: int = 0
 
 
+ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
+
+
 class ProducerScheduler(SchedulerConnector):
-    """Keeps the blocks of requests that another node will decode."""
+    """Keeps the blocks of requests that another node goes on with.
+
+    Those that it will decode, and those of a remote prefill that ended here, for `turn_ttl_s`
+    seconds (None: not at all).
+    """
 
     def __init__(
         self,
@@ -31,11 +44,13 @@ class ProducerScheduler(SchedulerConnector):
         leases: LeaseTable,
         *,
         signer: ParamsSigner,
+        turn_ttl_s: float | None = None,
     ) -> None:
         self._address = address
         self._plan = plan
         self._leases = leases
         self._signer = signer
+        self._turn_ttl_s = turn_ttl_s
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """A producer loads nothing."""
@@ -49,30 +64,43 @@ class ProducerScheduler(SchedulerConnector):
         return ConnectorMeta()
 
     def request_finished(self, request: Request) -> FinishDecision:
-        """Holds a remote decode's blocks until the lease ends; anything else is not ours."""
-        if not is_remote_decode(request.origin) or request.finish_reason is FinishReason.ABORT:
+        """Holds what another node goes on with until the lease ends; anything else is not ours.
+
+        Whose first token was its last was never pulled, and has no blocks.
+        """
+        tables, spare_s = request.blocks, None
+        if request.finish_reason not in ENDED_WELL or tables is None:
             return FinishDecision()
-        assert request.blocks is not None
-        tables = request.blocks
-        offsets = tuple(
-            tuple(self._plan.block_offset(group, block) for block in tables.used(group))
-            for group in range(len(tables.groups))
-        )
-        self._leases.grant(request.request_id, offsets, request.num_prompt_tokens)
-        return FinishDecision(hold=True, kv_transfer_params=self._params(request))
+        if not is_remote_decode(request.origin):
+            spare_s = self._turn_ttl_s
+            if spare_s is None or not request.wants_remote_prefill:
+                return FinishDecision()
+        self._hold(request, tables, spare_s)
+        return FinishDecision(hold=True, kv_transfer_params=self._params(request, tables))
 
     def give_up(self, request_id: str) -> None:
         """Ends the lease now instead of letting it run out."""
         self._leases.release(request_id)
 
+    def make_room(self) -> str | None:
+        """The answer whose next turn is the least likely to come in time."""
+        return self._leases.take_back()
+
     def close(self) -> None:
         """Leases end with the process."""
 
-    def _params(self, request: Request) -> KVTransferParams:
-        tables = request.blocks
-        assert tables is not None
+    def _hold(self, request: Request, tables: BlockTables, spare_s: float | None) -> None:
+        offsets = tuple(
+            tuple(self._plan.block_offset(group, block) for block in tables.used(group))
+            for group in range(len(tables.groups))
+        )
+        num_tokens = request.num_computed_tokens
+        self._leases.grant(request.request_id, offsets, num_tokens, spare_s=spare_s)
+
+    def _params(self, request: Request, tables: BlockTables) -> KVTransferParams:
+        """The last token was sampled and never computed: K/V and states end right before it."""
+        num_tokens = request.num_computed_tokens
         params = KVTransferParams(
-            do_remote_prefill=True,
             remote_engine_id=self._address.engine_id,
             remote_request_id=request.request_id,
             remote_block_ids=tuple(
@@ -80,14 +108,26 @@ class ProducerScheduler(SchedulerConnector):
             ),
             remote_host=self._address.host,
             remote_port=self._address.port,
-            remote_num_tokens=request.num_prompt_tokens,
-            remote_prompt_digest=prompt_digest(request.token_ids[: request.num_prompt_tokens]),
+            remote_num_tokens=num_tokens,
+            remote_prompt_digest=prompt_digest(request.token_ids[:num_tokens]),
             tp_size=1,
-            first_token_ids=(request.token_ids[-1],),
-            first_token_logprobs=(request.last_logprob,) if request.last_logprob else None,
             remote_num_cached_tokens=request.num_cached_tokens,
         )
+        if is_remote_decode(request.origin):
+            params = _for_decode(params, request)
+        else:
+            params = msgspec.structs.replace(params, do_remote_decode=True)
         return self._signer.sign(params)
+
+
+def _for_decode(params: KVTransferParams, request: Request) -> KVTransferParams:
+    """D goes on from the token that was sampled here."""
+    return msgspec.structs.replace(
+        params,
+        do_remote_prefill=True,
+        first_token_ids=(request.token_ids[-1],),
+        first_token_logprobs=(request.last_logprob,) if request.last_logprob else None,
+    )
 
 
 def held_bytes(plan: ArenaPlan, leases: LeaseTable) -> int:

@@ -57,7 +57,7 @@ TransferConfig = Annotated[
     typer.Option(
         help='JSON: kv_connector ("PdConnector"), kv_role (kv_both, kv_producer, kv_consumer), '
         "kv_load_failure_policy (recompute, fail), kv_connector_extra_config "
-        "(transport: auto, shm, nixl, ucx, zmq; kv_lease_duration; verify_transfers; ...)."
+        "(transport: auto, shm, nixl, ucx, zmq; kv_lease_duration; bidirectional_kv_xfer; ...)."
     ),
 ]
 EventsConfig = Annotated[

@@ -26,7 +26,7 @@ def _register_requests(metrics: NodeMetrics, scheduler: Scheduler) -> None:
         "vllm:num_requests_waiting", "Requests without blocks.", lambda: scheduler.num_waiting
     )
     metrics.read_gauge(
-        "tandem:held_requests", "Prefills held under a lease.", lambda: scheduler.num_held
+        "tandem:held_requests", "Finished requests held under a lease.", lambda: scheduler.num_held
     )
 
 

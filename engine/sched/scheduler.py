@@ -1,7 +1,7 @@
 """Continuous batching: which requests run in the next step, and what their results mean.
 
-Torch-free. Knows that a prefill may come from outside (the seam), never from whom. All decisions
-that need no state are in `chunk.py` and `request_queue.py`.
+Torch-free. Knows that tokens may come from outside (the seam), never from whom. All decisions
+that need no state are in `chunk.py`, `start.py` and `request_queue.py`.
 """
 
 from dataclasses import dataclass, field
@@ -10,8 +10,7 @@ import msgspec
 
 from engine.config import SchedulerConfig
 from engine.errors import KVLoadError, OverloadedError, TandemError
-from engine.kv_cache.checkpoints import checkpoint_positions, decode_positions, due
-from engine.kv_cache.coordinator import PrefixHit
+from engine.kv_cache.checkpoints import decode_positions, due
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.spec import MambaSpec
 from engine.kv_cache.tables import BlockTables
@@ -19,6 +18,7 @@ from engine.kv_connector import FinishDecision, SchedulerConnector
 from engine.request import Request, RequestStatus
 from engine.sched.chunk import plan_prefill_chunk
 from engine.sched.request_queue import RequestQueue
+from engine.sched.start import Start, find_start
 from engine.sched.stats import NO_CHECKPOINT, SchedulerStats
 from engine.step import (
     BlockPull,
@@ -193,6 +193,8 @@ class Scheduler:
         num_tokens = _next_chunk(request, request.num_computed_tokens, budget)
         assert request.blocks is not None
         while not self.cache.grow(request.blocks, request.num_computed_tokens + num_tokens):
+            if self._take_back():
+                continue
             victim = max(self._running, key=lambda other: (other.priority, other.arrival))
             self._preempt(victim)
             if victim is request:
@@ -204,74 +206,56 @@ class Scheduler:
         self, request: Request, budget: int, scheduled: list[ScheduledRequest]
     ) -> int | None:
         """Tokens of budget used, or None when the request has to go on waiting."""
-        hit, num_external = self._find_start(request, request.num_tokens - 1)
-        tables = self._start(request, hit, num_external, budget=budget)
+        start, tables = self._try_start(request, request.num_tokens - 1, budget)
+        while tables is None and self._take_back():
+            start, tables = self._try_start(request, request.num_tokens - 1, budget)
         if tables is None and self.cache.num_free_units == self.cache.plan.num_units:
-            hit, num_external = self._find_start(request, 0)  # what it hits takes too many units
-            tables = self._start(request, hit, num_external, budget=budget)
+            start, tables = self._try_start(request, 0, budget)  # what it hits takes too many units
         if tables is None:
             self._without_room = request.request_id, self.cache.num_releases
             return None
-        start = hit.num_tokens
-        num_tokens = num_external or _next_chunk(request, start, budget)
         self._waiting.pop()
-        self._begin(request, tables, hit, num_external=num_external)
-        if num_external:
-            self._start_load(request)
+        self._begin(request, tables, start)
+        if start.num_external:
+            self._start_load(request, start)
             return 0
-        if request.skip_mamba_align and start >= request.num_prompt_tokens:
+        if request.skip_mamba_align:
             self._connector.update_state_after_alloc(request, None)
-        request.checkpoints = self._checkpoint_positions(request, hit)
+        num_tokens = _next_chunk(request, start.num_tokens, budget)
         request.move(RequestStatus.RUNNING)
         self._running.append(request)
         scheduled.append(self._scheduled(request, num_tokens))
         return num_tokens
 
-    def _start(
-        self, request: Request, hit: PrefixHit, num_external: int, *, budget: int
-    ) -> BlockTables | None:
-        num_tokens = num_external or _next_chunk(request, hit.num_tokens, budget)
-        return self.cache.start(hit, hit.num_tokens + num_tokens)
+    def _try_start(
+        self, request: Request, limit: int, budget: int
+    ) -> tuple[Start, BlockTables | None]:
+        start = find_start(request, limit, cache=self.cache, connector=self._connector)
+        num_new = 0 if start.num_external else _next_chunk(request, start.num_tokens, budget)
+        return start, self.cache.start(start.hit, start.num_tokens + num_new)
 
-    def _find_start(self, request: Request, limit: int) -> tuple[PrefixHit, int]:
-        """The local hit of at most `limit` tokens, and how many behind it come from another node.
+    def _take_back(self) -> bool:
+        """Frees what is held for somebody who has not asked for it yet; whether there was any."""
+        request_id = self._connector.make_room()
+        if request_id is not None:
+            self._free(self._held.pop(request_id))
+        return request_id is not None
 
-        All of the known tokens but the last may hit: that one is computed to get its logits. While
-        a remote prefill stands, what the Mamba groups lack does not shorten the hit, since their
-        states are pulled; unless everything is here already, and nothing is pulled.
-        """
-        hit = self.cache.find_hit(request.prefix, limit)
-        if not request.skip_mamba_align or hit.num_tokens >= request.num_prompt_tokens:
-            return hit, 0
-        skipping = self.cache.find_hit(
-            request.prefix, min(limit, request.num_prompt_tokens - 1), skip_mamba=True
-        )
-        num_external = self._connector.get_num_new_matched_tokens(request, skipping.num_tokens)
-        return (skipping, num_external) if num_external else (hit, 0)
-
-    def _begin(
-        self, request: Request, tables: BlockTables, hit: PrefixHit, *, num_external: int
-    ) -> None:
+    def _begin(self, request: Request, tables: BlockTables, start: Start) -> None:
+        hit, block_size = start.hit, self.cache.plan.joint_block_size
         request.blocks = tables
         request.num_computed_tokens = hit.num_tokens
+        request.checkpoints = start.checkpoints(request.num_prompt_tokens, block_size)
         if request.status is not RequestStatus.WAITING:
             return
         request.num_cached_tokens = hit.num_tokens
         if not request.num_known_tokens:  # a failed load comes here again
-            self.stats.started(request, hit.num_tokens, num_external)
-        if num_external or not self._keeps_states:
+            self.stats.started(request, hit.num_tokens, start.num_external)
+        if start.num_external or not self._keeps_states:
             return
         self.stats.checkpoint_hits += hit.num_tokens > 0
         if hit.junction > max(hit.num_tokens, request.num_known_tokens):
             request.lose(hit.junction, NO_CHECKPOINT)
-
-    def _checkpoint_positions(self, request: Request, hit: PrefixHit) -> tuple[int, ...]:
-        return checkpoint_positions(
-            hit.num_tokens,
-            hit.junction,
-            request.num_prompt_tokens,
-            block_size=self.cache.plan.joint_block_size,
-        )
 
     def _scheduled(self, request: Request, num_tokens: int) -> ScheduledRequest:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
@@ -297,8 +281,9 @@ class Scheduler:
         request.num_computed_tokens = 0
         self._waiting.push(request)
 
-    def _start_load(self, request: Request) -> None:
+    def _start_load(self, request: Request, start: Start) -> None:
         assert request.blocks is not None
+        request.num_loading_tokens = start.num_tokens
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
         self._loading[request.request_id] = request
         tables = tuple(tuple(blocks) for blocks in request.blocks.groups)
@@ -311,7 +296,7 @@ class Scheduler:
             self._free(request)
             return
         assert request.blocks is not None
-        request.num_computed_tokens = request.num_prompt_tokens
+        request.num_computed_tokens = request.num_loading_tokens
         self.cache.keep_loaded(request.blocks, request.prefix, request.num_computed_tokens)
         request.move(RequestStatus.RUNNING)
         self._running.append(request)
@@ -324,7 +309,7 @@ class Scheduler:
         request.skip_mamba_align = False
         if self._recompute_failed_loads:
             request.move(RequestStatus.WAITING)
-            request.lose(request.num_prompt_tokens, cause)
+            request.lose(request.num_loading_tokens, cause)
             self._restart(request)
             return
         request.finish_reason = FinishReason.ERROR

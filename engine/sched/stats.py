@@ -6,7 +6,7 @@ Knows no metric by name and nobody who reads.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.request import Request
+from engine.request import Request, names_a_peer
 
 NO_CHECKPOINT = "no_checkpoint"
 
@@ -15,8 +15,8 @@ NO_CHECKPOINT = "no_checkpoint"
 class SchedulerStats:
     """Counters since start; the node's metrics read differences.
 
-    `prefix_queries`, `prefix_hits`: prompt tokens looked up and found here; `external_*`: of remote
-    prefills, those not found here, and to be pulled; all at a request's first start.
+    `prefix_queries`, `prefix_hits`: prompt tokens looked up and found here; `external_*`: of those
+    with a peer, tokens not found here, and to be pulled; all at a request's first start.
     `checkpoint_hits`: requests that started from a kept state. `checkpoints_written`: states copied
     for reuse, by the phase of the request. `recomputed_tokens`: by cause, once they are computed.
     """
@@ -34,7 +34,7 @@ class SchedulerStats:
         """Books where the prompt of a starting request comes from."""
         self.prefix_queries += request.num_prompt_tokens
         self.prefix_hits += num_hit
-        if request.wants_remote_prefill:
+        if names_a_peer(request.origin):
             self.external_queries += request.num_prompt_tokens - num_hit
             self.external_hits += num_external
 

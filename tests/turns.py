@@ -1,0 +1,137 @@
+"""Conversations over a pair of nodes whose second turn goes back to where the first was decoded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from connector.pd.faults import NO_FAULTS, FaultInjector
+from engine.config import KVTransferConfig
+from engine.node.server import NodeServer
+from engine.types import KVTransferParams, SamplingParams
+from tests.cluster import Cluster, Generation, generate, settled
+from tests.faults import counted
+from tests.pairs import GREEDY, REMOTE_DECODE, prompt_of, request_of
+
+SKIPPED = "tandem:kv_return_pulls_skipped"
+CAUSES = (
+    *("disabled", "not_longer", "other_tokens", "below_threshold"),
+    *("expired", "foreign", "mismatched", "peer_unreachable"),
+)
+
+
+def both_ways(
+    transport: str = "shm",
+    *,
+    policy: str = "recompute",
+    role: str = "kv_both",
+    on: bool = True,
+    **changes: object,
+) -> KVTransferConfig:
+    """A kv_transfer_config with the way back open, unless `on` is false."""
+    extra = {"transport": transport, "control_timeout": 2.0, "bidirectional_kv_xfer": on}
+    fields = {
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {**extra, **changes},
+    }
+    return msgspec.convert(fields, KVTransferConfig)
+
+
+@dataclass(slots=True)
+class Turn:
+    """One turn: P's part, with one token, and D's, with all."""
+
+    prompt: tuple[int, ...]
+    prefilled: Generation
+    decoded: Generation
+
+    @property
+    def said(self) -> tuple[int, ...]:
+        """Prompt and answer."""
+        return (*self.prompt, *self.decoded.token_ids)
+
+    @property
+    def kept(self) -> KVTransferParams:
+        """Where D keeps it."""
+        params = self.decoded.last.kv_transfer_params
+        assert params is not None
+        return params
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that D has computed: all but the last, which was only sampled."""
+        return len(self.said) - 1
+
+
+async def take_turn(
+    p: NodeServer,
+    d: NodeServer,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams = GREEDY,
+    before: Turn | None = None,
+) -> Turn:
+    """One turn, which goes on from `before` if P pulls that."""
+    params = REMOTE_DECODE if before is None else before.kept
+    prefilled = await generate(p, request_of(prompt, sampling, params))
+    answer = prefilled.last.kv_transfer_params
+    assert answer is not None
+    assert answer.remote_num_tokens == len(prompt)
+    return Turn(prompt, prefilled, await generate(d, request_of(prompt, sampling, answer)))
+
+
+def next_prompt(before: Turn, length: int = 30, salt: int = 5) -> tuple[int, ...]:
+    """What was said, and a new question."""
+    return (*before.said, *prompt_of(length, salt))
+
+
+async def pair_of_nodes(
+    cluster: Cluster,
+    model: Path,
+    config: KVTransferConfig,
+    *,
+    on_p: FaultInjector = NO_FAULTS,
+    on_d: FaultInjector = NO_FAULTS,
+) -> tuple[NodeServer, NodeServer]:
+    """Both cache prefixes: where states are kept cuts the scans, and so decides about rounding."""
+    p = await cluster.start(
+        "prefill", model, faults=on_p, kv_transfer_config=config, enable_prefix_caching=True
+    )
+    d = await cluster.start(
+        "decode", model, faults=on_d, kv_transfer_config=config, enable_prefix_caching=True
+    )
+    return p, d
+
+
+async def forget(node: NodeServer) -> None:
+    """Empties a node's prefix cache: what it needs again, it must compute or pull."""
+    await settled(node)
+    await node.engine.run_in_engine(node.engine.core.scheduler.cache.reset)
+
+
+async def let_go(d: NodeServer, *turns: Turn) -> None:
+    """Ends what D keeps of turns that nobody goes on with, and waits until all memory is back."""
+    for turn in turns:
+        held = turn.kept.remote_request_id
+        assert held is not None
+        await d.engine.run_in_engine(lambda held=held: d.engine.core.scheduler.abort(held))  # type: ignore[misc]
+    await settled(d)
+
+
+def skipped(node: NodeServer) -> dict[str, float]:
+    """Return pulls that were not made, by cause."""
+    found = {cause: counted(node, SKIPPED, cause=cause) for cause in CAUSES}
+    return {cause: number for cause, number in found.items() if number}
+
+
+def assert_equal(pair: Generation, alone: Generation) -> None:
+    """Bit by bit."""
+    assert pair.token_ids == alone.token_ids
+    assert pair.logprobs == alone.logprobs
+
+
+def assert_all_equal(pairs: Sequence[Generation], alone: Sequence[Generation]) -> None:
+    """Bit by bit, turn by turn."""
+    for pair, one in zip(pairs, alone, strict=True):
+        assert_equal(pair, one)
