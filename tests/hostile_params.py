@@ -1,4 +1,4 @@
-"""Hundreds of wrong `kv_transfer_params`, made from one that P really answered; seeded."""
+"""Hundreds of wrong `kv_transfer_params`, made from one that a node really answered; seeded."""
 
 import json
 import random
@@ -68,6 +68,43 @@ def hostile_params(valid: Fields, used: Fields, token: str, seed: int) -> Iterat
     yield from _bit_flips(chance, valid)
 
 
+def hostile_returns(valid: Fields, token: str, seed: int) -> Iterator[bytes]:
+    """As `hostile_params`, of D's answer for P: what no P may accept."""
+    chance = random.Random(seed)
+    wrong = (json.dumps({**valid, **change}).encode() for change in BEYOND_64_BITS)
+    yield from wrong
+    for made in (_mistyped, _partial, _nested, _flags, _foreign_host, _signature, _large):
+        for _ in range(PER_FAMILY):
+            fields = made(chance, valid)
+            if fields.get("do_remote_prefill") is not None:  # null means false, as it was
+                yield from _changed(valid, fields)
+    for change in (
+        {"first_token_ids": [3]},
+        {"first_token_logprobs": [[1, -1.0, []]]},
+        {"do_remote_prefill": True},
+        {"do_remote_decode": False},
+    ):
+        yield json.dumps(_signed({**valid, **change}, token)).encode()
+    yield from _bit_flips(chance, valid)
+
+
+def outdated_returns(valid: Fields, shorter_digest: str, token: str) -> dict[str, Fields]:
+    """Signed by a node of the cluster, and not what D holds for this prompt: by cause.
+
+    `shorter_digest`: of the prompt's beginning that is one token shorter than what D has computed.
+    """
+    one_less = {"remote_num_tokens": valid["remote_num_tokens"] - 1}
+    changes: dict[str, Fields] = {
+        "other_tokens": one_less,
+        "not_longer": {"remote_num_tokens": 2**20},
+        "mismatched": {**one_less, "remote_prompt_digest": shorter_digest},
+        "foreign": {"remote_engine_id": "decode-0123456789abcdef"},
+        "expired": {"remote_request_id": "cmpl-that-never-was"},
+        "peer_unreachable": {"remote_port": 1},
+    }
+    return {cause: _signed({**valid, **change}, token) for cause, change in changes.items()}
+
+
 def _changed(valid: Fields, fields: Fields) -> Iterator[bytes]:
     """`fields` as JSON, unless chance has hit what was there already."""
     if repr(fields) != repr(valid):
@@ -79,7 +116,8 @@ def _mistyped(chance: random.Random, valid: Fields) -> Fields:
 
 
 def _partial(chance: random.Random, valid: Fields) -> Fields:
-    gone = chance.sample(REQUIRED, chance.randint(1, len(REQUIRED)))
+    needed = [name for name in REQUIRED if valid.get(name) is not None]
+    gone = chance.sample(needed, chance.randint(1, len(needed)))
     if chance.random() < 0.5:
         return {**valid, **dict.fromkeys(gone)}
     return {key: value for key, value in valid.items() if key not in gone}

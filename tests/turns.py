@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -93,13 +94,17 @@ async def pair_of_nodes(
     *,
     on_p: FaultInjector = NO_FAULTS,
     on_d: FaultInjector = NO_FAULTS,
+    d_caches: bool = True,
 ) -> tuple[NodeServer, NodeServer]:
-    """Both cache prefixes: where states are kept cuts the scans, and so decides about rounding."""
+    """P caches prefixes: where states are kept cuts the scans, and so decides about rounding.
+
+    So does what D keeps of its own when P computes a turn that D has decoded: `d_caches`.
+    """
     p = await cluster.start(
         "prefill", model, faults=on_p, kv_transfer_config=config, enable_prefix_caching=True
     )
     d = await cluster.start(
-        "decode", model, faults=on_d, kv_transfer_config=config, enable_prefix_caching=True
+        "decode", model, faults=on_d, kv_transfer_config=config, enable_prefix_caching=d_caches
     )
     return p, d
 
@@ -113,10 +118,16 @@ async def forget(node: NodeServer) -> None:
 async def let_go(d: NodeServer, *turns: Turn) -> None:
     """Ends what D keeps of turns that nobody goes on with, and waits until all memory is back."""
     for turn in turns:
-        held = turn.kept.remote_request_id
-        assert held is not None
-        await d.engine.run_in_engine(lambda held=held: d.engine.core.scheduler.abort(held))  # type: ignore[misc]
+        await end_hold(d, turn.decoded)
     await settled(d)
+
+
+async def end_hold(node: NodeServer, done: Generation) -> None:
+    """Nobody goes on with what a node holds of `done`."""
+    params = done.last.kv_transfer_params
+    assert params is not None and params.remote_request_id is not None
+    abort = partial(node.engine.core.scheduler.abort, params.remote_request_id)
+    await node.engine.run_in_engine(abort)
 
 
 def skipped(node: NodeServer) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """D's side of a hand-over: pull what P holds into blocks of this node, confirm, publish.
 
-The scheduler side decides and never waits; the worker side moves bytes on threads of its own, so a
-slow peer delays neither the engine step nor other requests.
+And P's side of the way back, where D holds the turn before: the same claims, plans and reads. The
+scheduler side decides and never waits; the worker side moves bytes on threads of its own, so a slow
+peer delays neither the engine step nor other requests.
 """
 
 import queue

@@ -348,6 +348,7 @@ class Scheduler:
         decision = self._connector.request_finished(request)
         if decision.hold:
             self._held[request.request_id] = request
+            self._without_room = None  # it may be taken back for who waits
         elif request.request_id not in self._loading:
             self._free(request)
         if last is not None:

@@ -26,7 +26,7 @@ def test_reconnecting_holds_no_more_and_more(kind: str) -> None:
             transport.disconnect("p")
             transport.connect("p", peer.address)
             transport.read("p", [SpanPair(0, 0, ARENA_BYTES)]).wait(DEADLINE_S)
-        return held_by(peer.process.pid), held_by(os.getpid())
+        return held_by(peer.pid), held_by(os.getpid())
 
     try:
         before = reconnect(2)

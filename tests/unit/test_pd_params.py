@@ -1,10 +1,19 @@
-"""What D checks before it believes a word of `kv_transfer_params`."""
+"""What P and D check before they believe a word of `kv_transfer_params`."""
 
 import pytest
 from msgspec.structs import replace
 
-from connector.pd.params import REQUIRED, ParamsSigner, check_remote_prefill, prompt_digest
+from connector.pd.params import (
+    REQUIRED,
+    REQUIRED_TO_RETURN,
+    ParamsSigner,
+    check_remote_prefill,
+    check_return_pull,
+    prompt_digest,
+    why_not_from,
+)
 from engine.errors import KVTransferParamsError
+from engine.prompt_checks import check_details
 from engine.types import GenerateRequest, KVTransferParams
 
 PARAMS = KVTransferParams(
@@ -19,6 +28,7 @@ PARAMS = KVTransferParams(
     first_token_ids=(9,),
     signature="00ff",
 )
+KEPT = replace(PARAMS, do_remote_prefill=False, do_remote_decode=True, first_token_ids=None)
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=(1, 2, 3))
 
 
@@ -67,3 +77,55 @@ def test_without_a_token_only_this_machine_is_believed(host: str) -> None:
     signer.verify(signer.sign(replace(PARAMS, remote_host="::1")))
     with pytest.raises(KVTransferParamsError, match="not this machine"):
         signer.verify(signer.sign(replace(PARAMS, remote_host=host)))
+
+
+def test_d_s_answer_is_accepted_as_it_is() -> None:
+    check_details(KEPT)
+    check_return_pull(KEPT)
+
+
+@pytest.mark.parametrize("name", REQUIRED_TO_RETURN)
+def test_a_missing_field_of_d_s_answer_is_named(name: str) -> None:
+    with pytest.raises(KVTransferParamsError, match=f"needs {name}") as caught:
+        check_return_pull(replace(KEPT, **{name: None}))
+    assert caught.value.code == "partial_kv_transfer_params"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        replace(KEPT, first_token_ids=(9,)),
+        replace(KEPT, remote_engine_id=None),
+        replace(KEPT, do_remote_decode=False),
+        KVTransferParams(do_remote_decode=True, remote_host="127.0.0.1"),
+    ],
+    ids=["first token", "no engine", "no flag", "only a host"],
+)
+def test_details_are_accepted_only_with_what_they_belong_to(params: KVTransferParams) -> None:
+    with pytest.raises(KVTransferParamsError, match="only accepted with do_remote_prefill=true"):
+        check_details(params)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "cause"),
+    [
+        ((1, 2, 3, 4), None),
+        ((1, 2, 3, 4, 5), None),
+        ((1, 2, 3), "not_longer"),
+        ((1, 2), "not_longer"),
+        ((1, 2, 4, 3), "other_tokens"),
+        ((4, 2, 3, 1), "other_tokens"),
+        ((1, 2, 2, 3), "other_tokens"),
+    ],
+)
+def test_a_prompt_goes_on_from_exactly_the_tokens_that_d_has_computed(
+    prompt: tuple[int, ...], cause: str | None
+) -> None:
+    assert why_not_from(replace(REQUEST, prompt_token_ids=prompt), KEPT) == cause
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4])
+def test_a_count_that_is_not_the_digest_s_is_found(num_tokens: int) -> None:
+    longer = replace(REQUEST, prompt_token_ids=(1, 2, 3, 4, 5))
+    assert why_not_from(longer, KEPT) is None
+    assert why_not_from(longer, replace(KEPT, remote_num_tokens=num_tokens)) == "other_tokens"

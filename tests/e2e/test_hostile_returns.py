@@ -1,0 +1,98 @@
+"""Hundreds of hostile variants of what D answers for the next turn, against a real P over HTTP.
+
+What no node of the cluster signed is refused; what one signed and nobody holds is not pulled.
+"""
+
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from connector.pd.params import prompt_digest
+from engine.node.server import NodeServer
+from tests.asking import ask, prefill_over_http, question
+from tests.cluster import Cluster, settled, until
+from tests.hostile_params import hostile_returns, outdated_returns
+from tests.pairs import prompt_of
+from tests.processes import CLUSTER_TOKEN
+from tests.turns import both_ways, skipped
+
+FAMILY = "qwen3_5"
+AT_LEAST = 200
+
+
+async def two_nodes(cluster: Cluster, model: Path, ttl_s: float = 60.0) -> list[NodeServer]:
+    config = both_ways(kv_recompute_threshold=1, decoder_kv_blocks_ttl=ttl_s)
+    return [
+        await cluster.start(
+            kind,
+            model,
+            kv_transfer_config=config,
+            cluster_token=CLUSTER_TOKEN,
+            served_model_name=("tiny",),
+        )
+        for kind in ("prefill", "decode")
+    ]
+
+
+async def kept_turn(p: NodeServer, d: NodeServer) -> tuple[list[int], dict[str, Any]]:
+    """What was said, with a new question, and D's answer for P."""
+    prompt = list(prompt_of(60))
+    params = await prefill_over_http(p.url, prompt)
+    answer = await ask(d.url, question(prompt, kv_transfer_params=params))
+    said = [*prompt, *answer.token_ids, *prompt_of(9, salt=2)]
+    return said, answer.body["kv_transfer_params"]
+
+
+async def test_what_no_node_signed_is_a_400_and_the_true_object_still_pulls(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p, d = await two_nodes(cluster, checkpoints[FAMILY])
+    prompt, valid = await kept_turn(p, d)
+    seed = secrets.randbelow(2**32)
+    print(f"seed of hostile_returns: {seed}")
+    head = json.dumps(question(prompt)).encode()[:-1]
+    codes: set[object] = set()
+    number = 0
+    for data in hostile_returns(valid, CLUSTER_TOKEN, seed):
+        answer = await ask(p.url, head + b', "kv_transfer_params": ' + data + b"}")
+        codes.add(answer.error(400)["code"])
+        number += 1
+    assert number >= AT_LEAST
+    assert {"partial_kv_transfer_params", "foreign_kv_transfer_params"} <= codes
+    assert skipped(p) == {}
+    assert d.engine.core.scheduler.num_held == 1
+    done = await ask(p.url, question(prompt, kv_transfer_params=valid))
+    assert done.body["usage"]["kv_transfer"]["state_bytes"] > 0
+    onward = await ask(
+        d.url, question(prompt, max_tokens=1, kv_transfer_params=done.body["kv_transfer_params"])
+    )
+    assert len(onward.token_ids) == 1
+    for node in (p, d):
+        await settled(node)
+
+
+@pytest.mark.parametrize(
+    "cause",
+    ["other_tokens", "not_longer", "mismatched", "foreign", "expired", "peer_unreachable"],
+)
+async def test_what_a_node_signed_and_nobody_holds_is_computed(
+    cluster: Cluster, checkpoints: dict[str, Path], cause: str
+) -> None:
+    """`mismatched`: the tokens are right, and D's state stands one token behind them."""
+    p, d = await two_nodes(cluster, checkpoints[FAMILY], ttl_s=3.0)
+    prompt, valid = await kept_turn(p, d)
+    shorter = prompt_digest(prompt[: valid["remote_num_tokens"] - 1])
+    params = outdated_returns(valid, shorter, CLUSTER_TOKEN)[cause]
+    done = await ask(p.url, question(prompt, kv_transfer_params=params))
+    assert skipped(p) == {cause: 1}
+    assert done.body["usage"].get("kv_transfer") is None
+    plain = await ask(p.url, question(prompt, max_tokens=1))
+    assert done.token_ids == plain.token_ids
+    alone = await ask(d.url, question(prompt, kv_transfer_params=done.body["kv_transfer_params"]))
+    assert alone.token_ids[:1] == plain.token_ids
+    held = alone.body["kv_transfer_params"]["remote_request_id"]
+    await d.engine.run_in_engine(lambda: d.engine.core.scheduler.abort(held))
+    await until(lambda: d.engine.core.scheduler.num_held == 0)

@@ -1,0 +1,303 @@
+"""A turn before that cannot be pulled costs time and no token, and nobody keeps it any longer."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from connector.pd.faults import FaultPoint
+from engine.errors import KVLoadError
+from engine.kv_cache.plan import plan_arena
+from engine.model_configs.registry import read_config
+from engine.node.server import NodeServer
+from engine.types import KVTransferParams
+from tests.cluster import BASE, Cluster, Generation, generate, settled
+from tests.faults import Damage, DamagedReads, HeldPull, Span, counted, flip
+from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
+from tests.turns import (
+    Turn,
+    assert_equal,
+    both_ways,
+    end_hold,
+    forget,
+    next_prompt,
+    pair_of_nodes,
+    skipped,
+    take_turn,
+)
+
+FAMILY = "qwen3_5"
+FAILURES = "tandem:kv_verification_failures"
+RETRIES = "tandem:kv_verification_retries"
+HYBRIDS = ("qwen3_5", "nemotron_h")
+
+
+nodes = partial(pair_of_nodes, d_caches=False)
+
+
+async def first_turn(p: NodeServer, d: NodeServer) -> Turn:
+    """A turn that D keeps and P has forgotten."""
+    turn = await take_turn(p, d, prompt_of(90))
+    await forget(p)
+    assert d.engine.core.scheduler.num_held == 1
+    return turn
+
+
+async def alone(cluster: Cluster, model: Path, prompt: tuple[int, ...]) -> Generation:
+    """The answer of one node that knows nothing."""
+    one = await cluster.start("decode", model, enable_prefix_caching=True)
+    return await generate(one, request_of(prompt))
+
+
+async def computed_here(
+    p: NodeServer, d: NodeServer, prompt: tuple[int, ...], params: KVTransferParams
+) -> Generation:
+    """The answer of a pair whose P pulls nothing."""
+    prefilled = await generate(p, request_of(prompt, GREEDY, params))
+    assert prefilled.last.kv_transfer is None
+    assert prefilled.last.num_cached_tokens == 0
+    answer = prefilled.last.kv_transfer_params
+    return await generate(d, request_of(prompt, GREEDY, answer))
+
+
+def edited(turn: Turn) -> tuple[int, ...]:
+    return (turn.prompt[0] ^ 1, *next_prompt(turn)[1:])
+
+
+def retokenized(turn: Turn) -> tuple[int, ...]:
+    """Only the last token that has K/V is another."""
+    return (*turn.said[:-2], turn.said[-2] ^ 1, *turn.said[-1:], *prompt_of(20))
+
+
+def shorter(turn: Turn) -> tuple[int, ...]:
+    return turn.said[:-10]
+
+
+def no_longer(turn: Turn) -> tuple[int, ...]:
+    """Exactly what D has computed: there would be nothing left to sample from."""
+    return turn.said[:-1]
+
+
+OTHER_PROMPTS: dict[Callable[[Turn], tuple[int, ...]], str] = {
+    edited: "other_tokens",
+    retokenized: "other_tokens",
+    shorter: "not_longer",
+    no_longer: "not_longer",
+}
+
+
+@pytest.mark.parametrize("make", OTHER_PROMPTS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("family", HYBRIDS)
+async def test_a_prompt_that_does_not_go_on_from_there_is_computed(
+    cluster: Cluster,
+    checkpoints: dict[str, Path],
+    family: str,
+    make: Callable[[Turn], tuple[int, ...]],
+) -> None:
+    """And D keeps the turn no longer, although its time would last."""
+    p, d = await nodes(cluster, checkpoints[family], both_ways())
+    turn = await first_turn(p, d)
+    prompt = make(turn)
+    prefilled = await generate(p, request_of(prompt, GREEDY, turn.kept))
+    assert prefilled.last.kv_transfer is None
+    await settled(d)
+    assert skipped(p) == {OTHER_PROMPTS[make]: 1}
+    decoded = await generate(d, request_of(prompt, GREEDY, prefilled.last.kv_transfer_params))
+    assert_equal(decoded, await alone(cluster, checkpoints[family], prompt))
+    await end_hold(d, decoded)
+
+
+async def test_without_the_option_p_computes_and_d_keeps_it_no_longer(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p, d = await nodes(cluster, checkpoints[FAMILY], both_ways())
+    off = await cluster.start(
+        "prefill", checkpoints[FAMILY], kv_transfer_config=both_ways(on=False)
+    )
+    turn = await first_turn(p, d)
+    prompt = next_prompt(turn)
+    done = await generate(off, request_of(prompt, GREEDY, turn.kept))
+    await settled(d)
+    assert skipped(off) == {"disabled": 1}
+    await end_hold(off, done)
+
+
+async def test_an_expired_turn_is_computed(cluster: Cluster, checkpoints: dict[str, Path]) -> None:
+    model = checkpoints[FAMILY]
+    p, d = await nodes(cluster, model, both_ways(decoder_kv_blocks_ttl=0.2))
+    turn = await take_turn(p, d, prompt_of(90))
+    await settled(d)
+    assert counted(d, "vllm:nixl_num_kv_expired_reqs") == 1
+    await forget(p)
+    prompt = next_prompt(turn)
+    done = await computed_here(p, d, prompt, turn.kept)
+    assert skipped(p) == {"expired": 1}
+    assert_equal(done, await alone(cluster, model, prompt))
+
+
+async def test_a_turn_is_kept_for_its_time_and_once_claimed_for_as_long_as_p_needs(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """The pull is held back for longer than the turn would have been kept unclaimed."""
+    faults = HeldPull(FaultPoint.BEFORE_CONFIRM)
+    config = both_ways(decoder_kv_blocks_ttl=1.0, kv_lease_duration=1.0)
+    p, d = await nodes(cluster, checkpoints[FAMILY], config, on_p=faults)
+    turn = await first_turn(p, d)
+    prompt = next_prompt(turn)
+    asked = asyncio.create_task(take_turn(p, d, prompt, GREEDY, turn))
+    assert await asyncio.to_thread(faults.reached.wait, 20)
+    await asyncio.sleep(2.5)
+    assert d.engine.core.scheduler.num_held == 1
+    faults.go.set()
+    assert (await asked).prefilled.last.kv_transfer is not None
+    await settled(d)
+
+
+async def test_another_incarnation_at_the_same_address_is_not_asked_for_it(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    model = checkpoints[FAMILY]
+    p, d = await nodes(cluster, model, both_ways())
+    turn = await first_turn(p, d)
+    await end_hold(d, turn.decoded)
+    await d.close()
+    cluster.nodes.remove(d)
+    port = turn.kept.remote_port
+    again = await cluster.start("decode", model, kv_transfer_config=both_ways(), grpc_port=port)
+    prompt = next_prompt(turn)
+    done = await computed_here(p, again, prompt, turn.kept)
+    assert skipped(p) == {"foreign": 1}
+    assert_equal(done, await alone(cluster, model, prompt))
+    await end_hold(again, done)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+async def test_a_dead_node_s_turn_is_computed_whatever_the_policy(
+    cluster: Cluster, checkpoints: dict[str, Path], policy: str
+) -> None:
+    model = checkpoints[FAMILY]
+    p, d = await nodes(cluster, model, both_ways(policy=policy))
+    other = await cluster.start("decode", model)
+    turn = await first_turn(p, d)
+    await end_hold(d, turn.decoded)
+    await d.close()
+    prompt = next_prompt(turn)
+    done = await computed_here(p, other, prompt, turn.kept)
+    assert skipped(p) == {"peer_unreachable": 1}
+    assert_equal(done, await alone(cluster, model, prompt))
+
+
+def damage_of(model: Path, kind: str) -> Damage:
+    """Flips a bit of D's last state, or of an attention block, whichever way spans are cut."""
+    plan = plan_arena(read_config(model, None).groups, BASE.block_size, BASE.kv_cache_memory_bytes)
+    size = plan.block_bytes(plan.state_groups[0])
+    is_state = kind == "state"
+
+    def damage(memory: memoryview, spans: Sequence[Span]) -> None:
+        chosen = [span for span in spans if (span[2] == size) == is_state]
+        flip(memory, (chosen or spans)[-1][1] + 5)
+
+    return damage
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("kind", ["state", "attention"])
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+@pytest.mark.parametrize("family", HYBRIDS)
+async def test_a_flipped_bit_is_read_again_and_then_computed(
+    cluster: Cluster,
+    checkpoints: dict[str, Path],
+    family: str,
+    transport: str,
+    kind: str,
+    times: int,
+) -> None:
+    model = checkpoints[family]
+    faults = DamagedReads(damage_of(model, kind), times=times)
+    p, d = await nodes(cluster, model, both_ways(transport), on_p=faults)
+    one = await cluster.start("decode", model, enable_prefix_caching=True)
+    turn = await first_turn(p, d)
+    if times == 1:  # otherwise the one node computes all of it, too
+        await generate(one, request_of(turn.prompt))
+    prompt = next_prompt(turn)
+    second = await take_turn(p, d, prompt, GREEDY, turn)
+    assert_equal(second.decoded, await generate(one, request_of(prompt)))
+    assert (second.prefilled.last.kv_transfer is None) == (times == 2)
+    assert faults.hits == times
+    assert counted(p, RETRIES) == 1
+    assert counted(p, FAILURES, kind=kind) == times
+    lost = {"verification_failed": turn.num_kept} if times == 2 else {}
+    assert p.engine.core.scheduler.stats.recomputed_tokens == lost
+    await end_hold(d, second.decoded)
+    await settled(p)
+    await settled(d)
+
+
+async def test_policy_fail_ends_a_request_whose_pull_failed_and_keeps_nothing(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
+    p, d = await nodes(cluster, checkpoints[FAMILY], both_ways(policy="fail"), on_p=faults)
+    turn = await first_turn(p, d)
+    with pytest.raises(KVLoadError, match="could not be loaded: verification_failed"):
+        await generate(p, request_of(next_prompt(turn), GREEDY, turn.kept))
+    assert p.engine.core.scheduler.num_held == 0
+    await settled(p)
+    await settled(d)
+
+
+@pytest.mark.parametrize("transport", ["shm", "nixl"])
+async def test_a_turn_that_d_lets_go_during_the_read_is_not_believed(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+) -> None:
+    faults = HeldPull(FaultPoint.BEFORE_CONFIRM)
+    model = checkpoints[FAMILY]
+    p, d = await nodes(cluster, model, both_ways(transport), on_p=faults)
+    turn = await first_turn(p, d)
+    prompt = next_prompt(turn)
+    asked = asyncio.create_task(take_turn(p, d, prompt, GREEDY, turn))
+    assert await asyncio.to_thread(faults.reached.wait, 20)
+    await end_hold(d, turn.decoded)
+    await settled(d)
+    faults.go.set()
+    second = await asked
+    assert_equal(second.decoded, await alone(cluster, model, prompt))
+    assert p.engine.core.scheduler.stats.recomputed_tokens == {"late_read": turn.num_kept}
+    assert counted(p, "tandem:kv_late_reads") == 1
+    await end_hold(d, second.decoded)
+
+
+@pytest.mark.parametrize("point", [FaultPoint.BEFORE_READ, FaultPoint.BEFORE_CONFIRM])
+async def test_who_leaves_while_p_pulls_leaves_nothing_on_either_node(
+    cluster: Cluster, checkpoints: dict[str, Path], point: FaultPoint
+) -> None:
+    faults = HeldPull(point)
+    p, d = await nodes(cluster, checkpoints[FAMILY], both_ways(), on_p=faults)
+    turn = await first_turn(p, d)
+    asked = asyncio.create_task(generate(p, request_of(next_prompt(turn), GREEDY, turn.kept)))
+    assert await asyncio.to_thread(faults.reached.wait, 20)
+    asked.cancel()
+    await settled(d)
+    faults.go.set()
+    await settled(p)
+
+
+async def test_two_next_turns_at_once_are_both_right(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """One lease serves one of them for certain."""
+    model = checkpoints[FAMILY]
+    p, d = await nodes(cluster, model, both_ways())
+    one = await cluster.start("decode", model, enable_prefix_caching=True)
+    turn = await first_turn(p, d)
+    prompts = [next_prompt(turn, salt=salt) for salt in (1, 2)]
+    both = await asyncio.gather(*(take_turn(p, d, prompt, GREEDY, turn) for prompt in prompts))
+    for prompt, second in zip(prompts, both, strict=True):
+        expected = await generate(one, request_of(prompt))
+        await forget(one)
+        count_near_ties([expected], [second.decoded])
+        await end_hold(d, second.decoded)
+    assert any(second.prefilled.last.kv_transfer for second in both)
+    await settled(d)
