@@ -198,6 +198,8 @@ async def test_nothing_is_kept_that_nobody_heard_of_or_asked_for(
     assert (await generate(d, request_of(prompt_of(40)))).last.kv_transfer_params is None
     turn = await take_turn(p, off, prompt_of(40))
     assert turn.decoded.last.kv_transfer_params is None
+    stats = turn.decoded.last.kv_transfer
+    assert stats is not None and stats.state_bytes > 0, "no threshold holds for remote prefills"
     await settled(d)
 
 
