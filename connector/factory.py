@@ -85,16 +85,7 @@ def build_connector(
     address = transport.register(arena)
     identity = _identity(settings, plan, digests, transport=transport.name, address=address)
     leases = LeaseTable(extra.kv_lease_duration, time.monotonic)
-    metrics.read_gauge(
-        "tandem:held_lease_bytes",
-        "Bytes of finished requests that are held under a lease.",
-        lambda: held_bytes(plan, leases),
-    )
-    metrics.read_total(
-        "tandem:held_turns_taken_back",
-        "Requests held for a next turn that were let go early because memory was short.",
-        lambda: leases.num_taken_back,
-    )
+    _watch(leases, plan, metrics)
     signer = ParamsSigner(settings.cluster_token)
     peers = PeerRegistry(
         identity,
@@ -139,6 +130,19 @@ def build_connector(
         peers,
         transport,
         digests,
+    )
+
+
+def _watch(leases: LeaseTable, plan: ArenaPlan, metrics: NodeMetrics) -> None:
+    metrics.read_gauge(
+        "tandem:held_lease_bytes",
+        "Bytes of finished requests that are held under a lease.",
+        lambda: held_bytes(plan, leases),
+    )
+    metrics.read_total(
+        "tandem:held_turns_taken_back",
+        "Requests held for a next turn that were let go early because memory was short.",
+        lambda: leases.num_taken_back,
     )
 
 

@@ -76,11 +76,12 @@ class StampedAdmission(AdmissionConnector):
     inner: AdmissionConnector
     stamps: Stamps
 
-    async def admit(self, request: GenerateRequest) -> None:
+    async def admit(self, request: GenerateRequest) -> GenerateRequest:
         """As the inner one."""
         self.stamps.note("admit")
-        await self.inner.admit(request)
+        admitted = await self.inner.admit(request)
         self.stamps.note("admitted")
+        return admitted
 
     def withdraw(self, request_id: str) -> None:
         """As the inner one."""
@@ -115,6 +116,10 @@ class StampedScheduler(SchedulerConnector):
     def give_up(self, request_id: str) -> None:
         """As the inner one."""
         self.inner.give_up(request_id)
+
+    def make_room(self) -> str | None:
+        """As the inner one."""
+        return self.inner.make_room()
 
     def close(self) -> None:
         """As the inner one."""

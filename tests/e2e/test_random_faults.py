@@ -24,7 +24,7 @@ from tests.pairs import GREEDY, TRANSPORTS, count_near_ties, prefill, prompt_of,
 from tests.random_faults import DAMAGE, KINDS, Plan, PlannedFaults, Plans, draw_plan
 
 SEED = 20_261_121
-RUNS = {"shm": range(1_400), "nixl": range(240), "ucx": range(240), "zmq": range(240)}
+RUNS = {"shm": range(1_320), "nixl": range(240), "ucx": range(240), "zmq": range(240)}
 AT_LEAST = 2_000
 FAMILY = "qwen3_5"
 STAGE_BYTES = 16 << 10
