@@ -121,7 +121,7 @@ def build_connector(
                     ),
                 ]
             ),
-            MultiWorker([ProducerWorker(leases, transfers), consumer]),
+            MultiWorker([ProducerWorker(leases), consumer]),
         ),
         LeaseDesk(identity, leases, digests=digests, wake=wake, faults=faults),
         advertised,
@@ -138,6 +138,16 @@ def _watch(leases: LeaseTable, plan: ArenaPlan, metrics: NodeMetrics) -> None:
         "tandem:held_lease_bytes",
         "Bytes of finished requests that are held under a lease.",
         lambda: held_bytes(plan, leases),
+    )
+    metrics.read_total(
+        "vllm:nixl_num_kv_expired_reqs",
+        "Leases that ended before anybody released them.",
+        lambda: leases.num_expired,
+    )
+    metrics.read_total(
+        "vllm:nixl_num_notifications_after_expiry",
+        "Releases of leases that had ended, or never were.",
+        lambda: leases.num_late_releases,
     )
     metrics.read_total(
         "tandem:held_turns_taken_back",

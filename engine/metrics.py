@@ -192,13 +192,6 @@ class TransferMetrics:
             "vllm:nixl_num_failed_notifications",
             "Renewals, releases and confirmations that did not reach the prefill node.",
         )
-        self.expired = metrics.counter(
-            "vllm:nixl_num_kv_expired_reqs", "Leases that ended before anybody released them."
-        )
-        self.late_notifications = metrics.counter(
-            "vllm:nixl_num_notifications_after_expiry",
-            "Releases of leases that had ended, or never were.",
-        )
         self._by_kind = metrics.labelled_counter(
             "tandem:kv_transfer_bytes", "Bytes pulled, by kind of cache.", "kind"
         )

@@ -12,7 +12,6 @@ from connector.pd.params import ParamsSigner, prompt_digest
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.tables import BlockTables
 from engine.kv_connector import FinishDecision, SchedulerConnector, WorkerConnector
-from engine.metrics import TransferMetrics
 from engine.request import Request, is_remote_decode
 from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
 from engine.types import FinishReason, KVTransferParams
@@ -145,10 +144,8 @@ def held_bytes(plan: ArenaPlan, leases: LeaseTable) -> int:
 class ProducerWorker(WorkerConnector):
     """Reports leases that ended; bytes are read one-sidedly by peers."""
 
-    def __init__(self, leases: LeaseTable, metrics: TransferMetrics) -> None:
+    def __init__(self, leases: LeaseTable) -> None:
         self._leases = leases
-        self._metrics = metrics
-        self._counted = 0, 0
 
     def start_load_kv(self, meta: ConnectorMeta) -> None:
         """A producer loads nothing."""
@@ -156,13 +153,7 @@ class ProducerWorker(WorkerConnector):
     def get_finished(self) -> ConnectorOutput:
         """Requests whose lease was released or ran out."""
         released = self._leases.take_ended()
-        self._count(self._leases.num_expired, self._leases.num_late_releases)
         return ConnectorOutput(released=released)
-
-    def _count(self, expired: int, late: int) -> None:
-        self._metrics.expired.inc(expired - self._counted[0])
-        self._metrics.late_notifications.inc(late - self._counted[1])
-        self._counted = expired, late
 
     def next_deadline(self) -> float | None:
         """When the earliest lease runs out."""
