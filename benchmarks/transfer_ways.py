@@ -116,8 +116,7 @@ class Pull:
             lease: dict[str, Any] = {"request_id": case.name, "generation": claim.generation}
             if self.ahead:
                 ranges = [group.asked for group in plan.groups]
-                asked = control.ask_digests(ENGINE_ID, **lease, ranges=ranges, timeout_s=DEADLINE_S)
-                asked.result()
+                control.digests(ENGINE_ID, **lease, ranges=ranges, timeout_s=DEADLINE_S)
             started = perf_counter()
             self.reader.read(peer, case.pull(), **lease, timeout_s=DEADLINE_S)
             seconds = perf_counter() - started

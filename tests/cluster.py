@@ -271,7 +271,7 @@ def warm(checkpoints: dict[str, Path]) -> None:
 
 async def all_back(before: Holdings) -> None:
     """This process holds what it held, and no more."""
-    for _ in range(100):
+    for _ in range(400):
         more = excess(before, held_here())
         if not more:
             return

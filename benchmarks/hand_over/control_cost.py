@@ -26,11 +26,11 @@ PARTS = {
     "request": "the client has it, until D's admission looks at it",
     "claim": "admission: checks and the claim at P",
     "queue": "admitted, until an engine step has given it blocks",
-    "plan": "until the first read begins: thread, plan, call for digests",
+    "plan": "until the first read begins: thread, plan",
     "read": "the reads: not counted",
-    "verify": "digests of both sides, and gaps between the reads",
-    "confirm": "until P has ended the lease",
-    "wake": "P's reply, until an engine step has heard of it",
+    "verify": "D's digests, between the reads and behind them",
+    "vouch": "until P, asked for its digests, has answered",
+    "wake": "P's answer compared, until an engine step has heard of it",
     "step": "until that request's first step computes",
 }
 
@@ -70,7 +70,7 @@ def hand_over_of(answered: float, p: Moments, d: Moments) -> HandOver:
     reads = list(zip(d.all("before_read"), d.all("after_read"), strict=True))
     read_s = sum(after - before for before, after in reads)
     checked, loaded = d.first("before_confirm"), d.first("loaded")
-    released = p.first("released")
+    vouched = p.first("digested")
     moments = {
         "answer": (p.first("finished"), answered),
         "request": (answered, d.first("admit")),
@@ -79,8 +79,8 @@ def hand_over_of(answered: float, p: Moments, d: Moments) -> HandOver:
         "plan": (d.first("pull"), reads[0][0]),
         "read": (0.0, read_s),
         "verify": (reads[0][0] + read_s, checked),
-        "confirm": (checked, released),
-        "wake": (released, loaded),
+        "vouch": (checked, vouched),
+        "wake": (vouched, loaded),
         "step": (loaded, d.first("execute", loaded)),
     }
     assert set(moments) == set(PARTS)

@@ -118,13 +118,13 @@ class ClaimKeeper:
         except OverloadedError as error:
             log.warning("a lease is left to run out", peer=engine_id, error=str(error))
 
-    def settle(self, claim: PrefillClaim) -> None:
-        """Nobody will read: P's lease is released in the background if it is still ours."""
+    def settle(self, claim: PrefillClaim, reason: str = "given up") -> None:
+        """Nobody will read any more: a lease that is still ours is released in the background."""
         with claim.lock:
             is_ours = not claim.ended and claim.peer is not None
             claim.ended = True
         if is_ours:
-            self._tell(claim)
+            self._tell(claim, reason)
 
     def confirm(self, claim: PrefillClaim) -> bool:
         """Ends the lease after a read; true when it was alive, so that the bytes are intact."""
@@ -176,7 +176,7 @@ class ClaimKeeper:
             self._keep_pace(found.lease_s)
             came_too_late = claim.ended
         if came_too_late:
-            self._give_up(claim)
+            self._end_lease(claim, "given up")
         if found.num_tokens != claim.num_tokens:
             raise KVTransferParamsError(
                 f"{peer.engine_id} holds {found.num_tokens} tokens of {claim.remote_request_id}, "
@@ -184,11 +184,11 @@ class ClaimKeeper:
                 code="mismatched_kv_transfer_params",
             )
 
-    def _tell(self, claim: PrefillClaim) -> None:
+    def _tell(self, claim: PrefillClaim, reason: str) -> None:
         peer = claim.peer
         assert peer is not None
         try:
-            self._control.submit(peer.engine_id, partial(self._give_up, claim))
+            self._control.submit(peer.engine_id, partial(self._end_lease, claim, reason))
         except OverloadedError as error:
             self._peers.release(peer)
             log.warning("a lease is left to run out", peer=peer.engine_id, error=str(error))
@@ -200,12 +200,12 @@ class ClaimKeeper:
             self._peers.release(peer)
             log.warning("leases are not renewed", peer=peer.engine_id, error=str(error))
 
-    def _give_up(self, claim: PrefillClaim) -> None:
+    def _end_lease(self, claim: PrefillClaim, reason: str) -> None:
         """Best effort: if P does not hear it, the lease runs out by itself."""
         peer = claim.peer
         assert peer is not None
         try:
-            _release(peer, claim, "given up")
+            _release(peer, claim, reason)
         except TandemError as error:
             self._metrics.failed_notifications.inc()
             self._lost(peer, error)

@@ -196,7 +196,7 @@ class ConsumerWorker(WorkerConnector):
         return None
 
     def _read_and_confirm(self, claim: PrefillClaim, peer: Peer, pull: BlockPull) -> None:
-        """The bytes count only if P says, after the read, that the lease was alive all the time."""
+        """The bytes count only if P says, after the read, that it has held them all the time."""
         started = time.monotonic()
         num_tokens = claim.num_tokens
         spans = plan_pull(
@@ -207,7 +207,9 @@ class ConsumerWorker(WorkerConnector):
             num_local_tokens=pull.num_local_tokens,
         )
         verified = self._read(claim, peer, spans)
-        if not self._claims.confirm(claim):
+        if verified:
+            self._claims.settle(claim, "read")
+        elif not self._claims.confirm(claim):
             raise LateReadError(
                 f"the lease of {claim.remote_request_id} had ended before the read did"
             )

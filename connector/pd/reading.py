@@ -24,7 +24,6 @@ from engine.errors import (
     VerificationError,
 )
 from engine.metrics import TransferMetrics
-from engine.rpc.control_client import DigestsCall
 from engine.rpc.messages import DIGESTS_XXH3_64, Digests
 
 log = structlog.get_logger()
@@ -91,11 +90,11 @@ class PullReader:
         generation: int,
         timeout_s: float,
     ) -> bool:
-        """Returns once all bytes are here; whether they are known to be P's.
+        """Returns once all bytes are here; whether P has vouched for them.
 
-        They are, if nothing forbids it. `timeout_s` bounds all of it. Raises TransportError when
-        they cannot be read, VerificationError when they differ twice, LateReadError when P does not
-        hold them any more.
+        It has, if nothing forbids it: they are P's, and P still held them when the last read had
+        ended. `timeout_s` bounds all of it. Raises TransportError when they cannot be read,
+        VerificationError when they differ twice, LateReadError when P does not hold them any more.
         """
         reading = Reading(peer, request_id, generation, time.monotonic() + timeout_s)
         verifies = self._verify and not self._cannot_verify(peer)
@@ -104,7 +103,7 @@ class PullReader:
         else:
             self._metrics.unverified.inc()
             self._read_spans(reading, plan.spans)
-        self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(request_id))
+            self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(request_id))
         return verifies
 
     def _cannot_verify(self, peer: Peer) -> bool:
@@ -119,44 +118,50 @@ class PullReader:
         return bool(found)
 
     def _read_verified(self, reading: Reading, plan: PullPlan) -> None:
-        """P hashes while we read; what differs is read once more."""
-        asked = self._ask(reading, plan)
-        try:
-            found = self._read_blocks(reading, [b for group in plan.groups for b in group.blocks])
-            expected = _expected(plan, _answer(asked))
-        finally:
-            asked.cancel()
-        differing = self._differing(expected, found)
-        if differing:
-            self._read_again(reading, differing, num_blocks=len(expected))
+        """P has hashed while we read; what differs is read once more."""
+        found = self._read_blocks(reading, [b for group in plan.groups for b in group.blocks])
+        expected = self._ask(reading, plan)
+        wrong = self._differing(expected, enumerate(found))
+        if wrong:
+            self._metrics.verification_retries.inc()
+            peer = reading.peer.engine_id
+            log.warning("blocks differ from the peer's", peer=peer, num=len(wrong), of=len(found))
+            self._read_again(reading, plan, [expected[number].block for number in wrong], wrong)
         self._metrics.verified_bytes.inc(plan.attention_bytes + plan.state_bytes)
 
-    def _ask(self, reading: Reading, plan: PullPlan) -> DigestsCall:
-        return reading.peer.control.ask_digests(
-            reading.peer.engine_id,
-            reading.request_id,
-            reading.generation,
-            ranges=[group.asked for group in plan.groups],
-            timeout_s=reading.time_left(),
-        )
-
-    def _read_again(self, reading: Reading, blocks: Sequence[Expected], *, num_blocks: int) -> None:
-        self._metrics.verification_retries.inc()
-        peer, request_id = reading.peer.engine_id, reading.request_id
-        log.warning("blocks differ from the peer's", peer=peer, num=len(blocks), of=num_blocks)
-        found = self._read_blocks(reading, [expected.block for expected in blocks])
-        still = self._differing(blocks, found)
+    def _read_again(
+        self, reading: Reading, plan: PullPlan, blocks: Sequence[Block], numbers: Sequence[int]
+    ) -> None:
+        found = self._read_blocks(reading, blocks)
+        expected = self._ask(reading, plan)
+        still = self._differing(expected, zip(numbers, found, strict=True))
         if still:
             raise VerificationError(
-                f"{len(still)} of {num_blocks} blocks of {request_id} differ from those of {peer}, "
-                "also when read again"
+                f"{len(still)} of {len(expected)} blocks of {reading.request_id} differ from those "
+                f"of {reading.peer.engine_id}, also when read again"
             )
 
-    def _differing(self, blocks: Sequence[Expected], found: Sequence[int]) -> list[Expected]:
-        """The blocks that did not arrive as P has them; they are counted."""
-        pairs = zip(blocks, found, strict=True)
-        wrong = [expected for expected, digest in pairs if expected.digest != digest]
-        states = sum(expected.is_state for expected in wrong)
+    def _ask(self, reading: Reading, plan: PullPlan) -> list[Expected]:
+        """P's digests, which it gives only of what it still holds: the reads were in time."""
+        self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
+        try:
+            digests = reading.peer.control.digests(
+                reading.peer.engine_id,
+                reading.request_id,
+                reading.generation,
+                ranges=[group.asked for group in plan.groups],
+                timeout_s=reading.time_left(),
+            )
+        except KVTransferParamsError as error:
+            raise LateReadError(f"the peer vouches for nothing any more: {error}") from error
+        return _expected(plan, digests)
+
+    def _differing(
+        self, expected: Sequence[Expected], found: Iterable[tuple[int, int]]
+    ) -> list[int]:
+        """The numbers of blocks that did not arrive as P has them; they are counted."""
+        wrong = [number for number, digest in found if expected[number].digest != digest]
+        states = sum(expected[number].is_state for number in wrong)
         self._metrics.differed("state", states)
         self._metrics.differed("attention", len(wrong) - states)
         return wrong
@@ -209,13 +214,6 @@ def _cut(block: Block, limit: int) -> Iterator[Chunk]:
             length = min(limit, piece.length - start)
             span = SpanPair(piece.remote + start, piece.local + start, length)
             yield Chunk(span, number == last and start + length == piece.length)
-
-
-def _answer(asked: DigestsCall) -> Digests:
-    try:
-        return asked.result()
-    except KVTransferParamsError as error:
-        raise LateReadError(f"the peer's digests cannot be had any more: {error}") from error
 
 
 def _expected(plan: PullPlan, digests: Digests) -> list[Expected]:

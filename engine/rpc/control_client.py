@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from engine.errors import TandemError, UnavailableError
+from engine.errors import TandemError
 from engine.rpc import convert
 from engine.rpc.channel import OPTIONS, token_metadata
 from engine.rpc.messages import ANY_GENERATION, BlockRange, Claim, Digests, Handshake
@@ -17,28 +17,6 @@ from engine.rpc.pb.node_pb2_grpc import KvControlStub
 from engine.rpc.status import error_from_status
 
 _Reply = TypeVar("_Reply")
-
-
-class DigestsCall:
-    """Digests under way; its owner must take the `result` or `cancel` it."""
-
-    def __init__(self, call: Any, address: str) -> None:
-        self._call = call
-        self._address = address
-
-    def result(self) -> Digests:
-        """Waits, no longer than the call's deadline; raises what the peer raised."""
-        try:
-            reply: pb.DigestsReply = self._call.result()
-        except grpc.RpcError as error:
-            raise _named(error, self._address) from error
-        except grpc.FutureCancelledError as error:
-            raise UnavailableError(f"peer {self._address} ended the call for digests") from error
-        return convert.digests_from_pb(reply)
-
-    def cancel(self) -> None:
-        """Nobody waits for it any more. Idempotent, also after the result."""
-        self._call.cancel()
 
 
 class ControlClient:
@@ -106,7 +84,7 @@ class ControlClient:
         reply: pb.ReleaseReply = self._call(self._stub.Release, request, timeout_s)
         return reply.was_alive
 
-    def ask_digests(
+    def digests(
         self,
         engine_id: str,
         request_id: str,
@@ -114,16 +92,16 @@ class ControlClient:
         *,
         ranges: Sequence[BlockRange],
         timeout_s: float,
-    ) -> DigestsCall:
-        """Start the call and return at once, so that the peer hashes while its blocks are read."""
+    ) -> Digests:
+        """What the bytes of a held prefill are; refused once it is not held any more."""
         request = pb.DigestsRequest(
             engine_id=engine_id,
             request_id=request_id,
             generation=generation,
             ranges=convert.ranges_to_pb(ranges),
         )
-        call = self._stub.Digests.future(request, timeout=timeout_s, metadata=self._metadata)
-        return DigestsCall(call, self.address)
+        reply: pb.DigestsReply = self._call(self._stub.Digests, request, timeout_s)
+        return convert.digests_from_pb(reply)
 
     def _call(self, method: Callable[..., _Reply], request: Any, timeout_s: float) -> _Reply:
         try:

@@ -43,8 +43,9 @@ async def test_all_five_verbs() -> None:
         lost = await asyncio.to_thread(
             client.renew, node.engine_id, ["a", "lost-b"], generations=[3, 2**63], timeout_s=S
         )
-        asked = client.ask_digests(node.engine_id, "r", 9, ranges=RANGES, timeout_s=S)
-        digests = await asyncio.to_thread(asked.result)
+        digests = await asyncio.to_thread(
+            client.digests, node.engine_id, "r", 9, ranges=RANGES, timeout_s=S
+        )
         alive = await asyncio.to_thread(
             client.release, node.engine_id, "r", reason="done", generation=9, timeout_s=S
         )
