@@ -35,7 +35,7 @@ from engine.rpc.control_client import ControlClient
 SPEED, COST = 0.8, 0.15
 WIDTH = 150
 LARGE = 16 << 20
-JUDGED = "256 MiB in 256 x 1 MiB"
+JUDGED = "256 MiB, 256 x 1 MiB"
 BASELINES = ("memcpy", "raw nixl")
 TARGETS = (("shm", "memcpy"), ("nixl", "raw nixl"))
 SPEEDS = ("case", "MB", "spans", *BASELINES, *OURS, "shm / memcpy", "nixl / raw nixl", ">= 0.8")

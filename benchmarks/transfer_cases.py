@@ -103,7 +103,7 @@ def _sized(nbytes: int, span_bytes: int) -> Case:
     count = nbytes // span_bytes
     plan = ArenaPlan((KVCacheGroup(spec, (0,)),), BLOCK_SIZE, span_bytes, count, (1,))
     remote = tuple(plan.block_offset(0, block) for block in reversed(range(count)))
-    name = f"{_show(nbytes)} in {count} x {_show(span_bytes)}" if count > 1 else _show(nbytes)
+    name = f"{_show(nbytes)}, {count} x {_show(span_bytes)}" if count > 1 else _show(nbytes)
     return Case(name, plan, (remote,), [list(range(count))], count * BLOCK_SIZE)
 
 
