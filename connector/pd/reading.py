@@ -5,7 +5,7 @@ nothing of requests and leases but their names.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -126,15 +126,13 @@ class PullReader:
             self._metrics.verification_retries.inc()
             peer = reading.peer.engine_id
             log.warning("blocks differ from the peer's", peer=peer, num=len(wrong), of=len(found))
-            self._read_again(reading, plan, [expected[number].block for number in wrong], wrong)
+            self._read_again(reading, plan, {number: expected[number].block for number in wrong})
         self._metrics.verified_bytes.inc(plan.attention_bytes + plan.state_bytes)
 
-    def _read_again(
-        self, reading: Reading, plan: PullPlan, blocks: Sequence[Block], numbers: Sequence[int]
-    ) -> None:
-        found = self._read_blocks(reading, blocks)
+    def _read_again(self, reading: Reading, plan: PullPlan, blocks: Mapping[int, Block]) -> None:
+        found = self._read_blocks(reading, blocks.values())
         expected = self._ask(reading, plan)
-        still = self._differing(expected, zip(numbers, found, strict=True))
+        still = self._differing(expected, zip(blocks, found, strict=True))
         if still:
             raise VerificationError(
                 f"{len(still)} of {len(expected)} blocks of {reading.request_id} differ from those "
@@ -166,7 +164,7 @@ class PullReader:
         self._metrics.differed("attention", len(wrong) - states)
         return wrong
 
-    def _read_blocks(self, reading: Reading, blocks: Sequence[Block]) -> list[int]:
+    def _read_blocks(self, reading: Reading, blocks: Iterable[Block]) -> list[int]:
         """Reads and returns the digests of what has arrived."""
         digester = BlockDigester(self._arena.host_bytes())
         for stage in in_stages(blocks, self._stage_bytes):
