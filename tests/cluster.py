@@ -276,7 +276,8 @@ async def all_back(before: Holdings) -> None:
         if not more:
             return
         await asyncio.sleep(0.05)
-    raise AssertionError(f"still held: {more}")
+    tasks = [task.get_coro() for task in asyncio.all_tasks()] if more["task"] else []
+    raise AssertionError(f"still held: {more} {tasks}")
 
 
 async def close_all(nodes: list[NodeServer]) -> None:
