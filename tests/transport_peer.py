@@ -5,11 +5,13 @@ All are forks of one server that has imported torch already, as importing costs 
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from connector.transports.choose import open_transport
@@ -90,6 +92,16 @@ class Peer:
         """The status with which it ends, negative for a signal."""
         self._process.join(DEADLINE_S)
         return self._process.exitcode
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    def known_abort(self) -> None:
+        """UCX 1.21 over TCP may abort a process that serves a read whose reader has left."""
+        assert os.environ.get("UCX_TLS") == "tcp"
+        assert self.ended() == -signal.SIGABRT
+        pytest.xfail("UCX 1.21 over TCP aborted the peer, which owed bytes to one that had left")
 
     def kill(self) -> None:
         self._process.kill()

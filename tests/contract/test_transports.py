@@ -20,7 +20,7 @@ from connector.transports.zmq_wire import ZmqAddress
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
 from tests.reads import ODD_LENGTHS, StartPeer, expected, permuted_blocks, pull
-from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer, Road
+from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Road
 
 
 @pytest.mark.parametrize(
@@ -190,15 +190,8 @@ def test_a_cancelled_read_writes_nothing_later(
         pull(transport, "p", spans)
     except TransportError:
         assert not arena.tensor.any()
-        known_abort_over_tcp(peer)
+        peer.known_abort()
     assert torch.equal(arena.tensor, expected(peer, spans))
-
-
-def known_abort_over_tcp(peer: Peer) -> None:
-    """UCX 1.21 over TCP may abort a process that serves a read whose reader has left."""
-    assert os.environ.get("UCX_TLS") == "tcp"
-    assert peer.ended() == -signal.SIGABRT
-    pytest.xfail("UCX 1.21 over TCP aborted the peer, which owed bytes to a reader that had left")
 
 
 def test_a_stopped_peer_is_a_timeout_or_done(start: StartPeer, transport: Transport) -> None:
