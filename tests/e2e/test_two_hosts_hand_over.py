@@ -21,7 +21,7 @@ from tests.hand_over_checks import (
     check_refused,
     check_tokens_and_logprobs,
 )
-from tests.pairs import FAMILIES, GREEDY, prefill, prompt_of, request_of
+from tests.pairs import GREEDY, prefill, prompt_of, request_of
 from tests.processes import ServerProcess
 from tests.remote_node import RemoteNode, remote_node
 from tests.two_hosts import TwoHosts, transfers, two_hosts
@@ -34,8 +34,11 @@ def hosts() -> Iterator[TwoHosts]:
         yield made
 
 
-@pytest.mark.parametrize("transport", ["nixl", "ucx", "zmq"])
-@pytest.mark.parametrize("family", FAMILIES)
+# A hybrid over every transport; the other families move the same kinds of bytes.
+PAIRS = (("qwen3_5", "nixl"), ("qwen3_5", "ucx"), ("qwen3_5", "zmq"), ("nemotron_h", "nixl"))
+
+
+@pytest.mark.parametrize(("family", "transport"), PAIRS)
 async def test_the_hand_over_suite_passes_between_two_hosts(
     hosts: TwoHosts,
     checkpoints: dict[str, Path],
