@@ -4,7 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from connector.pd.geometry import check_geometry, describe_geometry, geometry_of, groups_of
+from connector.pd.geometry import (
+    PROTOCOL_VERSION,
+    check_geometry,
+    describe_geometry,
+    geometry_of,
+    groups_of,
+)
 from engine.errors import TransportError
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, LayerSpec, MambaSpec
@@ -49,7 +55,7 @@ def test_block_sizes_units_and_groups_may_differ() -> None:
         (usual("d", state=replace(STATE, temporal_dtype="bfloat16")), "float32", "bfloat16"),
         (usual("d", state=replace(STATE, conv_shape=(2, 64))), "3x64", "2x64"),
         (node("d", KVCacheGroup(STATE, (0, 2))), "head_dim=4", "absent"),
-        (usual("d", protocol="1"), "'2'", "'1'"),
+        (usual("d", protocol="1"), f"'{PROTOCOL_VERSION}'", "'1'"),
         (usual("d", model_fingerprint="another"), "'model'", "'another'"),
     ],
 )
