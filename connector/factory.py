@@ -84,8 +84,7 @@ def build_connector(
     digests = ArenaDigests(plan, arena)
     address = transport.register(arena)
     identity = _identity(settings, plan, digests, transport=transport.name, address=address)
-    leases = LeaseTable(extra.kv_lease_duration, time.monotonic)
-    _watch(leases, plan, metrics)
+    leases = _watched_leases(extra.kv_lease_duration, plan, metrics)
     signer = ParamsSigner(settings.cluster_token)
     peers = PeerRegistry(
         identity,
@@ -105,23 +104,18 @@ def build_connector(
         faults=faults,
         stage_bytes=stage_bytes,
     )
-    consumer = ConsumerWorker(plan, reader, claims, metrics=transfers, config=extra, wake=wake)
+    producer = ProducerScheduler(
+        advertised, plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s
+    )
+    consumer = ConsumerScheduler(
+        claims, recompute_threshold=extra.kv_recompute_threshold, metrics=transfers
+    )
+    puller = ConsumerWorker(plan, reader, claims, metrics=transfers, config=extra, wake=wake)
     return PdConnector(
         Connector(
             PdAdmission(signer, claims, settings.config, metrics=transfers),
-            MultiScheduler(
-                [
-                    ProducerScheduler(
-                        advertised, plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s
-                    ),
-                    ConsumerScheduler(
-                        claims,
-                        recompute_threshold=extra.kv_recompute_threshold,
-                        metrics=transfers,
-                    ),
-                ]
-            ),
-            MultiWorker([ProducerWorker(leases), consumer]),
+            MultiScheduler([producer, consumer]),
+            MultiWorker([ProducerWorker(leases), puller]),
         ),
         LeaseDesk(identity, leases, digests=digests, wake=wake, faults=faults),
         advertised,
@@ -133,7 +127,8 @@ def build_connector(
     )
 
 
-def _watch(leases: LeaseTable, plan: ArenaPlan, metrics: NodeMetrics) -> None:
+def _watched_leases(duration_s: float, plan: ArenaPlan, metrics: NodeMetrics) -> LeaseTable:
+    leases = LeaseTable(duration_s, time.monotonic)
     metrics.read_gauge(
         "tandem:held_lease_bytes",
         "Bytes of finished requests that are held under a lease.",
@@ -154,6 +149,7 @@ def _watch(leases: LeaseTable, plan: ArenaPlan, metrics: NodeMetrics) -> None:
         "Requests held for a next turn that were let go early because memory was short.",
         lambda: leases.num_taken_back,
     )
+    return leases
 
 
 def _identity(

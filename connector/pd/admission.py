@@ -91,9 +91,6 @@ class PdAdmission(AdmissionConnector):
         except UNREACHABLE as error:
             self._unreachable(claim, error)
             return not isinstance(error, TransportError)
-        except BaseException:
-            self.withdraw(request.request_id)
-            raise
         return True
 
     async def _claim_turn(self, request: GenerateRequest, params: KVTransferParams) -> None:
@@ -112,13 +109,17 @@ class PdAdmission(AdmissionConnector):
         except KVTransferParamsError as error:
             cause = (error.code or "refused").removesuffix("_kv_transfer_params")
             self._compute_here(request, cause, error)
-        except BaseException:
-            self.withdraw(request.request_id)
-            raise
 
     async def _ask(self, claim: PrefillClaim) -> None:
-        asked = asyncio.wrap_future(self._claims.begin(claim))
-        await asyncio.wait_for(asked, self._timeout_s)
+        """What becomes of a claim at an unreachable peer is the caller's business."""
+        try:
+            asked = asyncio.wrap_future(self._claims.begin(claim))
+            await asyncio.wait_for(asked, self._timeout_s)
+        except UNREACHABLE:
+            raise
+        except BaseException:
+            self.withdraw(claim.request_id)
+            raise
 
     def _compute_here(self, request: GenerateRequest, cause: str, error: BaseException) -> None:
         log.info("the turn before cannot be pulled", cause=cause, error=str(error))

@@ -105,8 +105,8 @@ class LeaseDesk:
     def _still(self, request_id: str, lease: Lease | None) -> Lease:
         if lease is None:
             raise KVTransferParamsError(
-                f"the prefill {request_id!r} is not held any more: its lease of "
-                f"{self._leases.duration_s:g} s ran out or it was released; prefill it again",
+                f"{request_id!r} is not held any more: its lease ran out or it was released; "
+                "prefill it again",
                 code="expired_kv_transfer_params",
             )
         return lease
