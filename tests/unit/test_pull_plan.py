@@ -192,6 +192,18 @@ def test_neighbours_on_both_sides_become_one_span_and_local_blocks_stay() -> Non
     assert (found.num_pieces, len(found.spans)) == (4, 3)
 
 
+def test_a_prompt_that_ends_within_a_block_still_moves_whole_blocks() -> None:
+    """1,700 tokens of a hybrid, allocated in one go on both sides: its state and one span."""
+    plan = plan_of(groups(16, 16)[:2])
+    blocks = list(range(plan.blocks_for(1, 1_700)))
+    offsets = [(0,), tuple(plan.block_offset(1, block) for block in blocks)]
+    remote = blocks_announced(plan, geometry_of(plan), offsets, num_tokens=1_700)
+    found = plan_pull(plan, remote, [[0], blocks], num_tokens=1_700, num_local_tokens=0)
+    assert found.num_pieces == 1 + len(blocks)
+    assert len(found.spans) <= 4
+    assert found.attention_bytes == len(blocks) * plan.block_bytes(1)
+
+
 def test_a_group_that_is_split_alike_on_both_sides_moves_whole_blocks() -> None:
     """Other groups elsewhere do not make it slower."""
     p, d = plan_of(groups(16, 16)), plan_of(groups(16, 32))
