@@ -334,8 +334,12 @@ async def test_many_conversations_at_once(
     alone = [await generate(one, request_of(turn.prompt, LONG)) for turn in turns]
     near_ties = count_near_ties(alone, [turn.decoded for turn in turns])
     record_property("near-ties", f"{near_ties} of {24 * 20} tokens")
-    assert any(turn.prefilled.last.kv_transfer for turn in turns)
-    assert bool(sample(d, "tandem:held_turns_taken_back_total")) == tight
+    num_pulled = sum(turn.prefilled.last.kv_transfer is not None for turn in turns)
+    num_taken_back = sample(d, "tandem:held_turns_taken_back_total")
+    if tight:  # how many of the 16 come back in time is a matter of speed
+        assert num_taken_back and num_pulled + skipped(p).get("expired", 0) == 16
+    else:
+        assert (num_taken_back, num_pulled, skipped(p)) == (0, 16, {})
     await let_go(d, *turns)
 
 
