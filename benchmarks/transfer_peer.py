@@ -78,5 +78,7 @@ def _desk(case: Case, digests: ArenaDigests) -> LeaseDesk:
         leases.grant(case.name, case.remote, case.num_tokens)
 
     grant()
-    identity = Handshake(engine_id=ENGINE_ID, transport="", transport_address=b"", geometry={})
+    identity = Handshake(
+        engine_id=ENGINE_ID, transport="", transport_address=b"", geometry={}, lease_s=30.0
+    )
     return LeaseDesk(identity, leases, digests=digests, wake=grant)

@@ -109,7 +109,8 @@ class Pull:
     def __call__(self) -> float:
         """Seconds of one run, under a lease that P grants anew."""
         case, control = self.case, self.control
-        peer = Peer(ENGINE_ID, control, DEADLINE_S, geometry_of(case.plan), (DIGESTS_XXH3_64,))
+        geometry = geometry_of(case.plan)
+        peer = Peer(ENGINE_ID, control, DEADLINE_S, geometry, DEADLINE_S, (DIGESTS_XXH3_64,))
         plan = case.pull()
         with emptied(self.arena, plan.spans):
             claim = control.claim(ENGINE_ID, case.name, timeout_s=DEADLINE_S)

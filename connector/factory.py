@@ -105,7 +105,7 @@ def build_connector(
         stage_bytes=stage_bytes,
     )
     producer = ProducerScheduler(
-        advertised, plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s
+        advertised, plan, leases, digests=digests, signer=signer, turn_ttl_s=extra.turn_ttl_s
     )
     consumer = ConsumerScheduler(
         claims, recompute_threshold=extra.kv_recompute_threshold, metrics=transfers
@@ -168,6 +168,7 @@ def _identity(
         geometry=describe_geometry(
             plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
         ),
+        lease_s=settings.config.kv_connector_extra_config.kv_lease_duration,
         capabilities=digests.capabilities,
     )
 

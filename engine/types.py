@@ -88,6 +88,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     remote_port: Port | None = None
     remote_num_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS_IN_REQUEST)] | None = None
     remote_prompt_digest: Annotated[str, Meta(max_length=128)] | None = None
+    remote_generation: Annotated[int, Meta(ge=1, le=2**63 - 1)] | None = None
     tp_size: Annotated[int, Meta(ge=1, le=1)] | None = None
     first_token_ids: (
         Annotated[tuple[TokenIdOnWire, ...], Meta(min_length=1, max_length=1)] | None

@@ -163,12 +163,13 @@ class ScriptedNode:
             transport="shm",
             transport_address=b"\x00\xff" + caller_engine_id.encode(),
             geometry={"block_size": "16"},
+            lease_s=30.0,
         )
 
     def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:
         if engine_id != self.engine_id:
             raise KVTransferParamsError(f"this is {self.engine_id}", code="foreign")
-        return Claim(num_tokens=33, groups=((0, 2**40), (), (4096,)), lease_s=30.0, generation=9)
+        return Claim(num_tokens=33, groups=((0, 2**40), (), (4096,)), generation=9)
 
     def renew(
         self,

@@ -24,7 +24,7 @@ BUSY_TOKENS = 3_000
 PARTS = {
     "answer": "P's last output is made, until the client has it",
     "request": "the client has it, until D's admission looks at it",
-    "claim": "admission: checks and the claim at P",
+    "admit": "admission: signature and other checks",
     "queue": "admitted, until an engine step has given it blocks",
     "plan": "until the first read begins: thread, plan",
     "read": "the reads: not counted",
@@ -36,10 +36,9 @@ PARTS = {
 
 
 class HandOver(msgspec.Struct, frozen=True):
-    """Milliseconds of one hand-over by part; `claim_rpc`: the part of `claim` outside of P."""
+    """Milliseconds of one hand-over by part."""
 
     parts: dict[str, float]
-    claim_rpc: float
 
     @property
     def control(self) -> float:
@@ -74,7 +73,7 @@ def hand_over_of(answered: float, p: Moments, d: Moments) -> HandOver:
     moments = {
         "answer": (p.first("finished"), answered),
         "request": (answered, d.first("admit")),
-        "claim": (d.first("admit"), d.first("admitted")),
+        "admit": (d.first("admit"), d.first("admitted")),
         "queue": (d.first("admitted"), d.first("pull")),
         "plan": (d.first("pull"), reads[0][0]),
         "read": (0.0, read_s),
@@ -85,22 +84,17 @@ def hand_over_of(answered: float, p: Moments, d: Moments) -> HandOver:
     }
     assert set(moments) == set(PARTS)
     parts = {name: 1e3 * (end - start) for name, (start, end) in moments.items()}
-    inside_p = 1e3 * (p.first("claimed") - p.first("claim"))
-    return HandOver(parts, parts["claim"] - inside_p)
+    return HandOver(parts)
 
 
 class ControlRow(msgspec.Struct, frozen=True):
-    """Hand-overs of one kind, milliseconds: spread of the rounds' medians; medians of all by part.
-
-    `claim_rpc`: the part of `claim` that P's own code did not take.
-    """
+    """Hand-overs of one kind, ms: spread of the rounds' medians; medians of all by part."""
 
     case: str
     is_judged: bool
     control: Spread
     p99: float
     parts: dict[str, float]
-    claim_rpc: float
 
     @classmethod
     def of(cls, case: str, rounds: Sequence[Sequence[HandOver]], *, is_judged: bool) -> Self:
@@ -114,7 +108,6 @@ class ControlRow(msgspec.Struct, frozen=True):
             Spread.of(medians),
             ordered[round(0.99 * (len(ordered) - 1))],
             {name: statistics.median(one.parts[name] for one in pooled) for name in PARTS},
-            statistics.median(one.claim_rpc for one in pooled),
         )
 
 

@@ -113,8 +113,9 @@ class PdAdmission(AdmissionConnector):
     async def _ask(self, claim: PrefillClaim) -> None:
         """What becomes of a claim at an unreachable peer is the caller's business."""
         try:
-            asked = asyncio.wrap_future(self._claims.begin(claim))
-            await asyncio.wait_for(asked, self._timeout_s)
+            asked = self._claims.begin(claim)
+            if asked is not None:
+                await asyncio.wait_for(asyncio.wrap_future(asked), self._timeout_s)
         except UNREACHABLE:
             raise
         except BaseException:

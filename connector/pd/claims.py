@@ -1,7 +1,9 @@
 """The reader's side of leases: what a peer holds for it, renewed until pulled or given up.
 
 From the acceptance of a request until its end there is one claim; whoever ends it first releases
-the peer's lease. The peer is P; on the way back it is D.
+the peer's lease. The peer is P, whose signed answer names its blocks and its lease: it need not be
+asked before they are read, since it vouches for them after. On the way back the peer is D, which
+keeps a turn for nobody in particular: it is asked first.
 """
 
 import threading
@@ -13,7 +15,7 @@ from functools import partial
 import structlog
 
 from connector.pd.fair_pool import FairPool, PoolLimits
-from connector.pd.peers import Peer, PeerRegistry
+from connector.pd.peers import Peer, PeerAddress, PeerRegistry
 from engine.errors import (
     DeadlineExceededError,
     KVTransferParamsError,
@@ -23,7 +25,7 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.metrics import TransferMetrics
-from engine.rpc.messages import ANY_GENERATION
+from engine.rpc.messages import ANY_GENERATION, Claim
 from engine.types import KVTransferParams, KVTransferStats
 
 log = structlog.get_logger()
@@ -37,16 +39,15 @@ MIN_INTERVAL_S = 0.02
 class PrefillClaim:
     """One accepted remote prefill, or turn before.
 
-    `failure` says why it will not be pulled (the prompt is then computed here); `ended` that nobody
-    needs it.
+    `answer`: D's, when it was asked for the turn before. `failure` says why it will not be pulled
+    (the prompt is then computed here); `ended` that nobody needs it.
     """
 
     request_id: str
     params: KVTransferParams
     lock: threading.Lock = field(default_factory=threading.Lock)
     peer: Peer | None = None
-    offsets: tuple[tuple[int, ...], ...] = ()
-    generation: int = ANY_GENERATION
+    answer: Claim | None = None
     failure: str | None = None
     ended: bool = False
     stats: KVTransferStats | None = None
@@ -57,9 +58,40 @@ class PrefillClaim:
         return self.params.remote_request_id or ""
 
     @property
+    def engine_id(self) -> str:
+        """The incarnation that holds it."""
+        return self.params.remote_engine_id or ""
+
+    @property
+    def address(self) -> PeerAddress:
+        """Where that incarnation's control service is."""
+        return self.params.remote_host or "", self.params.remote_port or 0
+
+    @property
     def stands(self) -> bool:
         """Whether it may still be pulled."""
         return not self.ended and self.failure is None
+
+    @property
+    def generation(self) -> int:
+        """Of the peer's lease."""
+        named = self.answer.generation if self.answer else self.params.remote_generation
+        return named or ANY_GENERATION
+
+    def offsets(self, peer: Peer) -> tuple[tuple[int, ...], ...]:
+        """By group, where its blocks begin in the arena of `peer`.
+
+        Raises TransportError when it has other groups than it names blocks of.
+        """
+        if self.answer is not None:
+            return self.answer.groups
+        named = self.params.remote_block_ids or ()
+        if len(named) != len(peer.groups):
+            raise TransportError(
+                f"{self.engine_id} has {len(peer.groups)} KV cache groups, but names {len(named)}"
+            )
+        pairs = zip(peer.groups, named, strict=True)
+        return tuple(tuple(map(group.offset, blocks)) for group, blocks in pairs)
 
     @property
     def num_tokens(self) -> int:
@@ -90,12 +122,12 @@ class ClaimKeeper:
         with self._lock:
             return self._claims.get(request_id)
 
-    def begin(self, claim: PrefillClaim) -> Future[None]:
-        """Asks P for the prefill, on a control thread; the future carries P's refusal.
+    def begin(self, claim: PrefillClaim) -> Future[None] | None:
+        """None: it stands. Otherwise the peer is asked on a control thread, and may refuse.
 
         Raises OverloadedError when too many messages to peers wait already.
         """
-        asked = self._control.submit(claim.params.remote_engine_id or "", partial(self._ask, claim))
+        asked = None if self._stands_at_once(claim) else self._submit_ask(claim)
         with self._lock:
             self._claims[claim.request_id] = claim
         return asked
@@ -154,35 +186,47 @@ class ClaimKeeper:
         self._renewer.join()
         self._control.close()
 
+    def _stands_at_once(self, claim: PrefillClaim) -> bool:
+        """A prefill of a node that is known."""
+        if claim.params.is_return_pull:
+            return False
+        claim.peer = self._peers.at_hand(*claim.address, claim.engine_id)
+        return claim.peer is not None
+
+    def _submit_ask(self, claim: PrefillClaim) -> Future[None]:
+        return self._control.submit(claim.engine_id, partial(self._ask, claim))
+
     def _ask(self, claim: PrefillClaim) -> None:
-        params = claim.params
-        assert params.remote_host and params.remote_port and params.remote_engine_id
-        address, engine_id = (params.remote_host, params.remote_port), params.remote_engine_id
         try:
-            peer = self._peers.acquire(*address, engine_id)
+            peer = self._peers.acquire(*claim.address, claim.engine_id)
         except TransportError:
-            self._peers.decline(address, engine_id, claim.remote_request_id)
+            self._peers.decline(claim.address, claim.engine_id, claim.remote_request_id)
             raise
+        if claim.params.is_return_pull:
+            self._ask_for_turn(claim, peer)
+        with claim.lock:
+            claim.peer = peer
+            came_too_late = claim.ended
+        self._keep_pace(peer.lease_s)
+        if came_too_late:
+            self._end_lease(claim, "given up")
+        if claim.answer is not None and claim.answer.num_tokens != claim.num_tokens:
+            raise KVTransferParamsError(
+                f"{claim.engine_id} holds {claim.answer.num_tokens} tokens of "
+                f"{claim.remote_request_id}, not {claim.num_tokens}; send its object as it is",
+                code="mismatched_kv_transfer_params",
+            )
+
+    def _ask_for_turn(self, claim: PrefillClaim, peer: Peer) -> None:
+        """What nobody has claimed D may take back at any time."""
         try:
-            found = peer.control.claim(
+            claim.answer = peer.control.claim(
                 peer.engine_id, claim.remote_request_id, timeout_s=peer.timeout_s
             )
         except BaseException as error:
             self._lost(peer, error)
             self._peers.release(peer)
             raise
-        with claim.lock:
-            claim.peer, claim.offsets, claim.generation = peer, found.groups, found.generation
-            self._keep_pace(found.lease_s)
-            came_too_late = claim.ended
-        if came_too_late:
-            self._end_lease(claim, "given up")
-        if found.num_tokens != claim.num_tokens:
-            raise KVTransferParamsError(
-                f"{peer.engine_id} holds {found.num_tokens} tokens of {claim.remote_request_id}, "
-                f"not {claim.num_tokens}; send its object as it is",
-                code="mismatched_kv_transfer_params",
-            )
 
     def _tell(self, claim: PrefillClaim, reason: str) -> None:
         peer = claim.peer

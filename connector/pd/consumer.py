@@ -173,16 +173,21 @@ class ConsumerWorker(WorkerConnector):
         self._wake()
 
     def _pull(self, pull: BlockPull) -> None:
-        """On a pull thread: every outcome becomes a result, or a request would wait for ever."""
+        """On a pull thread: every outcome becomes a result, or a request would wait for ever.
+
+        The engine hears of it first, and P, whose lease ends, after that.
+        """
+        claim = self._claims.get(pull.request_id)
         cause: str | None = "transfer_failed"
         try:
-            cause = self._try_pull(pull)
+            cause = self._try_pull(claim, pull)
         finally:
             self._results.put((pull.request_id, cause))
             self._wake()
+            if claim is not None:
+                self._claims.settle(claim, "read" if cause is None else "given up")
 
-    def _try_pull(self, pull: BlockPull) -> str | None:
-        claim = self._claims.get(pull.request_id)
+    def _try_pull(self, claim: PrefillClaim | None, pull: BlockPull) -> str | None:
         if claim is None or claim.peer is None or self._stopping.is_set():
             return "request_ended"
         try:
@@ -191,7 +196,6 @@ class ConsumerWorker(WorkerConnector):
             self._metrics.failed.inc()
             claim.failure = self._cause_of(error)
             log.warning("a pull failed", peer=claim.peer.engine_id, error=str(error))
-            self._claims.settle(claim)
             return claim.failure
         return None
 
@@ -201,15 +205,13 @@ class ConsumerWorker(WorkerConnector):
         num_tokens = claim.num_tokens
         spans = plan_pull(
             self._plan,
-            blocks_announced(self._plan, peer.groups, claim.offsets, num_tokens=num_tokens),
+            blocks_announced(self._plan, peer.groups, claim.offsets(peer), num_tokens=num_tokens),
             pull.tables,
             num_tokens=num_tokens,
             num_local_tokens=pull.num_local_tokens,
         )
         verified = self._read(claim, peer, spans)
-        if verified:
-            self._claims.settle(claim, "read")
-        elif not self._claims.confirm(claim):
+        if not verified and not self._claims.confirm(claim):
             raise LateReadError(
                 f"the lease of {claim.remote_request_id} had ended before the read did"
             )

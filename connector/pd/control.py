@@ -14,7 +14,7 @@ from engine.rpc.messages import BlockRange, Claim, Digests, Handshake
 
 
 class LeaseDigests(Protocol):
-    """Digests of what leases hold: `begin` when a reader has claimed one, `of` when it asks."""
+    """Digests of what leases hold: `begin` when a reader will come, `of` when it asks."""
 
     def begin(self, lease: Lease) -> None: ...
 
@@ -47,7 +47,7 @@ class LeaseDesk:
         return self._identity
 
     def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:
-        """Where the blocks of a held prefill lie; renews its lease.
+        """Where the blocks of a held request lie; renews its lease, which is a spare one no more.
 
         Raises KVTransferParamsError when this is another incarnation or the lease has ended.
         """
@@ -57,7 +57,6 @@ class LeaseDesk:
         return Claim(
             num_tokens=lease.num_tokens,
             groups=lease.offsets,
-            lease_s=self._leases.duration_s,
             generation=lease.generation,
         )
 

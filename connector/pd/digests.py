@@ -4,6 +4,7 @@ Finds damage and mix-ups on the way, not forgery: peers are authenticated. Knows
 """
 
 import threading
+import time
 from collections.abc import Sequence
 
 import xxhash
@@ -45,8 +46,9 @@ class HeldDigests:
         """Blocks hashed ahead."""
         return len(self._known)
 
-    def hash_ahead(self) -> None:
-        """All blocks, or as many as there is time for before `stop`."""
+    def hash_ahead(self, not_before: float = 0.0) -> None:
+        """All blocks, or as many as there is time for before `stop`; from a monotonic time on."""
+        self._is_over.wait(max(not_before - time.monotonic(), 0.0))
         for group in sorted(self._held.groups, key=lambda group: not group.is_state):
             for offset in reversed(group.offsets):
                 if self._is_over.is_set():

@@ -1,9 +1,10 @@
-"""P hashes what a reader has claimed, on a thread of its own, before the reader asks.
+"""P hashes what a reader will ask for, on a thread of its own, before it asks.
 
-Between a claim and the question lie D's queue and one of its steps; what is hashed by then does not
-have to be hashed while D reads. Knows no cuts but P's own.
+Between P's answer and the question lie D's queue and one of its steps; what is hashed by then does
+not have to be hashed while D reads. Knows no cuts but P's own.
 """
 
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,6 +16,9 @@ from engine.arena import ArenaMemory
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
 from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests
+
+ANSWER_S = 0.005
+"""The answer that names the blocks goes out first; no reader comes before."""
 
 
 class ArenaDigests:
@@ -32,10 +36,10 @@ class ArenaDigests:
         return (DIGESTS_XXH3_64,) if self._arena.device_index is None else ()
 
     def begin(self, lease: Lease) -> None:
-        """A reader has claimed `lease` and will ask."""
+        """A reader will ask for what `lease` holds."""
         if self.capabilities and lease.digests is None:
             lease.digests = self._held(lease)
-            self._thread.submit(lease.digests.hash_ahead)
+            self._thread.submit(lease.digests.hash_ahead, time.monotonic() + ANSWER_S)
 
     def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
         """Digests of every block of every range.

@@ -17,23 +17,34 @@ from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
 from engine.rpc.messages import Handshake
 
-PROTOCOL_VERSION = "3"
+PROTOCOL_VERSION = "4"
 GROUP_PREFIX = "kv_cache_group."
 MAX_LAYERS = 4096
 MAX_BLOCK_SIZE = 1 << 20
+MAX_BYTES = 1 << 50
 
 _Layer = Annotated[int, msgspec.Meta(ge=0, lt=MAX_LAYERS)]
+_Bytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
 
 
 class GroupGeometry(msgspec.Struct, frozen=True):
     """One KV cache group of a node: what its layers keep, their order in a block, tokens per block.
 
-    `layers` are indexes in the model; `block_size` says nothing for states.
+    `layers` are indexes in the model; `block_size` says nothing for states. Blocks are numbered
+    through the arena: `blocks_per_unit` of `block_bytes` each from the beginning of every unit on.
     """
 
     spec: Annotated[str, msgspec.Meta(max_length=500)]
     layers: Annotated[tuple[_Layer, ...], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
     block_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCK_SIZE)]
+    unit_bytes: _Bytes
+    blocks_per_unit: _Bytes
+    block_bytes: _Bytes
+
+    def offset(self, block: int) -> int:
+        """Where a block or state begins in the arena, in bytes."""
+        unit, slot = divmod(block, self.blocks_per_unit)
+        return unit * self.unit_bytes + slot * self.block_bytes
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,7 +76,14 @@ def describe_geometry(
 def geometry_of(plan: ArenaPlan) -> tuple[GroupGeometry, ...]:
     """The groups of one arena."""
     return tuple(
-        GroupGeometry(describe_spec(group.spec), group.layers, plan.block_size_of(number))
+        GroupGeometry(
+            describe_spec(group.spec),
+            group.layers,
+            plan.block_size_of(number),
+            unit_bytes=plan.unit_bytes,
+            blocks_per_unit=plan.blocks_per_unit[number],
+            block_bytes=plan.block_bytes(number),
+        )
         for number, group in enumerate(plan.groups)
     )
 

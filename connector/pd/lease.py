@@ -21,7 +21,7 @@ class Lease:
     """One held request: byte offsets of its blocks per group, its computed tokens, its end.
 
     `generation` is new for every grant. `is_spare`: kept for a next turn that may never come, and
-    nobody has claimed it. `digests`: of its bytes, once a reader has claimed it.
+    nobody has claimed it. `digests`: of its bytes, once a reader will come.
     """
 
     offsets: tuple[tuple[int, ...], ...]
@@ -59,7 +59,7 @@ class LeaseTable:
         num_tokens: int,
         *,
         spare_s: float | None = None,
-    ) -> None:
+    ) -> Lease:
         """Begins the lease of a finished request; a spare one lasts `spare_s` seconds unclaimed."""
         with self._lock:
             is_spare = spare_s is not None
@@ -68,6 +68,7 @@ class LeaseTable:
             self._generation += 1
             lease = Lease(offsets, num_tokens, deadline, self._generation, is_spare)
             self._leases[request_id] = lease
+            return lease
 
     def claim(self, request_id: str) -> Lease | None:
         """The reader has accepted the request: the lease, renewed; None when there is none.

@@ -1,6 +1,6 @@
 """The prefill nodes that this node talks to: one handshake and one mapping per incarnation.
 
-Called from pull and control threads, never from the engine thread or the event loop.
+Called from pull and control threads; the event loop asks only for what is `at_hand`.
 """
 
 import threading
@@ -31,6 +31,7 @@ class Peer:
     control: ControlClient
     timeout_s: float
     groups: tuple[GroupGeometry, ...]
+    lease_s: float
     capabilities: tuple[str, ...] = ()
     users: int = 1
     is_gone: bool = False
@@ -74,12 +75,21 @@ class PeerRegistry:
         with self._lock:
             entry = self._entries.setdefault((host, port), _Entry())
         with entry.lock:
-            current = entry.peer
-            fits = current is not None and current.engine_id == engine_id and not current.is_gone
-            if current is None or not fits or not self.hold(current):
+            current = self.at_hand(host, port, engine_id)
+            if current is None:
                 current = self._handshake(host, port, engine_id)
                 self._replace(entry, current)
             return current
+
+    def at_hand(self, host: str, port: int, engine_id: str) -> Peer | None:
+        """The peer if it is known already, without waiting; pair with `release`."""
+        with self._lock:
+            entry = self._entries.get((host, port))
+            peer = None if entry is None else entry.peer
+            if peer is None or peer.engine_id != engine_id or peer.is_gone:
+                return None
+            peer.users += 1
+            return peer
 
     def hold(self, peer: Peer) -> bool:
         """One more use of `peer`, to be paired with `release`; False when it was dropped."""
@@ -146,7 +156,7 @@ class PeerRegistry:
             raise
         log.info("connected to peer", peer=engine_id, host=host, port=port)
         groups = groups_of(reply)
-        return Peer(engine_id, control, self._timeout_s, groups, reply.capabilities)
+        return Peer(engine_id, control, self._timeout_s, groups, reply.lease_s, reply.capabilities)
 
     def _open(self, host: str, port: int) -> ControlClient:
         address = join_host_port(host, port)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from connector.pd.lease import LeaseTable
+from connector.pd.digests_ahead import ArenaDigests
+from connector.pd.lease import Lease, LeaseTable
 from connector.pd.params import ParamsSigner, prompt_digest
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.tables import BlockTables
@@ -42,12 +43,14 @@ class ProducerScheduler(SchedulerConnector):
         plan: ArenaPlan,
         leases: LeaseTable,
         *,
+        digests: ArenaDigests,
         signer: ParamsSigner,
         turn_ttl_s: float | None = None,
     ) -> None:
         self._address = address
         self._plan = plan
         self._leases = leases
+        self._digests = digests
         self._signer = signer
         self._turn_ttl_s = turn_ttl_s
 
@@ -74,8 +77,12 @@ class ProducerScheduler(SchedulerConnector):
             spare_s = self._turn_ttl_s
             if spare_s is None or not request.wants_remote_prefill:
                 return FinishDecision()
-        self._hold(request, tables, spare_s)
-        return FinishDecision(hold=True, kv_transfer_params=self._params(request, tables))
+        lease = self._hold(request, tables, spare_s)
+        params = self._params(request, tables)
+        if spare_s is None:
+            params = _for_decode(params, request, lease)
+            self._digests.begin(lease)
+        return FinishDecision(hold=True, kv_transfer_params=self._signer.sign(params))
 
     def give_up(self, request_id: str) -> None:
         """Ends the lease now instead of letting it run out."""
@@ -88,18 +95,19 @@ class ProducerScheduler(SchedulerConnector):
     def close(self) -> None:
         """Leases end with the process."""
 
-    def _hold(self, request: Request, tables: BlockTables, spare_s: float | None) -> None:
+    def _hold(self, request: Request, tables: BlockTables, spare_s: float | None) -> Lease:
         offsets = tuple(
             tuple(self._plan.block_offset(group, block) for block in tables.used(group))
             for group in range(len(tables.groups))
         )
         num_tokens = request.num_computed_tokens
-        self._leases.grant(request.request_id, offsets, num_tokens, spare_s=spare_s)
+        return self._leases.grant(request.request_id, offsets, num_tokens, spare_s=spare_s)
 
     def _params(self, request: Request, tables: BlockTables) -> KVTransferParams:
         """The last token was sampled and never computed: K/V and states end right before it."""
         num_tokens = request.num_computed_tokens
-        params = KVTransferParams(
+        return KVTransferParams(
+            do_remote_decode=True,
             remote_engine_id=self._address.engine_id,
             remote_request_id=request.request_id,
             remote_block_ids=tuple(
@@ -112,18 +120,15 @@ class ProducerScheduler(SchedulerConnector):
             tp_size=1,
             remote_num_cached_tokens=request.num_cached_tokens,
         )
-        if is_remote_decode(request.origin):
-            params = _for_decode(params, request)
-        else:
-            params = msgspec.structs.replace(params, do_remote_decode=True)
-        return self._signer.sign(params)
 
 
-def _for_decode(params: KVTransferParams, request: Request) -> KVTransferParams:
-    """D goes on from the token that was sampled here."""
+def _for_decode(params: KVTransferParams, request: Request, lease: Lease) -> KVTransferParams:
+    """D goes on from the token that was sampled here, and may read what `lease` holds at once."""
     return msgspec.structs.replace(
         params,
+        do_remote_decode=False,
         do_remote_prefill=True,
+        remote_generation=lease.generation,
         first_token_ids=(request.token_ids[-1],),
         first_token_logprobs=(request.last_logprob,) if request.last_logprob else None,
     )

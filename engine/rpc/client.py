@@ -13,7 +13,7 @@ from collections.abc import (
 )
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 from grpc import aio
 
@@ -31,8 +31,6 @@ from engine.rpc.pb.node_pb2_grpc import KvControlStub, NodeStub
 from engine.rpc.server import MAX_REQUEST_BYTES
 from engine.rpc.status import error_from_status
 from engine.types import GenerateOutput, GenerateRequest
-
-END_OF_CALL_S: Final = 1.0
 
 OutputCall: TypeAlias = aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateOutput]
 _Reply = TypeVar("_Reply")
@@ -56,6 +54,7 @@ class NodeClient:
         self._channel = aio.insecure_channel(address, options=OPTIONS)
         self._node = NodeStub(self._channel)  # type: ignore[no-untyped-call]
         self._control = KvControlStub(self._channel)  # type: ignore[no-untyped-call]
+        self._ending: set[OutputCall] = set()
 
     async def close(self) -> None:
         """Cancels what still runs; its readers get `UnavailableError`."""
@@ -66,23 +65,32 @@ class NodeClient:
     ) -> AsyncGenerator[GenerateOutput]:
         """Outputs of `request`, the last with a `finish_reason`; `aclose` cancels it on the node.
 
-        The last output is yielded after the call has ended, so that closing the iterator then
-        never looks like a cancellation to the node. Raises what the node raised,
-        `DeadlineExceededError`, or `UnavailableError` when the node is away or its stream ends
-        early.
+        Behind the last output the call ends by itself, within its deadline: nobody has to wait for
+        its status, and to drop it would look like a cancellation to the node. Raises what the node
+        raised, `DeadlineExceededError`, or `UnavailableError` when the node is away or its stream
+        ends early.
         """
         message = convert.request_to_pb(request)
         _check_size(message)
         call = self._node.Generate(message, timeout=deadlines.total_s, metadata=self._metadata)
         limit_s = deadlines.first_output_s
+        has_answered = False
         try:
-            while (output := await self._read(call, limit_s)).finish_reason is None:
+            while not has_answered:
+                output = await self._read(call, limit_s)
+                has_answered = output.finish_reason is not None
+                if has_answered:
+                    self._let_end(call)
                 yield output
                 limit_s = deadlines.next_output_s
-            await _end_of(call)
-            yield output
         finally:
-            call.cancel()
+            if not has_answered:
+                call.cancel()
+
+    def _let_end(self, call: OutputCall) -> None:
+        """Keeps `call`, which is cancelled when it is collected, until its status is here."""
+        self._ending.add(call)
+        call.add_done_callback(self._ending.discard)
 
     async def _read(self, call: OutputCall, limit_s: float) -> GenerateOutput:
         with self._errors_of_peer():
@@ -150,12 +158,3 @@ def _is_this_task_cancelled() -> bool:
     """Also without a cancellation gRPC answers reads on a closed channel with CancelledError."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
-
-
-async def _end_of(call: OutputCall) -> None:
-    """Wait for the status behind a last output; whatever it says, the answer is complete."""
-    try:
-        async with asyncio.timeout(END_OF_CALL_S):
-            await call.read()
-    except (TimeoutError, aio.AioRpcError):
-        return

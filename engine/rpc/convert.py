@@ -174,6 +174,7 @@ def handshake_from_pb(message: pb.HandshakeReply) -> Handshake:
         transport=message.transport,
         transport_address=message.transport_address,
         geometry=dict(message.geometry),
+        lease_s=message.lease_s,
         capabilities=tuple(message.capabilities),
     )
 
@@ -183,7 +184,6 @@ def claim_to_pb(claim: Claim) -> pb.ClaimReply:
     return pb.ClaimReply(
         num_tokens=claim.num_tokens,
         groups=[pb.GroupBlocks(offsets=offsets) for offsets in claim.groups],
-        lease_s=claim.lease_s,
         generation=claim.generation,
     )
 
@@ -193,7 +193,6 @@ def claim_from_pb(message: pb.ClaimReply) -> Claim:
     return Claim(
         num_tokens=message.num_tokens,
         groups=tuple(tuple(group.offsets) for group in message.groups),
-        lease_s=message.lease_s,
         generation=message.generation,
     )
 

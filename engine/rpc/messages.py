@@ -47,12 +47,16 @@ Digests = tuple[tuple[int, ...], ...]
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach a node's registered memory, what its bytes look like, what the node can do."""
+    """How to reach a node's registered memory, what its bytes look like, what the node can do.
+
+    `lease_s`: seconds for which it holds a finished request that nobody renews.
+    """
 
     engine_id: str
     transport: str
     transport_address: bytes
     geometry: Mapping[str, str]
+    lease_s: float
     capabilities: tuple[str, ...] = ()
 
 
@@ -72,12 +76,11 @@ class BlockRange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a finished prefill lies: byte offsets per group, readable for `lease_s` seconds.
+    """Where a finished request lies: byte offsets per group, and how many tokens they hold.
 
     `generation` tells this lease from any other, also of the same request.
     """
 
     num_tokens: int
     groups: tuple[tuple[int, ...], ...]
-    lease_s: float
     generation: int = ANY_GENERATION

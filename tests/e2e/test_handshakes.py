@@ -26,14 +26,16 @@ from engine.rpc.messages import Claim, Digests, Handshake
 from engine.rpc.server import start_server
 from engine.types import KVTransferParams
 from tests.accounts import Account, at_rest, claims_of, forget_peers
-from tests.cluster import Cluster, Generation, generate, settled, transfer_config, until
+from tests.cluster import Cluster, Generation, generate, transfer_config, until
 from tests.faults import HeldPull
 from tests.pairs import GREEDY, count_near_ties, hand_over, prefill, prompt_of, request_of
+from tests.turns import both_ways, let_go, next_prompt, pair_of_nodes, take_turn
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(60, salt=4)
 CROWD = 64
 PATIENCE_S = 1.0
+UNASKED = Claim(num_tokens=0, groups=())
 GARBAGE = (b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95.", b"PRI * HTTP/2.0\r\n\r\nSM")
 
 
@@ -167,7 +169,7 @@ async def dripping(drop: bytes) -> AsyncIterator[int]:
         server.close()
 
 
-def elsewhere(params: KVTransferParams, port: int, **changes: str) -> KVTransferParams:
+def elsewhere(params: KVTransferParams, port: int, **changes: object) -> KVTransferParams:
     """As if P were at another port, signed like a node of this cluster."""
     return ParamsSigner(None).sign(msgspec.structs.replace(params, remote_port=port, **changes))
 
@@ -187,7 +189,7 @@ class Liar:
     """Answers as a prefill node would, with something in it that is not true."""
 
     says: Handshake
-    claims: Claim
+    claims: Claim = UNASKED
     num_released: int = 0
 
     def handshake(self, caller_engine_id: str) -> Handshake:
@@ -238,25 +240,17 @@ HANDSHAKES: dict[str, Callable[[Handshake], Handshake]] = {
     "another name": lambda true: msgspec.structs.replace(true, engine_id="somebody"),
     "no name": lambda true: msgspec.structs.replace(true, engine_id=""),
 }
-CLAIMS: dict[str, Callable[[Claim], Claim]] = {
-    "no groups": lambda true: msgspec.structs.replace(true, groups=()),
-    "empty groups": lambda true: msgspec.structs.replace(true, groups=((), ())),
-    "too many groups": lambda true: msgspec.structs.replace(true, groups=true.groups * 500),
-    "outside": lambda true: msgspec.structs.replace(
-        true, groups=tuple(tuple(2**62 + at for at in group) for group in true.groups)
-    ),
-    "too few blocks": lambda true: msgspec.structs.replace(
-        true, groups=tuple(group[:1] for group in true.groups)
-    ),
-    "a hundred thousand blocks": lambda true: msgspec.structs.replace(
-        true, groups=tuple(group * 20_000 for group in true.groups)
-    ),
-    "no lease": lambda true: msgspec.structs.replace(true, lease_s=0.0),
-    "an endless lease": lambda true: msgspec.structs.replace(true, lease_s=float("inf")),
-    "no number": lambda true: msgspec.structs.replace(true, lease_s=float("nan")),
-    "another generation": lambda true: msgspec.structs.replace(true, generation=2**63),
+Groups = tuple[tuple[int, ...], ...]
+BLOCKS: dict[str, Callable[[Groups], Groups]] = {
+    "no groups": lambda true: (),
+    "empty groups": lambda true: ((), ()),
+    "too many groups": lambda true: true * 500,
+    "outside": lambda true: tuple(tuple(2**44 + at for at in group) for group in true),
+    "beside": lambda true: tuple(tuple(at + 1 for at in group) for group in true),
+    "too few blocks": lambda true: tuple(group[:1] for group in true),
+    "a hundred thousand blocks": lambda true: tuple(group * 20_000 for group in true),
 }
-LIES = [("handshake", name) for name in HANDSHAKES] + [("claim", name) for name in CLAIMS]
+GENERATION = 2**62
 
 
 async def test_a_peer_that_lies_costs_a_recompute_or_a_typed_error(
@@ -276,40 +270,73 @@ async def test_a_peer_that_lies_costs_a_recompute_or_a_typed_error(
         await hand_over(p, d, PROMPT)
     true = await truth_of(p)
     account = await Account.open(p, *nodes)
-    for kind, name in LIES:
-        print(kind, name)
-        liar = Liar(*true)
-        if kind == "handshake":
-            liar.says = HANDSHAKES[name](true[0])
-        else:
-            liar.claims = CLAIMS[name](true[1])
+    for name, lie in HANDSHAKES.items():
+        print("handshake", name)
         for d in nodes:
-            await ask_behind(liar, p, d, alone)
+            await ask_behind(Liar(lie(true)), p, d, alone)
+            assert_equal(await hand_over(p, d, PROMPT), alone)
+    for name, changes in signed_lies(await prefill(p, PROMPT)).items():
+        print("signed", name)
+        for d in nodes:
+            await ask_behind(Liar(true), p, d, alone, **changes)
             assert_equal(await hand_over(p, d, PROMPT), alone)
     await account.close()
 
 
-async def truth_of(p: NodeServer) -> tuple[Handshake, Claim]:
-    """What an honest node says."""
-    client = ControlClient(f"127.0.0.1:{p.rpc.port}", token=None, caller_engine_id="the test")
-    params = await prefill(p, PROMPT)
-    name = str(params.remote_request_id)
+def signed_lies(true: KVTransferParams) -> dict[str, dict[str, object]]:
+    """Where a peer says that its blocks lie, and under which lease."""
+    blocks = true.remote_block_ids or ()
+    named: dict[str, dict[str, object]]
+    named = {name: {"remote_block_ids": lie(blocks)} for name, lie in BLOCKS.items()}
+    return {**named, "another generation": {"remote_generation": GENERATION}}
+
+
+@pytest.mark.parametrize("lie", BLOCKS.values(), ids=BLOCKS)
+async def test_a_peer_that_lies_about_the_turn_before_costs_a_recompute(
+    cluster: Cluster, checkpoints: dict[str, Path], lie: Callable[[Groups], Groups]
+) -> None:
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], both_ways(kv_recompute_threshold=1))
+    first = await take_turn(p, d, PROMPT)
+    prompt = next_prompt(first)
+    alone = await generate(d, request_of(prompt))
+    kept = first.kept
+    claims = Claim(
+        num_tokens=kept.remote_num_tokens or 0,
+        groups=lie(((0,) * 5, (0,))),
+        generation=GENERATION,
+    )
+    server = await start_server(
+        [ControlService(Liar(await truth_of(d), claims))], "127.0.0.1", 0, token=None
+    )
     try:
-        says = await asyncio.to_thread(client.handshake, timeout_s=10.0)
-        claims = await asyncio.to_thread(client.claim, p.engine_id, name, timeout_s=10.0)
+        done = await generate(p, request_of(prompt, GREEDY, elsewhere(kept, server.port)))
+    finally:
+        await server.close()
+    assert done.token_ids == alone.token_ids[:1]
+    assert done.last.kv_transfer is None
+    assert done.last.kv_transfer_params is not None
+    await give_up(p, [done.last.kv_transfer_params])
+    await let_go(d, first)
+
+
+async def truth_of(node: NodeServer) -> Handshake:
+    """What an honest node says."""
+    client = ControlClient(f"127.0.0.1:{node.rpc.port}", token=None, caller_engine_id="the test")
+    try:
+        return await asyncio.to_thread(client.handshake, timeout_s=10.0)
     finally:
         client.close()
-    await give_up(p, [params])
-    await settled(p)
-    return says, claims
 
 
-async def ask_behind(liar: Liar, p: NodeServer, d: NodeServer, alone: Generation) -> None:
+async def ask_behind(
+    liar: Liar, p: NodeServer, d: NodeServer, alone: Generation, **changes: object
+) -> None:
     """A request on D whose prefill the liar claims to have."""
     server = await start_server([ControlService(liar)], "127.0.0.1", 0, token=None)
     params = await prefill(p, PROMPT)
+    told = elsewhere(params, server.port, **changes)
     try:
-        pair = await generate(d, request_of(PROMPT, GREEDY, elsewhere(params, server.port)))
+        pair = await generate(d, request_of(PROMPT, GREEDY, told))
     except TandemError as error:
         assert "internal error" not in str(error)
     else:

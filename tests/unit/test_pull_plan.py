@@ -7,13 +7,14 @@ must say the same at the places where D's own layout wants it.
 from collections.abc import Iterator
 from random import Random
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.pd.geometry import GroupGeometry, geometry_of
+from connector.pd.geometry import geometry_of
 from connector.pd.layout import Piece, SequenceBlocks, blocks_announced, blocks_here
 from connector.pd.pull_plan import PullPlan, pair_up, plan_pull
 from connector.transports.base import SpanPair
@@ -223,7 +224,7 @@ def test_other_blocks_or_groups_than_needed_are_refused(offsets: list[tuple[int,
 
 def test_what_no_layer_here_keeps_is_refused() -> None:
     plan = plan_of(groups(16, 16)[:2])
-    foreign = GroupGeometry("attention of another kind", (1,), 16)
+    foreign = msgspec.structs.replace(geometry_of(plan)[1], spec="attention of another kind")
     with pytest.raises(TransportError, match="another kind"):
         blocks_announced(plan, [foreign], [(0, 1)], num_tokens=32)
     remote = SequenceBlocks(blocks_here(plan, [[3], [0, 1]]).groups[:1])

@@ -52,7 +52,7 @@ async def test_all_five_verbs() -> None:
     assert handshake == node.handshake("d-incarnation")
     assert isinstance(handshake, Handshake)
     groups = ((0, 2**40), (), (4096,))
-    assert claim == Claim(num_tokens=33, groups=groups, lease_s=30.0, generation=9)
+    assert claim == Claim(num_tokens=33, groups=groups, generation=9)
     assert lost == ("lost-b",)
     assert digests == ((2**64 - 10,) * 2, (), (2**64 - 10,))
     assert node.ranges == RANGES

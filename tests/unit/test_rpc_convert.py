@@ -104,9 +104,10 @@ def test_control_messages_survive_the_wire() -> None:
         transport="shm",
         transport_address=b"\xff\x00",
         geometry={"dtype": "f32"},
+        lease_s=0.5,
         capabilities=("digests:xxh3-64", "from the future"),
     )
-    claim = Claim(num_tokens=3, groups=((0, 2**63), ()), lease_s=0.5, generation=2**64 - 1)
+    claim = Claim(num_tokens=3, groups=((0, 2**63), ()), generation=2**64 - 1)
     digests = ((0, 2**64 - 1), (), (7,))
     assert convert.node_info_from_pb(convert.node_info_to_pb(info)) == info
     assert convert.handshake_from_pb(convert.handshake_to_pb(handshake)) == handshake

@@ -57,7 +57,9 @@ def offsets_of(tables: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ..
 
 REMOTE = offsets_of(by_group((2,), (9, 5, 6, 7)))
 LOCAL: tuple[tuple[int, ...], ...] = by_group((0,), (60, 61, 62, 63))
-IDENTITY = Handshake(engine_id="p", transport="shm", transport_address=b"", geometry={})
+IDENTITY = Handshake(
+    engine_id="p", transport="shm", transport_address=b"", geometry={}, lease_s=30.0
+)
 
 
 @dataclass(slots=True)
@@ -90,7 +92,7 @@ class Pair:
         capabilities: tuple[str, ...] = (DIGESTS_XXH3_64,),
         generation: int = 1,
     ) -> None:
-        peer = Peer("p", self.control, 5.0, geometry_of(PLAN), capabilities)
+        peer = Peer("p", self.control, 5.0, geometry_of(PLAN), 30.0, capabilities)
         reader = PullReader(
             self.transport,
             self.d,

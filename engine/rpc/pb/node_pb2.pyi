@@ -162,7 +162,7 @@ class HandshakeRequest(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("engine_id", "transport", "transport_address", "geometry", "capabilities")
+    __slots__ = ("engine_id", "transport", "transport_address", "geometry", "capabilities", "lease_s")
     class GeometryEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -175,12 +175,14 @@ class HandshakeReply(_message.Message):
     TRANSPORT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     transport: str
     transport_address: bytes
     geometry: _containers.ScalarMap[str, str]
     capabilities: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, engine_id: _Optional[str] = ..., transport: _Optional[str] = ..., transport_address: _Optional[bytes] = ..., geometry: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[str]] = ...) -> None: ...
+    lease_s: float
+    def __init__(self, engine_id: _Optional[str] = ..., transport: _Optional[str] = ..., transport_address: _Optional[bytes] = ..., geometry: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class ClaimRequest(_message.Message):
     __slots__ = ("engine_id", "request_id", "caller_engine_id")
@@ -199,16 +201,14 @@ class GroupBlocks(_message.Message):
     def __init__(self, offsets: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ClaimReply(_message.Message):
-    __slots__ = ("num_tokens", "groups", "lease_s", "generation")
+    __slots__ = ("num_tokens", "groups", "generation")
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
-    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     num_tokens: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupBlocks]
-    lease_s: float
     generation: int
-    def __init__(self, num_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., lease_s: _Optional[float] = ..., generation: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_tokens: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupBlocks, _Mapping]]] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class RenewRequest(_message.Message):
     __slots__ = ("engine_id", "caller_engine_id", "request_ids", "generations")

@@ -235,7 +235,8 @@ class KvControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Claim(self, request, context):
-        """Where the blocks of a finished prefill lie. Starts or extends the lease.
+        """Where the blocks lie that are kept for a next turn, which nobody may count on before. Extends
+        the lease. Of a finished prefill the answer to the request says it already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
