@@ -5,8 +5,7 @@ Two processes on this host, real arenas, the connector's own plans, reader and c
 - memcpy: one thread, the same spans, from this process's own memory.
 - raw nixl: a read of the same spans with NIXL's Python agent, one request, polled without a pause.
 - shm, nixl, ucx, zmq: what a pull thread does: plan the spans from block tables, read, wait.
-- verified: the same, while P hashes too and D compares; P has just been asked for the prefill.
-- D's part: the same after P has hashed all, so that only D works.
+- verified: the same, while P hashes too and D compares.
 
 Both NIXL readers go without a progress thread, which would spin on a core that the others need.
 """
@@ -40,17 +39,14 @@ BASELINES = ("memcpy", "raw nixl")
 TARGETS = (("shm", "memcpy"), ("nixl", "raw nixl"))
 SPEEDS = ("case", "MB", "spans", *BASELINES, *OURS, "shm / memcpy", "nixl / raw nixl", ">= 0.8")
 TIMES = ("case", *BASELINES, *(f"{name}{way}" for name in OURS for way in ("", ", verified")))
-AHEAD = ("shm", "nixl")
-NUM_WAYS = len(BASELINES) + 2 * len(OURS) + len(AHEAD)
-COSTS = ("case", *(f"{name}, in all" for name in OURS), *(f"{name}, D's part" for name in AHEAD),
-         "nixl <= 15 %")  # fmt: skip
+NUM_WAYS = len(BASELINES) + 2 * len(OURS)
+COSTS = ("case", *OURS, "nixl <= 15 %")
 
 
 class Row(msgspec.Struct, frozen=True):
     """Seconds of every way, and ratios that were taken inside the rounds.
 
-    `costs`: the share of its speed that a transport loses by verification, in all (`verified`) and
-    by D's part (`ahead`).
+    `costs`: the share of its speed that a transport loses by verification.
     """
 
     case: str
@@ -84,8 +80,6 @@ def ways_of(
         name = transport.name
         ways[name] = Pull(arena, case, transport, control, verify=False)
         ways[f"{name}, verified"] = Pull(arena, case, transport, control, verify=True)
-        if name in AHEAD:
-            ways[f"{name}, ahead"] = Pull(arena, case, transport, control, verify=True, ahead=True)
     return ways
 
 
@@ -151,8 +145,7 @@ def time_cells(row: Row) -> list[str]:
 def cost_cells(row: Row) -> list[str]:
     """One line about verification."""
     judged = "met" if row.costs["nixl, verified"].median <= COST else "MISSED"
-    ways = [*(f"{name}, verified" for name in OURS), *(f"{name}, ahead" for name in AHEAD)]
-    shown = [row.costs[way].show() for way in ways]
+    shown = [row.costs[f"{name}, verified"].show() for name in OURS]
     return [row.case, *shown, judged if row.case == JUDGED else "not judged"]
 
 

@@ -84,17 +84,13 @@ class Baseline:
 
 @dataclass(slots=True)
 class Pull:
-    """One case as a pull thread reads it: plan, read, and compare with P's digests or not.
-
-    `ahead`: P has hashed it before the clock starts, and what is left is D's part.
-    """
+    """One case as a pull thread reads it: plan, read, and compare with P's digests or not."""
 
     arena: ArenaMemory
     case: Case
     transport: Transport
     control: ControlClient
     verify: bool
-    ahead: bool = False
     reader: PullReader = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,6 +100,7 @@ class Pull:
             verify=self.verify,
             metrics=TransferMetrics(NodeMetrics("bench", "d")),
             faults=NO_FAULTS,
+            num_threads=1,
         )
 
     def __call__(self) -> float:
@@ -115,9 +112,6 @@ class Pull:
         with emptied(self.arena, plan.spans):
             claim = control.claim(ENGINE_ID, case.name, timeout_s=DEADLINE_S)
             lease: dict[str, Any] = {"request_id": case.name, "generation": claim.generation}
-            if self.ahead:
-                ranges = [group.asked for group in plan.groups]
-                control.digests(ENGINE_ID, **lease, ranges=ranges, timeout_s=DEADLINE_S)
             started = perf_counter()
             self.reader.read(peer, case.pull(), **lease, timeout_s=DEADLINE_S)
             seconds = perf_counter() - started

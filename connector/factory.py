@@ -10,7 +10,7 @@ from connector.pd.admission import PdAdmission
 from connector.pd.claims import ClaimKeeper
 from connector.pd.consumer import ConsumerScheduler, ConsumerWorker
 from connector.pd.control import LeaseDesk
-from connector.pd.digests_ahead import ArenaDigests
+from connector.pd.digests import ArenaDigests
 from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.geometry import describe_geometry
 from connector.pd.lease import LeaseTable
@@ -48,7 +48,6 @@ class PdConnector:
     claims: ClaimKeeper
     peers: PeerRegistry
     transport: Transport
-    digests: ArenaDigests
 
     def services(self) -> Sequence[RpcService]:
         """The control service that peers call."""
@@ -61,7 +60,6 @@ class PdConnector:
     def close(self) -> None:
         """Gives channels, mappings and registrations back; after the engine has stopped."""
         self.peers.close()
-        self.digests.close()
         self.transport.close()
 
 
@@ -102,10 +100,11 @@ def build_connector(
         verify=extra.verify_transfers,
         metrics=transfers,
         faults=faults,
+        num_threads=extra.max_concurrent_pulls,
         stage_bytes=stage_bytes,
     )
     producer = ProducerScheduler(
-        advertised, plan, leases, digests=digests, signer=signer, turn_ttl_s=extra.turn_ttl_s
+        advertised, plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s
     )
     consumer = ConsumerScheduler(
         claims, recompute_threshold=extra.kv_recompute_threshold, metrics=transfers
@@ -123,7 +122,6 @@ def build_connector(
         claims,
         peers,
         transport,
-        digests,
     )
 
 

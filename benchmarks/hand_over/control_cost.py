@@ -28,9 +28,8 @@ PARTS = {
     "queue": "admitted, until an engine step has given it blocks",
     "plan": "until the first read begins: thread, plan",
     "read": "the reads: not counted",
-    "verify": "D's digests, between the reads and behind them",
-    "vouch": "until P, asked for its digests, has answered",
-    "wake": "P's answer compared, until an engine step has heard of it",
+    "hash": "D's digests, between the reads and behind them: not counted",
+    "vouch": "P's digests waited for and compared, until an engine step has heard of it",
     "step": "until that request's first step computes",
 }
 
@@ -42,8 +41,8 @@ class HandOver(msgspec.Struct, frozen=True):
 
     @property
     def control(self) -> float:
-        """All parts but the read."""
-        return sum(self.parts.values()) - self.parts["read"]
+        """All parts but those that touch the bytes."""
+        return sum(self.parts.values()) - self.parts["read"] - self.parts["hash"]
 
 
 class Moments:
@@ -69,7 +68,6 @@ def hand_over_of(answered: float, p: Moments, d: Moments) -> HandOver:
     reads = list(zip(d.all("before_read"), d.all("after_read"), strict=True))
     read_s = sum(after - before for before, after in reads)
     checked, loaded = d.first("before_confirm"), d.first("loaded")
-    vouched = p.first("digested")
     moments = {
         "answer": (p.first("finished"), answered),
         "request": (answered, d.first("admit")),
@@ -77,9 +75,8 @@ def hand_over_of(answered: float, p: Moments, d: Moments) -> HandOver:
         "queue": (d.first("admitted"), d.first("pull")),
         "plan": (d.first("pull"), reads[0][0]),
         "read": (0.0, read_s),
-        "verify": (reads[0][0] + read_s, checked),
-        "vouch": (checked, vouched),
-        "wake": (vouched, loaded),
+        "hash": (reads[0][0] + read_s, checked),
+        "vouch": (checked, loaded),
         "step": (loaded, d.first("execute", loaded)),
     }
     assert set(moments) == set(PARTS)

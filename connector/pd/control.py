@@ -10,13 +10,11 @@ from typing import Protocol
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.lease import Lease, LeaseTable
 from engine.errors import KVTransferParamsError
-from engine.rpc.messages import BlockRange, Claim, Digests, Handshake
+from engine.rpc.messages import BlockRange, Claim, Digests, Handshake, Vouched
 
 
 class LeaseDigests(Protocol):
-    """Digests of what leases hold: `begin` when a reader will come, `of` when it asks."""
-
-    def begin(self, lease: Lease) -> None: ...
+    """Digests of what leases hold, block by block of each range."""
 
     def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests: ...
 
@@ -53,7 +51,6 @@ class LeaseDesk:
         """
         self._check_incarnation(engine_id)
         lease = self._still(request_id, self._leases.claim(request_id))
-        self._digests.begin(lease)
         return Claim(
             num_tokens=lease.num_tokens,
             groups=lease.offsets,
@@ -62,16 +59,18 @@ class LeaseDesk:
 
     def digests(
         self, engine_id: str, request_id: str, generation: int, *, ranges: Sequence[BlockRange]
-    ) -> Digests:
-        """Digests of a held prefill, block by block of each range.
+    ) -> Vouched:
+        """Digests of a held prefill, block by block of each range, and how long it will be held.
 
-        Whether the lease lived long enough for them to mean anything is what `release` says. Raises
+        It is held before and after they are computed, so these are its own bytes. Raises
         KVTransferParamsError as `claim` does, and TransportError for ranges that are not held.
         """
         self._check_incarnation(engine_id)
         self._faults.at(FaultPoint.BEFORE_DIGESTS, FaultScene(request_id))
         lease = self._still(request_id, self._leases.held(request_id, generation))
-        return self._digests.of(lease, ranges)
+        digests = self._digests.of(lease, ranges)
+        self._still(request_id, self._leases.held(request_id, generation))
+        return Vouched(digests, self._leases.seconds_left(lease))
 
     def renew(
         self,

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from connector.pd.digests import HeldDigests
 from engine.request_ids import has_label
 from engine.rpc.messages import ANY_GENERATION
 
@@ -21,7 +20,7 @@ class Lease:
     """One held request: byte offsets of its blocks per group, its computed tokens, its end.
 
     `generation` is new for every grant. `is_spare`: kept for a next turn that may never come, and
-    nobody has claimed it. `digests`: of its bytes, once a reader will come.
+    nobody has claimed it.
     """
 
     offsets: tuple[tuple[int, ...], ...]
@@ -29,7 +28,6 @@ class Lease:
     deadline: float
     generation: int
     is_spare: bool = False
-    digests: HeldDigests | None = None
 
 
 class LeaseTable:
@@ -87,6 +85,10 @@ class LeaseTable:
         """The lease of that generation; None when it is not alive."""
         with self._lock:
             return self._live(request_id, generation)
+
+    def seconds_left(self, lease: Lease) -> float:
+        """Until `lease` runs out, if nobody renews or ends it."""
+        return lease.deadline - self._clock()
 
     def renew(self, leases: Iterable[tuple[str, int]]) -> list[str]:
         """Extends leases by id and generation; returns the ids that have none (any more)."""
@@ -165,7 +167,5 @@ class LeaseTable:
         return bool(found)
 
     def _end(self, request_id: str) -> None:
-        lease = self._leases.pop(request_id)
-        if lease.digests is not None:
-            lease.digests.stop()
+        del self._leases[request_id]
         self._ended.append(request_id)

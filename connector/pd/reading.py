@@ -6,6 +6,7 @@ nothing of requests and leases but their names.
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from engine.errors import (
     VerificationError,
 )
 from engine.metrics import TransferMetrics
-from engine.rpc.messages import DIGESTS_XXH3_64, Digests
+from engine.rpc.messages import DIGESTS_XXH3_64, Digests, Vouched
 
 log = structlog.get_logger()
 
@@ -60,9 +61,25 @@ class Reading:
         """Seconds, never below 0."""
         return max(self.deadline - time.monotonic(), 0.0)
 
+    def ask(self, plan: PullPlan) -> Vouched:
+        """What the bytes of `plan` are. Raises LateReadError when P does not hold them any more."""
+        try:
+            return self.peer.control.digests(
+                self.peer.engine_id,
+                self.request_id,
+                self.generation,
+                ranges=[group.asked for group in plan.groups],
+                timeout_s=min(self.time_left(), self.peer.timeout_s),
+            )
+        except KVTransferParamsError as error:
+            raise LateReadError(f"the peer vouches for nothing any more: {error}") from error
+
 
 class PullReader:
-    """Fills blocks of the local arena from a peer's; safe to use from several threads."""
+    """Fills blocks of the local arena from a peer's; safe to use from several threads.
+
+    Owner of `num_threads` threads that read, one for each call at a time; close it.
+    """
 
     def __init__(
         self,
@@ -72,8 +89,10 @@ class PullReader:
         verify: bool,
         metrics: TransferMetrics,
         faults: FaultInjector,
+        num_threads: int,
         stage_bytes: int = STAGE_BYTES,
     ) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-read")
         self._transport = transport
         self._arena = arena
         self._verify = verify
@@ -92,8 +111,8 @@ class PullReader:
     ) -> bool:
         """Returns once all bytes are here; whether P has vouched for them.
 
-        It has, if nothing forbids it: they are P's, and P still held them when the last read had
-        ended. `timeout_s` bounds all of it. Raises TransportError when they cannot be read,
+        It has, if nothing forbids it: they are P's, and P held them until the last read had ended.
+        `timeout_s` bounds all of it. Raises TransportError when they cannot be read,
         VerificationError when they differ twice, LateReadError when P does not hold them any more.
         """
         reading = Reading(peer, request_id, generation, time.monotonic() + timeout_s)
@@ -105,6 +124,10 @@ class PullReader:
             self._read_spans(reading, plan.spans)
             self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(request_id))
         return verifies
+
+    def close(self) -> None:
+        """Stops the threads; call when nothing is read any more."""
+        self._threads.shutdown(wait=True)
 
     def _cannot_verify(self, peer: Peer) -> bool:
         """There are no two digests to compare; the reason is logged."""
@@ -118,9 +141,9 @@ class PullReader:
         return bool(found)
 
     def _read_verified(self, reading: Reading, plan: PullPlan) -> None:
-        """P has hashed while we read; what differs is read once more."""
-        found = self._read_blocks(reading, [b for group in plan.groups for b in group.blocks])
-        expected = self._ask(reading, plan)
+        """What differs is read once more."""
+        blocks = [block for group in plan.groups for block in group.blocks]
+        found, expected = self._read_and_ask(reading, plan, blocks)
         wrong = self._differing(expected, enumerate(found))
         if wrong:
             self._metrics.verification_retries.inc()
@@ -130,8 +153,7 @@ class PullReader:
         self._metrics.verified_bytes.inc(plan.attention_bytes + plan.state_bytes)
 
     def _read_again(self, reading: Reading, plan: PullPlan, blocks: Mapping[int, Block]) -> None:
-        found = self._read_blocks(reading, blocks.values())
-        expected = self._ask(reading, plan)
+        found, expected = self._read_and_ask(reading, plan, blocks.values())
         still = self._differing(expected, zip(blocks, found, strict=True))
         if still:
             raise VerificationError(
@@ -139,20 +161,30 @@ class PullReader:
                 f"of {reading.peer.engine_id}, also when read again"
             )
 
-    def _ask(self, reading: Reading, plan: PullPlan) -> list[Expected]:
-        """P's digests, which it gives only of what it still holds: the reads were in time."""
-        self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
+    def _read_and_ask(
+        self, reading: Reading, plan: PullPlan, blocks: Iterable[Block]
+    ) -> tuple[list[int], list[Expected]]:
+        """Digests of what arrives, and P's of everything: both sides hash at the same time.
+
+        P names its own bytes, and says how long it will hold them. If the reads take longer than
+        that, it must hold them still.
+        """
+        asked_at = time.monotonic()
+        arriving = self._threads.submit(self._arrive, reading, blocks)
         try:
-            digests = reading.peer.control.digests(
-                reading.peer.engine_id,
-                reading.request_id,
-                reading.generation,
-                ranges=[group.asked for group in plan.groups],
-                timeout_s=reading.time_left(),
-            )
-        except KVTransferParamsError as error:
-            raise LateReadError(f"the peer vouches for nothing any more: {error}") from error
-        return _expected(plan, digests)
+            vouched = reading.ask(plan)
+        finally:
+            wait([arriving])  # it is bounded, and nobody may use these blocks before
+        found, read_at = arriving.result()
+        if read_at > asked_at + vouched.held_s:
+            vouched = reading.ask(plan)
+        return found, _expected(plan, vouched.digests)
+
+    def _arrive(self, reading: Reading, blocks: Iterable[Block]) -> tuple[list[int], float]:
+        """Digests of what has been read, and when the last read had ended."""
+        found, read_at = self._read_blocks(reading, blocks), time.monotonic()
+        self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
+        return found, read_at
 
     def _differing(
         self, expected: Sequence[Expected], found: Iterable[tuple[int, int]]

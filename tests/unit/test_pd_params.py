@@ -21,6 +21,7 @@ PARAMS = KVTransferParams(
     remote_engine_id="prefill-ab",
     remote_request_id="cmpl-1",
     remote_block_ids=((1, 2), (7,)),
+    remote_generation=1,
     remote_host="127.0.0.1",
     remote_port=5600,
     remote_num_tokens=3,
