@@ -100,7 +100,7 @@ class Pull:
             verify=self.verify,
             metrics=TransferMetrics(NodeMetrics("bench", "d")),
             faults=NO_FAULTS,
-            num_threads=1,
+            num_readers=1,
         )
 
     def __call__(self) -> float:

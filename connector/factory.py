@@ -100,7 +100,7 @@ def build_connector(
         verify=extra.verify_transfers,
         metrics=transfers,
         faults=faults,
-        num_threads=extra.max_concurrent_pulls,
+        num_readers=extra.max_concurrent_pulls,
         stage_bytes=stage_bytes,
     )
     producer = ProducerScheduler(

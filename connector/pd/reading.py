@@ -78,7 +78,7 @@ class Reading:
 class PullReader:
     """Fills blocks of the local arena from a peer's; safe to use from several threads.
 
-    Owner of `num_threads` threads that read, one for each call at a time; close it.
+    Of no more than `num_readers`: it owns a thread for each of them, which asks P; close it.
     """
 
     def __init__(
@@ -89,10 +89,10 @@ class PullReader:
         verify: bool,
         metrics: TransferMetrics,
         faults: FaultInjector,
-        num_threads: int,
+        num_readers: int,
         stage_bytes: int = STAGE_BYTES,
     ) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-read")
+        self._askers = ThreadPoolExecutor(num_readers, thread_name_prefix="kv-ask")
         self._transport = transport
         self._arena = arena
         self._verify = verify
@@ -127,7 +127,7 @@ class PullReader:
 
     def close(self) -> None:
         """Stops the threads; call when nothing is read any more."""
-        self._threads.shutdown(wait=True)
+        self._askers.shutdown(wait=True)
 
     def _cannot_verify(self, peer: Peer) -> bool:
         """There are no two digests to compare; the reason is logged."""
@@ -170,21 +170,17 @@ class PullReader:
         that, it must hold them still.
         """
         asked_at = time.monotonic()
-        arriving = self._threads.submit(self._arrive, reading, blocks)
+        question = self._askers.submit(reading.ask, plan)
         try:
-            vouched = reading.ask(plan)
+            found = self._read_blocks(reading, blocks)
+            read_at = time.monotonic()
+            self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
         finally:
-            wait([arriving])  # it is bounded, and nobody may use these blocks before
-        found, read_at = arriving.result()
+            wait([question])  # which has a deadline: as many may ask as may read
+        vouched = question.result()
         if read_at > asked_at + vouched.held_s:
             vouched = reading.ask(plan)
         return found, _expected(plan, vouched.digests)
-
-    def _arrive(self, reading: Reading, blocks: Iterable[Block]) -> tuple[list[int], float]:
-        """Digests of what has been read, and when the last read had ended."""
-        found, read_at = self._read_blocks(reading, blocks), time.monotonic()
-        self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
-        return found, read_at
 
     def _differing(
         self, expected: Sequence[Expected], found: Iterable[tuple[int, int]]

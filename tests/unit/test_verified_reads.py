@@ -99,7 +99,7 @@ class Pair:
             verify=True,
             metrics=self.transfers,
             faults=faults,
-            num_threads=1,
+            num_readers=1,
         )
         try:
             await asyncio.to_thread(
