@@ -5,7 +5,8 @@ Two processes on this host, real arenas, the connector's own plans, reader and c
 - memcpy: one thread, the same spans, from this process's own memory.
 - raw nixl: a read of the same spans with NIXL's Python agent, one request, polled without a pause.
 - shm, nixl, ucx, zmq: what a pull thread does: plan the spans from block tables, read, wait.
-- verified: the same, while P hashes too and D compares.
+- verified: the same and D compares; P has hashed since its answer, which takes it less than a
+  pause between the grant of a lease and the pull, of 0.25 s per GB, verified or not.
 
 Both NIXL readers go without a progress thread, which would spin on a core that the others need.
 """

@@ -9,7 +9,7 @@ from time import monotonic
 
 from benchmarks.transfer_cases import ARENA_BYTES, Case, prompts, sizes
 from connector.pd.control import LeaseDesk
-from connector.pd.digests import ArenaDigests
+from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.lease import LeaseTable
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
@@ -60,7 +60,9 @@ async def _answer(pipe: Connection, arena: ArenaMemory, addresses: dict[str, byt
     ports: dict[str, int] = {}
     async with AsyncExitStack() as stack:
         for case in prompts() + sizes():
-            service = ControlService(_desk(case, ArenaDigests(case.plan, arena)))
+            digests = ArenaDigests(case.plan, arena)
+            stack.callback(digests.close)
+            service = ControlService(_desk(case, digests))
             server = await start_server([service], "127.0.0.1", 0, token=None)
             stack.push_async_callback(server.close)
             ports[case.name] = server.port
@@ -73,7 +75,7 @@ def _desk(case: Case, digests: ArenaDigests) -> LeaseDesk:
     leases = LeaseTable(LEASE_S, monotonic)
 
     def grant() -> None:
-        leases.grant(case.name, case.remote, case.num_tokens)
+        digests.begin(leases.grant(case.name, case.remote, case.num_tokens))
 
     grant()
     identity = Handshake(

@@ -10,7 +10,7 @@ from connector.pd.admission import PdAdmission
 from connector.pd.claims import ClaimKeeper
 from connector.pd.consumer import ConsumerScheduler, ConsumerWorker
 from connector.pd.control import LeaseDesk
-from connector.pd.digests import ArenaDigests
+from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.geometry import describe_geometry
 from connector.pd.lease import LeaseTable
@@ -48,6 +48,7 @@ class PdConnector:
     claims: ClaimKeeper
     peers: PeerRegistry
     transport: Transport
+    digests: ArenaDigests
 
     def services(self) -> Sequence[RpcService]:
         """The control service that peers call."""
@@ -60,6 +61,7 @@ class PdConnector:
     def close(self) -> None:
         """Gives channels, mappings and registrations back; after the engine has stopped."""
         self.peers.close()
+        self.digests.close()
         self.transport.close()
 
 
@@ -104,7 +106,7 @@ def build_connector(
         stage_bytes=stage_bytes,
     )
     producer = ProducerScheduler(
-        advertised, plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s
+        advertised, plan, leases, digests=digests, signer=signer, turn_ttl_s=extra.turn_ttl_s
     )
     consumer = ConsumerScheduler(
         claims, recompute_threshold=extra.kv_recompute_threshold, metrics=transfers
@@ -122,6 +124,7 @@ def build_connector(
         claims,
         peers,
         transport,
+        digests,
     )
 
 

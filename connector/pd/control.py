@@ -14,7 +14,9 @@ from engine.rpc.messages import BlockRange, Claim, Digests, Handshake, Vouched
 
 
 class LeaseDigests(Protocol):
-    """Digests of what leases hold, block by block of each range."""
+    """Digests of what leases hold: `begin` when a reader will come, `of` when it asks."""
+
+    def begin(self, lease: Lease) -> None: ...
 
     def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests: ...
 
@@ -51,6 +53,7 @@ class LeaseDesk:
         """
         self._check_incarnation(engine_id)
         lease = self._still(request_id, self._leases.claim(request_id))
+        self._digests.begin(lease)
         return Claim(
             num_tokens=lease.num_tokens,
             groups=lease.offsets,

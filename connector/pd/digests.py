@@ -3,17 +3,14 @@
 Finds damage and mix-ups on the way, not forgery: peers are authenticated. Knows no request.
 """
 
+import threading
+import time
 from collections.abc import Sequence
 
 import xxhash
 
-from connector.pd.geometry import geometry_of
-from connector.pd.layout import Piece, blocks_announced
-from connector.pd.lease import Lease
-from engine.arena import ArenaMemory
-from engine.errors import TransportError
-from engine.kv_cache.plan import ArenaPlan
-from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests
+from connector.pd.layout import Piece, SequenceBlocks
+from engine.rpc.messages import BlockRange, Digests
 
 
 class BlockDigester:
@@ -32,39 +29,48 @@ class BlockDigester:
             self._hash.reset()
 
 
-class ArenaDigests:
-    """What P answers: digests of what a lease holds, computed when a reader asks.
+class HeldDigests:
+    """Digests of one held prefill. Whole blocks are hashed ahead, until a reader asks.
 
-    It asks when it begins to read, so that both work at the same time.
+    From the last block to the first: a reader lacks the last ones, and may have all others.
     """
 
-    def __init__(self, plan: ArenaPlan, arena: ArenaMemory) -> None:
-        self._plan = plan
-        self._geometry = geometry_of(plan)
-        self._arena = arena
+    def __init__(self, held: SequenceBlocks, memory: memoryview) -> None:
+        self._held = held
+        self._memory = memory
+        self._known: dict[Piece, int] = {}
+        self._is_over = threading.Event()
 
     @property
-    def capabilities(self) -> tuple[str, ...]:
-        """Of an arena on a device no digests can be computed yet."""
-        return (DIGESTS_XXH3_64,) if self._arena.device_index is None else ()
+    def num_known(self) -> int:
+        """Blocks hashed ahead."""
+        return len(self._known)
 
-    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
-        """Digests of every block of every range.
+    def hash_ahead(self, not_before: float = 0.0) -> None:
+        """All blocks, or as many as there is time for before `stop`; from a monotonic time on."""
+        self._is_over.wait(max(not_before - time.monotonic(), 0.0))
+        for group in sorted(self._held.groups, key=lambda group: not group.is_state):
+            for offset in reversed(group.offsets):
+                if self._is_over.is_set():
+                    return
+                block = Piece(offset, group.block_bytes)
+                self._known[block] = _digest(self._memory, (block,))
 
-        Raises TransportError for ranges that the lease does not hold, and on a device.
-        """
-        if not self.capabilities:
-            raise TransportError(
-                f"digests of an arena on device {self._arena.device_index} are not computed yet; "
-                "the reader must go without them"
-            )
-        held = blocks_announced(
-            self._plan, self._geometry, lease.offsets, num_tokens=lease.num_tokens
-        )
-        memory = self._arena.host_bytes()
-        return tuple(
-            tuple(_digest(memory, pieces) for pieces in held.blocks(asked)) for asked in ranges
-        )
+    def stop(self) -> None:
+        """Nothing more is hashed ahead."""
+        self._is_over.set()
+
+    def of(self, ranges: Sequence[BlockRange]) -> Digests:
+        """Every block of every range. Raises TransportError for ranges that are not held."""
+        self.stop()
+        return tuple(tuple(map(self._block, self._held.blocks(asked))) for asked in ranges)
+
+    def _block(self, pieces: tuple[Piece, ...]) -> int:
+        if len(pieces) > 1:
+            return _digest(self._memory, pieces)
+        if pieces[0] not in self._known:
+            self._known[pieces[0]] = _digest(self._memory, pieces)
+        return self._known[pieces[0]]
 
 
 def _digest(memory: memoryview, pieces: Sequence[Piece]) -> int:

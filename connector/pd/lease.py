@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from connector.pd.digests import HeldDigests
 from engine.request_ids import has_label
 from engine.rpc.messages import ANY_GENERATION
 
@@ -20,7 +21,7 @@ class Lease:
     """One held request: byte offsets of its blocks per group, its computed tokens, its end.
 
     `generation` is new for every grant. `is_spare`: kept for a next turn that may never come, and
-    nobody has claimed it.
+    nobody has claimed it. `digests`: of its bytes, once a reader will come.
     """
 
     offsets: tuple[tuple[int, ...], ...]
@@ -28,6 +29,7 @@ class Lease:
     deadline: float
     generation: int
     is_spare: bool = False
+    digests: HeldDigests | None = None
 
 
 class LeaseTable:
@@ -167,5 +169,7 @@ class LeaseTable:
         return bool(found)
 
     def _end(self, request_id: str) -> None:
-        del self._leases[request_id]
+        lease = self._leases.pop(request_id)
+        if lease.digests is not None:
+            lease.digests.stop()
         self._ended.append(request_id)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.lease import Lease, LeaseTable
 from connector.pd.params import ParamsSigner, prompt_digest
 from engine.kv_cache.plan import ArenaPlan
@@ -42,12 +43,14 @@ class ProducerScheduler(SchedulerConnector):
         plan: ArenaPlan,
         leases: LeaseTable,
         *,
+        digests: ArenaDigests,
         signer: ParamsSigner,
         turn_ttl_s: float | None = None,
     ) -> None:
         self._address = address
         self._plan = plan
         self._leases = leases
+        self._digests = digests
         self._signer = signer
         self._turn_ttl_s = turn_ttl_s
 
@@ -78,6 +81,7 @@ class ProducerScheduler(SchedulerConnector):
         params = self._params(request, tables)
         if spare_s is None:
             params = _for_decode(params, request, lease)
+            self._digests.begin(lease)
         return FinishDecision(hold=True, kv_transfer_params=self._signer.sign(params))
 
     def give_up(self, request_id: str) -> None:

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.pd.control import LeaseDesk
-from connector.pd.digests import ArenaDigests, BlockDigester
+from connector.pd.digests import BlockDigester, HeldDigests
+from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.geometry import describe_spec, geometry_of
 from connector.pd.layout import blocks_announced
@@ -33,6 +34,7 @@ from engine.rpc.control_client import ControlClient
 from engine.rpc.control_service import ControlService
 from engine.rpc.messages import ANY_GENERATION, DIGESTS_XXH3_64, BlockRange, Digests, Handshake
 from engine.rpc.server import start_server
+from tests.cluster import until
 from tests.node_double import NO_DIGESTS
 
 T = TypeVar("T")
@@ -128,6 +130,9 @@ class ChangedDigests:
     found: ArenaDigests
     change: Callable[[Digests], Digests]
 
+    def begin(self, lease: Lease) -> None:
+        self.found.begin(lease)
+
     def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
         return self.change(self.found.of(lease, ranges))
 
@@ -151,7 +156,7 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
     yield Pair(p, d, leases, desk, control, metrics, TransferMetrics(metrics), ours, now)
     control.close()
     await server.close()
-    for item in (ours, theirs, d, p):
+    for item in (digests.found, ours, theirs, d, p):
         item.close()
 
 
@@ -219,6 +224,35 @@ async def test_digests_are_those_of_the_tokens_asked_for() -> None:
         part = nodes.desk.digests("p", "r", 1, ranges=later).digests
         assert part[STATE] == whole[STATE]
         assert part[PAGES] == whole[PAGES][3:]
+
+
+async def test_what_is_hashed_ahead_is_not_hashed_again() -> None:
+    """All of it, once there was time; a byte that changed afterwards is not seen."""
+    async with pair() as nodes:
+        ranges = [group.asked for group in nodes.plan().groups]
+        before = nodes.desk.digests("p", "r", 1, ranges=ranges).digests
+        nodes.desk.claim("p", "r", "d")
+        lease = nodes.leases.claim("r")
+        assert lease is not None
+        digests = lease.digests
+        await until(lambda: digests is not None and digests.num_known == 5)
+        nodes.p.host_bytes()[REMOTE[PAGES][0]] ^= 1
+        assert nodes.desk.digests("p", "r", 1, ranges=ranges).digests == before
+        later = [msgspec.structs.replace(asked, block_size=32) for asked in ranges]
+        assert nodes.desk.digests("p", "r", 1, ranges=later).digests[STATE] == before[STATE]
+
+
+def test_nothing_is_hashed_ahead_of_an_answer_or_behind_the_end_of_a_lease() -> None:
+    held = blocks_announced(PLAN, geometry_of(PLAN), REMOTE, num_tokens=64)
+    asked = HeldDigests(held, memoryview(bytes(PLAN.arena_bytes)))
+    asked.of([HELD])
+    leases = LeaseTable(LEASE_S, lambda: 0.0)
+    lease = leases.grant("r", REMOTE, 64)
+    lease.digests = ended = HeldDigests(held, memoryview(bytes(PLAN.arena_bytes)))
+    leases.release("r")
+    for digests, known in ((asked, 4), (ended, 0)):
+        digests.hash_ahead()
+        assert digests.num_known == known
 
 
 async def test_what_ends_while_it_is_hashed_is_not_vouched_for() -> None:

@@ -1,0 +1,64 @@
+"""P hashes what a reader will ask for, on a thread of its own, before it asks.
+
+Between P's answer and the question lie a proxy, D's queue and one of its steps; what is hashed by
+then does not have to be hashed while D reads. Knows no cuts but P's own.
+"""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from connector.pd.digests import HeldDigests
+from connector.pd.geometry import geometry_of
+from connector.pd.layout import blocks_announced
+from connector.pd.lease import Lease
+from engine.arena import ArenaMemory
+from engine.errors import TransportError
+from engine.kv_cache.plan import ArenaPlan
+from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests
+
+ANSWER_S = 0.005
+"""The answer that names the blocks goes out first; no reader comes before it."""
+
+
+class ArenaDigests:
+    """Owner of the thread. It waits for no more leases than there are, and stops with theirs."""
+
+    def __init__(self, plan: ArenaPlan, arena: ArenaMemory) -> None:
+        self._plan = plan
+        self._geometry = geometry_of(plan)
+        self._arena = arena
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digests")
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """Of an arena on a device no digests can be computed yet."""
+        return (DIGESTS_XXH3_64,) if self._arena.device_index is None else ()
+
+    def begin(self, lease: Lease) -> None:
+        """A reader will ask for what `lease` holds."""
+        if self.capabilities and lease.digests is None:
+            lease.digests = self._held(lease)
+            self._thread.submit(lease.digests.hash_ahead, time.monotonic() + ANSWER_S)
+
+    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
+        """Digests of every block of every range.
+
+        Raises TransportError for ranges that the lease does not hold, and on a device.
+        """
+        if not self.capabilities:
+            raise TransportError(
+                f"digests of an arena on device {self._arena.device_index} are not computed yet; "
+                "the reader must go without them"
+            )
+        return (lease.digests or self._held(lease)).of(ranges)
+
+    def close(self) -> None:
+        """Returns when nothing is hashed any more; before the arena is given back."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _held(self, lease: Lease) -> HeldDigests:
+        held = blocks_announced(
+            self._plan, self._geometry, lease.offsets, num_tokens=lease.num_tokens
+        )
+        return HeldDigests(held, self._arena.host_bytes())
