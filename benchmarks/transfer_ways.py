@@ -107,7 +107,6 @@ class Pull:
             verify=self.verify,
             metrics=TransferMetrics(NodeMetrics("bench", "d")),
             faults=NO_FAULTS,
-            num_readers=1,
         )
 
     def __call__(self) -> float:

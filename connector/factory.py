@@ -102,7 +102,6 @@ def build_connector(
         verify=extra.verify_transfers,
         metrics=transfers,
         faults=faults,
-        num_readers=extra.max_concurrent_pulls,
         stage_bytes=stage_bytes,
     )
     producer = ProducerScheduler(

@@ -32,7 +32,7 @@ from engine.node.connector import ConnectorSettings
 from engine.node.server import NodeServer
 from engine.request import Request
 from engine.rpc.control_service import ControlHandler, ControlService
-from engine.rpc.messages import BlockRange, Claim, Handshake, Vouched
+from engine.rpc.messages import BlockRange, Claim, Digests, Handshake
 from engine.rpc.server import RpcService
 from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
 from engine.types import GenerateRequest
@@ -195,12 +195,12 @@ class StampedDesk:
 
     def digests(
         self, engine_id: str, request_id: str, generation: int, *, ranges: Sequence[BlockRange]
-    ) -> Vouched:
+    ) -> Digests:
         """As the inner one."""
         self.stamps.note("digests")
-        vouched = self.inner.digests(engine_id, request_id, generation, ranges=ranges)
+        digests = self.inner.digests(engine_id, request_id, generation, ranges=ranges)
         self.stamps.note("digested")
-        return vouched
+        return digests
 
 
 @dataclass(slots=True, frozen=True)

@@ -153,7 +153,6 @@ class ConsumerWorker(WorkerConnector):
         """Waits for pulls in flight (each is bounded) and stops the threads; no more begin."""
         self._stopping.set()
         self._pool.close()
-        self._reader.close()
 
     def _stages(self) -> dict[str, int]:
         """Pulls by stage, in vLLM's words."""

@@ -10,7 +10,7 @@ from typing import Protocol
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.lease import Lease, LeaseTable
 from engine.errors import KVTransferParamsError
-from engine.rpc.messages import BlockRange, Claim, Digests, Handshake, Vouched
+from engine.rpc.messages import BlockRange, Claim, Digests, Handshake
 
 
 class LeaseDigests(Protocol):
@@ -62,18 +62,16 @@ class LeaseDesk:
 
     def digests(
         self, engine_id: str, request_id: str, generation: int, *, ranges: Sequence[BlockRange]
-    ) -> Vouched:
-        """Digests of a held prefill, block by block of each range, and how long it will be held.
+    ) -> Digests:
+        """Digests of a held prefill, block by block of each range.
 
-        It is held before and after they are computed, so these are its own bytes. Raises
-        KVTransferParamsError as `claim` does, and TransportError for ranges that are not held.
+        It is held when D asks, which is behind D's reads. Raises KVTransferParamsError as `claim`
+        does, and TransportError for ranges that are not held.
         """
         self._check_incarnation(engine_id)
         self._faults.at(FaultPoint.BEFORE_DIGESTS, FaultScene(request_id))
         lease = self._still(request_id, self._leases.held(request_id, generation))
-        digests = self._digests.of(lease, ranges)
-        self._still(request_id, self._leases.held(request_id, generation))
-        return Vouched(digests, self._leases.seconds_left(lease))
+        return self._digests.of(lease, ranges)
 
     def renew(
         self,

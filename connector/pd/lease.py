@@ -88,10 +88,6 @@ class LeaseTable:
         with self._lock:
             return self._live(request_id, generation)
 
-    def seconds_left(self, lease: Lease) -> float:
-        """Until `lease` runs out, if nobody renews or ends it."""
-        return lease.deadline - self._clock()
-
     def renew(self, leases: Iterable[tuple[str, int]]) -> list[str]:
         """Extends leases by id and generation; returns the ids that have none (any more)."""
         lost = []

@@ -6,7 +6,6 @@ nothing of requests and leases but their names.
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from engine.errors import (
     VerificationError,
 )
 from engine.metrics import TransferMetrics
-from engine.rpc.messages import DIGESTS_XXH3_64, Digests, Vouched
+from engine.rpc.messages import DIGESTS_XXH3_64, Digests
 
 log = structlog.get_logger()
 
@@ -61,7 +60,7 @@ class Reading:
         """Seconds, never below 0."""
         return max(self.deadline - time.monotonic(), 0.0)
 
-    def ask(self, plan: PullPlan) -> Vouched:
+    def ask(self, plan: PullPlan) -> Digests:
         """What the bytes of `plan` are. Raises LateReadError when P does not hold them any more."""
         try:
             return self.peer.control.digests(
@@ -76,10 +75,7 @@ class Reading:
 
 
 class PullReader:
-    """Fills blocks of the local arena from a peer's; safe to use from several threads.
-
-    Of no more than `num_readers`: it owns a thread for each of them, which asks P; close it.
-    """
+    """Fills blocks of the local arena from a peer's; safe to use from several threads."""
 
     def __init__(
         self,
@@ -89,10 +85,8 @@ class PullReader:
         verify: bool,
         metrics: TransferMetrics,
         faults: FaultInjector,
-        num_readers: int,
         stage_bytes: int = STAGE_BYTES,
     ) -> None:
-        self._askers = ThreadPoolExecutor(num_readers, thread_name_prefix="kv-ask")
         self._transport = transport
         self._arena = arena
         self._verify = verify
@@ -124,10 +118,6 @@ class PullReader:
             self._read_spans(reading, plan.spans)
             self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(request_id))
         return verifies
-
-    def close(self) -> None:
-        """Stops the threads; call when nothing is read any more."""
-        self._askers.shutdown(wait=True)
 
     def _cannot_verify(self, peer: Peer) -> bool:
         """There are no two digests to compare; the reason is logged."""
@@ -164,23 +154,13 @@ class PullReader:
     def _read_and_ask(
         self, reading: Reading, plan: PullPlan, blocks: Iterable[Block]
     ) -> tuple[list[int], list[Expected]]:
-        """Digests of what arrives, and P's of everything: both sides hash at the same time.
+        """Digests of what has arrived, and P's of everything.
 
-        P names its own bytes, and says how long it will hold them. If the reads take longer than
-        that, it must hold them still.
+        P answers only while it holds the bytes, and is asked behind the last read.
         """
-        asked_at = time.monotonic()
-        question = self._askers.submit(reading.ask, plan)
-        try:
-            found = self._read_blocks(reading, blocks)
-            read_at = time.monotonic()
-            self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
-        finally:
-            wait([question])  # which has a deadline: as many may ask as may read
-        vouched = question.result()
-        if read_at > asked_at + vouched.held_s:
-            vouched = reading.ask(plan)
-        return found, _expected(plan, vouched.digests)
+        found = self._read_blocks(reading, blocks)
+        self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
+        return found, _expected(plan, reading.ask(plan))
 
     def _differing(
         self, expected: Sequence[Expected], found: Iterable[tuple[int, int]]

@@ -11,7 +11,7 @@ import grpc
 from engine.errors import TandemError
 from engine.rpc import convert
 from engine.rpc.channel import OPTIONS, token_metadata
-from engine.rpc.messages import ANY_GENERATION, BlockRange, Claim, Handshake, Vouched
+from engine.rpc.messages import ANY_GENERATION, BlockRange, Claim, Digests, Handshake
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import KvControlStub
 from engine.rpc.status import error_from_status
@@ -92,7 +92,7 @@ class ControlClient:
         *,
         ranges: Sequence[BlockRange],
         timeout_s: float,
-    ) -> Vouched:
+    ) -> Digests:
         """What the bytes of a held prefill are; refused once it is not held any more."""
         request = pb.DigestsRequest(
             engine_id=engine_id,
@@ -101,7 +101,7 @@ class ControlClient:
             ranges=convert.ranges_to_pb(ranges),
         )
         reply: pb.DigestsReply = self._call(self._stub.Digests, request, timeout_s)
-        return convert.vouched_from_pb(reply)
+        return convert.digests_from_pb(reply)
 
     def _call(self, method: Callable[..., _Reply], request: Any, timeout_s: float) -> _Reply:
         try:

@@ -7,7 +7,7 @@ from typing import Protocol
 from grpc import aio
 
 from engine.rpc import convert
-from engine.rpc.messages import BlockRange, Claim, Handshake, Vouched
+from engine.rpc.messages import BlockRange, Claim, Digests, Handshake
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import KvControlServicer, add_KvControlServicer_to_server
 
@@ -38,7 +38,7 @@ class ControlHandler(Protocol):
 
     def digests(
         self, engine_id: str, request_id: str, generation: int, *, ranges: Sequence[BlockRange]
-    ) -> Vouched: ...
+    ) -> Digests: ...
 
 
 class ControlService(KvControlServicer):
@@ -83,11 +83,11 @@ class ControlService(KvControlServicer):
 
     async def Digests(self, request: pb.DigestsRequest, context: object) -> pb.DigestsReply:
         async with self._hashing:
-            vouched = await asyncio.to_thread(
+            digests = await asyncio.to_thread(
                 self._handler.digests,
                 request.engine_id,
                 request.request_id,
                 request.generation,
                 ranges=convert.ranges_from_pb(request.ranges),
             )
-        return convert.vouched_to_pb(vouched)
+        return convert.digests_to_pb(digests)

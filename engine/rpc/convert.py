@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from engine.errors import InvalidRequestError, KVTransferParamsError, TandemError
-from engine.rpc.messages import BlockRange, Claim, Handshake, NodeInfo, Vouched
+from engine.rpc.messages import BlockRange, Claim, Digests, Handshake, NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.types import (
     MAX_KV_TRANSFER_PARAMS_BYTES,
@@ -216,12 +216,11 @@ def ranges_from_pb(ranges: Iterable[pb.BlockRange]) -> tuple[BlockRange, ...]:
     )
 
 
-def vouched_to_pb(vouched: Vouched) -> pb.DigestsReply:
+def digests_to_pb(digests: Digests) -> pb.DigestsReply:
     """The digests of a prefill on their way to D."""
-    ranges = [pb.RangeDigests(digests=blocks) for blocks in vouched.digests]
-    return pb.DigestsReply(ranges=ranges, held_s=vouched.held_s)
+    return pb.DigestsReply(ranges=[pb.RangeDigests(digests=blocks) for blocks in digests])
 
 
-def vouched_from_pb(message: pb.DigestsReply) -> Vouched:
+def digests_from_pb(message: pb.DigestsReply) -> Digests:
     """The digests of a prefill as D reads them."""
-    return Vouched(tuple(tuple(blocks.digests) for blocks in message.ranges), message.held_s)
+    return tuple(tuple(blocks.digests) for blocks in message.ranges)

@@ -75,16 +75,6 @@ class BlockRange(msgspec.Struct, frozen=True, kw_only=True):
     end: int = 0
 
 
-class Vouched(msgspec.Struct, frozen=True):
-    """What P says of a held request while D reads it: its digests, held for `held_s` seconds more.
-
-    Seconds from its answer on: D, which counts from its question on, never counts too many.
-    """
-
-    digests: Digests
-    held_s: float
-
-
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Where a finished request lies: byte offsets per group, and how many tokens they hold.
 

@@ -22,7 +22,7 @@ from engine.errors import TandemError
 from engine.node.server import NodeServer
 from engine.rpc.control_client import ControlClient
 from engine.rpc.control_service import ControlService
-from engine.rpc.messages import Claim, Handshake, Vouched
+from engine.rpc.messages import Claim, Digests, Handshake
 from engine.rpc.server import start_server
 from engine.types import KVTransferParams
 from tests.accounts import Account, at_rest, claims_of, forget_peers
@@ -207,8 +207,8 @@ class Liar:
         self.num_released += 1
         return True
 
-    def digests(self, engine_id: str, request_id: str, generation: int, *, ranges: Any) -> Vouched:
-        return Vouched(tuple((0,) for _ in ranges), 30.0)
+    def digests(self, engine_id: str, request_id: str, generation: int, *, ranges: Any) -> Digests:
+        return tuple((0,) for _ in ranges)
 
 
 def geometry(change: Callable[[dict[str, str]], object]) -> Callable[[Handshake], Handshake]:

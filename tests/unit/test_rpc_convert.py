@@ -6,7 +6,7 @@ import pytest
 
 from engine.errors import InvalidRequestError, KVTransferParamsError, TandemError
 from engine.rpc import convert
-from engine.rpc.messages import Claim, Handshake, NodeInfo, Vouched
+from engine.rpc.messages import Claim, Handshake, NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.types import (
     FinishReason,
@@ -108,11 +108,11 @@ def test_control_messages_survive_the_wire() -> None:
         capabilities=("digests:xxh3-64", "from the future"),
     )
     claim = Claim(num_tokens=3, groups=((0, 2**63), ()), generation=2**64 - 1)
-    vouched = Vouched(((0, 2**64 - 1), (), (7,)), 12.5)
+    digests = ((0, 2**64 - 1), (), (7,))
     assert convert.node_info_from_pb(convert.node_info_to_pb(info)) == info
     assert convert.handshake_from_pb(convert.handshake_to_pb(handshake)) == handshake
     assert convert.claim_from_pb(convert.claim_to_pb(claim)) == claim
-    assert convert.vouched_from_pb(convert.vouched_to_pb(vouched)) == vouched
+    assert convert.digests_from_pb(convert.digests_to_pb(digests)) == digests
 
 
 @pytest.mark.parametrize("value", [-1, 2**32])

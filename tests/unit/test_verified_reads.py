@@ -1,7 +1,6 @@
 """P's digests and D's comparison, between a real control service and a real transport."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from connector.pd.control import LeaseDesk
 from connector.pd.digests import BlockDigester, HeldDigests
 from connector.pd.digests_ahead import ArenaDigests
-from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
+from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.geometry import describe_spec, geometry_of
 from connector.pd.layout import blocks_announced
 from connector.pd.lease import Lease, LeaseTable
@@ -101,14 +100,10 @@ class Pair:
             verify=True,
             metrics=self.transfers,
             faults=faults,
-            num_readers=1,
         )
-        try:
-            await asyncio.to_thread(
-                reader.read, peer, plan, request_id="r", generation=generation, timeout_s=5.0
-            )
-        finally:
-            reader.close()
+        await asyncio.to_thread(
+            reader.read, peer, plan, request_id="r", generation=generation, timeout_s=5.0
+        )
 
     def has_read(self, plan: PullPlan) -> bool:
         theirs, ours = self.p.host_bytes(), self.d.host_bytes()
@@ -219,9 +214,9 @@ async def test_a_peer_without_digests_is_read_and_the_pull_counted_as_unverified
 async def test_digests_are_those_of_the_tokens_asked_for() -> None:
     async with pair() as nodes:
         asked = [group.asked for group in nodes.plan().groups]
-        whole = nodes.desk.digests("p", "r", 1, ranges=asked).digests
+        whole = nodes.desk.digests("p", "r", 1, ranges=asked)
         later = [group.asked for group in nodes.plan(num_local_tokens=48).groups]
-        part = nodes.desk.digests("p", "r", 1, ranges=later).digests
+        part = nodes.desk.digests("p", "r", 1, ranges=later)
         assert part[STATE] == whole[STATE]
         assert part[PAGES] == whole[PAGES][3:]
 
@@ -230,16 +225,16 @@ async def test_what_is_hashed_ahead_is_not_hashed_again() -> None:
     """All of it, once there was time; a byte that changed afterwards is not seen."""
     async with pair() as nodes:
         ranges = [group.asked for group in nodes.plan().groups]
-        before = nodes.desk.digests("p", "r", 1, ranges=ranges).digests
+        before = nodes.desk.digests("p", "r", 1, ranges=ranges)
         nodes.desk.claim("p", "r", "d")
         lease = nodes.leases.claim("r")
         assert lease is not None
         digests = lease.digests
         await until(lambda: digests is not None and digests.num_known == 5)
         nodes.p.host_bytes()[REMOTE[PAGES][0]] ^= 1
-        assert nodes.desk.digests("p", "r", 1, ranges=ranges).digests == before
+        assert nodes.desk.digests("p", "r", 1, ranges=ranges) == before
         later = [msgspec.structs.replace(asked, block_size=32) for asked in ranges]
-        assert nodes.desk.digests("p", "r", 1, ranges=later).digests[STATE] == before[STATE]
+        assert nodes.desk.digests("p", "r", 1, ranges=later)[STATE] == before[STATE]
 
 
 def test_nothing_is_hashed_ahead_of_an_answer_or_behind_the_end_of_a_lease() -> None:
@@ -253,57 +248,6 @@ def test_nothing_is_hashed_ahead_of_an_answer_or_behind_the_end_of_a_lease() -> 
     for digests, known in ((asked, 4), (ended, 0)):
         digests.hash_ahead()
         assert digests.num_known == known
-
-
-async def test_what_ends_while_it_is_hashed_is_not_vouched_for() -> None:
-    """Its bytes may be others' by now."""
-
-    def end(found: Digests) -> Digests:
-        nodes.leases.release("r")
-        return found
-
-    async with pair(end) as nodes:
-        with pytest.raises(KVTransferParamsError, match="not held any more"):
-            nodes.desk.digests("p", "r", 1, ranges=[HELD])
-
-
-@dataclass(slots=True)
-class SlowReads(FaultInjector):
-    """Every read ends a while after it has begun, and something happens meanwhile."""
-
-    meanwhile: Callable[[], None]
-    seconds: float = 0.05
-
-    def at(self, point: FaultPoint, scene: FaultScene) -> None:
-        if point is FaultPoint.AFTER_READ:
-            time.sleep(self.seconds)
-            self.meanwhile()
-
-
-@pytest.mark.parametrize(("held_s", "times"), [(0.04, 2), (5.0, 1)])
-async def test_reads_that_outlast_what_p_promised_ask_again(held_s: float, times: int) -> None:
-    asked: list[Digests] = []
-
-    def note(found: Digests) -> Digests:
-        asked.append(found)
-        return found
-
-    async with pair(note) as nodes:
-        nodes.now[0] = LEASE_S - held_s
-        await nodes.read(nodes.plan(), faults=SlowReads(lambda: None))
-        assert len(asked) == times
-
-
-async def test_reads_that_outlast_the_lease_are_late() -> None:
-    """P answered while it held the bytes; they were others' before the last one had been read."""
-    async with pair() as nodes:
-        nodes.now[0] = LEASE_S - 0.04
-
-        def run_out() -> None:
-            nodes.now[0] = LEASE_S
-
-        with pytest.raises(LateReadError, match="not held any more"):
-            await nodes.read(nodes.plan(), faults=SlowReads(run_out))
 
 
 HELD = BlockRange(kept=describe_spec(ATTENTION), layers=(1,), block_size=16, end=64)

@@ -279,12 +279,10 @@ class RangeDigests(_message.Message):
     def __init__(self, digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DigestsReply(_message.Message):
-    __slots__ = ("ranges", "held_s")
+    __slots__ = ("ranges",)
     RANGES_FIELD_NUMBER: _ClassVar[int]
-    HELD_S_FIELD_NUMBER: _ClassVar[int]
     ranges: _containers.RepeatedCompositeFieldContainer[RangeDigests]
-    held_s: float
-    def __init__(self, ranges: _Optional[_Iterable[_Union[RangeDigests, _Mapping]]] = ..., held_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, ranges: _Optional[_Iterable[_Union[RangeDigests, _Mapping]]] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("error", "message", "param", "code", "retry_after_s")

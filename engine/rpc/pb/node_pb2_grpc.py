@@ -255,7 +255,7 @@ class KvControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Digests(self, request, context):
-        """What the bytes of a held prefill are, for the reader to compare with what arrives meanwhile.
+        """What the bytes of a held prefill are, for the reader to compare with what has arrived.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
