@@ -17,7 +17,7 @@ from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
 from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests
 
-ANSWER_S = 0.005
+ANSWER_S = 0.003
 """The answer that names the blocks goes out first; no reader comes before it."""
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from connector.pd.control import LeaseDesk
 from connector.pd.digests import BlockDigester, HeldDigests
 from connector.pd.digests_ahead import ArenaDigests
-from connector.pd.faults import NO_FAULTS, FaultInjector
+from connector.pd.faults import NO_FAULTS
 from connector.pd.geometry import describe_spec, geometry_of
 from connector.pd.layout import blocks_announced
 from connector.pd.lease import Lease, LeaseTable
@@ -91,7 +91,6 @@ class Pair:
         *,
         capabilities: tuple[str, ...] = (DIGESTS_XXH3_64,),
         generation: int = 1,
-        faults: FaultInjector = NO_FAULTS,
     ) -> None:
         peer = Peer("p", self.control, 5.0, geometry_of(PLAN), 30.0, capabilities)
         reader = PullReader(
@@ -99,7 +98,7 @@ class Pair:
             self.d,
             verify=True,
             metrics=self.transfers,
-            faults=faults,
+            faults=NO_FAULTS,
         )
         await asyncio.to_thread(
             reader.read, peer, plan, request_id="r", generation=generation, timeout_s=5.0
