@@ -50,11 +50,11 @@ GARBAGE = (
 )
 
 
-def hostile_params(valid: Fields, used: Fields, token: str, seed: int) -> Iterator[bytes]:
+def hostile_params(valid: Fields, token: str, seed: int) -> Iterator[bytes]:
     """The JSON, or what stands in its place, of objects that no node may accept.
 
-    `valid` is P's answer for the prompt that all are sent with, `used` an older one that was pulled
-    already; `token` is the cluster's, for objects that a node gone wrong could sign.
+    `valid` is P's answer for the prompt that all are sent with; `token` is the cluster's, for
+    objects that a node gone wrong could sign.
     """
     chance = random.Random(seed)
     yield from GARBAGE
@@ -62,10 +62,25 @@ def hostile_params(valid: Fields, used: Fields, token: str, seed: int) -> Iterat
     for made in (_mistyped, _partial, _nested, _flags, _foreign_host, _signature, _large):
         for _ in range(PER_FAMILY):
             yield from _changed(valid, made(chance, valid))
-    for fields in (*_signed_nonsense(valid, token), used, {**used, "signature": "0" * 64}):
+    for fields in (*_signed_nonsense(valid, token), {**valid, "signature": "0" * 64}):
         yield json.dumps(fields).encode()
     yield _ten_million_ids()
     yield from _bit_flips(chance, valid)
+
+
+def outdated_params(valid: Fields, token: str) -> Iterator[Fields]:
+    """Signed by a node of the cluster, for this prompt, and nothing that P holds."""
+    blocks = valid["remote_block_ids"]
+    changes: tuple[Fields, ...] = (
+        {"remote_request_id": "cmpl-that-never-was"},
+        {"remote_generation": valid["remote_generation"] + 1},
+        {"remote_block_ids": [[block + 1 for block in group] for group in blocks]},
+        {"remote_block_ids": [[2**40] * len(group) for group in blocks]},
+        {"remote_block_ids": [group[:1] for group in blocks]},
+        {"remote_block_ids": blocks * 2},
+        {"remote_block_ids": []},
+    )
+    return (_signed({**valid, **change}, token) for change in changes)
 
 
 def hostile_returns(valid: Fields, token: str, seed: int) -> Iterator[bytes]:
@@ -195,7 +210,6 @@ def _signed_nonsense(valid: Fields, token: str) -> Iterator[Fields]:
         {"remote_num_tokens": valid["remote_num_tokens"] - 1},
         {"remote_prompt_digest": "0" * 64},
         {"remote_engine_id": "prefill-0123456789abcdef"},
-        {"remote_request_id": "cmpl-that-never-was"},
         {"do_remote_decode": True},
     ):
         yield _signed({**valid, **change}, token)

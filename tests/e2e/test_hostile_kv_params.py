@@ -17,7 +17,7 @@ from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import NodeStub
 from engine.rpc.status import DETAIL_KEY
 from tests.asking import ask, get, prefill_over_http, question
-from tests.hostile_params import hostile_params
+from tests.hostile_params import hostile_params, outdated_params
 from tests.pairs import prompt_of
 from tests.processes import CLUSTER_TOKEN, ServedCluster, ServerProcess
 
@@ -58,15 +58,26 @@ async def test_each_variant_is_an_invalid_argument_over_grpc(served: ServedClust
     await still_pulls(served, valid, alone)
 
 
+async def test_what_p_signed_and_does_not_hold_is_computed(served: ServedCluster) -> None:
+    """And whoever sends it has not even to know: also when it has been pulled before."""
+    valid, _, alone = await prepare(served)
+    spent = await prefill_over_http(served.p.url, PROMPT, logprobs=2)
+    assert (await ask(served.d.url, with_params(spent))).token_ids == alone
+    for params in (spent, *outdated_params(valid, CLUSTER_TOKEN)):
+        answer = await ask(served.d.url, with_params(params))
+        assert answer.token_ids == alone
+        assert answer.body["usage"].get("kv_transfer") is None
+        valid = await prefill_over_http(served.p.url, PROMPT, logprobs=2)
+        await still_pulls(served, valid, alone)
+
+
 async def prepare(served: ServedCluster) -> tuple[dict[str, Any], list[bytes], list[int]]:
     """P's answer, what is made of it, and the tokens that it stands for."""
     alone = (await ask(served.d.url, question(PROMPT))).token_ids
-    used = await prefill_over_http(served.p.url, PROMPT, logprobs=2)
-    assert (await ask(served.d.url, with_params(used))).token_ids == alone
     valid = await prefill_over_http(served.p.url, PROMPT, logprobs=2)
     seed = secrets.randbelow(2**32)
     print(f"seed of hostile_params: {seed}")
-    return valid, list(hostile_params(valid, used, CLUSTER_TOKEN, seed)), alone
+    return valid, list(hostile_params(valid, CLUSTER_TOKEN, seed)), alone
 
 
 async def still_pulls(served: ServedCluster, valid: dict[str, Any], alone: list[int]) -> None:
