@@ -128,7 +128,7 @@ async def test_a_p_that_hangs_costs_a_recompute_and_a_client_that_leaves_meanwhi
     await asyncio.gather(leaving, return_exceptions=True)
     await until(lambda: len(asyncio.all_tasks()) <= tasks)
     p.signal(signal.SIGCONT)
-    release(bodies[0]["kv_transfer_params"])  # that D has given up, and only its lease would end it
+    release(bodies[0]["kv_transfer_params"])  # what D itself said may have come too late for P
     await asyncio.to_thread(p.assert_at_rest)
 
 
@@ -149,7 +149,7 @@ def release(params: dict[str, Any]) -> None:
     address = f"{params['remote_host']}:{params['remote_port']}"
     control = ControlClient(address, token=None, caller_engine_id="the test")
     engine_id, request_id = params["remote_engine_id"], params["remote_request_id"]
-    assert control.release(engine_id, request_id, reason="read", timeout_s=10.0)
+    control.release(engine_id, request_id, reason="read", timeout_s=10.0)
     control.close()
 
 
