@@ -239,6 +239,9 @@ HANDSHAKES: dict[str, Callable[[Handshake], Handshake]] = {
     "another transport": lambda true: msgspec.structs.replace(true, transport="carrier pigeon"),
     "another name": lambda true: msgspec.structs.replace(true, engine_id="somebody"),
     "no name": lambda true: msgspec.structs.replace(true, engine_id=""),
+    "no lease": lambda true: msgspec.structs.replace(true, lease_s=0.0),
+    "an endless lease": lambda true: msgspec.structs.replace(true, lease_s=float("inf")),
+    "no number": lambda true: msgspec.structs.replace(true, lease_s=float("nan")),
 }
 Groups = tuple[tuple[int, ...], ...]
 BLOCKS: dict[str, Callable[[Groups], Groups]] = {
