@@ -11,9 +11,9 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from grpc import aio
 
@@ -31,6 +31,8 @@ from engine.rpc.pb.node_pb2_grpc import KvControlStub, NodeStub
 from engine.rpc.server import MAX_REQUEST_BYTES
 from engine.rpc.status import error_from_status
 from engine.types import GenerateOutput, GenerateRequest
+
+END_OF_CALL_S: Final = 1.0
 
 OutputCall: TypeAlias = aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateOutput]
 _Reply = TypeVar("_Reply")
@@ -57,7 +59,11 @@ class NodeClient:
         self._ending: set[OutputCall] = set()
 
     async def close(self) -> None:
-        """Cancels what still runs; its readers get `UnavailableError`."""
+        """Cancels what still runs, unless it has answered; its readers get `UnavailableError`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_OF_CALL_S):
+                for call in list(self._ending):
+                    await call.code()
         await self._channel.close()
 
     async def generate(

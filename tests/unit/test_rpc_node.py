@@ -66,6 +66,7 @@ async def test_closing_after_the_last_output_is_no_cancellation() -> None:
                 while (await anext(outputs)).finish_reason is None:
                     pass
     assert node.num_cut == 0
+    assert not client._ending
 
 
 async def test_closing_early_reaches_the_generator() -> None:
