@@ -1,4 +1,4 @@
-"""P and D on two hosts, and what joins them pulled out: before the claim, behind it, mid-pull."""
+"""P and D on two hosts, and what joins them pulled out: before D knows, behind that, mid-pull."""
 
 import signal
 import subprocess
@@ -45,13 +45,15 @@ def pair(served: HandOvers) -> Iterator[HandOvers]:
 
 
 def test_a_pulled_cable_costs_a_recompute_and_no_token(pair: HandOvers) -> None:
+    """D knows P and reads at once."""
     asked = pair.prefill(PROMPT)
     pair.hosts.set_link("down")
     assert pair.finish(asked) == (pair.alone(PROMPT), 0)
+    look_after_p(pair)
 
 
-def test_a_cable_pulled_behind_the_claim_costs_a_recompute_and_no_token(pair: HandOvers) -> None:
-    """D has claimed the prefill and waits for room, which a lease of two seconds takes up."""
+def test_a_cable_pulled_behind_admission_costs_a_recompute_and_no_token(pair: HandOvers) -> None:
+    """D has admitted the request and waits for room, which a lease of two seconds takes up."""
     alone = pair.alone(PROMPT)
     asked = pair.prefill(PROMPT)
     hosts = pair.hosts
