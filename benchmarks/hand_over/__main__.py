@@ -5,9 +5,9 @@ one torch thread; this process asks them over the nodes' own gRPC, where the pro
 model is random, with 32 KiB of K/V per token. Both nodes verify what is pulled, as they do anyway.
 
 Control: from P's last output (its engine thread has made it) to D's engine thread about to compute
-the request's first step, minus the reads. Inside: both gRPC calls of the client, the signature,
-the waits for D's engine thread, the plan, digests on both sides. Outside:
-prefill, the reads, the first step itself, HTTP, the proxy, the way of the tokens to the client.
+the request's first step, minus the bytes. Inside: both gRPC calls of the client, the signature, the
+waits for D's engine thread, the plan, the question to P and its answer. Outside: prefill, the reads
+and D's hash of them, the first step itself, HTTP, the proxy, the way of tokens to the client.
 `idle`: D does nothing else, which is judged. `busy`: D decodes others, so that a hand-over waits
 for the end of a step twice.
 

@@ -1,7 +1,7 @@
 """Whether D decodes while it pulls: the same steps and pulls apart and at the same time.
 
 Reads the times that D noted. A prompt is pulled when the one before has been decoded and is gone:
-only steps between the begin and the end of one read count, in which D computes for others.
+only steps that end while it is read count, in which D computes for others.
 """
 
 import asyncio
@@ -104,9 +104,9 @@ async def _pull_all(pair: Pair, held: Sequence[Prefilled]) -> Window:
 
 
 def _steps(moments: Moments, start: float, end: float) -> tuple[float, ...]:
-    """By their ends, both between `start` and `end`."""
-    ends = [at for at in moments.all("executed") if start <= at <= end]
-    return tuple(later - earlier for earlier, later in pairwise(ends))
+    """Those that end between `start` and `end`."""
+    steps = pairwise(moments.all("executed"))
+    return tuple(later - earlier for earlier, later in steps if start <= later <= end)
 
 
 def _running() -> list[list[int]]:
