@@ -21,10 +21,12 @@ from connector.pd.pull_plan import PullPlan, plan_pull
 from connector.pd.reading import PullReader
 from engine.config import PdConnectorConfig
 from engine.errors import (
+    DeadlineExceededError,
     LateReadError,
     OverloadedError,
     TandemError,
     TransportError,
+    UnavailableError,
     VerificationError,
 )
 from engine.kv_cache.plan import ArenaPlan
@@ -222,7 +224,7 @@ class ConsumerWorker(WorkerConnector):
         )
 
     def _read(self, claim: PrefillClaim, peer: Peer, spans: PullPlan) -> bool:
-        """A failed read leaves the transport disconnected: the next claim shakes hands again."""
+        """Behind a failed read, or a P that cannot be asked, the next claim shakes hands again."""
         try:
             return self._reader.read(
                 peer,
@@ -233,7 +235,7 @@ class ConsumerWorker(WorkerConnector):
             )
         except (LateReadError, VerificationError):
             raise
-        except TransportError:
+        except (TransportError, UnavailableError, DeadlineExceededError):
             self._claims.forget(peer)
             raise
 

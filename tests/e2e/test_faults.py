@@ -10,11 +10,17 @@ from pathlib import Path
 import pytest
 
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint
-from engine.errors import KVLoadError, KVTransferParamsError, TransportError
+from engine.errors import (
+    KVLoadError,
+    KVTransferParamsError,
+    TransportError,
+    UnavailableError,
+)
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.model_configs.registry import read_config
 from engine.node.server import NodeServer
-from tests.cluster import BASE, Cluster, Generation, generate, settled, transfer_config
+from tests.accounts import claims_of
+from tests.cluster import BASE, Cluster, Generation, generate, settled, transfer_config, until
 from tests.faults import (
     DamagedReads,
     HeldPull,
@@ -249,6 +255,31 @@ async def test_p_that_does_not_vouch_for_a_read_costs_a_recompute(
     assert pair.last.kv_transfer is None
     assert recomputed(d) == {"transfer_failed": len(PROMPT)}
     await settled(p)
+
+
+async def test_a_p_that_cannot_be_asked_is_met_anew(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """It is read without a question only while it answers."""
+    faults = Refusing(FaultPoint.BEFORE_DIGESTS, UnavailableError)
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], on_p=faults)
+    alone = await generate(p, request_of(PROMPT))
+    assert_equal(await hand_over(p, d, PROMPT), alone)
+    assert recomputed(d) == {"transfer_failed": len(PROMPT)}
+    await settled(p)
+    assert claims_of(d)._peers.known() == []
+
+
+async def test_p_hashes_what_it_holds_before_anybody_asks(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p = await cluster.start("prefill", checkpoints[FAMILY])
+    held = (await prefill(p, PROMPT)).remote_request_id
+    assert held is not None
+    leases = p.engine.core.scheduler._connector._children[0]._leases  # type: ignore[attr-defined]
+    (lease,) = leases.all_held()
+    await until(lambda: lease.digests.num_known == sum(map(len, lease.offsets)))
+    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
 
 
 async def test_once_p_has_vouched_a_release_that_it_does_not_hear_costs_nothing(
