@@ -70,17 +70,21 @@ def segments_of(pid: int) -> list[int]:
 def _descriptors(pid: int) -> list[str]:
     folder = f"/proc/{pid}/fd"
     try:
-        return [f"fd {_kind(f'{folder}/{fd}')}" for fd in os.listdir(folder)]
+        kinds = [_kind(f"{folder}/{fd}") for fd in os.listdir(folder)]
     except OSError:
         return []
+    return [f"fd {kind}" for kind in kinds if kind is not None]
 
 
-def _kind(path: str) -> str:
-    """What a descriptor is, without the number that tells it from others of its kind."""
+def _kind(path: str) -> str | None:
+    """What a descriptor is, without the number that tells it from others of its kind.
+
+    None: it has been closed since it was listed, and is held no more.
+    """
     try:
         return re.sub(r"\[\d+\]|-[0-9a-f]{16}|_posix_[0-9a-f]+", "", os.readlink(path))
     except OSError:
-        return "closed meanwhile"
+        return None
 
 
 def _mappings(pid: int) -> list[str]:
