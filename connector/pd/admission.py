@@ -131,7 +131,7 @@ class PdAdmission(AdmissionConnector):
         log.warning("a remote prefill cannot be claimed", error=str(error))
         self._metrics.failed.inc()
         if self._config.kv_load_failure_policy == "recompute":
-            claim.failure = "peer_unreachable"
+            claim.fail("peer_unreachable")
             return
         self.withdraw(claim.request_id)
         raise KVLoadError(f"the remote prefill cannot be loaded: {error}") from error

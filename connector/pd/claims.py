@@ -72,6 +72,11 @@ class PrefillClaim:
         """Whether it may still be pulled."""
         return not self.ended and self.failure is None
 
+    def fail(self, cause: str) -> None:
+        """It will not be pulled; the first cause stays, whoever finds another one later."""
+        with self.lock:
+            self.failure = self.failure or cause
+
     @property
     def generation(self) -> int:
         """Of the peer's lease."""
@@ -313,7 +318,7 @@ class ClaimKeeper:
             self._peers.release(peer)
         for claim in claims:
             if claim.remote_request_id in lost and not claim.ended:
-                claim.failure = "lease_lost"
+                claim.fail("lease_lost")
 
 
 def _release(peer: Peer, claim: PrefillClaim, reason: str) -> bool:

@@ -169,7 +169,7 @@ class ConsumerWorker(WorkerConnector):
         log.warning("a pull was refused", error=str(error))
         if claim is not None:
             self._metrics.failed.inc()
-            claim.failure = "too_many_pulls"
+            claim.fail("too_many_pulls")
             self._claims.settle(claim)
         self._results.put((pull.request_id, "too_many_pulls"))
         self._wake()
@@ -196,9 +196,10 @@ class ConsumerWorker(WorkerConnector):
             self._read_and_confirm(claim, claim.peer, pull)
         except TandemError as error:
             self._metrics.failed.inc()
-            claim.failure = self._cause_of(error)
+            cause = self._cause_of(error)
+            claim.fail(cause)
             log.warning("a pull failed", peer=claim.peer.engine_id, error=str(error))
-            return claim.failure
+            return cause
         return None
 
     def _read_and_confirm(self, claim: PrefillClaim, peer: Peer, pull: BlockPull) -> None:

@@ -5,7 +5,8 @@ Finds damage and mix-ups on the way, not forgery: peers are authenticated. Knows
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import xxhash
 
@@ -13,20 +14,33 @@ from connector.pd.layout import Piece, SequenceBlocks
 from engine.rpc.messages import BlockRange, Digests
 
 
+class Chunk(NamedTuple):
+    """Bytes `start` to `end` of the memory: a block, or the next part of one."""
+
+    start: int
+    end: int
+    ends_block: bool
+
+
 class BlockDigester:
-    """Digests of blocks that are fed one after the other, each in one piece or several."""
+    """Digests of blocks that are fed one after the other, each in one chunk or several."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
-        self._hash = xxhash.xxh3_64()
+        self._begun: xxhash.xxh3_64 | None = None
         self.done: list[int] = []
 
-    def add(self, offset: int, length: int, *, ends_block: bool) -> None:
-        """`length` more bytes of the current block, from byte `offset` of the memory on."""
-        self._hash.update(self._memory[offset : offset + length])
-        if ends_block:
-            self.done.append(self._hash.intdigest())
-            self._hash.reset()
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """What comes next, in order."""
+        for start, end, ends_block in chunks:
+            if ends_block and self._begun is None:
+                self.done.append(xxhash.xxh3_64_intdigest(self._memory[start:end]))
+                continue
+            self._begun = self._begun or xxhash.xxh3_64()
+            self._begun.update(self._memory[start:end])
+            if ends_block:
+                self.done.append(self._begun.intdigest())
+                self._begun = None
 
 
 class HeldDigests:

@@ -55,14 +55,17 @@ class GroupBlocks:
         """All layers of one block or state."""
         return len(self.layers) * self._layer_bytes
 
-    def whole(self, start: int, end: int) -> Piece | None:
-        """Tokens `start` to `end` of all layers, if they are one block; a state always is."""
-        if self.is_state:
-            return Piece(self.offsets[0], self.block_bytes)
-        number, rest = divmod(start, self.block_size)
-        if rest or end - start != self.block_size:
+    def whole(self, asked: BlockRange) -> list[Piece] | None:
+        """The blocks of `asked`, if they are blocks here, with all layers; a state always is."""
+        nbytes, size = self.block_bytes, self.block_size
+        if asked.layers != self.layers:
             return None
-        return Piece(self.offsets[number - self.first_block], self.block_bytes)
+        if self.is_state:
+            return [Piece(self.offsets[0], nbytes)]
+        if asked.block_size != size or asked.start % size or asked.end % size:
+            return None
+        first, end = asked.start // size - self.first_block, asked.end // size - self.first_block
+        return [Piece(offset, nbytes) for offset in self.offsets[first:end]]
 
     def layer(self, layer: int, start: int, end: int) -> Iterator[Piece]:
         """Tokens `start` to `end` of one layer, head by head; of a state all there is."""
@@ -108,11 +111,12 @@ class SequenceBlocks:
             owner.start <= asked.start <= asked.end <= owner.end for owner in owners
         ):
             raise TransportError(f"tokens {asked.start} to {asked.end} are not all here")
-        is_alike = first.layers == asked.layers
-        cuts = [(0, 1)] if first.is_state else _cuts(asked)
-        for start, end in cuts:
-            whole = first.whole(start, end) if is_alike else None
-            yield (whole,) if whole else tuple(_by_layer(asked.layers, owners, (start, end)))
+        whole = first.whole(asked)
+        if whole is not None:
+            yield from zip(whole)
+            return
+        for cut in [(0, 1)] if first.is_state else _cuts(asked):
+            yield tuple(_by_layer(asked.layers, owners, cut))
 
     def _owner(self, kept: str, layer: int) -> GroupBlocks:
         for group in self.groups:

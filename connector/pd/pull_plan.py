@@ -71,14 +71,20 @@ def plan_pull(
     for group in local.groups:
         asked = _range(group, remote, num_tokens=num_tokens, num_local_tokens=num_local_tokens)
         pairs = zip(remote.blocks(asked), local.blocks(asked), strict=True)
-        blocks = tuple(tuple(pair_up(there, here)) for there, here in pairs)
+        blocks = tuple(pair_up(there, here) for there, here in pairs)
         groups.append(GroupPull(asked, blocks, group.is_state))
     pieces = [piece for group in groups for block in group.blocks for piece in block]
     return PullPlan(tuple(groups), tuple(coalesce(pieces)), len(pieces))
 
 
-def pair_up(remote: Sequence[Piece], local: Sequence[Piece]) -> Iterator[SpanPair]:
-    """The same bytes, cut where either side is cut."""
+def pair_up(remote: Sequence[Piece], local: Sequence[Piece]) -> Block:
+    """The same bytes, cut where either side is cut; mostly neither is."""
+    if len(remote) == len(local) == 1 and remote[0].length == local[0].length:
+        return (SpanPair(remote[0].offset, *local[0]),)
+    return tuple(_cut_alike(remote, local))
+
+
+def _cut_alike(remote: Sequence[Piece], local: Sequence[Piece]) -> Iterator[SpanPair]:
     there, here = list(reversed(remote)), list(reversed(local))
     while there and here:
         source, target = there.pop(), here.pop()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import structlog
 
-from connector.pd.digests import BlockDigester
+from connector.pd.digests import BlockDigester, Chunk
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.peers import Peer
 from connector.pd.pull_plan import Block, PullPlan, coalesce
@@ -40,21 +40,25 @@ class Expected(NamedTuple):
     digest: int
 
 
-class Chunk(NamedTuple):
-    """A piece of a block, or a part of a piece that is larger than a stage."""
+class Stage(NamedTuple):
+    """What one read fetches, and the order in which it is hashed."""
 
-    span: SpanPair
-    ends_block: bool
+    spans: Sequence[SpanPair]
+    chunks: Sequence[Chunk]
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True)
 class Reading:
-    """One pull: from whom, under which lease, and until which monotonic time."""
+    """One pull: from whom, under which lease, and until which monotonic time.
+
+    `post_s`: what posting its reads has taken.
+    """
 
     peer: Peer
     request_id: str
     generation: int
     deadline: float
+    post_s: float = 0.0
 
     def time_left(self) -> float:
         """Seconds, never below 0."""
@@ -117,6 +121,7 @@ class PullReader:
             self._metrics.unverified.inc()
             self._read_spans(reading, plan.spans)
             self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(request_id))
+        self._metrics.post_seconds.observe(reading.post_s)
         return verifies
 
     def _cannot_verify(self, peer: Peer) -> bool:
@@ -174,18 +179,18 @@ class PullReader:
 
     def _read_blocks(self, reading: Reading, blocks: Iterable[Block]) -> list[int]:
         """Reads and returns the digests of what has arrived."""
+        stages = list(in_stages(blocks, self._stage_bytes))
         digester = BlockDigester(self._arena.host_bytes())
-        for stage in in_stages(blocks, self._stage_bytes):
-            self._read_spans(reading, coalesce(chunk.span for chunk in stage))
-            for chunk in stage:
-                digester.add(chunk.span.local, chunk.span.length, ends_block=chunk.ends_block)
+        for stage in stages:
+            self._read_spans(reading, stage.spans)
+            digester.add(stage.chunks)
         return digester.done
 
     def _read_spans(self, reading: Reading, spans: Sequence[SpanPair]) -> None:
         self._touch(FaultPoint.BEFORE_READ, reading, spans)
         started = time.monotonic()
         transfer = self._transport.read(reading.peer.engine_id, spans)
-        self._metrics.post_seconds.observe(time.monotonic() - started)
+        reading.post_s += time.monotonic() - started
         try:
             transfer.wait(reading.time_left())
         except TransportError:
@@ -199,27 +204,33 @@ class PullReader:
             self._faults.at(point, FaultScene(reading.request_id, spans, memory))
 
 
-def in_stages(blocks: Iterable[Block], limit: int) -> Iterator[list[Chunk]]:
-    """The same bytes in the same order, in lists of at most `limit` bytes."""
-    stage: list[Chunk] = []
+def in_stages(blocks: Iterable[Block], limit: int) -> Iterator[Stage]:
+    """The same bytes in the same order, in stages of at most `limit` bytes."""
+    spans: list[SpanPair] = []
+    chunks: list[Chunk] = []
     room = limit
-    for chunk in (chunk for block in blocks for chunk in _cut(block, limit)):
-        if chunk.span.length > room:
-            yield stage
-            stage, room = [], limit
-        stage.append(chunk)
-        room -= chunk.span.length
-    if stage:
-        yield stage
+    for span, ends_block in (cut for block in blocks for cut in _cut(block, limit)):
+        if span.length > room:
+            yield Stage(coalesce(spans), chunks)
+            spans, chunks, room = [], [], limit
+        spans.append(span)
+        chunks.append(Chunk(span.local, span.local + span.length, ends_block))
+        room -= span.length
+    if spans:
+        yield Stage(coalesce(spans), chunks)
 
 
-def _cut(block: Block, limit: int) -> Iterator[Chunk]:
+def _cut(block: Block, limit: int) -> Iterator[tuple[SpanPair, bool]]:
+    """Pieces that fit into a stage, and whether each is the last of its block."""
     last = len(block) - 1
     for number, piece in enumerate(block):
+        if piece.length <= limit:
+            yield piece, number == last
+            continue
         for start in range(0, piece.length, limit):
             length = min(limit, piece.length - start)
             span = SpanPair(piece.remote + start, piece.local + start, length)
-            yield Chunk(span, number == last and start + length == piece.length)
+            yield span, number == last and start + length == piece.length
 
 
 def _expected(plan: PullPlan, digests: Digests) -> list[Expected]:

@@ -5,8 +5,6 @@ process spins on a whole core, and serialises descriptors with pickle.
 """
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, Literal
 
@@ -56,12 +54,8 @@ class NixlAgent:
             backend = self._agent.createBackend("UCX", {"ucx_error_handling_mode": "peer"})
         self._backends = [backend]
 
-    @contextmanager
-    def _typed(self, action: str) -> Iterator[None]:
-        try:
-            yield
-        except self._errors as error:
-            raise TransportError(f"nixl could not {action}: {error}") from error
+    def _typed(self, action: str) -> "_Typed":
+        return _Typed(self._errors, action)
 
     def register(self, region: Region, kind: MemoryKind) -> Any:
         """Pin the region; the result is what `deregister` takes."""
@@ -132,6 +126,23 @@ class NixlAgent:
 
     def _segment(self, kind: MemoryKind) -> Any:
         return self._nixl.VRAM_SEG if kind == "VRAM" else self._nixl.DRAM_SEG
+
+
+class _Typed:
+    """NIXL's errors become TransportErrors. Entered thrice per span, so it is no generator."""
+
+    __slots__ = ("_action", "_errors")
+
+    def __init__(self, errors: tuple[type[BaseException], ...], action: str) -> None:
+        self._errors = errors
+        self._action = action
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, self._errors):
+            raise TransportError(f"nixl could not {self._action}: {error}") from error
 
 
 def _import_nixl() -> ModuleType:

@@ -220,6 +220,26 @@ async def test_a_read_that_outlives_its_lease_is_not_believed(
     await settled(d)
 
 
+async def test_a_pull_ends_with_its_own_cause_whatever_a_heartbeat_finds_meanwhile(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    faults = HeldPull(FaultPoint.BEFORE_CONFIRM)
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], on_d=faults)
+    params = await prefill(p, PROMPT)
+    held = params.remote_request_id
+    assert held is not None
+    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
+    assert await asyncio.to_thread(faults.reached.wait, 20)
+    (claim,) = claims_of(d)._claims.values()
+    claim.fail("lease_lost")
+    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
+    faults.go.set()
+    await asked
+    assert claim.failure == "lease_lost"
+    assert recomputed(d) == {"late_read": len(PROMPT)}
+    await settled(d)
+
+
 @HELD_AT
 async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
     cluster: Cluster, checkpoints: dict[str, Path], point: FaultPoint

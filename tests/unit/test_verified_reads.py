@@ -321,15 +321,20 @@ def test_stages_hold_the_same_bytes_in_order_and_digests_do_not_see_them(
     pieces = zip(starts, lengths, strict=True)
     blocks = [tuple(_halves(start, length)) for start, length in pieces]
     stages = list(in_stages(blocks, limit))
-    assert all(0 < sum(chunk.span.length for chunk in stage) <= limit for stage in stages)
     digester = BlockDigester(memory)
-    for chunk in (chunk for stage in stages for chunk in stage):
-        assert chunk.span.remote == chunk.span.local + 7
-        digester.add(chunk.span.local, chunk.span.length, ends_block=chunk.ends_block)
+    for stage in stages:
+        assert 0 < sum(span.length for span in stage.spans) <= limit
+        assert all(span.remote == span.local + 7 for span in stage.spans)
+        assert _bytes_of(stage.spans) == [i for at in stage.chunks for i in range(at.start, at.end)]
+        digester.add(stage.chunks)
     assert digester.done == [
         xxhash.xxh3_64_intdigest(memory[start : start + length])
         for start, length in zip(starts, lengths, strict=True)
     ]
+
+
+def _bytes_of(spans: Sequence[SpanPair]) -> list[int]:
+    return [i for span in spans for i in range(span.local, span.local + span.length)]
 
 
 def _halves(start: int, length: int) -> Iterator[SpanPair]:
