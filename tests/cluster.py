@@ -171,7 +171,7 @@ class Cluster:
         """One more node; `changes` are NodeConfig fields."""
         config = msgspec.structs.replace(BASE, model=str(model), **changes)
         node = (prefill_server if kind == "prefill" else decode_server)(config)
-        if faults is not NO_FAULTS:
+        if faults is not NO_FAULTS or stage_bytes != STAGE_BYTES:
             build = partial(build_connector, faults=faults, stage_bytes=stage_bytes)
             node = NodeServer(config, kind, build)
         await node.start()

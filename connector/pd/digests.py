@@ -27,20 +27,16 @@ class BlockDigester:
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
-        self._begun: xxhash.xxh3_64 | None = None
+        self._hash = xxhash.xxh3_64()
         self.done: list[int] = []
 
     def add(self, chunks: Iterable[Chunk]) -> None:
         """What comes next, in order."""
         for start, end, ends_block in chunks:
-            if ends_block and self._begun is None:
-                self.done.append(xxhash.xxh3_64_intdigest(self._memory[start:end]))
-                continue
-            self._begun = self._begun or xxhash.xxh3_64()
-            self._begun.update(self._memory[start:end])
+            self._hash.update(self._memory[start:end])
             if ends_block:
-                self.done.append(self._begun.intdigest())
-                self._begun = None
+                self.done.append(self._hash.intdigest())
+                self._hash.reset()
 
 
 class HeldDigests:

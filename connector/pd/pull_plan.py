@@ -81,10 +81,10 @@ def pair_up(remote: Sequence[Piece], local: Sequence[Piece]) -> Block:
     """The same bytes, cut where either side is cut; mostly neither is."""
     if len(remote) == len(local) == 1 and remote[0].length == local[0].length:
         return (SpanPair(remote[0].offset, *local[0]),)
-    return tuple(_cut_alike(remote, local))
+    return tuple(_cut_at_both(remote, local))
 
 
-def _cut_alike(remote: Sequence[Piece], local: Sequence[Piece]) -> Iterator[SpanPair]:
+def _cut_at_both(remote: Sequence[Piece], local: Sequence[Piece]) -> Iterator[SpanPair]:
     there, here = list(reversed(remote)), list(reversed(local))
     while there and here:
         source, target = there.pop(), here.pop()

@@ -33,6 +33,7 @@ from engine.rpc.status import error_from_status
 from engine.types import GenerateOutput, GenerateRequest
 
 END_OF_CALL_S: Final = 1.0
+"""For the status behind a last output; a node that does not send it is cut off."""
 
 OutputCall: TypeAlias = aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateOutput]
 _Reply = TypeVar("_Reply")

@@ -15,6 +15,7 @@ from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 from tests.processes import Launcher
 
 PROMPT = prompt_of(100, salt=3)
+SMALL_STAGE = 4096
 HISTOGRAMS = ("xfer_time_seconds", "post_time_seconds", "bytes_transferred", "num_descriptors")
 COUNTERS = (
     "num_failed_transfers",
@@ -28,13 +29,17 @@ STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 async def test_a_pull_is_in_every_histogram_and_in_no_counter_of_failures(
     cluster: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p, d = [await cluster.start(kind, checkpoints["qwen3_5"]) for kind in ("prefill", "decode")]
+    """Once, in however many stages it was read."""
+    model = checkpoints["qwen3_5"]
+    p = await cluster.start("prefill", model)
+    d = await cluster.start("decode", model, stage_bytes=SMALL_STAGE)
     done = await hand_over(p, d, PROMPT)
     moved = done.last.kv_transfer
     assert moved is not None
     assert [sample(d, f"vllm:nixl_{name}_count") for name in HISTOGRAMS] == [1] * 4
     assert [sample(p, f"vllm:nixl_{name}_count") for name in HISTOGRAMS] == [0] * 4
     total = moved.attention_bytes + moved.state_bytes
+    assert total > 2 * SMALL_STAGE
     assert sample(d, "vllm:nixl_bytes_transferred_sum") == total
     assert sample(d, "vllm:nixl_post_time_seconds_sum") <= sample(
         d, "vllm:nixl_xfer_time_seconds_sum"

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from connector.pd.geometry import geometry_of
@@ -232,6 +232,7 @@ def test_what_no_layer_here_keeps_is_refused() -> None:
         plan_pull(plan, remote, [[3], [0, 1]], num_tokens=32, num_local_tokens=0)
 
 
+@example([3], [5])
 @given(st.lists(st.integers(1, 9), max_size=8), st.lists(st.integers(1, 9), max_size=8))
 def test_pairs_are_cut_where_either_side_is(theirs: list[int], ours: list[int]) -> None:
     """Every byte of the shorter side has its partner."""
