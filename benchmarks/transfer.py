@@ -28,7 +28,7 @@ from benchmarks.transfer_peer import ENGINE_ID, OURS, peer_addresses
 from benchmarks.transfer_ways import Baseline, Pull, Read, memcpy_read, raw_nixl_read
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
-from engine.arena import ArenaMemory
+from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.logs import configure_logging
 from engine.rpc.control_client import ControlClient
 
@@ -108,7 +108,7 @@ def run(cases: Sequence[Case], rounds: int, console: Console) -> list[Row]:
     """All cases, one after the other."""
     rows = []
     with ExitStack() as stack:
-        arena = stack.enter_context(closing(ArenaMemory(ARENA_BYTES)))
+        arena = stack.enter_context(closing(ArenaMemory(ARENA_BYTES + MARGIN_BYTES)))
         addresses, ports = stack.enter_context(peer_addresses())
         plain = {"memcpy": memcpy_read(arena)}
         ours = []

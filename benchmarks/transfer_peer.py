@@ -11,8 +11,9 @@ from benchmarks.transfer_cases import ARENA_BYTES, Case, prompts, sizes
 from connector.pd.control import LeaseDesk
 from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.lease import LeaseTable
+from connector.pd.lease_words import LeaseWords
 from connector.transports.choose import open_transport
-from engine.arena import ArenaMemory
+from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.logs import configure_logging
 from engine.rpc.control_service import ControlService
 from engine.rpc.messages import Handshake
@@ -45,8 +46,8 @@ def peer_addresses() -> Iterator[Addresses]:
 
 def _serve(pipe: Connection) -> None:
     configure_logging("WARNING")
-    arena = ArenaMemory(ARENA_BYTES)
-    arena.tensor.fill_(FILL)
+    arena = ArenaMemory(ARENA_BYTES + MARGIN_BYTES)
+    arena.tensor[:ARENA_BYTES].fill_(FILL)
     transports = [open_transport(name, ENGINE_ID) for name in OURS]
     addresses = {transport.name: transport.register(arena) for transport in transports}
     asyncio.run(_answer(pipe, arena, addresses))
@@ -58,11 +59,12 @@ def _serve(pipe: Connection) -> None:
 async def _answer(pipe: Connection, arena: ArenaMemory, addresses: dict[str, bytes]) -> None:
     """One control service per case, for each has a plan of its own."""
     ports: dict[str, int] = {}
+    words = LeaseWords(arena)
     async with AsyncExitStack() as stack:
         for case in prompts() + sizes():
             digests = ArenaDigests(case.plan, arena)
             stack.callback(digests.close)
-            service = ControlService(_desk(case, digests))
+            service = ControlService(_desk(case, digests, words))
             server = await start_server([service], "127.0.0.1", 0, token=None)
             stack.push_async_callback(server.close)
             ports[case.name] = server.port
@@ -70,15 +72,20 @@ async def _answer(pipe: Connection, arena: ArenaMemory, addresses: dict[str, byt
         await asyncio.to_thread(pipe.poll, None)
 
 
-def _desk(case: Case, digests: ArenaDigests) -> LeaseDesk:
+def _desk(case: Case, digests: ArenaDigests, words: LeaseWords) -> LeaseDesk:
     """Grants a released lease anew."""
-    leases = LeaseTable(LEASE_S, monotonic)
+    leases = LeaseTable(LEASE_S, monotonic, words)
 
     def grant() -> None:
         digests.begin(leases.grant(case.name, case.remote, case.num_tokens))
 
     grant()
     identity = Handshake(
-        engine_id=ENGINE_ID, transport="", transport_address=b"", geometry={}, lease_s=30.0
+        engine_id=ENGINE_ID,
+        transport="",
+        transport_address=b"",
+        geometry={},
+        lease_s=LEASE_S,
+        lease_words=ARENA_BYTES,
     )
     return LeaseDesk(identity, leases, digests=digests, wake=grant)

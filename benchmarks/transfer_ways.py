@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.transfer_cases import Case
+from benchmarks.transfer_cases import ARENA_BYTES, Case
 from benchmarks.transfer_peer import DEADLINE_S, ENGINE_ID, FILL
 from connector.pd.faults import NO_FAULTS
 from connector.pd.geometry import geometry_of
@@ -113,7 +113,9 @@ class Pull:
         """Seconds of one run, under a lease that P grants anew."""
         case, control = self.case, self.control
         geometry = geometry_of(case.plan)
-        peer = Peer(ENGINE_ID, control, DEADLINE_S, geometry, DEADLINE_S, (DIGESTS_XXH3_64,))
+        peer = Peer(
+            ENGINE_ID, control, DEADLINE_S, geometry, DEADLINE_S, ARENA_BYTES, (DIGESTS_XXH3_64,)
+        )
         plan = case.pull()
         with emptied(self.arena, plan.spans):
             claim = control.claim(ENGINE_ID, case.name, timeout_s=DEADLINE_S)

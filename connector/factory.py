@@ -14,6 +14,7 @@ from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.geometry import describe_geometry
 from connector.pd.lease import LeaseTable
+from connector.pd.lease_words import LeaseWords
 from connector.pd.params import ParamsSigner, is_loopback
 from connector.pd.peers import PeerRegistry
 from connector.pd.producer import (
@@ -49,6 +50,7 @@ class PdConnector:
     peers: PeerRegistry
     transport: Transport
     digests: ArenaDigests
+    reader: PullReader
 
     def services(self) -> Sequence[RpcService]:
         """The control service that peers call."""
@@ -61,6 +63,7 @@ class PdConnector:
     def close(self) -> None:
         """Gives channels, mappings and registrations back; after the engine has stopped."""
         self.peers.close()
+        self.reader.close()
         self.digests.close()
         self.transport.close()
 
@@ -83,8 +86,11 @@ def build_connector(
     )
     digests = ArenaDigests(plan, arena)
     address = transport.register(arena)
-    identity = _identity(settings, plan, digests, transport=transport.name, address=address)
-    leases = _watched_leases(extra.kv_lease_duration, plan, metrics)
+    words = LeaseWords(arena)
+    identity = _identity(
+        settings, plan, digests, words=words, transport=transport.name, address=address
+    )
+    leases = _watched_leases(extra.kv_lease_duration, plan, metrics, words=words)
     signer = ParamsSigner(settings.cluster_token)
     peers = PeerRegistry(
         identity,
@@ -124,11 +130,14 @@ def build_connector(
         peers,
         transport,
         digests,
+        reader,
     )
 
 
-def _watched_leases(duration_s: float, plan: ArenaPlan, metrics: NodeMetrics) -> LeaseTable:
-    leases = LeaseTable(duration_s, time.monotonic)
+def _watched_leases(
+    duration_s: float, plan: ArenaPlan, metrics: NodeMetrics, *, words: LeaseWords
+) -> LeaseTable:
+    leases = LeaseTable(duration_s, time.monotonic, words)
     metrics.read_gauge(
         "tandem:held_lease_bytes",
         "Bytes of finished requests that are held under a lease.",
@@ -157,6 +166,7 @@ def _identity(
     plan: ArenaPlan,
     digests: ArenaDigests,
     *,
+    words: LeaseWords,
     transport: str,
     address: bytes,
 ) -> Handshake:
@@ -169,6 +179,7 @@ def _identity(
             plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
         ),
         lease_s=settings.config.kv_connector_extra_config.kv_lease_duration,
+        lease_words=words.offset,
         capabilities=digests.capabilities,
     )
 

@@ -71,13 +71,12 @@ class Plan:
         """What was done, whatever the point."""
         return [step.act for step in self.fired]
 
-    def must_fail(self, *, verify: bool) -> bool:
-        """The lease ended before P was asked whether it lives: for digests, or by its release."""
-        asked_before = {FaultPoint.AFTER_RELEASE}
-        if verify:
-            asked_before.add(FaultPoint.BEFORE_RELEASE)
+    @property
+    def must_fail(self) -> bool:
+        """The lease ended before D had read its word, or before P had answered with digests."""
+        behind = (FaultPoint.BEFORE_RELEASE, FaultPoint.AFTER_RELEASE)
         return any(
-            step.act in (LEASE_ENDS, BLOCKS_REUSED) and step.point not in asked_before
+            step.act in (LEASE_ENDS, BLOCKS_REUSED) and step.point not in behind
             for step in self.fired
         )
 

@@ -27,9 +27,8 @@ PARTS = {
     "admit": "admission: signature and other checks",
     "queue": "admitted, until an engine step has given it blocks",
     "plan": "until the first read begins: thread, plan",
-    "read": "the reads: not counted",
-    "hash": "D's digests, between the reads and behind them: not counted",
-    "vouch": "P's digests waited for and compared, until an engine step has heard of it",
+    "bytes": "the reads, and D's digests of what they brought: not counted",
+    "vouch": "P's word and digests waited for and compared, until an engine step has heard of it",
     "step": "until that request's first step computes",
 }
 
@@ -41,8 +40,8 @@ class HandOver(msgspec.Struct, frozen=True):
 
     @property
     def control(self) -> float:
-        """All parts but those that touch the bytes."""
-        return sum(self.parts.values()) - self.parts["read"] - self.parts["hash"]
+        """All parts but the one that touches the bytes."""
+        return sum(self.parts.values()) - self.parts["bytes"]
 
 
 class Moments:
@@ -65,17 +64,14 @@ class Moments:
 
 def hand_over_of(answered: float, p: Moments, d: Moments) -> HandOver:
     """The parts of the one hand-over between these stamps; consecutive, so they add up."""
-    reads = list(zip(d.all("before_read"), d.all("after_read"), strict=True))
-    read_s = sum(after - before for before, after in reads)
-    checked, loaded = d.first("before_confirm"), d.first("loaded")
+    began, checked, loaded = map(d.first, ("before_read", "before_confirm", "loaded"))
     moments = {
         "answer": (p.first("finished"), answered),
         "request": (answered, d.first("admit")),
         "admit": (d.first("admit"), d.first("admitted")),
         "queue": (d.first("admitted"), d.first("pull")),
-        "plan": (d.first("pull"), reads[0][0]),
-        "read": (0.0, read_s),
-        "hash": (reads[0][0] + read_s, checked),
+        "plan": (d.first("pull"), began),
+        "bytes": (began, checked),
         "vouch": (checked, loaded),
         "step": (loaded, d.first("execute", loaded)),
     }

@@ -163,21 +163,6 @@ class ClaimKeeper:
         if is_ours:
             self._tell(claim, reason)
 
-    def confirm(self, claim: PrefillClaim) -> bool:
-        """Ends the lease after a read; true when it was alive, so that the bytes are intact."""
-        with claim.lock:
-            peer = claim.peer
-            if claim.ended or peer is None:
-                return False
-            claim.ended = True
-        try:
-            return _release(peer, claim, "read")
-        except TandemError:
-            self._metrics.failed_notifications.inc()
-            raise
-        finally:
-            self._peers.release(peer)
-
     def forget(self, peer: Peer) -> None:
         """Something with `peer` failed: the next claim shakes hands again."""
         self._peers.forget(peer)
@@ -254,7 +239,13 @@ class ClaimKeeper:
         peer = claim.peer
         assert peer is not None
         try:
-            _release(peer, claim, reason)
+            peer.control.release(
+                peer.engine_id,
+                claim.remote_request_id,
+                reason=reason,
+                generation=claim.generation,
+                timeout_s=peer.timeout_s,
+            )
         except TandemError as error:
             self._metrics.failed_notifications.inc()
             self._lost(peer, error)
@@ -319,13 +310,3 @@ class ClaimKeeper:
         for claim in claims:
             if claim.remote_request_id in lost and not claim.ended:
                 claim.fail("lease_lost")
-
-
-def _release(peer: Peer, claim: PrefillClaim, reason: str) -> bool:
-    return peer.control.release(
-        peer.engine_id,
-        claim.remote_request_id,
-        reason=reason,
-        generation=claim.generation,
-        timeout_s=peer.timeout_s,
-    )

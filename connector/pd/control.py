@@ -65,13 +65,15 @@ class LeaseDesk:
     ) -> Digests:
         """Digests of a held prefill, block by block of each range.
 
-        It is held when D asks, which is behind D's reads. Raises KVTransferParamsError as `claim`
-        does, and TransportError for ranges that are not held.
+        It is still held when they are all known. Raises KVTransferParamsError as `claim` does, and
+        TransportError for ranges that are not held.
         """
         self._check_incarnation(engine_id)
         self._faults.at(FaultPoint.BEFORE_DIGESTS, FaultScene(request_id))
         lease = self._still(request_id, self._leases.held(request_id, generation))
-        return self._digests.of(lease, ranges)
+        digests = self._digests.of(lease, ranges)
+        self._still(request_id, self._leases.held(request_id, generation))
+        return digests
 
     def renew(
         self,
@@ -90,9 +92,9 @@ class LeaseDesk:
         return self._leases.renew(zip(request_ids, generations, strict=True))
 
     def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool:
-        """Ends a lease and says whether it was still alive: the reader's confirmation.
+        """Ends a lease and says whether it was still alive.
 
-        A caller that left too early to learn P's id may give its own label; that confirms nothing.
+        A caller that left too early to learn P's id may give its own label.
         """
         self._check_incarnation(engine_id)
         self._faults.at(FaultPoint.BEFORE_RELEASE, FaultScene(request_id))

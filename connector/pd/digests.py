@@ -6,6 +6,7 @@ Finds damage and mix-ups on the way, not forgery: peers are authenticated. Knows
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import xxhash
@@ -37,6 +38,11 @@ class BlockDigester:
             if ends_block:
                 self.done.append(self._hash.intdigest())
                 self._hash.reset()
+
+    def follow(self, come: "SimpleQueue[Sequence[Chunk] | None]") -> None:
+        """Adds what comes, until None does."""
+        for chunks in iter(come.get, None):
+            self.add(chunks)
 
 
 class HeldDigests:

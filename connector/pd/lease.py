@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from connector.pd.digests import HeldDigests
+from connector.pd.lease_words import NUM_WORDS, LeaseWords
 from engine.request_ids import has_label
 from engine.rpc.messages import ANY_GENERATION
 
@@ -38,7 +39,7 @@ class LeaseTable:
     `num_taken_back`: spare leases that ended because memory was short.
     """
 
-    def __init__(self, duration_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, duration_s: float, clock: Callable[[], float], words: LeaseWords) -> None:
         self.duration_s = duration_s
         self.num_expired = 0
         self.num_late_releases = 0
@@ -47,7 +48,7 @@ class LeaseTable:
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
         self._ended: list[str] = []
-        self._generation = ANY_GENERATION
+        self._words = words
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -65,8 +66,8 @@ class LeaseTable:
             is_spare = spare_s is not None
             duration_s = self.duration_s if spare_s is None else spare_s
             deadline = self._clock() + duration_s
-            self._generation += 1
-            lease = Lease(offsets, num_tokens, deadline, self._generation, is_spare)
+            self._make_room_for(request_id)
+            lease = Lease(offsets, num_tokens, deadline, self._words.begin(), is_spare)
             self._leases[request_id] = lease
             return lease
 
@@ -124,7 +125,7 @@ class LeaseTable:
             if not spare:
                 return None
             _, request_id = min(spare)
-            del self._leases[request_id]
+            self._remove(request_id)
             self.num_taken_back += 1
             return request_id
 
@@ -164,8 +165,20 @@ class LeaseTable:
             self._end(request_id)
         return bool(found)
 
+    def _make_room_for(self, request_id: str) -> None:
+        """One lease per request, and a word for each: the oldest ends if there are too many."""
+        if request_id in self._leases:
+            self._remove(request_id)
+        if len(self._leases) >= NUM_WORDS:
+            self._end(min(self._leases, key=lambda key: self._leases[key].deadline))
+
     def _end(self, request_id: str) -> None:
+        self._remove(request_id)
+        self._ended.append(request_id)
+
+    def _remove(self, request_id: str) -> None:
+        """Its readers see it before its blocks can be used for anything else."""
         lease = self._leases.pop(request_id)
+        self._words.end(lease.generation)
         if lease.digests is not None:
             lease.digests.stop()
-        self._ended.append(request_id)

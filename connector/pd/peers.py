@@ -24,7 +24,8 @@ PeerAddress = tuple[str, int]
 class Peer:
     """One incarnation of a prefill node. `users` counts those that may touch its mapping.
 
-    `is_gone`: it did not answer, or another incarnation does. Gone without users it is dropped.
+    `lease_words`: where they begin in its arena. `is_gone`: it did not answer, or another
+    incarnation does. Gone without users it is dropped.
     """
 
     engine_id: str
@@ -32,6 +33,7 @@ class Peer:
     timeout_s: float
     groups: tuple[GroupGeometry, ...]
     lease_s: float
+    lease_words: int
     capabilities: tuple[str, ...] = ()
     users: int = 1
     is_gone: bool = False
@@ -155,8 +157,15 @@ class PeerRegistry:
             control.close()
             raise
         log.info("connected to peer", peer=engine_id, host=host, port=port)
-        groups = groups_of(reply)
-        return Peer(engine_id, control, self._timeout_s, groups, reply.lease_s, reply.capabilities)
+        return Peer(
+            engine_id,
+            control,
+            self._timeout_s,
+            groups_of(reply),
+            reply.lease_s,
+            reply.lease_words,
+            reply.capabilities,
+        )
 
     def _open(self, host: str, port: int) -> ControlClient:
         address = join_host_port(host, port)

@@ -1,18 +1,23 @@
 """D's reads: the spans of a plan, in stages, each hashed while it is still in the CPU's cache.
 
-What arrived is compared with P's digests block by block; what differs is read once more. Knows
-nothing of requests and leases but their names.
+Behind the last one comes the word of P's lease, which proves that P held them all. What arrived is
+compared with P's digests block by block; what differs is read once more. Knows nothing of requests
+and leases but their names.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
 from typing import NamedTuple
 
 import structlog
 
 from connector.pd.digests import BlockDigester, Chunk
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
+from connector.pd.lease_words import NUM_PLACES, WORD_BYTES, WordPlaces, offset_of
 from connector.pd.peers import Peer
 from connector.pd.pull_plan import Block, PullPlan, coalesce
 from connector.transports.base import SpanPair, Transport
@@ -24,27 +29,24 @@ from engine.errors import (
     VerificationError,
 )
 from engine.metrics import TransferMetrics
-from engine.rpc.messages import DIGESTS_XXH3_64, Digests
+from engine.rpc.messages import DIGESTS_XXH3_64
 
 log = structlog.get_logger()
 
-STAGE_BYTES = 2 << 20
+STAGE_BYTES = 8 << 20
 """Of what was just read this much is still in a core's cache; measured 1, 2, 4, 8 and 256 MiB."""
 
 
-class Expected(NamedTuple):
-    """One attention block or one state: where it goes, and P's digest of it."""
-
-    block: Block
-    is_state: bool
-    digest: int
-
-
 class Stage(NamedTuple):
-    """What one read fetches, and the order in which it is hashed."""
+    """Spans that are waited for together, and the order in which their bytes are hashed."""
 
     spans: Sequence[SpanPair]
     chunks: Sequence[Chunk]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all spans."""
+        return sum(span.length for span in self.spans)
 
 
 @dataclass(slots=True)
@@ -64,10 +66,13 @@ class Reading:
         """Seconds, never below 0."""
         return max(self.deadline - time.monotonic(), 0.0)
 
-    def ask(self, plan: PullPlan) -> Digests:
-        """What the bytes of `plan` are. Raises LateReadError when P does not hold them any more."""
+    def ask(self, plan: PullPlan) -> list[int]:
+        """P's digest of every block of `plan`, in its order.
+
+        Raises LateReadError when P does not hold them any more.
+        """
         try:
-            return self.peer.control.digests(
+            digests = self.peer.control.digests(
                 self.peer.engine_id,
                 self.request_id,
                 self.generation,
@@ -76,10 +81,17 @@ class Reading:
             )
         except KVTransferParamsError as error:
             raise LateReadError(f"the peer vouches for nothing any more: {error}") from error
+        found, wanted = list(map(len, digests)), [len(group.blocks) for group in plan.groups]
+        if found != wanted:
+            raise TransportError(f"the peer sent {found} digests for {wanted} blocks")
+        return [digest for group in digests for digest in group]
 
 
 class PullReader:
-    """Fills blocks of the local arena from a peer's; safe to use from several threads."""
+    """Fills blocks of the local arena from a peer's; safe to use from several threads.
+
+    Owner of the threads that help: for each pull one to ask P, and one to hash.
+    """
 
     def __init__(
         self,
@@ -93,10 +105,16 @@ class PullReader:
     ) -> None:
         self._transport = transport
         self._arena = arena
+        self._places = WordPlaces(arena)
         self._verify = verify
         self._metrics = metrics
         self._faults = faults
         self._stage_bytes = stage_bytes
+        self._threads = ThreadPoolExecutor(2 * NUM_PLACES, thread_name_prefix="kv-verify")
+
+    def close(self) -> None:
+        """Stops the threads; call when nothing is read any more."""
+        self._threads.shutdown()
 
     def read(
         self,
@@ -107,11 +125,10 @@ class PullReader:
         generation: int,
         timeout_s: float,
     ) -> bool:
-        """Returns once all bytes are here; whether P has vouched for them.
+        """Returns once all bytes are here and P held them until then; whether they were compared.
 
-        It has, if nothing forbids it: they are P's, and P held them until the last read had ended.
         `timeout_s` bounds all of it. Raises TransportError when they cannot be read,
-        VerificationError when they differ twice, LateReadError when P does not hold them any more.
+        VerificationError when they differ twice, LateReadError when P held them no more.
         """
         reading = Reading(peer, request_id, generation, time.monotonic() + timeout_s)
         verifies = self._verify and not self._cannot_verify(peer)
@@ -119,8 +136,8 @@ class PullReader:
             self._read_verified(reading, plan)
         else:
             self._metrics.unverified.inc()
-            self._read_spans(reading, plan.spans)
-            self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(request_id))
+            self._fetch(reading, [Stage(plan.spans, ())], arrived=lambda chunks: None)
+            self._confirm(reading)
         self._metrics.post_seconds.observe(reading.post_s)
         return verifies
 
@@ -136,67 +153,96 @@ class PullReader:
         return bool(found)
 
     def _read_verified(self, reading: Reading, plan: PullPlan) -> None:
-        """What differs is read once more."""
+        """P is asked at once and hashes what it has not hashed yet while D reads.
+
+        What differs is read once more.
+        """
         blocks = [block for group in plan.groups for block in group.blocks]
-        found, expected = self._read_and_ask(reading, plan, blocks)
-        wrong = self._differing(expected, enumerate(found))
+        asked = self._threads.submit(reading.ask, plan)
+        try:
+            found = self._read_blocks(reading, blocks)
+        finally:
+            wait([asked])  # it has a deadline; nothing of a pull outlives it
+        expected = asked.result()
+        wrong = self._differing(plan, expected, enumerate(found))
         if wrong:
             self._metrics.verification_retries.inc()
             peer = reading.peer.engine_id
             log.warning("blocks differ from the peer's", peer=peer, num=len(wrong), of=len(found))
-            self._read_again(reading, plan, {number: expected[number].block for number in wrong})
-        self._metrics.verified_bytes.inc(plan.attention_bytes + plan.state_bytes)
-
-    def _read_again(self, reading: Reading, plan: PullPlan, blocks: Mapping[int, Block]) -> None:
-        found, expected = self._read_and_ask(reading, plan, blocks.values())
-        still = self._differing(expected, zip(blocks, found, strict=True))
-        if still:
+            found = self._read_blocks(reading, [blocks[number] for number in wrong])
+            wrong = self._differing(plan, expected, zip(wrong, found, strict=True))
+        if wrong:
             raise VerificationError(
-                f"{len(still)} of {len(expected)} blocks of {reading.request_id} differ from those "
+                f"{len(wrong)} of {len(blocks)} blocks of {reading.request_id} differ from those "
                 f"of {reading.peer.engine_id}, also when read again"
             )
-
-    def _read_and_ask(
-        self, reading: Reading, plan: PullPlan, blocks: Iterable[Block]
-    ) -> tuple[list[int], list[Expected]]:
-        """Digests of what has arrived, and P's of everything.
-
-        P answers only while it holds the bytes, and is asked behind the last read.
-        """
-        found = self._read_blocks(reading, blocks)
-        self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
-        return found, _expected(plan, reading.ask(plan))
+        self._metrics.verified_bytes.inc(plan.attention_bytes + plan.state_bytes)
 
     def _differing(
-        self, expected: Sequence[Expected], found: Iterable[tuple[int, int]]
+        self, plan: PullPlan, expected: Sequence[int], found: Iterable[tuple[int, int]]
     ) -> list[int]:
         """The numbers of blocks that did not arrive as P has them; they are counted."""
-        wrong = [number for number, digest in found if expected[number].digest != digest]
-        states = sum(expected[number].is_state for number in wrong)
-        self._metrics.differed("state", states)
-        self._metrics.differed("attention", len(wrong) - states)
+        wrong = [number for number, digest in found if expected[number] != digest]
+        if wrong:
+            is_state = [group.is_state for group in plan.groups for _ in group.blocks]
+            states = sum(is_state[number] for number in wrong)
+            self._metrics.differed("state", states)
+            self._metrics.differed("attention", len(wrong) - states)
         return wrong
 
     def _read_blocks(self, reading: Reading, blocks: Iterable[Block]) -> list[int]:
-        """Reads and returns the digests of what has arrived."""
+        """Digests of what has arrived; another thread hashes a stage while the next one is read."""
         stages = list(in_stages(blocks, self._stage_bytes))
+        come: SimpleQueue[Sequence[Chunk] | None] = SimpleQueue()
         digester = BlockDigester(self._arena.host_bytes())
-        for stage in stages:
-            self._read_spans(reading, stage.spans)
-            digester.add(stage.chunks)
+        follow = partial(digester.follow, come)
+        hashing = self._threads.submit(follow) if len(stages) > 1 else None
+        try:
+            self._fetch(reading, stages, arrived=come.put)
+        finally:
+            come.put(None)
+            hashing.result() if hashing else follow()
+        self._confirm(reading)
         return digester.done
 
-    def _read_spans(self, reading: Reading, spans: Sequence[SpanPair]) -> None:
+    def _fetch(
+        self,
+        reading: Reading,
+        stages: Sequence[Stage],
+        *,
+        arrived: Callable[[Sequence[Chunk]], None],
+    ) -> None:
+        """Reads all stages, and tells of each when it is here."""
+        spans = [span for stage in stages for span in stage.spans]
         self._touch(FaultPoint.BEFORE_READ, reading, spans)
         started = time.monotonic()
         transfer = self._transport.read(reading.peer.engine_id, spans)
         reading.post_s += time.monotonic() - started
+        here = 0
         try:
-            transfer.wait(reading.time_left())
-        except TransportError:
+            for stage in stages:
+                here += stage.nbytes
+                transfer.wait(reading.time_left(), here)
+                self._touch(FaultPoint.AFTER_READ, reading, stage.spans)
+                arrived(stage.chunks)
+        finally:
             transfer.cancel()
-            raise
-        self._touch(FaultPoint.AFTER_READ, reading, spans)
+
+    def _confirm(self, reading: Reading) -> None:
+        """The word of P's lease is read behind all blocks: what P holds now, it has held till now.
+
+        Raises LateReadError when it does not.
+        """
+        self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
+        peer, generation = reading.peer, reading.generation
+        with self._places.place() as place:
+            word = SpanPair(offset_of(generation, peer.lease_words), place, WORD_BYTES)
+            self._transport.read(peer.engine_id, [word]).wait(reading.time_left())
+            found = self._places.at(place)
+        if found != generation:
+            raise LateReadError(
+                f"{peer.engine_id} held {reading.request_id} no more when the read ended"
+            )
 
     def _touch(self, point: FaultPoint, reading: Reading, spans: Sequence[SpanPair]) -> None:
         if self._faults is not NO_FAULTS:
@@ -231,17 +277,3 @@ def _cut(block: Block, limit: int) -> Iterator[tuple[SpanPair, bool]]:
             length = min(limit, piece.length - start)
             span = SpanPair(piece.remote + start, piece.local + start, length)
             yield span, number == last and start + length == piece.length
-
-
-def _expected(plan: PullPlan, digests: Digests) -> list[Expected]:
-    """Every block of the plan with P's digest, in the plan's order."""
-    asked_for = [len(group.blocks) for group in plan.groups]
-    if [len(blocks) for blocks in digests] != asked_for:
-        raise TransportError(
-            f"the peer sent {[len(blocks) for blocks in digests]} digests for {asked_for} blocks"
-        )
-    return [
-        Expected(block, group.is_state, digest)
-        for group, theirs in zip(plan.groups, digests, strict=True)
-        for block, digest in zip(group.blocks, theirs, strict=True)
-    ]

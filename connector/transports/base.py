@@ -43,11 +43,11 @@ class Transfer(ABC):
         """Progress without blocking. Raises TransportError after a failure or `cancel`."""
 
     @abstractmethod
-    def wait(self, timeout_s: float) -> None:
-        """Return once all bytes are here.
+    def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
+        """Return once the first `nbytes` of all spans, in their order, are here; None: all.
 
-        Raises TransferTimeoutError after `timeout_s` seconds, with the read cancelled, and
-        TransportError when it failed.
+        More may be. Raises TransferTimeoutError after `timeout_s` seconds, with the read cancelled,
+        and TransportError when it failed.
         """
 
     @abstractmethod
@@ -59,14 +59,14 @@ class Transfer(ABC):
 
 
 class CompletedTransfer(Transfer):
-    """A read that ended inside `Transport.read`: a synchronous copy, or no spans at all."""
+    """A read of no spans at all."""
 
     __slots__ = ()
 
     def poll(self) -> TransferStatus:
         return TransferStatus.DONE
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
         """Return at once."""
 
     def cancel(self) -> None:

@@ -31,6 +31,7 @@ from engine.errors import TransferTimeoutError, TransportError
 _BUSY_POLL_S = 50e-6
 _MIN_SLEEP_S = 20e-6
 _MAX_SLEEP_S = 500e-6
+_REQUEST_BYTES = 8 << 20
 _DRAIN_S = 1.0  # how long a cancelled read may take to end by itself
 _MAX_UNLOADED = 8  # connections that an agent may have closed before another takes its place
 
@@ -53,33 +54,37 @@ class _Peer:
 
 
 class NixlTransfer(Transfer):
-    """A read as one request per span, one after the other; runs under the transport's lock.
+    """A read as requests, one after the other; runs under the transport's lock.
 
-    Not all at once, because UCX 1.21 over TCP aborts the process that serves a queued read of a
-    reader that has just died. One at a time makes that rare; only RDMA and same-host paths are free
-    of it.
+    A request is one span, because UCX 1.21 over TCP aborts the process that serves a queued read of
+    a reader that has just died. One at a time makes that rare; only RDMA and same-host paths are
+    free of it. Where UCX has copied all when a request is posted, on the same host, nothing is ever
+    queued: there the next request is several spans.
     """
 
-    __slots__ = ("_reader", "failure", "peer", "request", "status", "waiting")
+    __slots__ = (
+        "_reader", "_total", "arriving", "copies_at_once", "failure", "here", "peer", "request",
+        "status", "waiting",
+    )  # fmt: skip
 
     def __init__(self, reader: "_Reader", peer: NixlAddress, spans: Sequence[SpanPair]) -> None:
         self._reader = reader
+        self._total = sum(span.length for span in spans)
         self.peer = peer
         self.waiting = deque(spans)
+        self.arriving = self.here = 0  # bytes of the request under way, and of those that ended
+        self.copies_at_once = False
         self.request: int | None = None
         self.status = TransferStatus.PENDING
         self.failure: str | None = None
 
     def poll(self) -> TransferStatus:
-        with self._reader.lock:
-            if self.failure is not None:
-                raise TransportError(self.failure)
-            if self.status is TransferStatus.PENDING:
-                self._reader.advance(self)
-            return self.status
+        self._has(self._total)
+        return self.status
 
-    def wait(self, timeout_s: float) -> None:
-        if not self._wait_until(time.monotonic() + timeout_s):
+    def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
+        wanted = self._total if nbytes is None else nbytes
+        if not self._wait_until(time.monotonic() + timeout_s, wanted):
             self.cancel()
             raise TransferTimeoutError(f"read from {self.peer.agent} not done after {timeout_s} s")
 
@@ -89,17 +94,36 @@ class NixlTransfer(Transfer):
                 return
             self.waiting.clear()
         with suppress(TransportError):  # it may fail while it drains: cancelled is cancelled
-            self._wait_until(time.monotonic() + _DRAIN_S)
+            self._wait_until(time.monotonic() + _DRAIN_S, self.here + self.arriving)
         with self._reader.lock:
             if self.status is TransferStatus.PENDING and self.failure is None:
                 self._reader.close(f"a read from {self.peer.agent} was cancelled")
             self.failure = f"the read from {self.peer.agent} was cancelled"
 
-    def _wait_until(self, deadline: float) -> bool:
+    def next_spans(self, wanted: int) -> list[SpanPair]:
+        """The next request; `wanted` bytes should be here then, if it may have several spans."""
+        spans = [self.waiting.popleft()]
+        self.arriving = spans[0].length
+        most = min(wanted - self.here, _REQUEST_BYTES) if self.copies_at_once else 0
+        while self.waiting and self.arriving + self.waiting[0].length <= most:
+            spans.append(self.waiting.popleft())
+            self.arriving += spans[-1].length
+        return spans
+
+    def _has(self, wanted: int) -> bool:
+        """Whether so many bytes are here; posts what must come before."""
+        with self._reader.lock:
+            if self.failure is not None:
+                raise TransportError(self.failure)
+            if self.status is TransferStatus.PENDING:
+                self._reader.advance(self, wanted)
+            return self.here >= wanted
+
+    def _wait_until(self, deadline: float, wanted: int) -> bool:
         """Busy for a moment, then with growing pauses: other threads need the core and the GIL."""
         busy_until = time.monotonic() + _BUSY_POLL_S
         pause = _MIN_SLEEP_S
-        while self.poll() is TransferStatus.PENDING:
+        while not self._has(wanted):
             now = time.monotonic()
             if now >= deadline:
                 return False
@@ -159,20 +183,17 @@ class _Reader:
         self.load(peer)
         transfer = NixlTransfer(self, peer, spans)
         self._live.add(transfer)
-        self.advance(transfer)
+        self.advance(transfer, 1)
         return transfer
 
-    def advance(self, transfer: NixlTransfer) -> None:
-        """Progress the request under way, post the next ones, and release what has ended."""
+    def advance(self, transfer: NixlTransfer, wanted: int) -> None:
+        """Progress the request under way and post the next ones, until `wanted` bytes are here."""
         try:
-            while self._is_idle(transfer):
-                if not transfer.waiting:
-                    transfer.status = TransferStatus.DONE
-                    self._live.discard(transfer)
-                    return
-                transfer.request = self._prepare(transfer.peer, transfer.waiting.popleft())
-                if self._agent.post(transfer.request):
-                    self._release(transfer)
+            while self._is_idle(transfer) and transfer.waiting and transfer.here < wanted:
+                self._post(transfer, transfer.next_spans(wanted))
+            if transfer.request is None and not transfer.waiting:
+                transfer.status = TransferStatus.DONE
+                self._live.discard(transfer)
         except TransportError as error:
             self._fail(transfer, str(error))
             self.unload(transfer.peer.agent)  # its endpoint is dead; the next read makes a new one
@@ -193,8 +214,19 @@ class _Reader:
 
     def _is_idle(self, transfer: NixlTransfer) -> bool:
         if transfer.request is not None and self._agent.is_done(transfer.request):
-            self._release(transfer)
+            self._arrived(transfer)
         return transfer.request is None
+
+    def _post(self, transfer: NixlTransfer, spans: Sequence[SpanPair]) -> None:
+        transfer.request = self._prepare(transfer.peer, spans)
+        transfer.copies_at_once = self._agent.post(transfer.request)
+        if transfer.copies_at_once:
+            self._arrived(transfer)
+
+    def _arrived(self, transfer: NixlTransfer) -> None:
+        self._release(transfer)
+        transfer.here += transfer.arriving
+        transfer.arriving = 0
 
     def _fail(self, transfer: NixlTransfer, reason: str) -> None:
         transfer.failure = reason
@@ -206,10 +238,10 @@ class _Reader:
         if request is not None:
             self._agent.release(request)
 
-    def _prepare(self, peer: NixlAddress, span: SpanPair) -> int:
+    def _prepare(self, peer: NixlAddress, spans: Sequence[SpanPair]) -> int:
         base, _, device = _region(self.arena)
-        local = (base + span.local, span.length, device)
-        remote = (peer.base + span.remote, span.length, peer.device)
+        local = [(base + span.local, span.length, device) for span in spans]
+        remote = [(peer.base + span.remote, span.length, peer.device) for span in spans]
         return self._agent.prepare(
             peer.agent, local, remote, kinds=(_kind(self.arena), peer.memory)
         )

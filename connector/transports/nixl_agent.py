@@ -5,6 +5,7 @@ process spins on a whole core, and serialises descriptors with pickle.
 """
 
 import importlib
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -91,15 +92,15 @@ class NixlAgent:
     def prepare(
         self,
         name: str,
-        local: Region,
-        remote: Region,
+        local: Sequence[Region],
+        remote: Sequence[Region],
         *,
         kinds: tuple[MemoryKind, MemoryKind],
     ) -> int:
-        """A read request for one region, not yet posted; `kinds` of the local and remote memory."""
+        """A read request, not yet posted; `kinds` of the local and remote memory."""
         lists = [
-            self._nixl.nixlXferDList(self._segment(kind), [region])
-            for kind, region in zip(kinds, (local, remote), strict=True)
+            self._nixl.nixlXferDList(self._segment(kind), regions)
+            for kind, regions in zip(kinds, (local, remote), strict=True)
         ]
         with self._typed(f"prepare a read from {name}"):
             read = self._nixl.NIXL_READ

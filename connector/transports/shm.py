@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import stat
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
@@ -17,11 +18,12 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from connector.transports.base import (
-    CompletedTransfer,
     SpanPair,
     Transfer,
+    TransferStatus,
     Transport,
     check_spans,
     decode_address,
@@ -48,6 +50,43 @@ class _Mapping:
     address: bytes
     nbytes: int
     data: npt.NDArray[np.uint8]  # owns the mapping: a reader that holds it can never be unmapped
+
+
+class ShmTransfer(Transfer):
+    """Copies as far as it is waited for: whoever hashes what has come finds it in its cache."""
+
+    __slots__ = ("_arena", "_here", "_lock", "_mapping", "_waiting", "_was_cancelled")
+
+    def __init__(self, mapping: _Mapping, arena: torch.Tensor, spans: Sequence[SpanPair]) -> None:
+        self._mapping = mapping
+        self._arena = arena
+        self._waiting = deque(spans)
+        self._here = 0
+        self._was_cancelled = False
+        self._lock = Lock()
+
+    def poll(self) -> TransferStatus:
+        self._copy(None)
+        return TransferStatus.DONE
+
+    def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
+        """The copy runs here: the caller is a pull thread, and memmove lets go of the GIL."""
+        self._copy(nbytes)
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._was_cancelled |= bool(self._waiting)
+            self._waiting.clear()
+
+    def _copy(self, wanted: int | None) -> None:
+        source, target = self._mapping.data.ctypes.data, self._arena.data_ptr()
+        with self._lock:
+            if self._was_cancelled:
+                raise TransportError("the read was cancelled")
+            while self._waiting and (wanted is None or self._here < wanted):
+                span = self._waiting.popleft()
+                ctypes.memmove(target + span.local, source + span.remote, span.length)
+                self._here += span.length
 
 
 class ShmTransport(Transport):
@@ -96,12 +135,7 @@ class ShmTransport(Transport):
         if arena is None:
             raise TransportError("register an arena before reading")
         check_spans(spans, remote_nbytes=mapping.nbytes, local_nbytes=arena.nbytes)
-        # The copy runs here: the caller is a pull thread, and memmove lets go of the GIL.
-        local = arena.tensor  # both tensors stay referenced until the last copy is done
-        source, target = mapping.data.ctypes.data, local.data_ptr()
-        for span in spans:
-            ctypes.memmove(target + span.local, source + span.remote, span.length)
-        return CompletedTransfer()
+        return ShmTransfer(mapping, arena.tensor, spans)
 
     def disconnect(self, peer: str) -> None:
         with self._lock:

@@ -111,7 +111,8 @@ class UcxTransfer(Transfer):
                 raise TransportError(self.failure)
             return self.status
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
+        """For all: parts arrive in no order."""
         if not self._wait_until(time.monotonic() + timeout_s):
             self.cancel()
             raise TransferTimeoutError(f"read over ucx not done after {timeout_s} s")

@@ -34,7 +34,7 @@ class ZmqTransfer(Transfer):
     """A read over a connection of its own; `retire` takes the connection back if it is whole."""
 
     __slots__ = (
-        "_asked", "_asking", "_bytes", "_failure", "_link", "_lock", "_retire",
+        "_asked", "_asking", "_bytes", "_failure", "_here", "_link", "_lock", "_retire",
         "_status", "_stop", "peer",
     )  # fmt: skip
 
@@ -54,6 +54,7 @@ class ZmqTransfer(Transfer):
         self._lock = threading.Lock()
         self._asking = chunks(spans)
         self._asked: deque[tuple[int, list[SpanPair]]] = deque()
+        self._here = 0  # bytes; answers come in order
         self._status = TransferStatus.PENDING
         self._stop: str | None = None  # set without the lock: a waiting thread looks at it
         self._failure: str | None = None
@@ -61,10 +62,12 @@ class ZmqTransfer(Transfer):
     def poll(self) -> TransferStatus:
         return self._step(0.0)
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
         deadline = time.monotonic() + timeout_s
         left = timeout_s
         while self._step(min(left, _SLICE_S)) is TransferStatus.PENDING:
+            if nbytes is not None and self._here >= nbytes:
+                return
             left = deadline - time.monotonic()
             if left <= 0:
                 self.end(f"the read from {self.peer} ran out of time")
@@ -120,7 +123,8 @@ class ZmqTransfer(Transfer):
         for taken in range(WINDOW):
             if not self._asked or not self._link.take(*self._asked[0], self._bytes):
                 return taken > 0
-            self._asked.popleft()
+            _, pieces = self._asked.popleft()
+            self._here += sum(piece.length for piece in pieces)
             self._ask()
         return True
 

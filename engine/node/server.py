@@ -15,7 +15,7 @@ from engine.api.app import create_app
 from engine.api.http_server import HttpServer
 from engine.api.serving import Serving, load_sampling_defaults
 from engine.api.tokenizer import load_tokenizer
-from engine.arena import ArenaMemory
+from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
 from engine.core import EngineCore
@@ -99,7 +99,7 @@ class NodeServer:
         check_decode_checkpoints(self.config, plan)
         log.info(f"arena planned\n{plan_report(plan)}")
         self.metrics = NodeMetrics(model.names[0], self.engine_id)
-        arena = ArenaMemory(plan.arena_bytes)
+        arena = ArenaMemory(plan.arena_bytes + MARGIN_BYTES)
         self._resources.callback(arena.close)
         connector = self._connect(model, plan, arena)
         self.engine = await self._start_engine(model, plan, arena, connector=connector)

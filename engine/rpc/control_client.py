@@ -77,7 +77,7 @@ class ControlClient:
         timeout_s: float,
         generation: int = ANY_GENERATION,
     ) -> bool:
-        """End a lease; true when it was still alive, so that everything read before was intact."""
+        """End a lease; true when it was still alive."""
         request = pb.ReleaseRequest(
             engine_id=engine_id, request_id=request_id, reason=reason, generation=generation
         )

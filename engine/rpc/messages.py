@@ -37,7 +37,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ANY_GENERATION: Final = 0
-"""Names whichever lease a request has; leases count from 1."""
+"""Names whichever lease a request has; no lease has it."""
 
 DIGESTS_XXH3_64: Final = "digests:xxh3-64"
 """Capability: the node answers `Digests`."""
@@ -49,7 +49,8 @@ Digests = tuple[tuple[int, ...], ...]
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach a node's registered memory, what its bytes look like, what the node can do.
 
-    `lease_s`: seconds for which it holds a finished request that nobody renews.
+    `lease_s`: seconds for which it holds a finished request that nobody renews. `lease_words`:
+    where in its arena the generations of living leases are, in bytes.
     """
 
     engine_id: str
@@ -57,6 +58,7 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True):
     transport_address: bytes
     geometry: Mapping[str, str]
     lease_s: float
+    lease_words: int
     capabilities: tuple[str, ...] = ()
 
 

@@ -24,7 +24,7 @@ class ModelRunner:
         self.arena = arena
         self._model = model
         self._plan = plan
-        self._caches = layer_caches(arena.tensor, plan)
+        self._caches = layer_caches(arena.tensor[: plan.arena_bytes], plan)
         self._batcher = InputBatcher(plan, arena.tensor.device)
 
     def prepare(self, output: SchedulerOutput) -> None:

@@ -26,7 +26,12 @@ def node(
     plan = plan_arena(groups, block_size, 1 << 20)
     geometry = describe_geometry(plan, "model", prefix_hash_seed="") | (other or {})
     return Handshake(
-        engine_id=name, transport="shm", transport_address=b"", geometry=geometry, lease_s=30.0
+        engine_id=name,
+        transport="shm",
+        transport_address=b"",
+        geometry=geometry,
+        lease_s=30.0,
+        lease_words=0,
     )
 
 

@@ -6,6 +6,7 @@ A claimed one is like any other, and is never taken back.
 import pytest
 
 from connector.pd.lease import LeaseTable
+from tests.leases import lease_table
 
 LEASE_S = 30.0
 TTL_S = 480.0
@@ -30,7 +31,7 @@ def clock() -> Clock:
 @pytest.fixture
 def leases(clock: Clock) -> LeaseTable:
     """One for a decode, and three for a next turn, five seconds apart."""
-    table = LeaseTable(LEASE_S, clock)
+    table = lease_table(LEASE_S, clock)
     table.grant("prefill", OFFSETS, 16)
     for name in ("first", "second", "third"):
         table.grant(name, OFFSETS, 16, spare_s=TTL_S)
@@ -61,7 +62,7 @@ def test_a_claimed_one_lasts_as_long_as_its_reader_renews_it(
 
 
 def test_a_claim_never_makes_a_lease_shorter_than_its_reader_s_pace(clock: Clock) -> None:
-    table = LeaseTable(LEASE_S, clock)
+    table = lease_table(LEASE_S, clock)
     table.grant("r", OFFSETS, 16, spare_s=1.0)
     lease = table.claim("r")
     assert lease is not None

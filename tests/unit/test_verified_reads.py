@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -15,26 +15,28 @@ from hypothesis import strategies as st
 from connector.pd.control import LeaseDesk
 from connector.pd.digests import BlockDigester, HeldDigests
 from connector.pd.digests_ahead import ArenaDigests
-from connector.pd.faults import NO_FAULTS
+from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.geometry import describe_spec, geometry_of
 from connector.pd.layout import blocks_announced
 from connector.pd.lease import Lease, LeaseTable
+from connector.pd.lease_words import LeaseWords
 from connector.pd.peers import Peer
 from connector.pd.pull_plan import PullPlan, plan_pull
-from connector.pd.reading import PullReader, in_stages
+from connector.pd.reading import STAGE_BYTES, PullReader, in_stages
 from connector.transports.base import SpanPair
 from connector.transports.shm import ShmTransport
-from engine.arena import ArenaMemory
-from engine.errors import KVTransferParamsError, LateReadError, TransportError, VerificationError
+from engine.arena import MARGIN_BYTES, ArenaMemory
+from engine.errors import LateReadError, TransportError, VerificationError
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
 from engine.metrics import NodeMetrics, TransferMetrics
 from engine.rpc.control_client import ControlClient
 from engine.rpc.control_service import ControlService
-from engine.rpc.messages import ANY_GENERATION, DIGESTS_XXH3_64, BlockRange, Digests, Handshake
+from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests, Handshake
 from engine.rpc.server import start_server
 from tests.cluster import until
-from tests.node_double import NO_DIGESTS
+from tests.faults import AtNth, flip
+from tests.leases import lease_table
 
 T = TypeVar("T")
 LEASE_S = 30.0
@@ -57,8 +59,15 @@ def offsets_of(tables: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ..
 
 REMOTE = offsets_of(by_group((2,), (9, 5, 6, 7)))
 LOCAL: tuple[tuple[int, ...], ...] = by_group((0,), (60, 61, 62, 63))
+WORDS = PLAN.arena_bytes
+"""Where P's lease words begin."""
 IDENTITY = Handshake(
-    engine_id="p", transport="shm", transport_address=b"", geometry={}, lease_s=30.0
+    engine_id="p",
+    transport="shm",
+    transport_address=b"",
+    geometry={},
+    lease_s=LEASE_S,
+    lease_words=WORDS,
 )
 
 
@@ -76,6 +85,12 @@ class Pair:
     transport: ShmTransport
     now: list[float]
 
+    @property
+    def generation(self) -> int:
+        """Of the one lease that P has granted."""
+        (lease,) = self.leases.all_held()
+        return lease.generation
+
     def plan(self, num_local_tokens: int = 0) -> PullPlan:
         return plan_pull(
             PLAN,
@@ -90,19 +105,29 @@ class Pair:
         plan: PullPlan,
         *,
         capabilities: tuple[str, ...] = (DIGESTS_XXH3_64,),
-        generation: int = 1,
+        generation: int | None = None,
+        verify: bool = True,
+        faults: FaultInjector = NO_FAULTS,
+        stage_bytes: int = STAGE_BYTES,
     ) -> None:
-        peer = Peer("p", self.control, 5.0, geometry_of(PLAN), 30.0, capabilities)
+        peer = Peer("p", self.control, 5.0, geometry_of(PLAN), 30.0, WORDS, capabilities)
         reader = PullReader(
             self.transport,
             self.d,
-            verify=True,
+            verify=verify,
             metrics=self.transfers,
-            faults=NO_FAULTS,
+            faults=faults,
+            stage_bytes=stage_bytes,
         )
-        await asyncio.to_thread(
-            reader.read, peer, plan, request_id="r", generation=generation, timeout_s=5.0
-        )
+        with closing(reader):
+            await asyncio.to_thread(
+                reader.read,
+                peer,
+                plan,
+                request_id="r",
+                generation=self.generation if generation is None else generation,
+                timeout_s=5.0,
+            )
 
     def has_read(self, plan: PullPlan) -> bool:
         theirs, ours = self.p.host_bytes(), self.d.host_bytes()
@@ -131,13 +156,28 @@ class ChangedDigests:
         return self.change(self.found.of(lease, ranges))
 
 
+@dataclass(slots=True)
+class DamagedOnce(FaultInjector):
+    """Flips a byte when a read has brought it, the first time."""
+
+    arena: ArenaMemory
+    place: int
+    is_done: bool = False
+
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        came = any(start <= self.place < start + length for _, start, length in scene.spans)
+        if point is FaultPoint.AFTER_READ and came and not self.is_done:
+            self.is_done = True
+            flip(self.arena.host_bytes(), self.place)
+
+
 @asynccontextmanager
 async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> AsyncIterator[Pair]:
     """`digest` may change what P answers."""
-    p, d = ArenaMemory(PLAN.arena_bytes), ArenaMemory(PLAN.arena_bytes)
-    p.tensor.random_(256)
+    p, d = (ArenaMemory(PLAN.arena_bytes + MARGIN_BYTES) for _ in range(2))
+    p.tensor[:WORDS].random_(256)
     now = [0.0]
-    leases = LeaseTable(LEASE_S, lambda: now[0])
+    leases = LeaseTable(LEASE_S, lambda: now[0], LeaseWords(p))
     leases.grant("r", REMOTE, 64)
     digests = ChangedDigests(ArenaDigests(PLAN, p), digest)
     desk = LeaseDesk(IDENTITY, leases, digests=digests, wake=lambda: None)
@@ -188,10 +228,42 @@ async def test_too_few_digests_are_refused() -> None:
 
 async def test_a_lease_of_another_generation_has_no_digests() -> None:
     async with pair() as nodes:
+        old = nodes.generation
         nodes.leases.grant("r", REMOTE, 64)
-        with pytest.raises(LateReadError, match="not held any more"):
-            await nodes.read(nodes.plan(), generation=1)
-        await nodes.read(nodes.plan(), generation=2)
+        assert nodes.generation > old
+        with pytest.raises(LateReadError, match="no more when the read ended"):
+            await nodes.read(nodes.plan(), generation=old)
+        await nodes.read(nodes.plan())
+
+
+@pytest.mark.parametrize("stage_bytes", [100, 1 << 20])
+@pytest.mark.parametrize("verify", [True, False])
+async def test_a_read_that_outlives_its_lease_is_late(verify: bool, stage_bytes: int) -> None:
+    """P has answered with digests, and the bytes are what they were."""
+    async with pair() as nodes:
+
+        def end(scene: FaultScene) -> None:
+            assert nodes.leases.release("r", nodes.generation)
+
+        ending = AtNth(FaultPoint.BEFORE_CONFIRM, end)
+        with pytest.raises(LateReadError, match="no more when the read ended"):
+            await nodes.read(nodes.plan(), verify=verify, faults=ending, stage_bytes=stage_bytes)
+        assert nodes.has_read(nodes.plan())
+
+
+@pytest.mark.parametrize("stage_bytes", [1, 100, 4096, 1 << 20])
+async def test_damage_is_found_in_whatever_stage_it_comes(stage_bytes: int) -> None:
+    async with pair() as nodes:
+        plan = nodes.plan()
+        state, last = plan.groups[STATE].blocks[0][0], plan.groups[PAGES].blocks[-1][-1]
+        for place in (state.local, last.local, last.local + last.length - 1):
+            flipping = DamagedOnce(nodes.d, place)
+            await nodes.read(plan, faults=flipping, stage_bytes=stage_bytes)
+            assert flipping.is_done
+            assert nodes.has_read(plan)
+        assert nodes.counted("kv_verification_retries") == 3
+        assert nodes.counted("kv_verification_failures", kind="state") == 1
+        assert nodes.counted("kv_verification_failures", kind="attention") == 2
 
 
 async def test_a_lease_that_ran_out_has_no_digests() -> None:
@@ -213,9 +285,9 @@ async def test_a_peer_without_digests_is_read_and_the_pull_counted_as_unverified
 async def test_digests_are_those_of_the_tokens_asked_for() -> None:
     async with pair() as nodes:
         asked = [group.asked for group in nodes.plan().groups]
-        whole = nodes.desk.digests("p", "r", 1, ranges=asked)
+        whole = nodes.desk.digests("p", "r", nodes.generation, ranges=asked)
         later = [group.asked for group in nodes.plan(num_local_tokens=48).groups]
-        part = nodes.desk.digests("p", "r", 1, ranges=later)
+        part = nodes.desk.digests("p", "r", nodes.generation, ranges=later)
         assert part[STATE] == whole[STATE]
         assert part[PAGES] == whole[PAGES][3:]
 
@@ -224,23 +296,23 @@ async def test_what_is_hashed_ahead_is_not_hashed_again() -> None:
     """All of it, once there was time; a byte that changed afterwards is not seen."""
     async with pair() as nodes:
         ranges = [group.asked for group in nodes.plan().groups]
-        before = nodes.desk.digests("p", "r", 1, ranges=ranges)
+        before = nodes.desk.digests("p", "r", nodes.generation, ranges=ranges)
         nodes.desk.claim("p", "r", "d")
         lease = nodes.leases.claim("r")
         assert lease is not None
         digests = lease.digests
         await until(lambda: digests is not None and digests.num_known == 5)
         nodes.p.host_bytes()[REMOTE[PAGES][0]] ^= 1
-        assert nodes.desk.digests("p", "r", 1, ranges=ranges) == before
+        assert nodes.desk.digests("p", "r", nodes.generation, ranges=ranges) == before
         later = [msgspec.structs.replace(asked, block_size=32) for asked in ranges]
-        assert nodes.desk.digests("p", "r", 1, ranges=later)[STATE] == before[STATE]
+        assert nodes.desk.digests("p", "r", nodes.generation, ranges=later)[STATE] == before[STATE]
 
 
 def test_nothing_is_hashed_ahead_of_an_answer_or_behind_the_end_of_a_lease() -> None:
     held = blocks_announced(PLAN, geometry_of(PLAN), REMOTE, num_tokens=64)
     asked = HeldDigests(held, memoryview(bytes(PLAN.arena_bytes)))
     asked.of([HELD])
-    leases = LeaseTable(LEASE_S, lambda: 0.0)
+    leases = lease_table(LEASE_S, lambda: 0.0)
     lease = leases.grant("r", REMOTE, 64)
     lease.digests = ended = HeldDigests(held, memoryview(bytes(PLAN.arena_bytes)))
     leases.release("r")
@@ -270,46 +342,8 @@ async def test_ranges_that_are_not_held_are_refused(
         asked = msgspec.structs.replace(HELD, **change)
         with pytest.raises(TransportError, match=message):
             await asyncio.to_thread(
-                nodes.control.digests, "p", "r", 1, ranges=[asked], timeout_s=5.0
+                nodes.control.digests, "p", "r", nodes.generation, ranges=[asked], timeout_s=5.0
             )
-
-
-def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_nothing() -> None:
-    leases = LeaseTable(LEASE_S, lambda: 0.0)
-    desk = LeaseDesk(IDENTITY, leases, digests=NO_DIGESTS, wake=lambda: None)
-    leases.grant("r", REMOTE, 64)
-    old = desk.claim("p", "r", "d").generation
-    leases.grant("r", REMOTE, 64)
-    new = desk.claim("p", "r", "d").generation
-    assert ANY_GENERATION < old < new
-    assert desk.renew("p", "d", ["r", "r"], generations=[old, new]) == ["r"]
-    assert not desk.release("p", "r", "read", generation=old)
-    assert leases.take_ended() == ()
-    assert desk.release("p", "r", "read", generation=new)
-    assert leases.take_ended() == ("r",)
-
-
-def test_generations_go_on_when_a_request_id_comes_again() -> None:
-    leases = LeaseTable(LEASE_S, lambda: 0.0)
-    seen = []
-    for _ in range(3):
-        leases.grant("r", REMOTE, 64)
-        lease = leases.claim("r")
-        assert lease is not None
-        seen.append(lease.generation)
-        assert leases.release("r", lease.generation)
-    assert seen == sorted(set(seen))
-
-
-def test_renewals_name_a_generation_each() -> None:
-    desk = LeaseDesk(
-        IDENTITY,
-        LeaseTable(LEASE_S, lambda: 0.0),
-        digests=NO_DIGESTS,
-        wake=lambda: None,
-    )
-    with pytest.raises(KVTransferParamsError, match="1 generations given for 2 requests"):
-        desk.renew("p", "d", ["a", "b"], generations=[1])
 
 
 @given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 50))

@@ -1,0 +1,58 @@
+"""What P's control service makes of leases: generations keep readers of one request apart."""
+
+import pytest
+
+from connector.pd.control import LeaseDesk
+from engine.errors import KVTransferParamsError
+from engine.rpc.messages import Handshake
+from tests.leases import lease_table
+from tests.node_double import NO_DIGESTS
+
+LEASE_S = 30.0
+REMOTE = ((0,), (4096, 8192))
+IDENTITY = Handshake(
+    engine_id="p",
+    transport="shm",
+    transport_address=b"",
+    geometry={},
+    lease_s=LEASE_S,
+    lease_words=0,
+)
+
+
+def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_nothing() -> None:
+    leases = lease_table(LEASE_S, lambda: 0.0)
+    desk = LeaseDesk(IDENTITY, leases, digests=NO_DIGESTS, wake=lambda: None)
+    leases.grant("r", REMOTE, 64)
+    old = desk.claim("p", "r", "d").generation
+    leases.grant("r", REMOTE, 64)
+    new = desk.claim("p", "r", "d").generation
+    assert old != new
+    assert desk.renew("p", "d", ["r", "r"], generations=[old, new]) == ["r"]
+    assert not desk.release("p", "r", "read", generation=old)
+    assert leases.take_ended() == ()
+    assert desk.release("p", "r", "read", generation=new)
+    assert leases.take_ended() == ("r",)
+
+
+def test_generations_go_on_when_a_request_id_comes_again() -> None:
+    leases = lease_table(LEASE_S, lambda: 0.0)
+    seen = []
+    for _ in range(3):
+        leases.grant("r", REMOTE, 64)
+        lease = leases.claim("r")
+        assert lease is not None
+        seen.append(lease.generation)
+        assert leases.release("r", lease.generation)
+    assert seen == sorted(set(seen))
+
+
+def test_renewals_name_a_generation_each() -> None:
+    desk = LeaseDesk(
+        IDENTITY,
+        lease_table(LEASE_S, lambda: 0.0),
+        digests=NO_DIGESTS,
+        wake=lambda: None,
+    )
+    with pytest.raises(KVTransferParamsError, match="1 generations given for 2 requests"):
+        desk.renew("p", "d", ["a", "b"], generations=[1])
