@@ -6,43 +6,11 @@ Finds damage and mix-ups on the way, not forgery: peers are authenticated. Knows
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from queue import SimpleQueue
-from typing import NamedTuple
 
 import xxhash
 
 from connector.pd.layout import Piece, SequenceBlocks
 from engine.rpc.messages import BlockRange, Digests
-
-
-class Chunk(NamedTuple):
-    """Bytes `start` to `end` of the memory: a block, or the next part of one."""
-
-    start: int
-    end: int
-    ends_block: bool
-
-
-class BlockDigester:
-    """Digests of blocks that are fed one after the other, each in one chunk or several."""
-
-    def __init__(self, memory: memoryview) -> None:
-        self._memory = memory
-        self._hash = xxhash.xxh3_64()
-        self.done: list[int] = []
-
-    def add(self, chunks: Iterable[Chunk]) -> None:
-        """What comes next, in order."""
-        for start, end, ends_block in chunks:
-            self._hash.update(self._memory[start:end])
-            if ends_block:
-                self.done.append(self._hash.intdigest())
-                self._hash.reset()
-
-    def follow(self, come: "SimpleQueue[Sequence[Chunk] | None]") -> None:
-        """Adds what comes, until None does."""
-        for chunks in iter(come.get, None):
-            self.add(chunks)
 
 
 class HeldDigests:
@@ -70,7 +38,7 @@ class HeldDigests:
                 if self._is_over.is_set():
                     return
                 block = Piece(offset, group.block_bytes)
-                self._known[block] = _digest(self._memory, (block,))
+                self._known[block] = digest(self._memory, (block,))
 
     def stop(self) -> None:
         """Nothing more is hashed ahead."""
@@ -83,13 +51,14 @@ class HeldDigests:
 
     def _block(self, pieces: tuple[Piece, ...]) -> int:
         if len(pieces) > 1:
-            return _digest(self._memory, pieces)
+            return digest(self._memory, pieces)
         if pieces[0] not in self._known:
-            self._known[pieces[0]] = _digest(self._memory, pieces)
+            self._known[pieces[0]] = digest(self._memory, pieces)
         return self._known[pieces[0]]
 
 
-def _digest(memory: memoryview, pieces: Sequence[Piece]) -> int:
+def digest(memory: memoryview, pieces: Iterable[tuple[int, int]]) -> int:
+    """Of one block or state, by the offset and length of each of its pieces."""
     hashed = xxhash.xxh3_64()
     for offset, length in pieces:
         hashed.update(memory[offset : offset + length])

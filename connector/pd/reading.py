@@ -1,21 +1,24 @@
-"""D's reads: the spans of a plan, in stages, each hashed while it is still in the CPU's cache.
+"""D's reads: the spans of a plan, hashed in stages, while they are still in the CPU's cache.
 
 Behind the last one comes the word of P's lease, which proves that P held them all. What arrived is
 compared with P's digests block by block; what differs is read once more. Knows nothing of requests
 and leases but their names.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import structlog
 
-from connector.pd.digests import BlockDigester, Chunk
+from connector.pd.digests import digest
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.lease_words import NUM_PLACES, WORD_BYTES, WordPlaces, offset_of
 from connector.pd.peers import Peer
@@ -34,19 +37,17 @@ from engine.rpc.messages import DIGESTS_XXH3_64
 log = structlog.get_logger()
 
 STAGE_BYTES = 8 << 20
-"""Of what was just read this much is still in a core's cache; measured 1, 2, 4, 8 and 256 MiB."""
+"""Of what was just read this much is in the cache that cores share; measured 2, 4, 8 and 16 MiB.
+
+Smaller stages wake the hashing thread too often.
+"""
 
 
 class Stage(NamedTuple):
-    """Spans that are waited for together, and the order in which their bytes are hashed."""
+    """Blocks that are waited for together; they end `end` bytes behind the first byte of all."""
 
-    spans: Sequence[SpanPair]
-    chunks: Sequence[Chunk]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all spans."""
-        return sum(span.length for span in self.spans)
+    blocks: Sequence[Block]
+    end: int
 
 
 @dataclass(slots=True)
@@ -110,11 +111,13 @@ class PullReader:
         self._metrics = metrics
         self._faults = faults
         self._stage_bytes = stage_bytes
-        self._threads = ThreadPoolExecutor(2 * NUM_PLACES, thread_name_prefix="kv-verify")
+        self._asking = ThreadPoolExecutor(NUM_PLACES, "kv-ask")
+        self._hashing = ThreadPoolExecutor(NUM_PLACES, "kv-hash", initializer=_step_back)
 
     def close(self) -> None:
         """Stops the threads; call when nothing is read any more."""
-        self._threads.shutdown()
+        self._asking.shutdown()
+        self._hashing.shutdown()
 
     def read(
         self,
@@ -136,7 +139,8 @@ class PullReader:
             self._read_verified(reading, plan)
         else:
             self._metrics.unverified.inc()
-            self._fetch(reading, [Stage(plan.spans, ())], arrived=lambda chunks: None)
+            whole = Stage((), sum(span.length for span in plan.spans))
+            self._fetch(reading, plan.spans, [whole], arrived=lambda stage: None)
             self._confirm(reading)
         self._metrics.post_seconds.observe(reading.post_s)
         return verifies
@@ -158,9 +162,9 @@ class PullReader:
         What differs is read once more.
         """
         blocks = [block for group in plan.groups for block in group.blocks]
-        asked = self._threads.submit(reading.ask, plan)
+        asked = self._asking.submit(reading.ask, plan)
         try:
-            found = self._read_blocks(reading, blocks)
+            found = self._read_blocks(reading, blocks, plan.spans)
         finally:
             wait([asked])  # it has a deadline; nothing of a pull outlives it
         expected = asked.result()
@@ -169,7 +173,9 @@ class PullReader:
             self._metrics.verification_retries.inc()
             peer = reading.peer.engine_id
             log.warning("blocks differ from the peer's", peer=peer, num=len(wrong), of=len(found))
-            found = self._read_blocks(reading, [blocks[number] for number in wrong])
+            again = [blocks[number] for number in wrong]
+            spans = coalesce(chain.from_iterable(again))
+            found = self._read_blocks(reading, again, spans)
             wrong = self._differing(plan, expected, zip(wrong, found, strict=True))
         if wrong:
             raise VerificationError(
@@ -190,41 +196,40 @@ class PullReader:
             self._metrics.differed("attention", len(wrong) - states)
         return wrong
 
-    def _read_blocks(self, reading: Reading, blocks: Iterable[Block]) -> list[int]:
+    def _read_blocks(
+        self, reading: Reading, blocks: Sequence[Block], spans: Sequence[SpanPair]
+    ) -> list[int]:
         """Digests of what has arrived; another thread hashes a stage while the next one is read."""
         stages = list(in_stages(blocks, self._stage_bytes))
-        come: SimpleQueue[Sequence[Chunk] | None] = SimpleQueue()
-        digester = BlockDigester(self._arena.host_bytes())
-        follow = partial(digester.follow, come)
-        hashing = self._threads.submit(follow) if len(stages) > 1 else None
+        come: SimpleQueue[Stage | None] = SimpleQueue()
+        hash_all = partial(_hash_as_they_come, self._arena.host_bytes(), come)
+        hashing = self._hashing.submit(hash_all) if len(stages) > 1 else None
         try:
-            self._fetch(reading, stages, arrived=come.put)
+            self._fetch(reading, spans, stages, arrived=come.put)
         finally:
             come.put(None)
-            hashing.result() if hashing else follow()
+            found = hashing.result() if hashing else hash_all()
         self._confirm(reading)
-        return digester.done
+        return found
 
     def _fetch(
         self,
         reading: Reading,
-        stages: Sequence[Stage],
+        spans: Sequence[SpanPair],
+        stages: Iterable[Stage],
         *,
-        arrived: Callable[[Sequence[Chunk]], None],
+        arrived: Callable[[Stage], object],
     ) -> None:
-        """Reads all stages, and tells of each when it is here."""
-        spans = [span for stage in stages for span in stage.spans]
+        """Reads `spans`, and tells of each stage when it is here."""
         self._touch(FaultPoint.BEFORE_READ, reading, spans)
         started = time.monotonic()
         transfer = self._transport.read(reading.peer.engine_id, spans)
         reading.post_s += time.monotonic() - started
-        here = 0
         try:
             for stage in stages:
-                here += stage.nbytes
-                transfer.wait(reading.time_left(), here)
-                self._touch(FaultPoint.AFTER_READ, reading, stage.spans)
-                arrived(stage.chunks)
+                transfer.wait(reading.time_left(), stage.end)
+                self._touch(FaultPoint.AFTER_READ, reading, chain.from_iterable(stage.blocks))
+                arrived(stage)
         finally:
             transfer.cancel()
 
@@ -244,36 +249,37 @@ class PullReader:
                 f"{peer.engine_id} held {reading.request_id} no more when the read ended"
             )
 
-    def _touch(self, point: FaultPoint, reading: Reading, spans: Sequence[SpanPair]) -> None:
+    def _touch(self, point: FaultPoint, reading: Reading, spans: Iterable[SpanPair]) -> None:
         if self._faults is not NO_FAULTS:
             memory = self._arena.host_bytes()
-            self._faults.at(point, FaultScene(reading.request_id, spans, memory))
+            self._faults.at(point, FaultScene(reading.request_id, tuple(spans), memory))
 
 
 def in_stages(blocks: Iterable[Block], limit: int) -> Iterator[Stage]:
-    """The same bytes in the same order, in stages of at most `limit` bytes."""
-    spans: list[SpanPair] = []
-    chunks: list[Chunk] = []
-    room = limit
-    for span, ends_block in (cut for block in blocks for cut in _cut(block, limit)):
-        if span.length > room:
-            yield Stage(coalesce(spans), chunks)
-            spans, chunks, room = [], [], limit
-        spans.append(span)
-        chunks.append(Chunk(span.local, span.local + span.length, ends_block))
-        room -= span.length
-    if spans:
-        yield Stage(coalesce(spans), chunks)
+    """The same blocks in the same order; a stage is full once it has `limit` bytes."""
+    stage: list[Block] = []
+    start = end = 0
+    for block in blocks:
+        stage.append(block)
+        end += sum(piece.length for piece in block)
+        if end - start >= limit:
+            yield Stage(stage, end)
+            stage, start = [], end
+    if stage:
+        yield Stage(stage, end)
 
 
-def _cut(block: Block, limit: int) -> Iterator[tuple[SpanPair, bool]]:
-    """Pieces that fit into a stage, and whether each is the last of its block."""
-    last = len(block) - 1
-    for number, piece in enumerate(block):
-        if piece.length <= limit:
-            yield piece, number == last
-            continue
-        for start in range(0, piece.length, limit):
-            length = min(limit, piece.length - start)
-            span = SpanPair(piece.remote + start, piece.local + start, length)
-            yield span, number == last and start + length == piece.length
+def _step_back() -> None:
+    """Where the kernel has the choice, this thread goes to an idle core: it interrupts nobody."""
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _hash_as_they_come(memory: memoryview, come: "SimpleQueue[Stage | None]") -> list[int]:
+    """Digests of all blocks of all stages, until None comes."""
+    stages = iter(come.get, None)
+    return [
+        digest(memory, [(piece.local, piece.length) for piece in block])
+        for stage in stages
+        for block in stage.blocks
+    ]

@@ -102,13 +102,19 @@ class NixlTransfer(Transfer):
 
     def next_spans(self, wanted: int) -> list[SpanPair]:
         """The next request; `wanted` bytes should be here then, if it may have several spans."""
-        spans = [self.waiting.popleft()]
-        self.arriving = spans[0].length
+        spans = [self._next_span(_REQUEST_BYTES)]
         most = min(wanted - self.here, _REQUEST_BYTES) if self.copies_at_once else 0
-        while self.waiting and self.arriving + self.waiting[0].length <= most:
-            spans.append(self.waiting.popleft())
-            self.arriving += spans[-1].length
+        while self.waiting and self.arriving < most:
+            spans.append(self._next_span(most - self.arriving))
         return spans
+
+    def _next_span(self, most: int) -> SpanPair:
+        """At most so many bytes of it; the rest stays."""
+        remote, local, length = self.waiting.popleft()
+        if length > most:
+            self.waiting.appendleft(SpanPair(remote + most, local + most, length - most))
+        self.arriving += min(length, most)
+        return SpanPair(remote, local, min(length, most))
 
     def _has(self, wanted: int) -> bool:
         """Whether so many bytes are here; posts what must come before."""

@@ -10,7 +10,7 @@ import mmap
 import os
 import stat
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Annotated
@@ -31,6 +31,7 @@ from connector.transports.base import (
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
+PIECE_BYTES = 1 << 20
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -55,38 +56,39 @@ class _Mapping:
 class ShmTransfer(Transfer):
     """Copies as far as it is waited for: whoever hashes what has come finds it in its cache."""
 
-    __slots__ = ("_arena", "_here", "_lock", "_mapping", "_waiting", "_was_cancelled")
+    __slots__ = ("_arena", "_here", "_lock", "_mapping", "_total", "_waiting", "_was_cancelled")
 
     def __init__(self, mapping: _Mapping, arena: torch.Tensor, spans: Sequence[SpanPair]) -> None:
         self._mapping = mapping
         self._arena = arena
-        self._waiting = deque(spans)
+        self._waiting = deque(_pieces(spans))
+        self._total = sum(span.length for span in spans)
         self._here = 0
         self._was_cancelled = False
         self._lock = Lock()
 
     def poll(self) -> TransferStatus:
-        self._copy(None)
+        self._copy(self._total)
         return TransferStatus.DONE
 
     def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
         """The copy runs here: the caller is a pull thread, and memmove lets go of the GIL."""
-        self._copy(nbytes)
+        self._copy(self._total if nbytes is None else nbytes)
 
     def cancel(self) -> None:
         with self._lock:
             self._was_cancelled |= bool(self._waiting)
             self._waiting.clear()
 
-    def _copy(self, wanted: int | None) -> None:
+    def _copy(self, wanted: int) -> None:
         source, target = self._mapping.data.ctypes.data, self._arena.data_ptr()
         with self._lock:
             if self._was_cancelled:
                 raise TransportError("the read was cancelled")
-            while self._waiting and (wanted is None or self._here < wanted):
-                span = self._waiting.popleft()
-                ctypes.memmove(target + span.local, source + span.remote, span.length)
-                self._here += span.length
+            while self._waiting and self._here < wanted:
+                remote, local, length = self._waiting.popleft()
+                ctypes.memmove(target + local, source + remote, length)
+                self._here += length
 
 
 class ShmTransport(Transport):
@@ -145,6 +147,13 @@ class ShmTransport(Transport):
         with self._lock:
             self._peers.clear()
             self._arena = None
+
+
+def _pieces(spans: Sequence[SpanPair]) -> Iterator[SpanPair]:
+    """The same bytes; what is asked for early need not wait for a long span."""
+    for remote, local, length in spans:
+        for start in range(0, length, PIECE_BYTES):
+            yield SpanPair(remote + start, local + start, min(PIECE_BYTES, length - start))
 
 
 def _open_mapping(blob: bytes) -> _Mapping:

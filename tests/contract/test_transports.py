@@ -194,6 +194,55 @@ def test_a_cancelled_read_writes_nothing_later(
     assert torch.equal(arena.tensor, expected(peer, spans))
 
 
+@pytest.mark.parametrize(
+    "spans",
+    [[SpanPair(0, 0, ARENA_BYTES)], permuted_blocks(), ODD_LENGTHS],
+    ids=["whole arena", "permuted blocks", "odd lengths"],
+)
+def test_the_first_bytes_can_be_waited_for(
+    start: StartPeer, transport: Transport, arena: ArenaMemory, spans: list[SpanPair]
+) -> None:
+    peer = start()
+    transport.connect("p", peer.address)
+    for share in (0.01, 0.5, 1.0):
+        arena.tensor.zero_()
+        transfer = transport.read("p", spans)
+        wanted = beginning(spans, round(share * sum(span.length for span in spans)))
+        transfer.wait(DEADLINE_S, sum(span.length for span in wanted))
+        for remote, local, length in wanted:
+            here = arena.tensor[local : local + length]
+            assert torch.equal(here, peer.bytes[remote : remote + length])
+        transfer.wait(DEADLINE_S)
+        assert transfer.poll() is TransferStatus.DONE
+        assert torch.equal(arena.tensor, expected(peer, spans))
+
+
+def test_the_rest_of_a_read_does_not_come_once_it_is_cancelled(
+    start: StartPeer, transport: Transport, arena: ArenaMemory
+) -> None:
+    peer = start()
+    transport.connect("p", peer.address)
+    transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
+    transfer.wait(DEADLINE_S, 1)
+    transfer.cancel()
+    arena.tensor.zero_()
+    try:
+        transfer.wait(DEADLINE_S)
+    except TransportError as error:
+        assert "cancelled" in str(error)
+    assert not arena.tensor.any()
+
+
+def beginning(spans: list[SpanPair], nbytes: int) -> list[SpanPair]:
+    """The first bytes of all."""
+    found = []
+    for remote, local, length in spans:
+        if nbytes > 0:
+            found.append(SpanPair(remote, local, min(length, nbytes)))
+            nbytes -= length
+    return found
+
+
 def test_a_stopped_peer_is_a_timeout_or_done(start: StartPeer, transport: Transport) -> None:
     peer = start()
     transport.connect("p", peer.address)

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 import msgspec
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.pd.control import LeaseDesk
-from connector.pd.digests import BlockDigester, HeldDigests
+from connector.pd.digests import HeldDigests, digest
 from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.geometry import describe_spec, geometry_of
@@ -347,28 +348,20 @@ async def test_ranges_that_are_not_held_are_refused(
 
 
 @given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 50))
-def test_stages_hold_the_same_bytes_in_order_and_digests_do_not_see_them(
+def test_stages_are_all_blocks_in_order_and_end_where_they_are_full(
     lengths: list[int], limit: int
 ) -> None:
-    memory = memoryview(bytes(i % 251 for i in range(1000)))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
-    pieces = zip(starts, lengths, strict=True)
-    blocks = [tuple(_halves(start, length)) for start, length in pieces]
+    blocks = [tuple(_halves(*block)) for block in zip(starts, lengths, strict=True)]
     stages = list(in_stages(blocks, limit))
-    digester = BlockDigester(memory)
+    assert [block for stage in stages for block in stage.blocks] == blocks
+    begin = 0
     for stage in stages:
-        assert 0 < sum(span.length for span in stage.spans) <= limit
-        assert all(span.remote == span.local + 7 for span in stage.spans)
-        assert _bytes_of(stage.spans) == [i for at in stage.chunks for i in range(at.start, at.end)]
-        digester.add(stage.chunks)
-    assert digester.done == [
-        xxhash.xxh3_64_intdigest(memory[start : start + length])
-        for start, length in zip(starts, lengths, strict=True)
-    ]
-
-
-def _bytes_of(spans: Sequence[SpanPair]) -> list[int]:
-    return [i for span in spans for i in range(span.local, span.local + span.length)]
+        *before, last = [sum(piece.length for piece in block) for block in stage.blocks]
+        assert stage.end == begin + sum(before) + last
+        assert sum(before) < limit
+        assert stage is stages[-1] or sum(before) + last >= limit
+        begin = stage.end
 
 
 def _halves(start: int, length: int) -> Iterator[SpanPair]:
@@ -377,3 +370,13 @@ def _halves(start: int, length: int) -> Iterator[SpanPair]:
     if half:
         yield SpanPair(start + 7, start, half)
     yield SpanPair(start + half + 7, start + half, length - half)
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=4))
+def test_a_digest_is_that_of_the_bytes_in_however_many_pieces(
+    content: bytes, cuts: list[int]
+) -> None:
+    """As any other xxh3-64 finds it."""
+    places = sorted({0, len(content), *(cut for cut in cuts if cut < len(content))})
+    pieces = [(start, end - start) for start, end in pairwise(places)]
+    assert digest(memoryview(content), pieces) == xxhash.xxh3_64_intdigest(content)
