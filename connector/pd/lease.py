@@ -8,9 +8,9 @@ tensors or sockets.
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from connector.pd.digests import HeldDigests
-from connector.pd.lease_words import NUM_WORDS, LeaseWords
 from engine.request_ids import has_label
 from engine.rpc.messages import ANY_GENERATION
 
@@ -33,13 +33,28 @@ class Lease:
     digests: HeldDigests | None = None
 
 
+class Words(Protocol):
+    """What readers see of leases: one word for each, at most `limit`; called under a lock."""
+
+    @property
+    def limit(self) -> int: ...
+
+    def begin(self) -> int:
+        """The generation of a new lease, which readers see from now on."""
+        ...
+
+    def end(self, generation: int) -> None:
+        """Readers see it no more."""
+        ...
+
+
 class LeaseTable:
     """Owner of all leases of one node. A lease ends once: by release, by running out, as spare.
 
     `num_taken_back`: spare leases that ended because memory was short.
     """
 
-    def __init__(self, duration_s: float, clock: Callable[[], float], words: LeaseWords) -> None:
+    def __init__(self, duration_s: float, clock: Callable[[], float], words: Words) -> None:
         self.duration_s = duration_s
         self.num_expired = 0
         self.num_late_releases = 0
@@ -169,7 +184,7 @@ class LeaseTable:
         """One lease per request, and a word for each: the oldest ends if there are too many."""
         if request_id in self._leases:
             self._remove(request_id)
-        if len(self._leases) >= NUM_WORDS:
+        if len(self._leases) >= self._words.limit:
             self._end(min(self._leases, key=lambda key: self._leases[key].deadline))
 
     def _end(self, request_id: str) -> None:

@@ -31,6 +31,11 @@ class LeaseWords:
         self._words = _words(arena)[:NUM_WORDS]
         self._last = 1 + secrets.randbits(FIRST_GENERATION_BITS)
 
+    @property
+    def limit(self) -> int:
+        """Leases at once."""
+        return NUM_WORDS
+
     def begin(self) -> int:
         """A generation that no lease had before, with its word. There must be less than all."""
         self._last += 1

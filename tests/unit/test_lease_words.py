@@ -11,7 +11,6 @@ from connector.pd import lease_words
 from connector.pd.lease import LeaseTable
 from connector.pd.lease_words import NUM_PLACES, NUM_WORDS, LeaseWords, WordPlaces, offset_of
 from engine.arena import MARGIN_BYTES, ArenaMemory
-from tests.leases import lease_table
 
 LEASE_S = 30.0
 NAMES = st.sampled_from("abcdef")
@@ -91,8 +90,8 @@ class Leases(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.table = lease_table(LEASE_S, lambda: self.now)
-        self.arena_words = self.table._words._words
+        self.arena = ArenaMemory(MARGIN_BYTES)
+        self.table = LeaseTable(LEASE_S, lambda: self.now, LeaseWords(self.arena))
 
     @rule(name=NAMES, is_spare=st.booleans())
     def grant(self, name: str, is_spare: bool) -> None:
@@ -122,7 +121,10 @@ class Leases(RuleBasedStateMachine):
     @invariant()
     def every_lease_has_its_word(self) -> None:
         held = sorted(lease.generation for lease in self.table.all_held())
-        assert sorted(self.arena_words[self.arena_words != 0].tolist()) == held
+        assert sorted(words_of(self.arena)) == held
+
+    def teardown(self) -> None:
+        self.arena.close()
 
 
 TestLeases = Leases.TestCase
