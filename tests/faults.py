@@ -32,16 +32,16 @@ class LateBytes(FaultInjector):
     """The first read is said to have ended while the memory still holds what it held before."""
 
     def __init__(self) -> None:
-        self._before: list[bytes] | None = None
+        self._before: bytes | None = None
         self.hits = 0
 
     def at(self, point: FaultPoint, scene: FaultScene) -> None:
         if point is FaultPoint.BEFORE_READ and self._before is None:
-            self._before = content(scene)
+            self._before = bytes(scene.memory)
         if point is FaultPoint.AFTER_READ and self.hits == 0:
             assert self._before is not None
-            for (_, start, length), old in zip(scene.spans, self._before, strict=True):
-                scene.memory[start : start + length] = old
+            for _, start, length in scene.spans:
+                scene.memory[start : start + length] = self._before[start : start + length]
             self.hits += 1
 
 

@@ -14,7 +14,8 @@ from typing import Final
 class FaultPoint(Enum):
     """Where: on D from the handshake to the confirmation, on P around its answers.
 
-    A pull has as many reads as it has stages. AFTER_RELEASE: the lease has ended, nobody knows yet.
+    A pull passes BEFORE_READ once and AFTER_READ with every stage. AFTER_RELEASE: the lease has
+    ended, nobody knows yet.
     """
 
     BEFORE_HANDSHAKE = auto()

@@ -28,7 +28,7 @@ class LeaseWords:
 
     def __init__(self, arena: ArenaMemory) -> None:
         self.offset = arena.nbytes - MARGIN_BYTES
-        self._words = _words(arena)[:NUM_WORDS]
+        self._arena = arena
         self._last = 1 + secrets.randbits(FIRST_GENERATION_BITS)
 
     @property
@@ -38,22 +38,23 @@ class LeaseWords:
 
     def begin(self) -> int:
         """A generation that no lease had before, with its word. There must be less than all."""
+        words = _words_of(self._arena)
         self._last += 1
-        while self._words[self._last % NUM_WORDS]:
+        while words[self._last % NUM_WORDS]:
             self._last += 1
-        self._words[self._last % NUM_WORDS] = self._last
+        words[self._last % NUM_WORDS] = self._last
         return self._last
 
     def end(self, generation: int) -> None:
         """From now on its readers see that the lease has ended."""
-        self._words[generation % NUM_WORDS] = 0
+        _words_of(self._arena)[generation % NUM_WORDS] = 0
 
 
 class WordPlaces:
     """Where words of peers arrive, one for each pull at a time."""
 
     def __init__(self, arena: ArenaMemory) -> None:
-        self._words = _words(arena)
+        self._arena = arena
         self._start = arena.nbytes - MARGIN_BYTES
         self._free = deque(range(NUM_WORDS, NUM_WORDS + NUM_PLACES))
 
@@ -62,14 +63,14 @@ class WordPlaces:
         """Byte offset of an empty place, ours for the block."""
         number = self._free.popleft()
         try:
-            self._words[number] = 0
+            _words_of(self._arena)[number] = 0
             yield self._start + number * WORD_BYTES
         finally:
             self._free.append(number)
 
     def at(self, place: int) -> int:
         """What has arrived there."""
-        return int(self._words[(place - self._start) // WORD_BYTES])
+        return int(_words_of(self._arena)[(place - self._start) // WORD_BYTES])
 
 
 def offset_of(generation: int, words: int) -> int:
@@ -77,5 +78,6 @@ def offset_of(generation: int, words: int) -> int:
     return words + generation % NUM_WORDS * WORD_BYTES
 
 
-def _words(arena: ArenaMemory) -> torch.Tensor:
+def _words_of(arena: ArenaMemory) -> torch.Tensor:
+    """A view for the moment: one that is kept would keep the memory of an arena that was closed."""
     return arena.tensor[arena.nbytes - MARGIN_BYTES :].view(torch.int64)

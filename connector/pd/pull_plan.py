@@ -44,6 +44,11 @@ class PullPlan:
     num_pieces: int
 
     @property
+    def blocks(self) -> list[Block]:
+        """Of all groups."""
+        return [block for group in self.groups for block in group.blocks]
+
+    @property
     def attention_bytes(self) -> int:
         """Bytes of keys and values."""
         return sum(group.nbytes for group in self.groups if not group.is_state)

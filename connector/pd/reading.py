@@ -139,7 +139,7 @@ class PullReader:
             self._read_verified(reading, plan)
         else:
             self._metrics.unverified.inc()
-            whole = Stage((), sum(span.length for span in plan.spans))
+            whole = Stage(plan.blocks, sum(span.length for span in plan.spans))
             self._fetch(reading, plan.spans, [whole], arrived=lambda stage: None)
             self._confirm(reading)
         self._metrics.post_seconds.observe(reading.post_s)
@@ -161,7 +161,7 @@ class PullReader:
 
         What differs is read once more.
         """
-        blocks = [block for group in plan.groups for block in group.blocks]
+        blocks = plan.blocks
         asked = self._asking.submit(reading.ask, plan)
         try:
             found = self._read_blocks(reading, blocks, plan.spans)

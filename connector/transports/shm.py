@@ -78,7 +78,6 @@ class ShmTransfer(Transfer):
     def cancel(self) -> None:
         with self._lock:
             self._was_cancelled |= bool(self._waiting)
-            self._waiting.clear()
 
     def _copy(self, wanted: int) -> None:
         source, target = self._mapping.data.ctypes.data, self._arena.data_ptr()

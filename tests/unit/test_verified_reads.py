@@ -27,7 +27,7 @@ from connector.pd.reading import STAGE_BYTES, PullReader, in_stages
 from connector.transports.base import SpanPair
 from connector.transports.shm import ShmTransport
 from engine.arena import MARGIN_BYTES, ArenaMemory
-from engine.errors import LateReadError, TransportError, VerificationError
+from engine.errors import KVTransferParamsError, LateReadError, TransportError, VerificationError
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
 from engine.metrics import NodeMetrics, TransferMetrics
@@ -265,6 +265,17 @@ async def test_damage_is_found_in_whatever_stage_it_comes(stage_bytes: int) -> N
         assert nodes.counted("kv_verification_retries") == 3
         assert nodes.counted("kv_verification_failures", kind="state") == 1
         assert nodes.counted("kv_verification_failures", kind="attention") == 2
+
+
+async def test_a_lease_that_ends_while_p_hashes_has_no_digests() -> None:
+    def end(found: Digests) -> Digests:
+        nodes.leases.release("r")
+        return found
+
+    async with pair(end) as nodes:
+        ranges = [group.asked for group in nodes.plan().groups]
+        with pytest.raises(KVTransferParamsError, match="not held any more"):
+            nodes.desk.digests("p", "r", nodes.generation, ranges=ranges)
 
 
 async def test_a_lease_that_ran_out_has_no_digests() -> None:
