@@ -10,7 +10,7 @@ import mmap
 import os
 import stat
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import Annotated
@@ -31,7 +31,6 @@ from connector.transports.base import (
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
-PIECE_BYTES = 1 << 20
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -61,7 +60,7 @@ class ShmTransfer(Transfer):
     def __init__(self, mapping: _Mapping, arena: torch.Tensor, spans: Sequence[SpanPair]) -> None:
         self._mapping = mapping
         self._arena = arena
-        self._waiting = deque(_pieces(spans))
+        self._waiting = deque(spans)
         self._total = sum(span.length for span in spans)
         self._here = 0
         self._was_cancelled = False
@@ -72,7 +71,10 @@ class ShmTransfer(Transfer):
         return TransferStatus.DONE
 
     def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
-        """The copy runs here: the caller is a pull thread, and memmove lets go of the GIL."""
+        """The copy runs here: the caller is a pull thread, and memmove lets go of the GIL.
+
+        In as few calls as possible, for long ones go past the cache.
+        """
         self._copy(self._total if nbytes is None else nbytes)
 
     def cancel(self) -> None:
@@ -86,8 +88,12 @@ class ShmTransfer(Transfer):
                 raise TransportError("the read was cancelled")
             while self._waiting and self._here < wanted:
                 remote, local, length = self._waiting.popleft()
-                ctypes.memmove(target + local, source + remote, length)
-                self._here += length
+                now = min(length, wanted - self._here)
+                ctypes.memmove(target + local, source + remote, now)
+                self._here += now
+                if now < length:
+                    rest = SpanPair(remote + now, local + now, length - now)
+                    self._waiting.appendleft(rest)
 
 
 class ShmTransport(Transport):
@@ -146,13 +152,6 @@ class ShmTransport(Transport):
         with self._lock:
             self._peers.clear()
             self._arena = None
-
-
-def _pieces(spans: Sequence[SpanPair]) -> Iterator[SpanPair]:
-    """The same bytes; what is asked for early need not wait for a long span."""
-    for remote, local, length in spans:
-        for start in range(0, length, PIECE_BYTES):
-            yield SpanPair(remote + start, local + start, min(PIECE_BYTES, length - start))
 
 
 def _open_mapping(blob: bytes) -> _Mapping:
