@@ -190,7 +190,7 @@ class TransferMetrics:
         )
         self.failed_notifications = metrics.counter(
             "vllm:nixl_num_failed_notifications",
-            "Renewals, releases and confirmations that did not reach the prefill node.",
+            "Renewals and releases that did not reach the prefill node.",
         )
         self._by_kind = metrics.labelled_counter(
             "tandem:kv_transfer_bytes", "Bytes pulled, by kind of cache.", "kind"

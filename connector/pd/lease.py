@@ -120,7 +120,7 @@ class LeaseTable:
         """Ends a lease; whether it was still alive, so that a late reader learns it.
 
         A reader of another generation of the request learns that its own is gone, and ends nothing.
-        Without a generation `request_id` may be the caller's own label; that confirms nothing.
+        Without a generation `request_id` may be the caller's own label; the answer is then False.
         """
         with self._lock:
             alive = self._live(request_id, generation) is not None
