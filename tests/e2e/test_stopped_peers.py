@@ -14,7 +14,7 @@ from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.accounts import at_rest
 from tests.asking import prefill_over_http
-from tests.cluster import Cluster, generate, transfer_config
+from tests.cluster import Cluster, generate, transfer_config, until
 from tests.faults import HeldPull, counted
 from tests.pairs import GREEDY, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag
@@ -22,19 +22,21 @@ from tests.processes import Launcher, ServerProcess, transport_flag
 PROMPT = prompt_of(100, salt=4)
 LEASE_S = 0.8
 STOPPED_S = 1.2
+EXPIRED = "vllm:nixl_num_kv_expired_reqs_total"
 
 
 @pytest.mark.parametrize("point", [FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM], ids=str)
 async def test_p_that_slept_through_its_lease_vouches_for_nothing(
     cluster: Cluster, real: Launcher, point: FaultPoint
 ) -> None:
-    """It wakes up before D asks; whatever D has said meanwhile comes too late."""
+    """It has woken up and let go before D looks; whatever D has said meanwhile comes too late."""
     faults = HeldPull(point)
     p, d = await pair_of_nodes(cluster, real, faults)
     alone = await generate(d, request_of(PROMPT))
     asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p))))
     assert await asyncio.to_thread(faults.reached.wait, 20)
     await sleep_through(p)
+    await until(lambda: p.metrics()[EXPIRED] == 1)
     faults.go.set()
     pair = await asked
     assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
@@ -45,7 +47,7 @@ async def test_p_that_slept_through_its_lease_vouches_for_nothing(
     assert again.last.kv_transfer is not None
     await at_rest(d)
     await asyncio.to_thread(p.assert_at_rest)
-    assert p.metrics()["vllm:nixl_num_kv_expired_reqs_total"] == 1
+    assert p.metrics()[EXPIRED] == 1
 
 
 async def test_a_prefill_that_was_slept_through_is_computed_and_the_next_one_is_not(
