@@ -50,7 +50,6 @@ class PdConnector:
     peers: PeerRegistry
     transport: Transport
     digests: ArenaDigests
-    reader: PullReader
 
     def services(self) -> Sequence[RpcService]:
         """The control service that peers call."""
@@ -63,7 +62,6 @@ class PdConnector:
     def close(self) -> None:
         """Gives channels, mappings and registrations back; after the engine has stopped."""
         self.peers.close()
-        self.reader.close()
         self.digests.close()
         self.transport.close()
 
@@ -92,13 +90,7 @@ def build_connector(
     )
     leases = _watched_leases(extra.kv_lease_duration, plan, metrics, words=words)
     signer = ParamsSigner(settings.cluster_token)
-    peers = PeerRegistry(
-        identity,
-        transport,
-        cluster_token=settings.cluster_token,
-        control_timeout_s=extra.control_timeout,
-        faults=faults,
-    )
+    peers = _peers(settings, identity, transport, faults=faults)
     transfers = TransferMetrics(metrics)
     claims = ClaimKeeper(peers, extra.kv_lease_duration, transfers)
     advertised = AdvertisedAddress(settings.engine_id, host)
@@ -130,7 +122,22 @@ def build_connector(
         peers,
         transport,
         digests,
-        reader,
+    )
+
+
+def _peers(
+    settings: ConnectorSettings,
+    identity: Handshake,
+    transport: Transport,
+    *,
+    faults: FaultInjector,
+) -> PeerRegistry:
+    return PeerRegistry(
+        identity,
+        transport,
+        cluster_token=settings.cluster_token,
+        control_timeout_s=settings.config.kv_connector_extra_config.control_timeout,
+        faults=faults,
     )
 
 

@@ -97,7 +97,7 @@ class ConsumerScheduler(SchedulerConnector):
 
 
 class ConsumerWorker(WorkerConnector):
-    """Owner of the pull threads. Results wait in a queue until the engine thread asks."""
+    """Owner of the reader and the pull threads. Results wait until the engine thread asks."""
 
     def __init__(
         self,
@@ -155,6 +155,7 @@ class ConsumerWorker(WorkerConnector):
         """Waits for pulls in flight (each is bounded) and stops the threads; no more begin."""
         self._stopping.set()
         self._pool.close()
+        self._reader.close()
 
     def _stages(self) -> dict[str, int]:
         """Pulls by stage, in vLLM's words."""

@@ -4,20 +4,11 @@ import pytest
 
 from connector.pd.control import LeaseDesk
 from engine.errors import KVTransferParamsError
-from engine.rpc.messages import Handshake
-from tests.leases import lease_table
+from tests.leases import LEASE_S, identity, lease_table
 from tests.node_double import NO_DIGESTS
 
-LEASE_S = 30.0
 REMOTE = ((0,), (4096, 8192))
-IDENTITY = Handshake(
-    engine_id="p",
-    transport="shm",
-    transport_address=b"",
-    geometry={},
-    lease_s=LEASE_S,
-    lease_words=0,
-)
+IDENTITY = identity()
 
 
 def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_nothing() -> None:

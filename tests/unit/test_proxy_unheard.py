@@ -2,8 +2,7 @@
 
 from connector.pd.control import LeaseDesk
 from engine.request_ids import unique_id
-from engine.rpc.messages import Handshake
-from tests.leases import lease_table
+from tests.leases import identity, lease_table
 from tests.node_double import NO_DIGESTS, ScriptedNode, running_cluster, until
 
 LEASE_S = 30.0
@@ -22,15 +21,7 @@ async def test_a_prefill_that_takes_too_long_is_released() -> None:
 
 def test_a_label_ends_the_leases_of_its_requests_and_confirms_none() -> None:
     leases = lease_table(LEASE_S, lambda: 0.0)
-    identity = Handshake(
-        engine_id="p",
-        transport="shm",
-        transport_address=b"",
-        geometry={},
-        lease_s=30.0,
-        lease_words=0,
-    )
-    desk = LeaseDesk(identity, leases, digests=NO_DIGESTS, wake=lambda: None)
+    desk = LeaseDesk(identity(), leases, digests=NO_DIGESTS, wake=lambda: None)
     mine, other = unique_id("cmpl-1", 10), unique_id("cmpl-12", 11)
     for request_id in (mine, other):
         leases.grant(request_id, ((0,),), 16)

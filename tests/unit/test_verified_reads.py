@@ -33,14 +33,13 @@ from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
 from engine.metrics import NodeMetrics, TransferMetrics
 from engine.rpc.control_client import ControlClient
 from engine.rpc.control_service import ControlService
-from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests, Handshake
+from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests
 from engine.rpc.server import start_server
 from tests.cluster import until
 from tests.faults import AtNth, flip
-from tests.leases import lease_table
+from tests.leases import LEASE_S, identity, lease_table
 
 T = TypeVar("T")
-LEASE_S = 30.0
 MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
 ATTENTION = FullAttentionSpec(num_kv_heads=1, head_dim=4, dtype="float32")
 PLAN = plan_arena(form_groups(((MAMBA,), (ATTENTION,))), 16, 1 << 18)
@@ -62,14 +61,7 @@ REMOTE = offsets_of(by_group((2,), (9, 5, 6, 7)))
 LOCAL: tuple[tuple[int, ...], ...] = by_group((0,), (60, 61, 62, 63))
 WORDS = PLAN.arena_bytes
 """Where P's lease words begin."""
-IDENTITY = Handshake(
-    engine_id="p",
-    transport="shm",
-    transport_address=b"",
-    geometry={},
-    lease_s=LEASE_S,
-    lease_words=WORDS,
-)
+IDENTITY = identity(WORDS)
 
 
 @dataclass(slots=True)
