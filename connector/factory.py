@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from connector.multi import MultiScheduler, MultiWorker
 from connector.pd.admission import PdAdmission
@@ -14,7 +15,7 @@ from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.geometry import describe_geometry
 from connector.pd.lease import LeaseTable
-from connector.pd.lease_words import LeaseWords
+from connector.pd.lease_records import LeaseRecords
 from connector.pd.params import ParamsSigner, is_loopback
 from connector.pd.peers import PeerRegistry
 from connector.pd.producer import (
@@ -83,14 +84,12 @@ def build_connector(
         extra.transport, settings.engine_id, same_host=is_loopback(host), host=host
     )
     digests = ArenaDigests(plan, arena)
-    address = transport.register(arena)
-    words = LeaseWords(arena)
-    identity = _identity(
-        settings, plan, digests, words=words, transport=transport.name, address=address
-    )
-    leases = _watched_leases(extra.kv_lease_duration, plan, metrics, words=words)
+    transport.register(arena)
+    records = LeaseRecords(arena)
+    identity = partial(_identity, settings, plan, digests, records=records, transport=transport)
+    leases = _watched_leases(extra.kv_lease_duration, plan, metrics, records=records)
     signer = ParamsSigner(settings.cluster_token)
-    peers = _peers(settings, identity, transport, faults=faults)
+    peers = _peers(settings, identity(), transport, faults=faults)
     transfers = TransferMetrics(metrics)
     claims = ClaimKeeper(peers, extra.kv_lease_duration, transfers)
     advertised = AdvertisedAddress(settings.engine_id, host)
@@ -142,9 +141,9 @@ def _peers(
 
 
 def _watched_leases(
-    duration_s: float, plan: ArenaPlan, metrics: NodeMetrics, *, words: LeaseWords
+    duration_s: float, plan: ArenaPlan, metrics: NodeMetrics, *, records: LeaseRecords
 ) -> LeaseTable:
-    leases = LeaseTable(duration_s, time.monotonic, words)
+    leases = LeaseTable(duration_s, time.monotonic, records)
     metrics.read_gauge(
         "tandem:held_lease_bytes",
         "Bytes of finished requests that are held under a lease.",
@@ -173,20 +172,19 @@ def _identity(
     plan: ArenaPlan,
     digests: ArenaDigests,
     *,
-    words: LeaseWords,
-    transport: str,
-    address: bytes,
+    records: LeaseRecords,
+    transport: Transport,
 ) -> Handshake:
     """What this node tells its peers about itself."""
     return Handshake(
         engine_id=settings.engine_id,
-        transport=transport,
-        transport_address=address,
+        transport=transport.name,
+        transport_address=transport.address,
         geometry=describe_geometry(
             plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
         ),
         lease_s=settings.config.kv_connector_extra_config.kv_lease_duration,
-        lease_words=words.offset,
+        lease_records=records.offset,
         capabilities=digests.capabilities,
     )
 

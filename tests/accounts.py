@@ -13,7 +13,9 @@ from connector.pd.admission import PdAdmission
 from connector.pd.claims import CONTROL_LIMITS, ClaimKeeper
 from connector.pd.consumer import ConsumerWorker
 from connector.pd.lease import LeaseTable
+from connector.pd.lease_records import NUM_PLACES, NUM_WORDS, LeaseRecords
 from connector.pd.producer import ProducerScheduler
+from connector.pd.reading import PullReader
 from engine.arena import ArenaMemory
 from engine.config import PdConnectorConfig
 from engine.node.server import NodeServer
@@ -40,13 +42,25 @@ def claims_of(node: NodeServer) -> ClaimKeeper:
     return admission._claims
 
 
-def arena_of(node: NodeServer) -> ArenaMemory:
-    """The memory that peers read, and that the node reads theirs into."""
+def records_of(node: NodeServer) -> LeaseRecords:
+    """What readers see of its leases."""
+    records = leases_of(node)._records
+    assert isinstance(records, LeaseRecords)
+    return records
+
+
+def reader_of(node: NodeServer) -> PullReader:
+    """What fills the node's blocks from its peers'."""
     connector = node.engine.core._connector.worker
     assert isinstance(connector, MultiWorker)
     consumer = connector._children[1]
     assert isinstance(consumer, ConsumerWorker)
-    return consumer._reader._arena
+    return consumer._reader
+
+
+def arena_of(node: NodeServer) -> ArenaMemory:
+    """The memory that peers read, and that the node reads theirs into."""
+    return reader_of(node)._arena
 
 
 @dataclass(slots=True)
@@ -80,10 +94,12 @@ def forget_peers(node: NodeServer) -> None:
 
 
 async def at_rest(node: NodeServer) -> None:
-    """All units free, no request, lease, claim or pull, and no peer's mapping in use."""
+    """All units free, no request, lease, record, claim or pull, and no peer's mapping in use."""
     await settled(node)
     peers = claims_of(node)._peers
     await until(lambda: not any(peer.users for peer in peers.known()))
     assert (len(leases_of(node)), len(claims_of(node))) == (0, 0)
+    assert records_of(node)._free.num_free == NUM_WORDS
+    assert len(reader_of(node)._places._free) == NUM_PLACES
     stages = (sample(node, "vllm:num_requests_kv_fetch_by_stage", stage=name) for name in STAGES)
     assert sum(stages) == 0

@@ -72,7 +72,6 @@ def outdated_params(valid: Fields, token: str) -> Iterator[Fields]:
     """Signed by a node of the cluster, for this prompt, and nothing that P holds."""
     blocks = valid["remote_block_ids"]
     changes: tuple[Fields, ...] = (
-        {"remote_request_id": "cmpl-that-never-was"},
         {"remote_generation": valid["remote_generation"] + 1},
         {"remote_block_ids": [[block + 1 for block in group] for group in blocks]},
         {"remote_block_ids": [[2**40] * len(group) for group in blocks]},

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from connector.pd.lease import LeaseTable
-from connector.pd.lease_words import LeaseWords
+from connector.pd.lease_records import LeaseRecords
 from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.rpc.messages import Handshake
 
@@ -11,17 +11,17 @@ LEASE_S = 30.0
 
 
 def lease_table(duration_s: float, clock: Callable[[], float]) -> LeaseTable:
-    """Its words lie in an arena that has nothing else."""
-    return LeaseTable(duration_s, clock, LeaseWords(ArenaMemory(MARGIN_BYTES)))
+    """Its records lie in an arena that has nothing else."""
+    return LeaseTable(duration_s, clock, LeaseRecords(ArenaMemory(MARGIN_BYTES)))
 
 
-def identity(lease_words: int = 0) -> Handshake:
-    """Of a node called p, whose lease words begin there in its arena."""
+def identity(lease_records: int = 0) -> Handshake:
+    """Of a node called p, whose lease records begin there in its arena."""
     return Handshake(
         engine_id="p",
         transport="shm",
         transport_address=b"",
         geometry={},
         lease_s=LEASE_S,
-        lease_words=lease_words,
+        lease_records=lease_records,
     )

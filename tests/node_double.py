@@ -164,7 +164,7 @@ class ScriptedNode:
             transport_address=b"\x00\xff" + caller_engine_id.encode(),
             geometry={"block_size": "16"},
             lease_s=30.0,
-            lease_words=4096,
+            lease_records=4096,
         )
 
     def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:

@@ -12,13 +12,14 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.leaks import Holdings, excess, held_by, segments_of
+from tests.leaks import Holdings, children_of, excess, held_by, segments_of
 
 START_S = 90.0
 STOP_S = 40.0
@@ -26,7 +27,7 @@ SETTLE_S = 20.0
 POLL_S = 0.02
 LIBRARY_NEWS = (
     r"[IW]\d{4} .*\.cc:\d+\]"  # gRPC
-    r"|E\d{4} .*nixl_agent\.cpp:\d+\] postXferReq: remote agent .* was disconnected"
+    r"|[EW]\d{4} .*(nixl_agent|ucx_\w+)\.cpp:\d+\]"  # NIXL, of peers that are gone
 )
 API_KEY = "key of the clients"
 CLUSTER_TOKEN = "secret of the nodes"
@@ -90,13 +91,13 @@ class ServerProcess:
         return self
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to this process alone."""
-        self.process.send_signal(number)
+        """Sends a signal to this process and its children, as to everything on a host."""
+        signal_all(self.process.pid, number)
 
     def stop(self) -> None:
         """SIGTERM; it must end by itself, with status 0, without a traceback and leave nothing."""
         if self.process.poll() is None:
-            self.signal(signal.SIGTERM)
+            self.process.terminate()
         try:
             status = self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -108,7 +109,7 @@ class ServerProcess:
 
     def kill(self) -> None:
         """SIGKILL, and the end of the process."""
-        self.process.kill()
+        self.signal(signal.SIGKILL)
         self.process.wait(STOP_S)
         assert not segments_of(self.process.pid)
 
@@ -148,6 +149,13 @@ class ServerProcess:
         found = excess(held if self.start_value is None else self.start_value, held)
         found.update({name: 1 for name in AT_REST if values.get(name)})
         return found
+
+
+def signal_all(pid: int, number: signal.Signals) -> None:
+    """Sends a signal to a process and its children; those that are gone are left out."""
+    for each in (*children_of(pid), pid):
+        with suppress(ProcessLookupError):
+            os.kill(each, number)
 
 
 def assert_clean_log(server: ServerProcess) -> None:

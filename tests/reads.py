@@ -1,13 +1,16 @@
 """What the transport tests read, and what must arrive."""
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
 
 from connector.transports.base import SpanPair, Transport
+from engine.errors import TransportError
 from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer
 
 StartPeer = Callable[..., Peer]
+RETRY_S = 0.05
 ODD_LENGTHS = [
     SpanPair(3, 5, 1),
     SpanPair(4097, 1, 4),
@@ -32,3 +35,18 @@ def expected(peer: Peer, spans: Sequence[SpanPair]) -> torch.Tensor:
     for remote, local, length in spans:
         wanted[local : local + length] = peer.bytes[remote : remote + length]
     return wanted
+
+
+def pull_in_the_end(transport: Transport, peer: Peer, spans: Sequence[SpanPair]) -> None:
+    """What went wrong before may cost reads more, and the peer its address, but never a byte."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        transport.connect("p", peer.address_now())
+        try:
+            transport.read("p", spans).wait(1.0)
+        except TransportError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(RETRY_S)
+        else:
+            return

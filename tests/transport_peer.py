@@ -7,16 +7,17 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import NamedTuple
 
-import pytest
 import torch
 
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
 from tests.netns import End, move_in
+from tests.processes import signal_all
 from tests.relay import Relay
 
 MIB = 1 << 20
@@ -83,10 +84,20 @@ class Peer:
         theirs.close()
         self.address = self._first_word()
 
+    def signal(self, number: signal.Signals) -> None:
+        """To all its processes."""
+        assert self._process.pid is not None
+        signal_all(self._process.pid, number)
+
     @property
     def pid(self) -> int:
         assert self._process.pid is not None
         return self._process.pid
+
+    def address_now(self) -> bytes:
+        """It may have changed."""
+        self._told.send("address")
+        return self._first_word()
 
     def ended(self) -> int | None:
         """The status with which it ends, negative for a signal."""
@@ -97,14 +108,8 @@ class Peer:
     def is_alive(self) -> bool:
         return self._process.is_alive()
 
-    def known_abort(self) -> None:
-        """UCX 1.21 over TCP may abort a process that serves a read whose reader has left."""
-        assert os.environ.get("UCX_TLS") == "tcp"
-        assert self.ended() == -signal.SIGABRT
-        pytest.xfail("UCX 1.21 over TCP aborted the peer, which owed bytes to one that had left")
-
     def kill(self) -> None:
-        self._process.kill()
+        self.signal(signal.SIGKILL)
         assert self.ended() is not None
 
     def stop(self) -> None:
@@ -135,8 +140,11 @@ def serve(told: Connection, life: Life) -> None:
     arena = ArenaMemory(ARENA_BYTES)
     arena.tensor.copy_(pattern(life.seed))
     transport = open_transport(life.transport, life.name, host=life.place.address)
-    told.send(transport.register(arena))
-    told.poll(None)
+    transport.register(arena)
+    with suppress(EOFError):
+        while True:
+            told.send(transport.address)
+            told.recv()
     transport.close()
     arena.close()
 

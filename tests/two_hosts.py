@@ -169,26 +169,13 @@ class HandOvers:
     hosts: TwoHosts
     p: ServerProcess
     d: ServerProcess
-    start_p: Callable[[], ServerProcess]
 
     @classmethod
     def between(
         cls, hosts: TwoHosts, model: Path, logs: Path, *, config: str, d_flags: Sequence[str]
     ) -> "HandOvers":
         """A new pair of nodes."""
-        p, d = hosts.start_pair(model, logs, config, *d_flags)
-        flag = ("--kv-transfer-config", config)
-        return cls(hosts, p, d, partial(hosts.p.launch, "prefill_node", model, logs / "p", *flag))
-
-    @property
-    def over_nixl(self) -> bool:
-        """Whether UCX answers reads without P's own code."""
-        return '"transport": "nixl"' in self.p.said
-
-    def replace_p(self) -> None:
-        """Another in the place of one that is dead."""
-        self.hosts.p.servers.remove(self.p)
-        self.p = self.start_p().wait_until_serving()
+        return cls(hosts, *hosts.start_pair(model, logs, config, *d_flags))
 
     def alone(self, prompt: list[int], **changes: object) -> list[int]:
         """The tokens of D alone."""

@@ -1,9 +1,9 @@
 """The reader's side of leases: what a peer holds for it, renewed until pulled or given up.
 
 From the acceptance of a request until its end there is one claim; whoever ends it first releases
-the peer's lease. The peer is P, whose signed answer names its blocks and its lease: it need not be
-asked before they are read, since it vouches for them after. On the way back the peer is D, which
-keeps a turn for nobody in particular: it is asked first.
+the peer's lease. The peer is P, whose signed answer names its lease, and its blocks unless they are
+very many: it need not be asked before they are read, since its lease's record vouches for them. On
+the way back the peer is D, which keeps a turn for nobody in particular: it is asked first.
 """
 
 import threading
@@ -19,6 +19,7 @@ from connector.pd.peers import Peer, PeerAddress, PeerRegistry
 from engine.errors import (
     DeadlineExceededError,
     KVTransferParamsError,
+    LateReadError,
     OverloadedError,
     TandemError,
     TransportError,
@@ -39,7 +40,7 @@ MIN_INTERVAL_S = 0.02
 class PrefillClaim:
     """One accepted remote prefill, or turn before.
 
-    `answer`: D's, when it was asked for the turn before. `failure` says why it will not be pulled
+    `answer`: the peer's, when it was asked for its blocks. `failure` says why it will not be pulled
     (the prompt is then computed here); `ended` that nobody needs it.
     """
 
@@ -68,6 +69,11 @@ class PrefillClaim:
         return self.params.remote_host or "", self.params.remote_port or 0
 
     @property
+    def must_ask(self) -> bool:
+        """Whether only the peer can say where its blocks are, if it holds them at all."""
+        return self.params.is_return_pull or self.params.remote_block_ids is None
+
+    @property
     def stands(self) -> bool:
         """Whether it may still be pulled."""
         return not self.ended and self.failure is None
@@ -80,17 +86,22 @@ class PrefillClaim:
     @property
     def generation(self) -> int:
         """Of the peer's lease."""
-        named = self.answer.generation if self.answer else self.params.remote_generation
-        return named or ANY_GENERATION
+        answered = self.answer.generation if self.answer else ANY_GENERATION
+        return self.params.remote_generation or answered
 
     def offsets(self, peer: Peer) -> tuple[tuple[int, ...], ...]:
         """By group, where its blocks begin in the arena of `peer`.
 
-        Raises TransportError when it has other groups than it names blocks of.
+        Raises TransportError when it has other groups than it names blocks of, and LateReadError
+        when it held them no more as it was asked for them.
         """
         if self.answer is not None:
             return self.answer.groups
-        named = self.params.remote_block_ids or ()
+        named = self.params.remote_block_ids
+        if named is None:
+            raise LateReadError(
+                f"{self.engine_id} held {self.remote_request_id} no more when asked"
+            )
         if len(named) != len(peer.groups):
             raise TransportError(
                 f"{self.engine_id} has {len(peer.groups)} KV cache groups, but names {len(named)}"
@@ -177,8 +188,8 @@ class ClaimKeeper:
         self._control.close()
 
     def _stands_at_once(self, claim: PrefillClaim) -> bool:
-        """A prefill of a node that is known."""
-        if claim.params.is_return_pull:
+        """A prefill of a node that is known, which has named its blocks."""
+        if claim.must_ask:
             return False
         claim.peer = self._peers.at_hand(*claim.address, claim.engine_id)
         return claim.peer is not None
@@ -192,8 +203,8 @@ class ClaimKeeper:
         except TransportError:
             self._peers.decline(claim.address, claim.engine_id, claim.remote_request_id)
             raise
-        if claim.params.is_return_pull:
-            self._ask_for_turn(claim, peer)
+        if claim.must_ask:
+            self._ask_for_blocks(claim, peer)
         with claim.lock:
             claim.peer = peer
             came_too_late = claim.ended
@@ -207,12 +218,19 @@ class ClaimKeeper:
                 code="mismatched_kv_transfer_params",
             )
 
-    def _ask_for_turn(self, claim: PrefillClaim, peer: Peer) -> None:
-        """What nobody has claimed D may take back at any time."""
+    def _ask_for_blocks(self, claim: PrefillClaim, peer: Peer) -> None:
+        """A turn that nobody has claimed D may take back at any time: that is refused.
+
+        A prefill that is not held any more stays without an answer, and its pull comes too late.
+        """
         try:
             claim.answer = peer.control.claim(
                 peer.engine_id, claim.remote_request_id, timeout_s=peer.timeout_s
             )
+        except KVTransferParamsError:
+            if claim.params.is_return_pull:
+                self._peers.release(peer)
+                raise
         except BaseException as error:
             self._lost(peer, error)
             self._peers.release(peer)

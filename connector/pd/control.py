@@ -24,12 +24,13 @@ class LeaseDigests(Protocol):
 class LeaseDesk:
     """Answers handshakes, claims, renewals, releases and questions about bytes.
 
-    `wake` tells the engine that a lease has ended.
+    `identity`: who this node is now; the address of its arena may change. `wake` tells the engine
+    that a lease has ended.
     """
 
     def __init__(
         self,
-        identity: Handshake,
+        identity: Callable[[], Handshake],
         leases: LeaseTable,
         *,
         digests: LeaseDigests,
@@ -37,6 +38,7 @@ class LeaseDesk:
         faults: FaultInjector = NO_FAULTS,
     ) -> None:
         self._identity = identity
+        self._engine_id = identity().engine_id
         self._leases = leases
         self._digests = digests
         self._wake = wake
@@ -44,7 +46,7 @@ class LeaseDesk:
 
     def handshake(self, caller_engine_id: str) -> Handshake:
         """Who this node is, how its arena is reached and what its blocks look like."""
-        return self._identity
+        return self._identity()
 
     def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:
         """Where the blocks of a held request lie; renews its lease, which is a spare one no more.
@@ -113,8 +115,8 @@ class LeaseDesk:
         return lease
 
     def _check_incarnation(self, engine_id: str) -> None:
-        if engine_id != self._identity.engine_id:
+        if engine_id != self._engine_id:
             raise KVTransferParamsError(
-                f"this is {self._identity.engine_id}, not {engine_id}; that node is gone",
+                f"this is {self._engine_id}, not {engine_id}; that node is gone",
                 code="foreign_kv_transfer_params",
             )

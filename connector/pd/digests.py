@@ -3,9 +3,11 @@
 Finds damage and mix-ups on the way, not forgery: peers are authenticated. Knows no request.
 """
 
+import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 import xxhash
 
@@ -14,15 +16,19 @@ from engine.rpc.messages import BlockRange, Digests
 
 
 class HeldDigests:
-    """Digests of one held prefill. Whole blocks are hashed ahead, until a reader asks.
+    """Digests of one held prefill. Whole blocks are hashed ahead, until one asks.
 
-    From the last block to the first: a reader lacks the last ones, and may have all others.
+    States first, then from the last block on: that is what a reader lacks who has all others.
+    `put` hears of each one by its number.
     """
 
-    def __init__(self, held: SequenceBlocks, memory: memoryview) -> None:
+    def __init__(
+        self, held: SequenceBlocks, memory: memoryview, put: Callable[[int, int], None]
+    ) -> None:
         self._held = held
         self._memory = memory
-        self._known: dict[Piece, int] = {}
+        self._put = put
+        self._known: dict[tuple[int, int], int] = {}
         self._is_over = threading.Event()
 
     @property
@@ -33,12 +39,12 @@ class HeldDigests:
     def hash_ahead(self, not_before: float = 0.0) -> None:
         """All blocks, or as many as there is time for before `stop`; from a monotonic time on."""
         self._is_over.wait(max(not_before - time.monotonic(), 0.0))
-        for group in sorted(self._held.groups, key=lambda group: not group.is_state):
-            for offset in reversed(group.offsets):
-                if self._is_over.is_set():
-                    return
-                block = Piece(offset, group.block_bytes)
-                self._known[block] = digest(self._memory, (block,))
+        numbered = list(enumerate(self._held.whole_blocks()))
+        for number, block in reversed(numbered):
+            if self._is_over.is_set():
+                return
+            self._known[block] = digest(self._memory, (block,))
+            self._put(number, self._known[block])
 
     def stop(self) -> None:
         """Nothing more is hashed ahead."""
@@ -55,6 +61,12 @@ class HeldDigests:
         if pieces[0] not in self._known:
             self._known[pieces[0]] = digest(self._memory, pieces)
         return self._known[pieces[0]]
+
+
+def step_back() -> None:
+    """Where the kernel has the choice, this thread goes to an idle core: it interrupts nobody."""
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def digest(memory: memoryview, pieces: Iterable[tuple[int, int]]) -> int:

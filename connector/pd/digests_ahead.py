@@ -1,14 +1,14 @@
-"""P hashes what a reader will ask for, on a thread of its own, before it asks.
+"""P hashes what a reader will compare, on a thread of its own, before it has come.
 
-Between P's answer and the question lie a proxy, D's queue and one of its steps; what is hashed by
-then does not have to be hashed while D reads. Knows no cuts but P's own.
+Between P's answer and the end of the read lie a proxy, D's queue, one of its steps and the read; D
+has to ask only for what is not hashed by then, or cut differently. Knows no cuts but P's own.
 """
 
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from connector.pd.digests import HeldDigests
+from connector.pd.digests import HeldDigests, step_back
 from connector.pd.geometry import geometry_of
 from connector.pd.layout import blocks_announced
 from connector.pd.lease import Lease
@@ -28,7 +28,7 @@ class ArenaDigests:
         self._plan = plan
         self._geometry = geometry_of(plan)
         self._arena = arena
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digests")
+        self._thread = ThreadPoolExecutor(1, "kv-digests", initializer=step_back)
 
     @property
     def capabilities(self) -> tuple[str, ...]:
@@ -36,7 +36,7 @@ class ArenaDigests:
         return (DIGESTS_XXH3_64,) if self._arena.device_index is None else ()
 
     def begin(self, lease: Lease) -> None:
-        """A reader will ask for what `lease` holds."""
+        """A reader will come for what `lease` holds."""
         if self.capabilities and lease.digests is None:
             lease.digests = self._held(lease)
             self._thread.submit(lease.digests.hash_ahead, time.monotonic() + ANSWER_S)
@@ -61,4 +61,4 @@ class ArenaDigests:
         held = blocks_announced(
             self._plan, self._geometry, lease.offsets, num_tokens=lease.num_tokens
         )
-        return HeldDigests(held, self._arena.host_bytes())
+        return HeldDigests(held, self._arena.host_bytes(), lease.record.put)

@@ -8,6 +8,7 @@ token by token. In that order both can name their bytes, hash them and pair them
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from connector.pd.geometry import GroupGeometry, describe_spec
@@ -93,6 +94,16 @@ class SequenceBlocks:
     """All that one node keeps of one sequence."""
 
     groups: tuple[GroupBlocks, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Of all groups."""
+        return sum(len(group.offsets) for group in self.groups)
+
+    def whole_blocks(self) -> Iterator[tuple[int, int]]:
+        """Every block as it lies here, states last: the order of digests in a lease's record."""
+        for group in sorted(self.groups, key=lambda group: group.is_state):
+            yield from zip(group.offsets, repeat(group.block_bytes))
 
     def owners(self, asked: BlockRange) -> list[GroupBlocks]:
         """The group of each layer. Raises TransportError for a layer that keeps no such thing."""

@@ -21,30 +21,46 @@ RENEWAL_SHARE = 2.0 / 3.0
 class Lease:
     """One held request: byte offsets of its blocks per group, its computed tokens, its end.
 
-    `generation` is new for every grant. `is_spare`: kept for a next turn that may never come, and
-    nobody has claimed it. `digests`: of its bytes, once a reader will come.
+    `is_spare`: kept for a next turn that may never come, and nobody has claimed it. `digests`: of
+    its bytes, once a reader will come.
     """
 
     offsets: tuple[tuple[int, ...], ...]
     num_tokens: int
     deadline: float
-    generation: int
+    record: "Record"
     is_spare: bool = False
     digests: HeldDigests | None = None
 
+    @property
+    def generation(self) -> int:
+        """New for every grant."""
+        return self.record.generation
 
-class Words(Protocol):
-    """What readers see of leases: one word for each, at most `limit`; called under a lock."""
+
+class Record(Protocol):
+    """What readers see of one lease: its generation, and digests of its blocks."""
 
     @property
-    def limit(self) -> int: ...
+    def generation(self) -> int: ...
 
-    def begin(self) -> int:
-        """The generation of a new lease, which readers see from now on."""
+    @property
+    def num_digests(self) -> int: ...
+
+    def put(self, block: int, digest: int) -> None:
+        """Readers may compare `block` from now on; nothing happens once the record has ended."""
         ...
 
-    def end(self, generation: int) -> None:
+    def end(self) -> None:
         """Readers see it no more."""
+        ...
+
+
+class Records(Protocol):
+    """What readers see of leases."""
+
+    def begin(self, num_blocks: int) -> Record | None:
+        """Of a new lease, seen by readers from now on; None when there is no room."""
         ...
 
 
@@ -54,7 +70,7 @@ class LeaseTable:
     `num_taken_back`: spare leases that ended because memory was short.
     """
 
-    def __init__(self, duration_s: float, clock: Callable[[], float], words: Words) -> None:
+    def __init__(self, duration_s: float, clock: Callable[[], float], records: Records) -> None:
         self.duration_s = duration_s
         self.num_expired = 0
         self.num_late_releases = 0
@@ -63,7 +79,7 @@ class LeaseTable:
         self._lock = threading.Lock()
         self._leases: dict[str, Lease] = {}
         self._ended: list[str] = []
-        self._words = words
+        self._records = records
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -81,8 +97,8 @@ class LeaseTable:
             is_spare = spare_s is not None
             duration_s = self.duration_s if spare_s is None else spare_s
             deadline = self._clock() + duration_s
-            self._make_room_for(request_id)
-            lease = Lease(offsets, num_tokens, deadline, self._words.begin(), is_spare)
+            record = self._record_for(request_id, sum(map(len, offsets)))
+            lease = Lease(offsets, num_tokens, deadline, record, is_spare)
             self._leases[request_id] = lease
             return lease
 
@@ -153,6 +169,12 @@ class LeaseTable:
             ended, self._ended = tuple(self._ended), []
             return ended
 
+    def close(self) -> None:
+        """Readers see of every lease that it has ended; nothing else happens to blocks."""
+        with self._lock:
+            for request_id in list(self._leases):
+                self._remove(request_id)
+
     def all_held(self) -> list[Lease]:
         """Every lease, also one that has run out and not been taken yet."""
         with self._lock:
@@ -180,12 +202,13 @@ class LeaseTable:
             self._end(request_id)
         return bool(found)
 
-    def _make_room_for(self, request_id: str) -> None:
-        """One lease per request, and a word for each: the oldest ends if there are too many."""
+    def _record_for(self, request_id: str, num_blocks: int) -> Record:
+        """One lease per request, and a record for each: the oldest end if there are too many."""
         if request_id in self._leases:
             self._remove(request_id)
-        if len(self._leases) >= self._words.limit:
+        while (record := self._records.begin(num_blocks)) is None:
             self._end(min(self._leases, key=lambda key: self._leases[key].deadline))
+        return record
 
     def _end(self, request_id: str) -> None:
         self._remove(request_id)
@@ -194,6 +217,6 @@ class LeaseTable:
     def _remove(self, request_id: str) -> None:
         """Its readers see it before its blocks can be used for anything else."""
         lease = self._leases.pop(request_id)
-        self._words.end(lease.generation)
+        lease.record.end()
         if lease.digests is not None:
             lease.digests.stop()

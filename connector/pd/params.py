@@ -25,7 +25,7 @@ REQUIRED_TO_RETURN = (
     "remote_prompt_digest",
     "signature",
 )
-REQUIRED = (*REQUIRED_TO_RETURN, "remote_block_ids", "remote_generation", "first_token_ids")
+REQUIRED = (*REQUIRED_TO_RETURN, "remote_generation", "first_token_ids")
 
 
 class ParamsSigner:

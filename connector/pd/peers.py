@@ -24,7 +24,7 @@ PeerAddress = tuple[str, int]
 class Peer:
     """One incarnation of a prefill node. `users` counts those that may touch its mapping.
 
-    `lease_words`: where they begin in its arena. `is_gone`: it did not answer, or another
+    `lease_records`: where they begin in its arena. `is_gone`: it did not answer, or another
     incarnation does. Gone without users it is dropped.
     """
 
@@ -33,7 +33,7 @@ class Peer:
     timeout_s: float
     groups: tuple[GroupGeometry, ...]
     lease_s: float
-    lease_words: int
+    lease_records: int
     capabilities: tuple[str, ...] = ()
     users: int = 1
     is_gone: bool = False
@@ -163,7 +163,7 @@ class PeerRegistry:
             self._timeout_s,
             groups_of(reply),
             reply.lease_s,
-            reply.lease_words,
+            reply.lease_records,
             reply.capabilities,
         )
 

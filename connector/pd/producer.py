@@ -27,6 +27,8 @@ class AdvertisedAddress:
     port: int = 0
 
 
+MAX_NAMED_BLOCKS = 4096
+"""The object passes through clients and proxies: of a longer prompt D asks for them."""
 ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -93,7 +95,8 @@ class ProducerScheduler(SchedulerConnector):
         return self._leases.take_back()
 
     def close(self) -> None:
-        """Leases end with the process."""
+        """Every lease ends: readers may still see this memory when the node is gone."""
+        self._leases.close()
 
     def _hold(self, request: Request, tables: BlockTables, spare_s: float | None) -> Lease:
         offsets = tuple(
@@ -110,9 +113,7 @@ class ProducerScheduler(SchedulerConnector):
             do_remote_decode=True,
             remote_engine_id=self._address.engine_id,
             remote_request_id=request.request_id,
-            remote_block_ids=tuple(
-                tuple(tables.used(group)) for group in range(len(tables.groups))
-            ),
+            remote_block_ids=_named(tables),
             remote_host=self._address.host,
             remote_port=self._address.port,
             remote_num_tokens=num_tokens,
@@ -120,6 +121,11 @@ class ProducerScheduler(SchedulerConnector):
             tp_size=1,
             remote_num_cached_tokens=request.num_cached_tokens,
         )
+
+
+def _named(tables: BlockTables) -> tuple[tuple[int, ...], ...] | None:
+    blocks = tuple(tuple(tables.used(group)) for group in range(len(tables.groups)))
+    return blocks if sum(map(len, blocks)) <= MAX_NAMED_BLOCKS else None
 
 
 def _for_decode(params: KVTransferParams, request: Request, lease: Lease) -> KVTransferParams:

@@ -37,16 +37,28 @@ class GroupPull:
 
 @dataclass(slots=True, frozen=True)
 class PullPlan:
-    """What one pull reads: its spans, and how many pieces they were before neighbours joined."""
+    """What one pull reads: its spans, and how many pieces they were before neighbours joined.
+
+    `remote`: all that P holds, from which it is read.
+    """
 
     groups: tuple[GroupPull, ...]
     spans: tuple[SpanPair, ...]
     num_pieces: int
+    remote: SequenceBlocks
 
     @property
     def blocks(self) -> list[Block]:
         """Of all groups."""
         return [block for group in self.groups for block in group.blocks]
+
+    def numbers_at_p(self) -> list[int] | None:
+        """Of each block its number among P's; None when one is not exactly a block of P."""
+        blocks = self.blocks
+        numbers = {block: number for number, block in enumerate(self.remote.whole_blocks())}
+        whole = [(block[0].remote, block[0].length) for block in blocks if len(block) == 1]
+        found = [numbers[block] for block in whole if block in numbers]
+        return found if len(found) == len(blocks) else None
 
     @property
     def attention_bytes(self) -> int:
@@ -79,7 +91,7 @@ def plan_pull(
         blocks = tuple(pair_up(there, here) for there, here in pairs)
         groups.append(GroupPull(asked, blocks, group.is_state))
     pieces = [piece for group in groups for block in group.blocks for piece in block]
-    return PullPlan(tuple(groups), tuple(coalesce(pieces)), len(pieces))
+    return PullPlan(tuple(groups), tuple(coalesce(pieces)), len(pieces), remote)
 
 
 def pair_up(remote: Sequence[Piece], local: Sequence[Piece]) -> Block:
@@ -102,12 +114,16 @@ def _cut_at_both(remote: Sequence[Piece], local: Sequence[Piece]) -> Iterator[Sp
 def coalesce(pieces: Iterable[SpanPair]) -> list[SpanPair]:
     """The same copies in as few spans as possible: pieces adjacent on both sides are joined."""
     spans: list[SpanPair] = []
+    remote = local = length = 0
     for piece in pieces:
-        last = spans[-1] if spans else None
-        if last is not None and _adjacent(last, piece):
-            spans[-1] = SpanPair(last.remote, last.local, last.length + piece.length)
-        else:
-            spans.append(piece)
+        if piece.remote == remote + length and piece.local == local + length:
+            length += piece.length
+            continue
+        if length:
+            spans.append(SpanPair(remote, local, length))
+        remote, local, length = piece
+    if length:
+        spans.append(SpanPair(remote, local, length))
     return spans
 
 
@@ -136,7 +152,3 @@ def _range(
 
 def _behind(piece: Piece, used: int) -> tuple[Piece, ...]:
     return (Piece(piece.offset + used, piece.length - used),) if used < piece.length else ()
-
-
-def _adjacent(left: SpanPair, right: SpanPair) -> bool:
-    return left.remote + left.length == right.remote and left.local + left.length == right.local

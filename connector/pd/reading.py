@@ -1,15 +1,13 @@
 """D's reads: the spans of a plan, hashed in stages, while they are still in the CPU's cache.
 
-Behind the last one comes the word of P's lease, which proves that P held them all. What arrived is
-compared with P's digests block by block; what differs is read once more. Knows nothing of requests
-and leases but their names.
+Behind the last one comes the record of P's lease, which proves that P held them all and has their
+digests. P is asked for digests only where its record has none: for blocks that are cut differently,
+or not hashed yet. What differs is read once more. Knows nothing of requests and leases but names.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -18,9 +16,17 @@ from typing import NamedTuple
 
 import structlog
 
-from connector.pd.digests import digest
+from connector.pd.digests import digest, step_back
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
-from connector.pd.lease_words import NUM_PLACES, WORD_BYTES, WordPlaces, offset_of
+from connector.pd.lease_records import (
+    HEADER_WORDS,
+    MAX_DIGESTS,
+    NUM_PLACES,
+    UNKNOWN,
+    WORD_BYTES,
+    RecordPlaces,
+    offset_of,
+)
 from connector.pd.peers import Peer
 from connector.pd.pull_plan import Block, PullPlan, coalesce
 from connector.transports.base import SpanPair, Transport
@@ -106,13 +112,13 @@ class PullReader:
     ) -> None:
         self._transport = transport
         self._arena = arena
-        self._places = WordPlaces(arena)
+        self._places = RecordPlaces(arena)
         self._verify = verify
         self._metrics = metrics
         self._faults = faults
         self._stage_bytes = stage_bytes
         self._asking = ThreadPoolExecutor(NUM_PLACES, "kv-ask")
-        self._hashing = ThreadPoolExecutor(NUM_PLACES, "kv-hash", initializer=_step_back)
+        self._hashing = ThreadPoolExecutor(NUM_PLACES, "kv-hash", initializer=step_back)
 
     def close(self) -> None:
         """Stops the threads; call when nothing is read any more."""
@@ -157,17 +163,9 @@ class PullReader:
         return bool(found)
 
     def _read_verified(self, reading: Reading, plan: PullPlan) -> None:
-        """P is asked at once and hashes what it has not hashed yet while D reads.
-
-        What differs is read once more.
-        """
+        """What differs is read once more, and compared with what P, which still holds it, says."""
         blocks = plan.blocks
-        asked = self._asking.submit(reading.ask, plan)
-        try:
-            found = self._read_blocks(reading, blocks, plan.spans)
-        finally:
-            wait([asked])  # it has a deadline; nothing of a pull outlives it
-        expected = asked.result()
+        found, expected = self._read_with_digests(reading, plan)
         wrong = self._differing(plan, expected, enumerate(found))
         if wrong:
             self._metrics.verification_retries.inc()
@@ -176,13 +174,33 @@ class PullReader:
             again = [blocks[number] for number in wrong]
             spans = coalesce(chain.from_iterable(again))
             found = self._read_blocks(reading, again, spans)
-            wrong = self._differing(plan, expected, zip(wrong, found, strict=True))
+            wrong = self._differing(plan, reading.ask(plan), zip(wrong, found, strict=True))
         if wrong:
             raise VerificationError(
                 f"{len(wrong)} of {len(blocks)} blocks of {reading.request_id} differ from those "
                 f"of {reading.peer.engine_id}, also when read again"
             )
         self._metrics.verified_bytes.inc(plan.attention_bytes + plan.state_bytes)
+
+    def _read_with_digests(self, reading: Reading, plan: PullPlan) -> tuple[list[int], list[int]]:
+        """What arrived and what P has, block by block."""
+        numbers, num_held = plan.numbers_at_p(), plan.remote.num_blocks
+        if numbers is None or num_held > MAX_DIGESTS:
+            return self._read_and_ask(reading, plan)
+        found = self._read_blocks(reading, plan.blocks, plan.spans)
+        recorded = self._confirm(reading, num_held)
+        expected = [recorded[number] for number in numbers] if recorded else [UNKNOWN]
+        return found, reading.ask(plan) if UNKNOWN in expected else expected
+
+    def _read_and_ask(self, reading: Reading, plan: PullPlan) -> tuple[list[int], list[int]]:
+        """The same, where P's record has nothing to compare with: P hashes while D reads."""
+        asked = self._asking.submit(reading.ask, plan)
+        try:
+            found = self._read_blocks(reading, plan.blocks, plan.spans)
+            self._confirm(reading)
+        finally:
+            wait([asked])  # it has a deadline; nothing of a pull outlives it
+        return found, asked.result()
 
     def _differing(
         self, plan: PullPlan, expected: Sequence[int], found: Iterable[tuple[int, int]]
@@ -209,7 +227,6 @@ class PullReader:
         finally:
             come.put(None)
             found = hashing.result() if hashing else hash_all()
-        self._confirm(reading)
         return found
 
     def _fetch(
@@ -233,21 +250,24 @@ class PullReader:
         finally:
             transfer.cancel()
 
-    def _confirm(self, reading: Reading) -> None:
-        """The word of P's lease is read behind all blocks: what P holds now, it has held till now.
+    def _confirm(self, reading: Reading, num_held: int = 0) -> list[int]:
+        """Reads the record of P's lease, behind all blocks: what P holds now, it has held till now.
 
-        Raises LateReadError when it does not.
+        Returns the digests of its `num_held` blocks, or none where it has no room for just them.
+        Raises LateReadError when P holds it no more.
         """
         self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
-        peer, generation = reading.peer, reading.generation
+        peer, num_words = reading.peer, HEADER_WORDS + num_held
         with self._places.place() as place:
-            word = SpanPair(offset_of(generation, peer.lease_words), place, WORD_BYTES)
-            self._transport.read(peer.engine_id, [word]).wait(reading.time_left())
-            found = self._places.at(place)
-        if found != generation:
+            start = offset_of(reading.generation, peer.lease_records)
+            record = SpanPair(start, place, num_words * WORD_BYTES)
+            self._transport.read(peer.engine_id, [record]).wait(reading.time_left())
+            generation, num_digests, *digests = self._places.at(place, num_words)
+        if generation != reading.generation:
             raise LateReadError(
                 f"{peer.engine_id} held {reading.request_id} no more when the read ended"
             )
+        return digests if num_digests == num_held else []
 
     def _touch(self, point: FaultPoint, reading: Reading, spans: Iterable[SpanPair]) -> None:
         if self._faults is not NO_FAULTS:
@@ -267,12 +287,6 @@ def in_stages(blocks: Iterable[Block], limit: int) -> Iterator[Stage]:
             stage, start = [], end
     if stage:
         yield Stage(stage, end)
-
-
-def _step_back() -> None:
-    """Where the kernel has the choice, this thread goes to an idle core: it interrupts nobody."""
-    with suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _hash_as_they_come(memory: memoryview, come: "SimpleQueue[Stage | None]") -> list[int]:

@@ -82,8 +82,16 @@ class Transport(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def register(self, arena: ArenaMemory) -> bytes:
-        """Make `arena` the local arena (one per transport); return the address for `connect`."""
+    def register(self, arena: ArenaMemory) -> None:
+        """Make `arena` the local arena (one per transport), readable by peers."""
+
+    @property
+    @abstractmethod
+    def address(self) -> bytes:
+        """What peers `connect` to; another one after the arena had to be served anew.
+
+        Raises TransportError before `register`.
+        """
 
     @abstractmethod
     def connect(self, peer: str, address: bytes) -> None:

@@ -10,10 +10,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import RLock
-from typing import Annotated, Any
-
-import msgspec
 
 from connector.transports.base import (
     CompletedTransfer,
@@ -24,7 +22,8 @@ from connector.transports.base import (
     check_spans,
     decode_address,
 )
-from connector.transports.nixl_agent import MemoryKind, NixlAgent, Region
+from connector.transports.nixl_agent import MemoryKind, NixlAddress, NixlAgent, Region, load_nixl
+from connector.transports.nixl_server import AgentHere, NixlServer, OwnerProcess
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
 
@@ -34,17 +33,6 @@ _MAX_SLEEP_S = 500e-6
 _REQUEST_BYTES = 8 << 20
 _DRAIN_S = 1.0  # how long a cancelled read may take to end by itself
 _MAX_UNLOADED = 8  # connections that an agent may have closed before another takes its place
-
-
-class NixlAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="nixl"):
-    """A peer's agent and arena. Descriptors are built here from base + offset, never received."""
-
-    agent: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-    metadata: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
-    base: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-    nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-    memory: MemoryKind
-    device: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,9 +45,9 @@ class NixlTransfer(Transfer):
     """A read as requests, one after the other; runs under the transport's lock.
 
     A request is one span, because UCX 1.21 over TCP aborts the process that serves a queued read of
-    a reader that has just died. One at a time makes that rare; only RDMA and same-host paths are
-    free of it. Where UCX has copied all when a request is posted, on the same host, nothing is ever
-    queued: there the next request is several spans.
+    a reader that has just died (`nixl_server` starts another). One at a time makes that rare; RDMA
+    and same-host paths are free of it. Where UCX has copied all when a request is posted, on the
+    same host, nothing is ever queued: there the next request is several spans.
     """
 
     __slots__ = (
@@ -259,31 +247,27 @@ class NixlTransport(Transport):
     name = "nixl"
 
     def __init__(self, agent_name: str) -> None:
+        load_nixl()
         self._agent_name = agent_name
         self._lock = RLock()
-        self._server = NixlAgent(_unique(agent_name), progress_thread=True)
+        self._server: NixlServer | None = None
         self._arena: ArenaMemory | None = None
-        self._registered: Any = None
         self._reader: _Reader | None = None
         self._peers: dict[str, _Peer] = {}
 
-    def register(self, arena: ArenaMemory) -> bytes:
+    def register(self, arena: ArenaMemory) -> None:
         if self._arena is not None:
             raise TransportError(
                 "this transport has an arena already; open one transport per arena"
             )
-        self._registered = self._server.register(_region(arena), _kind(arena))
+        self._server = self._serve(arena)
         self._arena = arena
-        base, nbytes, device = _region(arena)
-        address = NixlAddress(
-            agent=self._server.name,
-            metadata=self._server.metadata(),
-            base=base,
-            nbytes=nbytes,
-            memory=_kind(arena),
-            device=device,
-        )
-        return msgspec.msgpack.encode(address)
+
+    @property
+    def address(self) -> bytes:
+        if self._server is None:
+            raise TransportError("no arena is registered")
+        return self._server.address
 
     def connect(self, peer: str, address: bytes) -> None:
         with self._lock:
@@ -311,15 +295,22 @@ class NixlTransport(Transport):
                 self._reader.unload(known.address.agent)
 
     def close(self) -> None:
-        """Lets reads under way end first: over TCP, UCX aborts a peer that still owes bytes."""
+        """Lets reads under way end first: over TCP, UCX aborts who still owes bytes."""
         for transfer in self._under_way():
             transfer.cancel()
         with self._lock, ExitStack() as stack:
-            stack.callback(self._server.close)
-            stack.callback(self._deregister)
+            if self._server is not None:
+                stack.callback(self._server.close)
             if self._reader is not None:
                 stack.callback(self._reader.close, "the transport was closed")
             self._peers.clear()
+            self._arena = self._server = None
+
+    def _serve(self, arena: ArenaMemory) -> NixlServer:
+        next_name = partial(_unique, self._agent_name)
+        if arena.fd is None:
+            return AgentHere(next_name(), _region(arena), _kind(arena))
+        return OwnerProcess(next_name, arena.fd, arena.nbytes)
 
     def _under_way(self) -> tuple[NixlTransfer, ...]:
         with self._lock:
@@ -336,11 +327,6 @@ class NixlTransport(Transport):
         owners = [name for name, entry in self._peers.items() if entry.address.agent == agent]
         if owners and owners != [peer]:
             raise TransportError(f"{peer!r} announces the agent {agent} of {owners[0]!r}")
-
-    def _deregister(self) -> None:
-        registered, self._registered, self._arena = self._registered, None, None
-        if registered is not None:
-            self._server.deregister(registered)
 
 
 def _kind(arena: ArenaMemory) -> MemoryKind:

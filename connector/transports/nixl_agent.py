@@ -7,7 +7,9 @@ process spins on a whole core, and serialises descriptors with pickle.
 import importlib
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from engine.errors import ConfigError, TransportError
 
@@ -33,6 +35,17 @@ _NIXL_ERRORS = (
 )
 
 
+class NixlAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="nixl"):
+    """A peer's agent and arena. Descriptors are built here from base + offset, never received."""
+
+    agent: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
+    base: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    memory: MemoryKind
+    device: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
+
+
 class NixlAgent:
     """One NIXL agent; not thread-safe. Raises ConfigError without the nixl package.
 
@@ -40,8 +53,10 @@ class NixlAgent:
     is about twice as fast without it: the thread fights the caller for the UCX worker.
     """
 
-    def __init__(self, name: str, *, progress_thread: bool) -> None:
-        self._nixl = _import_nixl()
+    def __init__(
+        self, name: str, *, progress_thread: bool, bindings: ModuleType | None = None
+    ) -> None:
+        self._nixl = bindings or load_nixl()
         self._errors = (RuntimeError, *(getattr(self._nixl, error) for error in _NIXL_ERRORS))
         self.name = name
         config = self._nixl.nixlAgentConfig()
@@ -70,10 +85,14 @@ class NixlAgent:
         with self._typed("deregister the arena"):
             self._agent.deregisterMem(registered, self._backends)
 
-    def metadata(self) -> bytes:
-        """What a peer's `load` needs; opaque bytes, not pickle."""
+    def address(self, region: Region, kind: MemoryKind) -> bytes:
+        """A NixlAddress of a registered region, encoded: what a peer needs to read from it."""
         with self._typed("describe itself"):
-            return bytes(self._agent.getLocalMD())
+            metadata = bytes(self._agent.getLocalMD())
+        base, nbytes, device = region
+        return msgspec.msgpack.encode(
+            NixlAddress(self.name, metadata, base, nbytes, memory=kind, device=device)
+        )
 
     def load(self, metadata: bytes, name: str) -> None:
         """Make a remote agent known and start connecting. Refuses metadata of any other agent."""
@@ -146,10 +165,13 @@ class _Typed:
             raise TransportError(f"nixl could not {self._action}: {error}") from error
 
 
-def _import_nixl() -> ModuleType:
-    """Heavy and optional, so not imported at the top of the file."""
+def load_nixl() -> ModuleType:
+    """Heavy and optional, so not imported at the top of the file. Raises ConfigError.
+
+    The bindings of the package that `nixl` chooses; to choose one, it may import all of torch.
+    """
     try:
-        return importlib.import_module("nixl")
+        return importlib.import_module("nixl._bindings")
     except ImportError as error:
         raise ConfigError(
             f"the nixl transport needs the nixl package ({error}): pip install tandem[nixl]"

@@ -107,7 +107,7 @@ class ShmTransport(Transport):
         self._peers: dict[str, _Mapping] = {}
         self._lock = Lock()
 
-    def register(self, arena: ArenaMemory) -> bytes:
+    def register(self, arena: ArenaMemory) -> None:
         if self._arena is not None:
             raise TransportError(
                 "this transport has an arena already; open one transport per arena"
@@ -116,8 +116,14 @@ class ShmTransport(Transport):
             raise TransportError(
                 "shm moves host memory only; use the nixl transport for a CUDA arena"
             )
-        info = os.fstat(arena.fd)
         self._arena = arena
+
+    @property
+    def address(self) -> bytes:
+        arena = self._arena
+        if arena is None or arena.fd is None:
+            raise TransportError("no arena is registered")
+        info = os.fstat(arena.fd)
         return msgspec.msgpack.encode(
             ShmAddress(
                 pid=os.getpid(),

@@ -287,9 +287,10 @@ class UcxTransport(Transport):
         self._lock = RLock()
         self._arena: ArenaMemory | None = None
         self._server: ArenaServer | None = None
+        self._address: UcxAddress | None = None
         self._peers: dict[str, _Peer] = {}
 
-    def register(self, arena: ArenaMemory) -> bytes:
+    def register(self, arena: ArenaMemory) -> None:
         if self._arena is not None:
             raise TransportError(
                 "this transport has an arena already; open one transport per arena"
@@ -299,9 +300,14 @@ class UcxTransport(Transport):
                 "ucx moves host memory only; use the nixl transport for a CUDA arena"
             )
         server = ArenaServer(arena, self._host)
-        address = UcxAddress.of(server.start(), server.token, arena.nbytes)
+        self._address = UcxAddress.of(server.start(), server.token, arena.nbytes)
         self._server, self._arena = server, arena
-        return msgspec.msgpack.encode(address)
+
+    @property
+    def address(self) -> bytes:
+        if self._address is None:
+            raise TransportError("no arena is registered")
+        return msgspec.msgpack.encode(self._address)
 
     def connect(self, peer: str, address: bytes) -> None:
         with self._lock:

@@ -156,7 +156,7 @@ class ZmqTransport(Transport):
         self._peers: dict[str, _Peer] = {}
         self._live: dict[ZmqTransfer, _Peer] = {}
 
-    def register(self, arena: ArenaMemory) -> bytes:
+    def register(self, arena: ArenaMemory) -> None:
         if self._owner is not None:
             raise TransportError(
                 "this transport has an arena already; open one transport per arena"
@@ -167,6 +167,11 @@ class ZmqTransport(Transport):
             )
         self._owner = ArenaOwner(self._context, arena, self._host)
         self._bytes = arena.tensor.numpy().data
+
+    @property
+    def address(self) -> bytes:
+        if self._owner is None:
+            raise TransportError("no arena is registered")
         return msgspec.msgpack.encode(self._owner.address)
 
     def connect(self, peer: str, address: bytes) -> None:

@@ -175,7 +175,7 @@ def handshake_from_pb(message: pb.HandshakeReply) -> Handshake:
         transport_address=message.transport_address,
         geometry=dict(message.geometry),
         lease_s=message.lease_s,
-        lease_words=message.lease_words,
+        lease_records=message.lease_records,
         capabilities=tuple(message.capabilities),
     )
 

@@ -49,8 +49,8 @@ Digests = tuple[tuple[int, ...], ...]
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):
     """How to reach a node's registered memory, what its bytes look like, what the node can do.
 
-    `lease_s`: seconds for which it holds a finished request that nobody renews. `lease_words`:
-    where in its arena the generations of living leases are, in bytes.
+    `lease_s`: seconds for which it holds a finished request that nobody renews. `lease_records`:
+    where in its arena the records of living leases are, in bytes.
     """
 
     engine_id: str
@@ -58,7 +58,7 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True):
     transport_address: bytes
     geometry: Mapping[str, str]
     lease_s: float
-    lease_words: int
+    lease_records: int
     capabilities: tuple[str, ...] = ()
 
 

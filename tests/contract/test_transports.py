@@ -13,13 +13,13 @@ import torch
 
 from connector.transports.base import SpanPair, TransferStatus, Transport
 from connector.transports.choose import open_transport
-from connector.transports.nixl import NixlAddress
+from connector.transports.nixl_agent import NixlAddress
 from connector.transports.shm import ShmAddress
 from connector.transports.ucx import UcxAddress
 from connector.transports.zmq_wire import ZmqAddress
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
-from tests.reads import ODD_LENGTHS, StartPeer, expected, permuted_blocks, pull
+from tests.reads import ODD_LENGTHS, StartPeer, expected, permuted_blocks, pull, pull_in_the_end
 from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Road
 
 A_BYTE_BEHIND = [SpanPair(0, 0, 8), SpanPair(9, 9, 1)]
@@ -142,7 +142,7 @@ def test_a_peer_killed_while_it_owes_bytes_is_an_error(
     peer = start()
     transport.connect("p", peer.address)
     pull(transport, "p", [SpanPair(0, 0, 8)])
-    os.kill(peer.pid, signal.SIGSTOP)
+    peer.signal(signal.SIGSTOP)
     transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
     pending = [transfer.poll() for _ in range(100)][-1]  # lets the request leave
     peer.kill()
@@ -175,7 +175,7 @@ def test_a_cancelled_read_writes_nothing_later(
     peer = start()
     transport.connect("p", peer.address)
     pull(transport, "p", [SpanPair(0, 0, 8)])
-    os.kill(peer.pid, signal.SIGSTOP)  # over TCP the read cannot finish
+    peer.signal(signal.SIGSTOP)  # over TCP the read cannot finish
     try:
         transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
         pending = transfer.poll() is TransferStatus.PENDING
@@ -183,16 +183,12 @@ def test_a_cancelled_read_writes_nothing_later(
         transfer.cancel()
         arena.tensor.zero_()
     finally:
-        os.kill(peer.pid, signal.SIGCONT)
+        peer.signal(signal.SIGCONT)
     if pending:
         with pytest.raises(TransportError, match="cancelled"):
             transfer.poll()
     spans = [SpanPair(MIB, 0, 64)]  # answered after everything that the peer still had to send
-    try:
-        pull(transport, "p", spans)
-    except TransportError:
-        assert not arena.tensor.any()
-        peer.known_abort()
+    pull_in_the_end(transport, peer, spans)
     assert torch.equal(arena.tensor, expected(peer, spans))
 
 
@@ -248,14 +244,14 @@ def beginning(spans: list[SpanPair], nbytes: int) -> list[SpanPair]:
 def test_a_stopped_peer_is_a_timeout_or_done(start: StartPeer, transport: Transport) -> None:
     peer = start()
     transport.connect("p", peer.address)
-    os.kill(peer.pid, signal.SIGSTOP)
+    peer.signal(signal.SIGSTOP)
     try:
         transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
         if transfer.poll() is TransferStatus.PENDING:
             with pytest.raises(TransferTimeoutError):
                 transfer.wait(0.05)
     finally:
-        os.kill(peer.pid, signal.SIGCONT)
+        peer.signal(signal.SIGCONT)
 
 
 def memfd_mappings() -> int:

@@ -11,8 +11,8 @@ import torch
 
 from connector.transports.base import SpanPair, Transfer, TransferStatus, Transport
 from engine.arena import ArenaMemory
-from engine.errors import TransferTimeoutError, TransportError
-from tests.reads import StartPeer, expected, pull
+from engine.errors import TransferTimeoutError
+from tests.reads import StartPeer, expected, pull, pull_in_the_end
 from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer, Road, Wire
 
 TWO_HOSTS = ("nixl-hosts", "ucx-hosts", "zmq-hosts")
@@ -77,22 +77,5 @@ def test_a_read_gives_up_on_a_pulled_cable_and_a_later_one_arrives(
     arena.tensor.zero_()
     wire.plug.set_link("up")
     spans = [SpanPair(MIB, 0, 64)]  # behind everything that the peer still had to send
-    try:
-        pull_in_the_end(transport, peer, spans)
-    except TransportError:
-        assert not arena.tensor.any()
-        peer.known_abort()
+    pull_in_the_end(transport, peer, spans)
     assert torch.equal(arena.tensor, expected(peer, spans))
-
-
-def pull_in_the_end(transport: Transport, peer: Peer, spans: list[SpanPair]) -> None:
-    """The first reads may still meet what the pulled cable has left behind."""
-    deadline = time.monotonic() + DEADLINE_S
-    while True:
-        try:
-            transport.read("p", spans).wait(1.0)
-        except TransportError:
-            if time.monotonic() > deadline or not peer.is_alive:
-                raise
-        else:
-            return

@@ -165,7 +165,7 @@ async def test_a_read_that_fails_at_any_stage_costs_a_recompute(
 async def test_blocks_that_p_uses_again_after_the_nth_stage_reach_no_answer(
     cluster: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
-    """What was read before may be right: only the word of the lease tells."""
+    """What was read before may be right: only the record of the lease tells."""
     faults = Armed()
     p, d = await tight_pair(cluster, checkpoints[FAMILY], transfer_config(transport), faults)
     for nth in range(1, NUM_STAGES + 1):
@@ -265,7 +265,7 @@ async def test_a_read_that_is_never_confirmed_is_not_used(
 async def test_a_lost_answer_to_the_release_frees_p_and_changes_nothing(
     cluster: Cluster, checkpoints: dict[str, Path], verify: bool
 ) -> None:
-    """D has read the word of the lease before: nothing depends on the release."""
+    """D has read the record of the lease before: nothing depends on the release."""
     faults, config = Armed(), transfer_config("shm", verify=verify)
     p = await cluster.start("prefill", checkpoints[FAMILY], faults=faults)
     d = await cluster.start("decode", checkpoints[FAMILY], kv_transfer_config=config)

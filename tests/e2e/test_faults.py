@@ -37,6 +37,7 @@ from tests.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, reque
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)
 FAILURES = "tandem:kv_verification_failures"
+OTHER_SIZE = 2 * BASE.block_size
 RETRIES = "tandem:kv_verification_retries"
 
 
@@ -90,10 +91,14 @@ async def pair_of_nodes(
     lease_s: float = 30.0,
     on_p: FaultInjector = NO_FAULTS,
     on_d: FaultInjector = NO_FAULTS,
+    d_block_size: int = BASE.block_size,
 ) -> tuple[NodeServer, NodeServer]:
+    """Where D cuts differently it has to ask P for digests."""
     config = transfer_config(transport, policy, lease_s=lease_s)
     p = await cluster.start("prefill", model, faults=on_p, kv_transfer_config=config)
-    d = await cluster.start("decode", model, faults=on_d, kv_transfer_config=config)
+    d = await cluster.start(
+        "decode", model, faults=on_d, block_size=d_block_size, kv_transfer_config=config
+    )
     return p, d
 
 
@@ -268,7 +273,9 @@ async def test_p_that_does_not_vouch_for_a_read_costs_a_recompute(
     cluster: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
     faults = Refusing(FaultPoint.BEFORE_DIGESTS, TransportError)
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, lease_s=0.6, on_p=faults)
+    p, d = await pair_of_nodes(
+        cluster, checkpoints[FAMILY], transport, lease_s=0.6, on_p=faults, d_block_size=OTHER_SIZE
+    )
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
@@ -282,7 +289,7 @@ async def test_a_p_that_cannot_be_asked_is_met_anew(
 ) -> None:
     """It is read without a question only while it answers."""
     faults = Refusing(FaultPoint.BEFORE_DIGESTS, UnavailableError)
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], on_p=faults)
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], on_p=faults, d_block_size=OTHER_SIZE)
     alone = await generate(p, request_of(PROMPT))
     assert_equal(await hand_over(p, d, PROMPT), alone)
     assert recomputed(d) == {"transfer_failed": len(PROMPT)}
@@ -290,16 +297,24 @@ async def test_a_p_that_cannot_be_asked_is_met_anew(
     assert claims_of(d)._peers.known() == []
 
 
-async def test_p_hashes_what_it_holds_before_anybody_asks(
-    cluster: Cluster, checkpoints: dict[str, Path]
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_what_p_has_hashed_is_verified_without_a_question(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
-    p = await cluster.start("prefill", checkpoints[FAMILY])
-    held = (await prefill(p, PROMPT)).remote_request_id
-    assert held is not None
+    """P would not answer one."""
+    faults = Refusing(FaultPoint.BEFORE_DIGESTS, TransportError)
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_p=faults)
+    alone = await generate(p, request_of(PROMPT))
+    params = await prefill(p, PROMPT)
     leases = p.engine.core.scheduler._connector._children[0]._leases  # type: ignore[attr-defined]
     (lease,) = leases.all_held()
     await until(lambda: lease.digests.num_known == sum(map(len, lease.offsets)))
-    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
+    pair = await generate(d, request_of(PROMPT, GREEDY, params))
+    assert_equal(pair, alone)
+    assert pair.last.kv_transfer is not None
+    assert pair.last.kv_transfer.verified
+    assert recomputed(d) == {}
+    await settled(p)
 
 
 async def test_once_p_has_vouched_a_release_that_it_does_not_hear_costs_nothing(

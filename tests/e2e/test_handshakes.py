@@ -26,7 +26,7 @@ from engine.rpc.messages import Claim, Digests, Handshake
 from engine.rpc.server import start_server
 from engine.types import KVTransferParams
 from tests.accounts import Account, at_rest, claims_of, forget_peers
-from tests.cluster import Cluster, Generation, generate, transfer_config, until
+from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
 from tests.faults import HeldPull
 from tests.pairs import GREEDY, count_near_ties, hand_over, prefill, prompt_of, request_of
 from tests.turns import both_ways, let_go, next_prompt, pair_of_nodes, take_turn
@@ -73,9 +73,8 @@ def registry_of(stack: ExitStack, mine: Handshake, number: int) -> PeerRegistry:
     name = f"crowd-{number}"
     memory = ArenaMemory(4096)
     transport = open_transport("shm", name)
-    identity = msgspec.structs.replace(
-        mine, engine_id=name, transport_address=transport.register(memory)
-    )
+    transport.register(memory)
+    identity = msgspec.structs.replace(mine, engine_id=name, transport_address=transport.address)
     registry = PeerRegistry(identity, transport, cluster_token=None, control_timeout_s=30.0)
     for close in (memory.close, transport.close, registry.close):
         stack.callback(close)
@@ -239,6 +238,8 @@ HANDSHAKES: dict[str, Callable[[Handshake], Handshake]] = {
     "another transport": lambda true: msgspec.structs.replace(true, transport="carrier pigeon"),
     "another name": lambda true: msgspec.structs.replace(true, engine_id="somebody"),
     "no name": lambda true: msgspec.structs.replace(true, engine_id=""),
+    "no records": lambda true: msgspec.structs.replace(true, lease_records=0),
+    "records of another world": lambda true: msgspec.structs.replace(true, lease_records=2**60),
     "no lease": lambda true: msgspec.structs.replace(true, lease_s=0.0),
     "an endless lease": lambda true: msgspec.structs.replace(true, lease_s=float("inf")),
     "no number": lambda true: msgspec.structs.replace(true, lease_s=float("nan")),
@@ -259,9 +260,12 @@ GENERATION = 2**62
 async def test_a_peer_that_lies_costs_a_recompute_or_a_typed_error(
     cluster: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    """It stands beside an honest node; what it says of its memory points into that node's."""
+    """It stands beside an honest node; what it says of its memory points into that node's.
+
+    It is asked for digests, as that node cuts its blocks differently.
+    """
     model = checkpoints[FAMILY]
-    p = await cluster.start("prefill", model)
+    p = await cluster.start("prefill", model, block_size=2 * BASE.block_size)
     nodes = [
         await cluster.start(
             "decode", model, kv_transfer_config=transfer_config(policy=policy, lease_s=2.0)

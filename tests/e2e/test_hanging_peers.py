@@ -18,7 +18,7 @@ from connector.pd.claims import PrefillClaim
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.asking import prefill_over_http
-from tests.cluster import Cluster, Generation, generate, sample, transfer_config, until
+from tests.cluster import BASE, Cluster, Generation, generate, sample, transfer_config, until
 from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag
 
@@ -75,7 +75,11 @@ async def test_pulls_from_a_peer_that_hangs_delay_no_other_pull(
 
 
 async def decode_node(cluster: Cluster, real: Launcher, transport: str) -> NodeServer:
-    """Patient enough, and with fewer pull threads than are going to hang."""
+    """Patient enough, and with fewer pull threads than are going to hang.
+
+    It cuts its blocks differently and so asks for digests, since memory can be read over shm of a
+    process that hangs.
+    """
     config = transfer_config(transport, control_s=CONTROL_S)
     extra = msgspec.structs.replace(
         config.kv_connector_extra_config,
@@ -83,7 +87,9 @@ async def decode_node(cluster: Cluster, real: Launcher, transport: str) -> NodeS
         max_concurrent_pulls_per_peer=PER_PEER,
     )
     config = msgspec.structs.replace(config, kv_connector_extra_config=extra)
-    return await cluster.start("decode", real.model, kv_transfer_config=config)
+    return await cluster.start(
+        "decode", real.model, block_size=2 * BASE.block_size, kv_transfer_config=config
+    )
 
 
 async def check_others(d: NodeServer, healthy: ServerProcess, alone: Generation) -> None:

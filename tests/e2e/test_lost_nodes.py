@@ -18,11 +18,12 @@ from engine.node.server import NodeServer
 from engine.rpc.control_client import ControlClient
 from engine.types import KVTransferParams
 from tests.asking import ask, prefill_over_http, question
-from tests.cluster import Cluster, generate, settled, transfer_config
+from tests.cluster import BASE, Cluster, generate, settled, transfer_config
 from tests.pairs import GREEDY, arena_for, prefill, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag
 
 PROMPT = prompt_of(100, salt=4)
+OTHER_CUTS = ("--block-size", str(2 * BASE.block_size))
 BLOCKER = prompt_of(100, salt=8)
 FAMILY = "qwen3_5"
 TOKENS = 120
@@ -51,7 +52,11 @@ async def make_room(node: NodeServer, blocker: KVTransferParams) -> None:
 async def test_p_killed_during_the_pull_costs_a_recompute_and_no_token(
     cluster: Cluster, real: Launcher, transport: str
 ) -> None:
-    p = real.node("prefill_node", *transport_flag(transport), UCX_TLS="tcp")
+    """P is asked for digests, as it cuts differently: its memory may be read while it stands still.
+
+    Over shm, that is; and once it is dead.
+    """
+    p = real.node("prefill_node", *transport_flag(transport), *OTHER_CUTS, UCX_TLS="tcp")
     d = await small_decode_node(cluster, real.model, transport, "recompute")
     strict = await small_decode_node(cluster, real.model, transport, "fail")
     alone = await generate(d, request_of(PROMPT))
@@ -107,7 +112,7 @@ async def test_d_killed_with_a_claim_gives_p_its_memory_back(
 async def test_a_p_that_hangs_costs_a_recompute_and_a_client_that_leaves_meanwhile_nothing(
     cluster: Cluster, real: Launcher
 ) -> None:
-    p = real.node("prefill_node")
+    p = real.node("prefill_node", *OTHER_CUTS)
     d = await cluster.start(
         "decode", real.model, kv_transfer_config=transfer_config("shm", control_s=0.5)
     )

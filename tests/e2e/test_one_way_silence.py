@@ -17,7 +17,7 @@ from engine.errors import KVLoadError
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.accounts import at_rest, forget_peers, leases_of
-from tests.cluster import Cluster, Generation, generate, transfer_config, until
+from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
 from tests.faults import Armed, counted
 from tests.pairs import GREEDY, prefill, prompt_of, request_of
 from tests.tcp_relay import Relay, relay_to
@@ -26,6 +26,7 @@ FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)
 PATIENCE_S = 0.5
 LEASE_S = 1.5
+D_BLOCK_SIZE = 2 * BASE.block_size
 MOMENTS = (
     FaultPoint.BEFORE_HANDSHAKE,
     FaultPoint.BEFORE_DIGESTS,
@@ -47,11 +48,14 @@ async def test_silence_in_one_direction_is_bounded_and_changes_no_token(
 ) -> None:
     """It begins somewhere between the handshake and the end of the read, and ends.
 
-    P may have been asked, and may have answered, by then; what D reads does not go that way.
+    D cuts its blocks differently, and so P is asked for digests. P may have been asked, and may
+    have answered, by then; what D reads does not go that way.
     """
     model, faults, config = checkpoints[FAMILY], Armed(), impatient(policy)
     p = await cluster.start("prefill", model, faults=faults, kv_transfer_config=config)
-    d = await cluster.start("decode", model, faults=faults, kv_transfer_config=config)
+    d = await cluster.start(
+        "decode", model, faults=faults, block_size=D_BLOCK_SIZE, kv_transfer_config=config
+    )
     alone = await generate(p, request_of(PROMPT))
     async with relay_to(p.rpc.port) as relay:
         await pull(p, d, relay, alone)

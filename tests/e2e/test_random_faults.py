@@ -18,7 +18,7 @@ from connector.pd.faults import FaultPoint
 from engine.errors import KVLoadError, TandemError
 from engine.node.server import NodeServer
 from tests.accounts import Account, forget_peers
-from tests.cluster import Cluster, Generation, generate, transfer_config
+from tests.cluster import BASE, Cluster, Generation, generate, transfer_config
 from tests.faults import counted
 from tests.pairs import GREEDY, TRANSPORTS, count_near_ties, prefill, prompt_of, request_of
 from tests.random_faults import DAMAGE, KINDS, Plan, PlannedFaults, Plans, draw_plan
@@ -47,9 +47,17 @@ class Kind:
     policy: str = "recompute"
     verify: bool = True
     caching: bool = False
+    block_size: int = BASE.block_size
 
 
-KINDS_OF_D = (Kind(), Kind(policy="fail"), Kind(verify=False), Kind(caching=True))
+# Who cuts differently has to ask P for digests.
+OTHER_SIZE = 2 * BASE.block_size
+KINDS_OF_D = (
+    Kind(),
+    Kind(policy="fail", block_size=OTHER_SIZE),
+    Kind(verify=False),
+    Kind(caching=True, block_size=OTHER_SIZE),
+)
 
 
 @dataclass(slots=True)
@@ -147,6 +155,7 @@ async def start_chaos(cluster: Cluster, model: Path, transport: str) -> Chaos:
             faults=faults,
             stage_bytes=STAGE_BYTES,
             enable_prefix_caching=kind.caching,
+            block_size=kind.block_size,
             kv_transfer_config=transfer_config(
                 transport, kind.policy, LEASE_S, CONTROL_S, verify=kind.verify
             ),

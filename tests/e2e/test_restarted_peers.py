@@ -122,7 +122,7 @@ async def test_a_restart_with_another_geometry_is_refused_with_both_values(
 
 # --- with a read under way -----------------------------------------------------------------------
 # Over shm the memory of the old one outlives it as it was: if it has vouched for its bytes before,
-# they and the word of its lease are still right.
+# they and the record of its lease are still right.
 
 
 @pytest.mark.parametrize("transport", ["shm", "zmq"])

@@ -13,6 +13,7 @@ from engine.kv_cache.plan import plan_arena
 from engine.model_configs.registry import read_config
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from tests.accounts import at_rest
 from tests.cluster import BASE, Cluster, Generation, generate, settled
 from tests.faults import Damage, DamagedReads, HeldPull, Span, counted, flip
 from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
@@ -135,6 +136,8 @@ async def test_an_expired_turn_is_computed(cluster: Cluster, checkpoints: dict[s
     done = await computed_here(p, d, prompt, turn.kept)
     assert skipped(p) == {"expired": 1}
     assert_equal(done, await alone(cluster, model, prompt))
+    await at_rest(p)
+    await at_rest(d)
 
 
 async def test_a_turn_is_kept_for_its_time_and_once_claimed_for_as_long_as_p_needs(

@@ -13,7 +13,7 @@ IDENTITY = identity()
 
 def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_nothing() -> None:
     leases = lease_table(LEASE_S, lambda: 0.0)
-    desk = LeaseDesk(IDENTITY, leases, digests=NO_DIGESTS, wake=lambda: None)
+    desk = LeaseDesk(lambda: IDENTITY, leases, digests=NO_DIGESTS, wake=lambda: None)
     leases.grant("r", REMOTE, 64)
     old = desk.claim("p", "r", "d").generation
     leases.grant("r", REMOTE, 64)
@@ -40,7 +40,7 @@ def test_generations_go_on_when_a_request_id_comes_again() -> None:
 
 def test_renewals_name_a_generation_each() -> None:
     desk = LeaseDesk(
-        IDENTITY,
+        lambda: IDENTITY,
         lease_table(LEASE_S, lambda: 0.0),
         digests=NO_DIGESTS,
         wake=lambda: None,

@@ -147,6 +147,26 @@ def compare_blocks(plan: PullPlan, remote: SequenceBlocks, source: Arena, target
         ]
         ours = [b"".join(cut(target, *piece[1:]) for piece in block) for block in group.blocks]
         assert theirs == ours
+    is_whole = all(
+        len(block) == 1 and block[0][::2] in whole_blocks(remote) for block in plan.blocks
+    )
+    assert (plan.numbers_at_p() is not None) == is_whole
+    for number, block in zip(plan.numbers_at_p() or (), plan.blocks, strict=False):
+        assert whole_blocks(remote)[number] == block[0][::2]
+
+
+def whole_blocks(remote: SequenceBlocks) -> list[tuple[int, int]]:
+    """Offset and length of all that P holds; states last."""
+    of_kind = {
+        is_state: [
+            (offset, group.block_bytes)
+            for group in remote.groups
+            if group.is_state == is_state
+            for offset in group.offsets
+        ]
+        for is_state in (False, True)
+    }
+    return of_kind[False] + of_kind[True]
 
 
 def cut(arena: Arena, offset: int, length: int) -> bytes:
@@ -174,8 +194,9 @@ def test_every_byte_comes_to_its_place(
     seed: int,
 ) -> None:
     p, d = plan_of(theirs), plan_of(ours)
-    pull(p, d, num_tokens, 0, seed)
-    pull(p, d, num_tokens, num_tokens // d.joint_block_size * d.joint_block_size, seed)
+    for num_local in (0, num_tokens // d.joint_block_size * d.joint_block_size):
+        found = pull(p, d, num_tokens, num_local, seed)
+        assert theirs != ours or found.numbers_at_p() is not None
 
 
 def test_neighbours_on_both_sides_become_one_span_and_local_blocks_stay() -> None:

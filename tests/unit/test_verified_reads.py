@@ -1,11 +1,8 @@
 """P's digests and D's comparison, between a real control service and a real transport."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TypeVar
 
 import msgspec
 import pytest
@@ -13,178 +10,17 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.pd.control import LeaseDesk
 from connector.pd.digests import HeldDigests, digest
-from connector.pd.digests_ahead import ArenaDigests
-from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
+from connector.pd.faults import FaultPoint, FaultScene
 from connector.pd.geometry import describe_spec, geometry_of
 from connector.pd.layout import blocks_announced
-from connector.pd.lease import Lease, LeaseTable
-from connector.pd.lease_words import LeaseWords
-from connector.pd.peers import Peer
-from connector.pd.pull_plan import PullPlan, plan_pull
-from connector.pd.reading import STAGE_BYTES, PullReader, in_stages
+from connector.pd.reading import in_stages
 from connector.transports.base import SpanPair
-from connector.transports.shm import ShmTransport
-from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.errors import KVTransferParamsError, LateReadError, TransportError, VerificationError
-from engine.kv_cache.plan import plan_arena
-from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
-from engine.metrics import NodeMetrics, TransferMetrics
-from engine.rpc.control_client import ControlClient
-from engine.rpc.control_service import ControlService
-from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests
-from engine.rpc.server import start_server
-from tests.cluster import until
-from tests.faults import AtNth, flip
-from tests.leases import LEASE_S, identity, lease_table
-
-T = TypeVar("T")
-MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
-ATTENTION = FullAttentionSpec(num_kv_heads=1, head_dim=4, dtype="float32")
-PLAN = plan_arena(form_groups(((MAMBA,), (ATTENTION,))), 16, 1 << 18)
-STATE, PAGES = PLAN.state_groups[0], 1 - PLAN.state_groups[0]
-
-
-def by_group(state: T, pages: T) -> tuple[T, T]:
-    return (state, pages) if STATE < PAGES else (pages, state)
-
-
-def offsets_of(tables: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        tuple(PLAN.block_offset(group, block) for block in blocks)
-        for group, blocks in enumerate(tables)
-    )
-
-
-REMOTE = offsets_of(by_group((2,), (9, 5, 6, 7)))
-LOCAL: tuple[tuple[int, ...], ...] = by_group((0,), (60, 61, 62, 63))
-WORDS = PLAN.arena_bytes
-"""Where P's lease words begin."""
-IDENTITY = identity(WORDS)
-
-
-@dataclass(slots=True)
-class Pair:
-    """P's and D's arenas, and what connects them."""
-
-    p: ArenaMemory
-    d: ArenaMemory
-    leases: LeaseTable
-    desk: LeaseDesk
-    control: ControlClient
-    metrics: NodeMetrics
-    transfers: TransferMetrics
-    transport: ShmTransport
-    now: list[float]
-
-    @property
-    def generation(self) -> int:
-        """Of the one lease that P has granted."""
-        (lease,) = self.leases.all_held()
-        return lease.generation
-
-    def plan(self, num_local_tokens: int = 0) -> PullPlan:
-        return plan_pull(
-            PLAN,
-            blocks_announced(PLAN, geometry_of(PLAN), REMOTE, num_tokens=64),
-            LOCAL,
-            num_tokens=64,
-            num_local_tokens=num_local_tokens,
-        )
-
-    async def read(
-        self,
-        plan: PullPlan,
-        *,
-        capabilities: tuple[str, ...] = (DIGESTS_XXH3_64,),
-        generation: int | None = None,
-        verify: bool = True,
-        faults: FaultInjector = NO_FAULTS,
-        stage_bytes: int = STAGE_BYTES,
-    ) -> None:
-        peer = Peer("p", self.control, 5.0, geometry_of(PLAN), 30.0, WORDS, capabilities)
-        reader = PullReader(
-            self.transport,
-            self.d,
-            verify=verify,
-            metrics=self.transfers,
-            faults=faults,
-            stage_bytes=stage_bytes,
-        )
-        with closing(reader):
-            await asyncio.to_thread(
-                reader.read,
-                peer,
-                plan,
-                request_id="r",
-                generation=self.generation if generation is None else generation,
-                timeout_s=5.0,
-            )
-
-    def has_read(self, plan: PullPlan) -> bool:
-        theirs, ours = self.p.host_bytes(), self.d.host_bytes()
-        return all(
-            theirs[span.remote : span.remote + span.length]
-            == ours[span.local : span.local + span.length]
-            for span in plan.spans
-        )
-
-    def counted(self, name: str, **labels: str) -> float | None:
-        every = {"model_name": "m", "engine": "d", **labels}
-        return self.metrics.registry.get_sample_value(f"tandem:{name}_total", every)
-
-
-@dataclass(slots=True)
-class ChangedDigests:
-    """What P found, changed before it answers."""
-
-    found: ArenaDigests
-    change: Callable[[Digests], Digests]
-
-    def begin(self, lease: Lease) -> None:
-        self.found.begin(lease)
-
-    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
-        return self.change(self.found.of(lease, ranges))
-
-
-@dataclass(slots=True)
-class DamagedOnce(FaultInjector):
-    """Flips a byte when a read has brought it, the first time."""
-
-    arena: ArenaMemory
-    place: int
-    is_done: bool = False
-
-    def at(self, point: FaultPoint, scene: FaultScene) -> None:
-        came = any(start <= self.place < start + length for _, start, length in scene.spans)
-        if point is FaultPoint.AFTER_READ and came and not self.is_done:
-            self.is_done = True
-            flip(self.arena.host_bytes(), self.place)
-
-
-@asynccontextmanager
-async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> AsyncIterator[Pair]:
-    """`digest` may change what P answers."""
-    p, d = (ArenaMemory(PLAN.arena_bytes + MARGIN_BYTES) for _ in range(2))
-    p.tensor[:WORDS].random_(256)
-    now = [0.0]
-    leases = LeaseTable(LEASE_S, lambda: now[0], LeaseWords(p))
-    leases.grant("r", REMOTE, 64)
-    digests = ChangedDigests(ArenaDigests(PLAN, p), digest)
-    desk = LeaseDesk(IDENTITY, leases, digests=digests, wake=lambda: None)
-    server = await start_server([ControlService(desk)], "127.0.0.1", 0, token=None)
-    control = ControlClient(f"127.0.0.1:{server.port}", token=None, caller_engine_id="d")
-    theirs, ours = ShmTransport("p"), ShmTransport("d")
-    ours.register(d)
-    ours.connect("p", theirs.register(p))
-    metrics = NodeMetrics("m", "d")
-    yield Pair(p, d, leases, desk, control, metrics, TransferMetrics(metrics), ours, now)
-    control.close()
-    await server.close()
-    for item in (digests.found, ours, theirs, d, p):
-        item.close()
+from engine.rpc.messages import BlockRange, Digests
+from tests.bare_pulls import ATTENTION, PAGES, PLAN, REMOTE, STATE, DamagedOnce, pair
+from tests.faults import AtNth
+from tests.leases import LEASE_S, lease_table
 
 
 async def test_only_what_was_pulled_is_compared() -> None:
@@ -301,11 +137,7 @@ async def test_what_is_hashed_ahead_is_not_hashed_again() -> None:
     async with pair() as nodes:
         ranges = [group.asked for group in nodes.plan().groups]
         before = nodes.desk.digests("p", "r", nodes.generation, ranges=ranges)
-        nodes.desk.claim("p", "r", "d")
-        lease = nodes.leases.claim("r")
-        assert lease is not None
-        digests = lease.digests
-        await until(lambda: digests is not None and digests.num_known == 5)
+        await nodes.hash_ahead()
         nodes.p.host_bytes()[REMOTE[PAGES][0]] ^= 1
         assert nodes.desk.digests("p", "r", nodes.generation, ranges=ranges) == before
         later = [msgspec.structs.replace(asked, block_size=32) for asked in ranges]
@@ -314,11 +146,12 @@ async def test_what_is_hashed_ahead_is_not_hashed_again() -> None:
 
 def test_nothing_is_hashed_ahead_of_an_answer_or_behind_the_end_of_a_lease() -> None:
     held = blocks_announced(PLAN, geometry_of(PLAN), REMOTE, num_tokens=64)
-    asked = HeldDigests(held, memoryview(bytes(PLAN.arena_bytes)))
-    asked.of([HELD])
+    memory = memoryview(bytes(PLAN.arena_bytes))
     leases = lease_table(LEASE_S, lambda: 0.0)
     lease = leases.grant("r", REMOTE, 64)
-    lease.digests = ended = HeldDigests(held, memoryview(bytes(PLAN.arena_bytes)))
+    asked = HeldDigests(held, memory, lease.record.put)
+    asked.of([HELD])
+    lease.digests = ended = HeldDigests(held, memory, lease.record.put)
     leases.release("r")
     for digests, known in ((asked, 4), (ended, 0)):
         digests.hash_ahead()

@@ -1,0 +1,33 @@
+"""`python -m connector.transports.nixl_owner AGENT FD NBYTES BINDINGS`: serves one host arena.
+
+A process of its own, since UCX 1.21 over TCP aborts the one that owes bytes to a reader which has
+left: so a node loses this process, and starts another. It knows the arena by its descriptor, tells
+the address on its output, and ends when its input does. Imports neither torch nor the node.
+"""
+
+import ctypes
+import importlib
+import mmap
+import os
+import sys
+
+from connector.transports.nixl_agent import NixlAgent
+
+
+def serve(name: str, fd: int, nbytes: int, *, bindings: str) -> None:
+    """Returns when the node closes this process's input, or ends in any other way."""
+    told = os.dup(sys.stdout.fileno())
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no address
+    arena = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    region = (ctypes.addressof(ctypes.c_char.from_buffer(arena)), nbytes, 0)
+    agent = NixlAgent(name, progress_thread=True, bindings=importlib.import_module(bindings))
+    registered = agent.register(region, "DRAM")
+    with os.fdopen(told, "wb") as pipe:
+        pipe.write(agent.address(region, "DRAM"))
+    sys.stdin.buffer.read()
+    agent.deregister(registered)
+    agent.close()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), bindings=sys.argv[4])

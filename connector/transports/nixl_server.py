@@ -1,0 +1,152 @@
+"""Who serves a node's arena to NIXL readers: a process beside the node, or the node itself.
+
+Memory of a device belongs to the process that allocated it; a host arena is served from outside.
+"""
+
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import structlog
+
+from connector.transports.nixl_agent import MemoryKind, NixlAgent, Region, load_nixl
+from engine.errors import TransportError
+
+log = structlog.get_logger()
+
+START_S = 30.0
+STOP_S = 5.0
+RESTART_S = 0.2
+"""Between the end of a process and the start of the next one, which may not live long either."""
+
+
+class NixlServer(Protocol):
+    """Serves one arena until it is closed."""
+
+    @property
+    def address(self) -> bytes:
+        """Of the arena as it is served now."""
+        ...
+
+    def close(self) -> None:
+        """Serves no more."""
+        ...
+
+
+class AgentHere:
+    """An agent in this process."""
+
+    def __init__(self, name: str, region: Region, kind: MemoryKind) -> None:
+        self._agent = NixlAgent(name, progress_thread=True)
+        self._registered = self._agent.register(region, kind)
+        self.address = self._agent.address(region, kind)
+
+    def close(self) -> None:
+        """Unpins the arena."""
+        self._agent.deregister(self._registered)
+        self._agent.close()
+
+
+class OwnerProcess:
+    """A process that serves a host arena (`nixl_owner`), and the next one when it is aborted.
+
+    Then the address changes: readers of the old one fail, and learn the new one when they shake
+    hands again. `name_of_next` names each agent. Raises TransportError when none can be started.
+    """
+
+    def __init__(self, name_of_next: Callable[[], str], fd: int, nbytes: int) -> None:
+        self._name_of_next = name_of_next
+        self._arena = fd, nbytes
+        self._is_over = threading.Event()
+        self._process, self.address = self._start()
+        self._watcher = threading.Thread(target=self._watch, name="kv-nixl-owner", daemon=True)
+        self._watcher.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that serves now."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """Ends the process. Idempotent."""
+        self._is_over.set()
+        _end(self._process)
+        self._watcher.join(START_S + STOP_S)
+
+    def _watch(self) -> None:
+        """On a thread: another process takes the place of one that ends before it should."""
+        while not self._is_over.is_set():
+            status = _listen(self._process)
+            _end(self._process)
+            if self._is_over.wait(RESTART_S):
+                return
+            log.warning("the process that served the arena over nixl has ended", status=status)
+            try:
+                self._process, self.address = self._start()
+            except TransportError as error:
+                log.warning("the arena is not served, to be tried again", error=str(error))
+            if self._is_over.is_set():
+                _end(self._process)
+
+    def _start(self) -> tuple[subprocess.Popen[bytes], bytes]:
+        """Not in the node's session: Ctrl-C is for the node, which has requests to finish."""
+        fd, nbytes = self._arena
+        module, name = "connector.transports.nixl_owner", self._name_of_next()
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", module, name, str(fd), str(nbytes), load_nixl().__name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(fd,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise TransportError(f"nixl could not serve the arena: no process: {error}") from error
+        address = _first_word(process)
+        if address:
+            return process, address
+        _end(process)
+        raise TransportError(
+            f"nixl could not serve the arena: its process told no address within {START_S} s and "
+            f"ended with {process.returncode}: {_last_words(process)}"
+        )
+
+
+def _first_word(process: subprocess.Popen[bytes]) -> bytes:
+    """All that it writes; empty if it ends or takes too long."""
+    assert process.stdout is not None
+    news = select.poll()  # not select.select, which knows no descriptor beyond 1,023
+    with process.stdout as pipe:
+        news.register(pipe, select.POLLIN)
+        return pipe.read() if news.poll(1e3 * START_S) else b""
+
+
+def _listen(process: subprocess.Popen[bytes]) -> int:
+    """Up to its end, with its status. What it and its libraries say goes to this node's log."""
+    if process.stderr is not None and not process.stderr.closed:
+        with process.stderr as pipe:
+            for said in pipe:
+                line = said.decode(errors="replace").strip()
+                log.info("nixl says", pid=process.pid, line=line)
+    return process.wait()
+
+
+def _last_words(process: subprocess.Popen[bytes]) -> str:
+    assert process.stderr is not None
+    with process.stderr as pipe:
+        return pipe.read().decode(errors="replace").strip().rpartition("\n")[2]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Idempotent."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

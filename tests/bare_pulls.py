@@ -1,0 +1,192 @@
+"""P's arena, control service and leases, and D's reader: a pull without nodes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from connector.pd.control import LeaseDesk
+from connector.pd.digests_ahead import ArenaDigests
+from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
+from connector.pd.geometry import geometry_of
+from connector.pd.layout import blocks_announced
+from connector.pd.lease import Lease, LeaseTable
+from connector.pd.lease_records import LeaseRecords
+from connector.pd.peers import Peer
+from connector.pd.pull_plan import PullPlan, plan_pull
+from connector.pd.reading import STAGE_BYTES, PullReader
+from connector.transports.shm import ShmTransport
+from engine.arena import MARGIN_BYTES, ArenaMemory
+from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
+from engine.metrics import NodeMetrics, TransferMetrics
+from engine.rpc.control_client import ControlClient
+from engine.rpc.control_service import ControlService
+from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests
+from engine.rpc.server import start_server
+from tests.cluster import until
+from tests.faults import flip
+from tests.leases import LEASE_S, identity
+
+T = TypeVar("T")
+MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
+ATTENTION = FullAttentionSpec(num_kv_heads=1, head_dim=4, dtype="float32")
+PLAN = plan_arena(form_groups(((MAMBA,), (ATTENTION,))), 16, 1 << 18)
+STATE, PAGES = PLAN.state_groups[0], 1 - PLAN.state_groups[0]
+
+
+def by_group(state: T, pages: T) -> tuple[T, T]:
+    return (state, pages) if STATE < PAGES else (pages, state)
+
+
+def offsets_of(tables: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    return tuple(
+        tuple(PLAN.block_offset(group, block) for block in blocks)
+        for group, blocks in enumerate(tables)
+    )
+
+
+REMOTE = offsets_of(by_group((2,), (9, 5, 6, 7)))
+LOCAL: tuple[tuple[int, ...], ...] = by_group((0,), (60, 61, 62, 63))
+RECORDS = PLAN.arena_bytes
+"""Where P's lease records begin."""
+IDENTITY = identity(RECORDS)
+
+
+@dataclass(slots=True)
+class Pair:
+    """P's and D's arenas, and what connects them."""
+
+    p: ArenaMemory
+    d: ArenaMemory
+    leases: LeaseTable
+    desk: LeaseDesk
+    digests: "ChangedDigests"
+    control: ControlClient
+    metrics: NodeMetrics
+    transfers: TransferMetrics
+    transport: ShmTransport
+    now: list[float]
+
+    @property
+    def lease(self) -> Lease:
+        """The one that P has granted."""
+        (lease,) = self.leases.all_held()
+        return lease
+
+    @property
+    def generation(self) -> int:
+        """Of that lease."""
+        return self.lease.generation
+
+    async def hash_ahead(self) -> None:
+        """Returns when P has hashed all it holds."""
+        self.desk.claim("p", "r", "d")
+        digests = self.lease.digests
+        await until(lambda: digests is not None and digests.num_known == 5)
+
+    def plan(self, num_local_tokens: int = 0) -> PullPlan:
+        return plan_pull(
+            PLAN,
+            blocks_announced(PLAN, geometry_of(PLAN), REMOTE, num_tokens=64),
+            LOCAL,
+            num_tokens=64,
+            num_local_tokens=num_local_tokens,
+        )
+
+    async def read(
+        self,
+        plan: PullPlan,
+        *,
+        capabilities: tuple[str, ...] = (DIGESTS_XXH3_64,),
+        generation: int | None = None,
+        verify: bool = True,
+        faults: FaultInjector = NO_FAULTS,
+        stage_bytes: int = STAGE_BYTES,
+    ) -> None:
+        peer = Peer("p", self.control, 5.0, geometry_of(PLAN), 30.0, RECORDS, capabilities)
+        reader = PullReader(
+            self.transport,
+            self.d,
+            verify=verify,
+            metrics=self.transfers,
+            faults=faults,
+            stage_bytes=stage_bytes,
+        )
+        with closing(reader):
+            await asyncio.to_thread(
+                reader.read,
+                peer,
+                plan,
+                request_id="r",
+                generation=self.generation if generation is None else generation,
+                timeout_s=5.0,
+            )
+
+    def has_read(self, plan: PullPlan) -> bool:
+        theirs, ours = self.p.host_bytes(), self.d.host_bytes()
+        return all(
+            theirs[span.remote : span.remote + span.length]
+            == ours[span.local : span.local + span.length]
+            for span in plan.spans
+        )
+
+    def counted(self, name: str, **labels: str) -> float | None:
+        every = {"model_name": "m", "engine": "d", **labels}
+        return self.metrics.registry.get_sample_value(f"tandem:{name}_total", every)
+
+
+@dataclass(slots=True)
+class ChangedDigests:
+    """What P found, changed before it answers; `num_asked` times it was asked."""
+
+    found: ArenaDigests
+    change: Callable[[Digests], Digests]
+    num_asked: int = 0
+
+    def begin(self, lease: Lease) -> None:
+        self.found.begin(lease)
+
+    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
+        self.num_asked += 1
+        return self.change(self.found.of(lease, ranges))
+
+
+@dataclass(slots=True)
+class DamagedOnce(FaultInjector):
+    """Flips a byte when a read has brought it, the first time."""
+
+    arena: ArenaMemory
+    place: int
+    is_done: bool = False
+
+    def at(self, point: FaultPoint, scene: FaultScene) -> None:
+        came = any(start <= self.place < start + length for _, start, length in scene.spans)
+        if point is FaultPoint.AFTER_READ and came and not self.is_done:
+            self.is_done = True
+            flip(self.arena.host_bytes(), self.place)
+
+
+@asynccontextmanager
+async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> AsyncIterator[Pair]:
+    """`digest` may change what P answers."""
+    p, d = (ArenaMemory(PLAN.arena_bytes + MARGIN_BYTES) for _ in range(2))
+    p.tensor[:RECORDS].random_(256)
+    now = [0.0]
+    leases = LeaseTable(LEASE_S, lambda: now[0], LeaseRecords(p))
+    leases.grant("r", REMOTE, 64)
+    digests = ChangedDigests(ArenaDigests(PLAN, p), digest)
+    desk = LeaseDesk(lambda: IDENTITY, leases, digests=digests, wake=lambda: None)
+    server = await start_server([ControlService(desk)], "127.0.0.1", 0, token=None)
+    control = ControlClient(f"127.0.0.1:{server.port}", token=None, caller_engine_id="d")
+    theirs, ours = ShmTransport("p"), ShmTransport("d")
+    ours.register(d)
+    theirs.register(p)
+    ours.connect("p", theirs.address)
+    metrics = NodeMetrics("m", "d")
+    yield Pair(p, d, leases, desk, digests, control, metrics, TransferMetrics(metrics), ours, now)
+    control.close()
+    await server.close()
+    for item in (digests.found, ours, theirs, d, p):
+        item.close()

@@ -1,0 +1,148 @@
+"""The process that serves a host arena over NIXL: its life, and what its death costs.
+
+UCX aborts it where a reader left that it owed bytes to; here it is a signal.
+"""
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import pytest
+import torch
+
+from connector.transports.base import SpanPair, Transport
+from connector.transports.nixl_server import AgentHere, OwnerProcess
+from engine.arena import ArenaMemory
+from engine.errors import TransportError
+from tests.leaks import children_of, excess, held_by
+from tests.reads import StartPeer, expected, permuted_blocks, pull, pull_in_the_end
+from tests.transport_peer import ARENA_BYTES, DEADLINE_S, Peer
+
+OVER_NIXL = pytest.mark.parametrize("kind", ["nixl"], indirect=True)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    return os.path.exists(f"/proc/{pid}/maps") and bool(held_by(pid))
+
+
+@pytest.fixture
+def owner(transport: Transport, arena: ArenaMemory, start: StartPeer) -> tuple[Peer, int]:
+    """A peer that has been read from, and the process that serves its arena."""
+    peer = start()
+    transport.connect("p", peer.address)
+    pull(transport, "p", [SpanPair(0, 0, 64)])
+    arena.tensor.zero_()
+    (pid,) = children_of(peer.pid)
+    return peer, pid
+
+
+@OVER_NIXL
+def test_another_one_takes_the_place_of_one_that_is_aborted(
+    owner: tuple[Peer, int], transport: Transport, arena: ArenaMemory
+) -> None:
+    peer, pid = owner
+    for _ in range(2):
+        before = peer.address_now()
+        os.kill(pid, signal.SIGABRT)
+        until(lambda: peer.address_now() != before)  # noqa: B023 - called at once
+        arena.tensor.zero_()
+        pull_in_the_end(transport, peer, permuted_blocks())
+        assert torch.equal(arena.tensor, expected(peer, permuted_blocks()))
+        (pid,) = children_of(peer.pid)
+
+
+@OVER_NIXL
+def test_a_read_of_one_that_is_gone_is_an_error_and_writes_nothing(
+    owner: tuple[Peer, int], transport: Transport, arena: ArenaMemory
+) -> None:
+    _, pid = owner
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not is_running(pid))
+    with pytest.raises(TransportError):
+        pull(transport, "p", [SpanPair(0, 0, ARENA_BYTES)])
+    assert not arena.tensor.any()
+
+
+@OVER_NIXL
+def test_memory_of_a_device_is_served_by_the_node_itself(
+    transport: Transport, arena: ArenaMemory
+) -> None:
+    """In the same way as any other, which this host memory stands for."""
+    with closing(ArenaMemory(ARENA_BYTES)) as served:
+        served.tensor.random_(256)
+        with closing(AgentHere("p", (served.data_ptr, served.nbytes, 0), "DRAM")) as here:
+            transport.connect("p", here.address)
+            pull(transport, "p", [SpanPair(0, 0, ARENA_BYTES)])
+            assert torch.equal(arena.tensor, served.tensor)
+            transport.disconnect("p")
+
+
+@OVER_NIXL
+def test_it_ends_with_the_node_however_that_ends(owner: tuple[Peer, int]) -> None:
+    peer, pid = owner
+    os.kill(peer.pid, signal.SIGKILL)
+    until(lambda: not is_running(pid))
+
+
+@OVER_NIXL
+def test_it_outlives_what_a_terminal_sends_to_the_node(owner: tuple[Peer, int]) -> None:
+    peer, pid = owner
+    assert os.getsid(pid) == pid != os.getsid(peer.pid)
+
+
+def test_closing_leaves_nothing() -> None:
+    before = held_by(os.getpid())
+    with closing(ArenaMemory(ARENA_BYTES)) as arena:
+        assert arena.fd is not None
+        owner = OwnerProcess(lambda: "p", arena.fd, arena.nbytes)
+        assert owner.pid in children_of(os.getpid())
+        owner.close()
+        owner.close()
+        assert not is_running(owner.pid)
+    assert not excess(before, held_by(os.getpid()))
+
+
+def test_what_cannot_be_served_is_an_error_that_says_why() -> None:
+    before = held_by(os.getpid())
+    with closing(ArenaMemory(ARENA_BYTES)) as arena:
+        assert arena.fd is not None
+        with pytest.raises(TransportError, match=r"could not serve the arena.*(mmap|length)"):
+            OwnerProcess(lambda: "p", arena.fd, 2 * ARENA_BYTES)
+    assert not excess(before, held_by(os.getpid()))
+
+
+def test_a_node_with_many_descriptors_is_served_too(arena: ArenaMemory) -> None:
+    """`select.select` knows none beyond 1,023."""
+    assert arena.fd is not None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    taken = [os.dup(arena.fd) for _ in range(1100)]
+    try:
+        with closing(OwnerProcess(lambda: "p", arena.fd, arena.nbytes)) as owner:
+            assert owner.address
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_room_for_another_process_is_a_typed_error(arena: ArenaMemory) -> None:
+    """Whoever watches over one tries again after that."""
+    assert arena.fd is not None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+    try:
+        with pytest.raises(TransportError, match=r"no process.*Too many open files"):
+            OwnerProcess(lambda: "p", arena.fd, arena.nbytes)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

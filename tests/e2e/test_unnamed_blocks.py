@@ -1,0 +1,83 @@
+"""Of a very long prompt P does not name the blocks: D asks its control service where they are."""
+
+from pathlib import Path
+
+import pytest
+
+from connector.pd import producer
+from engine.errors import KVLoadError
+from engine.node.server import NodeServer
+from engine.types import KVTransferParams
+from tests.accounts import at_rest
+from tests.cluster import Cluster, generate, transfer_config, until
+from tests.faults import counted
+from tests.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
+
+FAMILY = "qwen3_5"
+PROMPT = prompt_of(100, salt=7)
+
+
+@pytest.fixture(autouse=True)
+def few_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`PROMPT` has more."""
+    monkeypatch.setattr(producer, "MAX_NAMED_BLOCKS", 6)
+
+
+async def pair_of_nodes(
+    cluster: Cluster, model: Path, transport: str = "shm", policy: str = "recompute"
+) -> tuple[NodeServer, NodeServer]:
+    config = transfer_config(transport, policy)
+    p = await cluster.start("prefill", model, kv_transfer_config=config)
+    d = await cluster.start("decode", model, kv_transfer_config=config)
+    return p, d
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_blocks_that_p_has_not_named_are_asked_for(
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+) -> None:
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport)
+    for length, is_named in ((64, True), (100, False), (100, False)):
+        alone = await generate(p, request_of(PROMPT[:length]))
+        params = await prefill(p, PROMPT[:length])
+        assert (params.remote_block_ids is not None) == is_named
+        pair = await generate(d, request_of(PROMPT[:length], GREEDY, params))
+        assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+        assert pair.last.kv_transfer is not None
+        assert pair.last.kv_transfer.verified
+        await at_rest(p)
+    await at_rest(d)
+
+
+async def test_a_prefill_that_p_holds_no_more_is_computed(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY])
+    alone = await generate(p, request_of(PROMPT))
+    params = await let_go(p)
+    pair = await generate(d, request_of(PROMPT, GREEDY, params))
+    assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
+    assert pair.last.kv_transfer is None
+    assert counted(d, "tandem:kv_late_reads") == 1
+    assert (await hand_over(p, d, PROMPT)).last.kv_transfer is not None
+    await at_rest(p)
+    await at_rest(d)
+
+
+async def test_or_is_an_error_where_the_node_is_told_so(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], policy="fail")
+    with pytest.raises(KVLoadError, match="late_read"):
+        await generate(d, request_of(PROMPT, GREEDY, await let_go(p)))
+    await at_rest(d)
+
+
+async def let_go(p: NodeServer) -> KVTransferParams:
+    """P's answer, of which it holds nothing any more."""
+    params = await prefill(p, PROMPT)
+    held = params.remote_request_id
+    assert held is not None
+    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
+    await until(lambda: not p.engine.core.scheduler.num_held)
+    return params
