@@ -11,7 +11,7 @@ from benchmarks.transfer_cases import ARENA_BYTES, Case, prompts, sizes
 from connector.pd.control import LeaseDesk
 from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.lease import LeaseTable
-from connector.pd.lease_words import LeaseWords
+from connector.pd.lease_records import LeaseRecords
 from connector.transports.choose import open_transport
 from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.logs import configure_logging
@@ -49,7 +49,9 @@ def _serve(pipe: Connection) -> None:
     arena = ArenaMemory(ARENA_BYTES + MARGIN_BYTES)
     arena.tensor[:ARENA_BYTES].fill_(FILL)
     transports = [open_transport(name, ENGINE_ID) for name in OURS]
-    addresses = {transport.name: transport.register(arena) for transport in transports}
+    for transport in transports:
+        transport.register(arena)
+    addresses = {transport.name: transport.address for transport in transports}
     asyncio.run(_answer(pipe, arena, addresses))
     for transport in transports:
         transport.close()
@@ -59,12 +61,12 @@ def _serve(pipe: Connection) -> None:
 async def _answer(pipe: Connection, arena: ArenaMemory, addresses: dict[str, bytes]) -> None:
     """One control service per case, for each has a plan of its own."""
     ports: dict[str, int] = {}
-    words = LeaseWords(arena)
+    records = LeaseRecords(arena)
     async with AsyncExitStack() as stack:
         for case in prompts() + sizes():
             digests = ArenaDigests(case.plan, arena)
             stack.callback(digests.close)
-            service = ControlService(_desk(case, digests, words))
+            service = ControlService(_desk(case, digests, records))
             server = await start_server([service], "127.0.0.1", 0, token=None)
             stack.push_async_callback(server.close)
             ports[case.name] = server.port
@@ -72,9 +74,9 @@ async def _answer(pipe: Connection, arena: ArenaMemory, addresses: dict[str, byt
         await asyncio.to_thread(pipe.poll, None)
 
 
-def _desk(case: Case, digests: ArenaDigests, words: LeaseWords) -> LeaseDesk:
+def _desk(case: Case, digests: ArenaDigests, records: LeaseRecords) -> LeaseDesk:
     """Grants a released lease anew."""
-    leases = LeaseTable(LEASE_S, monotonic, words)
+    leases = LeaseTable(LEASE_S, monotonic, records)
 
     def grant() -> None:
         digests.begin(leases.grant(case.name, case.remote, case.num_tokens))
@@ -86,6 +88,6 @@ def _desk(case: Case, digests: ArenaDigests, words: LeaseWords) -> LeaseDesk:
         transport_address=b"",
         geometry={},
         lease_s=LEASE_S,
-        lease_words=ARENA_BYTES,
+        lease_records=ARENA_BYTES,
     )
-    return LeaseDesk(identity, leases, digests=digests, wake=grant)
+    return LeaseDesk(lambda: identity, leases, digests=digests, wake=grant)

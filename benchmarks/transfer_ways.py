@@ -21,7 +21,7 @@ from connector.pd.geometry import geometry_of
 from connector.pd.peers import Peer
 from connector.pd.reading import PullReader
 from connector.transports.base import SpanPair, Transport
-from connector.transports.nixl import NixlAddress
+from connector.transports.nixl_agent import NixlAddress
 from engine.arena import ArenaMemory
 from engine.metrics import NodeMetrics, TransferMetrics
 from engine.rpc.control_client import ControlClient

@@ -28,7 +28,7 @@ PARTS = {
     "queue": "admitted, until an engine step has given it blocks",
     "plan": "until the first read begins: thread, plan",
     "bytes": "the reads, and D's digests of what they brought: not counted",
-    "vouch": "P's word and digests waited for and compared, until an engine step has heard of it",
+    "vouch": "P's record read, digests compared, until an engine step has heard of it",
     "step": "until that request's first step computes",
 }
 

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from benchmarks.kv_cache.traces import Record, Segment, TokenTable
 from connector.pd.geometry import geometry_of
-from connector.pd.layout import blocks_announced
+from connector.pd.layout import SequenceBlocks, blocks_announced
 from connector.pd.pull_plan import PullPlan, plan_pull
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 
-NOTHING = PullPlan((), (), 0)
+NOTHING = PullPlan((), (), 0, SequenceBlocks(()))
 
 
 @dataclass(slots=True, frozen=True)
