@@ -29,7 +29,7 @@ from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.accounts import Account, at_rest, forget_peers
 from tests.asking import prefill_over_http
-from tests.cluster import Cluster, Generation, generate, transfer_config, until
+from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
 from tests.faults import Armed, AtNth, Refusing, counted, flip, raising
 from tests.pairs import (
     GREEDY,
@@ -62,12 +62,18 @@ async def pair_of_nodes(
     control_s: float = 2.0,
     on_p: FaultInjector = NO_FAULTS,
     on_d: FaultInjector = NO_FAULTS,
+    d_block_size: int = BASE.block_size,
 ) -> tuple[NodeServer, NodeServer]:
-    """Pulls of `PROMPT` have `NUM_STAGES` stages."""
+    """Pulls of `PROMPT` have `NUM_STAGES` stages. Where D cuts differently it has to ask P."""
     config = transfer_config(transport, policy, lease_s, control_s)
     p = await cluster.start("prefill", model, faults=on_p, kv_transfer_config=config)
     d = await cluster.start(
-        "decode", model, faults=on_d, stage_bytes=STAGE_BYTES, kv_transfer_config=config
+        "decode",
+        model,
+        faults=on_d,
+        stage_bytes=STAGE_BYTES,
+        block_size=d_block_size,
+        kv_transfer_config=config,
     )
     return p, d
 
@@ -306,7 +312,15 @@ async def test_a_hand_over_held_at_any_point_changes_nothing_and_delays_nobody_e
 ) -> None:
     """Only other hand-overs between the same nodes wait for their first handshake."""
     faults, model = Armed(), checkpoints[FAMILY]
-    p, d = await pair_of_nodes(cluster, model, transport, control_s=30.0, on_p=faults, on_d=faults)
+    p, d = await pair_of_nodes(
+        cluster,
+        model,
+        transport,
+        control_s=30.0,
+        on_p=faults,
+        on_d=faults,
+        d_block_size=2 * BASE.block_size,
+    )
     alone = await generate(p, request_of(PROMPT))
     for point in FaultPoint:
         holding = faults.hold(point)
