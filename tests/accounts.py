@@ -22,7 +22,7 @@ from engine.node.server import NodeServer
 from tests.cluster import all_back, sample, settled, until
 from tests.leaks import Holdings, held_here
 
-THREADS_PER_NODE = 2 + CONTROL_LIMITS.total + 3 * PdConnectorConfig().max_concurrent_pulls
+THREADS_PER_NODE = 3 + CONTROL_LIMITS.total + 2 * PdConnectorConfig().max_concurrent_pulls
 STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 
 

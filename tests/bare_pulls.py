@@ -104,8 +104,9 @@ class Pair:
         verify: bool = True,
         faults: FaultInjector = NO_FAULTS,
         stage_bytes: int = STAGE_BYTES,
+        timeout_s: float = 5.0,
     ) -> None:
-        peer = Peer("p", self.control, 5.0, geometry_of(PLAN), 30.0, RECORDS, capabilities)
+        peer = Peer("p", self.control, timeout_s, geometry_of(PLAN), 30.0, RECORDS, capabilities)
         reader = PullReader(
             self.transport,
             self.d,
@@ -121,7 +122,7 @@ class Pair:
                 plan,
                 request_id="r",
                 generation=self.generation if generation is None else generation,
-                timeout_s=5.0,
+                timeout_s=timeout_s,
             )
 
     def has_read(self, plan: PullPlan) -> bool:

@@ -7,7 +7,8 @@ or not hashed yet. What differs is read once more. Knows nothing of requests and
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -38,7 +39,7 @@ from engine.errors import (
     VerificationError,
 )
 from engine.metrics import TransferMetrics
-from engine.rpc.messages import DIGESTS_XXH3_64
+from engine.rpc.messages import DIGESTS_XXH3_64, Digests, DigestsQuestion
 
 log = structlog.get_logger()
 
@@ -78,26 +79,51 @@ class Reading:
 
         Raises LateReadError when P does not hold them any more.
         """
-        try:
-            digests = self.peer.control.digests(
-                self.peer.engine_id,
-                self.request_id,
-                self.generation,
-                ranges=[group.asked for group in plan.groups],
-                timeout_s=min(self.time_left(), self.peer.timeout_s),
-            )
-        except KVTransferParamsError as error:
-            raise LateReadError(f"the peer vouches for nothing any more: {error}") from error
-        found, wanted = list(map(len, digests)), [len(group.blocks) for group in plan.groups]
-        if found != wanted:
-            raise TransportError(f"the peer sent {found} digests for {wanted} blocks")
-        return [digest for group in digests for digest in group]
+        with _late_if_refused():
+            digests = self.peer.control.digests(self._question(plan), timeout_s=self._answer_s())
+        return _in_order(digests, plan)
+
+    @contextmanager
+    def asking(self, plan: PullPlan) -> Iterator[Callable[[], list[int]]]:
+        """The same, of a P that hashes while D reads: whoever calls for the answer waits."""
+        control, question = self.peer.control, self._question(plan)
+        with (
+            _late_if_refused(),
+            control.asking_digests(question, timeout_s=self._answer_s()) as answer,
+        ):
+            yield lambda: _in_order(answer(), plan)
+
+    def _question(self, plan: PullPlan) -> DigestsQuestion:
+        return DigestsQuestion(
+            engine_id=self.peer.engine_id,
+            request_id=self.request_id,
+            generation=self.generation,
+            ranges=tuple(group.asked for group in plan.groups),
+        )
+
+    def _answer_s(self) -> float:
+        return min(self.time_left(), self.peer.timeout_s)
+
+
+@contextmanager
+def _late_if_refused() -> Iterator[None]:
+    try:
+        yield
+    except KVTransferParamsError as error:
+        raise LateReadError(f"the peer vouches for nothing any more: {error}") from error
+
+
+def _in_order(digests: Digests, plan: PullPlan) -> list[int]:
+    found, wanted = list(map(len, digests)), [len(group.blocks) for group in plan.groups]
+    if found != wanted:
+        raise TransportError(f"the peer sent {found} digests for {wanted} blocks")
+    return [digest for group in digests for digest in group]
 
 
 class PullReader:
     """Fills blocks of the local arena from a peer's; safe to use from several threads.
 
-    Owner of the threads that help: for each pull one to ask P, and one to hash.
+    Owner of the threads that hash, one for each pull.
     """
 
     def __init__(
@@ -117,12 +143,10 @@ class PullReader:
         self._metrics = metrics
         self._faults = faults
         self._stage_bytes = stage_bytes
-        self._asking = ThreadPoolExecutor(NUM_PLACES, "kv-ask")
         self._hashing = ThreadPoolExecutor(NUM_PLACES, "kv-hash", initializer=step_back)
 
     def close(self) -> None:
         """Stops the threads; call when nothing is read any more."""
-        self._asking.shutdown()
         self._hashing.shutdown()
 
     def read(
@@ -194,13 +218,10 @@ class PullReader:
 
     def _read_and_ask(self, reading: Reading, plan: PullPlan) -> tuple[list[int], list[int]]:
         """The same, where P's record has nothing to compare with: P hashes while D reads."""
-        asked = self._asking.submit(reading.ask, plan)
-        try:
+        with reading.asking(plan) as answer:
             found = self._read_blocks(reading, plan.blocks, plan.spans)
             self._confirm(reading)
-        finally:
-            wait([asked])  # it has a deadline; nothing of a pull outlives it
-        return found, asked.result()
+            return found, answer()
 
     def _differing(
         self, plan: PullPlan, expected: Sequence[int], found: Iterable[tuple[int, int]]

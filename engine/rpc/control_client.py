@@ -3,7 +3,8 @@
 Every call has a deadline; every failure is a leaf of the error tree.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -11,7 +12,7 @@ import grpc
 from engine.errors import TandemError
 from engine.rpc import convert
 from engine.rpc.channel import OPTIONS, token_metadata
-from engine.rpc.messages import ANY_GENERATION, BlockRange, Claim, Digests, Handshake
+from engine.rpc.messages import ANY_GENERATION, Claim, Digests, DigestsQuestion, Handshake
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import KvControlStub
 from engine.rpc.status import error_from_status
@@ -84,30 +85,44 @@ class ControlClient:
         reply: pb.ReleaseReply = self._call(self._stub.Release, request, timeout_s)
         return reply.was_alive
 
-    def digests(
-        self,
-        engine_id: str,
-        request_id: str,
-        generation: int,
-        *,
-        ranges: Sequence[BlockRange],
-        timeout_s: float,
-    ) -> Digests:
+    def digests(self, question: DigestsQuestion, *, timeout_s: float) -> Digests:
         """What the bytes of a held prefill are; refused once it is not held any more."""
-        request = pb.DigestsRequest(
-            engine_id=engine_id,
-            request_id=request_id,
-            generation=generation,
-            ranges=convert.ranges_to_pb(ranges),
-        )
+        request = convert.digests_question_to_pb(question)
         reply: pb.DigestsReply = self._call(self._stub.Digests, request, timeout_s)
         return convert.digests_from_pb(reply)
 
-    def _call(self, method: Callable[..., _Reply], request: Any, timeout_s: float) -> _Reply:
+    @contextmanager
+    def asking_digests(
+        self, question: DigestsQuestion, *, timeout_s: float
+    ) -> Iterator[Callable[[], Digests]]:
+        """The same, of a peer that hashes meanwhile: waits when called, and at the end no more.
+
+        Costs a third of a millisecond, for a thread of gRPC's.
+        """
+        message = convert.digests_question_to_pb(question)
+        call = self._stub.Digests.future(message, timeout=timeout_s, metadata=self._metadata)
+
+        def answer() -> Digests:
+            with _errors_of(self.address):
+                return convert.digests_from_pb(call.result())
+
         try:
+            yield answer
+        finally:
+            call.cancel()
+
+    def _call(self, method: Callable[..., _Reply], request: Any, timeout_s: float) -> _Reply:
+        with _errors_of(self.address):
             return method(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise _named(error, self.address) from error
+
+
+@contextmanager
+def _errors_of(address: str) -> Iterator[None]:
+    """Failures of calls to `address` as leaves of the error tree."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise _named(error, address) from error
 
 
 def _named(error: grpc.RpcError, address: str) -> TandemError:

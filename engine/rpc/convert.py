@@ -3,12 +3,19 @@
 Everything that arrives is validated by the typed schemas, so bounds are written down once.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import msgspec
 
 from engine.errors import InvalidRequestError, KVTransferParamsError, TandemError
-from engine.rpc.messages import BlockRange, Claim, Digests, Handshake, NodeInfo
+from engine.rpc.messages import (
+    BlockRange,
+    Claim,
+    Digests,
+    DigestsQuestion,
+    Handshake,
+    NodeInfo,
+)
 from engine.rpc.pb import node_pb2 as pb
 from engine.types import (
     MAX_KV_TRANSFER_PARAMS_BYTES,
@@ -198,9 +205,14 @@ def claim_from_pb(message: pb.ClaimReply) -> Claim:
     )
 
 
-def ranges_to_pb(ranges: Sequence[BlockRange]) -> list[pb.BlockRange]:
-    """What D asks digests of."""
-    return [pb.BlockRange(**msgspec.structs.asdict(asked)) for asked in ranges]
+def digests_question_to_pb(question: DigestsQuestion) -> pb.DigestsRequest:
+    """What D asks P."""
+    return pb.DigestsRequest(
+        engine_id=question.engine_id,
+        request_id=question.request_id,
+        generation=question.generation,
+        ranges=[pb.BlockRange(**msgspec.structs.asdict(asked)) for asked in question.ranges],
+    )
 
 
 def ranges_from_pb(ranges: Iterable[pb.BlockRange]) -> tuple[BlockRange, ...]:

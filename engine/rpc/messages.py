@@ -77,6 +77,15 @@ class BlockRange(msgspec.Struct, frozen=True, kw_only=True):
     end: int = 0
 
 
+class DigestsQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """What are the bytes of these ranges, under that lease of incarnation `engine_id`?"""
+
+    engine_id: str
+    request_id: str
+    generation: int
+    ranges: tuple[BlockRange, ...]
+
+
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
     """Where a finished request lies: byte offsets per group, and how many tokens they hold.
 

@@ -15,6 +15,7 @@ import pytest
 from engine.errors import KVTransferParamsError
 from engine.node.server import NodeServer
 from engine.rpc.control_client import ControlClient
+from engine.rpc.messages import DigestsQuestion
 from engine.types import KVTransferParams
 from tests.accounts import Account, leases_of
 from tests.cluster import Cluster, generate
@@ -116,14 +117,18 @@ async def test_what_was_said_once_has_no_effect_when_it_is_said_again_later(
     over, living = [await prefill(p, PROMPT) for _ in range(2)]
     await generate(d, request_of(PROMPT, GREEDY, over))
     engine_id, name = over.remote_engine_id, over.remote_request_id
-    generation = 2  # the lease of `over`: the account opened with the first
+    generation = over.remote_generation
+    assert engine_id and name and generation
+    question = DigestsQuestion(
+        engine_id=engine_id, request_id=name, generation=generation, ranges=()
+    )
     with control_of(p) as client:
         with pytest.raises(KVTransferParamsError, match="not held any more"):
             await said(client.claim, engine_id, name)
         lost = await said(client.renew, engine_id, [name], generations=[generation])
         assert lost == (name,)
         with pytest.raises(KVTransferParamsError, match="not held any more"):
-            await said(client.digests, engine_id, name, generation, ranges=[])
+            await said(client.digests, question)
         assert not await release(client, over)
         for stranger in ("", "another-node", f"{engine_id}0"):
             with pytest.raises(KVTransferParamsError, match="that node is gone"):

@@ -1,11 +1,17 @@
 """Digests that D reads out of P's memory, and when it asks P instead."""
 
+import threading
+
 import pytest
 
 from connector.pd import reading
+from connector.pd.faults import FaultPoint, FaultScene
 from connector.pd.lease_records import HEADER_WORDS, WORD_BYTES, offset_of
-from engine.errors import LateReadError, VerificationError
+from engine.errors import LateReadError, TransportError, VerificationError
+from engine.rpc.messages import Digests
 from tests.bare_pulls import PAGES, PLAN, RECORDS, STATE, DamagedOnce, Pair, pair
+from tests.cluster import until
+from tests.faults import AtNth
 
 NUM_PAGES = 4
 NUM_BLOCKS = NUM_PAGES + 1
@@ -35,6 +41,29 @@ async def test_what_p_has_hashed_is_compared_without_asking_it(num_local_tokens:
         assert verified == PLAN.block_bytes(STATE) + num_read * PLAN.block_bytes(PAGES)
         assert nodes.counted("kv_verified_bytes") == verified
         assert nodes.counted("kv_verification_retries") == 0
+
+
+async def test_nobody_waits_for_p_once_a_read_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "MAX_DIGESTS", 0)  # so D asks while it reads
+    is_asked, go, has_answered = threading.Event(), threading.Event(), threading.Event()
+
+    def think(found: Digests) -> Digests:
+        is_asked.set()
+        go.wait(10)
+        has_answered.set()
+        return found
+
+    def fail(scene: FaultScene) -> None:
+        assert is_asked.wait(10)
+        raise TransportError("refused by the test")
+
+    async with pair(think) as nodes:
+        failing = AtNth(FaultPoint.BEFORE_CONFIRM, fail)
+        with pytest.raises(TransportError, match="refused by the test"):
+            await nodes.read(nodes.plan(), faults=failing, timeout_s=30.0)
+        assert not has_answered.is_set()
+        go.set()
+        await until(has_answered.is_set)
 
 
 @pytest.mark.parametrize("group", [STATE, PAGES])

@@ -10,7 +10,7 @@ import pytest
 from engine.errors import DeadlineExceededError, KVTransferParamsError, UnavailableError
 from engine.rpc.client import NodeClient
 from engine.rpc.control_client import ControlClient
-from engine.rpc.messages import BlockRange, Claim, Handshake
+from engine.rpc.messages import BlockRange, Claim, DigestsQuestion, Handshake
 from tests.node_double import ScriptedNode, running_nodes
 
 S = 5.0
@@ -43,9 +43,12 @@ async def test_all_five_verbs() -> None:
         lost = await asyncio.to_thread(
             client.renew, node.engine_id, ["a", "lost-b"], generations=[3, 2**63], timeout_s=S
         )
-        digests = await asyncio.to_thread(
-            client.digests, node.engine_id, "r", 9, ranges=RANGES, timeout_s=S
+        question = DigestsQuestion(
+            engine_id=node.engine_id, request_id="r", generation=9, ranges=tuple(RANGES)
         )
+        digests = await asyncio.to_thread(client.digests, question, timeout_s=S)
+        with client.asking_digests(question, timeout_s=S) as answer:
+            assert await asyncio.to_thread(answer) == digests
         alive = await asyncio.to_thread(
             client.release, node.engine_id, "r", reason="done", generation=9, timeout_s=S
         )
@@ -55,7 +58,7 @@ async def test_all_five_verbs() -> None:
     assert claim == Claim(num_tokens=33, groups=groups, generation=9)
     assert lost == ("lost-b",)
     assert digests == ((2**64 - 10,) * 2, (), (2**64 - 10,))
-    assert node.ranges == RANGES
+    assert node.ranges == 2 * RANGES
     assert alive
     assert node.released == [(node.engine_id, "r", "done")]
     assert node.generations == [3, 2**63, 9]

@@ -17,7 +17,7 @@ from connector.pd.layout import blocks_announced
 from connector.pd.reading import in_stages
 from connector.transports.base import SpanPair
 from engine.errors import KVTransferParamsError, LateReadError, TransportError, VerificationError
-from engine.rpc.messages import BlockRange, Digests
+from engine.rpc.messages import BlockRange, Digests, DigestsQuestion
 from tests.bare_pulls import ATTENTION, PAGES, PLAN, REMOTE, STATE, DamagedOnce, pair
 from tests.faults import AtNth
 from tests.leases import LEASE_S, lease_table
@@ -177,10 +177,11 @@ async def test_ranges_that_are_not_held_are_refused(
 ) -> None:
     async with pair() as nodes:
         asked = msgspec.structs.replace(HELD, **change)
+        question = DigestsQuestion(
+            engine_id="p", request_id="r", generation=nodes.generation, ranges=(asked,)
+        )
         with pytest.raises(TransportError, match=message):
-            await asyncio.to_thread(
-                nodes.control.digests, "p", "r", nodes.generation, ranges=[asked], timeout_s=5.0
-            )
+            await asyncio.to_thread(nodes.control.digests, question, timeout_s=5.0)
 
 
 @given(st.lists(st.integers(1, 40), max_size=12), st.integers(1, 50))
