@@ -1,4 +1,4 @@
-"""What the transport tests read, and what must arrive."""
+"""What the transport tests read, what must arrive, and how they wait for it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -35,6 +35,13 @@ def expected(peer: Peer, spans: Sequence[SpanPair]) -> torch.Tensor:
     for remote, local, length in spans:
         wanted[local : local + length] = peer.bytes[remote : remote + length]
     return wanted
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def pull_in_the_end(transport: Transport, peer: Peer, spans: Sequence[SpanPair]) -> None:

@@ -260,8 +260,13 @@ class NixlTransport(Transport):
             raise TransportError(
                 "this transport has an arena already; open one transport per arena"
             )
-        self._server = self._serve(arena)
         self._arena = arena
+        try:
+            self._server = self._serve(arena)
+            self._open_reader()  # a process's first one takes UCX 0.4 s, which no request waits for
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def address(self) -> bytes:

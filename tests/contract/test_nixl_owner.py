@@ -6,8 +6,6 @@ UCX aborts it where a reader left that it owed bytes to; here it is a signal.
 import os
 import resource
 import signal
-import time
-from collections.abc import Callable
 from contextlib import closing
 
 import pytest
@@ -18,17 +16,10 @@ from connector.transports.nixl_server import AgentHere, OwnerProcess
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 from tests.leaks import children_of, excess, held_by
-from tests.reads import StartPeer, expected, permuted_blocks, pull, pull_in_the_end
-from tests.transport_peer import ARENA_BYTES, DEADLINE_S, Peer
+from tests.reads import StartPeer, expected, permuted_blocks, pull, pull_in_the_end, until
+from tests.transport_peer import ARENA_BYTES, Peer
 
 OVER_NIXL = pytest.mark.parametrize("kind", ["nixl"], indirect=True)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def is_running(pid: int) -> bool:
