@@ -5,7 +5,6 @@ import gc
 import json
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -282,12 +281,15 @@ async def all_back(before: Holdings) -> None:
 
 async def close_all(nodes: list[NodeServer]) -> None:
     """Every living node must be empty before the first is closed; all are closed, come what may."""
-    async with AsyncExitStack() as stack:
-        for node in nodes:
-            stack.push_async_callback(node.close)
+    try:
         for node in nodes:
             if node.engine.is_alive:
                 await settled(node)
+    finally:
+        ends = await asyncio.gather(*(node.close() for node in nodes), return_exceptions=True)
+    for end in ends:
+        if end is not None:
+            raise end
 
 
 @pytest.fixture(autouse=True)
