@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from connector.transports.choose import open_transport
-from connector.transports.nixl_server import NO_HOOKS
+from connector.transports.nixl_owner import NO_HOOKS
 from engine.arena import ArenaMemory
 from tests.netns import End, move_in
 from tests.processes import signal_all
@@ -74,7 +74,7 @@ class Peer:
 
     def __init__(self, kind: str, name: str, seed: int, place: Place = HERE) -> None:
         ucx = {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
-        life = Life(kind, name, seed, place, NO_HOOKS | ucx)
+        life = Life(kind, name, seed, place, dict([NO_HOOKS]) | ucx)
         self.name = name
         self.bytes = pattern(seed)
         self._told, theirs = multiprocessing.Pipe()

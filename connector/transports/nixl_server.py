@@ -3,7 +3,6 @@
 Memory of a device belongs to the process that allocated it; a host arena is served from outside.
 """
 
-import os
 import select
 import subprocess
 import sys
@@ -22,8 +21,6 @@ START_S = 30.0
 STOP_S = 5.0
 RESTART_S = 0.2
 """Between the end of a process and the start of the next one, which may not live long either."""
-NO_HOOKS = {"UCX_MEM_EVENTS": "n"}
-"""UCX watches what a process unmaps, and takes 0.4 s for that; this one unmaps nothing in use."""
 
 
 class NixlServer(Protocol):
@@ -107,7 +104,6 @@ class OwnerProcess:
                 stderr=subprocess.PIPE,
                 pass_fds=(fd,),
                 start_new_session=True,
-                env=NO_HOOKS | os.environ,
             )
         except OSError as error:
             raise TransportError(f"nixl could not serve the arena: no process: {error}") from error
