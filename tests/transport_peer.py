@@ -55,7 +55,10 @@ LOCAL = Road()
 
 
 class Life(NamedTuple):
-    """What a new peer has to know; `environment`: UCX's settings, which the fork server has not."""
+    """What a new peer has to know.
+
+    `environment`: UCX's settings, which the fork server has not; hooks do not pay in a short life.
+    """
 
     transport: str
     name: str
