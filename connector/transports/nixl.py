@@ -260,13 +260,12 @@ class NixlTransport(Transport):
             raise TransportError(
                 "this transport has an arena already; open one transport per arena"
             )
-        self._arena = arena
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._arena = arena
             self._server = self._serve(arena)
             self._open_reader()  # a process's first one takes UCX 0.4 s, which no request waits for
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
 
     @property
     def address(self) -> bytes:

@@ -11,6 +11,7 @@ from contextlib import closing
 import pytest
 import torch
 
+from connector.transports import nixl
 from connector.transports.base import SpanPair, Transport
 from connector.transports.nixl_server import AgentHere, OwnerProcess
 from engine.arena import ArenaMemory
@@ -100,6 +101,21 @@ def test_closing_leaves_nothing() -> None:
         owner.close()
         owner.close()
         assert not is_running(owner.pid)
+    assert not excess(before, held_by(os.getpid()))
+
+
+def test_a_node_that_cannot_open_its_reader_is_not_served_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise TransportError("refused by the test")
+
+    monkeypatch.setattr(nixl, "_Reader", refuse)
+    before = held_by(os.getpid())
+    with closing(ArenaMemory(ARENA_BYTES)) as arena:
+        with pytest.raises(TransportError, match="refused by the test"):
+            nixl.NixlTransport("p").register(arena)
+        assert not excess(before, held_by(os.getpid()))["child"]
     assert not excess(before, held_by(os.getpid()))
 
 
