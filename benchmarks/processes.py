@@ -26,6 +26,11 @@ class Server:
     process: subprocess.Popen[bytes]
     log: Path
 
+    @property
+    def serves(self) -> bool:
+        """Whether it has said where."""
+        return URL.search(self.log.read_text(errors="replace")) is not None
+
     def url(self) -> str:
         """Where it serves, once it does; raises RuntimeError with its log when it does not."""
         deadline = time.monotonic() + START_TIMEOUT_S
