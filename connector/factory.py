@@ -16,7 +16,7 @@ from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.geometry import describe_geometry
 from connector.pd.lease import LeaseTable
 from connector.pd.lease_records import LeaseRecords
-from connector.pd.params import ParamsSigner, is_loopback
+from connector.pd.params import ParamsSigner
 from connector.pd.peers import PeerRegistry
 from connector.pd.producer import (
     AdvertisedAddress,
@@ -32,6 +32,8 @@ from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import Connector
 from engine.metrics import NodeMetrics, TransferMetrics
 from engine.node.connector import ConnectorSettings
+from engine.rpc.address import is_loopback
+from engine.rpc.cluster_token import signing_key
 from engine.rpc.control_service import ControlService
 from engine.rpc.messages import Handshake
 from engine.rpc.server import RpcService
@@ -88,7 +90,8 @@ def build_connector(
     records = LeaseRecords(arena)
     identity = partial(_identity, settings, plan, digests, records=records, transport=transport)
     leases = _watched_leases(extra.kv_lease_duration, plan, metrics, records=records)
-    signer = ParamsSigner(settings.cluster_token)
+    token = settings.cluster_token
+    signer = ParamsSigner(None if token is None else signing_key(token))
     peers = _peers(settings, identity(), transport, faults=faults)
     transfers = TransferMetrics(metrics)
     claims = ClaimKeeper(peers, extra.kv_lease_duration, transfers)

@@ -8,6 +8,7 @@ TandemError
 ├── AuthenticationError          missing or wrong key; HTTP 401
 ├── OverloadedError              a bounded queue is full; HTTP 429 with Retry-After
 ├── UnavailableError             no node can serve this now; HTTP 503 with Retry-After
+│   └── UnprovenPeerError        what answers did not prove that it knows the cluster token
 ├── DeadlineExceededError        an await ran past its deadline; HTTP 504
 ├── KVLoadError                  a remote prefill is lost and the policy is `fail`; HTTP 502
 ├── RequestAbortedError          the request was cancelled while someone still waited for it
@@ -67,6 +68,10 @@ class UnavailableError(TandemError):
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class UnprovenPeerError(UnavailableError):
+    """What answers at a node's address did not prove that it belongs to the cluster."""
 
 
 class DeadlineExceededError(TandemError):

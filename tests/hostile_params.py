@@ -8,6 +8,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from connector.pd.params import REQUIRED, ParamsSigner
+from engine.rpc.cluster_token import signing_key
 from engine.types import KVTransferParams
 
 Fields = dict[str, Any]
@@ -216,7 +217,7 @@ def _signed_nonsense(valid: Fields, token: str) -> Iterator[Fields]:
 
 def _signed(fields: Fields, token: str) -> Fields:
     """Not checked by the schema, as a node gone wrong would not."""
-    params = ParamsSigner(token).sign(KVTransferParams(**fields))
+    params = ParamsSigner(signing_key(token)).sign(KVTransferParams(**fields))
     return dict(to_builtins(params))
 
 

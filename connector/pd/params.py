@@ -1,19 +1,19 @@
 """`kv_transfer_params`: how they are signed, and what is checked before a word is believed.
 
 The object passes through clients and proxies that may be anybody's, so who holds a request signs
-it with the cluster token and who pulls talks only to hosts that a signed object names. Without a
+it with a key of the cluster and who pulls talks only to hosts that a signed object names. Without a
 token there is nothing to sign with, and only peers on the same machine are accepted.
 """
 
 import hashlib
 import hmac
-import ipaddress
 from array import array
 from collections.abc import Sequence
 
 import msgspec
 
 from engine.errors import KVTransferParamsError
+from engine.rpc.address import is_loopback
 from engine.types import GenerateRequest, KVTransferParams, TokenId
 
 REQUIRED_TO_RETURN = (
@@ -29,11 +29,11 @@ REQUIRED = (*REQUIRED_TO_RETURN, "remote_generation", "first_token_ids")
 
 
 class ParamsSigner:
-    """Signs and verifies with one cluster token; None means loopback peers only."""
+    """Signs and verifies with the cluster's signing key; None means loopback peers only."""
 
-    def __init__(self, cluster_token: str | None) -> None:
-        self._has_token = cluster_token is not None
-        self._key = (cluster_token or "loopback").encode()
+    def __init__(self, signing_key: bytes | None) -> None:
+        self._has_key = signing_key is not None
+        self._key = signing_key or b"loopback"
 
     def sign(self, params: KVTransferParams) -> KVTransferParams:
         """`params` with its signature."""
@@ -48,7 +48,7 @@ class ParamsSigner:
                 "on the way; send P's object as it is, and give all nodes the same cluster token",
                 code="foreign_kv_transfer_params",
             )
-        if not self._has_token and not is_loopback(params.remote_host or ""):
+        if not self._has_key and not is_loopback(params.remote_host or ""):
             raise KVTransferParamsError(
                 f"remote_host {params.remote_host!r} is not this machine; start all nodes with "
                 "the same cluster token to allow other hosts",
@@ -110,13 +110,3 @@ def _check_complete(params: KVTransferParams, names: Sequence[str], purpose: str
             f"{purpose} needs {', '.join(missing)}; send the node's object as it is",
             code="partial_kv_transfer_params",
         )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`, an IP address or a name."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

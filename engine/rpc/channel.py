@@ -1,9 +1,13 @@
-"""What all channels to peers share: bounds, keepalive, quick reconnects, the cluster token."""
+"""What all channels to peers share: bounds, keepalive, quick reconnects."""
 
 from typing import Final
 
-from engine.rpc.cluster_token import bearer
+import grpc
+
+from engine.errors import TandemError
+from engine.rpc.proof import unproven
 from engine.rpc.server import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
+from engine.rpc.status import error_from_status
 
 OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
@@ -16,8 +20,19 @@ OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 )
+PROVE_TIMEOUT_S: Final = 5.0
+"""At most; a call that may take less gives its proof less."""
+
+_OF_THE_LINK: Final = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.CANCELLED,
+)
 
 
-def token_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    """Metadata that goes with every call; empty where the cluster has no token."""
-    return () if token is None else (("authorization", bearer(token)),)
+def no_proof(code: grpc.StatusCode, details: str | None, address: str) -> TandemError:
+    """The error for a question for the server's proof that ended without a reply."""
+    if code in _OF_THE_LINK:
+        return error_from_status(code, f"{details} (node {address})", ())
+    return unproven(address, f"{code.name}: {details}")

@@ -8,26 +8,30 @@ import asyncio
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
+    Callable,
     Iterator,
     Mapping,
 )
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
-from grpc import aio
+from grpc import ChannelConnectivity, aio
 
 from engine.errors import (
+    AuthenticationError,
     DeadlineExceededError,
     InvalidRequestError,
     TandemError,
     UnavailableError,
 )
 from engine.rpc import convert
-from engine.rpc.channel import OPTIONS, token_metadata
+from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, no_proof
 from engine.rpc.messages import NodeInfo
 from engine.rpc.pb import node_pb2 as pb
-from engine.rpc.pb.node_pb2_grpc import KvControlStub, NodeStub
+from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub, NodeStub
+from engine.rpc.proof import CallerProof, Metadata
 from engine.rpc.server import MAX_REQUEST_BYTES
 from engine.rpc.status import error_from_status
 from engine.types import GenerateOutput, GenerateRequest
@@ -49,12 +53,19 @@ class StreamDeadlines:
 
 
 class NodeClient:
-    """One channel to one node. Owned by whoever made it, who must `close` it."""
+    """One channel to one node. Owned by whoever made it, who must `close` it.
+
+    With a token, nothing is sent to a server that has not proven on this connection that it knows
+    the token too: every method raises `UnprovenPeerError` then.
+    """
 
     def __init__(self, address: str, *, token: str | None) -> None:
         self.address = address
-        self._metadata = token_metadata(token)
+        self._token = token
+        self._proven: Metadata | None = None
+        self._proving = asyncio.Lock()
         self._channel = aio.insecure_channel(address, options=OPTIONS)
+        self._identity = IdentityStub(self._channel)  # type: ignore[no-untyped-call]
         self._node = NodeStub(self._channel)  # type: ignore[no-untyped-call]
         self._control = KvControlStub(self._channel)  # type: ignore[no-untyped-call]
         self._ending: set[OutputCall] = set()
@@ -79,20 +90,28 @@ class NodeClient:
         """
         message = convert.request_to_pb(request)
         _check_size(message)
-        call = self._node.Generate(message, timeout=deadlines.total_s, metadata=self._metadata)
-        limit_s = deadlines.first_output_s
-        has_answered = False
+        begin = partial(self._begin, message, deadlines)
+        call, output = await self._with_proof(begin, deadlines.first_output_s)
         try:
-            while not has_answered:
-                output = await self._read(call, limit_s)
-                has_answered = output.finish_reason is not None
-                if has_answered:
-                    self._let_end(call)
+            while output.finish_reason is None:
                 yield output
-                limit_s = deadlines.next_output_s
+                output = await self._read(call, deadlines.next_output_s)
+            self._let_end(call)
+            yield output
         finally:
-            if not has_answered:
+            if output.finish_reason is None:
                 call.cancel()
+
+    async def _begin(
+        self, message: pb.GenerateRequest, deadlines: StreamDeadlines, proof: Metadata
+    ) -> tuple[OutputCall, GenerateOutput]:
+        """The call and its first output."""
+        call = self._node.Generate(message, timeout=deadlines.total_s, metadata=proof)
+        try:
+            return call, await self._read(call, deadlines.first_output_s)
+        except BaseException:
+            call.cancel()
+            raise
 
     def _let_end(self, call: OutputCall) -> None:
         """Keeps `call`, which is cancelled when it is collected, until its status is here."""
@@ -108,18 +127,12 @@ class NodeClient:
         return convert.output_from_pb(message)
 
     async def describe(self, timeout_s: float) -> NodeInfo:
-        reply = await self._call(
-            self._node.Describe(pb.DescribeRequest(), timeout=timeout_s, metadata=self._metadata)
-        )
+        reply = await self._call(self._node.Describe, pb.DescribeRequest(), timeout_s)
         return convert.node_info_from_pb(reply)
 
     async def get_tokenizer(self, timeout_s: float) -> Mapping[str, bytes]:
         """File name to content, as the node has them."""
-        reply = await self._call(
-            self._node.GetTokenizer(
-                pb.GetTokenizerRequest(), timeout=timeout_s, metadata=self._metadata
-            )
-        )
+        reply = await self._call(self._node.GetTokenizer, pb.GetTokenizerRequest(), timeout_s)
         return dict(reply.files)
 
     async def release(
@@ -127,14 +140,50 @@ class NodeClient:
     ) -> bool:
         """Give up a finished prefill that nobody will pull; true when its lease was still alive."""
         message = pb.ReleaseRequest(engine_id=engine_id, request_id=request_id, reason=reason)
-        reply = await self._call(
-            self._control.Release(message, timeout=timeout_s, metadata=self._metadata)
-        )
+        reply = await self._call(self._control.Release, message, timeout_s)
         return bool(reply.was_alive)
 
-    async def _call(self, call: Awaitable[_Reply]) -> _Reply:
+    async def _call(
+        self, method: Callable[..., Awaitable[_Reply]], request: object, timeout_s: float
+    ) -> _Reply:
+        async def once(proof: Metadata) -> _Reply:
+            with self._errors_of_peer():
+                return await method(request, timeout=timeout_s, metadata=proof)
+
+        return await self._with_proof(once, timeout_s)
+
+    async def _with_proof(
+        self, call: Callable[[Metadata], Awaitable[_Reply]], timeout_s: float
+    ) -> _Reply:
+        """What `call` returns; a node that has been started anew meanwhile is asked once more."""
+        proof = await self._proof(timeout_s)
+        try:
+            return await call(proof)
+        except AuthenticationError:
+            if self._token is None:
+                raise
+            self._proven = None if self._proven is proof else self._proven
+        return await call(await self._proof(timeout_s))
+
+    async def _proof(self, timeout_s: float) -> Metadata:
+        """For the connection that stands; on a new one another process may answer."""
+        if self._token is None:
+            return ()
         with self._errors_of_peer():
-            return await call
+            async with asyncio.timeout(min(timeout_s, PROVE_TIMEOUT_S)), self._proving:
+                if self._channel.get_state() is not ChannelConnectivity.READY:
+                    self._proven = None
+                if self._proven is None:
+                    self._proven = await self._prove(CallerProof(self._token, self.address))
+                return self._proven
+
+    async def _prove(self, proof: CallerProof) -> Metadata:
+        try:
+            return proof.check(
+                await self._identity.Prove(pb.ProveRequest(), metadata=proof.question)
+            )
+        except aio.AioRpcError as error:
+            raise no_proof(error.code(), error.details(), self.address) from error
 
     @contextmanager
     def _errors_of_peer(self) -> Iterator[None]:

@@ -3,18 +3,20 @@
 Every call has a deadline; every failure is a leaf of the error tree.
 """
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
 
-from engine.errors import TandemError
+from engine.errors import AuthenticationError, TandemError
 from engine.rpc import convert
-from engine.rpc.channel import OPTIONS, token_metadata
+from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, no_proof
 from engine.rpc.messages import ANY_GENERATION, Claim, Digests, DigestsQuestion, Handshake
 from engine.rpc.pb import node_pb2 as pb
-from engine.rpc.pb.node_pb2_grpc import KvControlStub
+from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub
+from engine.rpc.proof import CallerProof, Metadata
 from engine.rpc.status import error_from_status
 
 _Reply = TypeVar("_Reply")
@@ -24,15 +26,18 @@ class ControlClient:
     """One channel to one peer; safe to use from several threads. Its owner must `close` it.
 
     All methods raise `UnavailableError` when the peer is away, `DeadlineExceededError` when it is
-    late, and otherwise what the peer raised (`KVTransferParamsError` for an unknown or expired
-    request or incarnation).
+    late, `UnprovenPeerError` when it does not know the token, and otherwise what the peer raised
+    (`KVTransferParamsError` for an unknown or expired request or incarnation).
     """
 
     def __init__(self, address: str, *, token: str | None, caller_engine_id: str) -> None:
         self.address = address
         self._caller_engine_id = caller_engine_id
-        self._metadata = token_metadata(token)
+        self._token = token
+        self._proven: Metadata | None = None
+        self._proving = threading.Lock()
         self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._identity = IdentityStub(self._channel)  # type: ignore[no-untyped-call]
         self._stub = KvControlStub(self._channel)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
@@ -100,11 +105,15 @@ class ControlClient:
         Costs a third of a millisecond, for a thread of gRPC's.
         """
         message = convert.digests_question_to_pb(question)
-        call = self._stub.Digests.future(message, timeout=timeout_s, metadata=self._metadata)
+        proof = self._proof(timeout_s)
+        call = self._stub.Digests.future(message, timeout=timeout_s, metadata=proof)
 
         def answer() -> Digests:
-            with _errors_of(self.address):
-                return convert.digests_from_pb(call.result())
+            try:
+                with _errors_of(self.address):
+                    return convert.digests_from_pb(call.result())
+            except AuthenticationError:
+                return self.digests(question, timeout_s=timeout_s)
 
         try:
             yield answer
@@ -112,8 +121,38 @@ class ControlClient:
             call.cancel()
 
     def _call(self, method: Callable[..., _Reply], request: Any, timeout_s: float) -> _Reply:
+        """A peer that was started anew gets a new proof, and says itself that it is another."""
+        proof = self._proof(timeout_s)
+        try:
+            with _errors_of(self.address):
+                return method(request, timeout=timeout_s, metadata=proof)
+        except AuthenticationError:
+            if self._token is None:
+                raise
+            self._forget(proof)
         with _errors_of(self.address):
-            return method(request, timeout=timeout_s, metadata=self._metadata)
+            return method(request, timeout=timeout_s, metadata=self._proof(timeout_s))
+
+    def _proof(self, timeout_s: float) -> Metadata:
+        if self._token is None:
+            return ()
+        with self._proving:
+            if self._proven is None:
+                proof = CallerProof(self._token, self.address)
+                self._proven = self._prove(proof, min(timeout_s, PROVE_TIMEOUT_S))
+            return self._proven
+
+    def _prove(self, proof: CallerProof, timeout_s: float) -> Metadata:
+        try:
+            return proof.check(
+                self._identity.Prove(pb.ProveRequest(), timeout=timeout_s, metadata=proof.question)
+            )
+        except grpc.RpcError as error:
+            raise no_proof(error.code(), error.details(), self.address) from error
+
+    def _forget(self, proof: Metadata) -> None:
+        with self._proving:
+            self._proven = None if self._proven is proof else self._proven
 
 
 @contextmanager

@@ -4,17 +4,18 @@ Knows no service; services register themselves.
 """
 
 import asyncio
-import hmac
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc import aio
 
-from engine.errors import AuthenticationError, ConfigError, TandemError
+from engine.errors import AuthenticationError, ConfigError, InvalidRequestError, TandemError
 from engine.rpc.address import join_host_port
-from engine.rpc.cluster_token import bearer
+from engine.rpc.cluster_token import SAME_TOKEN
+from engine.rpc.proof import PROVE_METHOD, NodeProof
 from engine.rpc.status import DETAIL_KEY, error_to_detail, status_code
 
 log = structlog.get_logger()
@@ -51,36 +52,49 @@ class RpcService(Protocol):
 
 
 class CallBorder(aio.ServerInterceptor):
-    """Every call passes here: none without the token, no exception without a typed detail."""
+    """Every call passes here: none without a proof, no exception without a typed detail."""
 
     def __init__(self, token: str | None) -> None:
-        self._expected = None if token is None else bearer(token).encode()
+        self._proof = None if token is None else NodeProof(token)
         self.num_refused = 0
+
+    def listens_on(self, port: int) -> None:
+        """Before the first call: proofs name the port."""
+        if self._proof is not None:
+            self._proof.port = port
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MaybeHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> MaybeHandler:
-        if not self._is_authentic(handler_call_details.invocation_metadata):
+        if handler_call_details.method == PROVE_METHOD:
+            return _unread(self._prove)
+        if not self._is_known(handler_call_details):
             self.num_refused += 1
-            return grpc.unary_unary_rpc_method_handler(_refuse)
+            return _unread(_refuse)
         handler = await continuation(handler_call_details)
         return None if handler is None else _guarded(handler)
 
-    def _is_authentic(self, metadata: Sequence[tuple[str, str | bytes]]) -> bool:
-        if self._expected is None:
-            return True
-        given = [value for key, value in metadata if key == "authorization"]
-        if len(given) != 1:
-            return False
-        value = given[0]
-        data = value if isinstance(value, bytes) else value.encode()
-        return hmac.compare_digest(data, self._expected)
+    def _is_known(self, call: grpc.HandlerCallDetails) -> bool:
+        return self._proof is None or self._proof.is_known(call.invocation_metadata)
+
+    async def _prove(self, request: object, context: Context) -> bytes:
+        if self._proof is None:
+            raise ConfigError("this node was given no cluster token")
+        return self._proof.answer(context.invocation_metadata() or ()).SerializeToString()
 
 
 async def _refuse(request: object, context: Context) -> None:
-    await _abort(context, AuthenticationError("the cluster token is missing or wrong"))
+    raise AuthenticationError(f"this node answers members of its cluster only; {SAME_TOKEN}")
+
+
+def _unread(method: Method) -> Handler:
+    """A handler that does not ask for the caller's message, so that no stranger's is taken in.
+
+    Of a message that nobody asks for gRPC holds no more than the stream's window.
+    """
+    return grpc.stream_unary_rpc_method_handler(_with_border(method))
 
 
 def _guarded(handler: Handler) -> Handler:
@@ -90,12 +104,27 @@ def _guarded(handler: Handler) -> Handler:
         method, make = handler.unary_unary, grpc.unary_unary_rpc_method_handler
     if method is None:
         raise ConfigError("services with streaming requests are not supported")
-    return make(_with_border(method), handler.request_deserializer, handler.response_serializer)
+    read = _readable(handler.request_deserializer)
+    return make(_with_border(method), read, handler.response_serializer)
+
+
+def _readable(read: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
+    """What cannot be read becomes an error instead of a message: the border raises it."""
+
+    def read_or_error(data: bytes) -> Any:
+        try:
+            return data if read is None else read(data)
+        except DecodeError as error:
+            return InvalidRequestError(f"the message cannot be read: {error}")
+
+    return read_or_error
 
 
 def _with_border(method: Any) -> Method:
     async def call(request: Any, context: Context) -> Any:
         try:
+            if isinstance(request, InvalidRequestError):
+                raise request
             return await method(request, context)
         except TandemError as error:
             await _abort(context, error)
@@ -125,7 +154,7 @@ class RpcServer:
 
     @property
     def num_refused(self) -> int:
-        """Calls refused for a missing or wrong token."""
+        """Calls refused because the caller did not prove that it knows the token."""
         return self._border.num_refused
 
     async def drain(self, deadline_s: float) -> None:
@@ -149,6 +178,7 @@ async def start_server(
     for service in services:
         service.register(server)
     bound_port = _bind(server, host, port)
+    border.listens_on(bound_port)
     await server.start()
     return RpcServer(server, bound_port, border)
 

@@ -14,6 +14,7 @@ from connector.pd.params import (
 )
 from engine.errors import KVTransferParamsError
 from engine.prompt_checks import check_details
+from engine.rpc.cluster_token import signing_key
 from engine.types import GenerateRequest, KVTransferParams
 
 PARAMS = KVTransferParams(
@@ -60,7 +61,7 @@ def test_another_prompt_is_refused() -> None:
     "change", [{"remote_host": "127.0.0.2"}, {"remote_num_tokens": 4}, {"signature": None}]
 )
 def test_a_changed_object_is_refused(change: dict[str, object]) -> None:
-    signer = ParamsSigner("token")
+    signer = ParamsSigner(signing_key("token"))
     signed = signer.sign(PARAMS)
     signer.verify(signed)
     with pytest.raises(KVTransferParamsError, match="changed on the way"):
@@ -69,7 +70,7 @@ def test_a_changed_object_is_refused(change: dict[str, object]) -> None:
 
 def test_another_cluster_s_object_is_refused() -> None:
     with pytest.raises(KVTransferParamsError, match="not issued"):
-        ParamsSigner("ours").verify(ParamsSigner("theirs").sign(PARAMS))
+        ParamsSigner(signing_key("ours")).verify(ParamsSigner(signing_key("theirs")).sign(PARAMS))
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "node-7", "::ffff:10.0.0.1"])

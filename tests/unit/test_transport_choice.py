@@ -2,7 +2,6 @@
 
 import pytest
 
-from connector.pd.params import is_loopback
 from connector.transports.choose import (
     TRANSPORTS,
     choose_transport,
@@ -11,6 +10,7 @@ from connector.transports.choose import (
 )
 from engine.config import PdConnectorConfig, decode_config
 from engine.errors import ConfigError
+from engine.rpc.address import is_loopback
 
 
 def test_auto_and_unknown_names() -> None:

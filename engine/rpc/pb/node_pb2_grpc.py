@@ -25,6 +25,86 @@ if _version_not_supported:
     )
 
 
+class IdentityStub:
+    """Served by every node, to everybody. Whoever has a cluster token asks it on every new connection,
+    before any other call.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Prove = channel.unary_unary(
+                '/tandem.v1.Identity/Prove',
+                request_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.ProveRequest.SerializeToString,
+                response_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.ProveReply.FromString,
+                _registered_method=True)
+
+
+class IdentityServicer:
+    """Served by every node, to everybody. Whoever has a cluster token asks it on every new connection,
+    before any other call.
+    """
+
+    def Prove(self, request, context):
+        """The caller's nonce travels in the metadata ("tandem-nonce-bin"): the node answers without taking
+        in any message, so that strangers cannot send it large ones.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_IdentityServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Prove': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prove,
+                    request_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.ProveRequest.FromString,
+                    response_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.ProveReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.Identity', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.Identity', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Identity:
+    """Served by every node, to everybody. Whoever has a cluster token asks it on every new connection,
+    before any other call.
+    """
+
+    @staticmethod
+    def Prove(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Identity/Prove',
+            engine_dot_rpc_dot_pb_dot_node__pb2.ProveRequest.SerializeToString,
+            engine_dot_rpc_dot_pb_dot_node__pb2.ProveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class NodeStub:
     """Served by every node; called by the proxy.
     """

@@ -1,0 +1,101 @@
+"""How both ends of a connection prove that they know the cluster token, without telling it.
+
+The caller sends a random nonce. The node answers with its own, which is new in every life of the
+process, and with a MAC of both. Only if that is right the caller makes calls, each with the other
+MAC of the two nonces. The node checks it and keeps nothing. So what a caller sends is worth nothing
+to any other process, and who does not know the token neither learns it nor passes for a node.
+
+Both MACs also name the port on which the node listens: a process that took over the port of a dead
+node cannot have another node answer for it.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Iterable
+from typing import Final, TypeAlias
+
+from engine.errors import InvalidRequestError, UnprovenPeerError
+from engine.rpc.cluster_token import SAME_TOKEN, call_key
+from engine.rpc.pb import node_pb2 as pb
+
+PROVE_METHOD: Final = "/tandem.v1.Identity/Prove"
+NONCE_KEY: Final = "tandem-nonce-bin"
+PROOF_KEY: Final = "tandem-proof-bin"
+NONCE_BYTES: Final = 32
+OF_NODE: Final = b"tandem node"
+OF_CALLER: Final = b"tandem caller"
+
+Metadata: TypeAlias = tuple[tuple[str, bytes], ...]
+Received: TypeAlias = Iterable[tuple[str, str | bytes]]
+
+
+class NodeProof:
+    """A node's side. `port`: where it listens, known once it does."""
+
+    def __init__(self, token: str) -> None:
+        self.port = 0
+        self._key = call_key(token)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+
+    def answer(self, metadata: Received) -> pb.ProveReply:
+        """The node's proof. Raises `InvalidRequestError` for a call without a nonce."""
+        nonce = _only(metadata, NONCE_KEY)
+        if len(nonce) != NONCE_BYTES:
+            raise InvalidRequestError(f"{NONCE_KEY} must be {NONCE_BYTES} bytes, once")
+        proof = _mac(self._key, OF_NODE, nonce + self._nonce, port=self.port)
+        return pb.ProveReply(server_nonce=self._nonce, proof=proof)
+
+    def is_known(self, metadata: Received) -> bool:
+        """Whether the caller has proven that it knows the token, to this life of this node."""
+        entries = tuple(metadata)
+        nonce = _only(entries, NONCE_KEY)
+        expected = _mac(self._key, OF_CALLER, nonce + self._nonce, port=self.port)
+        return hmac.compare_digest(_only(entries, PROOF_KEY), expected)
+
+
+class CallerProof:
+    """A caller's side of one connection to `address`."""
+
+    def __init__(self, token: str, address: str) -> None:
+        self._address = address
+        self._port = _port_of(address)
+        self._key = call_key(token)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+
+    @property
+    def question(self) -> Metadata:
+        """Goes with the call that asks for the node's proof."""
+        return ((NONCE_KEY, self._nonce),)
+
+    def check(self, reply: pb.ProveReply) -> Metadata:
+        """What goes with all other calls. Raises `UnprovenPeerError` unless the node's is right."""
+        nonces = self._nonce + reply.server_nonce
+        expected = _mac(self._key, OF_NODE, nonces, port=self._port)
+        if len(reply.server_nonce) != NONCE_BYTES or not hmac.compare_digest(reply.proof, expected):
+            raise unproven(self._address, "it has another token, or another process has its port")
+        return (*self.question, (PROOF_KEY, _mac(self._key, OF_CALLER, nonces, port=self._port)))
+
+
+def unproven(address: str, cause: str) -> UnprovenPeerError:
+    """For a server that did not prove that it knows the token."""
+    return UnprovenPeerError(
+        f"{address} did not prove that it knows the cluster token ({cause}); {SAME_TOKEN}, and "
+        "reach each node by the very port on which it listens"
+    )
+
+
+def _mac(key: bytes, label: bytes, nonces: bytes, *, port: int) -> bytes:
+    """Labels, nonces and ports have fixed lengths, so that no two messages are the same bytes."""
+    return hmac.digest(key, label + port.to_bytes(2) + nonces, hashlib.sha256)
+
+
+def _only(metadata: Received, key: str) -> bytes:
+    """The value of an entry that is there once; empty for none, several or text."""
+    found = [value for name, value in metadata if name == key]
+    return found[0] if len(found) == 1 and isinstance(found[0], bytes) else b""
+
+
+def _port_of(address: str) -> int:
+    port = address.rpartition(":")[2]
+    return int(port) if port.isdecimal() and int(port) < 2**16 else 0
