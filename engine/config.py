@@ -24,6 +24,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all configuration structs."""
 
 
+def check_secrets(**secrets: str | None) -> None:
+    """Raises ValueError, which decoding reports as a ConfigError; None was not given.
+
+    An empty secret would be no secret, and what ends a line comes from the file that it was in.
+    """
+    for name, secret in secrets.items():
+        if secret is not None and not secret.strip():
+            raise ValueError(f"{name} is empty: give it a value, or do not give it at all")
+        if secret is not None and not secret.isprintable():
+            raise ValueError(f"{name} has line ends or control characters: remove them")
+
+
 class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`kv_connector_extra_config` of the PdConnector.
 
@@ -133,6 +145,10 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     api_key: str | None = None
     cluster_token: str | None = None
     num_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which decoding reports as a ConfigError."""
+        check_secrets(api_key=self.api_key, cluster_token=self.cluster_token)
 
     def scheduler(self, max_model_len: int) -> SchedulerConfig:
         """The part that the scheduler reads."""

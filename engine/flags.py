@@ -1,5 +1,6 @@
 """Command-line options that nodes and proxy spell alike, under vLLM's names."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +11,11 @@ ApiKey = Annotated[
 ]
 ClusterToken = Annotated[
     str | None,
-    typer.Option(envvar="TANDEM_CLUSTER_TOKEN", help="Shared secret of all nodes."),
+    typer.Option(
+        envvar="TANDEM_CLUSTER_TOKEN",
+        help="Shared secret of all nodes and the proxy, long and random. It is never sent. Without "
+        "it gRPC serves this machine only.",
+    ),
 ]
 ConfigFile = Annotated[
     Path | None,
@@ -23,7 +28,14 @@ ServedModelName = Annotated[
 
 
 def given_flags(context: typer.Context) -> dict[str, Any]:
-    """The values of the flags that were given, by name; `--config` is not one of the settings."""
+    """The values of the flags that were given, by name; `--config` is not one of the settings.
+
+    click takes an empty environment variable for none; here it is an empty value, since a secret
+    that got lost on its way must not open a server.
+    """
     given = {key: value for key, value in context.params.items() if value not in (None, [], ())}
     given.pop("config", None)
+    for parameter in context.command.params:
+        if isinstance(parameter.envvar, str) and os.environ.get(parameter.envvar) == "":
+            given.setdefault(str(parameter.name), "")
     return given

@@ -2,16 +2,18 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
-from msgspec import Meta
-
-from engine.config import Config, ListenPort, Seconds, decode_config, read_flags_file
+from engine.config import (
+    Config,
+    ListenPort,
+    Seconds,
+    check_secrets,
+    decode_config,
+    read_flags_file,
+)
 from engine.errors import ConfigError
 from proxy.cluster.node_url import parse_node_url
 from proxy.routing.policy import POLICIES
-
-Secret = Annotated[str, Meta(min_length=1)]
 
 
 class ProxyConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,14 +26,18 @@ class ProxyConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True)
     decode: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: ListenPort = 8000
-    api_key: Secret | None = None
-    cluster_token: Secret | None = None
+    api_key: str | None = None
+    cluster_token: str | None = None
     served_model_name: tuple[str, ...] = ()
     routing_policy: str = "round_robin"
     request_timeout: Seconds = 600.0
     first_token_timeout: Seconds = 120.0
     inter_token_timeout: Seconds = 60.0
     drain_timeout: Seconds = 30.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which decoding reports as a ConfigError."""
+        check_secrets(api_key=self.api_key, cluster_token=self.cluster_token)
 
 
 def load_config(file: Path | None, flags: Mapping[str, object]) -> ProxyConfig:

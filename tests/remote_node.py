@@ -40,7 +40,7 @@ async def remote_node(host: Host, server: ServerProcess, folder: Path) -> AsyncI
     found = re.search(r'"grpc_port": (\d+)', server.said)
     assert found is not None, server.said
     door = Door(host, int(found[1]))
-    path = folder / f"{host.name}.sock"
+    path = folder / f"{host.name}:{found[1]}"  # proofs name the port, which ends an address
     async with await asyncio.start_unix_server(door.join, path):
         client = NodeClient(f"unix:{path}", token=CLUSTER_TOKEN)
         try:

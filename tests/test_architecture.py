@@ -273,7 +273,10 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
         (
             {"os.environ", "os.getenv", "os.putenv", "os.environb"},
             PRODUCT,
-            {"connector/transports/nixl_owner.py": "a program of its own, with its own __main__"},
+            {
+                "connector/transports/nixl_owner.py": "a program of its own, with its own __main__",
+                "engine/flags.py": "an empty variable of a flag, which click takes for none",
+            },
         ),
         ({"hasattr", "setattr(self", "globals", "eval", "exec"}, PRODUCT, {}),
         ({"pickle", "marshal", "shelve"}, PRODUCT, {}),

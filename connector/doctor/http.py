@@ -43,9 +43,9 @@ class HttpNode:
             raise ConfigError(f"{url!r} is no node; write http://host:port, its HTTP port")
         return cls(f"http://{parts.netloc}", parts.hostname, timeout_s)
 
-    async def get(self, path: str, key: str | None) -> HttpAnswer:
+    async def get(self, path: str) -> HttpAnswer:
         """Raises UnavailableError or DeadlineExceededError when there is no answer."""
-        return await self._ask("GET", path, key, body=None)
+        return await self._ask("GET", path, None, body=None)
 
     async def post(self, path: str, key: str | None, body: dict[str, Any]) -> HttpAnswer:
         """Raises UnavailableError or DeadlineExceededError when there is no answer."""

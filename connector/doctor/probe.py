@@ -7,7 +7,12 @@ import msgspec
 
 from connector.doctor.findings import Finding, good, wrong
 from connector.doctor.http import HttpAnswer, HttpNode
-from engine.errors import AuthenticationError, InvalidRequestError, TandemError
+from engine.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    TandemError,
+    UnprovenPeerError,
+)
 from engine.rpc.address import join_host_port
 from engine.rpc.client import NodeClient
 from engine.rpc.control_client import ControlClient
@@ -40,7 +45,7 @@ class NodeReport:
 async def probe(name: str, http: HttpNode, token: str | None) -> NodeReport:
     """Asks one node on every port; stops where the next question needs the last one's answer."""
     findings: list[Finding] = []
-    ports = await _ask_http(name, http, token, findings=findings)
+    ports = await _ask_http(name, http, findings)
     if ports is None:
         return NodeReport(name, http, findings)
     address = join_host_port(http.host, ports.grpc_port)
@@ -51,21 +56,16 @@ async def probe(name: str, http: HttpNode, token: str | None) -> NodeReport:
     return NodeReport(name, http, findings, info, met)
 
 
-async def _ask_http(
-    name: str, http: HttpNode, token: str | None, *, findings: list[Finding]
-) -> Ports | None:
+async def _ask_http(name: str, http: HttpNode, findings: list[Finding]) -> Ports | None:
     subject = f"{name} HTTP {http.url}"
     try:
-        health = await http.get("/health", None)
-        door = await http.get("/node_info", token)
+        health = await http.get("/health")
+        door = await http.get("/node_info")
     except TandemError as error:
         fix = "start it with the --host and --port of this URL, or open that port"
         findings.append(wrong(subject, f"not reachable: {error}", fix))
         return None
     findings.append(_judge_health(subject, health))
-    if door.status == 401:
-        findings.append(wrong(f"{name} authentication", "the cluster token is refused", SAME_TOKEN))
-        return None
     try:
         return msgspec.convert(door.body, Ports)
     except msgspec.ValidationError:
@@ -120,7 +120,7 @@ async def _ask_control(
 
 
 def _unreachable(subject: str, error: TandemError) -> Finding:
-    if isinstance(error, AuthenticationError):
+    if isinstance(error, AuthenticationError | UnprovenPeerError):
         return wrong(subject, f"refused: {error}", SAME_TOKEN)
     if isinstance(error, InvalidRequestError):
         return wrong(subject, f"refused: {error}", "run the same version of Tandem everywhere")

@@ -33,6 +33,7 @@ from engine.node.connector import ConnectorBuilder, ConnectorSettings, NodeConne
 from engine.node.gauges import register_gauges
 from engine.node.incarnation import new_engine_id
 from engine.node.limits import check_decode_checkpoints, context_length, refuse_unavailable
+from engine.node.membership import token_for_calls
 from engine.node.node_info import with_node_info
 from engine.rpc.address import join_host_port
 from engine.rpc.messages import TOKENIZER_FILES, NodeInfo
@@ -91,6 +92,7 @@ class NodeServer:
 
     async def _start(self) -> None:
         refuse_unavailable(self.config)
+        self._token = token_for_calls(self.config)
         torch.set_num_threads(self.config.num_threads)
         model = await asyncio.to_thread(self._read_model)
         plan = plan_arena(
@@ -127,7 +129,7 @@ class NodeServer:
             config=self.config.kv_transfer_config,
             engine_id=self.engine_id,
             host=self.config.host,
-            cluster_token=self.config.cluster_token,
+            cluster_token=self._token,
             model_fingerprint=model_fingerprint(model.folder),
             prefix_hash_seed=self.config.prefix_hash_seed,
         )
@@ -186,7 +188,7 @@ class NodeServer:
             [node, *connector.services()],
             self.config.host,
             self.config.grpc_port,
-            token=self.config.cluster_token,
+            token=self._token,
         )
         self._resources.push_async_callback(rpc.close)
         return rpc
@@ -208,7 +210,7 @@ class NodeServer:
             metrics_registry=self.metrics.registry,
         )
         info = {"grpc_port": self.rpc.port, "engine_id": self.engine_id, "kind": self.kind}
-        door = with_node_info(app, info, self.config.cluster_token)
+        door = with_node_info(app, info)
         http = HttpServer(door, self.config.host, self.config.port, drain_timeout_s=DRAIN_TIMEOUT_S)
         await http.start()
         self._resources.push_async_callback(http.close)

@@ -124,7 +124,7 @@ class Node:
 
     async def _connect(self, timeout_s: float) -> None:
         """Keeps the channel while the address is the same: streams may still run on it."""
-        address = await resolve_grpc_address(self._url, token=self._token, timeout_s=timeout_s)
+        address = await resolve_grpc_address(self._url, timeout_s=timeout_s)
         if self._client is not None and self._client.address == address:
             return
         await self.close()

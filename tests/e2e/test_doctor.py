@@ -57,10 +57,10 @@ def test_a_wrong_token_is_named_with_its_fix(served: ServedCluster, token: str |
     assert code == 1
     wrong = [line for line in lines if line.startswith("WRONG")]
     assert [line.split()[1:3] for line in wrong] == [
-        ["P", "authentication:"],
-        ["D", "authentication:"],
+        ["P", "gRPC"],
+        ["D", "gRPC"],
     ]
-    assert all("the cluster token is refused; fix: " in line for line in wrong)
+    assert all("; fix: give the doctor and all nodes the same" in line for line in wrong)
 
 
 def test_a_wrong_api_key_stops_the_canary_only(served: ServedCluster) -> None:

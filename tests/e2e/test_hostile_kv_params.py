@@ -12,9 +12,10 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from engine.rpc.channel import OPTIONS, token_metadata
+from engine.rpc.channel import OPTIONS
 from engine.rpc.pb import node_pb2 as pb
-from engine.rpc.pb.node_pb2_grpc import NodeStub
+from engine.rpc.pb.node_pb2_grpc import IdentityStub, NodeStub
+from engine.rpc.proof import CallerProof, Metadata
 from engine.rpc.status import DETAIL_KEY
 from tests.asking import ask, get, prefill_over_http, question
 from tests.hostile_params import hostile_params, outdated_params
@@ -47,11 +48,15 @@ async def test_each_variant_is_a_400_that_names_the_object_over_http(
 
 async def test_each_variant_is_an_invalid_argument_over_grpc(served: ServedCluster) -> None:
     valid, variants, alone = await prepare(served)
-    info = (await get(served.d.url, "/node_info", key=CLUSTER_TOKEN)).body
+    info = (await get(served.d.url, "/node_info", key=None)).body
     address = f"127.0.0.1:{info['grpc_port']}"
     async with others_go_on(served.d), aio.insecure_channel(address, options=OPTIONS) as channel:
+        proof = CallerProof(CLUSTER_TOKEN, address)
+        identity = IdentityStub(channel)  # type: ignore[no-untyped-call]
+        proven = proof.check(await identity.Prove(pb.ProveRequest(), metadata=proof.question))
+        node = NodeStub(channel)  # type: ignore[no-untyped-call]
         for data in variants:
-            detail = await refused(NodeStub(channel), data)  # type: ignore[no-untyped-call]
+            detail = await refused(node, data, proven)
             assert detail.param == "kv_transfer_params", (data[:300], detail)
             assert len(data) < TOO_LARGE or "bytes, " in detail.message
     assert len(variants) >= AT_LEAST
@@ -128,13 +133,13 @@ def is_json(data: bytes) -> bool:
     return b"NaN" not in data and b"Infinity" not in data and b"\\ud8" not in data
 
 
-async def refused(node: NodeStub, data: bytes) -> pb.ErrorDetail:
+async def refused(node: NodeStub, data: bytes, proven: Metadata) -> pb.ErrorDetail:
     """What a node says to a call with these very bytes."""
     sampling = pb.SamplingParams(max_tokens=4, top_p=1.0, repetition_penalty=1.0)
     message = pb.GenerateRequest(
         request_id="r", prompt_token_ids=PROMPT, sampling=sampling, kv_transfer_params=data
     )
-    call = node.Generate(message, timeout=30.0, metadata=token_metadata(CLUSTER_TOKEN))
+    call = node.Generate(message, timeout=30.0, metadata=proven)
     try:
         output = await call.read()
     except aio.AioRpcError as error:

@@ -11,6 +11,7 @@ from deploy.config import load_cluster
 from engine.config import NodeConfig, decode_config
 from engine.errors import ConfigError
 from engine.node.cli import node_app
+from engine.node.membership import token_for_calls
 from engine.node.settings import node_config
 from engine.process import Server
 
@@ -78,3 +79,24 @@ def test_one_peer_gets_no_more_pulls_than_the_node() -> None:
         decode_config(transfer_flags(**asked), NodeConfig, "flags")
     few = decode_config(transfer_flags(max_concurrent_pulls=2), NodeConfig, "flags")
     assert few.kv_transfer_config.kv_connector_extra_config.pulls_per_peer == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "open"),
+        ({"host": "::1"}, "open"),
+        ({"host": "0.0.0.0"}, "closed"),
+        ({"host": "::"}, "closed"),
+        ({"host": "10.0.0.1"}, "closed"),
+        ({"host": "node-7"}, "closed"),
+        ({"api_key": "k"}, "closed"),
+        ({"host": "0.0.0.0", "cluster_token": "t"}, "members"),
+        ({"cluster_token": "t"}, "members"),
+    ],
+)
+def test_grpc_is_open_to_this_machine_only(fields: dict[str, str], expected: str) -> None:
+    config = NodeConfig(model="m", **fields)
+    token = token_for_calls(config)
+    assert {None: "open", "t": "members"}.get(token, "closed") == expected
+    assert expected != "closed" or token != token_for_calls(config)

@@ -1,0 +1,29 @@
+"""Who may call a node's gRPC port: everybody on this machine, its cluster's members, or nobody."""
+
+import secrets
+
+import structlog
+
+from engine.config import NodeConfig
+from engine.rpc.address import is_loopback
+from engine.rpc.cluster_token import SAME_TOKEN
+
+log = structlog.get_logger()
+
+
+def token_for_calls(config: NodeConfig) -> str | None:
+    """The cluster's token; None: everybody may call.
+
+    Without a token that is so on a loopback address only, and not where HTTP clients need a key:
+    gRPC would let them pass. Such a node gets a token that nobody else knows.
+    """
+    if config.cluster_token is not None:
+        return config.cluster_token
+    if is_loopback(config.host) and config.api_key is None:
+        return None
+    why = "it has an API key" if is_loopback(config.host) else f"it listens on {config.host}"
+    log.warning(
+        f"no cluster token, and {why}: this node answers its own HTTP clients, but no proxy and no "
+        f"other node can use it; {SAME_TOKEN}"
+    )
+    return secrets.token_urlsafe(32)

@@ -1,0 +1,88 @@
+"""A secret that is missing, empty or garbled opens no door."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+from engine.errors import AuthenticationError, TandemError, UnprovenPeerError
+from engine.rpc.client import NodeClient, StreamDeadlines
+from engine.rpc.control_client import ControlClient
+from engine.types import GenerateRequest
+from tests.asking import ask, get, question
+from tests.processes import API_KEY, Launcher
+
+S = 10.0
+REQUEST = GenerateRequest(request_id="r", prompt_token_ids=(5, 6, 7))
+
+
+async def test_an_api_key_without_a_cluster_token_closes_the_grpc_port(real: Launcher) -> None:
+    """Not even a loopback caller gets around the key; who has it is served."""
+    node = await asyncio.to_thread(real.node, "decode_node", "--api-key", API_KEY)
+    assert "no cluster token, and it has an API key" in node.said
+    assert "TANDEM_CLUSTER_TOKEN" in node.said
+    answer = await ask(node.url, question([5, 6, 7], max_tokens=4))
+    assert len(answer.token_ids) == 4
+    port = (await get(node.url, "/node_info", key=None)).body["grpc_port"]
+    for token, refusal in ((None, AuthenticationError), ("guess", UnprovenPeerError)):
+        for error in await refusals(f"127.0.0.1:{port}", token):
+            assert type(error) is refusal
+            assert "TANDEM_CLUSTER_TOKEN" in str(error)
+
+
+async def refusals(address: str, token: str | None) -> list[BaseException]:
+    """What a stranger gets from every method that says or does something."""
+    client = NodeClient(address, token=token)
+    with closing(ControlClient(address, token=token, caller_engine_id="stranger")) as control:
+        answers = await asyncio.gather(
+            anext(client.generate(REQUEST, StreamDeadlines())),
+            client.describe(S),
+            client.get_tokenizer(S),
+            client.release("e", "r", reason="done", timeout_s=S),
+            asyncio.to_thread(control.handshake, timeout_s=S),
+            asyncio.to_thread(control.claim, "e", "r", timeout_s=S),
+            return_exceptions=True,
+        )
+    await client.close()
+    assert all(isinstance(answer, TandemError) for answer in answers), answers
+    return [answer for answer in answers if isinstance(answer, BaseException)]
+
+
+NODE = ("decode_node", "no-such-model")
+PROXY = ("proxy", "--decode", "http://127.0.0.1:1", "--port", "0")
+WRONG = [
+    (NODE, {"TANDEM_CLUSTER_TOKEN": ""}, "cluster_token is empty"),
+    (NODE, {"VLLM_API_KEY": ""}, "api_key is empty"),
+    ((*NODE, "--cluster-token", "secret\n"), {}, "cluster_token has line ends"),
+    (PROXY, {"TANDEM_CLUSTER_TOKEN": ""}, "cluster_token is empty"),
+    (PROXY, {"VLLM_API_KEY": ""}, "api_key is empty"),
+    (PROXY, {"TANDEM_CLUSTER_TOKEN": "secret\n"}, "cluster_token has line ends"),
+    ((*PROXY, "--api-key", " "), {}, "api_key is empty"),
+    ((*PROXY, "--config", "flags.yaml"), {}, "cluster_token is empty"),
+]
+
+
+def test_a_secret_that_is_none_ends_the_start_with_one_line(tmp_path: Path) -> None:
+    """As a Kubernetes secret that is not there leaves it, or a file that ends with a line end."""
+    (tmp_path / "flags.yaml").write_text("cluster-token: ''\n")
+    root = Path(__file__).parents[2]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stderr=subprocess.PIPE,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(root), **environment},
+        )
+        for command, environment, _ in WRONG
+    ]
+    try:
+        for process, (_, _, told) in zip(started, WRONG, strict=True):
+            said = process.communicate(timeout=90)[1].decode()
+            assert process.returncode == 2, said
+            assert told in said
+            assert said.count("\n") == 1, said
+    finally:
+        for process in started:
+            process.kill()
