@@ -1,5 +1,6 @@
 """Options of a node: flags over file over defaults, and the defaults that people meet."""
 
+import json
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from engine.node.cli import node_app
 from engine.node.membership import token_for_calls
 from engine.node.settings import node_config
 from engine.process import Server
+from proxy.config import load_config
 
 
 def test_prefixes_are_cached_unless_told_otherwise(tmp_path: Path) -> None:
@@ -96,7 +98,22 @@ def test_one_peer_gets_no_more_pulls_than_the_node() -> None:
     ],
 )
 def test_grpc_is_open_to_this_machine_only(fields: dict[str, str], expected: str) -> None:
-    config = NodeConfig(model="m", **fields)
+    config = decode_config({"model": "m", **fields}, NodeConfig, "flags")
     token = token_for_calls(config)
     assert {None: "open", "t": "members"}.get(token, "closed") == expected
     assert expected != "closed" or token != token_for_calls(config)
+
+
+@pytest.mark.parametrize("name", ["api_key", "cluster_token"])
+@pytest.mark.parametrize("value", ["", " ", "two\nlines", "secret\n", "\x00", "\x7f"])
+def test_a_secret_that_is_none_is_refused_by_name(name: str, value: str, tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(json.dumps({name.replace("_", "-"): value}))
+    for read in (
+        lambda: node_config({"model": "m", name: value}, None, {}),
+        lambda: node_config({"model": "m"}, file, {}),
+        lambda: load_config(None, {"decode": ("grpc://h:1",), name: value}),
+        lambda: load_config(file, {"decode": ("grpc://h:1",)}),
+    ):
+        with pytest.raises(ConfigError, match=f"{name} (is empty|has line ends)"):
+            read()

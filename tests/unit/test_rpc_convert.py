@@ -1,6 +1,7 @@
 """Protobuf and back is the identity for all that the types hold; the rest is refused."""
 
 import math
+import time
 
 import pytest
 
@@ -171,3 +172,14 @@ def test_hostile_transfer_params_are_refused(data: bytes) -> None:
 def test_unknown_finish_reason_is_an_error() -> None:
     with pytest.raises(TandemError, match="finish_reason"):
         convert.output_from_pb(pb.GenerateOutput(finish_reason="tired"))
+
+
+@pytest.mark.parametrize("name", ["prompt_token_ids", "stop_token_ids"])
+def test_millions_of_tokens_are_refused_by_their_number(name: str) -> None:
+    message = convert.request_to_pb(REQUESTS[0])
+    place = message if name == "prompt_token_ids" else message.sampling
+    getattr(place, name).extend([7] * 30_000_000)
+    before = time.process_time()
+    with pytest.raises(InvalidRequestError, match=f"{name} has 300*. tokens"):
+        convert.request_from_pb(message)
+    assert time.process_time() - before < 0.1
