@@ -138,6 +138,7 @@ def _peers(
         identity,
         transport,
         cluster_token=settings.cluster_token,
+        tls=settings.tls,
         control_timeout_s=settings.config.kv_connector_extra_config.control_timeout,
         faults=faults,
     )

@@ -24,6 +24,7 @@ from engine.config import NodeConfig
 from engine.errors import UnavailableError
 from engine.logs import configure_logging
 from engine.process import Server
+from engine.tls import client_tls
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
 
@@ -119,12 +120,13 @@ class NodeActor(ServerActor):
 
     def describe(self) -> Member:
         node = self._node
+        scheme = "grpc" if node.config.ssl_certfile is None else "grpcs"
         return Member(
             name=_name(),
             kind=node.kind,
             url=node.url,
             engine_id=node.engine_id,
-            rpc_url=f"grpc://{node.config.host}:{node.rpc.port}",
+            rpc_url=f"{scheme}://{node.config.host}:{node.rpc.port}",
             **_whereabouts(),
         )
 
@@ -143,8 +145,7 @@ class ProxyActor(ServerActor):
         return member
 
     def describe(self) -> Member:
-        url = f"http://{self._config.host}:{self._proxy.port}"
-        return Member(name=_name(), kind="proxy", url=url, **_whereabouts())
+        return Member(name=_name(), kind="proxy", url=self._proxy.url, **_whereabouts())
 
     def wait_ready(self, seconds: float) -> None:
         """Returns when all nodes are in use. Raises UnavailableError after `seconds`."""
@@ -156,7 +157,12 @@ async def _wait_ready(url: str, config: ProxyConfig, seconds: float) -> None:
     """No method: Ray would run all methods of a class with an async one off the main thread."""
     missing = {"an answer"}
     try:
-        async with asyncio.timeout(seconds), aiohttp.ClientSession(url) as http:
+        tls = client_tls(config.ssl_ca_certs) if url.startswith("https:") else None
+        connector = aiohttp.TCPConnector(ssl=True if tls is None else tls.context)
+        async with (
+            asyncio.timeout(seconds),
+            aiohttp.ClientSession(url, connector=connector) as http,
+        ):
             while missing:
                 missing = await _missing(http, config)
                 await asyncio.sleep(READY_POLL_S)

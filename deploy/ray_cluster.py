@@ -29,7 +29,11 @@ MAX_RESTARTS = 10
 PLACE_S = 30.0
 READY_S = 30.0
 CALL_S = 15.0
-LOOPBACK = ("http://127.", "http://localhost:", "http://[::1]:")
+LOOPBACK = tuple(
+    f"{scheme}://{host}"
+    for scheme in ("http", "https")
+    for host in ("127.", "localhost:", "[::1]:")
+)
 
 Progress = Callable[[str], None]
 

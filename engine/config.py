@@ -144,6 +144,9 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     kv_events_config: KVEventsConfig = KVEventsConfig()
     api_key: str | None = None
     cluster_token: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
     num_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
 
     def __post_init__(self) -> None:

@@ -17,6 +17,18 @@ ClusterToken = Annotated[
         "it gRPC serves this machine only.",
     ),
 ]
+SslCertfile = Annotated[
+    str | None,
+    typer.Option(
+        help="Certificates (PEM) to serve TLS with: HTTP, and gRPC of nodes; with --ssl-keyfile. "
+        "What transports move (blocks, states) is not encrypted by it."
+    ),
+]
+SslKeyfile = Annotated[str | None, typer.Option(help="The key of --ssl-certfile (PEM).")]
+SslCaCerts = Annotated[
+    str | None,
+    typer.Option(help="Authorities (PEM) that nodes are verified with. Default: the machine's."),
+]
 ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="YAML whose keys are these flags; flags win."),

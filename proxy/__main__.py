@@ -4,13 +4,26 @@ from typing import Annotated
 
 import typer
 
-from engine.flags import ApiKey, ClusterToken, ConfigFile, Host, ServedModelName, given_flags
+from engine.flags import (
+    ApiKey,
+    ClusterToken,
+    ConfigFile,
+    Host,
+    ServedModelName,
+    SslCaCerts,
+    SslCertfile,
+    SslKeyfile,
+    given_flags,
+)
 from engine.process import run_server
 from proxy.config import load_config
 from proxy.routing.policy import POLICIES
 from proxy.server import ProxyServer
 
-NODE_URL = "http://host:port (its HTTP port) or grpc://host:port; repeat for several."
+NODE_URL = (
+    "http://host:port (its HTTP port) or grpc://host:port, with TLS https:// or grpcs://; repeat "
+    "for several."
+)
 PURPOSE = (
     "Run the Tandem proxy: one OpenAI-compatible server in front of prefill and decode nodes. "
     "Nodes may start later; without prefill nodes the decode nodes do it all."
@@ -41,6 +54,9 @@ def run(
     port: Port = None,
     api_key: ApiKey = None,
     cluster_token: ClusterToken = None,
+    ssl_certfile: SslCertfile = None,
+    ssl_keyfile: SslKeyfile = None,
+    ssl_ca_certs: SslCaCerts = None,
     served_model_name: ServedModelName = None,
     routing_policy: Policy = None,
     request_timeout: Whole = None,

@@ -19,6 +19,8 @@ from proxy.routing.policy import POLICIES
 class ProxyConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One proxy. Node URLs are `http://host:port` (the node's HTTP port) or `grpc://host:port`.
 
+    Of nodes that speak TLS they are `https://` or `grpcs://`.
+
     The timeouts bound one request as a whole, a node's first token, and the wait between tokens.
     """
 
@@ -28,6 +30,9 @@ class ProxyConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True)
     port: ListenPort = 8000
     api_key: str | None = None
     cluster_token: str | None = None
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
     served_model_name: tuple[str, ...] = ()
     routing_policy: str = "round_robin"
     request_timeout: Seconds = 600.0

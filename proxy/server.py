@@ -10,6 +10,7 @@ from engine.api.app import create_app
 from engine.api.http_server import HttpServer
 from engine.rpc.address import join_host_port
 from engine.rpc.client import StreamDeadlines
+from engine.tls import client_tls, server_tls
 from proxy.cluster.node import NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
 from proxy.cluster.node_url import parse_node_url
@@ -30,6 +31,7 @@ class ProxyServer:
 
     def __init__(self, config: ProxyConfig, *, poll_interval_s: float = POLL_INTERVAL_S) -> None:
         self._config = config
+        self._tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
         self._metrics = ProxyMetrics(CollectorRegistry())
         self._pool = _make_pool(config, poll_interval_s)
         for kind in NodeKind:
@@ -47,11 +49,21 @@ class ProxyServer:
         """The bound HTTP port; the configured one before `start`."""
         return self._config.port if self._http is None else self._http.port
 
+    @property
+    def url(self) -> str:
+        """Base URL of the HTTP server."""
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{join_host_port(self._config.host, self.port)}"
+
     async def start(self) -> None:
         """Returns when HTTP is answered; nodes may come later. ConfigError for a taken port."""
         config = self._config
         self._http = HttpServer(
-            self._door, config.host, config.port, drain_timeout_s=config.drain_timeout
+            self._door,
+            config.host,
+            config.port,
+            drain_timeout_s=config.drain_timeout,
+            tls=self._tls,
         )
         await self._http.start()
         self._pool.start(self._on_task_end)
@@ -92,14 +104,18 @@ class ProxyServer:
             accept_kv_transfer_params=False,
         )
         self._door.open(app)
-        log.info("proxy serves", url=f"http://{join_host_port(self._config.host, self.port)}")
+        log.info("proxy serves", url=self.url)
 
 
 def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:
+    prefill = [parse_node_url(text) for text in config.prefill]
+    decode = [parse_node_url(text) for text in config.decode]
+    is_needed = config.ssl_ca_certs is not None or any(url.has_tls for url in (*prefill, *decode))
     return NodePool(
-        [parse_node_url(text) for text in config.prefill],
-        [parse_node_url(text) for text in config.decode],
+        prefill,
+        decode,
         token=config.cluster_token,
+        tls=client_tls(config.ssl_ca_certs) if is_needed else None,
         poll_interval_s=poll_interval_s,
     )
 

@@ -12,15 +12,15 @@ from connector.doctor.findings import Finding, Verdict
 from connector.doctor.http import HttpNode
 from connector.doctor.probe import probe
 from engine.errors import ConfigError
-from engine.flags import ApiKey, ClusterToken
+from engine.flags import ApiKey, ClusterToken, SslCaCerts
 
 PURPOSE = (
     "Check a prefill node and a decode node before traffic: ports, authentication, geometry, "
     "dtype, hash seed, protocol, transport, and a small hand-over whose tokens are compared. "
     "One line per finding; exits with 1 if anything is wrong."
 )
-Prefill = Annotated[str, typer.Argument(help="http://host:port of the prefill node.")]
-Decode = Annotated[str, typer.Argument(help="http://host:port of the decode node.")]
+Prefill = Annotated[str, typer.Argument(help="http(s)://host:port of the prefill node.")]
+Decode = Annotated[str, typer.Argument(help="http(s)://host:port of the decode node.")]
 Canary = Annotated[bool, typer.Option(help="Run the small hand-over.")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds that each question may take.")]
 
@@ -34,14 +34,16 @@ def run(
     cluster_token: ClusterToken = None,
     *,
     api_key: ApiKey = None,
+    ssl_ca_certs: SslCaCerts = None,
     canary: Canary = True,
     timeout: Timeout = 30.0,
 ) -> None:
     try:
-        nodes = HttpNode.of(prefill_url, timeout), HttpNode.of(decode_url, timeout)
+        p = HttpNode.of(prefill_url, timeout, ssl_ca_certs)
+        d = HttpNode.of(decode_url, timeout, ssl_ca_certs)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
-    findings = asyncio.run(examine(nodes, cluster_token, api_key, with_canary=canary))
+    findings = asyncio.run(examine((p, d), cluster_token, api_key, with_canary=canary))
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
         console.print(finding.line())

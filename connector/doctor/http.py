@@ -8,6 +8,7 @@ import aiohttp
 import msgspec
 
 from engine.errors import ConfigError, DeadlineExceededError, UnavailableError
+from engine.tls import ClientTls, client_tls
 
 MAX_REPLY_BYTES = 16 * 2**20
 
@@ -34,14 +35,16 @@ class HttpNode:
     url: str
     host: str
     timeout_s: float
+    tls: ClientTls | None = None
 
     @classmethod
-    def of(cls, url: str, timeout_s: float) -> "HttpNode":
-        """Raises ConfigError for anything but `http://host:port`."""
+    def of(cls, url: str, timeout_s: float, ca_certs: str | None = None) -> "HttpNode":
+        """Raises ConfigError for anything but `http://host:port` and `https://host:port`."""
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname or not _has_port(parts):
-            raise ConfigError(f"{url!r} is no node; write http://host:port, its HTTP port")
-        return cls(f"http://{parts.netloc}", parts.hostname, timeout_s)
+        if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts):
+            raise ConfigError(f"{url!r} is no node; write http(s)://host:port, its HTTP port")
+        tls = client_tls(ca_certs) if parts.scheme == "https" else None
+        return cls(f"{parts.scheme}://{parts.netloc}", parts.hostname, timeout_s, tls)
 
     async def get(self, path: str) -> HttpAnswer:
         """Raises UnavailableError or DeadlineExceededError when there is no answer."""
@@ -56,10 +59,13 @@ class HttpNode:
     ) -> HttpAnswer:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        trusted = True if self.tls is None else self.tls.context
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout) as session,
-                session.request(method, self.url + path, json=body, headers=headers) as reply,
+                session.request(
+                    method, self.url + path, json=body, headers=headers, ssl=trusted
+                ) as reply,
             ):
                 return HttpAnswer(reply.status, _object(await _read(reply)))
         except aiohttp.ClientError as error:

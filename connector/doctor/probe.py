@@ -49,10 +49,10 @@ async def probe(name: str, http: HttpNode, token: str | None) -> NodeReport:
     if ports is None:
         return NodeReport(name, http, findings)
     address = join_host_port(http.host, ports.grpc_port)
-    info = await _ask_grpc(name, address, token, findings=findings, timeout_s=http.timeout_s)
+    info = await _ask_grpc(name, address, token, findings=findings, http=http)
     if info is None:
         return NodeReport(name, http, findings)
-    met = await _ask_control(name, address, token, findings=findings, timeout_s=http.timeout_s)
+    met = await _ask_control(name, address, token, findings=findings, http=http)
     return NodeReport(name, http, findings, info, met)
 
 
@@ -81,12 +81,12 @@ def _judge_health(subject: str, health: HttpAnswer) -> Finding:
 
 
 async def _ask_grpc(
-    name: str, address: str, token: str | None, *, findings: list[Finding], timeout_s: float
+    name: str, address: str, token: str | None, *, findings: list[Finding], http: HttpNode
 ) -> NodeInfo | None:
     subject = f"{name} gRPC {address}"
-    client = NodeClient(address, token=token)
+    client = NodeClient(address, token=token, tls=http.tls)
     try:
-        info = await client.describe(timeout_s)
+        info = await client.describe(http.timeout_s)
     except TandemError as error:
         findings.append(_unreachable(subject, error))
         return None
@@ -103,12 +103,12 @@ async def _ask_grpc(
 
 
 async def _ask_control(
-    name: str, address: str, token: str | None, *, findings: list[Finding], timeout_s: float
+    name: str, address: str, token: str | None, *, findings: list[Finding], http: HttpNode
 ) -> Handshake | None:
     subject = f"{name} control {address}"
-    control = ControlClient(address, token=token, caller_engine_id=CALLER)
+    control = ControlClient(address, token=token, caller_engine_id=CALLER, tls=http.tls)
     try:
-        met = await asyncio.to_thread(control.handshake, timeout_s=timeout_s)
+        met = await asyncio.to_thread(control.handshake, timeout_s=http.timeout_s)
     except TandemError as error:
         findings.append(_unreachable(subject, error))
         return None

@@ -15,6 +15,7 @@ from engine.errors import KVTransferParamsError, TandemError
 from engine.rpc.address import join_host_port
 from engine.rpc.control_client import ControlClient
 from engine.rpc.messages import Handshake
+from engine.tls import ClientTls
 
 log = structlog.get_logger()
 PeerAddress = tuple[str, int]
@@ -58,11 +59,13 @@ class PeerRegistry:
         *,
         cluster_token: str | None,
         control_timeout_s: float,
+        tls: ClientTls | None = None,
         faults: FaultInjector = NO_FAULTS,
     ) -> None:
         self._identity = identity
         self._transport = transport
         self._token = cluster_token
+        self._tls = tls
         self._timeout_s = control_timeout_s
         self._faults = faults
         self._lock = threading.Lock()
@@ -169,7 +172,8 @@ class PeerRegistry:
 
     def _open(self, host: str, port: int) -> ControlClient:
         address = join_host_port(host, port)
-        return ControlClient(address, token=self._token, caller_engine_id=self._identity.engine_id)
+        caller = self._identity.engine_id
+        return ControlClient(address, token=self._token, caller_engine_id=caller, tls=self._tls)
 
     def _drop_unused(self, peer: Peer) -> None:
         with self._lock:

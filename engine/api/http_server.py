@@ -10,6 +10,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from engine.errors import ConfigError
+from engine.tls import ServerTls
 
 CANCEL_GRACE_S: Final = 5.0
 
@@ -33,11 +34,19 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Owns the listening socket from construction on; ConfigError when it cannot be bound."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int, *, drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        drain_timeout_s: float,
+        tls: ServerTls | None = None,
+    ) -> None:
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._drain_timeout_s = drain_timeout_s
-        self._server = _Server(_uvicorn_config(app, drain_timeout_s))
+        self._server = _Server(_uvicorn_config(app, drain_timeout_s, tls))
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -69,7 +78,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _uvicorn_config(app: ASGIApp, drain_timeout_s: float) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, drain_timeout_s: float, tls: ServerTls | None) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         lifespan="off",
@@ -77,5 +86,7 @@ def _uvicorn_config(app: ASGIApp, drain_timeout_s: float) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         timeout_keep_alive=30,
+        ssl_certfile=None if tls is None else tls.certfile,
+        ssl_keyfile=None if tls is None else tls.keyfile,
         timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
     )

@@ -6,7 +6,17 @@ from typing import Annotated
 import typer
 
 from engine.config import NodeConfig
-from engine.flags import ApiKey, ClusterToken, ConfigFile, Host, ServedModelName, given_flags
+from engine.flags import (
+    ApiKey,
+    ClusterToken,
+    ConfigFile,
+    Host,
+    ServedModelName,
+    SslCaCerts,
+    SslCertfile,
+    SslKeyfile,
+    given_flags,
+)
 from engine.node.settings import node_config
 from engine.process import Server, run_server
 
@@ -98,6 +108,9 @@ def node_app(
         kv_events_config: EventsConfig = None,
         api_key: ApiKey = None,
         cluster_token: ClusterToken = None,
+        ssl_certfile: SslCertfile = None,
+        ssl_keyfile: SslKeyfile = None,
+        ssl_ca_certs: SslCaCerts = None,
         num_threads: NumThreads = None,
         config: ConfigFile = None,
     ) -> None:

@@ -10,6 +10,7 @@ from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import Connector
 from engine.metrics import NodeMetrics
 from engine.rpc.server import RpcService
+from engine.tls import ClientTls
 
 
 @dataclass(slots=True, frozen=True)
@@ -20,6 +21,7 @@ class ConnectorSettings:
     engine_id: str
     host: str
     cluster_token: str | None
+    tls: ClientTls | None
     model_fingerprint: str
     prefix_hash_seed: str
 

@@ -5,8 +5,10 @@ import secrets
 import structlog
 
 from engine.config import NodeConfig
+from engine.errors import ConfigError
 from engine.rpc.address import is_loopback
 from engine.rpc.cluster_token import SAME_TOKEN
+from engine.tls import ClientTls, client_tls
 
 log = structlog.get_logger()
 
@@ -27,3 +29,12 @@ def token_for_calls(config: NodeConfig) -> str | None:
         f"other node can use it; {SAME_TOKEN}"
     )
     return secrets.token_urlsafe(32)
+
+
+def tls_to_peers(config: NodeConfig) -> ClientTls | None:
+    """With which a node calls its peers: they speak TLS if it does. Raises ConfigError."""
+    if config.ssl_certfile is not None:
+        return client_tls(config.ssl_ca_certs)
+    if config.ssl_ca_certs is not None:
+        raise ConfigError("--ssl-ca-certs is for nodes with TLS: give --ssl-certfile too")
+    return None

@@ -33,13 +33,14 @@ from engine.node.connector import ConnectorBuilder, ConnectorSettings, NodeConne
 from engine.node.gauges import register_gauges
 from engine.node.incarnation import new_engine_id
 from engine.node.limits import check_decode_checkpoints, context_length, refuse_unavailable
-from engine.node.membership import token_for_calls
+from engine.node.membership import tls_to_peers, token_for_calls
 from engine.node.node_info import with_node_info
 from engine.rpc.address import join_host_port
 from engine.rpc.messages import TOKENIZER_FILES, NodeInfo
 from engine.rpc.node_service import NodeService
 from engine.rpc.server import RpcServer, start_server
 from engine.sched.scheduler import Scheduler
+from engine.tls import server_tls
 from engine.worker.model_runner import ModelRunner
 
 log = structlog.get_logger()
@@ -71,7 +72,8 @@ class NodeServer:
     @property
     def url(self) -> str:
         """Base URL of the HTTP server."""
-        return f"http://{join_host_port(self.config.host, self.http.port)}"
+        scheme = "http" if self.config.ssl_certfile is None else "https"
+        return f"{scheme}://{join_host_port(self.config.host, self.http.port)}"
 
     async def start(self) -> None:
         """Loads the model and serves; ConfigError or CheckpointError leave nothing behind."""
@@ -93,6 +95,7 @@ class NodeServer:
     async def _start(self) -> None:
         refuse_unavailable(self.config)
         self._token = token_for_calls(self.config)
+        self._tls = server_tls(self.config.ssl_certfile, self.config.ssl_keyfile)
         torch.set_num_threads(self.config.num_threads)
         model = await asyncio.to_thread(self._read_model)
         plan = plan_arena(
@@ -130,6 +133,7 @@ class NodeServer:
             engine_id=self.engine_id,
             host=self.config.host,
             cluster_token=self._token,
+            tls=tls_to_peers(self.config),
             model_fingerprint=model_fingerprint(model.folder),
             prefix_hash_seed=self.config.prefix_hash_seed,
         )
@@ -189,6 +193,7 @@ class NodeServer:
             self.config.host,
             self.config.grpc_port,
             token=self._token,
+            tls=self._tls,
         )
         self._resources.push_async_callback(rpc.close)
         return rpc
@@ -211,7 +216,13 @@ class NodeServer:
         )
         info = {"grpc_port": self.rpc.port, "engine_id": self.engine_id, "kind": self.kind}
         door = with_node_info(app, info)
-        http = HttpServer(door, self.config.host, self.config.port, drain_timeout_s=DRAIN_TIMEOUT_S)
+        http = HttpServer(
+            door,
+            self.config.host,
+            self.config.port,
+            drain_timeout_s=DRAIN_TIMEOUT_S,
+            tls=self._tls,
+        )
         await http.start()
         self._resources.push_async_callback(http.close)
         return http

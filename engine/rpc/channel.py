@@ -8,6 +8,7 @@ from engine.errors import TandemError
 from engine.rpc.proof import unproven
 from engine.rpc.server import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from engine.rpc.status import error_from_status
+from engine.tls import ClientTls
 
 OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
@@ -29,6 +30,11 @@ _OF_THE_LINK: Final = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.CANCELLED,
 )
+
+
+def credentials(tls: ClientTls) -> grpc.ChannelCredentials:
+    """For channels to servers with TLS; the host of their address must be in the certificate."""
+    return grpc.ssl_channel_credentials(tls.authorities)
 
 
 def no_proof(code: grpc.StatusCode, details: str | None, address: str) -> TandemError:

@@ -27,13 +27,14 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.rpc import convert
-from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, no_proof
+from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, credentials, no_proof
 from engine.rpc.messages import NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub, NodeStub
 from engine.rpc.proof import CallerProof, Metadata
 from engine.rpc.server import MAX_REQUEST_BYTES
 from engine.rpc.status import error_from_status
+from engine.tls import ClientTls
 from engine.types import GenerateOutput, GenerateRequest
 
 END_OF_CALL_S: Final = 1.0
@@ -59,12 +60,16 @@ class NodeClient:
     the token too: every method raises `UnprovenPeerError` then.
     """
 
-    def __init__(self, address: str, *, token: str | None) -> None:
+    def __init__(self, address: str, *, token: str | None, tls: ClientTls | None = None) -> None:
         self.address = address
         self._token = token
         self._proven: Metadata | None = None
         self._proving = asyncio.Lock()
-        self._channel = aio.insecure_channel(address, options=OPTIONS)
+        self._channel = (
+            aio.insecure_channel(address, options=OPTIONS)
+            if tls is None
+            else aio.secure_channel(address, credentials(tls), options=OPTIONS)
+        )
         self._identity = IdentityStub(self._channel)  # type: ignore[no-untyped-call]
         self._node = NodeStub(self._channel)  # type: ignore[no-untyped-call]
         self._control = KvControlStub(self._channel)  # type: ignore[no-untyped-call]

@@ -12,12 +12,13 @@ import grpc
 
 from engine.errors import AuthenticationError, TandemError
 from engine.rpc import convert
-from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, no_proof
+from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, credentials, no_proof
 from engine.rpc.messages import ANY_GENERATION, Claim, Digests, DigestsQuestion, Handshake
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub
 from engine.rpc.proof import CallerProof, Metadata
 from engine.rpc.status import error_from_status
+from engine.tls import ClientTls
 
 _Reply = TypeVar("_Reply")
 
@@ -30,13 +31,24 @@ class ControlClient:
     (`KVTransferParamsError` for an unknown or expired request or incarnation).
     """
 
-    def __init__(self, address: str, *, token: str | None, caller_engine_id: str) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str | None,
+        caller_engine_id: str,
+        tls: ClientTls | None = None,
+    ) -> None:
         self.address = address
         self._caller_engine_id = caller_engine_id
         self._token = token
         self._proven: Metadata | None = None
         self._proving = threading.Lock()
-        self._channel = grpc.insecure_channel(address, options=OPTIONS)
+        self._channel = (
+            grpc.insecure_channel(address, options=OPTIONS)
+            if tls is None
+            else grpc.secure_channel(address, credentials(tls), options=OPTIONS)
+        )
         self._identity = IdentityStub(self._channel)  # type: ignore[no-untyped-call]
         self._stub = KvControlStub(self._channel)  # type: ignore[no-untyped-call]
 

@@ -17,6 +17,7 @@ from engine.rpc.address import join_host_port
 from engine.rpc.cluster_token import SAME_TOKEN
 from engine.rpc.proof import PROVE_METHOD, NodeProof
 from engine.rpc.status import DETAIL_KEY, error_to_detail, status_code
+from engine.tls import ServerTls
 
 log = structlog.get_logger()
 
@@ -168,25 +169,36 @@ class RpcServer:
 
 
 async def start_server(
-    services: Sequence[RpcService], host: str, port: int, *, token: str | None
+    services: Sequence[RpcService],
+    host: str,
+    port: int,
+    *,
+    token: str | None,
+    tls: ServerTls | None = None,
 ) -> RpcServer:
-    """Serve on `host:port` (0 picks a port); raises ConfigError when it cannot be bound."""
+    """Serve on `host:port` (0 picks a port); raises ConfigError when it cannot be bound.
+
+    With `tls` callers need no certificate: who they are they prove with the token.
+    """
     border = CallBorder(token)
     server = aio.server(
         interceptors=(border,), options=_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_CALLS
     )
     for service in services:
         service.register(server)
-    bound_port = _bind(server, host, port)
+    bound_port = _bind(server, join_host_port(host, port), tls)
     border.listens_on(bound_port)
     await server.start()
     return RpcServer(server, bound_port, border)
 
 
-def _bind(server: aio.Server, host: str, port: int) -> int:
-    address = join_host_port(host, port)
+def _bind(server: aio.Server, address: str, tls: ServerTls | None) -> int:
     try:
-        bound_port = server.add_insecure_port(address)
+        if tls is None:
+            bound_port = server.add_insecure_port(address)
+        else:
+            credentials = grpc.ssl_server_credentials([(tls.key, tls.certificate)])
+            bound_port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise ConfigError(f"cannot listen for gRPC on {address}: is the port in use?") from error
     if bound_port == 0:

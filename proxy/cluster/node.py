@@ -11,6 +11,7 @@ import structlog
 from engine.errors import DeadlineExceededError, TandemError, UnavailableError
 from engine.rpc.client import NodeClient
 from engine.rpc.messages import NodeInfo
+from engine.tls import ClientTls
 from proxy.cluster.node_url import NodeUrl, resolve_grpc_address
 
 log = structlog.get_logger()
@@ -42,13 +43,16 @@ class NodeView:
 class Node:
     """Owns the channel to one node. `info` is what it said, `problem` why it is not used."""
 
-    def __init__(self, url: NodeUrl, kind: NodeKind, *, token: str | None) -> None:
+    def __init__(
+        self, url: NodeUrl, kind: NodeKind, *, token: str | None, tls: ClientTls | None = None
+    ) -> None:
         self.name = url.text
         self.kind = kind
         self.info: NodeInfo | None = None
         self.problem: str | None = NOT_YET
         self._url = url
         self._token = token
+        self._tls = tls if url.has_tls else None
         self._client: NodeClient | None = None
         self._num_in_flight = 0
         self._num_late = 0
@@ -124,11 +128,11 @@ class Node:
 
     async def _connect(self, timeout_s: float) -> None:
         """Keeps the channel while the address is the same: streams may still run on it."""
-        address = await resolve_grpc_address(self._url, timeout_s=timeout_s)
+        address = await resolve_grpc_address(self._url, timeout_s=timeout_s, tls=self._tls)
         if self._client is not None and self._client.address == address:
             return
         await self.close()
-        self._client = NodeClient(address, token=self._token)
+        self._client = NodeClient(address, token=self._token, tls=self._tls)
 
     def _on_late_answer(self, error: DeadlineExceededError) -> None:
         self._num_late += 1

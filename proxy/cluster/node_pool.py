@@ -13,6 +13,7 @@ import structlog
 
 from engine.errors import UnavailableError
 from engine.rpc.messages import NodeInfo
+from engine.tls import ClientTls
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_url import NodeUrl
 
@@ -39,11 +40,12 @@ class NodePool:
         decode: Sequence[NodeUrl],
         *,
         token: str | None,
+        tls: ClientTls | None = None,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         self.identity: ModelIdentity | None = None
-        self._nodes = [Node(url, NodeKind.DECODE, token=token) for url in decode]
-        self._nodes += [Node(url, NodeKind.PREFILL, token=token) for url in prefill]
+        self._nodes = [Node(url, NodeKind.DECODE, token=token, tls=tls) for url in decode]
+        self._nodes += [Node(url, NodeKind.PREFILL, token=token, tls=tls) for url in prefill]
         self._by_name = {node.name: node for node in self._nodes}
         self._poll_interval_s = poll_interval_s
         self._watchers: list[asyncio.Task[None]] = []
