@@ -31,7 +31,7 @@ from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, credentials, no_proof
 from engine.rpc.messages import NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub, NodeStub
-from engine.rpc.proof import CallerProof, Metadata
+from engine.rpc.proof import NOT_NEEDED, CallerProof, Metadata, Proven
 from engine.rpc.server import MAX_REQUEST_BYTES
 from engine.rpc.status import error_from_status
 from engine.tls import ClientTls
@@ -63,7 +63,7 @@ class NodeClient:
     def __init__(self, address: str, *, token: str | None, tls: ClientTls | None = None) -> None:
         self.address = address
         self._token = token
-        self._proven: Metadata | None = None
+        self._proven: Proven | None = None
         self._proving = asyncio.Lock()
         self._channel = (
             aio.insecure_channel(address, options=OPTIONS)
@@ -161,19 +161,19 @@ class NodeClient:
         self, call: Callable[[Metadata], Awaitable[_Reply]], timeout_s: float
     ) -> _Reply:
         """What `call` returns; a node that has been started anew meanwhile is asked once more."""
-        proof = await self._proof(timeout_s)
+        proven = await self._proof(timeout_s)
         try:
-            return await call(proof)
+            return await call(proven.metadata)
         except AuthenticationError:
             if self._token is None:
                 raise
-            self._proven = None if self._proven is proof else self._proven
-        return await call(await self._proof(timeout_s))
+            self._proven = None if self._proven is proven else self._proven
+        return await call((await self._proof(timeout_s)).metadata)
 
-    async def _proof(self, timeout_s: float) -> Metadata:
+    async def _proof(self, timeout_s: float) -> Proven:
         """For the connection that stands; on a new one another process may answer."""
         if self._token is None:
-            return ()
+            return NOT_NEEDED
         with self._errors_of_peer():
             async with asyncio.timeout(min(timeout_s, PROVE_TIMEOUT_S)), self._proving:
                 if self._channel.get_state() is not ChannelConnectivity.READY:
@@ -182,7 +182,7 @@ class NodeClient:
                     self._proven = await self._prove(CallerProof(self._token, self.address))
                 return self._proven
 
-    async def _prove(self, proof: CallerProof) -> Metadata:
+    async def _prove(self, proof: CallerProof) -> Proven:
         try:
             return proof.check(
                 await self._identity.Prove(pb.ProveRequest(), metadata=proof.question)

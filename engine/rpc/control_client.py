@@ -6,7 +6,7 @@ Every call has a deadline; every failure is a leaf of the error tree.
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -16,11 +16,9 @@ from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, credentials, no_proof
 from engine.rpc.messages import ANY_GENERATION, Claim, Digests, DigestsQuestion, Handshake
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub
-from engine.rpc.proof import CallerProof, Metadata
+from engine.rpc.proof import NOT_NEEDED, CallerProof, Proven, unproven
 from engine.rpc.status import error_from_status
 from engine.tls import ClientTls
-
-_Reply = TypeVar("_Reply")
 
 
 class ControlClient:
@@ -42,7 +40,7 @@ class ControlClient:
         self.address = address
         self._caller_engine_id = caller_engine_id
         self._token = token
-        self._proven: Metadata | None = None
+        self._proven: Proven | None = None
         self._proving = threading.Lock()
         self._channel = (
             grpc.insecure_channel(address, options=OPTIONS)
@@ -117,13 +115,15 @@ class ControlClient:
         Costs a third of a millisecond, for a thread of gRPC's.
         """
         message = convert.digests_question_to_pb(question)
-        proof = self._proof(timeout_s)
-        call = self._stub.Digests.future(message, timeout=timeout_s, metadata=proof)
+        proven = self._proof(timeout_s)
+        call = self._stub.Digests.future(message, timeout=timeout_s, metadata=proven.metadata)
 
         def answer() -> Digests:
             try:
                 with _errors_of(self.address):
-                    return convert.digests_from_pb(call.result())
+                    reply = call.result()
+                    self._check(call, proven)
+                    return convert.digests_from_pb(reply)
             except AuthenticationError:
                 return self.digests(question, timeout_s=timeout_s)
 
@@ -132,29 +132,39 @@ class ControlClient:
         finally:
             call.cancel()
 
-    def _call(self, method: Callable[..., _Reply], request: Any, timeout_s: float) -> _Reply:
+    def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
         """A peer that was started anew gets a new proof, and says itself that it is another."""
-        proof = self._proof(timeout_s)
+        proven = self._proof(timeout_s)
         try:
-            with _errors_of(self.address):
-                return method(request, timeout=timeout_s, metadata=proof)
+            return self._call_once(method, request, proven, timeout_s=timeout_s)
         except AuthenticationError:
             if self._token is None:
                 raise
-            self._forget(proof)
-        with _errors_of(self.address):
-            return method(request, timeout=timeout_s, metadata=self._proof(timeout_s))
+            self._forget(proven)
+        return self._call_once(method, request, self._proof(timeout_s), timeout_s=timeout_s)
 
-    def _proof(self, timeout_s: float) -> Metadata:
+    def _call_once(self, method: Any, request: Any, proven: Proven, *, timeout_s: float) -> Any:
+        with _errors_of(self.address):
+            reply, call = method.with_call(request, timeout=timeout_s, metadata=proven.metadata)
+        self._check(call, proven)
+        return reply
+
+    def _check(self, call: grpc.Call, proven: Proven) -> None:
+        """gRPC connects again by itself, perhaps to another process, and does not say so."""
+        if self._token is not None and not proven.is_reply(call.trailing_metadata() or ()):
+            self._forget(proven)
+            raise unproven(self.address, "another process has its port")
+
+    def _proof(self, timeout_s: float) -> Proven:
         if self._token is None:
-            return ()
+            return NOT_NEEDED
         with self._proving:
             if self._proven is None:
                 proof = CallerProof(self._token, self.address)
                 self._proven = self._prove(proof, min(timeout_s, PROVE_TIMEOUT_S))
             return self._proven
 
-    def _prove(self, proof: CallerProof, timeout_s: float) -> Metadata:
+    def _prove(self, proof: CallerProof, timeout_s: float) -> Proven:
         try:
             return proof.check(
                 self._identity.Prove(pb.ProveRequest(), timeout=timeout_s, metadata=proof.question)
@@ -162,9 +172,9 @@ class ControlClient:
         except grpc.RpcError as error:
             raise no_proof(error.code(), error.details(), self.address) from error
 
-    def _forget(self, proof: Metadata) -> None:
+    def _forget(self, proven: Proven) -> None:
         with self._proving:
-            self._proven = None if self._proven is proof else self._proven
+            self._proven = None if self._proven is proven else self._proven
 
 
 @contextmanager

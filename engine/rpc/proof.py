@@ -2,10 +2,12 @@
 
 The caller sends a random nonce. The node answers with its own, which is new in every life of the
 process, and with a MAC of both. Only if that is right the caller makes calls, each with the other
-MAC of the two nonces. The node checks it and keeps nothing. So what a caller sends is worth nothing
-to any other process, and who does not know the token neither learns it nor passes for a node.
+MAC of the two nonces. The node checks it and keeps nothing, and ends every reply with a third one,
+for callers that cannot see whether their connection is still the same. So what a caller sends is
+worth nothing to any other process, and who does not know the token neither learns it nor passes for
+a node.
 
-Both MACs also name the port on which the node listens: a process that took over the port of a dead
+All MACs also name the port on which the node listens: a process that took over the port of a dead
 node cannot have another node answer for it.
 """
 
@@ -13,6 +15,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from engine.errors import InvalidRequestError, UnprovenPeerError
@@ -25,9 +28,26 @@ PROOF_KEY: Final = "tandem-proof-bin"
 NONCE_BYTES: Final = 32
 OF_NODE: Final = b"tandem node"
 OF_CALLER: Final = b"tandem caller"
+OF_REPLY: Final = b"tandem reply"
 
 Metadata: TypeAlias = tuple[tuple[str, bytes], ...]
 Received: TypeAlias = Iterable[tuple[str, str | bytes]]
+
+
+@dataclass(slots=True, frozen=True)
+class Proven:
+    """What goes with every call to a node that has proven itself, and with its replies."""
+
+    metadata: Metadata = ()
+    reply: bytes = b""
+
+    def is_reply(self, metadata: Received) -> bool:
+        """Whether that node ended a reply with this metadata."""
+        return hmac.compare_digest(_only(metadata, PROOF_KEY), self.reply)
+
+
+NOT_NEEDED: Final = Proven()
+"""Where the cluster has no token."""
 
 
 class NodeProof:
@@ -53,6 +73,11 @@ class NodeProof:
         expected = _mac(self._key, OF_CALLER, nonce + self._nonce, port=self.port)
         return hmac.compare_digest(_only(entries, PROOF_KEY), expected)
 
+    def of_reply(self, metadata: Received) -> Metadata:
+        """Ends a reply to the caller that sent this."""
+        nonces = _only(metadata, NONCE_KEY) + self._nonce
+        return ((PROOF_KEY, _mac(self._key, OF_REPLY, nonces, port=self.port)),)
+
 
 class CallerProof:
     """A caller's side of one connection to `address`."""
@@ -68,13 +93,15 @@ class CallerProof:
         """Goes with the call that asks for the node's proof."""
         return ((NONCE_KEY, self._nonce),)
 
-    def check(self, reply: pb.ProveReply) -> Metadata:
-        """What goes with all other calls. Raises `UnprovenPeerError` unless the node's is right."""
+    def check(self, reply: pb.ProveReply) -> Proven:
+        """Raises `UnprovenPeerError` unless the node's proof is right."""
         nonces = self._nonce + reply.server_nonce
         expected = _mac(self._key, OF_NODE, nonces, port=self._port)
         if len(reply.server_nonce) != NONCE_BYTES or not hmac.compare_digest(reply.proof, expected):
             raise unproven(self._address, "it has another token, or another process has its port")
-        return (*self.question, (PROOF_KEY, _mac(self._key, OF_CALLER, nonces, port=self._port)))
+        mine = _mac(self._key, OF_CALLER, nonces, port=self._port)
+        its = _mac(self._key, OF_REPLY, nonces, port=self._port)
+        return Proven((*self.question, (PROOF_KEY, mine)), its)
 
 
 def unproven(address: str, cause: str) -> UnprovenPeerError:
@@ -86,7 +113,7 @@ def unproven(address: str, cause: str) -> UnprovenPeerError:
 
 
 def _mac(key: bytes, label: bytes, nonces: bytes, *, port: int) -> bytes:
-    """Labels, nonces and ports have fixed lengths, so that no two messages are the same bytes."""
+    """Nonces and ports have fixed lengths, so that no two messages are the same bytes."""
     return hmac.digest(key, label + port.to_bytes(2) + nonces, hashlib.sha256)
 
 

@@ -75,7 +75,12 @@ class CallBorder(aio.ServerInterceptor):
             self.num_refused += 1
             return _unread(_refuse)
         handler = await continuation(handler_call_details)
-        return None if handler is None else _guarded(handler)
+        return None if handler is None else _guarded(handler, self._ends_reply)
+
+    def _ends_reply(self, context: Context) -> None:
+        if self._proof is not None:
+            metadata = context.invocation_metadata() or ()
+            context.set_trailing_metadata(self._proof.of_reply(metadata))
 
     def _is_known(self, call: grpc.HandlerCallDetails) -> bool:
         return self._proof is None or self._proof.is_known(call.invocation_metadata)
@@ -98,7 +103,7 @@ def _unread(method: Method) -> Handler:
     return grpc.stream_unary_rpc_method_handler(_with_border(method))
 
 
-def _guarded(handler: Handler) -> Handler:
+def _guarded(handler: Handler, ends_reply: Callable[[Context], None]) -> Handler:
     if handler.response_streaming:
         method, make = handler.unary_stream, grpc.unary_stream_rpc_method_handler
     else:
@@ -106,7 +111,7 @@ def _guarded(handler: Handler) -> Handler:
     if method is None:
         raise ConfigError("services with streaming requests are not supported")
     read = _readable(handler.request_deserializer)
-    return make(_with_border(method), read, handler.response_serializer)
+    return make(_with_border(method, ends_reply), read, handler.response_serializer)
 
 
 def _readable(read: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
@@ -121,12 +126,14 @@ def _readable(read: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
     return read_or_error
 
 
-def _with_border(method: Any) -> Method:
+def _with_border(method: Any, ends_reply: Callable[[Context], None] = lambda _: None) -> Method:
     async def call(request: Any, context: Context) -> Any:
         try:
             if isinstance(request, InvalidRequestError):
                 raise request
-            return await method(request, context)
+            reply = await method(request, context)
+            ends_reply(context)
+            return reply
         except TandemError as error:
             await _abort(context, error)
         except aio.InternalError as error:

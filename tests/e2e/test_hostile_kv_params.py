@@ -56,7 +56,7 @@ async def test_each_variant_is_an_invalid_argument_over_grpc(served: ServedClust
         proven = proof.check(await identity.Prove(pb.ProveRequest(), metadata=proof.question))
         node = NodeStub(channel)  # type: ignore[no-untyped-call]
         for data in variants:
-            detail = await refused(node, data, proven)
+            detail = await refused(node, data, proven.metadata)
             assert detail.param == "kv_transfer_params", (data[:300], detail)
             assert len(data) < TOO_LARGE or "bytes, " in detail.message
     assert len(variants) >= AT_LEAST

@@ -18,7 +18,7 @@ from engine.rpc.control_client import ControlClient
 from engine.tls import client_tls, server_tls
 from proxy.config import load_config
 from proxy.server import ProxyServer
-from tests.cluster import Cluster, transfer_config
+from tests.cluster import Cluster, transfer_config, until
 from tests.pairs import prompt_of
 
 TOKEN = "secret of the cluster"
@@ -59,9 +59,18 @@ async def test_a_hand_over_through_the_proxy_over_tls(
     cluster: Cluster, checkpoints: dict[str, Path], ours: Files, theirs: Files
 ) -> None:
     model = checkpoints["qwen3_5"]
-    options = {"kv_transfer_config": transfer_config("zmq"), "cluster_token": TOKEN, **ours.flags}
-    p = await cluster.start("prefill", model, **options)
-    d = await cluster.start("decode", model, **options)
+    p, d = [
+        await cluster.start(
+            kind,
+            model,
+            kv_transfer_config=transfer_config("zmq"),
+            cluster_token=TOKEN,
+            ssl_certfile=ours.cert,
+            ssl_keyfile=ours.key,
+            ssl_ca_certs=ours.ca,
+        )
+        for kind in ("prefill", "decode")
+    ]
     nodes = {"prefill": (p.url,), "decode": (d.url,), "port": 0, "cluster_token": TOKEN}
     proxy = ProxyServer(load_config(None, {**nodes, **ours.flags, "drain_timeout": 0.5}))
     stranger = ProxyServer(load_config(None, {**nodes, "ssl_ca_certs": theirs.ca}))
@@ -70,12 +79,14 @@ async def test_a_hand_over_through_the_proxy_over_tls(
     try:
         assert {url.partition(":")[0] for url in (p.url, d.url, proxy.url)} == {"https"}
         await until_ready(proxy.url, ours)
+        await until(lambda: all(node.is_available for node in proxy._pool.nodes))
         trusted = openai.DefaultAsyncHttpxClient(verify=ssl.create_default_context(cafile=ours.ca))
         async with openai.AsyncOpenAI(
             base_url=f"{proxy.url}/v1", api_key="none", max_retries=0, http_client=trusted
         ) as client:
-            asked = {"model": str(model), "prompt": PROMPT, "max_tokens": 5}
-            reply = await client.completions.create(**asked, extra_body={"ignore_eos": True})
+            reply = await client.completions.create(
+                model=str(model), prompt=PROMPT, max_tokens=5, extra_body={"ignore_eos": True}
+            )
         assert reply.usage is not None
         assert reply.usage.completion_tokens == 5
         moved = (reply.usage.model_extra or {})["kv_transfer"]
@@ -83,7 +94,7 @@ async def test_a_hand_over_through_the_proxy_over_tls(
         assert moved["verified"]
         await nobody_else_is_trusted(p.rpc.port, theirs)
         for node in stranger._pool.nodes:
-            assert "certificate verify failed" in str(node.problem)
+            await until(lambda node=node: "certificate verify failed" in str(node.problem))
         told = await asyncio.to_thread(doctor, p.url, d.url, ours)
         assert told.returncode == 0, told.stdout
     finally:

@@ -106,6 +106,11 @@ async def test_who_takes_over_a_dead_node_s_port_gets_nothing_of_use() -> None:
                         await until_it_answers(ask)
             assert set(impostor.heard) == {PROVE}
             assert TOKEN not in str(impostor.heard)
+        impostor = Impostor()
+        async with impostor_at(node.port, impostor):
+            with pytest.raises(UnprovenPeerError):
+                await until_it_answers(lambda: asyncio.to_thread(control.handshake, timeout_s=S))
+            assert "/tandem.v1.KvControl/Handshake" in impostor.heard  # but it is not believed
 
 
 async def test_what_a_caller_sends_is_good_for_one_life_of_one_node() -> None:
@@ -113,8 +118,8 @@ async def test_what_a_caller_sends_is_good_for_one_life_of_one_node() -> None:
     node, other = ScriptedNode("p", token=TOKEN), ScriptedNode("q", token=TOKEN)
     async with running_nodes(node, other), clients_of(node.port) as (client, _):
         await client.describe(S)
-        metadata = client._proven
-        assert metadata is not None
+        assert client._proven is not None
+        metadata = client._proven.metadata
         assert pb.NodeInfo.FromString(await call(node.port, DESCRIBE, metadata)).ready
         port = node.port
         await node.close()
