@@ -42,7 +42,9 @@ class HttpNode:
         """Raises ConfigError for anything but `http://host:port` and `https://host:port`."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or not _has_port(parts):
-            raise ConfigError(f"{url!r} is no node; write http(s)://host:port, its HTTP port")
+            raise ConfigError(
+                f"{url!r} is no node; write http://host:port or https://host:port, its HTTP port"
+            )
         tls = client_tls(ca_certs) if parts.scheme == "https" else None
         return cls(f"{parts.scheme}://{parts.netloc}", parts.hostname, timeout_s, tls)
 

@@ -53,7 +53,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     [
         ({}, "--decode"),
         ({"decode": ("localhost:8200",)}, "localhost:8200"),
-        ({"decode": ("https://h:1",)}, "https://h:1"),
+        ({"decode": ("ftp://h:1",)}, "ftp://h:1"),
         ({"decode": ("http://h",)}, "http://h"),
         ({"decode": ("http://h:99999",)}, "99999"),
         ({"decode": ("http://h:1/v1",)}, "after the port"),
@@ -72,5 +72,6 @@ def test_the_command_line_reports_a_wrong_flag_in_one_line() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr == (
-        "error: node URL 'nonsense' must be http://host:port or grpc://host:port\n"
+        "error: node URL 'nonsense' must be http://host:port or grpc://host:port, with TLS "
+        "https:// or grpcs://\n"
     )
