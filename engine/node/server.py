@@ -19,6 +19,7 @@ from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
 from engine.core import EngineCore
+from engine.hosts import advertised_host, check_listen_host
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.report import plan_report
@@ -69,8 +70,8 @@ class NodeServer:
 
     @property
     def url(self) -> str:
-        """Base URL of the HTTP server."""
-        return f"http://{join_host_port(self.config.host, self.http.port)}"
+        """Base URL of the HTTP server, as others on the network see it."""
+        return f"http://{join_host_port(self.host, self.http.port)}"
 
     async def start(self) -> None:
         """Loads the model and serves; ConfigError or CheckpointError leave nothing behind."""
@@ -91,6 +92,8 @@ class NodeServer:
 
     async def _start(self) -> None:
         refuse_unavailable(self.config)
+        check_listen_host(self.config.host)
+        self.host = advertised_host(self.config.host, self.config.advertise_host)
         torch.set_num_threads(self.config.num_threads)
         model = await asyncio.to_thread(self._read_model)
         plan = plan_arena(
@@ -126,7 +129,7 @@ class NodeServer:
         settings = ConnectorSettings(
             config=self.config.kv_transfer_config,
             engine_id=self.engine_id,
-            host=self.config.host,
+            host=self.host,
             cluster_token=self.config.cluster_token,
             model_fingerprint=model_fingerprint(model.folder),
             prefix_hash_seed=self.config.prefix_hash_seed,
