@@ -131,6 +131,31 @@ class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
     verified: bool = False
 
 
+class HandOverProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """Hand-overs from incarnation `engine_id` that keep failing, `count` times in a row.
+
+    `address`: where it is, in words. `since_s`: seconds since the first failure. `retry_in_s`:
+    seconds for which nobody should try again; 0: now.
+    """
+
+    engine_id: str
+    address: str
+    cause: str
+    detail: str
+    count: int
+    since_s: float
+    retry_in_s: float
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        times = f"{self.count} in a row for {self.since_s:.0f} s"
+        return (
+            f"hand-overs from {self.engine_id} at {self.address} fail ({times}): "
+            f"{self.cause}: {self.detail}"
+        )
+
+
 class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     """News of one request: the tokens of one step, and at the end why it ended.
 

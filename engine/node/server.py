@@ -229,4 +229,5 @@ class NodeServer:
             num_requests_waiting=scheduler.num_waiting,
             kv_cache_usage=scheduler.cache.usage,
             ready=self.engine.is_alive,
+            hand_over_problems=self.engine.hand_over_problems,
         )

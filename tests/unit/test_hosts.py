@@ -9,7 +9,7 @@ from os import getpid
 import pytest
 import structlog
 
-from engine.config import NodeConfig
+from engine.config import NodeConfig, decode_config
 from engine.errors import ConfigError
 from engine.hosts import advertised_host
 from prefill_node.server import prefill_server
@@ -71,5 +71,5 @@ async def test_an_address_of_another_machine_is_called_that(
 ) -> None:
     """Before a model is looked for, and whether or not the port is free."""
     with pytest.raises(ConfigError) as caught:
-        await prefill_server(NodeConfig(model="none", **flags)).start()
+        await prefill_server(decode_config({"model": "none", **flags}, NodeConfig, "flags")).start()
     assert said in str(caught.value)

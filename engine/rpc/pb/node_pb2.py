@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65ngine/rpc/pb/node.proto\x12\ttandem.v1\"\xa9\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x0c\n\x04seed\x18\n \x01(\x12\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"\xc2\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x1a\n\x12kv_transfer_params\x18\x04 \x01(\x0c\x12\x17\n\ncache_salt\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x06 \x01(\x11\x42\r\n\x0b_cache_salt\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"U\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TopLogprob\"3\n\x08Logprobs\x12\'\n\x06tokens\x18\x01 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"\xa3\x01\n\x0fKvTransferStats\x12\x17\n\x0f\x61ttention_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x1d\n\x15prefill_cached_tokens\x18\x04 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x05 \x01(\r\x12\x10\n\x08verified\x18\x06 \x01(\x08\"\x8a\x02\n\x0eGenerateOutput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.tandem.v1.Logprobs\x12\x1a\n\rfinish_reason\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x0bstop_reason\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x1a\n\x12kv_transfer_params\x18\x06 \x01(\x0c\x12/\n\x0bkv_transfer\x18\x07 \x01(\x0b\x32\x1a.tandem.v1.KvTransferStatsB\x10\n\x0e_finish_reasonB\x0e\n\x0c_stop_reason\"\x11\n\x0f\x44\x65scribeRequest\"\xde\x01\n\x08NodeInfo\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x13\n\x0bmodel_names\x18\x03 \x03(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x1c\n\x14num_requests_running\x18\x06 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x07 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x08 \x01(\x01\x12\r\n\x05ready\x18\t \x01(\x08\x12\x0e\n\x06reason\x18\n \x01(\t\"\x15\n\x13GetTokenizerRequest\"s\n\x0eTokenizerFiles\x12\x33\n\x05\x66iles\x18\x01 \x03(\x0b\x32$.tandem.v1.TokenizerFiles.FilesEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"%\n\x10HandshakeRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\"\xfb\x01\n\x0eHandshakeReply\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x19\n\x11transport_address\x18\x03 \x01(\x0c\x12\x39\n\x08geometry\x18\x04 \x03(\x0b\x32\'.tandem.v1.HandshakeReply.GeometryEntry\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12\x15\n\rlease_records\x18\x07 \x01(\x04\x1a/\n\rGeometryEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"O\n\x0c\x43laimRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10\x63\x61ller_engine_id\x18\x03 \x01(\t\"\x1e\n\x0bGroupBlocks\x12\x0f\n\x07offsets\x18\x01 \x03(\x04\"\\\n\nClaimReply\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12&\n\x06groups\x18\x02 \x03(\x0b\x32\x16.tandem.v1.GroupBlocks\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"e\n\x0cRenewRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x18\n\x10\x63\x61ller_engine_id\x18\x02 \x01(\t\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\"&\n\nRenewReply\x12\x18\n\x10lost_request_ids\x18\x01 \x03(\t\"[\n\x0eReleaseRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"!\n\x0cReleaseReply\x12\x11\n\twas_alive\x18\x01 \x01(\x08\"r\n\x0e\x44igestsRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12%\n\x06ranges\x18\x04 \x03(\x0b\x32\x15.tandem.v1.BlockRange\"Z\n\nBlockRange\x12\x0c\n\x04kept\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\r\x12\x0b\n\x03\x65nd\x18\x05 \x01(\r\"\x1f\n\x0cRangeDigests\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x06\"7\n\x0c\x44igestsReply\x12\'\n\x06ranges\x18\x01 \x03(\x0b\x32\x17.tandem.v1.RangeDigests\"\x95\x01\n\x0b\x45rrorDetail\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\x05param\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04\x63ode\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x1a\n\rretry_after_s\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06_paramB\x07\n\x05_codeB\x10\n\x0e_retry_after_s2\xd3\x01\n\x04Node\x12\x43\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x19.tandem.v1.GenerateOutput0\x01\x12;\n\x08\x44\x65scribe\x12\x1a.tandem.v1.DescribeRequest\x1a\x13.tandem.v1.NodeInfo\x12I\n\x0cGetTokenizer\x12\x1e.tandem.v1.GetTokenizerRequest\x1a\x19.tandem.v1.TokenizerFiles2\xc0\x02\n\tKvControl\x12\x43\n\tHandshake\x12\x1b.tandem.v1.HandshakeRequest\x1a\x19.tandem.v1.HandshakeReply\x12\x37\n\x05\x43laim\x12\x17.tandem.v1.ClaimRequest\x1a\x15.tandem.v1.ClaimReply\x12\x37\n\x05Renew\x12\x17.tandem.v1.RenewRequest\x1a\x15.tandem.v1.RenewReply\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReply\x12=\n\x07\x44igests\x12\x19.tandem.v1.DigestsRequest\x1a\x17.tandem.v1.DigestsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65ngine/rpc/pb/node.proto\x12\ttandem.v1\"\xa9\x02\n\x0eSamplingParams\x12\x12\n\nmax_tokens\x18\x01 \x01(\r\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_p\x18\x04 \x01(\x01\x12\r\n\x05top_k\x18\x05 \x01(\x05\x12\r\n\x05min_p\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\t \x01(\x01\x12\x0c\n\x04seed\x18\n \x01(\x12\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"\xc2\x01\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x1a\n\x12kv_transfer_params\x18\x04 \x01(\x0c\x12\x17\n\ncache_salt\x18\x05 \x01(\tH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x06 \x01(\x11\x42\r\n\x0b_cache_salt\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\"U\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x01\x12\"\n\x03top\x18\x03 \x03(\x0b\x32\x15.tandem.v1.TopLogprob\"3\n\x08Logprobs\x12\'\n\x06tokens\x18\x01 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"\xa3\x01\n\x0fKvTransferStats\x12\x17\n\x0f\x61ttention_bytes\x18\x01 \x01(\x04\x12\x13\n\x0bstate_bytes\x18\x02 \x01(\x04\x12\x13\n\x0btransfer_ms\x18\x03 \x01(\x01\x12\x1d\n\x15prefill_cached_tokens\x18\x04 \x01(\r\x12\x1c\n\x14\x64\x65\x63ode_cached_tokens\x18\x05 \x01(\r\x12\x10\n\x08verified\x18\x06 \x01(\x08\"\x8a\x02\n\x0eGenerateOutput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12%\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.tandem.v1.Logprobs\x12\x1a\n\rfinish_reason\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x18\n\x0bstop_reason\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11num_cached_tokens\x18\x05 \x01(\r\x12\x1a\n\x12kv_transfer_params\x18\x06 \x01(\x0c\x12/\n\x0bkv_transfer\x18\x07 \x01(\x0b\x32\x1a.tandem.v1.KvTransferStatsB\x10\n\x0e_finish_reasonB\x0e\n\x0c_stop_reason\"\x11\n\x0f\x44\x65scribeRequest\"\x96\x02\n\x08NodeInfo\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x13\n\x0bmodel_names\x18\x03 \x03(\t\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x1c\n\x14num_requests_running\x18\x06 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x07 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x08 \x01(\x01\x12\r\n\x05ready\x18\t \x01(\x08\x12\x0e\n\x06reason\x18\n \x01(\t\x12\x36\n\x12hand_over_problems\x18\x0b \x03(\x0b\x32\x1a.tandem.v1.HandOverProblem\"\x88\x01\n\x0fHandOverProblem\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\r\n\x05\x63\x61use\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12\r\n\x05\x63ount\x18\x05 \x01(\r\x12\x0f\n\x07since_s\x18\x06 \x01(\x01\x12\x12\n\nretry_in_s\x18\x07 \x01(\x01\"\x15\n\x13GetTokenizerRequest\"s\n\x0eTokenizerFiles\x12\x33\n\x05\x66iles\x18\x01 \x03(\x0b\x32$.tandem.v1.TokenizerFiles.FilesEntry\x1a,\n\nFilesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"%\n\x10HandshakeRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\"\xfb\x01\n\x0eHandshakeReply\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x19\n\x11transport_address\x18\x03 \x01(\x0c\x12\x39\n\x08geometry\x18\x04 \x03(\x0b\x32\'.tandem.v1.HandshakeReply.GeometryEntry\x12\x14\n\x0c\x63\x61pabilities\x18\x05 \x03(\t\x12\x0f\n\x07lease_s\x18\x06 \x01(\x01\x12\x15\n\rlease_records\x18\x07 \x01(\x04\x1a/\n\rGeometryEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"O\n\x0c\x43laimRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x18\n\x10\x63\x61ller_engine_id\x18\x03 \x01(\t\"\x1e\n\x0bGroupBlocks\x12\x0f\n\x07offsets\x18\x01 \x03(\x04\"\\\n\nClaimReply\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12&\n\x06groups\x18\x02 \x03(\x0b\x32\x16.tandem.v1.GroupBlocks\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"e\n\x0cRenewRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x18\n\x10\x63\x61ller_engine_id\x18\x02 \x01(\t\x12\x13\n\x0brequest_ids\x18\x03 \x03(\t\x12\x13\n\x0bgenerations\x18\x04 \x03(\x04\"&\n\nRenewReply\x12\x18\n\x10lost_request_ids\x18\x01 \x03(\t\"[\n\x0eReleaseRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x04\"!\n\x0cReleaseReply\x12\x11\n\twas_alive\x18\x01 \x01(\x08\"r\n\x0e\x44igestsRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12%\n\x06ranges\x18\x04 \x03(\x0b\x32\x15.tandem.v1.BlockRange\"Z\n\nBlockRange\x12\x0c\n\x04kept\x18\x01 \x01(\t\x12\x0e\n\x06layers\x18\x02 \x03(\r\x12\x12\n\nblock_size\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\r\x12\x0b\n\x03\x65nd\x18\x05 \x01(\r\"\x1f\n\x0cRangeDigests\x12\x0f\n\x07\x64igests\x18\x01 \x03(\x06\"7\n\x0c\x44igestsReply\x12\'\n\x06ranges\x18\x01 \x03(\x0b\x32\x17.tandem.v1.RangeDigests\"\x95\x01\n\x0b\x45rrorDetail\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x12\n\x05param\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x11\n\x04\x63ode\x18\x04 \x01(\tH\x01\x88\x01\x01\x12\x1a\n\rretry_after_s\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x08\n\x06_paramB\x07\n\x05_codeB\x10\n\x0e_retry_after_s2\xd3\x01\n\x04Node\x12\x43\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x19.tandem.v1.GenerateOutput0\x01\x12;\n\x08\x44\x65scribe\x12\x1a.tandem.v1.DescribeRequest\x1a\x13.tandem.v1.NodeInfo\x12I\n\x0cGetTokenizer\x12\x1e.tandem.v1.GetTokenizerRequest\x1a\x19.tandem.v1.TokenizerFiles2\xc0\x02\n\tKvControl\x12\x43\n\tHandshake\x12\x1b.tandem.v1.HandshakeRequest\x1a\x19.tandem.v1.HandshakeReply\x12\x37\n\x05\x43laim\x12\x17.tandem.v1.ClaimRequest\x1a\x15.tandem.v1.ClaimReply\x12\x37\n\x05Renew\x12\x17.tandem.v1.RenewRequest\x1a\x15.tandem.v1.RenewReply\x12=\n\x07Release\x12\x19.tandem.v1.ReleaseRequest\x1a\x17.tandem.v1.ReleaseReply\x12=\n\x07\x44igests\x12\x19.tandem.v1.DigestsRequest\x1a\x17.tandem.v1.DigestsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,45 +52,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DESCRIBEREQUEST']._serialized_start=1160
   _globals['_DESCRIBEREQUEST']._serialized_end=1177
   _globals['_NODEINFO']._serialized_start=1180
-  _globals['_NODEINFO']._serialized_end=1402
-  _globals['_GETTOKENIZERREQUEST']._serialized_start=1404
-  _globals['_GETTOKENIZERREQUEST']._serialized_end=1425
-  _globals['_TOKENIZERFILES']._serialized_start=1427
-  _globals['_TOKENIZERFILES']._serialized_end=1542
-  _globals['_TOKENIZERFILES_FILESENTRY']._serialized_start=1498
-  _globals['_TOKENIZERFILES_FILESENTRY']._serialized_end=1542
-  _globals['_HANDSHAKEREQUEST']._serialized_start=1544
-  _globals['_HANDSHAKEREQUEST']._serialized_end=1581
-  _globals['_HANDSHAKEREPLY']._serialized_start=1584
-  _globals['_HANDSHAKEREPLY']._serialized_end=1835
-  _globals['_HANDSHAKEREPLY_GEOMETRYENTRY']._serialized_start=1788
-  _globals['_HANDSHAKEREPLY_GEOMETRYENTRY']._serialized_end=1835
-  _globals['_CLAIMREQUEST']._serialized_start=1837
-  _globals['_CLAIMREQUEST']._serialized_end=1916
-  _globals['_GROUPBLOCKS']._serialized_start=1918
-  _globals['_GROUPBLOCKS']._serialized_end=1948
-  _globals['_CLAIMREPLY']._serialized_start=1950
-  _globals['_CLAIMREPLY']._serialized_end=2042
-  _globals['_RENEWREQUEST']._serialized_start=2044
-  _globals['_RENEWREQUEST']._serialized_end=2145
-  _globals['_RENEWREPLY']._serialized_start=2147
-  _globals['_RENEWREPLY']._serialized_end=2185
-  _globals['_RELEASEREQUEST']._serialized_start=2187
-  _globals['_RELEASEREQUEST']._serialized_end=2278
-  _globals['_RELEASEREPLY']._serialized_start=2280
-  _globals['_RELEASEREPLY']._serialized_end=2313
-  _globals['_DIGESTSREQUEST']._serialized_start=2315
-  _globals['_DIGESTSREQUEST']._serialized_end=2429
-  _globals['_BLOCKRANGE']._serialized_start=2431
-  _globals['_BLOCKRANGE']._serialized_end=2521
-  _globals['_RANGEDIGESTS']._serialized_start=2523
-  _globals['_RANGEDIGESTS']._serialized_end=2554
-  _globals['_DIGESTSREPLY']._serialized_start=2556
-  _globals['_DIGESTSREPLY']._serialized_end=2611
-  _globals['_ERRORDETAIL']._serialized_start=2614
-  _globals['_ERRORDETAIL']._serialized_end=2763
-  _globals['_NODE']._serialized_start=2766
-  _globals['_NODE']._serialized_end=2977
-  _globals['_KVCONTROL']._serialized_start=2980
-  _globals['_KVCONTROL']._serialized_end=3300
+  _globals['_NODEINFO']._serialized_end=1458
+  _globals['_HANDOVERPROBLEM']._serialized_start=1461
+  _globals['_HANDOVERPROBLEM']._serialized_end=1597
+  _globals['_GETTOKENIZERREQUEST']._serialized_start=1599
+  _globals['_GETTOKENIZERREQUEST']._serialized_end=1620
+  _globals['_TOKENIZERFILES']._serialized_start=1622
+  _globals['_TOKENIZERFILES']._serialized_end=1737
+  _globals['_TOKENIZERFILES_FILESENTRY']._serialized_start=1693
+  _globals['_TOKENIZERFILES_FILESENTRY']._serialized_end=1737
+  _globals['_HANDSHAKEREQUEST']._serialized_start=1739
+  _globals['_HANDSHAKEREQUEST']._serialized_end=1776
+  _globals['_HANDSHAKEREPLY']._serialized_start=1779
+  _globals['_HANDSHAKEREPLY']._serialized_end=2030
+  _globals['_HANDSHAKEREPLY_GEOMETRYENTRY']._serialized_start=1983
+  _globals['_HANDSHAKEREPLY_GEOMETRYENTRY']._serialized_end=2030
+  _globals['_CLAIMREQUEST']._serialized_start=2032
+  _globals['_CLAIMREQUEST']._serialized_end=2111
+  _globals['_GROUPBLOCKS']._serialized_start=2113
+  _globals['_GROUPBLOCKS']._serialized_end=2143
+  _globals['_CLAIMREPLY']._serialized_start=2145
+  _globals['_CLAIMREPLY']._serialized_end=2237
+  _globals['_RENEWREQUEST']._serialized_start=2239
+  _globals['_RENEWREQUEST']._serialized_end=2340
+  _globals['_RENEWREPLY']._serialized_start=2342
+  _globals['_RENEWREPLY']._serialized_end=2380
+  _globals['_RELEASEREQUEST']._serialized_start=2382
+  _globals['_RELEASEREQUEST']._serialized_end=2473
+  _globals['_RELEASEREPLY']._serialized_start=2475
+  _globals['_RELEASEREPLY']._serialized_end=2508
+  _globals['_DIGESTSREQUEST']._serialized_start=2510
+  _globals['_DIGESTSREQUEST']._serialized_end=2624
+  _globals['_BLOCKRANGE']._serialized_start=2626
+  _globals['_BLOCKRANGE']._serialized_end=2716
+  _globals['_RANGEDIGESTS']._serialized_start=2718
+  _globals['_RANGEDIGESTS']._serialized_end=2749
+  _globals['_DIGESTSREPLY']._serialized_start=2751
+  _globals['_DIGESTSREPLY']._serialized_end=2806
+  _globals['_ERRORDETAIL']._serialized_start=2809
+  _globals['_ERRORDETAIL']._serialized_end=2958
+  _globals['_NODE']._serialized_start=2961
+  _globals['_NODE']._serialized_end=3172
+  _globals['_KVCONTROL']._serialized_start=3175
+  _globals['_KVCONTROL']._serialized_end=3495
 # @@protoc_insertion_point(module_scope)
