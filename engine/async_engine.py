@@ -128,7 +128,7 @@ class AsyncEngine:
         """
         if not self.is_alive:
             raise UnavailableError("the engine is not running")
-        return tuple(problem.text for problem in self.hand_over_problems)
+        return tuple(problem.reason("this node") for problem in self.hand_over_problems)
 
     @property
     def hand_over_problems(self) -> tuple[HandOverProblem, ...]:

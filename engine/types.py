@@ -146,13 +146,11 @@ class HandOverProblem(msgspec.Struct, frozen=True, kw_only=True):
     since_s: float
     retry_in_s: float
 
-    @property
-    def text(self) -> str:
-        """One line for people."""
-        times = f"{self.count} in a row for {self.since_s:.0f} s"
+    def reason(self, to: str) -> str:
+        """For /ready, where anybody may ask: no address and no detail, which logs have."""
         return (
-            f"hand-overs from {self.engine_id} at {self.address} fail ({times}): "
-            f"{self.cause}: {self.detail}"
+            f"hand-overs from {self.engine_id} to {to} fail ({self.count} in a row for "
+            f"{self.since_s:.0f} s): {self.cause}; the log of {to} says more"
         )
 
 

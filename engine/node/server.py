@@ -210,7 +210,12 @@ class NodeServer:
             accept_kv_transfer_params=True,
             metrics_registry=self.metrics.registry,
         )
-        info = {"grpc_port": self.rpc.port, "engine_id": self.engine_id, "kind": self.kind}
+        info = {
+            "grpc_port": self.rpc.port,
+            "engine_id": self.engine_id,
+            "kind": self.kind,
+            "host": self.host,
+        }
         door = with_node_info(app, info, self.config.cluster_token)
         http = HttpServer(door, self.config.host, self.config.port, drain_timeout_s=DRAIN_TIMEOUT_S)
         await http.start()

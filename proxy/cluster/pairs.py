@@ -46,7 +46,7 @@ class Pairs:
         """One line for each pair that does not work; those of nodes that are away are left out."""
         known = {node.view.engine_id for node in self._pool.available(NodeKind.PREFILL)}
         return tuple(
-            f"{node.name}: {problem.text}"
+            problem.reason(node.view.engine_id)
             for node in self._pool.available(NodeKind.DECODE)
             for problem in self._problems(node)
             if problem.engine_id in known
@@ -67,5 +67,11 @@ class Pairs:
         of_decode = {pair for pair in self._told if pair[0] == decode.name}
         now = {(decode.name, it.engine_id): it for it in problems if it.engine_id in known}
         for pair in now.keys() - of_decode:
-            log.warning("a pair of nodes is not used", decode=decode.name, problem=now[pair].text)
+            log.warning(
+                "a pair of nodes is not used: their hand-overs fail",
+                prefill=now[pair].engine_id,
+                decode=decode.name,
+                cause=now[pair].cause,
+                problem=now[pair].detail,
+            )
         self._told = (self._told - of_decode) | now.keys()
