@@ -33,7 +33,7 @@ def compare(p: NodeReport, d: NodeReport) -> list[Finding]:
         return [*findings, wrong("P and D", "both URLs lead to one process", fix)]
     differing = _differing(differences(p.handshake, d.handshake))
     try:
-        apart = _apart(p, d, p.handshake, d.handshake)
+        apart = _apart(p, d)
     except TransportError as error:
         return [*findings, wrong("transport", f"no address: {error}", FIXES["protocol"])]
     agreed = [*_agreed(p.handshake, d.handshake), _way(p.handshake.transport, apart)]
@@ -59,10 +59,11 @@ def _agreed(p: Handshake, d: Handshake) -> list[Finding]:
     ]
 
 
-def _apart(p: NodeReport, d: NodeReport, from_p: Handshake, to_d: Handshake) -> str | None:
+def _apart(p: NodeReport, d: NodeReport) -> str | None:
     """Why they cannot share memory; None when they can, or when nothing speaks against it."""
-    here = host_behind(from_p.transport, from_p.transport_address)
-    there = host_behind(to_d.transport, to_d.transport_address)
+    assert p.handshake is not None and d.handshake is not None
+    here = host_behind(p.handshake.transport, p.handshake.transport_address)
+    there = host_behind(d.handshake.transport, d.handshake.transport_address)
     if here is not None and there is not None:
         return why_out_of_reach(there, here)
     return None if p.http.host == d.http.host else "their URLs name two hosts"
