@@ -12,11 +12,11 @@ help: ## this list
 
 setup: $(STAMP) ## create .venv and install everything
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --progress-bar on torch==2.13.0
-	$(BIN)/pip install --progress-bar on --editable '.[dev]'
+	$(BIN)/pip install --progress-bar on --constraint constraints.txt torch
+	$(BIN)/pip install --progress-bar on --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 demo: $(STAMP) ## one prompt, two nodes: the main job on this machine, in a minute

@@ -1,6 +1,5 @@
 """The one assembly list of a node's connector: which classes make up a producer and a consumer."""
 
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,8 +36,6 @@ from engine.rpc.cluster_token import signing_key
 from engine.rpc.control_service import ControlService
 from engine.rpc.messages import Handshake
 from engine.rpc.server import RpcService
-
-WILDCARD_HOSTS = ("0.0.0.0", "::")
 
 
 @dataclass(slots=True)
@@ -81,9 +78,11 @@ def build_connector(
 ) -> PdConnector:
     """Everything behind `--kv-transfer-config` for one node; `wake` makes an idle engine step."""
     extra = settings.config.kv_connector_extra_config
-    host = advertised_host(settings.host)
     transport = open_transport(
-        extra.transport, settings.engine_id, same_host=is_loopback(host), host=host
+        extra.transport,
+        settings.engine_id,
+        same_host=is_loopback(settings.host),
+        host=settings.host,
     )
     digests = ArenaDigests(plan, arena)
     transport.register(arena)
@@ -95,7 +94,7 @@ def build_connector(
     peers = _peers(settings, identity(), transport, faults=faults)
     transfers = TransferMetrics(metrics)
     claims = ClaimKeeper(peers, extra.kv_lease_duration, transfers)
-    advertised = AdvertisedAddress(settings.engine_id, host)
+    advertised = AdvertisedAddress(settings.engine_id, settings.host)
     reader = PullReader(
         transport,
         arena,
@@ -191,8 +190,3 @@ def _identity(
         lease_records=records.offset,
         capabilities=digests.capabilities,
     )
-
-
-def advertised_host(host: str) -> str:
-    """The address that peers are told: the listening one, or this machine's for a wildcard."""
-    return socket.gethostbyname(socket.gethostname()) if host in WILDCARD_HOSTS else host

@@ -24,6 +24,7 @@ from engine.config import NodeConfig
 from engine.errors import UnavailableError
 from engine.logs import configure_logging
 from engine.process import Server
+from engine.rpc.address import join_host_port
 from engine.tls import client_tls
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
@@ -126,7 +127,7 @@ class NodeActor(ServerActor):
             kind=node.kind,
             url=node.url,
             engine_id=node.engine_id,
-            rpc_url=f"{scheme}://{node.config.host}:{node.rpc.port}",
+            rpc_url=f"{scheme}://{join_host_port(node.host, node.rpc.port)}",
             **_whereabouts(),
         )
 

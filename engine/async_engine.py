@@ -22,7 +22,7 @@ from engine.prompt_checks import check_details, check_first_token, check_prompt,
 from engine.request import Request
 from engine.request_ids import unique_id
 from engine.sched.scheduler import StepNews
-from engine.types import GenerateOutput, GenerateRequest
+from engine.types import GenerateOutput, GenerateRequest, HandOverProblem
 
 IDLE_POLL_S = 0.02
 JOIN_TIMEOUT_S = 30.0
@@ -121,10 +121,19 @@ class AsyncEngine:
         if not self.is_alive:
             raise EngineDeadError(f"the engine thread has stopped: {self._dead!r}")
 
-    async def check_ready(self) -> None:
-        """Raises UnavailableError when this node must not get traffic."""
+    async def check_ready(self) -> tuple[str, ...]:
+        """What works at present only by computing again what a peer has computed.
+
+        Raises UnavailableError when this node must not get traffic.
+        """
         if not self.is_alive:
             raise UnavailableError("the engine is not running")
+        return tuple(problem.reason("this node") for problem in self.hand_over_problems)
+
+    @property
+    def hand_over_problems(self) -> tuple[HandOverProblem, ...]:
+        """Peers from which this node takes hand-overs in vain at present."""
+        return self._admission.problems()
 
     async def close(self) -> None:
         """Stops the engine thread after its current step and gives its memory back."""

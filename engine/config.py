@@ -123,10 +123,12 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     `mamba_decode_checkpoint_interval`: a request that decodes keeps its Mamba states for others
     whenever prompt and output together reach a multiple of so many tokens; 0: never.
+    `advertise_host`: where peers find what listens on `host`, when that is a wildcard.
     """
 
     model: str
     host: str = "127.0.0.1"
+    advertise_host: str | None = None
     port: ListenPort = 8000
     grpc_port: ListenPort = 0
     served_model_name: tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from engine.errors import KVTransferParamsError
 from engine.request import Request
 from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
-from engine.types import GenerateRequest, KVTransferParams, KVTransferStats
+from engine.types import GenerateRequest, HandOverProblem, KVTransferParams, KVTransferStats
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,6 +36,10 @@ class AdmissionConnector(ABC):
     @abstractmethod
     def withdraw(self, request_id: str) -> None:
         """Undoes `admit` for a request that never reached the scheduler."""
+
+    @abstractmethod
+    def problems(self) -> tuple[HandOverProblem, ...]:
+        """Peers from which this node takes hand-overs in vain at present."""
 
 
 class SchedulerConnector(ABC):
@@ -116,6 +120,10 @@ class LocalAdmission(AdmissionConnector):
 
     def withdraw(self, request_id: str) -> None:
         """Nothing was admitted."""
+
+    def problems(self) -> tuple[HandOverProblem, ...]:
+        """There are no peers."""
+        return ()
 
 
 class LocalScheduler(SchedulerConnector):

@@ -195,6 +195,11 @@ class TransferMetrics:
         self._by_kind = metrics.labelled_counter(
             "tandem:kv_transfer_bytes", "Bytes pulled, by kind of cache.", "kind"
         )
+        self._hand_over_failures = metrics.labelled_counter(
+            "tandem:kv_hand_over_failures",
+            "Remote prefills that were computed again or refused here, by cause.",
+            "cause",
+        )
         self._not_pulled = metrics.labelled_counter(
             "tandem:kv_return_pulls_skipped",
             "Turns whose beginning was computed here although another node had named it, by cause.",
@@ -224,6 +229,10 @@ class TransferMetrics:
     def differed(self, kind: str, blocks: int) -> None:
         """Books blocks of one kind (`attention` or `state`) that arrived otherwise than P's are."""
         self._differing.labels(*self._labels, kind).inc(blocks)
+
+    def hand_over_failed(self, cause: str) -> None:
+        """Books a prefill that a peer made in vain, and why."""
+        self._hand_over_failures.labels(*self._labels, cause).inc()
 
     def not_pulled(self, cause: str) -> None:
         """Books a turn before that is not pulled, and why."""

@@ -131,6 +131,29 @@ class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
     verified: bool = False
 
 
+class HandOverProblem(msgspec.Struct, frozen=True, kw_only=True):
+    """Hand-overs from incarnation `engine_id` that keep failing, `count` times in a row.
+
+    `address`: where it is, in words. `since_s`: seconds since the first failure. `retry_in_s`:
+    seconds for which nobody should try again; 0: now.
+    """
+
+    engine_id: str
+    address: str
+    cause: str
+    detail: str
+    count: int
+    since_s: float
+    retry_in_s: float
+
+    def reason(self, to: str) -> str:
+        """For /ready, where anybody may ask: no address and no detail, which logs have."""
+        return (
+            f"hand-overs from {self.engine_id} to {to} fail ({self.count} in a row for "
+            f"{self.since_s:.0f} s): {self.cause}; the log of {to} says more"
+        )
+
+
 class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     """News of one request: the tokens of one step, and at the end why it ended.
 

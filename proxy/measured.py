@@ -20,8 +20,8 @@ class MeasuredGenerator:
     async def check_health(self) -> None:
         await self._inner.check_health()
 
-    async def check_ready(self) -> None:
-        await self._inner.check_ready()
+    async def check_ready(self) -> tuple[str, ...]:
+        return await self._inner.check_ready()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput]:
         started = time.monotonic()

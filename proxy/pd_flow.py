@@ -16,6 +16,7 @@ from engine.types import GenerateOutput, GenerateRequest, KVTransferParams
 from proxy.blame import as_client_sees_it, is_client_fault
 from proxy.cluster.node import Node, NodeKind, NodeView
 from proxy.cluster.node_pool import NodePool
+from proxy.cluster.pairs import Pairs
 from proxy.journey import Journey
 from proxy.legs import Legs, is_whole_answer, prefill_request
 from proxy.metrics import ProxyMetrics
@@ -62,6 +63,7 @@ class PdFlow:
         self._metrics = metrics
         self._request_timeout_s = request_timeout_s
         self._releaser = Releaser()
+        self._pairs = Pairs(pool)
 
     async def close(self) -> None:
         await self._releaser.close()
@@ -69,8 +71,9 @@ class PdFlow:
     async def check_health(self) -> None:
         """The proxy itself holds nothing that could die."""
 
-    async def check_ready(self) -> None:
+    async def check_ready(self) -> tuple[str, ...]:
         self._pool.check_ready()
+        return self._pairs.reasons()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput]:
         """D's outputs, with P's count of cached tokens; `aclose` cancels on the node at work.
@@ -115,7 +118,7 @@ class PdFlow:
                 async for output in outputs:
                     yield output
         except TandemError as error:
-            journey.failed.add(_to_blame(start, error).name)
+            journey.failed.add(self._to_blame(start, error).name)
             raise
         finally:
             if journey.num_tokens == 0:
@@ -159,6 +162,8 @@ class PdFlow:
         leg = self._legs.run(start.decode, request, total_s=journey.remaining_s())
         async with aclosing(leg) as outputs:
             async for output in outputs:
+                if prefilled is not None:
+                    self._pairs.accepted(prefilled.node, start.decode)
                 yield _for_client(output, prefilled)
 
     def _choose(self, journey: Journey, prefill: tuple[NodeView, ...]) -> tuple[Start, Node | None]:
@@ -166,15 +171,25 @@ class PdFlow:
         if not decode:
             raise self._pool.no_decode_node(but=journey.failed)
         route = self._policy.choose(journey.request, prefill, decode)
+        fitting = self._pairs.fitting(prefill, route.decode)
+        if route.prefill is not None and route.prefill not in fitting:
+            route = self._policy.choose(journey.request, fitting, (route.decode,))
         start = Start(self._pool.node(route.decode.name))
         if route.prefill is not None:
             return start, self._pool.node(route.prefill.name)
-        self._metrics.local_prefills.labels(_why_local(journey, prefill)).inc()
+        self._metrics.local_prefills.labels(_why_local(journey, prefill, fitting)).inc()
         return start, None
 
     def _candidates(self, kind: NodeKind, journey: Journey) -> tuple[NodeView, ...]:
         nodes = self._pool.available(kind)
         return tuple(node.view for node in nodes if node.name not in journey.failed)
+
+    def _to_blame(self, start: Start, error: TandemError) -> Node:
+        """D is to blame for what fails on it, except for a hand-over that it refuses."""
+        if start.prefilled is None or not isinstance(error, KVTransferParamsError):
+            return start.decode
+        self._pairs.refused(start.prefilled.node, start.decode, error)
+        return start.prefilled.node
 
     def _give_up(self, prefilled: Prefilled | None) -> None:
         if prefilled is not None and prefilled.params is not None:
@@ -186,14 +201,9 @@ def _for_client(output: GenerateOutput, prefilled: Prefilled | None) -> Generate
     return replace(output, num_cached_tokens=cached, kv_transfer_params=None)
 
 
-def _to_blame(start: Start, error: TandemError) -> Node:
-    """D is to blame for what fails on it, except for a hand-over that it refuses."""
-    if start.prefilled is not None and isinstance(error, KVTransferParamsError):
-        return start.prefilled.node
-    return start.decode
-
-
-def _why_local(journey: Journey, prefill: tuple[NodeView, ...]) -> str:
+def _why_local(
+    journey: Journey, prefill: tuple[NodeView, ...], fitting: tuple[NodeView, ...]
+) -> str:
     if prefill:
-        return "policy"
+        return "policy" if fitting else "hand_overs_fail"
     return "prefill_failed" if journey.failed else "no_prefill_node"

@@ -115,9 +115,10 @@ class ScriptedGenerator:
         if self.error is not None:
             raise self.error
 
-    async def check_ready(self) -> None:
+    async def check_ready(self) -> tuple[str, ...]:
         if self.unready:
             raise UnavailableError("draining", retry_after_s=7)
+        return ()
 
 
 @asynccontextmanager

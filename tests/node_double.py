@@ -20,6 +20,7 @@ from engine.types import (
     FinishReason,
     GenerateOutput,
     GenerateRequest,
+    HandOverProblem,
     KVTransferParams,
     KVTransferStats,
 )
@@ -51,10 +52,12 @@ class ScriptedNode:
     token: str | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     ready: bool = True
+    problems: tuple[HandOverProblem, ...] = ()
     num_cached: int = 0
     eos_at: int | None = None
     gives_params: bool = True
     error: TandemError | None = None
+    refuses_params: TandemError | None = None
     fail_at: int = 0
     hang_at: int | None = None
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
@@ -100,10 +103,14 @@ class ScriptedNode:
             num_requests_running=self.num_open,
             ready=self.ready,
             reason="" if self.ready else "draining",
+            hand_over_problems=self.problems,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
         self.requests.append(request)
+        params = request.kv_transfer_params
+        if self.refuses_params is not None and params is not None and params.do_remote_prefill:
+            raise self.refuses_params
         self.num_open += 1
         cut = True
         try:

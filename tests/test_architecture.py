@@ -344,7 +344,7 @@ def listed(folder: Path, *, deep: bool = False) -> Iterator[Path]:
         name = path.name
         if name.startswith((".", "__pycache__")) or name.endswith((".egg-info", ".pyc")):
             continue
-        if name in ("__init__.py", "build", "dist"):
+        if name in ("__init__.py", "py.typed", "build", "dist"):
             continue
         yield path
         if deep and path.is_dir():

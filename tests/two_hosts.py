@@ -7,6 +7,7 @@ import json
 import os
 import time
 import urllib.request
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -31,15 +32,23 @@ class Host:
     def __init__(self, name: str, address: str) -> None:
         self.name = name
         self.address = address
+        self._boot_id = Path(f"/run/netns/{name}.boot_id")
+        self._boot_id.write_text(f"{uuid.uuid4()}\n")
         inside = partial(enter, name)
         self._inside = ThreadPoolExecutor(3, thread_name_prefix=name, initializer=inside)
         self.servers: list[ServerProcess] = []
 
     def launch(self, kind: str, model: Path, log: Path, *flags: str) -> ServerProcess:
         """A node that listens on this host's end of the cable; it does not serve yet."""
-        listen = (str(model), *NODE_FLAGS, "--host", self.address, *SECRETS, *flags)
-        inside = ("ip", "netns", "exec", self.name)
-        server = ServerProcess.launch(log, kind, *listen, inside=inside, UCX_TLS="tcp")
+        return self.start(
+            kind, log, str(model), *NODE_FLAGS, "--host", self.address, *SECRETS, *flags
+        )
+
+    def start(self, kind: str, log: Path, *flags: str) -> ServerProcess:
+        """A server that does not serve yet; it sees a kernel that was booted on its own."""
+        seen = 'mount --bind "$0" /proc/sys/kernel/random/boot_id && exec "$@"'
+        inside = ("ip", "netns", "exec", self.name, "sh", "-c", seen, str(self._boot_id))
+        server = ServerProcess.launch(log, kind, *flags, inside=inside, UCX_TLS="tcp")
         self.servers.append(server)
         return server
 
@@ -79,6 +88,7 @@ class Host:
         try:
             self.stop_servers()
         finally:
+            self._boot_id.unlink(missing_ok=True)
             self._inside.shutdown()
 
     def _post(self, url: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from engine.rpc.control_service import ControlHandler, ControlService
 from engine.rpc.messages import BlockRange, Claim, Digests, Handshake
 from engine.rpc.server import RpcService
 from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
-from engine.types import GenerateRequest
+from engine.types import GenerateRequest, HandOverProblem
 
 START_S = 120.0
 STOP_S = 30.0
@@ -86,6 +86,10 @@ class StampedAdmission(AdmissionConnector):
     def withdraw(self, request_id: str) -> None:
         """As the inner one."""
         self.inner.withdraw(request_id)
+
+    def problems(self) -> tuple[HandOverProblem, ...]:
+        """As the inner one."""
+        return self.inner.problems()
 
 
 @dataclass(slots=True, frozen=True)

@@ -76,7 +76,7 @@ def _judge(held: _Asked, pulled: _Asked, alone: _Asked) -> Finding:
     if moved is None or not moved.attention_bytes + moved.state_bytes:
         where = f"{params.get('remote_host')}:{params.get('remote_port')}"
         text = f"D computed the prompt itself instead of reading it from P at {where}"
-        fix = "see D's log; start P with a --host that D can reach, or change the transport"
+        fix = "see D's log; give P an --advertise-host that D can reach, or change the transport"
         return wrong(SUBJECT, text, fix)
     if pulled.token_ids != alone.token_ids:
         text = f"tokens {pulled.token_ids} after the transfer, {alone.token_ids} on D alone"

@@ -3,14 +3,22 @@
 from connector.doctor.findings import Finding, Verdict, good, wrong
 from connector.doctor.probe import NodeReport
 from connector.pd.geometry import Difference, differences, groups_of
+from connector.transports.near_and_far import BOTH, host_behind
+from connector.transports.shm import why_out_of_reach
+from engine.errors import TransportError
+from engine.rpc.address import is_loopback
 from engine.rpc.messages import Handshake
 
 FIXES = {
-    "transport": "name one transport for both in --kv-transfer-config (kv_connector_extra_config)",
+    "transport": "let both nodes listen on loopback or none, or name one transport for both in "
+    "--kv-transfer-config (kv_connector_extra_config)",
     "protocol": "run the same version of Tandem on both nodes",
     "model_fingerprint": "start both nodes with the same model folder",
     "prefix_hash_seed": "give both nodes the same --prefix-hash-seed",
 }
+SHM = "shm"
+NETWORK = 'choose "auto", or one of nixl, ucx and zmq, for both nodes in --kv-transfer-config'
+ADVERTISE = "start P with --host 0.0.0.0, or with an --advertise-host that D can reach"
 OF_LAYERS = "start both nodes with the same model and --dtype"
 EXPECTED = {"P": "prefill", "D": "decode"}
 
@@ -24,7 +32,12 @@ def compare(p: NodeReport, d: NodeReport) -> list[Finding]:
         fix = "give the URL of the prefill node first and that of the decode node second"
         return [*findings, wrong("P and D", "both URLs lead to one process", fix)]
     differing = _differing(differences(p.handshake, d.handshake))
-    return [*findings, *(differing or _agreed(p.handshake, d.handshake))]
+    try:
+        apart = _apart(p, d)
+    except TransportError as error:
+        return [*findings, wrong("transport", f"no address: {error}", FIXES["protocol"])]
+    agreed = [*_agreed(p.handshake, d.handshake), _way(p.handshake.transport, apart)]
+    return [*findings, *(differing or agreed), *_address(p, apart)]
 
 
 def _kind(node: NodeReport) -> Finding | None:
@@ -42,9 +55,38 @@ def _agreed(p: Handshake, d: Handshake) -> list[Finding]:
     return [
         good("protocol", f"both speak {p.geometry.get('protocol', '?')}"),
         good("geometry", f"{len(layers)} layers keep the same; {blocks}"),
-        good("transport", f"both use {p.transport}"),
         good("prefix hash seed", "equal"),
     ]
+
+
+def _apart(p: NodeReport, d: NodeReport) -> str | None:
+    """Why they cannot share memory; None when they can, or when nothing speaks against it."""
+    assert p.handshake is not None and d.handshake is not None
+    here = host_behind(p.handshake.transport, p.handshake.transport_address)
+    there = host_behind(d.handshake.transport, d.handshake.transport_address)
+    if here is not None and there is not None:
+        return why_out_of_reach(there, here)
+    return None if p.http.host == d.http.host else "their URLs name two hosts"
+
+
+def _way(transport: str, apart: str | None) -> Finding:
+    """How bytes will get from P to D."""
+    near, _, far = transport.partition(BOTH)
+    if near != SHM:
+        return good("transport", f"{near}, which reaches other hosts")
+    if apart is None:
+        return good("transport", f"{near}, on one host")
+    if far:
+        return good("transport", f"{far}, between two hosts")
+    return wrong("transport", f"{near} cannot work: {apart}", NETWORK)
+
+
+def _address(p: NodeReport, apart: str | None) -> list[Finding]:
+    """Whether P tells D an address that leads to P."""
+    if apart is None or not is_loopback(p.host):
+        return []
+    text = f"P tells its peers {p.host}, which leads nowhere but to their own host"
+    return [wrong("address of P", text, ADVERTISE)]
 
 
 def _listed(sizes: list[int]) -> str:

@@ -29,15 +29,17 @@ class Ports(msgspec.Struct, frozen=True):
     grpc_port: Port
     engine_id: Label
     kind: Label
+    host: Label
 
 
 @dataclass(slots=True, frozen=True)
 class NodeReport:
-    """What is known of a node; None where it did not get that far."""
+    """What is known of a node; None where it did not get that far. `host`: as peers are told."""
 
     name: str
     http: HttpNode
     findings: list[Finding]
+    host: str = ""
     info: NodeInfo | None = None
     handshake: Handshake | None = None
 
@@ -51,9 +53,9 @@ async def probe(name: str, http: HttpNode, token: str | None) -> NodeReport:
     address = join_host_port(http.host, ports.grpc_port)
     info = await _ask_grpc(name, address, token, findings=findings, http=http)
     if info is None:
-        return NodeReport(name, http, findings)
+        return NodeReport(name, http, findings, ports.host)
     met = await _ask_control(name, address, token, findings=findings, http=http)
-    return NodeReport(name, http, findings, info, met)
+    return NodeReport(name, http, findings, ports.host, info, met)
 
 
 async def _ask_http(name: str, http: HttpNode, findings: list[Finding]) -> Ports | None:

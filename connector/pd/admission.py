@@ -8,7 +8,7 @@ import asyncio
 import msgspec
 import structlog
 
-from connector.pd.claims import ClaimKeeper, PrefillClaim
+from connector.pd.claims import DOES_NOT_FIT, ClaimKeeper, PrefillClaim
 from connector.pd.params import (
     ParamsSigner,
     check_remote_prefill,
@@ -26,7 +26,7 @@ from engine.errors import (
 )
 from engine.kv_connector import AdmissionConnector
 from engine.metrics import TransferMetrics
-from engine.types import GenerateRequest, KVTransferParams
+from engine.types import GenerateRequest, HandOverProblem, KVTransferParams
 
 log = structlog.get_logger()
 
@@ -77,6 +77,10 @@ class PdAdmission(AdmissionConnector):
             await self._claim_turn(request, params)
         return request
 
+    def problems(self) -> tuple[HandOverProblem, ...]:
+        """Peers from which this node takes hand-overs in vain at present."""
+        return self._claims.problems.present()
+
     def withdraw(self, request_id: str) -> None:
         """Gives up the claim of a request that never reached the scheduler."""
         self._claims.end(request_id)
@@ -84,7 +88,7 @@ class PdAdmission(AdmissionConnector):
     async def _claim(self, request: GenerateRequest, params: KVTransferParams) -> bool:
         """Whether P's answer may be used, if only its first token."""
         check_remote_prefill(request, params)
-        self._signer.verify(params)
+        self._verify(params)
         claim = PrefillClaim(request.request_id, params)
         try:
             await self._ask(claim)
@@ -92,6 +96,15 @@ class PdAdmission(AdmissionConnector):
             self._unreachable(claim, error)
             return not isinstance(error, TransportError)
         return True
+
+    def _verify(self, params: KVTransferParams) -> None:
+        """A refusal names no peer in the log's rhythm: who sent `params` may have made it up."""
+        try:
+            self._signer.verify(params)
+        except KVTransferParamsError as error:
+            self._metrics.hand_over_failed("refused")
+            self._claims.problems.note("refused", str(error))
+            raise
 
     async def _claim_turn(self, request: GenerateRequest, params: KVTransferParams) -> None:
         check_return_pull(params)
@@ -128,10 +141,9 @@ class PdAdmission(AdmissionConnector):
         self.withdraw(request.request_id)
 
     def _unreachable(self, claim: PrefillClaim, error: TandemError | TimeoutError) -> None:
-        log.warning("a remote prefill cannot be claimed", error=str(error))
-        self._metrics.failed.inc()
+        cause = DOES_NOT_FIT if isinstance(error, TransportError) else "peer_unreachable"
+        self._claims.failed(claim, cause, error)
         if self._config.kv_load_failure_policy == "recompute":
-            claim.fail("peer_unreachable")
             return
         self.withdraw(claim.request_id)
         raise KVLoadError(f"the remote prefill cannot be loaded: {error}") from error

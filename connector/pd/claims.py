@@ -25,7 +25,9 @@ from engine.errors import (
     TransportError,
     UnavailableError,
 )
+from engine.hand_over_problems import HandOverProblems
 from engine.metrics import TransferMetrics
+from engine.rpc.address import join_host_port
 from engine.rpc.messages import ANY_GENERATION, Claim
 from engine.types import KVTransferParams, KVTransferStats
 
@@ -33,6 +35,8 @@ log = structlog.get_logger()
 
 CONTROL_LIMITS = PoolLimits(total=16, per_peer=4, waiting=16_384)
 RENEWALS_PER_LEASE = 6
+DOES_NOT_FIT = "peer_does_not_fit"
+"""Two nodes that differ: that lasts until one of them is started anew."""
 MIN_INTERVAL_S = 0.02
 
 
@@ -119,6 +123,7 @@ class ClaimKeeper:
     """Owner of all claims of a node and of the threads that talk to prefill nodes about them."""
 
     def __init__(self, peers: PeerRegistry, lease_s: float, metrics: TransferMetrics) -> None:
+        self.problems = HandOverProblems()
         self._peers = peers
         self._metrics = metrics
         self._interval_s = lease_s / RENEWALS_PER_LEASE
@@ -173,6 +178,25 @@ class ClaimKeeper:
             claim.ended = True
         if is_ours:
             self._tell(claim, reason)
+
+    def failed(self, claim: PrefillClaim, cause: str, error: BaseException) -> None:
+        """What the peer has computed will not be had: it is computed here, or the request fails.
+
+        That is held against the peer unless only its lease was over, which says nothing of others.
+        """
+        claim.fail(cause)
+        self._metrics.failed.inc()
+        self._metrics.hand_over_failed(cause)
+        about = {"engine_id": claim.engine_id, "address": join_host_port(*claim.address)}
+        if isinstance(error, LateReadError):
+            self.problems.note(cause, str(error), **about)
+        else:
+            lasting = cause == DOES_NOT_FIT
+            self.problems.failed(**about, cause=cause, detail=str(error), lasting=lasting)
+
+    def worked(self, claim: PrefillClaim) -> None:
+        """What the peer has computed was had."""
+        self.problems.worked(claim.engine_id, join_host_port(*claim.address))
 
     def forget(self, peer: Peer) -> None:
         """Something with `peer` failed: the next claim shakes hands again."""

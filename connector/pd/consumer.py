@@ -196,11 +196,10 @@ class ConsumerWorker(WorkerConnector):
         try:
             self._load(claim, claim.peer, pull)
         except TandemError as error:
-            self._metrics.failed.inc()
             cause = self._cause_of(error)
-            claim.fail(cause)
-            log.warning("a pull failed", peer=claim.peer.engine_id, error=str(error))
+            self._claims.failed(claim, cause, error)
             return cause
+        self._claims.worked(claim)
         return None
 
     def _load(self, claim: PrefillClaim, peer: Peer, pull: BlockPull) -> None:

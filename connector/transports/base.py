@@ -7,7 +7,7 @@ Knows bytes, spans and peers; not blocks, requests or leases. There is no `write
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import Enum, auto
-from typing import ClassVar, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -79,7 +79,7 @@ class Transport(ABC):
     Methods may be called from several threads. Every failure is a TransportError.
     """
 
-    name: ClassVar[str]
+    name: str
 
     @abstractmethod
     def register(self, arena: ArenaMemory) -> None:

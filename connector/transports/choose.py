@@ -8,6 +8,7 @@ from typing import NamedTuple
 import structlog
 
 from connector.transports.base import Transport
+from connector.transports.near_and_far import NearAndFar
 from connector.transports.nixl import NixlTransport
 from connector.transports.shm import ShmTransport
 from connector.transports.ucx import UcxTransport
@@ -40,10 +41,10 @@ TRANSPORTS: Mapping[str, TransportRow] = MappingProxyType(
 def open_transport(
     name: str, agent_name: str, *, same_host: bool = True, host: str = "127.0.0.1"
 ) -> Transport:
-    """A transport by name, or by `auto`: shm where all peers share this host's memory.
+    """A transport by name, or by `auto`: shm for peers on this host, another one for the rest.
 
-    `host`: where a transport listens that has to. Raises ConfigError for an unknown name or a
-    missing package.
+    `same_host`: all peers are on this host. `host`: where a transport listens that has to. Raises
+    ConfigError for an unknown name or a missing package.
     """
     chosen, reason = name, "configured"
     if name == "auto":
@@ -55,11 +56,14 @@ def open_transport(
         raise ConfigError(f"transport {chosen} needs {row.package}: {_install(row)}")
     log = structlog.get_logger(__name__)
     log.info("transport_chosen", transport=chosen, reason=reason, agent=agent_name)
-    return row.open(agent_name, host)
+    transport = row.open(agent_name, host)
+    if name == "auto" and not same_host:
+        return NearAndFar(ShmTransport(agent_name), transport)
+    return transport
 
 
 def choose_transport(*, same_host: bool, is_installed: Callable[[str], bool]) -> tuple[str, str]:
-    """What `auto` means, and why. `is_installed` is asked about packages."""
+    """What `auto` means beside shm, and why. `is_installed` is asked about packages."""
     if same_host:
         return "shm", "peers are on this host: one copy, no network stack"
     missing: list[str] = []
@@ -67,7 +71,8 @@ def choose_transport(*, same_host: bool, is_installed: Callable[[str], bool]) ->
         if row.package is None:
             continue
         if is_installed(row.package):
-            return name, "; ".join(["peers may be on other hosts", *missing])
+            reason = "peers may be on other hosts; shm for those on this one"
+            return name, "; ".join([reason, *missing])
         missing.append(f"{name} is not installed ({_install(row)})")
     raise ConfigError(f"no transport reaches other hosts: {'; '.join(missing)}")
 

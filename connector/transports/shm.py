@@ -12,6 +12,7 @@ import stat
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Annotated
 
@@ -31,6 +32,7 @@ from connector.transports.base import (
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -43,6 +45,7 @@ class ShmAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="shm"):
     inode: _Natural
     device: _Natural
     label: Annotated[str, msgspec.Meta(pattern=r"^tandem-arena-[0-9a-f]{16}$")]
+    host: Annotated[str, msgspec.Meta(max_length=200)]
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,6 +135,7 @@ class ShmTransport(Transport):
                 inode=info.st_ino,
                 device=info.st_dev,
                 label=arena.label,
+                host=this_host(),
             )
         )
 
@@ -160,8 +164,28 @@ class ShmTransport(Transport):
             self._arena = None
 
 
+def this_host() -> str:
+    """One life of one kernel, and what this process sees of its /proc."""
+    boot = BOOT_ID.read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def host_of(address: bytes) -> str:
+    """`this_host` of the process whose address that is; raises TransportError."""
+    return decode_address(address, ShmAddress).host
+
+
+def why_out_of_reach(here: str, there: str) -> str | None:
+    """Why processes of the one host cannot see the other's memory; None when they can."""
+    if here == there:
+        return None
+    return f"the peer runs on another host, or in another pid namespace: {there}, and not {here}"
+
+
 def _open_mapping(blob: bytes) -> _Mapping:
     address = decode_address(blob, ShmAddress)
+    if (reason := why_out_of_reach(this_host(), address.host)) is not None:
+        raise TransportError(f"cannot map the peer's memory: {reason}")
     path = f"/proc/{address.pid}/fd/{address.fd}"
     try:
         fd = _open_verified(path, address)
@@ -173,8 +197,7 @@ def _open_mapping(blob: bytes) -> _Mapping:
             os.close(fd)
     except OSError as error:
         raise TransportError(
-            f"cannot map {path} ({error.strerror}): the peer is gone, or runs on another host, "
-            "in another pid namespace or as another user"
+            f"cannot map {path} ({error.strerror}): the peer is gone, or runs as another user"
         ) from error
     return _Mapping(blob, address.nbytes, np.frombuffer(mapped, dtype=np.uint8))
 

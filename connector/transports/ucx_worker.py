@@ -4,11 +4,9 @@ Knows no arenas, spans or frames. ucxx 0.52 has one-sided reads in C++ only, so 
 leaves tagged messages; and it cancels no single request, so whoever gives up closes the worker.
 """
 
-import fcntl
 import importlib
 import select
 import socket
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import ConfigError, TransportError
+from engine.hosts import ipv4_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -33,7 +32,6 @@ _SETTINGS = {
     "TCP_RX_SEG_SIZE": "1M",
     "RNDV_SCHEME": "put_zcopy",
 }
-_SIOCGIFADDR = 0x8915
 _INFINIBAND = Path("/sys/class/infiniband")
 _CLOSE_NS = 10_000_000
 _CLOSE_ATTEMPTS = 20
@@ -168,7 +166,7 @@ def network_devices(host: str) -> dict[str, str]:
         wanted = socket.gethostbyname(host)
     except OSError as error:
         raise ConfigError(f"ucx cannot listen on {host!r}: {error}") from error
-    names = [name for _, name in socket.if_nameindex() if _ipv4_of(name) == wanted]
+    names = [name for _, name in socket.if_nameindex() if ipv4_of(name) == wanted]
     if wanted.startswith("127."):
         names = ["lo"]
     elif names and _INFINIBAND.is_dir():
@@ -177,16 +175,6 @@ def network_devices(host: str) -> dict[str, str]:
     if not names:
         raise ConfigError(f"no network interface of this machine has the address {wanted} ({host})")
     return {"NET_DEVICES": ",".join(names)}
-
-
-def _ipv4_of(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            asked = struct.pack("256s", interface.encode()[:15])
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
-        except OSError:  # it has none
-            return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _import_ucxx(name: str) -> ModuleType:

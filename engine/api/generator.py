@@ -25,6 +25,9 @@ class Generator(Protocol):
         """Return when the process can still serve; raises TandemError when it must be restarted."""
         ...
 
-    async def check_ready(self) -> None:
-        """Return when traffic is welcome; raises UnavailableError when it is not."""
+    async def check_ready(self) -> tuple[str, ...]:
+        """Return when traffic is welcome, with what does not work as it should, in words.
+
+        Raises UnavailableError when traffic is not welcome.
+        """
         ...

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
@@ -17,6 +18,7 @@ from engine.api.replies import (
     DetokenizeReply,
     ModelCard,
     ModelList,
+    ReadyReply,
     TokenizeReply,
     VersionReply,
 )
@@ -33,6 +35,7 @@ from engine.prompt_checks import check_token_ids
 HEALTH_PATHS = ("/health", "/live", "/ping")
 PROBE_TIMEOUT_S = 5.0
 TOKENIZE_TIMEOUT_S = 60.0
+Checked = TypeVar("Checked")
 
 
 class Operations:
@@ -59,10 +62,13 @@ class Operations:
         ]
 
     async def health(self, request: Request) -> Response:
-        return await _probe(self._generator.check_health)
+        await _probe(self._generator.check_health)
+        return Response(status_code=200)
 
     async def ready(self, request: Request) -> Response:
-        return await _probe(self._generator.check_ready)
+        """200 where traffic is welcome; `degraded` where it costs more than it should."""
+        reasons = await _probe(self._generator.check_ready)
+        return _json(ReadyReply(status="degraded" if reasons else "ready", reasons=reasons))
 
     async def version(self, request: Request) -> Response:
         return _json(VersionReply(version=self._serving.version))
@@ -133,18 +139,17 @@ async def metrics_response(registry: CollectorRegistry) -> Response:
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-async def _probe(check: Callable[[], Awaitable[None]]) -> Response:
-    """200 with an empty body; 503 for every reason not to be well, a slow answer included."""
+async def _probe(check: Callable[[], Awaitable[Checked]]) -> Checked:
+    """What the check says; 503 for every reason not to be well, a slow answer included."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
-            await check()
+            return await check()
     except TimeoutError as error:
         raise UnavailableError(f"no answer within {PROBE_TIMEOUT_S:g} s") from error
     except UnavailableError:
         raise
     except TandemError as error:
         raise UnavailableError(str(error)) from error
-    return Response(status_code=200)
 
 
 async def _in_thread(work: Callable[[bytes], msgspec.Struct], body: bytes) -> Response:

@@ -173,6 +173,13 @@ class DetokenizeReply(_Reply, frozen=True, kw_only=True):
     prompt: str
 
 
+class ReadyReply(_Reply, frozen=True, kw_only=True):
+    """GET /ready, where traffic is welcome: `ready`, or `degraded` with the reasons."""
+
+    status: str
+    reasons: tuple[str, ...]
+
+
 class VersionReply(_Reply, frozen=True, kw_only=True):
     """GET /version."""
 

@@ -28,6 +28,13 @@ PURPOSE = (
 Integer = int | None
 Text = str | None
 Model = Annotated[Text, typer.Argument(help="Hugging Face folder, or hub name.")]
+AdvertiseHost = Annotated[
+    Text,
+    typer.Option(
+        help="Address of this machine that peers are told. Default: --host; where that is 0.0.0.0 "
+        "or ::, the address of the default route."
+    ),
+]
 Port = Annotated[Integer, typer.Option(help="HTTP port, 0 for any.")]
 GrpcPort = Annotated[
     Integer, typer.Option(help="Port of control and token streams, 0 for any. [0]")
@@ -91,6 +98,7 @@ def node_app(
         context: typer.Context,
         model: Model = None,
         host: Host = None,
+        advertise_host: AdvertiseHost = None,
         port: Port = None,
         grpc_port: GrpcPort = None,
         served_model_name: ServedModelName = None,

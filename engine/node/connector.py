@@ -15,7 +15,7 @@ from engine.tls import ClientTls
 
 @dataclass(slots=True, frozen=True)
 class ConnectorSettings:
-    """What a connector must know of the node around it."""
+    """What a connector must know of the node around it; `host` is what peers are told."""
 
     config: KVTransferConfig
     engine_id: str

@@ -19,6 +19,7 @@ from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
 from engine.core import EngineCore
+from engine.hosts import advertised_host, check_listen_host
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.report import plan_report
@@ -71,9 +72,9 @@ class NodeServer:
 
     @property
     def url(self) -> str:
-        """Base URL of the HTTP server."""
+        """Base URL of the HTTP server, as others on the network see it."""
         scheme = "http" if self.config.ssl_certfile is None else "https"
-        return f"{scheme}://{join_host_port(self.config.host, self.http.port)}"
+        return f"{scheme}://{join_host_port(self.host, self.http.port)}"
 
     async def start(self) -> None:
         """Loads the model and serves; ConfigError or CheckpointError leave nothing behind."""
@@ -96,6 +97,8 @@ class NodeServer:
         refuse_unavailable(self.config)
         self._token = token_for_calls(self.config)
         self._tls = server_tls(self.config.ssl_certfile, self.config.ssl_keyfile)
+        check_listen_host(self.config.host)
+        self.host = advertised_host(self.config.host, self.config.advertise_host)
         torch.set_num_threads(self.config.num_threads)
         model = await asyncio.to_thread(self._read_model)
         plan = plan_arena(
@@ -131,7 +134,7 @@ class NodeServer:
         settings = ConnectorSettings(
             config=self.config.kv_transfer_config,
             engine_id=self.engine_id,
-            host=self.config.host,
+            host=self.host,
             cluster_token=self._token,
             tls=tls_to_peers(self.config),
             model_fingerprint=model_fingerprint(model.folder),
@@ -214,7 +217,12 @@ class NodeServer:
             accept_kv_transfer_params=True,
             metrics_registry=self.metrics.registry,
         )
-        info = {"grpc_port": self.rpc.port, "engine_id": self.engine_id, "kind": self.kind}
+        info = {
+            "grpc_port": self.rpc.port,
+            "engine_id": self.engine_id,
+            "kind": self.kind,
+            "host": self.host,
+        }
         door = with_node_info(app, info)
         http = HttpServer(
             door,
@@ -239,4 +247,5 @@ class NodeServer:
             num_requests_waiting=scheduler.num_waiting,
             kv_cache_usage=scheduler.cache.usage,
             ready=self.engine.is_alive,
+            hand_over_problems=self.engine.hand_over_problems,
         )

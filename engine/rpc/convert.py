@@ -23,6 +23,7 @@ from engine.types import (
     FinishReason,
     GenerateOutput,
     GenerateRequest,
+    HandOverProblem,
     KVTransferParams,
     KVTransferStats,
     SamplingParams,
@@ -175,14 +176,21 @@ def _stats_from_pb(message: pb.KvTransferStats) -> KVTransferStats:
 
 def node_info_to_pb(info: NodeInfo) -> pb.NodeInfo:
     """A node's self-description on its way to the proxy."""
-    return pb.NodeInfo(**msgspec.structs.asdict(info))
+    problems = [pb.HandOverProblem(**msgspec.structs.asdict(it)) for it in info.hand_over_problems]
+    return pb.NodeInfo(**(msgspec.structs.asdict(info) | {"hand_over_problems": problems}))
 
 
 def node_info_from_pb(message: pb.NodeInfo) -> NodeInfo:
     """A node's self-description as the proxy reads it."""
     fields = {name: getattr(message, name) for name in NodeInfo.__struct_fields__}
     fields["model_names"] = tuple(message.model_names)
+    fields["hand_over_problems"] = tuple(map(_problem_from_pb, message.hand_over_problems))
     return NodeInfo(**fields)
+
+
+def _problem_from_pb(message: pb.HandOverProblem) -> HandOverProblem:
+    names = HandOverProblem.__struct_fields__
+    return HandOverProblem(**{name: getattr(message, name) for name in names})
 
 
 def handshake_to_pb(handshake: Handshake) -> pb.HandshakeReply:

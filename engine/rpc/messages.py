@@ -8,6 +8,8 @@ from typing import Final
 
 import msgspec
 
+from engine.types import HandOverProblem
+
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -21,7 +23,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One node's self-description: `engine_id` is its incarnation, `kv_cache_usage` 0 to 1.
 
     `kind` ("prefill" or "decode") says how the node was started, not what it may be asked.
-    `reason` tells why the node is not ready.
+    `reason` tells why the node is not ready, `hand_over_problems` from whom it cannot take
+    prefills at present.
     """
 
     engine_id: str
@@ -34,6 +37,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_usage: float = 0.0
     ready: bool = False
     reason: str = ""
+    hand_over_problems: tuple[HandOverProblem, ...] = ()
 
 
 ANY_GENERATION: Final = 0

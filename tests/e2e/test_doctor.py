@@ -1,6 +1,7 @@
 """`python -m connector.doctor` on real nodes: what it says of a healthy pair and of wrong ones."""
 
 import asyncio
+import dataclasses
 import re
 import subprocess
 import sys
@@ -15,10 +16,13 @@ from rich.console import Console
 
 from connector.doctor.__main__ import examine
 from connector.doctor.canary import _Asked, _judge
+from connector.doctor.compare import compare
 from connector.doctor.findings import Finding, Verdict
 from connector.doctor.http import HttpNode
+from connector.doctor.probe import probe
 from connector.multi import MultiScheduler
 from connector.pd.producer import ProducerScheduler
+from connector.transports.shm import ShmAddress
 from engine.errors import ConfigError
 from engine.node.server import NodeServer
 from engine.types import KVTransferStats
@@ -135,6 +139,27 @@ async def test_nodes_that_do_not_fit_are_told_apart_by_both_values(
         assert finding.subject.startswith(key)
         assert said in finding.text
         assert fix in finding.fix
+
+
+async def test_shm_between_two_hosts_and_a_loopback_address_are_wrong(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    reports = []
+    for name, kind in (("P", "prefill"), ("D", "decode")):
+        node = await cluster.start(kind, checkpoints["qwen3"])
+        reports.append(await probe(name, HttpNode.of(node.url, 30.0), None))
+    p, d = reports
+    assert not only_wrong(compare(p, d))
+    assert d.handshake is not None
+    here = msgspec.msgpack.decode(d.handshake.transport_address, type=ShmAddress)
+    there = msgspec.msgpack.encode(msgspec.structs.replace(here, host="another"))
+    elsewhere = msgspec.structs.replace(d.handshake, transport_address=there)
+    wrong = only_wrong(compare(p, dataclasses.replace(d, handshake=elsewhere)))
+    assert [one.subject for one in wrong] == ["transport", "address of P"]
+    assert "shm cannot work" in wrong[0].text
+    assert '"auto"' in wrong[0].fix
+    assert "127.0.0.1" in wrong[1].text
+    assert "--advertise-host" in wrong[1].fix
 
 
 async def test_a_hand_over_that_did_not_happen_is_wrong(

@@ -1,33 +1,77 @@
 """Which transport a node opens, by name and by `auto`."""
 
-import pytest
+from contextlib import ExitStack, closing
 
+import msgspec
+import pytest
+import structlog
+
+from connector.transports.base import SpanPair
 from connector.transports.choose import (
     TRANSPORTS,
     choose_transport,
     is_installed,
     open_transport,
 )
+from connector.transports.near_and_far import NearAndFar, NearAndFarAddress
+from connector.transports.shm import ShmAddress, ShmTransport
+from connector.transports.zmq import ZmqTransport
+from engine.arena import ArenaMemory
 from engine.config import PdConnectorConfig, decode_config
-from engine.errors import ConfigError
+from engine.errors import ConfigError, TransportError
 from engine.rpc.address import is_loopback
+
+LOOPBACK = "127.0.0.1"
 
 
 def test_auto_and_unknown_names() -> None:
     assert open_transport("auto", "d").name == "shm"
+    with closing(open_transport("auto", "d", same_host=False)) as both:
+        assert both.name == "shm+nixl"
     with pytest.raises(ConfigError, match="unknown transport 'smoke'"):
         open_transport("smoke", "d")
 
 
 def test_auto_across_hosts_takes_the_first_that_is_installed_and_says_why() -> None:
     name, reason = choose_transport(same_host=False, is_installed=lambda package: True)
-    assert (name, reason) == ("nixl", "peers may be on other hosts")
+    assert name == "nixl"
+    assert reason.startswith("peers may be on other hosts")
     name, reason = choose_transport(same_host=False, is_installed=lambda package: package == "zmq")
     assert name == "zmq"
     assert "nixl is not installed (pip install 'tandem[nixl]')" in reason
     with pytest.raises(ConfigError, match="no transport reaches other hosts"):
         choose_transport(same_host=False, is_installed=lambda package: False)
     assert choose_transport(same_host=True, is_installed=lambda package: False)[0] == "shm"
+
+
+@pytest.mark.parametrize(
+    ("change", "transport"),
+    [({}, "shm"), ({"host": "another/pid:[1]"}, "zmq"), ({"fd": 2**20}, "zmq")],
+    ids=["here", "elsewhere", "here, but out of reach"],
+)
+def test_where_a_peer_runs_decides_and_not_its_address(
+    change: dict[str, object], transport: str
+) -> None:
+    with ExitStack() as stack:
+        sides = [NearAndFar(ShmTransport(name), ZmqTransport(name, LOOPBACK)) for name in "pd"]
+        arenas = [ArenaMemory(4096) for _ in sides]
+        for side, arena in zip(sides, arenas, strict=True):
+            stack.callback(arena.close)
+            stack.callback(side.close)
+            side.register(arena)
+        arenas[0].tensor.fill_(7)
+        told = msgspec.msgpack.decode(sides[0].address, type=NearAndFarAddress)
+        near = msgspec.msgpack.decode(told.near, type=ShmAddress)
+        near = msgspec.structs.replace(near, **change)
+        told = msgspec.structs.replace(told, near=msgspec.msgpack.encode(near))
+        with structlog.testing.capture_logs() as logs:
+            sides[1].connect("p", msgspec.msgpack.encode(told))
+        assert [log["transport"] for log in logs if "is read" in log["event"]] == [transport]
+        sides[1].read("p", [SpanPair(0, 0, 4096)]).wait(10.0)
+        assert bool((arenas[1].tensor == 7).all())
+        sides[1].disconnect("p")
+        with pytest.raises(TransportError, match="not connected"):
+            sides[1].read("p", [SpanPair(0, 0, 4096)])
 
 
 def test_packages_are_looked_for_without_an_import() -> None:

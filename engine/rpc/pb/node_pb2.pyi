@@ -127,7 +127,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("engine_id", "kind", "model_names", "max_model_len", "vocab_size", "num_requests_running", "num_requests_waiting", "kv_cache_usage", "ready", "reason")
+    __slots__ = ("engine_id", "kind", "model_names", "max_model_len", "vocab_size", "num_requests_running", "num_requests_waiting", "kv_cache_usage", "ready", "reason", "hand_over_problems")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAMES_FIELD_NUMBER: _ClassVar[int]
@@ -138,6 +138,7 @@ class NodeInfo(_message.Message):
     KV_CACHE_USAGE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    HAND_OVER_PROBLEMS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     kind: str
     model_names: _containers.RepeatedScalarFieldContainer[str]
@@ -148,7 +149,26 @@ class NodeInfo(_message.Message):
     kv_cache_usage: float
     ready: bool
     reason: str
-    def __init__(self, engine_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., ready: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    hand_over_problems: _containers.RepeatedCompositeFieldContainer[HandOverProblem]
+    def __init__(self, engine_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., ready: _Optional[bool] = ..., reason: _Optional[str] = ..., hand_over_problems: _Optional[_Iterable[_Union[HandOverProblem, _Mapping]]] = ...) -> None: ...
+
+class HandOverProblem(_message.Message):
+    __slots__ = ("engine_id", "address", "cause", "detail", "count", "since_s", "retry_in_s")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    RETRY_IN_S_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    address: str
+    cause: str
+    detail: str
+    count: int
+    since_s: float
+    retry_in_s: float
+    def __init__(self, engine_id: _Optional[str] = ..., address: _Optional[str] = ..., cause: _Optional[str] = ..., detail: _Optional[str] = ..., count: _Optional[int] = ..., since_s: _Optional[float] = ..., retry_in_s: _Optional[float] = ...) -> None: ...
 
 class GetTokenizerRequest(_message.Message):
     __slots__ = ()

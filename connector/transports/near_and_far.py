@@ -1,0 +1,102 @@
+"""Two transports as one: shared memory for peers on this host, another one for those elsewhere.
+
+What decides is where a peer runs, and not the address by which it is reached.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import msgspec
+import structlog
+
+from connector.transports.base import (
+    MAX_ADDRESS_BYTES,
+    SpanPair,
+    Transfer,
+    Transport,
+    decode_address,
+)
+from connector.transports.shm import ShmTransport, host_of, this_host, why_out_of_reach
+from engine.arena import ArenaMemory
+from engine.errors import TransportError
+
+log = structlog.get_logger()
+
+BOTH = "+"
+_Part = Annotated[bytes, msgspec.Meta(max_length=MAX_ADDRESS_BYTES)]
+
+
+class NearAndFarAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="near and far"):
+    """Of the same arena, by shared memory and by the other transport."""
+
+    near: _Part
+    far: _Part
+
+
+class NearAndFar(Transport):
+    """Owner of both. Its name says both, so that only nodes with the same two are peers."""
+
+    def __init__(self, near: ShmTransport, far: Transport) -> None:
+        self.name = f"{near.name}{BOTH}{far.name}"
+        self._near = near
+        self._far = far
+        self._by_peer: dict[str, Transport] = {}
+
+    def register(self, arena: ArenaMemory) -> None:
+        self._near.register(arena)
+        self._far.register(arena)
+
+    @property
+    def address(self) -> bytes:
+        both = NearAndFarAddress(near=self._near.address, far=self._far.address)
+        return msgspec.msgpack.encode(both)
+
+    def connect(self, peer: str, address: bytes) -> None:
+        both = decode_address(address, NearAndFarAddress)
+        chosen = self._connect(peer, both)
+        before = self._by_peer.get(peer)
+        self._by_peer[peer] = chosen
+        if before not in (None, chosen):
+            before.disconnect(peer)
+
+    def read(self, peer: str, spans: Sequence[SpanPair]) -> Transfer:
+        transport = self._by_peer.get(peer)
+        if transport is None:
+            raise TransportError(f"peer {peer!r} is not connected")
+        return transport.read(peer, spans)
+
+    def disconnect(self, peer: str) -> None:
+        transport = self._by_peer.pop(peer, None)
+        if transport is not None:
+            transport.disconnect(peer)
+
+    def close(self) -> None:
+        self._by_peer.clear()
+        self._near.close()
+        self._far.close()
+
+    def _connect(self, peer: str, both: NearAndFarAddress) -> Transport:
+        """By shared memory if that can be, which needs more than one host: the same user, say."""
+        reason = why_out_of_reach(this_host(), host_of(both.near))
+        if reason is None:
+            try:
+                self._near.connect(peer, both.near)
+            except TransportError as error:
+                reason = str(error)
+            else:
+                log.info("a peer on this host is read", peer=peer, transport=self._near.name)
+                return self._near
+        self._far.connect(peer, both.far)
+        log.info("a peer is read", peer=peer, transport=self._far.name, reason=reason)
+        return self._far
+
+
+def host_behind(name: str, address: bytes) -> str | None:
+    """Where a node with transport `name` and this address runs; None: the address does not tell.
+
+    Two of them are for `why_out_of_reach`. Raises TransportError for what is no address.
+    """
+    near, _, far = name.partition(BOTH)
+    if near != ShmTransport.name:
+        return None
+    return host_of(decode_address(address, NearAndFarAddress).near if far else address)

@@ -1,0 +1,72 @@
+"""`tandem COMMAND`: every program of the project under one name, with its own options and help."""
+
+import runpy
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import NamedTuple
+
+import typer
+
+
+class Program(NamedTuple):
+    """`python -m MODULE ARGUMENTS`, and what it needs beside Tandem: packages of an `extra`."""
+
+    module: str
+    help: str
+    arguments: tuple[str, ...] = ()
+    packages: tuple[str, ...] = ()
+    extra: str = ""
+
+
+RAY = ("ray",)
+PROGRAMS: Mapping[str, Program] = MappingProxyType(
+    {
+        "serve": Program(
+            "deploy.demo",
+            "Keep the demo cluster up: a small model on one P, one D, a proxy.",
+            ("--keep",),
+            ("ray", "openai"),
+            "demo",
+        ),
+        "prefill": Program("prefill_node", "Run a prefill node."),
+        "decode": Program("decode_node", "Run a decode node."),
+        "proxy": Program("proxy", "Run the proxy in front of nodes."),
+        "up": Program("deploy", "Start a cluster of a YAML file on Ray.", ("up",), RAY, "ray"),
+        "status": Program("deploy", "Show its members.", ("status",), RAY, "ray"),
+        "down": Program("deploy", "Stop it.", ("down",), RAY, "ray"),
+        "doctor": Program("connector.doctor", "Check two nodes before traffic."),
+        "plan": Program("engine.plan", "Show how an arena would be cut for a model."),
+    }
+)
+NAME = "tandem"
+PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Serve hybrid language models from prefill and decode nodes. "
+    f"`{NAME} COMMAND --help` lists a command's options.",
+)
+
+
+def run_program(context: typer.Context) -> None:
+    """As `python -m` would, in this process; imports nothing that the program does not need."""
+    name = context.info_name or ""
+    program = PROGRAMS[name]
+    missing = [package for package in program.packages if find_spec(package) is None]
+    if missing:
+        install = f"pip install '{NAME}[{program.extra}]'"
+        typer.echo(f"error: {NAME} {name} needs {', '.join(missing)}: {install}", err=True)
+        raise typer.Exit(2)
+    # A command of a group adds its own name to the usage that `--help` shows.
+    is_in_group = name in program.arguments
+    sys.argv = [NAME if is_in_group else f"{NAME} {name}", *program.arguments, *context.args]
+    runpy.run_module(program.module, run_name="__main__")
+
+
+for _name, _program in PROGRAMS.items():
+    app.command(_name, help=_program.help, context_settings=dict(PASSED_ON), add_help_option=False)(
+        run_program
+    )

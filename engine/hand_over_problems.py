@@ -1,0 +1,127 @@
+"""Which hand-overs keep failing, with whom and why: one log line per cause, and when to try again.
+
+Kept by the node that takes hand-overs, for its peers, and by the proxy, for what a node refuses.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from engine.types import HandOverProblem
+
+ENOUGH = 2
+"""Failures in a row that make a problem, unless the first one says that it will last."""
+LOG_AGAIN_S = 60.0
+FORGET_S = 300.0
+RETRY_MIN_S, RETRY_MAX_S = 5.0, 60.0
+MAX_PEERS = 64
+MAX_DETAIL = 500
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Failures:
+    """Those in a row with one incarnation of a peer, at `address`."""
+
+    address: str
+    since: float
+    last: float
+    count: int = 0
+    lasting: bool = False
+    cause: str = ""
+    detail: str = ""
+
+    @property
+    def retry_at(self) -> float:
+        """As long again as they have lasted: the pause doubles while every try fails."""
+        return self.last + min(max(self.last - self.since, RETRY_MIN_S), RETRY_MAX_S)
+
+
+@dataclass(slots=True)
+class _Line:
+    """When one cause was logged last, and how often it came up since then."""
+
+    at: float
+    unsaid: int = 0
+
+
+class HandOverProblems:
+    """Written by any thread. A success ends a problem, and so do five minutes without a try."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures: dict[str, _Failures] = {}
+        self._lines: dict[tuple[str, str], _Line] = {}
+
+    def failed(
+        self, engine_id: str, address: str, cause: str, *, detail: str, lasting: bool = False
+    ) -> None:
+        """One hand-over from `engine_id` at `address` did not work, for a `cause` of few."""
+        now = self._clock()
+        with self._lock:
+            self._forget(now)
+            if engine_id in self._failures or len(self._failures) < MAX_PEERS:
+                found = self._failures.setdefault(engine_id, _Failures(address, now, now))
+                found.last, found.count = now, found.count + 1
+                found.lasting |= lasting
+                found.cause, found.detail = cause, detail[:MAX_DETAIL]
+        self.note(cause, detail, engine_id=engine_id, address=address)
+
+    def note(self, cause: str, detail: str, *, engine_id: str = "", address: str = "") -> None:
+        """Logs a failure that is nobody's in particular: at once, and then once a minute."""
+        now = self._clock()
+        with self._lock:
+            line = self._lines.get((engine_id, cause))
+            if line is not None and now < line.at + LOG_AGAIN_S:
+                line.unsaid += 1
+                return
+            more = 0 if line is None else line.unsaid
+            if len(self._lines) < 2 * MAX_PEERS or line is not None:
+                self._lines[engine_id, cause] = _Line(now)
+        log.warning(
+            "a hand-over failed; the prompt is computed again",
+            cause=cause,
+            peer=engine_id,
+            address=address,
+            error=detail,
+            more_since_last_line=more,
+        )
+
+    def worked(self, engine_id: str, address: str) -> None:
+        """Ends the problem of this peer, and of earlier incarnations at its address."""
+        if not self._failures:
+            return
+        with self._lock:
+            for key in [key for key, it in self._failures.items() if it.address == address]:
+                del self._failures[key]
+            self._failures.pop(engine_id, None)
+
+    def present(self) -> tuple[HandOverProblem, ...]:
+        """All that keep failing."""
+        now = self._clock()
+        with self._lock:
+            self._forget(now)
+            return tuple(
+                HandOverProblem(
+                    engine_id=engine_id,
+                    address=found.address,
+                    cause=found.cause,
+                    detail=found.detail,
+                    count=found.count,
+                    since_s=now - found.since,
+                    retry_in_s=max(0.0, found.retry_at - now),
+                )
+                for engine_id, found in self._failures.items()
+                if found.lasting or found.count >= ENOUGH
+            )
+
+    def _forget(self, now: float) -> None:
+        for key in [key for key, it in self._failures.items() if it.last + FORGET_S < now]:
+            del self._failures[key]
+        for pair in [pair for pair, it in self._lines.items() if it.at + FORGET_S < now]:
+            del self._lines[pair]
