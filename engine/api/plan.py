@@ -78,6 +78,7 @@ def plan_chat(fields: ChatRequest, kv_params: KVTransferParams | None, serving: 
         [message.for_template() for message in fields.messages],
         add_generation_prompt=fields.add_generation_prompt is not False,
         extra=fields.chat_template_kwargs or {},
+        max_tokens=serving.max_model_len,
     )
     default = serving.defaults.max_new_tokens
     return _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
@@ -96,7 +97,9 @@ def check_model(name: str | None, serving: Serving) -> None:
 def _completion_prompts(fields: CompletionRequest, serving: Serving) -> list[TokenIds]:
     add_special_tokens = fields.add_special_tokens is not False
     return [
-        serving.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        serving.tokenizer.encode(
+            prompt, add_special_tokens=add_special_tokens, max_tokens=serving.max_model_len
+        )
         if isinstance(prompt, str)
         else prompt
         for prompt in _split_prompts(fields.prompt)
