@@ -20,7 +20,7 @@ from engine.errors import DeadlineExceededError, OverloadedError, UnavailableErr
 
 SMALL_BYTES: Final = 65_536
 SMALL_AT_ONCE: Final = 3  # with the large one fewer than asyncio's threads on the smallest machine
-TRIM_BYTES: Final = 1_048_576
+TRIM_BYTES: Final = 262_144
 
 _T = TypeVar("_T")
 _libc = ctypes.CDLL(None)

@@ -60,6 +60,8 @@ def _check_sizes(body: bytes) -> None:
         raise InvalidRequestError(
             f"the keys beside the prompt take {others} bytes: send at most {MAX_OTHER_BYTES}"
         )
+    for name in ("prompt", "tokens"):
+        _check_items(large[name], name)
     kwargs = len(memoryview(large["chat_template_kwargs"]))
     if kwargs > MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequestError(
@@ -69,7 +71,6 @@ def _check_sizes(body: bytes) -> None:
 
 
 def _read_prompt(raw: Raw) -> object:
-    _check_items(raw, "prompt")
     return _read_typed(raw, Prompt, "prompt")
 
 
@@ -78,7 +79,6 @@ def _read_messages(raw: Raw) -> object:
 
 
 def _read_tokens(raw: Raw) -> object:
-    _check_items(raw, "tokens")
     return _read_typed(raw, list[int], "tokens")
 
 
