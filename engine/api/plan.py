@@ -14,6 +14,7 @@ from engine.api.limits import requested_max_tokens, resolve_max_tokens
 from engine.api.sampling import sampling_params, with_seed_offset
 from engine.api.schema import (
     MAX_PROMPTS,
+    MAX_SEQUENCES,
     ChatRequest,
     CompletionRequest,
     SamplingFields,
@@ -182,6 +183,12 @@ def _plan(
 def _check_shape(fields: SamplingFields, prompts: int, kv_params: KVTransferParams | None) -> None:
     """Refuse what cannot go together; a PD proxy's leftovers in a remote decode are let pass."""
     n = fields.n or 1
+    if n * prompts > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"n={n} for {prompts} prompts makes {n * prompts} sequences: at most {MAX_SEQUENCES} "
+            "are generated in one request",
+            param="n",
+        )
     if kv_params is not None and (prompts > 1 or n > 1):
         raise KVTransferParamsError(
             f"kv_transfer_params describe one sequence, not {prompts} prompts with n={n}"

@@ -12,6 +12,7 @@ from engine.types import MAX_LOGPROBS, MAX_STOP_STRINGS
 
 MAX_CHOICES = 64
 MAX_PROMPTS = 64
+MAX_SEQUENCES = 128  # of one request; an eighth of what may wait on a node
 MAX_STOP_TOKEN_IDS = 256
 MAX_MESSAGES = 16_384
 

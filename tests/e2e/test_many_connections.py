@@ -43,9 +43,12 @@ async def test_good_requests_get_in_whoever_sits_there(tmp_path: Path) -> None:
         for _ in range(IDLE):
             idle.append(socket.create_connection(("127.0.0.1", port), timeout=5))
         for _ in range(5):
-            async with asyncio.timeout(5), aiohttp.ClientSession() as session:
-                async with session.get(f"{url}/health") as reply:
-                    assert reply.status == 200
+            async with (
+                asyncio.timeout(5),
+                aiohttp.ClientSession() as session,
+                session.get(f"{url}/health") as reply,
+            ):
+                assert reply.status == 200
             assert (await get(url, "/v1/models")).error(503)
         server.stop()
         assert len(server.said) < LOG_BYTES
