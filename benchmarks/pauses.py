@@ -11,6 +11,7 @@ memory, before and a second after.
 """
 
 import http.client
+import itertools
 import tempfile
 import threading
 import time
@@ -134,15 +135,10 @@ class Stream:
         body = {"prompt": "Once", "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "stream": True}
         with _connection(self.url) as connection:
             connection.request("POST", COMPLETIONS, msgspec.json.encode(body), JSON)
-            last = None
-            for line in connection.getresponse():
-                if self._stop.is_set():
-                    return
-                if line.startswith(b"data: {"):
-                    now = time.perf_counter()
-                    if last is not None:
-                        self.gaps.append((last, now))
-                    last = now
+            lines = itertools.takewhile(lambda _: not self._stop.is_set(), connection.getresponse())
+            times = (time.perf_counter() for line in lines if line.startswith(b"data: {"))
+            for gap in itertools.pairwise(times):
+                self.gaps.append(gap)
 
 
 @contextmanager
@@ -165,7 +161,7 @@ def post(url: str, path: str, body: bytes) -> int:
             return 0
 
 
-def attack(name: str, case: Case, server: Server, stream: Stream) -> Row:
+def attack(name: str, case: Case, server: Server, *, stream: Stream) -> Row:
     """One case at one server, while `stream` goes on."""
     body, url = case.build(), server.url()
     before = server.rss()
@@ -179,25 +175,33 @@ def attack(name: str, case: Case, server: Server, stream: Stream) -> Row:
     return Row(name, tuple(sorted(set(statuses))), answered, pause, (before, server.rss()))
 
 
-def run(model: str, flags: list[str], cases: Mapping[str, Case], console: Console) -> list[Row]:
+@contextmanager
+def _streaming(url: str) -> Iterator[Stream]:
+    stream = Stream(url)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(stream.run)
+        try:
+            yield stream
+        finally:
+            stream.stop()
+            running.result()
+
+
+def run(model: str, flags: list[str], cases: Mapping[str, Case], *, console: Console) -> list[Row]:
     """All cases at the proxy and at the decode node, and the longest pause without any."""
     arguments = (model, "--port", "0", "--served-model-name", NAME, "--dtype", "float32", *flags)
     nodes = [(kind, *arguments) for kind in ("prefill_node", "decode_node")]
     with tempfile.TemporaryDirectory() as folder, processes(Path(folder), *nodes) as (p, d):
         proxy = ("proxy", "--prefill", p.url(), "--decode", d.url(), "--port", "0")
-        with processes(Path(folder), proxy) as (front,):
-            stream = Stream(front.url())
-            with ThreadPoolExecutor(1) as pool:
-                streaming = pool.submit(stream.run)
-                try:
-                    return _rows({"proxy": front, "D": d}, stream, cases, console)
-                finally:
-                    stream.stop()
-                    streaming.result()
+        with (
+            processes(Path(folder), proxy) as (front,),
+            _streaming(front.url()) as stream,
+        ):
+            return _rows({"proxy": front, "D": d}, stream, cases, console=console)
 
 
 def _rows(
-    servers: Mapping[str, Server], stream: Stream, cases: Mapping[str, Case], console: Console
+    servers: Mapping[str, Server], stream: Stream, cases: Mapping[str, Case], *, console: Console
 ) -> list[Row]:
     time.sleep(QUIET_S)
     started = time.perf_counter()
@@ -211,7 +215,7 @@ def _rows(
         for where, server in servers.items():
             for name, case in cases.items():
                 done = describe(f"{where}: {name}")
-                rows.append(attack(f"{where}, {name}", case, server, stream))
+                rows.append(attack(f"{where}, {name}", case, server, stream=stream))
                 done()
     return rows
 
@@ -237,7 +241,7 @@ def main(
     console = Console()
     host = machine.prepare("all")
     flags = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
-    rows = run(model, flags, CASES, console)
+    rows = run(model, flags, CASES, console=console)
     context = max_model_len or "the model's"
     note = f"context {context}; three servers and the client share {machine.describe(host)}"
     report.publish(console, "Pauses", headers=HEADERS, rows=list(map(cells, rows)), note=note)

@@ -76,17 +76,12 @@ class Intake:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > max_bytes:
             raise _too_large(max_bytes)
-        chunks: list[bytes] = []
         try:
             async with asyncio.timeout(self._limits.body_timeout_s):
-                async for chunk in request.stream():
-                    if share.grow(len(chunk)) > max_bytes:
-                        raise _too_large(max_bytes)
-                    chunks.append(chunk)
+                return await _collect(request, share, max_bytes)
         except TimeoutError as error:
             seconds = self._limits.body_timeout_s
             raise HTTPException(408, f"the body did not arrive within {seconds:g} s") from error
-        return b"".join(chunks)
 
     async def _enter(self, lane: asyncio.Semaphore) -> None:
         try:
@@ -134,6 +129,15 @@ class _Share:
     def give_back(self) -> None:
         self._intake._reserve(-self._reserved)
         self._reserved = 0
+
+
+async def _collect(request: Request, share: _Share, max_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    async for chunk in request.stream():
+        if share.grow(len(chunk)) > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def _work(work: Callable[[bytes], _T], body: bytes) -> _T:

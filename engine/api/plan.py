@@ -54,6 +54,7 @@ class Plan:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    prompt_tokens_details: bool
 
     def prompt_of(self, choice: int) -> TokenIds:
         return self.prompts[choice // self.choices_per_prompt]
@@ -177,6 +178,7 @@ def _plan(
         include_usage=options.include_usage is True,
         continuous_usage=options.include_usage is True and options.continuous_usage_stats is True,
         return_token_ids=fields.return_token_ids is True,
+        prompt_tokens_details=serving.enable_prompt_tokens_details,
     )
 
 

@@ -35,6 +35,7 @@ class Serving:
     vocab_size: int
     tokenizer: Tokenizer
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    enable_prompt_tokens_details: bool = False
     root: str = ""
     version: str = "0.1.0"
 
