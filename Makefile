@@ -44,6 +44,7 @@ bench: $(STAMP) ## all benchmarks, about a quarter of an hour on an idle machine
 	$(BIN)/python -m benchmarks.transfer
 	$(BIN)/python -m benchmarks.hand_over
 	$(BIN)/python -m benchmarks.serving
+	$(BIN)/python -m benchmarks.pauses
 	$(BIN)/python -m benchmarks.kv_cache cost
 	$(BIN)/python -m benchmarks.kv_cache policies
 	$(BIN)/python -m benchmarks.kv_cache layouts

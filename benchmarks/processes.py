@@ -40,6 +40,11 @@ class Server:
             time.sleep(POLL_S)
         return found[1]
 
+    def rss(self) -> int:
+        """Bytes of memory that it has now, without the arena, which is shared."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
     def stop(self) -> None:
         """SIGTERM, and SIGKILL when that is not heard."""
         self.process.send_signal(signal.SIGTERM)
@@ -53,6 +58,13 @@ class Server:
 @contextmanager
 def servers(logs: Path, *commands: tuple[str, ...]) -> Iterator[list[str]]:
     """Starts all `commands` (module and arguments) at once; their URLs, when all of them serve."""
+    with processes(logs, *commands) as started:
+        yield [server.url() for server in started]
+
+
+@contextmanager
+def processes(logs: Path, *commands: tuple[str, ...]) -> Iterator[list[Server]]:
+    """The same as processes; all of them serve."""
     with ExitStack() as stack:
         started = []
         for number, command in enumerate(commands):
@@ -61,4 +73,6 @@ def servers(logs: Path, *commands: tuple[str, ...]) -> Iterator[list[str]]:
                 process = subprocess.Popen([sys.executable, "-m", *command], stderr=file)
             started.append(Server(process, log))
             stack.callback(started[-1].stop)
-        yield [server.url() for server in started]
+        for server in started:
+            server.url()
+        yield started

@@ -144,6 +144,7 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mamba_decode_checkpoint_interval: NotNegative = 0
     kv_transfer_config: KVTransferConfig = KVTransferConfig()
     kv_events_config: KVEventsConfig = KVEventsConfig()
+    enable_prompt_tokens_details: bool = False
     api_key: str | None = None
     cluster_token: str | None = None
     ssl_certfile: str | None = None

@@ -34,6 +34,13 @@ ConfigFile = Annotated[
     typer.Option("--config", help="YAML whose keys are these flags; flags win."),
 ]
 Host = Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")]
+PromptTokensDetails = Annotated[
+    bool | None,
+    typer.Option(
+        "--enable-prompt-tokens-details/--no-enable-prompt-tokens-details",
+        help="Tell clients in `usage` how many prompt tokens were cached. [no]",
+    ),
+]
 ServedModelName = Annotated[
     list[str] | None, typer.Option(help="Model name(s) in the API. Default: the model's own.")
 ]

@@ -4,14 +4,17 @@ Knows no server by name and no option.
 """
 
 import asyncio
+import resource
 import signal
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import typer
 
 from engine.errors import TandemError
 from engine.logs import configure_logging
+
+MAX_DESCRIPTORS: Final = 65_536
 
 
 class Server(Protocol):
@@ -30,10 +33,18 @@ class Server(Protocol):
 def run_server(make: Callable[[], Server]) -> None:
     """Runs a server until SIGINT or SIGTERM; a wrong option ends the process with one line."""
     configure_logging()
+    raise_descriptor_limit()
     try:
         asyncio.run(_serve(make()))
     except TandemError as error:
         _fail(error)
+
+
+def raise_descriptor_limit() -> None:
+    """As many descriptors as the system lets this process have: each connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < MAX_DESCRIPTORS:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_DESCRIPTORS)), hard))
 
 
 async def _serve(server: Server) -> None:

@@ -34,6 +34,7 @@ class ProxyConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True)
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
     served_model_name: tuple[str, ...] = ()
+    enable_prompt_tokens_details: bool = False
     routing_policy: str = "round_robin"
     request_timeout: Seconds = 600.0
     first_token_timeout: Seconds = 120.0

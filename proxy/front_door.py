@@ -2,12 +2,13 @@
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.api.errors import on_tandem_error
+from engine.api.errors import on_http_error, on_tandem_error
 from engine.api.operations import HEALTH_PATHS, metrics_response
 from engine.errors import TandemError, UnavailableError
 
@@ -36,7 +37,7 @@ def _waiting_app(registry: CollectorRegistry) -> Starlette:
             Route("/metrics", metrics),
             Route("/{path:path}", _not_yet, methods=methods),
         ],
-        exception_handlers={TandemError: on_tandem_error},
+        exception_handlers={TandemError: on_tandem_error, HTTPException: on_http_error},
     )
 
 

@@ -1,6 +1,7 @@
 """The proxy, assembled: nodes, routing, flow, OpenAI surface; and its life from start to close."""
 
 import asyncio
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -94,7 +95,10 @@ class ProxyServer:
             self._stop.set()
 
     async def _open(self) -> None:
-        serving = await load_serving(self._pool, self._config.served_model_name)
+        serving = replace(
+            await load_serving(self._pool, self._config.served_model_name),
+            enable_prompt_tokens_details=self._config.enable_prompt_tokens_details,
+        )
         generator = MeasuredGenerator(self._flow, self._metrics, serving.model_name)
         app = create_app(
             generator,

@@ -55,6 +55,7 @@ def tiny_serving(tokenizer: Tokenizer, **changes: object) -> Serving:
         "max_model_len": 256,
         "vocab_size": 300,
         "tokenizer": tokenizer,
+        "enable_prompt_tokens_details": True,
     }
     return Serving(**{**fields, **changes})  # type: ignore[arg-type]
 

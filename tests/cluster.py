@@ -184,6 +184,7 @@ BASE = NodeConfig(
     kv_cache_memory_bytes=16 << 20,
     max_num_batched_tokens=64,
     enable_prefix_caching=False,
+    enable_prompt_tokens_details=True,
 )
 
 

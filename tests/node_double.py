@@ -257,7 +257,8 @@ def cluster_config(
         "prefill": tuple(node.url for node in prefill),
         "decode": tuple(node.url for node in decode),
     }
-    return load_config(None, {**urls, "port": 0, "drain_timeout": 0.5, **options})
+    own = {"port": 0, "drain_timeout": 0.5, "enable_prompt_tokens_details": True}
+    return load_config(None, {**urls, **own, **options})
 
 
 @asynccontextmanager

@@ -35,6 +35,7 @@ SECRETS = ("--api-key", API_KEY, "--cluster-token", CLUSTER_TOKEN)
 NODE_FLAGS = (
     *("--port", "0", "--served-model-name", "tiny"),
     *("--kv-cache-memory-bytes", str(16 << 20), "--max-num-batched-tokens", "64"),
+    "--enable-prompt-tokens-details",
     "--no-enable-prefix-caching",  # equal requests must cost, move and round the same each time
 )
 AT_REST = (
@@ -216,7 +217,8 @@ class ServedCluster:
 def launch_proxy(log: Path, p: ServerProcess, d: ServerProcess, *flags: str) -> ServerProcess:
     """A proxy in front of two nodes."""
     nodes = ["--prefill", p.url, "--decode", d.url]
-    return ServerProcess.launch(log, "proxy", *nodes, "--port", "0", *flags)
+    own = ("--port", "0", "--enable-prompt-tokens-details")
+    return ServerProcess.launch(log, "proxy", *nodes, *own, *flags)
 
 
 def transport_flag(transport: str, **extra: object) -> tuple[str, str]:

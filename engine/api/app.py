@@ -12,6 +12,7 @@ from engine.api.completion import CompletionShape
 from engine.api.endpoint import GenerateEndpoint
 from engine.api.errors import on_disconnect, on_http_error, on_tandem_error, on_unexpected
 from engine.api.generator import Generator
+from engine.api.intake import Intake, IntakeLimits
 from engine.api.middleware import BearerAuth, RequestIdEcho
 from engine.api.operations import Operations
 from engine.api.serving import Serving
@@ -26,6 +27,7 @@ def create_app(
     metrics_registry: CollectorRegistry,
     api_key: str | None = None,
     accept_kv_transfer_params: bool = False,
+    intake_limits: IntakeLimits | None = None,
 ) -> Starlette:
     """App with the generating endpoints, /v1/models, /tokenize, /detokenize, probes and /metrics.
 
@@ -37,15 +39,21 @@ def create_app(
         "/v1/completions": CompletionShape(serving.tokenizer),
         "/v1/chat/completions": ChatShape(serving.tokenizer),
     }
+    intake = Intake(intake_limits or IntakeLimits())
     endpoints = {
         path: GenerateEndpoint(
-            generator, serving, shape, accept_kv_transfer_params=accept_kv_transfer_params
+            generator,
+            serving,
+            shape,
+            intake=intake,
+            accept_kv_transfer_params=accept_kv_transfer_params,
         )
         for path, shape in shapes.items()
     }
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+    operations = Operations(generator, serving, metrics_registry, intake=intake)
     return Starlette(
-        routes=[*routes, *Operations(generator, serving, metrics_registry).routes()],
+        routes=[*routes, *operations.routes()],
         middleware=_middleware(api_key),
         exception_handlers={
             TandemError: on_tandem_error,

@@ -33,6 +33,8 @@ _CHUNK = "chat.completion.chunk"
 class ChatShape:
     """One assistant message per choice; the first chunk of a choice carries the role."""
 
+    max_prompts = 1
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 

@@ -4,8 +4,9 @@ Templates come with the model, never from a client; the bounds stop runaway ones
 """
 
 import json
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -21,6 +22,12 @@ from engine.errors import CheckpointError, InvalidRequestError
 MAX_RENDERED_CHARS = 33_554_432
 MAX_RENDER_S = 2.0
 _MAX_BITS = 4096
+
+# What fills up to a width that the template names; templates of models do without.
+_WIDE_GLOBALS = ("cycler", "joiner", "lipsum")
+_WIDE_FILTERS = ("batch", "center", "format", "slice", "wordwrap")
+_WIDE_METHODS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
+_WIDE_FORMAT = re.compile(r"\d{5}|\*|:[^}]*\{")
 
 _TEMPLATE_FAULTS = (
     jinja2.TemplateError,
@@ -80,9 +87,25 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.check_size(sum(map(len, texts)))
         return "".join(texts)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_wide = isinstance(obj, str) and attr in _WIDE_METHODS
+        return not is_wide and super().is_safe_attribute(obj, attr, value)
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:
+            self.check_format(value.__self__)
+        return wrapped
+
+    def check_format(self, layout: object) -> None:
+        if isinstance(layout, str) and _WIDE_FORMAT.search(layout):
+            raise _LimitError(f"its format {layout[:40]!r} has a wide or a computed width")
+
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
             self.check_size(_product_size(left, right))
+        if operator == "%":
+            self.check_format(left)
         if operator == "**":
             self.check_size(_power_size(left, right, self.max_chars))
         result = super().call_binop(context, operator, left, right)
@@ -206,6 +229,10 @@ def _make_environment(max_chars: int) -> _BoundedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.max_chars = max_chars
+    for name in _WIDE_GLOBALS:
+        del environment.globals[name]
+    for name in _WIDE_FILTERS:
+        del environment.filters[name]
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

@@ -10,7 +10,7 @@ from engine.api.json_body import convert
 from engine.api.logprobs import completion_logprobs
 from engine.api.plan import Plan, plan_completion
 from engine.api.replies import CompletionChoice, CompletionReply, Usage
-from engine.api.schema import CompletionRequest
+from engine.api.schema import MAX_PROMPTS, CompletionRequest
 from engine.api.serving import Serving
 from engine.api.shape import envelope_fields, if_asked
 from engine.api.tally import ReplyTally, UsageTally
@@ -22,6 +22,8 @@ _OBJECT = "text_completion"
 
 class CompletionShape:
     """The older endpoint: one text per choice, one shape for whole replies and chunks."""
+
+    max_prompts = MAX_PROMPTS
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

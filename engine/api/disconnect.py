@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 CLEANUP_TIMEOUT_S = 10.0
 
+_T = TypeVar("_T")
 
-async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`, cancelling it when the client disconnects; raises what `work` raises.
+
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """What `work` returns; when the client disconnects, cancels it and raises ClientDisconnect.
 
     The request's body must have been read. Cancelled work gets `CLEANUP_TIMEOUT_S` seconds to clean
     up.
@@ -20,7 +23,8 @@ async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None])
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            working.result()
+            return working.result()
+        raise ClientDisconnect
     finally:
         working.cancel()
         watching.cancel()

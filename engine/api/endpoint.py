@@ -5,27 +5,27 @@ Knows no reply shape.
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import msgspec
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.api.choices import Delta, follow
 from engine.api.disconnect import run_while_connected
 from engine.api.generator import Generator
-from engine.api.json_body import parse_object, read_body
-from engine.api.kv_params import check_size, parse_kv_transfer_params
+from engine.api.intake import Intake
+from engine.api.json_body import parse_object
+from engine.api.kv_params import parse_kv_transfer_params
 from engine.api.plan import Plan
-from engine.api.serving import Serving
+from engine.api.serving import Serving, max_body_bytes
 from engine.api.shape import Shape
 from engine.api.sse import error_event, events
 from engine.api.tally import ReplyTally
 from engine.api.unsupported import without_neutral
-from engine.errors import DeadlineExceededError, TandemError
+from engine.errors import TandemError
 
-PLAN_TIMEOUT_S = 60.0
 SEND_TIMEOUT_S = 300.0
 
 _STREAM_HEADERS = [
@@ -48,19 +48,22 @@ class GenerateEndpoint:
         serving: Serving,
         shape: Shape,
         *,
+        intake: Intake,
         accept_kv_transfer_params: bool,
     ) -> None:
         self._generator = generator
         self._serving = serving
         self._shape = shape
+        self._intake = intake
+        self._max_bytes = max_body_bytes(serving, num_prompts=shape.max_prompts)
         self._accept_kv_transfer_params = accept_kv_transfer_params
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(Request(scope, receive))
-        await run_while_connected(receive, self._serve(body, scope, receive, send=send))
+        plan = await self._intake.take(scope, receive, self._plan, max_bytes=self._max_bytes)
+        with suppress(ClientDisconnect):
+            await run_while_connected(receive, self._serve(plan, scope, receive, send=send))
 
-    async def _serve(self, body: bytes, scope: Scope, receive: Receive, *, send: Send) -> None:
-        plan = await self._plan_in_thread(body)
+    async def _serve(self, plan: Plan, scope: Scope, receive: Receive, *, send: Send) -> None:
         async with aclosing(follow(self._generator, plan, self._serving.tokenizer)) as deltas:
             if plan.stream:
                 await self._stream(plan, deltas, send)
@@ -68,19 +71,7 @@ class GenerateEndpoint:
                 response = await self._whole(plan, deltas)
                 await response(scope, receive, send)
 
-    async def _plan_in_thread(self, body: bytes) -> Plan:
-        """Parsing, templates and tokenizing take time: not on the event loop."""
-        try:
-            async with asyncio.timeout(PLAN_TIMEOUT_S):
-                return await asyncio.to_thread(self._plan, body)
-        except TimeoutError as error:
-            raise DeadlineExceededError(
-                f"the request was not tokenized within {PLAN_TIMEOUT_S:g} s"
-            ) from error
-
     def _plan(self, body: bytes) -> Plan:
-        if self._accept_kv_transfer_params:
-            check_size(body)
         fields = parse_object(body)
         kv_params = fields.pop("kv_transfer_params", None)
         if not self._accept_kv_transfer_params:

@@ -87,10 +87,15 @@ async def on_tandem_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Starlette handler for wrong paths and methods, and for bodies refused unparsed."""
     assert isinstance(error, HTTPException)
-    body = ErrorBody(
-        message=error.detail, type="invalid_request_error", param=None, code=error.status_code
-    )
-    return _json(ErrorReply(body), error.status_code, dict(error.headers or {}))
+    content = http_error_body(error.status_code, error.detail)
+    headers = dict(error.headers or {})
+    return Response(content, error.status_code, headers=headers, media_type="application/json")
+
+
+def http_error_body(status: int, message: str) -> bytes:
+    """JSON of an error that is HTTP's own and not the model's."""
+    body = ErrorBody(message=message, type="invalid_request_error", param=None, code=status)
+    return msgspec.json.encode(ErrorReply(body))
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:

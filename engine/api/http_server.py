@@ -1,34 +1,112 @@
-"""uvicorn in a running event loop: own socket, no signal handlers, graceful end. Knows no app."""
+"""uvicorn in a running event loop: own socket, no signal handlers, graceful end. Knows no app.
+
+Connections are accepted one by one: asyncio would take a whole backlog before it looks, and log a
+traceback for each that no descriptor is left for.
+"""
 
 import asyncio
+import resource
 import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
+import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
+from engine.api.http_connection import Connection, ConnectionLimits, Connections
 from engine.errors import ConfigError
 from engine.tls import ServerTls
 
 CANCEL_GRACE_S: Final = 5.0
+ACCEPT_RETRY_S: Final = 0.1
+WARNING_INTERVAL_S: Final = 60.0
+MAX_CONNECTIONS: Final = 8192
+OTHER_DESCRIPTORS: Final = 64
+
+log = structlog.get_logger()
 
 
 class _Server(uvicorn.Server):
     """Leaves signals to the process's `__main__`: the server may run in an actor or a test."""
 
-    def __init__(self, config: uvicorn.Config) -> None:
+    def __init__(
+        self, config: uvicorn.Config, listening: socket.socket, limits: ConnectionLimits
+    ) -> None:
         super().__init__(config)
         self.accepting = asyncio.Event()
+        self._listening = listening
+        self._limits = limits
+        limit = limits.max_connections or _room_for_connections()
+        self._connections = Connections(limit, self.server_state)
+        self._accept_task: asyncio.Task[None] | None = None
+        self._next_warning = 0.0
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        await super().startup([])
+        self._accept_task = asyncio.create_task(self._accept())
         self.accepting.set()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        tasks = [task for task in (self._accept_task, *self._connections.opening) if task]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._listening.close()
+        await super().shutdown()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listening)
+            except OSError:  # no descriptor is left, or the client has gone
+                self._connections.make_room()
+                await asyncio.sleep(ACCEPT_RETRY_S)
+                continue
+            if self._connections.make_room():
+                task = asyncio.create_task(self._open(accepted))
+                self._connections.opening.add(task)
+                self._connections.waits(task, task.cancel)
+                task.add_done_callback(self._on_opened)
+            else:
+                accepted.close()
+            self._warn()
+            await asyncio.sleep(0)  # others come first, however many connect
+
+    async def _open(self, accepted: socket.socket) -> None:
+        """Hands a connection to its protocol; with TLS, after the handshake."""
+        tls = self.config.ssl
+        timeout_s = None if tls is None else self._limits.header_timeout_s
+        with suppress(OSError):  # whoever leaves now, or fails the handshake, is gone
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._make_connection, accepted, ssl=tls, ssl_handshake_timeout=timeout_s
+            )
+
+    def _make_connection(self) -> Connection:
+        return Connection(self._connections, self._limits, self.config, state=self.server_state)
+
+    def _on_opened(self, task: asyncio.Task[None]) -> None:
+        self._connections.opening.discard(task)
+        self._connections.settled(task)
+
+    def _warn(self) -> None:
+        """One line a minute says how many connections had to go."""
+        now = time.monotonic()
+        if self._connections.num_dropped and now >= self._next_warning:
+            log.warning(
+                "connections dropped, the longest idle first",
+                dropped=self._connections.num_dropped,
+                limit=self._connections.limit,
+            )
+            self._connections.num_dropped = 0
+            self._next_warning = now + WARNING_INTERVAL_S
 
 
 class HttpServer:
@@ -42,16 +120,18 @@ class HttpServer:
         *,
         drain_timeout_s: float,
         tls: ServerTls | None = None,
+        limits: ConnectionLimits | None = None,
     ) -> None:
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._drain_timeout_s = drain_timeout_s
-        self._server = _Server(_uvicorn_config(app, drain_timeout_s, tls))
+        config = _uvicorn_config(app, drain_timeout_s, tls)
+        self._server = _Server(config, self._socket, limits or ConnectionLimits())
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns when requests are accepted."""
-        self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        self._serving = asyncio.create_task(self._server.serve())
         await self._server.accepting.wait()
 
     async def close(self) -> None:
@@ -76,6 +156,7 @@ def _listen(host: str, port: int) -> socket.socket:
         )
     except OSError as error:
         raise ConfigError(f"cannot listen for HTTP on {host}:{port}: {error.strerror}") from error
+    listening.setblocking(False)
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
@@ -87,8 +168,14 @@ def _uvicorn_config(app: ASGIApp, drain_timeout_s: float, tls: ServerTls | None)
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=30,
         ssl_certfile=None if tls is None else tls.certfile,
         ssl_keyfile=None if tls is None else tls.keyfile,
+        ws="none",
         timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
     )
+
+
+def _room_for_connections() -> int:
+    """Fewer than the process may have descriptors: it needs some for everything else."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, min(MAX_CONNECTIONS, soft - max(OTHER_DESCRIPTORS, soft // 4)))

@@ -1,72 +1,138 @@
-"""Reads a request's JSON body within bounds and turns it into typed structs. Knows no endpoint."""
+"""Turns a request's JSON body into plain values and typed structs, within bounds.
 
-import asyncio
+One call into the decoder keeps all other threads waiting, so none builds millions of objects: each
+member is decoded by itself, the large ones as what they must be. Knows no endpoint.
+"""
+
 import re
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import msgspec
-from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from msgspec import Raw
 
-from engine.errors import InvalidRequestError
+from engine.api.schema import Messages, Prompt
+from engine.errors import InvalidRequestError, PromptTooLongError
 
-MAX_BODY_BYTES = 33_554_432
 MAX_DEPTH = 64
-BODY_TIMEOUT_S = 60.0
+MAX_ITEMS = 1_048_576
+MAX_TEMPLATE_KWARGS_BYTES = 1_048_576
+MAX_OTHER_BYTES = 262_144
 
 _T = TypeVar("_T")
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>.*?)`", re.S)
-_PATH = re.compile(r"^(?P<text>.*) - at `\$\.?(?P<path>.*)`$", re.S)
+_PATH = re.compile(r"^(?P<text>.*) - at `\$(?P<path>.*)`$", re.S)
 
 
-async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The whole body; raises HTTPException 408, 413 or 415, and ClientDisconnect."""
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise HTTPException(415, f"Content-Type {media_type[:80]!r}: send application/json")
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _collect(request, max_bytes)
-    except TimeoutError as error:
-        raise HTTPException(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s") from error
+class _LargeMembers(msgspec.Struct, frozen=True):
+    """The members that may be large, found without building any; all others are skipped."""
 
-
-async def _collect(request: Request, max_bytes: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared[:20]) > max_bytes:
-        raise _too_large(max_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise _too_large(max_bytes)
-        chunks.append(chunk)
-    return b"".join(chunks)
+    prompt: Raw = Raw()
+    messages: Raw = Raw()
+    tokens: Raw = Raw()
+    chat_template_kwargs: Raw = Raw()
+    kv_transfer_params: Raw = Raw()
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """The body as a JSON object; raises InvalidRequestError for all else, NaN too."""
+    """The body as a JSON object; raises InvalidRequestError for all else, NaN too.
+
+    `kv_transfer_params` stay undecoded: `engine.api.kv_params` reads them, or nobody does.
+    """
+    if len(body) > MAX_OTHER_BYTES:
+        _check_sizes(body)
+    members = _decode_body(body, dict[str, Raw])
+    return {name: _reader(name)(raw) for name, raw in members.items()}
+
+
+def decode_any(raw: Raw) -> Any:
+    """Any JSON; raises InvalidRequestError when it is nested too deep."""
+    value = _decode_body(raw, object)
+    if _deeper_than(value, MAX_DEPTH - 1):
+        raise _too_deep()
+    return value
+
+
+def _check_sizes(body: bytes) -> None:
+    large = msgspec.structs.asdict(_decode_body(body, _LargeMembers))
+    others = len(body) - sum(len(memoryview(raw)) for raw in large.values())
+    if others > MAX_OTHER_BYTES:
+        raise InvalidRequestError(
+            f"the keys beside the prompt take {others} bytes: send at most {MAX_OTHER_BYTES}"
+        )
+    for name in ("prompt", "tokens"):
+        _check_items(large[name], name)
+    kwargs = len(memoryview(large["chat_template_kwargs"]))
+    if kwargs > MAX_TEMPLATE_KWARGS_BYTES:
+        raise InvalidRequestError(
+            f"chat_template_kwargs take {kwargs} bytes: send at most {MAX_TEMPLATE_KWARGS_BYTES}",
+            param="chat_template_kwargs",
+        )
+
+
+def _read_prompt(raw: Raw) -> object:
+    return _read_typed(raw, Prompt, "prompt")
+
+
+def _read_messages(raw: Raw) -> object:
+    return _read_typed(raw, Messages, "messages")
+
+
+def _read_tokens(raw: Raw) -> object:
+    return _read_typed(raw, list[int], "tokens")
+
+
+def _keep(raw: Raw) -> object:
+    return raw
+
+
+_READERS: Final[dict[str, Callable[[Raw], object]]] = {
+    "prompt": _read_prompt,
+    "messages": _read_messages,
+    "tokens": _read_tokens,
+    "kv_transfer_params": _keep,
+}
+
+
+def _reader(name: str) -> Callable[[Raw], object]:
+    return _READERS.get(name, decode_any)
+
+
+def _check_items(raw: Raw, name: str) -> None:
+    """Items of a list have commas between them, so that there are no more items than commas."""
+    text = bytes(memoryview(raw))
+    if text.startswith(b"[") and text.count(b",") >= MAX_ITEMS:
+        raise PromptTooLongError(
+            f"{name}: a list with {MAX_ITEMS} commas or more is not taken: send less at once",
+            param=name,
+            code="context_length_exceeded",
+        )
+
+
+def _read_typed(raw: Raw, kind: Any, name: str) -> object:
     try:
-        parsed = msgspec.json.decode(body, type=dict[str, Any])
+        return _decode(raw, kind)
+    except msgspec.ValidationError as error:
+        message, param = _explain(str(error), None, name)
+        raise InvalidRequestError(message, param=param) from error
+
+
+def _decode_body(body: bytes | Raw, kind: type[_T]) -> _T:
+    try:
+        return _decode(body, kind)
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"the body must be a JSON object: {error}") from error
+
+
+def _decode(text: bytes | Raw, kind: type[_T]) -> _T:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError:
+        raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
     except RecursionError as error:
         raise _too_deep() from error
-    if any(_deeper_than(value, MAX_DEPTH - 1) for value in parsed.values()):
-        raise _too_deep()
-    return parsed
-
-
-def member_sizes(body: bytes) -> dict[str, int]:
-    """Bytes of each member of the body's object, found without building any; empty if malformed."""
-    try:
-        members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-    return {name: len(memoryview(raw)) for name, raw in members.items()}
 
 
 def convert(fields: object, kind: type[_T]) -> _T:
@@ -78,10 +144,11 @@ def convert(fields: object, kind: type[_T]) -> _T:
         raise InvalidRequestError(message, param=param) from error
 
 
-def _explain(text: str, fields: object) -> tuple[str, str | None]:
+def _explain(text: str, fields: object, root: str = "") -> tuple[str, str | None]:
     """msgspec's message led by the key that it is about and its value; and that key."""
     at = _PATH.match(text)
     text, path = (at["text"], at["path"]) if at else (text, "")
+    path = f"{root}{path}".lstrip(".")
     field = _FIELD.match(text)
     if field:
         path = f"{path}.{field['name'][:80]}".lstrip(".")
@@ -103,7 +170,3 @@ def _deeper_than(value: object, depth: int) -> bool:
 
 def _too_deep() -> InvalidRequestError:
     return InvalidRequestError(f"the body is nested deeper than {MAX_DEPTH} levels")
-
-
-def _too_large(max_bytes: int) -> HTTPException:
-    return HTTPException(413, f"the body is larger than {max_bytes} bytes")

@@ -3,10 +3,16 @@
 Knows nothing of leases or peers.
 """
 
-from engine.api.json_body import convert, member_sizes
+from typing import Final
+
+from msgspec import Raw
+
+from engine.api.json_body import MAX_ITEMS, convert, decode_any
 from engine.errors import InvalidRequestError, KVTransferParamsError
 from engine.prompt_checks import FLAGS, check_details
 from engine.types import MAX_KV_TRANSFER_PARAMS_BYTES, KVTransferParams
+
+MAX_COLONS: Final = 4096
 
 
 def parse_kv_transfer_params(value: object) -> KVTransferParams | None:
@@ -15,6 +21,8 @@ def parse_kv_transfer_params(value: object) -> KVTransferParams | None:
     Raises KVTransferParamsError for wrong types, unknown keys and details without a request for a
     remote prefill; whether a remote prefill can be believed is for the connector to say.
     """
+    if isinstance(value, Raw):
+        value = _read(value)
     if value is None:
         return None
     params = _decode(value)
@@ -22,15 +30,18 @@ def parse_kv_transfer_params(value: object) -> KVTransferParams | None:
     return params if params.do_remote_prefill or params.do_remote_decode else None
 
 
-def check_size(body: bytes) -> None:
-    """Raises KVTransferParamsError before millions of ids are made objects of."""
-    if len(body) <= MAX_KV_TRANSFER_PARAMS_BYTES:
-        return
-    size = member_sizes(body).get("kv_transfer_params", 0)
-    if size > MAX_KV_TRANSFER_PARAMS_BYTES:
+def _read(raw: Raw) -> object:
+    """Raises KVTransferParamsError before millions of ids or keys are made objects of."""
+    text = bytes(memoryview(raw))
+    if len(text) > MAX_KV_TRANSFER_PARAMS_BYTES:
         raise KVTransferParamsError(
-            f"kv_transfer_params: {size} bytes, {MAX_KV_TRANSFER_PARAMS_BYTES} are allowed"
+            f"kv_transfer_params: {len(text)} bytes, {MAX_KV_TRANSFER_PARAMS_BYTES} are allowed"
         )
+    if text.count(b",") > MAX_ITEMS or text.count(b":") > MAX_COLONS:
+        raise KVTransferParamsError(
+            f"kv_transfer_params: more than {MAX_ITEMS} ids or too many keys"
+        )
+    return decode_any(raw)
 
 
 def _decode(value: object) -> KVTransferParams:

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.api.generator import Generator
-from engine.api.json_body import convert, parse_object, read_body
+from engine.api.intake import Intake
+from engine.api.json_body import convert, parse_object
 from engine.api.plan import check_model
 from engine.api.replies import (
     DetokenizeReply,
@@ -23,10 +24,10 @@ from engine.api.replies import (
     VersionReply,
 )
 from engine.api.schema import DetokenizeRequest, TokenizeRequest
-from engine.api.serving import Serving
+from engine.api.serving import Serving, max_body_bytes
 from engine.errors import (
-    DeadlineExceededError,
     InvalidRequestError,
+    PromptTooLongError,
     TandemError,
     UnavailableError,
 )
@@ -34,16 +35,23 @@ from engine.prompt_checks import check_token_ids
 
 HEALTH_PATHS = ("/health", "/live", "/ping")
 PROBE_TIMEOUT_S = 5.0
-TOKENIZE_TIMEOUT_S = 60.0
 Checked = TypeVar("Checked")
 
 
 class Operations:
     """Handlers that need the generator's health or the tokenizer, but generate nothing."""
 
-    def __init__(self, generator: Generator, serving: Serving, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        serving: Serving,
+        registry: CollectorRegistry,
+        *,
+        intake: Intake,
+    ) -> None:
         self._generator = generator
         self._serving = serving
+        self._intake = intake
         self._registry = registry
         self._created = int(time.time())
 
@@ -85,10 +93,22 @@ class Operations:
         return _json(self._card(name))
 
     async def tokenize(self, request: Request) -> Response:
-        return await _in_thread(self._tokenize, await read_body(request))
+        return await self._in_thread(request, self._tokenize)
 
     async def detokenize(self, request: Request) -> Response:
-        return await _in_thread(self._detokenize, await read_body(request))
+        return await self._in_thread(request, self._detokenize)
+
+    async def _in_thread(
+        self, request: Request, work: Callable[[bytes], msgspec.Struct]
+    ) -> Response:
+        """The reply is encoded on the thread too: it may be as long as the request."""
+        content = await self._intake.take(
+            request.scope,
+            request.receive,
+            lambda body: msgspec.json.encode(work(body)),
+            max_bytes=max_body_bytes(self._serving, num_prompts=1),
+        )
+        return Response(content, media_type="application/json")
 
     def _card(self, name: str) -> ModelCard:
         serving = self._serving
@@ -103,30 +123,40 @@ class Operations:
         fields = convert(parse_object(body), TokenizeRequest)
         check_model(fields.model, self._serving)
         tokens = self._tokens(fields)
-        texts = [self._serving.tokenizer.token_text(token) for token in tokens]
+        text_of = self._serving.tokenizer.token_text
         return TokenizeReply(
             count=len(tokens),
             max_model_len=self._serving.max_model_len,
             tokens=tokens,
-            token_strs=texts if fields.return_token_strs else None,
+            token_strs=list(map(text_of, tokens)) if fields.return_token_strs else None,
         )
 
     def _tokens(self, fields: TokenizeRequest) -> tuple[int, ...]:
         tokenizer = self._serving.tokenizer
         if fields.prompt is not None and fields.messages is None:
             special = fields.add_special_tokens is not False
-            return tokenizer.encode(fields.prompt, add_special_tokens=special)
+            return tokenizer.encode(
+                fields.prompt, add_special_tokens=special, max_tokens=self._serving.max_model_len
+            )
         if fields.messages is None or fields.prompt is not None:
             raise InvalidRequestError("send either prompt or messages", param="prompt")
         return tokenizer.encode_chat(
             [message.for_template() for message in fields.messages],
             add_generation_prompt=fields.add_generation_prompt is not False,
             extra=fields.chat_template_kwargs or {},
+            max_tokens=self._serving.max_model_len,
         )
 
     def _detokenize(self, body: bytes) -> DetokenizeReply:
         fields = convert(parse_object(body), DetokenizeRequest)
         check_model(fields.model, self._serving)
+        if len(fields.tokens) > self._serving.max_model_len:
+            raise PromptTooLongError(
+                f"tokens: {len(fields.tokens)} ids, and this model's maximum context length is "
+                f"{self._serving.max_model_len} tokens: send less at once",
+                param="tokens",
+                code="context_length_exceeded",
+            )
         check_token_ids(fields.tokens, self._serving.vocab_size, "tokens")
         self._serving.tokenizer.require_text("/detokenize")
         text = self._serving.tokenizer.decode(fields.tokens, skip_special_tokens=False)
@@ -150,14 +180,6 @@ async def _probe(check: Callable[[], Awaitable[Checked]]) -> Checked:
         raise
     except TandemError as error:
         raise UnavailableError(str(error)) from error
-
-
-async def _in_thread(work: Callable[[bytes], msgspec.Struct], body: bytes) -> Response:
-    try:
-        async with asyncio.timeout(TOKENIZE_TIMEOUT_S):
-            return _json(await asyncio.to_thread(work, body))
-    except TimeoutError as error:
-        raise DeadlineExceededError(f"not done within {TOKENIZE_TIMEOUT_S:g} s") from error
 
 
 def _json(reply: msgspec.Struct) -> Response:

@@ -14,6 +14,7 @@ from engine.api.limits import requested_max_tokens, resolve_max_tokens
 from engine.api.sampling import sampling_params, with_seed_offset
 from engine.api.schema import (
     MAX_PROMPTS,
+    MAX_SEQUENCES,
     ChatRequest,
     CompletionRequest,
     SamplingFields,
@@ -53,6 +54,7 @@ class Plan:
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    prompt_tokens_details: bool
 
     def prompt_of(self, choice: int) -> TokenIds:
         return self.prompts[choice // self.choices_per_prompt]
@@ -78,6 +80,7 @@ def plan_chat(fields: ChatRequest, kv_params: KVTransferParams | None, serving: 
         [message.for_template() for message in fields.messages],
         add_generation_prompt=fields.add_generation_prompt is not False,
         extra=fields.chat_template_kwargs or {},
+        max_tokens=serving.max_model_len,
     )
     default = serving.defaults.max_new_tokens
     return _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
@@ -96,7 +99,9 @@ def check_model(name: str | None, serving: Serving) -> None:
 def _completion_prompts(fields: CompletionRequest, serving: Serving) -> list[TokenIds]:
     add_special_tokens = fields.add_special_tokens is not False
     return [
-        serving.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        serving.tokenizer.encode(
+            prompt, add_special_tokens=add_special_tokens, max_tokens=serving.max_model_len
+        )
         if isinstance(prompt, str)
         else prompt
         for prompt in _split_prompts(fields.prompt)
@@ -173,12 +178,19 @@ def _plan(
         include_usage=options.include_usage is True,
         continuous_usage=options.include_usage is True and options.continuous_usage_stats is True,
         return_token_ids=fields.return_token_ids is True,
+        prompt_tokens_details=serving.enable_prompt_tokens_details,
     )
 
 
 def _check_shape(fields: SamplingFields, prompts: int, kv_params: KVTransferParams | None) -> None:
     """Refuse what cannot go together; a PD proxy's leftovers in a remote decode are let pass."""
     n = fields.n or 1
+    if n * prompts > MAX_SEQUENCES:
+        raise InvalidRequestError(
+            f"n={n} for {prompts} prompts makes {n * prompts} sequences: at most {MAX_SEQUENCES} "
+            "are generated in one request",
+            param="n",
+        )
     if kv_params is not None and (prompts > 1 or n > 1):
         raise KVTransferParamsError(
             f"kv_transfer_params describe one sequence, not {prompts} prompts with n={n}"

@@ -27,7 +27,7 @@ class Usage(_Reply, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | None
     kv_transfer: KVTransferStats | UnsetType = UNSET
 
 

@@ -12,6 +12,7 @@ from engine.types import MAX_LOGPROBS, MAX_STOP_STRINGS
 
 MAX_CHOICES = 64
 MAX_PROMPTS = 64
+MAX_SEQUENCES = 128  # of one request; an eighth of what may wait on a node
 MAX_STOP_TOKEN_IDS = 256
 MAX_MESSAGES = 16_384
 
@@ -65,10 +66,13 @@ class SamplingFields(_Body, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     request_id: _Label | None = None
 
 
+Prompt = str | list[str | int | list[int]]
+
+
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions. `prompt` is one or several texts or lists of token ids."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Prompt
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
@@ -76,6 +80,9 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The one kind of content part that a text model takes."""
 
     text: str
+
+    def __post_init__(self) -> None:
+        """Python between any two parts: other threads may go on while millions are decoded."""
 
 
 class Message(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,10 +97,13 @@ class Message(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: None = None
-    annotations: Annotated[list[Any], Meta(max_length=0)] | None = None
+    annotations: tuple[()] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_calls: tuple[()] | None = None
+
+    def __post_init__(self) -> None:
+        """Python between any two messages: other threads may go on while millions are decoded."""
 
     def for_template(self) -> dict[str, str]:
         """The turn as chat templates read it; text parts are joined by line feeds, as vLLM does."""

@@ -7,8 +7,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from engine.api.text_length import MAX_COMPOSED
 from engine.api.tokenizer import Tokenizer
 from engine.errors import CheckpointError
+
+MAX_BODY_BYTES = 16_777_216  # four million tokens of four bytes
+OTHER_BYTES = 1_048_576
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,12 +35,26 @@ class Serving:
     vocab_size: int
     tokenizer: Tokenizer
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    enable_prompt_tokens_details: bool = False
     root: str = ""
     version: str = "0.1.0"
 
     @property
     def model_name(self) -> str:
         return self.served_model_names[0]
+
+
+def max_body_bytes(serving: Serving, *, num_prompts: int) -> int:
+    """Bytes beyond which a body holds no prompt that fits, with room for everything else in it.
+
+    One prompt may be made of the longest tokens and escaped throughout, 12 bytes for a character;
+    several take 32 bytes per token. Where no token is the longest, the upper bound alone counts.
+    """
+    chars = serving.tokenizer.chars_per_token
+    if chars is None:
+        return MAX_BODY_BYTES
+    per_token = max(12 * MAX_COMPOSED * chars, 32 * num_prompts)
+    return min(MAX_BODY_BYTES, OTHER_BYTES + serving.max_model_len * per_token)
 
 
 def load_sampling_defaults(folder: Path) -> SamplingDefaults:

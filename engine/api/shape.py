@@ -14,7 +14,9 @@ from engine.types import KVTransferParams, TokenId
 
 
 class Shape(Protocol):
-    """Reads one endpoint's body and writes its replies."""
+    """Reads one endpoint's body, which holds up to `max_prompts`, and writes its replies."""
+
+    max_prompts: int
 
     def plan(
         self, body: dict[str, Any], kv_params: KVTransferParams | None, serving: Serving

@@ -75,11 +75,14 @@ class UsageTally:
             prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=prompt_tokens + self.completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(
-                cached_tokens=sum(self.cached_tokens.values())
-            ),
+            prompt_tokens_details=self._details(),
             kv_transfer=self.kv_transfer,
         )
+
+    def _details(self) -> PromptTokensDetails | None:
+        if not self.plan.prompt_tokens_details:
+            return None
+        return PromptTokensDetails(cached_tokens=sum(self.cached_tokens.values()))
 
 
 @dataclass(slots=True)

@@ -12,17 +12,33 @@ from typing import Any, Protocol
 import tokenizers
 
 from engine.api.chat_template import ChatTemplate
-from engine.errors import CheckpointError, InvalidRequestError
+from engine.api.text_length import TextLength, byte_alphabet, parts_of
+from engine.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+LONG_IDS = 1024  # decoded without Python's global lock, which costs some time to give back
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 class Tokenizer(Protocol):
-    """What the API needs of a tokenizer; methods may be called from any thread."""
+    """What the API needs of a tokenizer; methods may be called from any thread.
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        """Token ids of a text; raises InvalidRequestError when the model folder cannot tell."""
+    Long work leaves Python's global lock alone, so that other threads go on.
+    """
+
+    @property
+    def chars_per_token(self) -> int | None:
+        """The most characters that one token stands for; None: any number of them."""
+        ...
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """Token ids of a text; raises InvalidRequestError when the model folder cannot tell.
+
+        Raises PromptTooLongError, before any work, for a text that is no `max_tokens` tokens or
+        less; a text that passes may still turn out to have more of them.
+        """
         ...
 
     def encode_chat(
@@ -31,6 +47,7 @@ class Tokenizer(Protocol):
         *,
         add_generation_prompt: bool,
         extra: Mapping[str, Any],
+        max_tokens: int | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a conversation; raises InvalidRequestError without a chat template."""
         ...
@@ -55,7 +72,11 @@ class Tokenizer(Protocol):
 class TokenIdsOnly:
     """Stands for a model folder without tokenizer.json: token ids go in and out, text does not."""
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
+    chars_per_token = 0
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+    ) -> tuple[int, ...]:
         raise _no_tokenizer("a text prompt")
 
     def encode_chat(
@@ -64,6 +85,7 @@ class TokenIdsOnly:
         *,
         add_generation_prompt: bool,
         extra: Mapping[str, Any],
+        max_tokens: int | None = None,
     ) -> tuple[int, ...]:
         raise _no_tokenizer("a chat")
 
@@ -91,10 +113,21 @@ class TextTokenizer:
         self._added = {
             index: token.content for index, token in core.get_added_tokens_decoder().items()
         }
-        self._byte_of = _byte_alphabet() if _is_byte_level(core) else {}
+        self._byte_of = byte_alphabet() if _is_byte_level(core) else {}
+        self._length = TextLength(core)
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:
-        return tuple(self._core.encode(text, add_special_tokens=add_special_tokens).ids)
+    @property
+    def chars_per_token(self) -> int | None:
+        return self._length.chars_per_token
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        if max_tokens is not None and self.chars_per_token is not None:
+            self._check_length(text, max_tokens, max_tokens * self.chars_per_token)
+        # A batch of one lets go of Python's global lock; `encode` holds it all the while.
+        found = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(found[0].ids)
 
     def encode_chat(
         self,
@@ -102,6 +135,7 @@ class TextTokenizer:
         *,
         add_generation_prompt: bool,
         extra: Mapping[str, Any],
+        max_tokens: int | None = None,
     ) -> tuple[int, ...]:
         if self._template is None:
             raise InvalidRequestError(
@@ -110,10 +144,13 @@ class TextTokenizer:
         text = self._template.render(
             messages, add_generation_prompt=add_generation_prompt, extra=extra
         )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self._core.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        if len(token_ids) < LONG_IDS:
+            return str(self._core.decode(token_ids, skip_special_tokens=skip_special_tokens))
+        batch = [list(token_ids)]
+        return str(self._core.decode_batch(batch, skip_special_tokens=skip_special_tokens)[0])
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")
@@ -130,6 +167,17 @@ class TextTokenizer:
 
     def require_text(self, what: str) -> None:
         """Text is at hand."""
+
+    def _check_length(self, text: str, max_tokens: int, max_chars: int) -> None:
+        """vLLM's rule: no text is tokenized that cannot fit, however well it would be cut."""
+        if self._length.exceeds(text, max_chars):
+            raise PromptTooLongError(
+                f"This model's maximum context length is {max_tokens} tokens, which are at most "
+                f"{max_chars} characters. However, your prompt has {len(text)} characters. "
+                "Please reduce its length.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -186,18 +234,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_byte_level(core: tokenizers.Tokenizer) -> bool:
-    if core.decoder is None:
-        return False
-    decoder = json.loads(core.decoder.__getstate__())
-    return any(part.get("type") == "ByteLevel" for part in [decoder, *decoder.get("decoders", ())])
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's stand-ins for bytes: printable ones stand for themselves, others follow U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    stand_ins = {chr(byte): byte for byte in printable}
-    return stand_ins | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    return any(part["type"] == "ByteLevel" for part in parts_of(core.decoder))
 
 
 def _no_tokenizer(what: str) -> InvalidRequestError:

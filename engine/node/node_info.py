@@ -6,10 +6,13 @@ Stands before the API and its key: it tells no more than a scan of the ports wou
 from collections.abc import Mapping
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.api.errors import on_http_error
 
 PATH = "/node_info"
 
@@ -20,7 +23,10 @@ def with_node_info(api: ASGIApp, info: Mapping[str, object]) -> ASGIApp:
     async def answer(request: Request) -> Response:
         return JSONResponse(dict(info))
 
-    door = Starlette(routes=[Route(PATH, answer)])
+    door = Starlette(
+        routes=[Route(PATH, answer)],
+        exception_handlers={HTTPException: on_http_error},
+    )
 
     async def choose(scope: Scope, receive: Receive, send: Send) -> None:
         app = door if scope["type"] == "http" and scope["path"] == PATH else api

@@ -208,6 +208,7 @@ class NodeServer:
             vocab_size=model.config.vocab_size,
             tokenizer=load_tokenizer(model.folder),
             defaults=load_sampling_defaults(model.folder),
+            enable_prompt_tokens_details=self.config.enable_prompt_tokens_details,
             root=self.config.model,
         )
         app = create_app(

@@ -31,7 +31,13 @@ ANSWER = 12
 @asynccontextmanager
 async def proxy_of(p: NodeServer, d: NodeServer) -> AsyncIterator[openai.AsyncOpenAI]:
     """The client of a proxy that has found both nodes."""
-    config = ProxyConfig(prefill=(p.url,), decode=(d.url,), port=0, drain_timeout=0.5)
+    config = ProxyConfig(
+        prefill=(p.url,),
+        decode=(d.url,),
+        port=0,
+        drain_timeout=0.5,
+        enable_prompt_tokens_details=True,
+    )
     async with running_proxy(config) as url, client_of(url) as client:
         await until_status(f"{url}/ready", 200)
         yield client

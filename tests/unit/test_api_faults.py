@@ -59,7 +59,7 @@ async def until(condition: Callable[[], bool]) -> None:
         (b'{"prompt": [1], "bogus": 1}', 400, "bogus=1: unknown parameter"),
         (b'{"prompt": [1], "max_tokens": 0}', 400, "max_tokens=0"),
         (b'{"prompt": [1], "model": "gpt"}', 404, "'gpt' is not served"),
-        (b" " * 33_554_433, 413, "larger than 33554432 bytes"),
+        (b" " * 33_554_433, 413, "larger than 1572864 bytes"),
     ],
     ids=lambda v: repr(v)[:30],
 )

@@ -68,6 +68,15 @@ async def test_completion_in_one_piece(serving: Serving, ids: tuple[int, ...]) -
     assert usage.prompt_tokens_details.cached_tokens == 3
 
 
+async def test_cached_tokens_are_told_only_where_the_server_is_asked_to(
+    serving: Serving, ids: tuple[int, ...]
+) -> None:
+    silent = tiny_serving(serving.tokenizer, enable_prompt_tokens_details=False)
+    async with running(ScriptedGenerator(outputs_of(ids)), silent) as base:
+        reply = await client_of(base).completions.create(model="tiny", prompt=[5, 6, 7, 8])
+    assert reply.usage is not None and reply.usage.prompt_tokens_details is None
+
+
 @pytest.mark.parametrize("per_step", [1, 3])
 async def test_completion_stream_equals_the_whole(
     serving: Serving, ids: tuple[int, ...], per_step: int

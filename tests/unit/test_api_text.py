@@ -1,17 +1,19 @@
 """Detokenizer, stop strings, tokenizer and chat template: text at the borders of tokens."""
 
 import random
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import tokenizers
-from tokenizers import decoders, models
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from engine.api.chat_template import ChatTemplate
 from engine.api.detokenizer import Detokenizer
 from engine.api.stop import StopMatcher
 from engine.api.tokenizer import TextTokenizer, Tokenizer, load_tokenizer
-from engine.errors import CheckpointError, InvalidRequestError
+from engine.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 from tests.api_double import tiny_tokenizer, write_model_folder
 
 NASTY = "plain € text 😀😀 \u00e9 e\u0301 \ufffd \ufffd\ufffd\ufffd\ufffd end 漢字"
@@ -120,6 +122,62 @@ def test_added_tokens_are_plain_text_whatever_their_letters(tmp_path: Path) -> N
     assert index is not None and TextTokenizer(core).token_bytes(index) == "<é>".encode()
 
 
+def core_of(folder: Path) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_file(str(write_model_folder(folder) / "tokenizer.json"))
+
+
+def test_texts_that_cannot_fit_are_refused_before_any_work(tmp_path: Path) -> None:
+    core = core_of(tmp_path)
+    core.normalizer = normalizers.NFC()
+    tokenizer = TextTokenizer(core)
+    longest = max(map(len, core.get_vocab()))
+    assert tokenizer.chars_per_token == longest == len("<|im_start|>")
+    for fits in ("<|im_start|>" * 10, "e\u0301" * 5 * longest, "x" * 10 * longest):
+        assert tokenizer.encode(fits, add_special_tokens=False, max_tokens=10)
+    for too_long in ("x" * (10 * longest + 1), "\u00e9" * (10 * longest + 1), "e\u0301" * 99_999):
+        with pytest.raises(PromptTooLongError, match="maximum context length is 10 tokens"):
+            tokenizer.encode(too_long, add_special_tokens=False, max_tokens=10)
+
+
+def test_where_tokens_swallow_any_number_of_characters_no_text_is_too_long(tmp_path: Path) -> None:
+    swallowing = [core_of(tmp_path) for _ in range(4)]
+    swallowing[0].normalizer = normalizers.Strip()
+    swallowing[1].normalizer = normalizers.Replace(tokenizers.Regex(" +"), " ")
+    swallowing[2].pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]
+    )
+    swallowing[3].add_special_tokens([tokenizers.AddedToken("<mask>", lstrip=True)])
+    unknown = tokenizers.Tokenizer(models.BPE({"a": 0, "?": 1}, [], unk_token="?", fuse_unk=True))
+    for core in (*swallowing, unknown):
+        tokenizer = TextTokenizer(core)
+        assert tokenizer.chars_per_token is None
+        ids = tokenizer.encode("a" + " " * 1000, add_special_tokens=False, max_tokens=5)
+        assert core is swallowing[3] or len(ids) <= 5
+
+
+def test_other_threads_go_on_while_a_long_text_is_tokenized_and_detokenized(
+    tokenizer: Tokenizer,
+) -> None:
+    gaps: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        last = time.perf_counter()
+        while not done.wait(0.001):
+            gaps.append(time.perf_counter() - last)
+            last = time.perf_counter()
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    started = time.perf_counter()
+    ids = tokenizer.encode("hello world " * 200_000, add_special_tokens=False)
+    tokenizer.decode(ids)
+    took = time.perf_counter() - started
+    done.set()
+    ticking.join()
+    assert max(gaps) < took / 3
+
+
 def test_special_tokens_are_left_out_of_text(tokenizer: Tokenizer) -> None:
     ids = (0, *tokenizer.encode("hello", add_special_tokens=False), 1)
     assert tokenizer.decode(ids) == "hello"
@@ -153,8 +211,9 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
         load_tokenizer(tmp_path)
-    with pytest.raises(CheckpointError, match="Jinja"):
-        ChatTemplate("{% for %}")
+    for source in ("{% for %}", "{{ 'x' | center(2 * 10**9) }}"):
+        with pytest.raises(CheckpointError, match="Jinja"):
+            ChatTemplate(source)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +230,12 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         ("{{ 'x' * 999999999999 }}", "grows beyond 100000"),
         ("{{ 9 ** 99999999 }}", "grows beyond 100000"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+        ("{{ lipsum(n=300000) }}", "'lipsum' is undefined"),
+        ("{{ 'x'.rjust(2 * 10**9) }}", "unsafe"),
+        ("{{ '{:>2000000000}'.format('x') }}", "wide"),
+        ("{{ '{:>{w}}'.format('x', w=2 * 10**9) }}", "computed width"),
+        ("{{ '%2000000000d' % 1 }}", "wide"),
+        ("{{ '%*d' % (2 * 10**9, 1) }}", "computed width"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ raise_exception('no such role') }}", "no such role"),
         ("{{ messages[9].content.x }}", "no element 9"),

@@ -1,18 +1,88 @@
-"""The HTTP server's own socket: small writes leave at once."""
+"""The HTTP server's connections: small writes leave at once, and nobody keeps others out."""
 
 import asyncio
+import json
 import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import pytest
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from engine.api.http_connection import ConnectionLimits
 from engine.api.http_server import HttpServer
+
+GET = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
+POST = b"POST /deaf HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n"
+SHORT = ConnectionLimits(header_timeout_s=0.4, keep_alive_timeout_s=0.4, linger_timeout_s=0.4)
+MALFORMED = {
+    b"hello\r\n\r\n": 400,
+    b"BREW /quick HTTP/1.1\r\nHost: x\r\n\r\n": 400,
+    b"GET /quick HTTP/9.9\r\n\r\n": 400,
+    b"GET /quick HTTP/1.1\r\nContent-Length: many\r\n\r\n": 400,
+    b"GET /\xff HTTP/1.1\r\nHost: x\r\n\r\n": 400,
+    b"POST /quick HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n": 400,
+    b"GET /" + b"a" * 100_000: 431,
+    b"GET /quick HTTP/1.1\r\nA: " + b"a" * 100_000: 431,
+    b"GET /quick HTTP/1.1\r\n" + b"A: a\r\n" * 20_000: 431,
+}
+
+
+@asynccontextmanager
+async def serving(limits: ConnectionLimits) -> AsyncIterator[HttpServer]:
+    """A server that answers /quick at once and /slow when it must; /deaf reads no body."""
+
+    async def quick(request: Request) -> Response:
+        await request.body()
+        return Response(b"quick")
+
+    async def slow(request: Request) -> Response:
+        await asyncio.sleep(1.0)
+        return Response(b"slow")
+
+    async def deaf(request: Request) -> Response:
+        return Response(b"no", 401)
+
+    methods = ["GET", "POST"]
+    paths = {"/quick": quick, "/slow": slow, "/deaf": deaf}
+    app = Starlette(routes=[Route(path, to, methods=methods) for path, to in paths.items()])
+    server = HttpServer(app, "127.0.0.1", 0, drain_timeout_s=1, limits=limits)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.close()
+
+
+async def connect(server: HttpServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", server.port)
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    """All that comes until the server has closed."""
+    async with asyncio.timeout(10):
+        try:
+            return await reader.read()
+        except ConnectionError:
+            return b""
+
+
+async def asked(server: HttpServer, request: bytes = GET) -> bytes:
+    """The whole answer to a request on a connection of its own."""
+    reader, writer = await connect(server)
+    writer.write(request.replace(b"Host: x", b"Host: x\r\nConnection: close"))
+    answer = await until_closed(reader)
+    writer.close()
+    return answer
 
 
 async def test_connections_have_no_nagle_delay() -> None:
-    server = HttpServer(Starlette(), "127.0.0.1", 0, drain_timeout_s=1)
-    await server.start()
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
+    async with serving(ConnectionLimits()) as server:
+        _, writer = await connect(server)
         await asyncio.sleep(0.05)  # until the server has accepted
         accepted = [
             state.transport.get_extra_info("socket")
@@ -22,5 +92,78 @@ async def test_connections_have_no_nagle_delay() -> None:
         assert options == [1]
         writer.close()
         await writer.wait_closed()
-    finally:
-        await server.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"", b""),
+        (b"GET /quick HTTP/1.1\r\nHo", b"HTTP/1.1 408"),
+        (GET, b"HTTP/1.1 200"),
+        (GET + b"\r\n", b"HTTP/1.1 200"),
+        (POST, b"HTTP/1.1 401"),
+    ],
+    ids=["nothing", "half a head", "one request", "and an empty line", "a body nobody reads"],
+)
+async def test_who_sends_nothing_more_is_let_go(sent: bytes, answered: bytes) -> None:
+    async with serving(SHORT) as server:
+        reader, writer = await connect(server)
+        writer.write(sent)
+        answer = await until_closed(reader)
+        writer.close()
+    assert answer.startswith(answered) and answer.count(b"HTTP/1.1") == (answered != b"")
+
+
+async def test_a_byte_now_and_then_keeps_no_connection() -> None:
+    async with serving(SHORT) as server:
+        reader, writer = await connect(server)
+        started = time.monotonic()
+        answer = asyncio.create_task(until_closed(reader))
+        for byte in b"GET /quick HTTP/1.1\r\nHost: " + b"x" * 100:
+            writer.write(bytes([byte]))
+            if (await asyncio.wait({answer}, timeout=0.05))[0]:
+                break
+        assert (await answer).startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - started < 4
+        writer.close()
+
+
+async def test_the_longest_idle_make_room_and_requests_under_way_do_not() -> None:
+    async with serving(ConnectionLimits(max_connections=8)) as server:
+        reader, writer = await connect(server)
+        writer.write(GET.replace(b"quick", b"slow"))
+        await asyncio.sleep(0.1)  # until it is under way
+        idle = [await connect(server) for _ in range(40)]
+        assert b"quick" in await asked(server)
+        assert await until_closed(idle[0][0]) == b""
+        assert len(server._server.server_state.connections) <= 8
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        for _, other in [*idle, (reader, writer)]:
+            other.close()
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with serving(SHORT) as server:
+        reader, writer = await connect(server)
+        writer.write(GET.replace(b"quick", b"slow") + GET + GET[:20])
+        answer = await until_closed(reader)
+        writer.close()
+    assert answer.index(b"slow") < answer.index(b"quick")
+
+
+async def test_what_is_no_http_is_told_so_in_json() -> None:
+    async with serving(ConnectionLimits()) as server:
+        for sent, status in MALFORMED.items():
+            head, _, body = (await asked(server, sent)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 %d " % status), (sent[:60], head)
+            error = json.loads(body)["error"]
+            assert (error["code"], error["type"]) == (status, "invalid_request_error")
+
+
+async def test_endless_trailers_are_refused() -> None:
+    head = b"POST /quick HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with serving(ConnectionLimits()) as server:
+        chunks = b"1\r\na\r\n" * 50_000
+        assert b"quick" in await asked(server, head + chunks + b"0\r\n\r\n")
+        answer = await asked(server, head + b"1\r\na\r\n0\r\n" + b"A: " + b"a" * 1_000_000)
+    assert answer.startswith(b"HTTP/1.1 431")

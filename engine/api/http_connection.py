@@ -1,0 +1,210 @@
+"""One HTTP/1.1 connection: uvicorn's, with deadlines, bounds and JSON errors. Knows no app.
+
+A connection waits for its client until a whole request is there. Whoever keeps a server waiting is
+the first to go: at a deadline, or when somebody else needs the room.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import httptools
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from engine.api.errors import http_error_body
+
+# A body may come in chunks of a byte each; what is sent beside it is little.
+OVERHEAD_PER_BODY_BYTE: Final = 16
+
+
+@dataclass(slots=True, frozen=True)
+class ConnectionLimits:
+    """What clients are waited for, in seconds, and how much of them is taken.
+
+    `header_timeout_s` begins with the connection, and with the first byte of each request;
+    `linger_timeout_s` is for the rest of a body that nobody wants. `max_connections` None: what the
+    descriptors of the process allow.
+    """
+
+    header_timeout_s: float = 15.0
+    keep_alive_timeout_s: float = 30.0
+    linger_timeout_s: float = 2.0
+    max_header_bytes: int = 65_536
+    max_connections: int | None = None
+
+
+class Connections:
+    """All connections of one server, and which of them wait for their clients."""
+
+    def __init__(self, limit: int, state: ServerState) -> None:
+        self.limit = limit
+        self.num_dropped = 0
+        self.opening: set[asyncio.Task[None]] = set()
+        self._established = state.connections
+        self._waiting: dict[object, Callable[[], object]] = {}
+
+    def make_room(self) -> bool:
+        """Whether there is room for one more; the one that waits longest for its client goes."""
+        if len(self.opening) + len(self._established) < self.limit:
+            return True
+        self.num_dropped += 1
+        longest = next(iter(self._waiting), None)
+        if longest is None:
+            return False
+        self._waiting.pop(longest)()
+        return True
+
+    def waits(self, who: object, drop: Callable[[], object]) -> None:
+        """It waits for its client from now on, and `drop` ends it."""
+        self._waiting.pop(who, None)
+        self._waiting[who] = drop
+
+    def settled(self, who: object) -> None:
+        """It does not wait for its client: it has a request, or is gone."""
+        self._waiting.pop(who, None)
+
+
+class Connection(HttpToolsProtocol):
+    """Reads requests, hands them to the app and writes the answers."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        limits: ConnectionLimits,
+        config: uvicorn.Config,
+        *,
+        state: ServerState,
+    ) -> None:
+        super().__init__(config, state, {})
+        self.timeout_keep_alive = limits.keep_alive_timeout_s  # type: ignore[assignment]
+        self._connections = connections
+        self._limits = limits
+        self._overhead = 0
+        self._chunk = 0
+        self._has_begun = False
+        self._in_headers = True
+        self._is_refused = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._connections.waits(self, self.transport.abort)
+        self._expect(self._limits.header_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect(None)
+        self._unset_keepalive_if_required()
+        self._connections.settled(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._overhead += len(data)
+        self._chunk = len(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # no protocol is offered; the request is answered as it is
+        except httptools.HttpParserError:
+            self._refuse(400, "this is no valid HTTP/1.1 request")
+            return
+        if self._overhead > self._limits.max_header_bytes:
+            self._refuse(431, f"the headers are larger than {self._limits.max_header_bytes} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._unset_keepalive_if_required()
+        self._overhead = self._chunk
+        self._has_begun = True
+        self._expect(self._limits.header_timeout_s)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # and not in the trailers of a chunked body, which nobody reads
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._expect(None)
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._overhead = max(0, self._overhead - OVERHEAD_PER_BODY_BYTE * len(body))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._chunk = 0  # what follows in it is counted when more comes
+        self._has_begun = False
+        self._in_headers = True
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._keep_alive()
+        else:
+            self._connections.settled(self)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.cycle.response_complete:
+            return  # the next request is there already
+        if self.transport.is_closing():
+            self._expect(self._limits.keep_alive_timeout_s)
+        elif self._in_headers:
+            self._keep_alive()
+        else:
+            # Closing now would reset the connection, and the answer might get lost with it.
+            self._unset_keepalive_if_required()
+            self._connections.waits(self, self.transport.abort)
+            self._expect(self._limits.linger_timeout_s)
+
+    def _keep_alive(self) -> None:
+        self._connections.waits(self, self.transport.abort)
+        self._expect(self._limits.keep_alive_timeout_s)
+
+    def _expect(self, seconds: float | None) -> None:
+        """The connection ends after `seconds` unless something else is expected before."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self.loop.call_later(seconds, self._give_up)
+
+    def _give_up(self) -> None:
+        self._timer = None
+        if self.transport.is_closing():
+            self.transport.abort()
+        elif not self._is_free:
+            return  # half of the next request must not end this one; it is waited for once more
+        elif self.transport.get_write_buffer_size():
+            self.transport.abort()
+        elif self._has_begun and self._in_headers and not self._is_refused:
+            seconds = self._limits.header_timeout_s
+            self._refuse(408, f"the headers did not arrive within {seconds:g} s")
+        else:
+            self.transport.close()
+
+    @property
+    def _is_free(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete or self.cycle.disconnected
+
+    def _refuse(self, status: int, message: str) -> None:
+        """The last that is said here; an answer that has begun is cut, and not continued by it.
+
+        What still comes is thrown away for a while: closing now would reset the connection.
+        """
+        if not self._is_free and self.cycle.response_started:
+            self.transport.abort()
+            return
+        body = http_error_body(status, message)
+        head = b"content-type: application/json\r\nconnection: close\r\n"
+        length = b"content-length: %d\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[status] + head + length + body)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._is_refused = True
+        if self.cycle is not None:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.flow.resume_reading()
+        self._connections.waits(self, self.transport.abort)
+        self._expect(self._limits.linger_timeout_s)

@@ -1,0 +1,19 @@
+"""Requests that are far too large: refused soon, cheaply, and nobody else waits for it."""
+
+import pytest
+from rich.console import Console
+
+from benchmarks.pauses import CASES, MODEL, run
+
+HOSTILE = ("text of 30 MB", "text of 15 MB", "7 million ids", "1 million keys")
+MAX_GROWTH = 300_000_000
+
+
+@pytest.mark.timeout(300)
+def test_no_large_request_makes_a_stream_wait_or_fills_memory() -> None:
+    cases = {name: CASES[name] for name in HOSTILE}
+    for row in run(str(MODEL), [], cases, console=Console(quiet=True)):
+        before, after = row.rss
+        assert set(row.statuses) <= {400, 413}, row
+        assert row.answered_s < 5 and row.pause_s < 1, row
+        assert after - before < MAX_GROWTH, row

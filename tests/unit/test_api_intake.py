@@ -1,0 +1,135 @@
+"""Bodies of all requests together: bounded in bytes and time, and small ones never wait."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import aiohttp
+import pytest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.api.errors import on_disconnect, on_http_error, on_tandem_error
+from engine.api.http_server import HttpServer
+from engine.api.intake import Intake, IntakeLimits
+from engine.errors import TandemError
+
+SMALL, LARGE = b"s" * 100, b"l" * 100_000
+JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(slots=True)
+class Desk:
+    """A server whose work on large bodies ends when the test says so."""
+
+    url: str = ""
+    at_work: int = 0
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+    def work(self, body: bytes) -> int:
+        self.at_work += 1
+        if len(body) > len(SMALL):
+            assert self.go_on.wait(20)
+        self.at_work -= 1
+        return len(body)
+
+    async def send(self, body: bytes) -> tuple[int, str | None]:
+        """Status and Retry-After."""
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url, data=body, headers=JSON) as reply,
+        ):
+            return reply.status, reply.headers.get("Retry-After")
+
+    async def send_half(self, size: int) -> asyncio.StreamWriter:
+        """A connection that sends all of its body but one byte."""
+        host, port = self.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        head = "POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        writer.write(f"{head}Content-Length: {size}\r\n\r\n".encode() + b"x" * (size - 1))
+        await writer.drain()
+        await asyncio.sleep(0.2)  # until it has arrived
+        return writer
+
+
+@asynccontextmanager
+async def desk_with(**limits: float) -> AsyncIterator[Desk]:
+    desk, intake = Desk(), Intake(IntakeLimits(**limits))  # type: ignore[arg-type]
+
+    async def answer(request: Request) -> Response:
+        size = await intake.take(request.scope, request.receive, desk.work, max_bytes=1_000_000)
+        return Response(str(size))
+
+    handlers = {
+        TandemError: on_tandem_error,
+        HTTPException: on_http_error,
+        ClientDisconnect: on_disconnect,
+    }
+    app = Starlette(routes=[Route("/", answer, methods=["POST"])], exception_handlers=handlers)
+    server = HttpServer(app, "127.0.0.1", 0, drain_timeout_s=1)
+    await server.start()
+    desk.url = f"http://127.0.0.1:{server.port}"
+    try:
+        yield desk
+    finally:
+        desk.go_on.set()
+        await server.close()
+
+
+async def until_at_work(desk: Desk, number: int) -> None:
+    async with asyncio.timeout(10):
+        while desk.at_work != number:  # noqa: ASYNC110 - a thread tells no event
+            await asyncio.sleep(0.01)
+
+
+async def test_large_bodies_take_turns_and_small_ones_pass_them() -> None:
+    async with desk_with(wait_timeout_s=0.5) as desk:
+        first = asyncio.create_task(desk.send(LARGE))
+        await until_at_work(desk, 1)
+        assert await desk.send(SMALL) == (200, None)
+        assert await desk.send(LARGE) == (503, "5")
+        desk.go_on.set()
+        assert await first == (200, None)
+        assert await desk.send(LARGE) == (200, None)
+
+
+async def test_a_client_that_leaves_gives_its_turn_back_when_its_thread_ends() -> None:
+    async with desk_with(wait_timeout_s=0.5) as desk:
+        first = asyncio.create_task(desk.send(LARGE))
+        await until_at_work(desk, 1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        assert await desk.send(LARGE) == (503, "5")
+        desk.go_on.set()
+        await until_at_work(desk, 0)
+        assert await desk.send(LARGE) == (200, None)
+
+
+async def test_bytes_under_way_are_bounded_and_come_back() -> None:
+    async with desk_with(max_bytes_under_way=50_000, body_timeout_s=1.5) as desk:
+        desk.go_on.set()
+        stalled = await desk.send_half(len(LARGE))
+        assert await desk.send(LARGE) == (429, "1")
+        assert await desk.send(SMALL) == (200, None)
+        await asyncio.sleep(1.5)  # until the stalled one is given up
+        assert await desk.send(LARGE) == (200, None)
+        stalled.close()
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_is_refused_by_its_length_whether_declared_or_not(declared: bool) -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(30):
+            yield LARGE
+
+    async with desk_with() as desk, aiohttp.ClientSession() as session:
+        data = LARGE * 30 if declared else chunks()
+        async with session.post(desk.url, data=data, headers=JSON) as reply:
+            assert reply.status == 413
+            assert (await reply.json())["error"]["code"] == 413
+        assert desk.at_work == 0
