@@ -8,7 +8,8 @@ TandemError
 ├── AuthenticationError          missing or wrong key; HTTP 401
 ├── OverloadedError              a bounded queue is full; HTTP 429 with Retry-After
 ├── UnavailableError             no node can serve this now; HTTP 503 with Retry-After
-│   └── UnprovenPeerError        what answers did not prove that it knows the cluster token
+│   ├── UnprovenPeerError        what answers did not prove that it knows the cluster token
+│   └── NodeLostError            a node went away while it had the request
 ├── DeadlineExceededError        an await ran past its deadline; HTTP 504
 ├── KVLoadError                  a remote prefill is lost and the policy is `fail`; HTTP 502
 ├── RequestAbortedError          the request was cancelled while someone still waited for it
@@ -73,6 +74,10 @@ class UnavailableError(TandemError):
 
 class UnprovenPeerError(UnavailableError):
     """What answers at a node's address did not prove that it belongs to the cluster."""
+
+
+class NodeLostError(UnavailableError):
+    """A node that had the request went away, or answers no more, without a word why."""
 
 
 class DeadlineExceededError(TandemError):

@@ -1,15 +1,18 @@
 """Whose fault an error is, and what the client gets to see of it. Pure functions."""
 
 from engine.errors import (
-    AuthenticationError,
-    ConfigError,
     DeadlineExceededError,
+    EngineDeadError,
+    EngineGenerateError,
     InvalidRequestError,
+    KVLoadError,
     KVTransferParamsError,
     OverloadedError,
     TandemError,
+    TransportError,
     UnavailableError,
 )
+from proxy.cluster.node_pool import NoDecodeNodeError
 
 
 def is_client_fault(error: TandemError) -> bool:
@@ -19,6 +22,11 @@ def is_client_fault(error: TandemError) -> bool:
     fault.
     """
     return isinstance(error, InvalidRequestError) and not isinstance(error, KVTransferParamsError)
+
+
+def is_engine_failure(error: TandemError) -> bool:
+    """True where an engine broke at the request, so that it could break others."""
+    return isinstance(error, EngineDeadError | EngineGenerateError)
 
 
 def outcome_of(error: TandemError) -> str:
@@ -35,13 +43,24 @@ def outcome_of(error: TandemError) -> str:
 def as_client_sees_it(error: TandemError, num_tokens: int) -> TandemError:
     """The error to end the answer with, after `num_tokens` of it were sent.
 
-    What nodes hold against the proxy (its token, its hand-over, its protocol) must not look like
-    the client's mistake, and an answer that broke off must say so.
+    What nodes say names addresses and causes: those are for the proxy's log. What nodes hold
+    against the proxy (its token, its hand-over, its protocol) must not look like the client's
+    mistake, and an answer that broke off must say so.
     """
-    if is_client_fault(error):
-        return error
-    if num_tokens:
-        return UnavailableError(f"the answer broke off after {num_tokens} tokens: {error}")
-    if isinstance(error, AuthenticationError | ConfigError | KVTransferParamsError):
-        return UnavailableError(f"the cluster could not serve the request: {error}")
-    return error
+    broke_off = f"the answer broke off after {num_tokens} tokens: " if num_tokens else ""
+    match error:
+        case InvalidRequestError() if is_client_fault(error):
+            return error
+        case EngineDeadError() | EngineGenerateError():
+            return EngineGenerateError(f"{broke_off}the engine failed at this request")
+        case _ if broke_off:
+            return UnavailableError(f"{broke_off}the node that served it is lost")
+        case NoDecodeNodeError():
+            return error
+        case OverloadedError(retry_after_s=seconds):
+            return OverloadedError("the cluster is full: try again", retry_after_s=seconds)
+        case DeadlineExceededError():
+            return DeadlineExceededError("the request was not served in time")
+        case KVLoadError() | TransportError():
+            return KVLoadError("the computed prompt was lost on its way")
+    return UnavailableError("no node could serve the request: try again")

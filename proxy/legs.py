@@ -1,7 +1,7 @@
 """One request on one node: deadlines, load, health and metrics of that leg. Knows no other leg."""
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 
 from msgspec.structs import replace
 
@@ -33,6 +33,35 @@ def is_whole_answer(last: GenerateOutput, sampling: SamplingParams) -> bool:
     return last.finish_reason is FinishReason.STOP or sampling.max_tokens == 1
 
 
+class Leg:
+    """A request under way on `node`, read output by output until one has a finish reason."""
+
+    def __init__(self, node: Node, outputs: AsyncGenerator[GenerateOutput]) -> None:
+        self.node = node
+        self.outcome = "cancelled"
+        self._outputs = outputs
+
+    async def read(self) -> GenerateOutput:
+        """Raises what ended the request; an unreachable node is out of use until it answers."""
+        try:
+            output = await anext(self._outputs)
+            self._check(output)
+        except TandemError as error:
+            self.outcome = outcome_of(error)
+            if isinstance(error, UnavailableError):
+                self.node.set_problem(str(error))
+            raise
+        self.node.on_sign_of_life()
+        if output.finish_reason is not None:
+            self.outcome = "ok"
+        return output
+
+    def _check(self, output: GenerateOutput) -> None:
+        if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+            reason = output.finish_reason
+            raise RequestAbortedError(f"node {self.node.name} ended the request: {reason}")
+
+
 class Legs:
     """Runs legs under one policy's name and one set of deadlines."""
 
@@ -43,41 +72,19 @@ class Legs:
         self._metrics = metrics
         self._policy_name = policy_name
 
+    @asynccontextmanager
     async def run(
         self, node: Node, request: GenerateRequest, *, total_s: float
-    ) -> AsyncGenerator[GenerateOutput]:
-        """The node's outputs. An unreachable node is out of use until it answers again."""
-        outcome = "cancelled"
-        try:
-            async with aclosing(self._outputs(node, request, total_s)) as outputs:
-                async for output in outputs:
-                    outcome = outcome if output.finish_reason is None else "ok"
-                    yield output
-        except TandemError as error:
-            outcome = outcome_of(error)
-            if isinstance(error, UnavailableError):
-                node.set_problem(str(error))
-            raise
-        finally:
-            labels = (self._policy_name, node.kind, node.name, outcome)
-            self._metrics.node_requests.labels(*labels).inc()
-
-    async def _outputs(
-        self, node: Node, request: GenerateRequest, total_s: float
-    ) -> AsyncGenerator[GenerateOutput]:
-        deadlines = replace_total(self._deadlines, total_s)
+    ) -> AsyncIterator[Leg]:
+        """A leg that ends with the block, on the node too."""
+        deadlines = StreamDeadlines(
+            total_s, self._deadlines.first_output_s, self._deadlines.next_output_s
+        )
         with node.carrying():
             async with aclosing(node.client.generate(request, deadlines)) as outputs:
-                async for output in outputs:
-                    yield _refuse_failure(output, node)
-
-
-def replace_total(deadlines: StreamDeadlines, total_s: float) -> StreamDeadlines:
-    """The same waits within a shorter whole."""
-    return StreamDeadlines(total_s, deadlines.first_output_s, deadlines.next_output_s)
-
-
-def _refuse_failure(output: GenerateOutput, node: Node) -> GenerateOutput:
-    if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-        raise RequestAbortedError(f"node {node.name} ended the request: {output.finish_reason}")
-    return output
+                leg = Leg(node, outputs)
+                try:
+                    yield leg
+                finally:
+                    labels = (self._policy_name, node.kind, node.name, leg.outcome)
+                    self._metrics.node_requests.labels(*labels).inc()

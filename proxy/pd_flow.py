@@ -4,45 +4,36 @@ Knows nothing of HTTP and text; which nodes to take is the policy's choice.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Final
 
+import structlog
 from msgspec.structs import replace
 
-from engine.errors import DeadlineExceededError, KVTransferParamsError, TandemError
-from engine.types import GenerateOutput, GenerateRequest, KVTransferParams
-from proxy.blame import as_client_sees_it, is_client_fault
+from engine.errors import (
+    DeadlineExceededError,
+    KVTransferParamsError,
+    OverloadedError,
+    TandemError,
+)
+from engine.types import GenerateOutput, GenerateRequest
+from proxy.blame import as_client_sees_it, is_client_fault, is_engine_failure
 from proxy.cluster.node import Node, NodeKind, NodeView
-from proxy.cluster.node_pool import NodePool
+from proxy.cluster.node_pool import NoDecodeNodeError, NodePool
 from proxy.cluster.pairs import Pairs
-from proxy.journey import Journey
+from proxy.journey import Journey, Prefilled
 from proxy.legs import Legs, is_whole_answer, prefill_request
 from proxy.metrics import ProxyMetrics
 from proxy.releaser import Releaser
 from proxy.routing.policy import RoutingPolicy
 
+log = structlog.get_logger()
+
 MAX_PREFILL_NODES: Final = 2
 MAX_ATTEMPTS: Final = 2
-
-
-@dataclass(slots=True, frozen=True)
-class Prefilled:
-    """What P made of a request. Without `params` the outputs are the whole answer."""
-
-    node: Node
-    outputs: tuple[GenerateOutput, ...]
-    params: KVTransferParams | None
-    num_cached_tokens: int
-
-
-@dataclass(slots=True, frozen=True)
-class Start:
-    """Where decoding begins. Without `prefilled` D computes the prompt itself."""
-
-    decode: Node
-    prefilled: Prefilled | None = None
+MAX_LOST: Final = 1
+"""Nodes that may go away with a request before it is taken for what ends them."""
 
 
 class PdFlow:
@@ -80,125 +71,156 @@ class PdFlow:
 
         Raises `UnavailableError` when no decode node can be used or one is lost after its first
         token; errors that are the client's own pass unchanged. Before the first token a failed D
-        is replaced once, by another one and a fresh prefill.
+        is replaced once, by another one and a fresh prefill; never one whose engine failed.
         """
+        async with self._journey(request) as journey:
+            is_last = False
+            while not is_last:
+                output = await self._next(journey)
+                is_last = output.finish_reason is not None
+                yield output
+
+    @asynccontextmanager
+    async def _journey(self, request: GenerateRequest) -> AsyncIterator[Journey]:
         deadline = asyncio.get_running_loop().time() + self._request_timeout_s
         journey = Journey(replace(request, kv_transfer_params=None), deadline)
-        while not journey.is_done:
-            async with aclosing(self._try(journey)) as outputs:
-                async for output in outputs:
-                    yield output
-
-    async def _try(self, journey: Journey) -> AsyncGenerator[GenerateOutput]:
-        """One attempt; a failure that another attempt may mend ends it without an error."""
         try:
-            async with aclosing(self._attempt(journey)) as outputs:
-                async for output in outputs:
-                    journey.num_tokens += len(output.token_ids)
-                    yield output
-            journey.is_done = True
-        except TandemError as error:
-            if not self._may_try_again(journey, error):
-                raise as_client_sees_it(error, journey.num_tokens) from error
+            yield journey
+        finally:
+            await self._end_attempt(journey)
+
+    async def _next(self, journey: Journey) -> GenerateOutput:
+        """The next output, of another attempt where the one under way fails and may be mended."""
+        while True:
+            try:
+                if journey.leg is None and not journey.whole_answer:
+                    await self._begin_attempt(journey)
+                if journey.whole_answer:
+                    return journey.whole_answer.popleft()
+                return await self._read(journey)
+            except TandemError as error:
+                await self._end_attempt(journey)
+                if not self._may_try_again(journey, error):
+                    raise as_client_sees_it(error, journey.num_tokens) from error
 
     def _may_try_again(self, journey: Journey, error: TandemError) -> bool:
-        if is_client_fault(error) or journey.num_tokens or journey.num_attempts >= MAX_ATTEMPTS:
+        if is_client_fault(error) or is_engine_failure(error) or journey.num_tokens:
+            return False
+        if journey.num_lost > MAX_LOST or journey.num_attempts >= MAX_ATTEMPTS:
             return False
         return bool(self._candidates(NodeKind.DECODE, journey))
 
-    async def _attempt(self, journey: Journey) -> AsyncGenerator[GenerateOutput]:
+    async def _begin_attempt(self, journey: Journey) -> None:
+        """P's part is done and D's under way, unless P's was the whole answer."""
         journey.num_attempts += 1
-        start = await self._prefill(journey)
-        if start.prefilled is not None and start.prefilled.params is None:
-            for output in start.prefilled.outputs:
-                yield output
+        decode = await self._prefill(journey)
+        prefilled = journey.prefilled
+        if prefilled is not None and prefilled.params is None:
+            journey.whole_answer.extend(prefilled.outputs)
             return
-        try:
-            async with aclosing(self._decode(journey, start)) as outputs:
-                async for output in outputs:
-                    yield output
-        except TandemError as error:
-            journey.failed.add(self._to_blame(start, error).name)
-            raise
-        finally:
-            if journey.num_tokens == 0:
-                self._give_up(start.prefilled)
+        params = None if prefilled is None else prefilled.params
+        request = replace(journey.request, kv_transfer_params=params)
+        leg = self._legs.run(decode, request, total_s=journey.remaining_s())
+        journey.leg = await journey.current.enter_async_context(leg)
 
-    async def _prefill(self, journey: Journey) -> Start:
+    async def _end_attempt(self, journey: Journey) -> None:
+        """Nothing of it runs on any node; a prefill that nobody will pull is given up."""
+        prefilled, journey.prefilled, journey.leg = journey.prefilled, None, None
+        await journey.current.aclose()
+        if prefilled is not None and prefilled.params is not None and not journey.num_tokens:
+            self._releaser.release(prefilled.node, prefilled.params)
+
+    async def _read(self, journey: Journey) -> GenerateOutput:
+        leg, prefilled = journey.leg, journey.prefilled
+        assert leg is not None
+        try:
+            output = await leg.read()
+        except TandemError as error:
+            if prefilled is None or not isinstance(error, KVTransferParamsError):
+                journey.blame(leg.node, error)
+            else:
+                self._pairs.refused(prefilled.node, leg.node, error)
+                # D can compute what it will not take from P, so it may get the request again.
+                journey.use_prefill = False
+                journey.num_attempts -= 1
+            _log_failure(leg.node, journey, error)
+            raise
+        if prefilled is not None and not journey.num_tokens:
+            self._pairs.accepted(prefilled.node, leg.node)
+        journey.num_tokens += len(output.token_ids)
+        cached = output.num_cached_tokens if prefilled is None else prefilled.num_cached_tokens
+        return replace(output, num_cached_tokens=cached, kv_transfer_params=None)
+
+    async def _prefill(self, journey: Journey) -> Node:
         """P's part, on a second P if the first fails, and left to D if that one fails too.
 
-        Raises `UnavailableError` when there is no D, before any P has worked in vain.
+        Returns D. Raises `UnavailableError` when there is none, before any P has worked in vain.
         """
         for _ in range(MAX_PREFILL_NODES):
-            start, node = self._choose(journey, self._candidates(NodeKind.PREFILL, journey))
+            prefill = self._candidates(NodeKind.PREFILL, journey) if journey.use_prefill else ()
+            decode, node = self._choose(journey, prefill)
             if node is None:
-                return start
+                return decode
             try:
-                return Start(start.decode, await self._prefill_on(node, journey))
+                journey.prefilled = await self._prefill_on(node, journey)
+                return decode
             except TandemError as error:
-                if is_client_fault(error):
+                journey.blame(node, error)
+                _log_failure(node, journey, error)
+                # What is wrong for P, a prompt longer than its context say, may be right for D.
+                journey.use_prefill = not is_client_fault(error)
+                if is_engine_failure(error) or journey.num_lost > MAX_LOST:
                     raise
-                journey.failed.add(node.name)
         return self._choose(journey, ())[0]
 
     async def _prefill_on(self, node: Node, journey: Journey) -> Prefilled:
-        request = prefill_request(journey.request)
-        leg = self._legs.run(node, request, total_s=journey.remaining_s())
+        request, news = prefill_request(journey.request), list[GenerateOutput]()
         try:
-            async with aclosing(leg) as outputs:
-                news = tuple([output async for output in outputs])
+            async with self._legs.run(node, request, total_s=journey.remaining_s()) as leg:
+                while not news or news[-1].finish_reason is None:
+                    news.append(await leg.read())
         except (asyncio.CancelledError, DeadlineExceededError):
             self._releaser.release_unheard(node, request.request_id)
             raise
         params = news[-1].kv_transfer_params
         if params is None and not is_whole_answer(news[-1], journey.request.sampling):
             raise TandemError(f"node {node.name} prefilled without giving kv_transfer_params")
-        return Prefilled(node, news, params, max(output.num_cached_tokens for output in news))
+        cached = max(output.num_cached_tokens for output in news)
+        return Prefilled(node, tuple(news), params, cached)
 
-    async def _decode(self, journey: Journey, start: Start) -> AsyncGenerator[GenerateOutput]:
-        prefilled = start.prefilled
-        params = None if prefilled is None else prefilled.params
-        request = replace(journey.request, kv_transfer_params=params)
-        leg = self._legs.run(start.decode, request, total_s=journey.remaining_s())
-        async with aclosing(leg) as outputs:
-            async for output in outputs:
-                if prefilled is not None:
-                    self._pairs.accepted(prefilled.node, start.decode)
-                yield _for_client(output, prefilled)
-
-    def _choose(self, journey: Journey, prefill: tuple[NodeView, ...]) -> tuple[Start, Node | None]:
+    def _choose(self, journey: Journey, prefill: tuple[NodeView, ...]) -> tuple[Node, Node | None]:
+        """D, and P unless D computes the prompt itself."""
         decode = self._candidates(NodeKind.DECODE, journey)
         if not decode:
-            raise self._pool.no_decode_node(but=journey.failed)
+            raise NoDecodeNodeError
         route = self._policy.choose(journey.request, prefill, decode)
         fitting = self._pairs.fitting(prefill, route.decode)
         if route.prefill is not None and route.prefill not in fitting:
             route = self._policy.choose(journey.request, fitting, (route.decode,))
-        start = Start(self._pool.node(route.decode.name))
         if route.prefill is not None:
-            return start, self._pool.node(route.prefill.name)
+            return self._pool.node(route.decode.name), self._pool.node(route.prefill.name)
         self._metrics.local_prefills.labels(_why_local(journey, prefill, fitting)).inc()
-        return start, None
+        return self._pool.node(route.decode.name), None
 
     def _candidates(self, kind: NodeKind, journey: Journey) -> tuple[NodeView, ...]:
-        nodes = self._pool.available(kind)
-        return tuple(node.view for node in nodes if node.name not in journey.failed)
-
-    def _to_blame(self, start: Start, error: TandemError) -> Node:
-        """D is to blame for what fails on it, except for a hand-over that it refuses."""
-        if start.prefilled is None or not isinstance(error, KVTransferParamsError):
-            return start.decode
-        self._pairs.refused(start.prefilled.node, start.decode, error)
-        return start.prefilled.node
-
-    def _give_up(self, prefilled: Prefilled | None) -> None:
-        if prefilled is not None and prefilled.params is not None:
-            self._releaser.release(prefilled.node, prefilled.params)
+        """Nodes in use that have not failed this request and whose context holds it."""
+        request = journey.request
+        num_new = 1 if kind is NodeKind.PREFILL else request.sampling.max_tokens
+        length = len(request.prompt_token_ids) + num_new
+        return tuple(
+            node.view
+            for node in self._pool.available(kind)
+            if node.name not in journey.failed and length <= node.max_model_len
+        )
 
 
-def _for_client(output: GenerateOutput, prefilled: Prefilled | None) -> GenerateOutput:
-    cached = output.num_cached_tokens if prefilled is None else prefilled.num_cached_tokens
-    return replace(output, num_cached_tokens=cached, kv_transfer_params=None)
+def _log_failure(node: Node, journey: Journey, error: TandemError) -> None:
+    """Clients are not told which node failed and why; a flood of refusals is no news."""
+    if not is_client_fault(error) and not isinstance(error, OverloadedError):
+        request_id = journey.request.request_id
+        log.warning(
+            "node failed a request", node=node.name, request_id=request_id, problem=str(error)
+        )
 
 
 def _why_local(

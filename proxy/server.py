@@ -6,9 +6,11 @@ from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from engine.api.app import create_app
 from engine.api.http_server import HttpServer
+from engine.api.serving import Serving
 from engine.rpc.address import join_host_port
 from engine.rpc.client import StreamDeadlines
 from engine.tls import client_tls, server_tls
@@ -95,20 +97,29 @@ class ProxyServer:
             self._stop.set()
 
     async def _open(self) -> None:
+        """Serves as soon as the model is known, and within the context that decode nodes have."""
         serving = replace(
             await load_serving(self._pool, self._config.served_model_name),
             enable_prompt_tokens_details=self._config.enable_prompt_tokens_details,
         )
         generator = MeasuredGenerator(self._flow, self._metrics, serving.model_name)
-        app = create_app(
+        self._door.open(self._app(generator, serving))
+        log.info("proxy serves", url=self.url)
+        while True:
+            await self._pool.wait_for_news(POLL_INTERVAL_S)
+            context = self._pool.max_model_len or serving.max_model_len
+            if context != serving.max_model_len:
+                serving = replace(serving, max_model_len=context)
+                self._door.open(self._app(generator, serving))
+
+    def _app(self, generator: MeasuredGenerator, serving: Serving) -> ASGIApp:
+        return create_app(
             generator,
             serving,
             metrics_registry=self._metrics.registry,
             api_key=self._config.api_key,
             accept_kv_transfer_params=False,
         )
-        self._door.open(app)
-        log.info("proxy serves", url=self.url)
 
 
 def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:

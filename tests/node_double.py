@@ -53,6 +53,7 @@ class ScriptedNode:
     files: Mapping[str, bytes] = field(default_factory=dict)
     ready: bool = True
     problems: tuple[HandOverProblem, ...] = ()
+    max_model_len: int = 4096
     num_cached: int = 0
     eos_at: int | None = None
     gives_params: bool = True
@@ -98,7 +99,7 @@ class ScriptedNode:
             engine_id=self.engine_id,
             kind=self.kind,
             model_names=(self.model,),
-            max_model_len=4096,
+            max_model_len=self.max_model_len,
             vocab_size=self.vocab_size,
             num_requests_running=self.num_open,
             ready=self.ready,

@@ -245,9 +245,9 @@ class Launcher:
         """A node that serves."""
         return self.launch(kind, *flags, **environment).wait_until_serving()
 
-    def proxy(self, p: ServerProcess, d: ServerProcess) -> ServerProcess:
+    def proxy(self, p: ServerProcess, d: ServerProcess, *flags: str) -> ServerProcess:
         """A proxy that serves."""
-        return self._keep(launch_proxy(self.logs / "proxy", p, d)).wait_until_serving()
+        return self._keep(launch_proxy(self.logs / "proxy", p, d, *flags)).wait_until_serving()
 
     def _keep(self, server: ServerProcess) -> ServerProcess:
         self.started.append(server)

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
-from grpc import ChannelConnectivity, aio
+from grpc import ChannelConnectivity, StatusCode, aio
 
 from engine.errors import (
     AuthenticationError,
     DeadlineExceededError,
     InvalidRequestError,
+    NodeLostError,
     TandemError,
     UnavailableError,
 )
@@ -33,12 +34,14 @@ from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub, NodeStub
 from engine.rpc.proof import NOT_NEEDED, CallerProof, Metadata, Proven
 from engine.rpc.server import MAX_REQUEST_BYTES
-from engine.rpc.status import error_from_status
+from engine.rpc.status import DETAIL_KEY, error_from_status
 from engine.tls import ClientTls
 from engine.types import GenerateOutput, GenerateRequest
 
 END_OF_CALL_S: Final = 1.0
 """For the status behind a last output; a node that does not send it is cut off."""
+
+NO_CONNECTION: Final = "failed to connect to all addresses"
 
 OutputCall: TypeAlias = aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateOutput]
 _Reply = TypeVar("_Reply")
@@ -73,6 +76,7 @@ class NodeClient:
         self._identity = IdentityStub(self._channel)  # type: ignore[no-untyped-call]
         self._node = NodeStub(self._channel)  # type: ignore[no-untyped-call]
         self._control = KvControlStub(self._channel)  # type: ignore[no-untyped-call]
+        self._running: set[OutputCall] = set()
         self._ending: set[OutputCall] = set()
 
     async def close(self) -> None:
@@ -112,11 +116,18 @@ class NodeClient:
     ) -> tuple[OutputCall, GenerateOutput]:
         """The call and its first output."""
         call = self._node.Generate(message, timeout=deadlines.total_s, metadata=proof)
+        self._running.add(call)
+        call.add_done_callback(self._running.discard)
         try:
             return call, await self._read(call, deadlines.first_output_s)
         except BaseException:
             call.cancel()
             raise
+
+    def cut_off(self) -> None:
+        """Ends every token stream now, for a node that hangs; readers get `NodeLostError`."""
+        for call in list(self._running):
+            call.cancel()
 
     def _let_end(self, call: OutputCall) -> None:
         """Keeps `call`, which is cancelled when it is collected, until its status is here."""
@@ -201,11 +212,14 @@ class NodeClient:
         except asyncio.CancelledError as error:
             if _is_this_task_cancelled():
                 raise
-            raise UnavailableError(f"the channel to node {self.address} was closed") from error
+            raise NodeLostError(f"the stream of node {self.address} was cut off") from error
 
     def _named(self, error: aio.AioRpcError) -> TandemError:
         text = f"{error.details()} (node {self.address})"
-        return error_from_status(error.code(), text, error.trailing_metadata() or ())
+        named = error_from_status(error.code(), text, error.trailing_metadata() or ())
+        if error.code() is StatusCode.UNAVAILABLE and _was_sent(error):
+            return NodeLostError(str(named))
+        return named
 
 
 def _check_size(message: pb.GenerateRequest) -> None:
@@ -213,6 +227,13 @@ def _check_size(message: pb.GenerateRequest) -> None:
     size = message.ByteSize()
     if size > MAX_REQUEST_BYTES:
         raise InvalidRequestError(f"the request has {size} bytes; {MAX_REQUEST_BYTES} are allowed")
+
+
+def _was_sent(error: aio.AioRpcError) -> bool:
+    """False where the node has refused the call, or gRPC says that it never had a connection."""
+    if any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ()):
+        return False
+    return not (error.details() or "").startswith(NO_CONNECTION)
 
 
 def _is_this_task_cancelled() -> bool:

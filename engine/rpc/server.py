@@ -31,7 +31,7 @@ _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_send_message_length", MAX_REPLY_BYTES),
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),  # what grpc.keepalive_timeout_ms no longer sets
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
 )
 

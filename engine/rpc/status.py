@@ -29,6 +29,7 @@ _STATUS: Final[Mapping[type[TandemError], StatusCode]] = {
     errors.OverloadedError: StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError: StatusCode.UNAVAILABLE,
     errors.UnprovenPeerError: StatusCode.UNAVAILABLE,
+    errors.NodeLostError: StatusCode.UNAVAILABLE,
     errors.DeadlineExceededError: StatusCode.DEADLINE_EXCEEDED,
     errors.KVLoadError: StatusCode.DATA_LOSS,
     errors.RequestAbortedError: StatusCode.ABORTED,

@@ -82,6 +82,11 @@ class Node:
             kv_cache_usage=self.info.kv_cache_usage,
         )
 
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of one request with its answer; 0 before the node was first described."""
+        return 0 if self.info is None else self.info.max_model_len
+
     @contextmanager
     def carrying(self) -> Iterator[None]:
         """Counts one request of this proxy as in flight on the node."""
@@ -116,6 +121,15 @@ class Node:
             log.info("node is in use", node=self.name, kind=self.kind)
         self.problem = problem
 
+    def on_sign_of_life(self) -> None:
+        """The node has sent something, so that it is not absent, however late it answers else."""
+        self._num_late = 0
+
+    def cut_off(self) -> None:
+        """Ends every request of this proxy on the node, which hangs or must not be waited for."""
+        if self._client is not None:
+            self._client.cut_off()
+
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
@@ -138,3 +152,4 @@ class Node:
         self._num_late += 1
         if self._num_late >= MAX_LATE_ANSWERS or self.info is None:
             self.set_problem(str(error))
+            self.cut_off()

@@ -4,7 +4,7 @@ Knows nothing of requests and routing.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -31,6 +31,13 @@ class ModelIdentity:
     vocab_size: int
 
 
+class NoDecodeNodeError(UnavailableError):
+    """What clients and probes, who may be anybody, are told; the log says which node and why."""
+
+    def __init__(self) -> None:
+        super().__init__("no decode node is available: try again; the proxy's log says why")
+
+
 class NodePool:
     """Owns the nodes and the tasks that watch them, between `start` and `close`."""
 
@@ -50,6 +57,7 @@ class NodePool:
         self._poll_interval_s = poll_interval_s
         self._watchers: list[asyncio.Task[None]] = []
         self._news = asyncio.Event()
+        self._contexts: dict[str, int] = {}
 
     def start(self, on_end: Callable[[asyncio.Task[None]], None]) -> None:
         """Start watching, whoever is there; `on_end` gets every watcher that ends."""
@@ -69,6 +77,11 @@ class NodePool:
         """All of them, decode nodes first."""
         return tuple(self._nodes)
 
+    @property
+    def max_model_len(self) -> int:
+        """The longest context of a decode node, in use or lost; 0 before there was one."""
+        return max(self._contexts.values(), default=0)
+
     def node(self, name: str) -> Node:
         return self._by_name[name]
 
@@ -86,24 +99,17 @@ class NodePool:
         return len(self.available(kind))
 
     def check_ready(self) -> None:
-        """Raises `UnavailableError`, saying what is known, when no decode node can be used."""
+        """Raises `NoDecodeNodeError` when no decode node can be used."""
         if not self.available(NodeKind.DECODE):
-            raise self.no_decode_node()
-
-    def no_decode_node(self, *, but: Collection[str] = ()) -> UnavailableError:
-        """The error for a request that no decode node can take; those in `but` failed it."""
-        known = [
-            f"{node.name}: {node.problem or 'failed this request'}"
-            for node in self._nodes
-            if node.kind is NodeKind.DECODE and (node.problem or node.name in but)
-        ]
-        return UnavailableError(f"no decode node is available ({'; '.join(known)})")
+            raise NoDecodeNodeError
 
     async def _watch(self, node: Node) -> None:
         while True:
             info = await node.refresh(DESCRIBE_TIMEOUT_S)
             if info is not None:
                 node.set_problem(self._objection(node, info))
+            if node.is_available and node.kind is NodeKind.DECODE:
+                self._contexts[node.name] = node.max_model_len
             self._news.set()
             await asyncio.sleep(self._poll_interval_s)
 

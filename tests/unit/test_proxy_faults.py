@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import aiohttp
@@ -10,6 +12,7 @@ import pytest
 
 from engine.errors import (
     EngineDeadError,
+    EngineGenerateError,
     KVLoadError,
     KVTransferParamsError,
     OverloadedError,
@@ -17,12 +20,14 @@ from engine.errors import (
     TandemError,
     UnavailableError,
 )
+from engine.types import GenerateOutput, GenerateRequest
 from tests.node_double import (
     ScriptedNode,
     client_of,
     metric,
     running_cluster,
     tokens_of,
+    until,
     until_used,
 )
 
@@ -31,9 +36,9 @@ ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
 NODE_FAULTS = [
     UnavailableError("draining"),
     OverloadedError("full"),
-    EngineDeadError("dead"),
     TandemError("bug"),
 ]
+ENGINE_FAULTS = [EngineDeadError("IndexError()"), EngineGenerateError("IndexError()")]
 
 
 def prefiller(name: str, **options: Any) -> ScriptedNode:
@@ -69,7 +74,7 @@ async def test_a_failing_p_is_replaced_by_the_next(error: TandemError) -> None:
 
 
 async def test_after_two_failing_p_d_prefills_itself() -> None:
-    ps = [prefiller(f"p{index}", error=EngineDeadError("dead")) for index in range(3)]
+    ps = [prefiller(f"p{index}", error=OverloadedError("full")) for index in range(3)]
     d = ScriptedNode("d")
     async with running_cluster(ps, [d]) as client:
         assert await ask(client) == tokens_of(PROMPT, 4)
@@ -139,14 +144,97 @@ async def test_a_refused_hand_over_is_p_s_fault_and_never_the_client_s() -> None
     assert [request.kv_transfer_params is None for request in d.requests] == [False, True]
 
 
-async def test_a_client_s_mistake_is_told_once_and_not_retried() -> None:
+async def test_d_computes_what_it_refuses_to_take_from_p() -> None:
+    class Wary(ScriptedNode):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
+            self.error = KVTransferParamsError("foreign") if request.kv_transfer_params else None
+            async with aclosing(super().generate(request)) as outputs:
+                async for output in outputs:
+                    yield output
+
+    p, p2, d, d2 = prefiller("p"), prefiller("p2"), Wary("d"), ScriptedNode("d2")
+    async with running_cluster([p, p2], [d]) as client:
+        assert await ask(client) == tokens_of(PROMPT, 4)
+    assert [len(node.requests) for node in (p, p2, d, d2)] == [1, 0, 2, 0]
+    assert p.released == [(p.engine_id, "p-1", "abort")]
+
+
+async def test_nodes_get_only_what_their_context_holds() -> None:
+    """The client is told the longest one, whichever node was met first."""
+    p, short, long = (
+        prefiller("p", max_model_len=100),
+        ScriptedNode("d1", max_model_len=50),
+        ScriptedNode("d2", max_model_len=200),
+    )
+    async with running_cluster([p], [short, long]) as client:
+
+        async def is_told() -> bool:
+            model = (await client.models.list()).data[0].model_extra or {}
+            return bool(model["max_model_len"] == 200)
+
+        await until(is_told)
+        for length in (60, 60, 150, 150):
+            prompt = [7] * length
+            reply = await client.completions.create(model="tiny", prompt=prompt, max_tokens=40)
+            assert reply.usage is not None
+            assert reply.usage.completion_tokens == 40
+        told = await error_of(client, prompt=[7] * 190, max_tokens=40)
+    assert told.status_code == 400
+    assert "200" in told.message
+    assert (len(p.requests), len(short.requests), len(long.requests)) == (2, 0, 4)
+
+
+async def test_what_p_calls_a_client_s_mistake_is_left_to_d_and_no_other_node() -> None:
     error = PromptTooLongError("too long", param="prompt", code="context_length_exceeded")
-    ps, ds = [prefiller("p1", error=error), prefiller("p2")], [ScriptedNode("d")]
+    ps = [prefiller("p1", error=error), prefiller("p2")]
+    ds = [ScriptedNode("d1"), ScriptedNode("d2")]
     async with running_cluster(ps, ds) as client:
+        assert await ask(client) == tokens_of(PROMPT, 4)
+        for d in ds:
+            d.error = error
+        await ps[1].close()
         told = await error_of(client)
     assert told.status_code == 400
     assert told.body["code"] == "context_length_exceeded"  # type: ignore[index]
-    assert [len(node.requests) for node in (*ps, *ds)] == [1, 0, 0]
+    assert len(ps[0].requests) == 2
+    assert sum(len(d.requests) for d in ds) == 2
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("error", ENGINE_FAULTS, ids=repr)
+async def test_what_broke_one_engine_is_never_carried_to_another(
+    kind: str, error: TandemError
+) -> None:
+    ps, ds = [prefiller("p1"), prefiller("p2")], [ScriptedNode("d1"), ScriptedNode("d2")]
+    for node in ps if kind == "prefill" else ds:
+        node.error = error
+    async with running_cluster(ps, ds) as client:
+        told = await error_of(client)
+    assert told.status_code == 500
+    assert "the engine failed" in told.message
+    assert "IndexError" not in told.message
+    assert sum(len(p.requests) for p in ps) == 1
+    assert sum(len(d.requests) for d in ds) == (kind == "decode")
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+async def test_a_request_that_was_on_two_nodes_that_went_away_gets_no_third(kind: str) -> None:
+    """A process that dies says nothing: the request may be why."""
+    nodes = [ScriptedNode(f"{kind}-{index}", kind, hang_at=0) for index in range(3)]
+    d = ScriptedNode("d")
+    ps, ds = (nodes, [d]) if kind == "prefill" else ([], nodes)
+    async with running_cluster(ps, ds) as client:
+        asking = asyncio.create_task(error_of(client))
+        for _ in range(2):
+            waiting = [asyncio.create_task(node.hanging.wait()) for node in nodes]
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            (at_work,) = [node for node in nodes if node.hanging.is_set()]
+            nodes.remove(at_work)
+            await at_work.close()
+        told = await asking
+    assert told.status_code == 503
+    assert "127.0.0.1" not in told.message
+    assert (len(nodes[0].requests), len(d.requests)) == (0, 0)
 
 
 async def first_events(reply: aiohttp.ClientResponse, count: int) -> str:
@@ -189,8 +277,9 @@ async def test_an_engine_that_fails_in_mid_stream_is_an_explicit_error() -> None
     d = ScriptedNode("d", error=EngineDeadError("dead"), fail_at=3)
     async with running_cluster([], [d]) as client:
         error = await error_of(client)
-    assert error.status_code == 503
+    assert error.status_code == 500
     assert "after 3 tokens" in error.message
+    assert "dead" not in error.message
 
 
 async def test_all_down_is_503_with_retry_after() -> None:
@@ -203,6 +292,8 @@ async def test_all_down_is_503_with_retry_after() -> None:
         again = await error_of(client)
     assert error.status_code == again.status_code == 503
     assert again.response.headers["retry-after"] == "1"
+    assert "no decode node is available" in again.message
+    assert "127.0.0.1" not in error.message + again.message
     assert len(p.requests) == num_prefills
 
 

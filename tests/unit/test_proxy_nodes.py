@@ -137,7 +137,8 @@ async def test_a_node_that_is_not_ready_gets_nothing() -> None:
         ready.ready = draining.ready = False
         await until_status(f"{base}/ready", 503)
         _, text = await fetch(f"{base}/ready")
-    assert "draining" in text
+    assert "no decode node is available" in text
+    assert "127.0.0.1" not in text
 
 
 async def test_a_node_that_moves_to_another_port_is_found_again() -> None:
