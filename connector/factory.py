@@ -59,6 +59,10 @@ class PdConnector:
         """The control service listens on `port`; goes into every `kv_transfer_params`."""
         self.address.port = port
 
+    def is_awaited(self) -> bool:
+        """Whether a lease lives that is no spare one."""
+        return any(not lease.is_spare for lease in self.leases.all_held())
+
     def close(self) -> None:
         """Gives channels, mappings and registrations back; after the engine has stopped."""
         self.peers.close()

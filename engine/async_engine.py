@@ -26,6 +26,7 @@ from engine.types import GenerateOutput, GenerateRequest, HandOverProblem
 
 IDLE_POLL_S = 0.02
 JOIN_TIMEOUT_S = 30.0
+SHUTTING_DOWN = "the node is shutting down"
 
 log = structlog.get_logger()
 
@@ -75,6 +76,9 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._counter = 0
+        self._num_admitting = 0
+        self._refuses_new = False
+        self._is_over = False
         self._stopping = False
         self._dead: BaseException | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,11 +96,13 @@ class AsyncEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
         """The outputs of one request, the last with a finish reason; `aclose` aborts it.
 
-        Raises InvalidRequestError (also for kv_transfer_params), OverloadedError, KVLoadError and
-        EngineDeadError.
+        Raises InvalidRequestError (also for kv_transfer_params), OverloadedError, KVLoadError,
+        EngineDeadError, and UnavailableError when the node is about to end.
         """
+        if self._refuses_new:
+            raise UnavailableError(SHUTTING_DOWN)
         self._validate(request)
-        unique = await self._admission.admit(self._with_unique_id(request))
+        unique = await self._admit(request)
         stream = self._streams[unique.request_id] = _Stream()
         timer = self._metrics.start(unique)
         all_taken = False
@@ -126,14 +132,35 @@ class AsyncEngine:
 
         Raises UnavailableError when this node must not get traffic.
         """
-        if not self.is_alive:
-            raise UnavailableError("the engine is not running")
+        if self.problem:
+            raise UnavailableError(self.problem)
         return tuple(problem.reason("this node") for problem in self.hand_over_problems)
 
     @property
     def hand_over_problems(self) -> tuple[HandOverProblem, ...]:
         """Peers from which this node takes hand-overs in vain at present."""
         return self._admission.problems()
+
+    @property
+    def problem(self) -> str:
+        """Why this node must not get traffic; empty when it may."""
+        if not self.is_alive:
+            return "the engine is not running"
+        return SHUTTING_DOWN if self._refuses_new else ""
+
+    @property
+    def num_open(self) -> int:
+        """Requests under way, from their admission to the last output that was taken."""
+        return self._num_admitting + len(self._streams)
+
+    def refuse_new(self) -> None:
+        """From now on no request is taken and the node is not ready; what is under way goes on."""
+        self._refuses_new = True
+
+    def end_open(self) -> None:
+        """What is under way ends with an error that its callers see."""
+        self._refuses_new = self._is_over = True
+        self._fail_all(UnavailableError(SHUTTING_DOWN))
 
     async def close(self) -> None:
         """Stops the engine thread after its current step and gives its memory back."""
@@ -165,6 +192,13 @@ class AsyncEngine:
             check_details(request.kv_transfer_params)
             check_first_token(request.kv_transfer_params, vocab_size)
 
+    async def _admit(self, request: GenerateRequest) -> GenerateRequest:
+        self._num_admitting += 1
+        try:
+            return await self._admission.admit(self._with_unique_id(request))
+        finally:
+            self._num_admitting -= 1
+
     def _with_unique_id(self, request: GenerateRequest) -> GenerateRequest:
         """Callers' ids are labels: two callers may use the same one at the same time."""
         self._counter += 1
@@ -175,6 +209,9 @@ class AsyncEngine:
         if not self.is_alive:
             self._admission.withdraw(origin.request_id)
             raise EngineDeadError(f"the engine thread has stopped: {self._dead!r}")
+        if self._is_over:
+            self._admission.withdraw(origin.request_id)
+            raise UnavailableError(SHUTTING_DOWN)
         request = Request.from_generate(
             origin,
             self.core.scheduler.cache.hasher,

@@ -17,6 +17,8 @@ Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 PULLS_PER_PEER = 4
+DRAIN_TIMEOUT_S = 20.0
+"""Leaves a third of the 30 s after which Kubernetes kills, for the end of what is cut."""
 ListenPort = Annotated[int, Meta(ge=0, le=65_535)]
 
 
@@ -151,6 +153,7 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
     num_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
+    drain_timeout: Seconds = DRAIN_TIMEOUT_S
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding reports as a ConfigError."""

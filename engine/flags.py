@@ -33,6 +33,12 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option("--config", help="YAML whose keys are these flags; flags win."),
 ]
+DrainTimeout = Annotated[
+    float | None,
+    typer.Option(
+        help="Seconds that running requests get after SIGTERM, before they end with an error. [20]"
+    ),
+]
 Host = Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")]
 PromptTokensDetails = Annotated[
     bool | None,

@@ -1,4 +1,4 @@
-"""The life of a server process: start, serve until a signal or a fault, close.
+"""The life of a server process: start, serve until a signal or a fault, drain, close.
 
 Knows no server by name and no option.
 """
@@ -15,6 +15,7 @@ from engine.errors import TandemError
 from engine.logs import configure_logging
 
 MAX_DESCRIPTORS: Final = 65_536
+POLL_S: Final = 0.02
 
 
 class Server(Protocol):
@@ -26,12 +27,18 @@ class Server(Protocol):
     async def wait(self) -> None:
         """Returns when the server stopped by itself."""
 
+    async def drain(self) -> None:
+        """Refuses new requests; returns when those under way have ended or their time is over."""
+
     async def close(self) -> None:
-        """Gives everything back."""
+        """Ends what is under way with an error and gives everything back."""
 
 
 def run_server(make: Callable[[], Server]) -> None:
-    """Runs a server until SIGINT or SIGTERM; a wrong option ends the process with one line."""
+    """Runs a server until SIGINT or SIGTERM, which drain it; a second one ends it at once.
+
+    A wrong option ends the process with one line.
+    """
     configure_logging()
     raise_descriptor_limit()
     try:
@@ -48,14 +55,28 @@ def raise_descriptor_limit() -> None:
 
 
 async def _serve(server: Server) -> None:
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(
+            number, lambda: (hurry if stop.is_set() else stop).set()
+        )
     try:
         await server.start()
         await _first(server.wait(), stop.wait())
+        if stop.is_set():
+            await _first(server.drain(), server.wait(), hurry.wait())
     finally:
         await server.close()
+
+
+async def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    """Looks now and then whether `condition` holds; false when it does not within `seconds`."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        if asyncio.get_running_loop().time() >= deadline:
+            return False
+        await asyncio.sleep(min(POLL_S, seconds))
+    return True
 
 
 async def _first(*coroutines: Coroutine[Any, Any, object]) -> None:

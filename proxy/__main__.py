@@ -8,6 +8,7 @@ from engine.flags import (
     ApiKey,
     ClusterToken,
     ConfigFile,
+    DrainTimeout,
     Host,
     PromptTokensDetails,
     ServedModelName,
@@ -40,7 +41,6 @@ Policy = Annotated[
 Whole = Annotated[Seconds, typer.Option(help="Seconds that one request may take in all. [600]")]
 FirstToken = Annotated[Seconds, typer.Option(help="Seconds until a node's first token. [120]")]
 InterToken = Annotated[Seconds, typer.Option(help="Seconds between a node's tokens. [60]")]
-Drain = Annotated[Seconds, typer.Option(help="Seconds for running requests at the end. [30]")]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -64,7 +64,7 @@ def run(
     request_timeout: Whole = None,
     first_token_timeout: FirstToken = None,
     inter_token_timeout: InterToken = None,
-    drain_timeout: Drain = None,
+    drain_timeout: DrainTimeout = None,
     config: ConfigFile = None,
 ) -> None:
     run_server(lambda: ProxyServer(load_config(config, given_flags(context))))

@@ -47,14 +47,14 @@ def as_client_sees_it(error: TandemError, num_tokens: int) -> TandemError:
     against the proxy (its token, its hand-over, its protocol) must not look like the client's
     mistake, and an answer that broke off must say so.
     """
-    broke_off = f"the answer broke off after {num_tokens} tokens: " if num_tokens else ""
+    after = f" after {num_tokens} tokens" if num_tokens else ""
     match error:
         case InvalidRequestError() if is_client_fault(error):
             return error
         case EngineDeadError() | EngineGenerateError():
-            return EngineGenerateError(f"{broke_off}the engine failed at this request")
-        case _ if broke_off:
-            return UnavailableError(f"{broke_off}the node that served it is lost")
+            return EngineGenerateError(f"the engine failed at this request{after}")
+        case _ if after:
+            return UnavailableError(f"the answer broke off{after}")
         case NoDecodeNodeError():
             return error
         case OverloadedError(retry_after_s=seconds):

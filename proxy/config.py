@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from engine.config import (
+    DRAIN_TIMEOUT_S,
     Config,
     ListenPort,
     Seconds,
@@ -39,7 +40,7 @@ class ProxyConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True)
     request_timeout: Seconds = 600.0
     first_token_timeout: Seconds = 120.0
     inter_token_timeout: Seconds = 60.0
-    drain_timeout: Seconds = 30.0
+    drain_timeout: Seconds = DRAIN_TIMEOUT_S
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding reports as a ConfigError."""

@@ -16,6 +16,7 @@ from engine.errors import (
     KVTransferParamsError,
     OverloadedError,
     TandemError,
+    UnavailableError,
 )
 from engine.types import GenerateOutput, GenerateRequest
 from proxy.blame import as_client_sees_it, is_client_fault, is_engine_failure
@@ -30,6 +31,7 @@ from proxy.routing.policy import RoutingPolicy
 
 log = structlog.get_logger()
 
+SHUTTING_DOWN: Final = "the proxy is shutting down"
 MAX_PREFILL_NODES: Final = 2
 MAX_ATTEMPTS: Final = 2
 MAX_LOST: Final = 1
@@ -55,6 +57,24 @@ class PdFlow:
         self._request_timeout_s = request_timeout_s
         self._releaser = Releaser()
         self._pairs = Pairs(pool)
+        self._num_open = 0
+        self._refuses_new = False
+        self._is_over = False
+
+    @property
+    def num_open(self) -> int:
+        """Requests under way."""
+        return self._num_open
+
+    def refuse_new(self) -> None:
+        """From now on no request is taken and the proxy is not ready; what is under way goes on."""
+        self._refuses_new = True
+
+    def end_open(self) -> None:
+        """What is under way ends with an error that its clients see."""
+        self._refuses_new = self._is_over = True
+        for node in self._pool.nodes:
+            node.cut_off()
 
     async def close(self) -> None:
         await self._releaser.close()
@@ -63,6 +83,8 @@ class PdFlow:
         """The proxy itself holds nothing that could die."""
 
     async def check_ready(self) -> tuple[str, ...]:
+        if self._refuses_new:
+            raise UnavailableError(SHUTTING_DOWN)
         self._pool.check_ready()
         return self._pairs.reasons()
 
@@ -73,6 +95,8 @@ class PdFlow:
         token; errors that are the client's own pass unchanged. Before the first token a failed D
         is replaced once, by another one and a fresh prefill; never one whose engine failed.
         """
+        if self._refuses_new:
+            raise UnavailableError(SHUTTING_DOWN)
         async with self._journey(request) as journey:
             is_last = False
             while not is_last:
@@ -84,9 +108,11 @@ class PdFlow:
     async def _journey(self, request: GenerateRequest) -> AsyncIterator[Journey]:
         deadline = asyncio.get_running_loop().time() + self._request_timeout_s
         journey = Journey(replace(request, kv_transfer_params=None), deadline)
+        self._num_open += 1
         try:
             yield journey
         finally:
+            self._num_open -= 1
             await self._end_attempt(journey)
 
     async def _next(self, journey: Journey) -> GenerateOutput:
@@ -106,7 +132,7 @@ class PdFlow:
     def _may_try_again(self, journey: Journey, error: TandemError) -> bool:
         if is_client_fault(error) or is_engine_failure(error) or journey.num_tokens:
             return False
-        if journey.num_lost > MAX_LOST or journey.num_attempts >= MAX_ATTEMPTS:
+        if self._is_over or journey.num_lost > MAX_LOST or journey.num_attempts >= MAX_ATTEMPTS:
             return False
         return bool(self._candidates(NodeKind.DECODE, journey))
 
@@ -191,7 +217,7 @@ class PdFlow:
     def _choose(self, journey: Journey, prefill: tuple[NodeView, ...]) -> tuple[Node, Node | None]:
         """D, and P unless D computes the prompt itself."""
         decode = self._candidates(NodeKind.DECODE, journey)
-        if not decode:
+        if self._is_over or not decode:
             raise NoDecodeNodeError
         route = self._policy.choose(journey.request, prefill, decode)
         fitting = self._pairs.fitting(prefill, route.decode)

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from functools import partial
+from typing import Final
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -11,6 +12,7 @@ from starlette.types import ASGIApp
 from engine.api.app import create_app
 from engine.api.http_server import HttpServer
 from engine.api.serving import Serving
+from engine.process import wait_until
 from engine.rpc.address import join_host_port
 from engine.rpc.client import StreamDeadlines
 from engine.tls import client_tls, server_tls
@@ -25,6 +27,9 @@ from proxy.metrics import ProxyMetrics
 from proxy.model_loader import load_serving
 from proxy.pd_flow import PdFlow
 from proxy.routing.policy import POLICIES
+
+END_OF_REQUESTS_S: Final = 2.0
+"""For the last bytes of requests that have ended."""
 
 log = structlog.get_logger()
 
@@ -65,7 +70,7 @@ class ProxyServer:
             self._door,
             config.host,
             config.port,
-            drain_timeout_s=config.drain_timeout,
+            drain_timeout_s=END_OF_REQUESTS_S,
             tls=self._tls,
         )
         await self._http.start()
@@ -79,11 +84,19 @@ class ProxyServer:
         if self._failure is not None:
             raise self._failure
 
+    async def drain(self) -> None:
+        """Refuses new requests; returns when none is under way, or after `--drain-timeout`."""
+        self._flow.refuse_new()
+        log.info("proxy drains", num_requests=self._flow.num_open)
+        await wait_until(lambda: not self._flow.num_open, self._config.drain_timeout)
+
     async def close(self) -> None:
-        """Drain HTTP, then give up nodes; running streams have `drain_timeout` seconds to end."""
+        """Ends what is under way with an error, then gives up HTTP and nodes."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
+        self._flow.end_open()
+        await wait_until(lambda: not self._flow.num_open, END_OF_REQUESTS_S)
         if self._http is not None:
             await self._http.close()
         await self._flow.close()

@@ -62,6 +62,7 @@ class ScriptedNode:
     fail_at: int = 0
     hang_at: int | None = None
     hanging: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[GenerateRequest] = field(default_factory=list)
     released: list[tuple[str, str, str]] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
@@ -129,7 +130,7 @@ class ScriptedNode:
     async def _maybe_hang(self, position: int) -> None:
         if position == self.hang_at:
             self.hanging.set()
-            await asyncio.Event().wait()
+            await self.go_on.wait()
 
     def _outputs(self, request: GenerateRequest) -> list[GenerateOutput]:
         params = request.kv_transfer_params

@@ -10,6 +10,7 @@ from engine.flags import (
     ApiKey,
     ClusterToken,
     ConfigFile,
+    DrainTimeout,
     Host,
     PromptTokensDetails,
     ServedModelName,
@@ -122,6 +123,7 @@ def node_app(
         ssl_keyfile: SslKeyfile = None,
         ssl_ca_certs: SslCaCerts = None,
         num_threads: NumThreads = None,
+        drain_timeout: DrainTimeout = None,
         config: ConfigFile = None,
     ) -> None:
         flags = given_flags(context)

@@ -42,6 +42,10 @@ class NodeConnector(Protocol):
         """Tells the connector where its services listen, before the first request."""
         ...
 
+    def is_awaited(self) -> bool:
+        """Whether peers may still come for what this node holds for them."""
+        ...
+
     def close(self) -> None:
         """Gives channels, mappings and registrations back; after the engine has stopped."""
         ...

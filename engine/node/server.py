@@ -36,6 +36,7 @@ from engine.node.incarnation import new_engine_id
 from engine.node.limits import check_decode_checkpoints, context_length, refuse_unavailable
 from engine.node.membership import tls_to_peers, token_for_calls
 from engine.node.node_info import with_node_info
+from engine.process import wait_until
 from engine.rpc.address import join_host_port
 from engine.rpc.messages import TOKENIZER_FILES, NodeInfo
 from engine.rpc.node_service import NodeService
@@ -46,7 +47,8 @@ from engine.worker.model_runner import ModelRunner
 
 log = structlog.get_logger()
 
-DRAIN_TIMEOUT_S = 2.0
+END_OF_REQUESTS_S = 2.0
+"""For the last bytes of requests that have ended."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -84,12 +86,24 @@ class NodeServer:
             await self.close()
             raise
 
+    async def drain(self) -> None:
+        """Refuses new requests; peers may still take what is held for them, and know of the end.
+
+        Returns when nobody waits for anything here any more, or after `--drain-timeout`.
+        """
+        self.engine.refuse_new()
+        log.info("node drains", num_requests=self.engine.num_open)
+        await wait_until(
+            lambda: not self.engine.num_open and not self._connector.is_awaited(),
+            self.config.drain_timeout,
+        )
+
     async def wait(self) -> None:
         """Returns when the node was closed."""
         await self._stopped.wait()
 
     async def close(self) -> None:
-        """Stops serving, then the engine, then gives memory back: the reverse of start."""
+        """Ends requests, stops serving, then the engine, then gives memory back."""
         await self._resources.aclose()
         self._stopped.set()
 
@@ -109,12 +123,18 @@ class NodeServer:
         self.metrics = NodeMetrics(model.names[0], self.engine_id)
         arena = ArenaMemory(plan.arena_bytes + MARGIN_BYTES)
         self._resources.callback(arena.close)
-        connector = self._connect(model, plan, arena)
+        self._connector = connector = self._connect(model, plan, arena)
         self.engine = await self._start_engine(model, plan, arena, connector=connector)
         self.rpc = await self._start_rpc(model, connector)
         connector.advertise(self.rpc.port)
         self.http = await self._start_http(model)
+        self._resources.push_async_callback(self._end_requests)
         log.info("node serves", engine_id=self.engine_id, url=self.url, grpc_port=self.rpc.port)
+
+    async def _end_requests(self) -> None:
+        """Clients that still listen learn that their answer is not whole."""
+        self.engine.end_open()
+        await wait_until(lambda: not self.engine.num_open, END_OF_REQUESTS_S)
 
     def _read_model(self) -> LoadedModel:
         config = self.config
@@ -199,6 +219,7 @@ class NodeServer:
             tls=self._tls,
         )
         self._resources.push_async_callback(rpc.close)
+        self._resources.push_async_callback(rpc.drain, END_OF_REQUESTS_S)
         return rpc
 
     async def _start_http(self, model: LoadedModel) -> HttpServer:
@@ -229,7 +250,7 @@ class NodeServer:
             door,
             self.config.host,
             self.config.port,
-            drain_timeout_s=DRAIN_TIMEOUT_S,
+            drain_timeout_s=END_OF_REQUESTS_S,
             tls=self._tls,
         )
         await http.start()
@@ -247,6 +268,7 @@ class NodeServer:
             num_requests_running=scheduler.num_running,
             num_requests_waiting=scheduler.num_waiting,
             kv_cache_usage=scheduler.cache.usage,
-            ready=self.engine.is_alive,
+            ready=not self.engine.problem,
+            reason=self.engine.problem,
             hand_over_problems=self.engine.hand_over_problems,
         )

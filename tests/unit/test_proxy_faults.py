@@ -21,13 +21,17 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.types import GenerateOutput, GenerateRequest
+from proxy.server import ProxyServer
 from tests.node_double import (
     ScriptedNode,
     client_of,
+    cluster_config,
     metric,
     running_cluster,
+    running_nodes,
     tokens_of,
     until,
+    until_status,
     until_used,
 )
 
@@ -280,6 +284,38 @@ async def test_an_engine_that_fails_in_mid_stream_is_an_explicit_error() -> None
     assert error.status_code == 500
     assert "after 3 tokens" in error.message
     assert "dead" not in error.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_proxy_that_ends_takes_nothing_new_and_cuts_nothing_without_a_word(
+    stream: bool, tiny_files: dict[str, bytes]
+) -> None:
+    d = ScriptedNode("d1", hang_at=2 if stream else 0, files=tiny_files)
+    other = ScriptedNode("d2", files=tiny_files)
+    async with running_nodes(d, other):
+        server = ProxyServer(cluster_config([], [d, other]), poll_interval_s=0.05)
+        await server.start()
+        base = f"http://127.0.0.1:{server.port}"
+        await until_used(base, 2)
+        body = {**ASK, "stream": stream, "return_token_ids": True}
+        async with aiohttp.ClientSession() as session:
+            asking = asyncio.create_task(session.post(f"{base}/v1/completions", json=body))
+            await d.hanging.wait()
+            draining = asyncio.create_task(server.drain())
+            await until_status(f"{base}/ready", 503)
+            async with client_of(base) as client:
+                refused = await error_of(client)
+            await draining
+            await server.close()
+            reply = await asking
+            text = await reply.text()
+    assert refused.status_code == 503
+    assert "shutting down" in refused.message
+    assert reply.status == (200 if stream else 503)
+    error = json.loads(text.strip().splitlines()[-1].removeprefix("data: "))["error"]
+    assert ("broke off after 2 tokens" in error["message"]) == stream
+    assert "[DONE]" not in text
+    assert not other.requests
 
 
 async def test_all_down_is_503_with_retry_after() -> None:
