@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -11,22 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from deploy.config import DEMO_CLUSTER, ClusterConfig, load_cluster
-from deploy.session import Session, embedded_environment, new_session
+from deploy.session import embedded_environment, new_session
 from deploy.signals import stop_on_signals
-from deploy.state import ClusterState, claimed_state, own_state, read_state, write_state
+from deploy.state import ClusterState, read_state, shown_session, state_file
 from engine.errors import TandemError, UnavailableError
 
 if TYPE_CHECKING:
     from deploy.actors import Member
 
-DOWN_S = 120.0
+DOWN_S = 180.0
 Address = Annotated[str | None, typer.Option(help="A running Ray cluster. [embedded Ray]")]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -87,25 +85,18 @@ def _up_on(address: str, config: ClusterConfig) -> None:
 
 
 def _up_embedded(config: ClusterConfig) -> None:
-    with new_session() as session:
-        state = own_state(session.folder)
-        with claimed_state(_state_file(), state):
-            os.environ.update(session.environment())
-            _say("starting Ray")
-            _hold_up(config, session, state)
+    with new_session() as session, shown_session(_state_file(), session) as tell:
+        os.environ.update(session.environment())
+        _say("starting Ray")
+        # Ray reads its environment when it is imported.
+        from deploy.ray_cluster import embedded, running
 
-
-def _hold_up(config: ClusterConfig, session: Session, state: ClusterState) -> None:
-    # Ray reads its environment when it is imported.
-    from deploy.ray_cluster import embedded, running
-
-    with embedded(session.ray_folder, config.resources()) as address:
-        reach = {"address": address, "token_path": str(session.token_path)}
-        write_state(_state_file(), msgspec.structs.replace(state, **reach))
-        with running(config, _say) as members:
-            console.print(_table(members))
-            console.print(f"logs in {session.ray_folder}/session_latest/logs; Ctrl-C stops")
-            threading.Event().wait()
+        with embedded(session.ray_folder, config.resources()) as address:
+            tell(address)
+            with running(config, _say) as members:
+                console.print(_table(members))
+                console.print(f"logs in {session.ray_folder}/session_latest/logs; Ctrl-C stops")
+                threading.Event().wait()
 
 
 @contextmanager
@@ -120,8 +111,7 @@ def _connected(address: str) -> Iterator[None]:
 
 
 def _state_file() -> Path:
-    folder = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(folder) / f"tandem-{os.getuid()}.json"
+    return state_file(os.environ.get("XDG_RUNTIME_DIR"))
 
 
 def _stop_owner(state: ClusterState) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import ray
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
-from deploy.config import OWN_HOST
+from deploy.config import MAX_DRAIN_S, OWN_HOST
 from deploy.process_tree import ProcessId, process_id
 from engine.config import NodeConfig
 from engine.errors import UnavailableError
@@ -32,7 +32,8 @@ from proxy.server import ProxyServer
 PORTS = "tandem-ports"
 IN_USE = "tandem_proxy_available_nodes"
 START_S = 120.0
-CLOSE_S = 45.0
+END_S = 15.0
+CLOSE_S = MAX_DRAIN_S + END_S
 READY_POLL_S = 0.05
 
 T = TypeVar("T")
@@ -56,13 +57,17 @@ class ServerActor:
     """One server on an event loop in a thread of its own; the main thread keeps the signals.
 
     Ray runs methods one after the other, in the main thread. SIGTERM drains the server before the
-    process ends. After a restart by Ray the server starts by itself, on the ports it had.
+    process ends, a second one ends it at once; Ray itself kills 5 s after its own SIGTERM, so what
+    stops a cluster calls `close` first. After a restart by Ray the server starts by itself, on the
+    ports it had.
     """
 
     def __init__(self, server: Server) -> None:
         configure_logging()
         self._server = server
         self._closing = False
+        # What starts Ray blocks it, see `deploy.signals`; threads inherit what the main thread has.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server", daemon=True).start()
         self._rays_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
@@ -83,7 +88,7 @@ class ServerActor:
     def close(self) -> tuple[str, ProcessId | None]:
         """Drains the server and gives everything back; the machine and process to end now."""
         self._closing = True
-        self._run(self._server.close(), CLOSE_S)
+        self._run(_drain_and_close(self._server), CLOSE_S)
         return ray.util.get_node_ip_address(), process_id(os.getpid())
 
     def _run(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
@@ -95,8 +100,12 @@ class ServerActor:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        """The second one comes while the first is at work, in the same thread."""
         try:
-            self.close()
+            if self._closing:
+                self._run(self._server.close(), END_S)
+            else:
+                self.close()
         finally:
             assert callable(self._rays_handler)
             self._rays_handler(number, frame)
@@ -154,8 +163,13 @@ class ProxyActor(ServerActor):
         self._run(_wait_ready(url, self._config, seconds), seconds + 1.0)
 
 
+# No methods: Ray would run all methods of a class with an async one off the main thread.
+async def _drain_and_close(server: Server) -> None:
+    await server.drain()
+    await server.close()
+
+
 async def _wait_ready(url: str, config: ProxyConfig, seconds: float) -> None:
-    """No method: Ray would run all methods of a class with an async one off the main thread."""
     missing = {"an answer"}
     try:
         tls = client_tls(config.ssl_ca_certs) if url.startswith("https:") else None

@@ -16,6 +16,8 @@ from proxy.config import ProxyConfig
 DEMO_CLUSTER = Path(__file__).parent / "configs" / "demo.yaml"
 PLACEMENT_KEYS = ("resources", "num_cpus")
 OWN_HOST = "auto"
+MAX_DRAIN_S = 30.0
+"""What `down` and Ctrl-C wait for every kind of member, one after the other."""
 
 Amount = Annotated[float, Meta(ge=0.0)]
 
@@ -93,6 +95,7 @@ class ClusterConfig(Config, frozen=True):
         group = self.prefill if kind == "prefill" else self.decode
         fields = {**self._shared_fields(), **group.config}
         config = decode_config(fields, NodeConfig, f"{kind}.config")
+        _check_drain(config.drain_timeout, f"{kind}.config")
         if group.replicas > 1 and (config.port or config.grpc_port):
             raise ConfigError(f"{kind}.config: {group.replicas} replicas need port 0")
         return config
@@ -108,9 +111,11 @@ class ClusterConfig(Config, frozen=True):
         fields = {k: v for k, v in self.proxy.items() if k not in PLACEMENT_KEYS}
         given = {"prefill": prefill, "decode": decode, "cluster_token": self.cluster_token}
         try:
-            return msgspec.convert({**fields, **given}, ProxyConfig)
+            config = msgspec.convert({**fields, **given}, ProxyConfig)
         except msgspec.ValidationError as error:
             raise ConfigError(f"proxy: {error}") from error
+        _check_drain(config.drain_timeout, "proxy")
+        return config
 
     def _shared_fields(self) -> dict[str, Any]:
         given = {"model": self.model, "port": 0, "cluster_token": self.cluster_token}
@@ -138,6 +143,11 @@ def _check(config: ClusterConfig) -> None:
     config.places()
     if config.decode.replicas < 1:
         raise ConfigError("decode.replicas must be at least 1")
+
+
+def _check_drain(seconds: float, source: str) -> None:
+    if seconds > MAX_DRAIN_S:
+        raise ConfigError(f"{source}: drain_timeout {seconds:g} must be at most {MAX_DRAIN_S:g}")
 
 
 def _read(file: Path) -> dict[str, Any]:

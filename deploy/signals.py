@@ -1,6 +1,5 @@
 """One way to stop a command: Ctrl-C, SIGTERM and a closed terminal all raise KeyboardInterrupt."""
 
-import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,19 +25,16 @@ def signals_held() -> Iterator[None]:
     """Signals wait until the end of the block, and then find `stop_on_signals` in force.
 
     For `ray.init`: it sets handlers of its own, loses exceptions raised between its forks, and
-    aborts the process when SIGTERM comes while its core starts.
+    aborts the process when SIGTERM comes while its core starts. What it starts inherits the block:
+    a signal to the whole process group, as service managers send it, must not end Ray before the
+    cluster on it has been stopped, for nothing could be asked of it any more.
     """
-    os.register_at_fork(after_in_child=_release)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
         stop_on_signals()
-        _release()
-
-
-def _release() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,11 @@
-"""The file by which `status` and `down` find the `up` that runs an embedded cluster."""
+"""The file by which `status` and `down` find who runs an embedded cluster: `up`, `make serve`."""
 
 import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from deploy.process_tree import ProcessId, process_id
-from deploy.session import FOLDER_PREFIX
+from deploy.session import FOLDER_PREFIX, Session
 from engine.config import Config
 from engine.errors import ConfigError, UnavailableError
 
@@ -29,8 +31,28 @@ class ClusterState(Config, frozen=True):
 
     @property
     def owner(self) -> ProcessId:
-        """The process of `up`."""
+        """The process that started the cluster, and stops it."""
         return ProcessId(self.pid, self.started)
+
+
+def state_file(runtime_folder: str | None) -> Path:
+    """Where this user's state is; `runtime_folder` is XDG_RUNTIME_DIR."""
+    return Path(runtime_folder or tempfile.gettempdir()) / f"tandem-{os.getuid()}.json"
+
+
+@contextmanager
+def shown_session(file: Path | None, session: Session) -> Iterator[Callable[[str], None]]:
+    """Other commands see the cluster of `session`, and its Ray once its address was told.
+
+    Without a file nobody does, and there may be another one.
+    """
+    if file is None:
+        yield lambda address: None
+        return
+    state = own_state(session.folder)
+    reach = partial(msgspec.structs.replace, state, token_path=str(session.token_path))
+    with claimed_state(file, state):
+        yield lambda address: write_state(file, reach(address=address))
 
 
 @contextmanager

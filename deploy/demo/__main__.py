@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from deploy.demo.talk import Exchange, Talk, table_of
 from deploy.process_tree import descendants
 from deploy.session import new_session
 from deploy.signals import stop_on_signals
+from deploy.state import shown_session, state_file
 from engine.errors import TandemError
 from engine.logs import configure_logging
 
@@ -49,17 +51,23 @@ class Steps:
 
 
 @contextmanager
-def demo_cluster(port: int, steps: Steps, leftovers: Leftovers) -> Iterator[str]:
-    """One P, one D and the proxy on an embedded Ray; yields the proxy's URL."""
+def demo_cluster(
+    port: int, steps: Steps, leftovers: Leftovers, *, state: Path | None = None
+) -> Iterator[str]:
+    """One P, one D and the proxy on an embedded Ray; yields the proxy's URL.
+
+    `state` is the file by which `deploy status` and `down` see it.
+    """
     config = _on_port(load_cluster(), port)
-    with new_session() as session:
+    with new_session() as session, shown_session(state, session) as tell:
         leftovers.watch_folder(session.folder)
         os.environ.update(session.environment())
         steps("starting an embedded Ray, for which only this user has the token")
         # Ray reads its environment when it is imported.
         from deploy.ray_cluster import embedded, running
 
-        with embedded(session.ray_folder, config.resources()):
+        with embedded(session.ray_folder, config.resources()) as address:
+            tell(address)
             with running(config, steps) as members:
                 leftovers.watch_processes(descendants(os.getpid()))
                 yield members[-1].url
@@ -86,8 +94,9 @@ def show(console: Console) -> bool:
 
 
 def keep(console: Console, port: int) -> None:
-    """Keeps the cluster up until Ctrl-C."""
-    with demo_cluster(port, Steps(console), Leftovers()) as url:
+    """Keeps the cluster up until Ctrl-C or `deploy down`."""
+    state = state_file(os.environ.get("XDG_RUNTIME_DIR"))
+    with demo_cluster(port, Steps(console), Leftovers(), state=state) as url:
         text = EXAMPLES.format(url=url, name=NAME)
         console.print(text, highlight=False, soft_wrap=True)
         threading.Event().wait()

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -152,6 +153,35 @@ def test_up_status_and_down(up: Up) -> None:
     assert shared_memory_names() <= before
     with pytest.raises(UnavailableError, match="no cluster is up"):
         _ = up.state
+
+
+def test_make_serve_is_seen_and_a_signal_to_all_its_processes_ends_it_cleanly(
+    tmp_path: Path,
+) -> None:
+    """What service managers do: everybody gets SIGTERM at the same time."""
+    log = tmp_path / "log"
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "deploy.demo", "--keep", "--port", "0"],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    served = Up(process, log, environment)
+    said = served.wait_until_up()
+    url = re.findall(r"serves (http://\S+)/v1", said)[0]
+    assert _url_of_proxy(served.command("status").stdout) == url
+    processes, folder = descendants(process.pid), Path(served.state.folder)
+    for each in processes:
+        os.kill(each.pid, signal.SIGTERM)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(60) == 0, log.read_text()
+    assert not [each for each in processes if each.is_alive]
+    assert not folder.exists()
+    with pytest.raises(UnavailableError, match="no cluster is up"):
+        _ = served.state
 
 
 def test_the_demo_shows_equal_tokens_and_leaves_nothing() -> None:
