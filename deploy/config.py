@@ -62,9 +62,11 @@ class ClusterConfig(Config, frozen=True):
 
     `model` is a folder, relative to the YAML file, or else a hub name; `config` holds NodeConfig
     fields of all nodes, such as `prefix_hash_seed`, which must be the same on all of them.
+    `runtime_env` is Ray's, for machines that do not have the project or its packages.
     """
 
     model: str
+    runtime_env: dict[str, Any] = msgspec.field(default_factory=dict)
     config: dict[str, Any] = msgspec.field(default_factory=dict)
     prefill: NodeGroup = NodeGroup()
     decode: NodeGroup = NodeGroup()

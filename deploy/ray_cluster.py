@@ -35,6 +35,8 @@ LOOPBACK = tuple(
     for host in ("127.", "localhost:", "[::1]:")
 )
 
+CANNOT_IMPORT = "failed to import on the worker"  # Ray's words
+
 Progress = Callable[[str], None]
 
 
@@ -116,7 +118,9 @@ def _start(config: ClusterConfig, progress: Progress) -> list[Member]:
     progress("starting the proxy")
     urls = {kind: tuple(m.rpc_url for m in members if m.kind == kind) for kind in STOP_ORDER}
     proxy_config = config.proxy_config(urls["prefill"], urls["decode"])
-    actor = _create(ProxyActor, proxy, group, proxy_config, index=len(nodes))
+    actor = _create(ProxyActor, proxy, group, index=len(nodes), runtime_env=config.runtime_env)(
+        proxy_config
+    )
     members += _get([actor.start.remote()], START_S, "the proxy to start")
     _refuse_loopback_between_machines(members)
     progress("waiting until the proxy can use every node")
@@ -136,15 +140,18 @@ def _start_nodes(
     config: ClusterConfig, places: Sequence[Place], group: PlacementGroup
 ) -> list[Member]:
     actors = [
-        _create(NodeActor, place, group, place.kind, config.node(place.kind), index=index)
+        _create(NodeActor, place, group, index=index, runtime_env=config.runtime_env)(
+            place.kind, config.node(place.kind)
+        )
         for index, place in enumerate(places)
     ]
     return _get([actor.start.remote() for actor in actors], START_S, "nodes to start")
 
 
 def _create(
-    kind: type, place: Place, group: PlacementGroup, /, *arguments: object, index: int
+    kind: type, place: Place, group: PlacementGroup, *, index: int, runtime_env: dict[str, Any]
 ) -> Any:
+    """Call it with what `kind` is made of."""
     custom = {name: amount for name, amount in place.bundle.items() if name != "CPU"}
     options = ray.remote(kind).options(
         name=place.name,
@@ -153,8 +160,9 @@ def _create(
         num_cpus=place.bundle["CPU"],
         resources=custom,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+        runtime_env=runtime_env,
     )
-    return options.remote(*arguments)
+    return options.remote
 
 
 def _refuse_loopback_between_machines(members: Sequence[Member]) -> None:
@@ -179,6 +187,12 @@ def _get(calls: list[Any], seconds: float, what: str) -> list[Any]:
             raise error.cause from None
         raise UnavailableError(f"waiting for {what}: {error}") from error
     except ray.exceptions.RayActorError as error:
+        if CANNOT_IMPORT in str(error):
+            missing = str(error).strip().splitlines()[-1]
+            raise ConfigError(
+                f"a machine of this Ray cluster cannot run Tandem ({missing}): install it there, "
+                "or give runtime_env in the cluster file, with py_modules and pip for instance"
+            ) from error
         raise UnavailableError(f"waiting for {what}: {error}") from error
 
 

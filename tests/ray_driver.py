@@ -3,10 +3,12 @@
 Three raylets on this machine, one slot each for P, D and the proxy. The report is the last line.
 """
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +48,8 @@ class Report(msgspec.Struct, frozen=True):
     same_process: bool
     wrong_token: str
     second_start: str
+    unknown_there: str
+    own_environment: bool
     left: list[str]
 
 
@@ -80,6 +84,7 @@ def _deploy(model: str, address: str, session: Session) -> Report:
 
     config = ClusterConfig(
         model=model,
+        runtime_env={"env_vars": {"ONLY_FOR_MEMBERS": "1"}},
         prefill=NodeGroup(resources={"p_slot": 1}, config=OPTIONS),
         decode=NodeGroup(resources={"d_slot": 1}, config=OPTIONS),
         proxy={"port": 0, "resources": {"x_slot": 1}},
@@ -105,6 +110,8 @@ def _use(config: ClusterConfig, members: list["Member"], address: str) -> dict[s
         "through_proxy": through_proxy,
         "by_one_node": complete(prefill.url)[0],
         "pulled_bytes": pulled,
+        "own_environment": b"ONLY_FOR_MEMBERS=1" in Path(f"/proc/{proxy.pid}/environ").read_bytes(),
+        "unknown_there": _error_of(_start_what_workers_lack),
         "second_start": _error_of(lambda: start_cluster(config, _say)),
         **_restart(prefill, proxy),
     }
@@ -127,6 +134,21 @@ def complete(url: str) -> tuple[list[int], int]:
     moved = (answer.usage.model_extra or {}).get("kv_transfer") or {}
     pulled = moved.get("attention_bytes", 0) + moved.get("state_bytes", 0)
     return answer.choices[0].model_extra["token_ids"], pulled
+
+
+def _start_what_workers_lack() -> None:
+    """Workers look where the driver could import from when it connected: not in this folder."""
+    import ray
+
+    from deploy.ray_cluster import _get
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "only_here.py").write_text("class Actor:\n    def start(self): ...\n")
+        sys.path.append(folder)
+        kind = importlib.import_module("only_here").Actor
+        sys.path.remove(folder)
+    actor = ray.remote(kind).options(num_cpus=0).remote()
+    _get([actor.start.remote()], BACK_S, "it to start")
 
 
 def _restart(prefill: "Member", proxy: "Member") -> dict[str, Any]:

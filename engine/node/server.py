@@ -94,9 +94,12 @@ class NodeServer:
         self.engine.refuse_new()
         log.info("node drains", num_requests=self.engine.num_open)
         await wait_until(
-            lambda: not self.engine.num_open and not self._connector.is_awaited(),
+            lambda: not (self.engine.is_alive and self._is_needed()),
             self.config.drain_timeout,
         )
+
+    def _is_needed(self) -> bool:
+        return bool(self.engine.num_open) or self._connector.is_awaited()
 
     async def wait(self) -> None:
         """Returns when the node was closed."""

@@ -68,6 +68,12 @@ def test_another_token_is_refused(report: Report) -> None:
     assert "or another token" in said.splitlines()[-1]
 
 
+def test_machines_without_the_project_are_told_plainly(report: Report) -> None:
+    assert "cannot run Tandem (ModuleNotFoundError: No module" in report.unknown_there
+    assert "runtime_env" in report.unknown_there
+    assert report.own_environment
+
+
 def test_only_one_cluster_per_ray(report: Report) -> None:
     assert "up already (decode-0, prefill-0, proxy)" in report.second_start
 
