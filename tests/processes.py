@@ -36,6 +36,7 @@ NODE_FLAGS = (
     *("--port", "0", "--served-model-name", "tiny"),
     *("--kv-cache-memory-bytes", str(16 << 20), "--max-num-batched-tokens", "64"),
     "--enable-prompt-tokens-details",
+    *("--drain-timeout", "2"),  # some tests leave leases behind that nobody will release
     "--no-enable-prefix-caching",  # equal requests must cost, move and round the same each time
 )
 AT_REST = (
@@ -186,7 +187,9 @@ class ServedCluster:
         try:
             p, d = [node.wait_until_serving() for node in nodes]
             nodes.append(launch_proxy(logs / "proxy", p, d, *SECRETS))
-            return cls(p, d, nodes[-1].wait_until_serving())
+            proxy = nodes[-1].wait_until_serving()
+            proxy.wait_for("tandem_proxy_available_nodes", 2)
+            return cls(p, d, proxy)
         except BaseException:
             kill_all(nodes)
             raise

@@ -232,6 +232,10 @@ class StampedConnector:
         """As the inner one."""
         self.inner.advertise(port)
 
+    def is_awaited(self) -> bool:
+        """As the inner one."""
+        return self.inner.is_awaited()
+
     def close(self) -> None:
         """As the inner one."""
         self.inner.close()

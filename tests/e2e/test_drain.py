@@ -60,7 +60,7 @@ async def test_a_decode_node_that_is_told_to_end_cuts_nothing_without_a_word(
 
 
 async def test_p_waits_for_d_and_the_proxy_for_its_streams(real: Launcher) -> None:
-    p, d = real.node("prefill_node"), real.node("decode_node")
+    p, d = real.node("prefill_node", "--drain-timeout", "20"), real.node("decode_node")
     proxy = real.proxy(p, d)
     long = question(PROMPT, max_tokens=280)
     expected = (await ask(proxy.url, long)).token_ids
