@@ -12,6 +12,7 @@ TandemError
 ├── DeadlineExceededError        an await ran past its deadline; HTTP 504
 ├── KVLoadError                  a remote prefill is lost and the policy is `fail`; HTTP 502
 ├── RequestAbortedError          the request was cancelled while someone still waited for it
+├── EngineGenerateError          computing this request failed, the engine goes on; HTTP 500
 ├── EngineDeadError              the engine thread stopped; HTTP 500, the node is not live
 ├── ConfigError                  a flag or file asks for something that cannot be
 ├── CheckpointError              a model folder is not what its config says
@@ -84,6 +85,13 @@ class KVLoadError(TandemError):
 
 class RequestAbortedError(TandemError):
     """The request was cancelled."""
+
+
+class EngineGenerateError(TandemError):
+    """Computing one request failed and ended it; the engine goes on, another node would fail too.
+
+    Named as in vLLM.
+    """
 
 
 class EngineDeadError(TandemError):

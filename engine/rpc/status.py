@@ -32,6 +32,7 @@ _STATUS: Final[Mapping[type[TandemError], StatusCode]] = {
     errors.DeadlineExceededError: StatusCode.DEADLINE_EXCEEDED,
     errors.KVLoadError: StatusCode.DATA_LOSS,
     errors.RequestAbortedError: StatusCode.ABORTED,
+    errors.EngineGenerateError: StatusCode.INTERNAL,
     errors.EngineDeadError: StatusCode.INTERNAL,
     errors.ConfigError: StatusCode.FAILED_PRECONDITION,
     errors.CheckpointError: StatusCode.FAILED_PRECONDITION,

@@ -12,6 +12,7 @@ from engine.api.tokenizer import TokenIdsOnly
 from engine.errors import (
     DeadlineExceededError,
     EngineDeadError,
+    EngineGenerateError,
     KVLoadError,
     OverloadedError,
     TandemError,
@@ -298,6 +299,7 @@ async def test_proxy_ignores_what_clients_send_as_kv_transfer_params(serving: Se
         (DeadlineExceededError("late"), 504, None),
         (KVLoadError("lost"), 502, None),
         (EngineDeadError("dead"), 500, None),
+        (EngineGenerateError("the model produced NaN logits"), 500, None),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
