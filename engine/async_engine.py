@@ -15,14 +15,20 @@ import msgspec
 import structlog
 
 from engine.core import EngineCore
-from engine.errors import EngineDeadError, TandemError, UnavailableError
+from engine.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    KVLoadError,
+    TandemError,
+    UnavailableError,
+)
 from engine.kv_connector import AdmissionConnector
 from engine.metrics import RequestMetrics
 from engine.prompt_checks import check_details, check_first_token, check_prompt, check_token_ids
 from engine.request import Request
 from engine.request_ids import unique_id
 from engine.sched.scheduler import StepNews
-from engine.types import GenerateOutput, GenerateRequest, HandOverProblem
+from engine.types import FinishReason, GenerateOutput, GenerateRequest, HandOverProblem
 
 IDLE_POLL_S = 0.02
 JOIN_TIMEOUT_S = 30.0
@@ -92,8 +98,8 @@ class AsyncEngine:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
         """The outputs of one request, the last with a finish reason; `aclose` aborts it.
 
-        Raises InvalidRequestError (also for kv_transfer_params), OverloadedError, KVLoadError and
-        EngineDeadError.
+        Raises InvalidRequestError (also for kv_transfer_params), OverloadedError, KVLoadError,
+        EngineGenerateError and EngineDeadError.
         """
         self._validate(request)
         unique = await self._admission.admit(self._with_unique_id(request))
@@ -106,6 +112,9 @@ class AsyncEngine:
                 timer.observe(output)
                 yield output
             all_taken = True
+        except (EngineGenerateError, KVLoadError):
+            self._metrics.finished(FinishReason.ERROR)
+            raise
         finally:
             del self._streams[unique.request_id]
             if not all_taken:

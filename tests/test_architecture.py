@@ -52,6 +52,8 @@ MANY_POSITIONAL = {
 }
 BROAD_EXCEPTS = {
     "engine/async_engine.py::_run": "guard of the engine thread",
+    "engine/worker/model_runner.py::execute": "a failed forward pass ends its requests",
+    "engine/worker/sampler.py::sample": "what fails for one request ends that request",
     "engine/rpc/server.py::call": "border of every gRPC call",
 }
 LOCAL_IMPORTS = {
