@@ -83,6 +83,7 @@ class AsyncEngine:
         self._counter = 0
         self._stopping = False
         self._dead: BaseException | None = None
+        self._ended = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -128,7 +129,7 @@ class AsyncEngine:
     async def check_health(self) -> None:
         """Raises EngineDeadError when the engine thread has stopped."""
         if not self.is_alive:
-            raise EngineDeadError(f"the engine thread has stopped: {self._dead!r}")
+            raise _dead_engine()
 
     async def check_ready(self) -> tuple[str, ...]:
         """What works at present only by computing again what a peer has computed.
@@ -144,6 +145,12 @@ class AsyncEngine:
         """Peers from which this node takes hand-overs in vain at present."""
         return self._admission.problems()
 
+    async def wait(self) -> None:
+        """Returns when the engine was closed. Raises EngineDeadError when its thread died."""
+        await self._ended.wait()
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine died: {self._dead!r}")
+
     async def close(self) -> None:
         """Stops the engine thread after its current step and gives its memory back."""
         if self._stopping:
@@ -153,6 +160,7 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
         self.core.close()
         self._fail_all(EngineDeadError("the node is shutting down"))
+        self._ended.set()
 
     async def run_in_engine(self, call: Callable[[], None]) -> None:
         """Runs `call` in the engine thread between two steps and waits for it."""
@@ -183,7 +191,7 @@ class AsyncEngine:
     def _submit(self, origin: GenerateRequest) -> None:
         if not self.is_alive:
             self._admission.withdraw(origin.request_id)
-            raise EngineDeadError(f"the engine thread has stopped: {self._dead!r}")
+            raise _dead_engine()
         request = Request.from_generate(
             origin,
             self.core.scheduler.cache.hasher,
@@ -221,8 +229,12 @@ class AsyncEngine:
         except Exception as error:
             log.exception("the engine thread died")
             self._dead = error
-            death = EngineDeadError(f"the engine died: {error!r}")
-            self._on_loop(lambda: self._fail_all(death))
+            self._on_loop(self._bury)
+
+    def _bury(self) -> None:
+        """Whoever waits for tokens hears of it before whoever ends the process."""
+        self._fail_all(_dead_engine())
+        self._ended.set()
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():
@@ -264,3 +276,8 @@ class AsyncEngine:
     def _fail_all(self, error: TandemError) -> None:
         for stream in self._streams.values():
             stream.put(error)
+
+
+def _dead_engine() -> EngineDeadError:
+    """For clients; the cause is for the log."""
+    return EngineDeadError("the engine of this node has stopped; its log says why")

@@ -68,7 +68,6 @@ class NodeServer:
         self.engine_id = new_engine_id(kind)
         self._build_connector = build_connector
         self._resources = AsyncExitStack()
-        self._stopped = asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -85,13 +84,12 @@ class NodeServer:
             raise
 
     async def wait(self) -> None:
-        """Returns when the node was closed."""
-        await self._stopped.wait()
+        """Returns when the node was closed. Raises EngineDeadError when its engine died."""
+        await self.engine.wait()
 
     async def close(self) -> None:
         """Stops serving, then the engine, then gives memory back: the reverse of start."""
         await self._resources.aclose()
-        self._stopped.set()
 
     async def _start(self) -> None:
         refuse_unavailable(self.config)
