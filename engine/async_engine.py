@@ -24,7 +24,13 @@ from engine.errors import (
 )
 from engine.kv_connector import AdmissionConnector
 from engine.metrics import RequestMetrics
-from engine.prompt_checks import check_details, check_first_token, check_prompt, check_token_ids
+from engine.prompt_checks import (
+    check_details,
+    check_first_token,
+    check_priority,
+    check_prompt,
+    check_token_ids,
+)
 from engine.request import Request
 from engine.request_ids import unique_id
 from engine.sched.scheduler import StepNews
@@ -178,6 +184,7 @@ class AsyncEngine:
         vocab_size, max_model_len = self.limits.vocab_size, self.limits.max_model_len
         check_prompt(request.prompt_token_ids, vocab_size=vocab_size, max_model_len=max_model_len)
         check_token_ids(request.sampling.stop_token_ids, vocab_size, "stop_token_ids")
+        check_priority(request.priority, self.core.scheduler.config.scheduling_policy)
         if request.kv_transfer_params is not None:
             check_details(request.kv_transfer_params)
             check_first_token(request.kv_transfer_params, vocab_size)
