@@ -58,9 +58,9 @@ class Weights:
         self._untaken.discard(name)
         return tensor.to(device=self.device, dtype=dtype or self.dtype)
 
-    def skip(self, name: str) -> None:
-        """Accepts that `name`, if there, is not used (for example a tied `lm_head.weight`)."""
-        self._untaken.discard(name)
+    def __contains__(self, name: str) -> bool:
+        """Whether the tensor `name` is stored."""
+        return name in self._where
 
     def finish(self) -> None:
         """Raises CheckpointError naming the tensors that nobody took."""
