@@ -29,7 +29,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> ModelRunnerOutput:
         name = request.request_id
         try:
             _check(highest[row])
-            output.sampled[name] = _sample_one(logits[row], request, greedy[row])
+            output.sampled[name] = _sample_one(logits, row, request, greedy=greedy[row])
         except EngineGenerateError as error:
             log.error("a request failed", request_id=name, cause=str(error))
             output.failed[name] = error
@@ -53,10 +53,10 @@ def _check(highest: float) -> None:
         raise EngineGenerateError(f"the model produced {kind} logits")
 
 
-def _sample_one(row: Tensor, request: Request, greedy: int) -> SampledToken:
-    token = _choose(row, request) if _needs_own_pass(request) else greedy
+def _sample_one(logits: Tensor, row: int, request: Request, *, greedy: int) -> SampledToken:
+    token = _choose(logits[row], request) if _needs_own_pass(request) else greedy
     count = request.sampling.logprobs
-    return SampledToken(token, None if count is None else _token_logprob(row, token, count))
+    return SampledToken(token, None if count is None else _token_logprob(logits[row], token, count))
 
 
 def _needs_own_pass(request: Request) -> bool:
