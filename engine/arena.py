@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import secrets
+from pathlib import Path
 
 import torch
 
@@ -68,6 +69,15 @@ class ArenaMemory:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+
+def available_host_bytes() -> int:
+    """Memory that can be given out without swapping, or what the cgroup allows if that is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (free,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    return free if allowed == "max" else min(free, int(allowed))
 
 
 def _sealed_memfd(label: str, nbytes: int) -> int:

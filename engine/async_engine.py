@@ -15,14 +15,26 @@ import msgspec
 import structlog
 
 from engine.core import EngineCore
-from engine.errors import EngineDeadError, TandemError, UnavailableError
+from engine.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    KVLoadError,
+    TandemError,
+    UnavailableError,
+)
 from engine.kv_connector import AdmissionConnector
 from engine.metrics import RequestMetrics
-from engine.prompt_checks import check_details, check_first_token, check_prompt, check_token_ids
+from engine.prompt_checks import (
+    check_details,
+    check_first_token,
+    check_priority,
+    check_prompt,
+    check_token_ids,
+)
 from engine.request import Request
 from engine.request_ids import unique_id
 from engine.sched.scheduler import StepNews
-from engine.types import GenerateOutput, GenerateRequest, HandOverProblem
+from engine.types import FinishReason, GenerateOutput, GenerateRequest, HandOverProblem
 
 IDLE_POLL_S = 0.02
 JOIN_TIMEOUT_S = 30.0
@@ -81,6 +93,7 @@ class AsyncEngine:
         self._is_over = False
         self._stopping = False
         self._dead: BaseException | None = None
+        self._ended = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -97,7 +110,7 @@ class AsyncEngine:
         """The outputs of one request, the last with a finish reason; `aclose` aborts it.
 
         Raises InvalidRequestError (also for kv_transfer_params), OverloadedError, KVLoadError,
-        EngineDeadError, and UnavailableError when the node is about to end.
+        EngineGenerateError, EngineDeadError, and UnavailableError when the node is about to end.
         """
         if self._refuses_new:
             raise UnavailableError(SHUTTING_DOWN)
@@ -112,6 +125,9 @@ class AsyncEngine:
                 timer.observe(output)
                 yield output
             all_taken = True
+        except (EngineGenerateError, KVLoadError):
+            self._metrics.finished(FinishReason.ERROR)
+            raise
         finally:
             del self._streams[unique.request_id]
             if not all_taken:
@@ -125,7 +141,7 @@ class AsyncEngine:
     async def check_health(self) -> None:
         """Raises EngineDeadError when the engine thread has stopped."""
         if not self.is_alive:
-            raise EngineDeadError(f"the engine thread has stopped: {self._dead!r}")
+            raise _dead_engine()
 
     async def check_ready(self) -> tuple[str, ...]:
         """What works at present only by computing again what a peer has computed.
@@ -162,6 +178,12 @@ class AsyncEngine:
         self._refuses_new = self._is_over = True
         self._fail_all(UnavailableError(SHUTTING_DOWN))
 
+    async def wait(self) -> None:
+        """Returns when the engine was closed. Raises EngineDeadError when its thread died."""
+        await self._ended.wait()
+        if self._dead is not None:
+            raise EngineDeadError(f"the engine died: {self._dead!r}")
+
     async def close(self) -> None:
         """Stops the engine thread after its current step and gives its memory back."""
         if self._stopping:
@@ -171,6 +193,7 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
         self.core.close()
         self._fail_all(EngineDeadError("the node is shutting down"))
+        self._ended.set()
 
     async def run_in_engine(self, call: Callable[[], None]) -> None:
         """Runs `call` in the engine thread between two steps and waits for it."""
@@ -188,6 +211,7 @@ class AsyncEngine:
         vocab_size, max_model_len = self.limits.vocab_size, self.limits.max_model_len
         check_prompt(request.prompt_token_ids, vocab_size=vocab_size, max_model_len=max_model_len)
         check_token_ids(request.sampling.stop_token_ids, vocab_size, "stop_token_ids")
+        check_priority(request.priority, self.core.scheduler.config.scheduling_policy)
         if request.kv_transfer_params is not None:
             check_details(request.kv_transfer_params)
             check_first_token(request.kv_transfer_params, vocab_size)
@@ -208,7 +232,7 @@ class AsyncEngine:
     def _submit(self, origin: GenerateRequest) -> None:
         if not self.is_alive:
             self._admission.withdraw(origin.request_id)
-            raise EngineDeadError(f"the engine thread has stopped: {self._dead!r}")
+            raise _dead_engine()
         if self._is_over:
             self._admission.withdraw(origin.request_id)
             raise UnavailableError(SHUTTING_DOWN)
@@ -249,8 +273,12 @@ class AsyncEngine:
         except Exception as error:
             log.exception("the engine thread died")
             self._dead = error
-            death = EngineDeadError(f"the engine died: {error!r}")
-            self._on_loop(lambda: self._fail_all(death))
+            self._on_loop(self._bury)
+
+    def _bury(self) -> None:
+        """Whoever waits for tokens hears of it before whoever ends the process."""
+        self._fail_all(_dead_engine())
+        self._ended.set()
 
     def _drain_inbox(self) -> None:
         while not self._inbox.empty():
@@ -292,3 +320,8 @@ class AsyncEngine:
     def _fail_all(self, error: TandemError) -> None:
         for stream in self._streams.values():
             stream.put(error)
+
+
+def _dead_engine() -> EngineDeadError:
+    """For clients; the cause is for the log."""
+    return EngineDeadError("the engine of this node has stopped; its log says why")

@@ -20,6 +20,7 @@ PULLS_PER_PEER = 4
 DRAIN_TIMEOUT_S = 20.0
 """Leaves a third of the 30 s after which Kubernetes kills, for the end of what is cut."""
 ListenPort = Annotated[int, Meta(ge=0, le=65_535)]
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,12 +112,16 @@ class KVEventsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class SchedulerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much one step does, how many requests may wait, and where decoding keeps states."""
+    """How much one step does, who is next, and where decoding keeps states.
+
+    With the policy `fcfs` no request may bring a priority.
+    """
 
     max_model_len: Positive
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
     max_num_waiting: Positive = 1024
+    scheduling_policy: SchedulingPolicy = "fcfs"
     mamba_decode_checkpoint_interval: NotNegative = 0
 
 
@@ -140,6 +145,7 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
     block_size: Annotated[int, Meta(ge=1, le=65_536)] = 16
     kv_cache_memory_bytes: Positive = 512 << 20
+    scheduling_policy: SchedulingPolicy = "fcfs"
     enable_prefix_caching: bool = True
     prefix_hash_seed: str = ""
     mamba_checkpoint_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.5
@@ -165,6 +171,7 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            scheduling_policy=self.scheduling_policy,
             mamba_decode_checkpoint_interval=self.mamba_decode_checkpoint_interval,
         )
 

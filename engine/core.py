@@ -25,9 +25,9 @@ class EngineCore:
         output = self.scheduler.schedule()
         self._runner.prepare(output)
         self._connector.worker.start_load_kv(output.connector)
-        sampled = self._runner.execute(output)
+        computed = self._runner.execute(output)
         transfers = self._connector.worker.get_finished()
-        news = self.scheduler.update(output, sampled, transfers)
+        news = self.scheduler.update(output, computed, transfers)
         ended = transfers.loaded or transfers.failed or transfers.released
         return news, bool(output.scheduled or ended)
 

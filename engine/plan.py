@@ -16,12 +16,13 @@ def plan(
     block_size: Annotated[int, typer.Option(help="Tokens in an attention block.")] = 16,
     *,
     kv_cache_memory_bytes: Annotated[int, typer.Option(help="Size of the arena.")] = 512 << 20,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
 ) -> None:
-    """Prints KV cache groups, unit size, blocks per unit and waste."""
+    """Prints what fits, KV cache groups, unit size, blocks per unit and waste."""
     try:
         config = read_config(resolve_folder(model), dtype)
-        typer.echo(plan_report(plan_arena(config.groups, block_size, kv_cache_memory_bytes)))
+        arena = plan_arena(config.groups, block_size, kv_cache_memory_bytes)
+        typer.echo(plan_report(arena, config.max_position_embeddings))
     except TandemError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from error

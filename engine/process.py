@@ -11,11 +11,13 @@ from typing import Any, Final, NoReturn, Protocol
 
 import typer
 
-from engine.errors import TandemError
+from engine.errors import EngineDeadError, TandemError
 from engine.logs import configure_logging
 
 MAX_DESCRIPTORS: Final = 65_536
 POLL_S: Final = 0.02
+DIED: Final = 1
+WRONG_OPTION: Final = 2
 
 
 class Server(Protocol):
@@ -25,7 +27,7 @@ class Server(Protocol):
         """Binds, loads, serves."""
 
     async def wait(self) -> None:
-        """Returns when the server stopped by itself."""
+        """Returns when the server was closed. Raises what made it stop by itself."""
 
     async def drain(self) -> None:
         """Refuses new requests; returns when those under way have ended or their time is over."""
@@ -37,14 +39,17 @@ class Server(Protocol):
 def run_server(make: Callable[[], Server]) -> None:
     """Runs a server until SIGINT or SIGTERM, which drain it; a second one ends it at once.
 
-    A wrong option ends the process with one line.
+    A wrong option ends the process with one line. A server whose engine died ends with another code
+    than 0, for whoever is to start it again.
     """
     configure_logging()
     raise_descriptor_limit()
     try:
         asyncio.run(_serve(make()))
+    except EngineDeadError as error:
+        _fail(error, DIED)
     except TandemError as error:
-        _fail(error)
+        _fail(error, WRONG_OPTION)
 
 
 def raise_descriptor_limit() -> None:
@@ -89,6 +94,6 @@ async def _first(*coroutines: Coroutine[Any, Any, object]) -> None:
         task.result()
 
 
-def _fail(error: TandemError) -> NoReturn:
+def _fail(error: TandemError, code: int) -> NoReturn:
     typer.echo(f"error: {error}", err=True)
-    raise typer.Exit(code=2)
+    raise typer.Exit(code=code)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from engine.config import SchedulingPolicy
 from engine.errors import InvalidRequestError, KVTransferParamsError, PromptTooLongError
 from engine.types import KVTransferParams
 
@@ -31,6 +32,16 @@ def check_prompt(token_ids: Sequence[int], *, vocab_size: int, max_model_len: in
             code="context_length_exceeded",
         )
     check_token_ids(token_ids, vocab_size, "prompt")
+
+
+def check_priority(priority: int, policy: SchedulingPolicy) -> None:
+    """Raise InvalidRequestError where a client may not choose who is next."""
+    if priority and policy != "priority":
+        raise InvalidRequestError(
+            f"priority={priority} needs nodes that run with --scheduling-policy priority; "
+            "leave it out",
+            param="priority",
+        )
 
 
 def check_details(params: KVTransferParams) -> None:

@@ -5,6 +5,7 @@ Torch-free; inside one process, so plain dataclasses.
 
 from dataclasses import dataclass, field
 
+from engine.errors import EngineGenerateError
 from engine.kv_cache.mamba_states import Checkpoint
 from engine.kv_cache.tables import BlockCopy
 from engine.request import Request
@@ -56,6 +57,14 @@ class SampledToken:
 
     token_id: TokenId
     logprob: TokenLogprob | None
+
+
+@dataclass(slots=True, frozen=True)
+class ModelRunnerOutput:
+    """One token for each request that reached its end; or why computing a request failed."""
+
+    sampled: dict[str, SampledToken] = field(default_factory=dict)
+    failed: dict[str, EngineGenerateError] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import force_setattr
 
 MAX_TOKENS_IN_REQUEST = 4_194_304
 MAX_LOGPROBS = 20
@@ -20,6 +21,11 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 TokenIdOnWire = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Label = Annotated[str, Meta(min_length=1, max_length=256)]
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises what lies between 0 and this to it; logits divided by less may overflow."""
+MIN_REPETITION_PENALTY = 1e-6
+"""So that the largest float32 logit, divided by it and by the temperature, is a finite float64."""
 
 
 class FinishReason(StrEnum):
@@ -36,7 +42,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `seed` feeds a counter-based generator (seed, position), so a token depends on nothing else: not
     on the batch, not on the node. `logprobs` asks for that many alternatives besides the chosen
-    token.
+    token. Temperatures and repetition penalties that are too small to compute with are raised.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS_IN_REQUEST)] = 16
@@ -52,6 +58,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    def __post_init__(self) -> None:
+        """Here, so that every node and proxy computes with the same values."""
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            force_setattr(self, "temperature", MIN_TEMPERATURE)
+        if 0.0 < self.repetition_penalty < MIN_REPETITION_PENALTY:
+            force_setattr(self, "repetition_penalty", MIN_REPETITION_PENALTY)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

@@ -9,6 +9,7 @@ import torch
 from engine.arena import ArenaMemory
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.errors import TandemError
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import Connector, LocalAdmission, LocalScheduler, LocalWorker
@@ -53,6 +54,7 @@ class BareEngine:
     ) -> None:
         self.plan = plan
         self.done: dict[str, Generation] = {}
+        self.failed: dict[str, TandemError] = {}
         self._arena = ArenaMemory(plan.arena_bytes)
         self._num_added = 0
         self.usage = 0.0
@@ -81,7 +83,7 @@ class BareEngine:
     def step(self) -> None:
         """One step of the engine, booked in `done`."""
         news, _ = self._core.step()
-        assert not news.errors
+        self.failed.update(news.errors)
         for name, output in news.outputs:
             mine = self.done[name]
             mine.token_ids += output.token_ids
@@ -93,6 +95,7 @@ class BareEngine:
         names = [self.add(origin) for origin in origins]
         while self.scheduler.has_work:
             self.step()
+        assert not self.failed.keys() & names
         return [self.done[name] for name in names]
 
     def _look(self) -> None:

@@ -3,6 +3,7 @@
 Three raylets on this machine, one slot each for P, D and the proxy. The report is the last line.
 """
 
+import asyncio
 import importlib
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,8 @@ class Report(msgspec.Struct, frozen=True):
     pulled_bytes: int
     after_restart: list[int]
     same_process: bool
+    after_engine_death: list[int]
+    same_engine: bool
     wrong_token: str
     second_start: str
     unknown_there: str
@@ -100,7 +104,7 @@ def _deploy(model: str, address: str, session: Session) -> Report:
 def _use(config: ClusterConfig, members: list["Member"], address: str) -> dict[str, Any]:
     from deploy.ray_cluster import cluster_members, start_cluster
 
-    prefill, _, proxy = members
+    prefill, decode, proxy = members
     intruder = _status_with_wrong_token(address)
     through_proxy, pulled = complete(proxy.url)
     report = {
@@ -114,6 +118,7 @@ def _use(config: ClusterConfig, members: list["Member"], address: str) -> dict[s
         "unknown_there": _error_of(_start_what_workers_lack),
         "second_start": _error_of(lambda: start_cluster(config, _say)),
         **_restart(prefill, proxy),
+        **_engine_death(decode, proxy),
     }
     _, said = intruder.communicate(timeout=BACK_S)
     return {**report, "wrong_token": f"{intruder.returncode} {said}"}
@@ -163,6 +168,32 @@ def _restart(prefill: "Member", proxy: "Member") -> dict[str, Any]:
         tokens, pulled = complete(proxy.url)
     (now,) = [member for member in cluster_members() if member.name == prefill.name]
     return {"after_restart": tokens, "same_process": now.engine_id == prefill.engine_id}
+
+
+def _engine_death(decode: "Member", proxy: "Member") -> dict[str, Any]:
+    """D's engine dies: its process ends, Ray starts it again, and the proxy uses it again."""
+    import ray
+
+    from deploy.ray_cluster import cluster_members
+
+    ray.get_actor(decode.name).__ray_call__.remote(_break_engine)
+    deadline = time.monotonic() + BACK_S
+    tokens = list[int]()
+    while Path(f"/proc/{decode.pid}").exists() or not tokens:
+        assert time.monotonic() < deadline, cluster_members()
+        with suppress(openai.APIError):
+            tokens, _ = complete(proxy.url)
+    (now,) = [member for member in cluster_members() if member.name == decode.name]
+    return {"after_engine_death": tokens, "same_engine": now.engine_id == decode.engine_id}
+
+
+def _break_engine(actor: Any) -> None:
+    """In the actor's process."""
+    asyncio.run_coroutine_threadsafe(actor._node.engine.run_in_engine(_raise), actor._loop)
+
+
+def _raise() -> None:
+    raise AssertionError("broken on purpose")
 
 
 def _status_with_wrong_token(address: str) -> subprocess.Popen[str]:

@@ -51,7 +51,10 @@ MANY_POSITIONAL = {
     "engine/api/chat_template.py::call_binop": "the signature is Jinja's",
 }
 BROAD_EXCEPTS = {
+    "engine/api/tokenizer.py::load_tokenizer": "the Rust library has no other class",
     "engine/async_engine.py::_run": "guard of the engine thread",
+    "engine/worker/model_runner.py::execute": "a failed forward pass ends its requests",
+    "engine/worker/sampler.py::sample": "what fails for one request ends that request",
     "engine/rpc/server.py::call": "border of every gRPC call",
 }
 LOCAL_IMPORTS = {

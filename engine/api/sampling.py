@@ -1,9 +1,11 @@
 """Sampling parameters of a request: its own values over the model's defaults over vLLM's. Pure."""
 
 import secrets
+from functools import cache
 from typing import Any
 
 import msgspec
+import structlog
 
 from engine.api.json_body import convert
 from engine.api.schema import SamplingFields
@@ -11,6 +13,8 @@ from engine.api.serving import SamplingDefaults, Serving
 from engine.errors import InvalidRequestError
 from engine.prompt_checks import check_token_ids
 from engine.types import SamplingParams
+
+log = structlog.get_logger()
 
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 _GIVEN = (*_DEFAULTED, "presence_penalty", "frequency_penalty", "min_tokens", "seed")
@@ -39,13 +43,23 @@ def sampling_params(
         "ignore_eos": fields.ignore_eos is True,
         "logprobs": logprobs,
     }
-    return _with_min_tokens(convert(values, SamplingParams), cut=remote_decode)
+    sampling = convert(values, SamplingParams)
+    for name in ("temperature", "repetition_penalty"):
+        if values.get(name, least := getattr(sampling, name)) < least:
+            _warn_that_it_was_raised(name, least)
+    return _with_min_tokens(sampling, cut=remote_decode)
 
 
 def with_seed_offset(sampling: SamplingParams, offset: int) -> SamplingParams:
     """The same parameters for choice `offset`: another seed, in the same 64 bits."""
     seed = (sampling.seed + offset + _SEED_SPAN // 2) % _SEED_SPAN - _SEED_SPAN // 2
     return msgspec.structs.replace(sampling, seed=seed)
+
+
+@cache
+def _warn_that_it_was_raised(name: str, least: float) -> None:
+    """Once: a client may send the same value with every request."""
+    log.warning("a sampling value is too small to compute with and was raised", **{name: least})
 
 
 def _named(source: SamplingFields | SamplingDefaults, names: tuple[str, ...]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from msgspec import Meta
 from engine.api.text_length import MAX_COMPOSED
 from engine.api.tokenizer import Tokenizer
 from engine.errors import CheckpointError
+from engine.types import SamplingParams
 
 MAX_BODY_BYTES = 16_777_216  # four million tokens of four bytes
 OTHER_BYTES = 1_048_576
@@ -66,6 +67,18 @@ def load_sampling_defaults(folder: Path) -> SamplingDefaults:
     if not path.is_file():
         return SamplingDefaults()
     try:
-        return msgspec.json.decode(path.read_bytes(), type=SamplingDefaults)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        defaults = msgspec.json.decode(path.read_bytes(), type=SamplingDefaults)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
+    for name, value in msgspec.structs.asdict(defaults).items():
+        if name in SamplingParams.__struct_fields__ and value is not None:
+            _check_default(path.name, name, value)
+    return defaults
+
+
+def _check_default(file: str, name: str, value: float) -> None:
+    """Every request that is silent would be refused for it."""
+    try:
+        msgspec.convert({name: value}, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{file}: {name!r} is {value}: {error}") from error

@@ -189,8 +189,11 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return TokenIdsOnly()
-    _read_object(path)  # the Rust library would answer broken JSON with a bare Exception
-    core = tokenizers.Tokenizer.from_file(str(path))
+    _read_object(path)
+    try:
+        core = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the Rust library has no other class
+        raise CheckpointError(f"{path.name} is no tokenizer: {error}") from error
     return TextTokenizer(core, _load_template(folder))
 
 
@@ -198,19 +201,28 @@ def _load_template(folder: Path) -> ChatTemplate | None:
     config = _read_object(folder / "tokenizer_config.json")
     path = folder / "chat_template.jinja"
     if path.is_file():
-        source: str | None = path.read_text(encoding="utf-8")
+        source: str | None = _read_text(path)
     else:
         source = _default_template(config.get("chat_template"))
     return None if source is None else ChatTemplate(source, _special_tokens(config))
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path.name} is not UTF-8: {error}") from error
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(_read_text(path))
     except ValueError as error:
         raise CheckpointError(f"{path.name} is not JSON: {error}") from error
+    except RecursionError:
+        raise CheckpointError(f"{path.name} is nested too deeply") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path.name} holds a {type(content).__name__}, not an object")
     return content

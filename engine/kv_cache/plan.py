@@ -4,7 +4,9 @@ A unit holds one Mamba state or several attention blocks (vLLM #21123 wanted thi
 small. Knows nothing of requests, and of memory only its size.
 """
 
+from bisect import bisect_right
 from dataclasses import dataclass
+from functools import partial
 from math import gcd, lcm
 
 from engine.errors import ConfigError
@@ -70,10 +72,22 @@ class ArenaPlan:
             return 1
         return -(-num_tokens // self.block_size_of(group))
 
-    def units_for(self, num_tokens: int) -> int:
-        """Units that one sequence of `num_tokens` tokens needs when it is alone."""
-        counts = enumerate(self.blocks_per_unit)
-        return sum(-(-self.blocks_for(group, num_tokens) // per_unit) for group, per_unit in counts)
+    def units_for(self, num_tokens: int, num_sequences: int = 1) -> int:
+        """Units that so many sequences of `num_tokens` tokens need when they are alone."""
+        return sum(
+            -(-self.blocks_for(group, num_tokens) * num_sequences // per_unit)
+            for group, per_unit in enumerate(self.blocks_per_unit)
+        )
+
+    def max_concurrency(self, num_tokens: int) -> int:
+        """Sequences of `num_tokens` tokens that fit together when they share no prefix."""
+        counts = range(1, self.num_units * max(self.blocks_per_unit) + 1)
+        return bisect_right(counts, self.num_units, key=partial(self.units_for, num_tokens))
+
+    def longest_sequence(self, upper: int) -> int:
+        """Tokens, at most `upper`, of the longest sequence that fits alone; 0: not even one."""
+        longer = range(1, upper + 1)
+        return bisect_right(longer, self.num_units, key=self.units_for)
 
 
 def plan_arena(groups: tuple[KVCacheGroup, ...], block_size: int, memory_bytes: int) -> ArenaPlan:

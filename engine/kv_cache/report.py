@@ -3,18 +3,20 @@
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import KVCacheGroup, MambaSpec, SlidingWindowSpec
 
+MANY_TOKENS = 1 << 40
 COLUMNS = ("group", "holds", "layers", "bytes each", "per unit", "waste")
 
 
-def plan_report(plan: ArenaPlan) -> str:
-    """One line per KV cache group under a line about the arena; plain text, fits 80 columns."""
+def plan_report(plan: ArenaPlan, max_model_len: int) -> str:
+    """What fits, and one line per KV cache group; plain text, fits 80 columns."""
     rows = [COLUMNS, *(_row(plan, group) for group in range(len(plan.groups)))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         for row in rows
     ]
-    return "\n".join([_headline(plan), *(line.rstrip() for line in lines)])
+    told = [_headline(plan), _room(plan, max_model_len), *(line.rstrip() for line in lines)]
+    return "\n".join(told)
 
 
 def _headline(plan: ArenaPlan) -> str:
@@ -22,6 +24,12 @@ def _headline(plan: ArenaPlan) -> str:
         f"arena {plan.arena_bytes:,} bytes = {plan.num_units:,} units of {plan.unit_bytes:,}; "
         f"hash blocks of {plan.hash_block_size} tokens"
     )
+
+
+def _room(plan: ArenaPlan, max_model_len: int) -> str:
+    """Without shared prefixes, of which nobody knows yet."""
+    longest, at_once = plan.longest_sequence(MANY_TOKENS), plan.max_concurrency(max_model_len)
+    return f"room for one sequence of {longest:,} tokens, or {at_once:,} of {max_model_len:,}"
 
 
 def _row(plan: ArenaPlan, group: int) -> tuple[str, ...]:

@@ -1,10 +1,16 @@
 """Token embedding and the output head, tied or not."""
 
+import structlog
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from engine.layers.linear import Linear
 from engine.layers.weights import Weights
+
+HEAD = "lm_head.weight"
+
+log = structlog.get_logger()
 
 
 class Embedding:
@@ -24,9 +30,18 @@ class Embedding:
 
 
 def output_head(weights: Weights, embedding: Embedding, *, tied: bool) -> Linear:
-    """The product that gives logits: `lm_head.weight`, or the embedding's matrix when `tied`."""
-    if tied:
-        weights.skip("lm_head.weight")
+    """The product that gives logits: `lm_head.weight`, or the embedding's matrix when `tied`.
+
+    A head that is stored counts, also where the config ties it, as in transformers: some models are
+    never tied and yet saved with such a config. One that equals the embeddings is not kept twice.
+    """
+    if tied and HEAD not in weights:
         return Linear(embedding.weight)
-    vocab, hidden = embedding.weight.shape
-    return Linear(weights.take("lm_head.weight", (vocab, hidden)))
+    stored = weights.take(HEAD, (embedding.weight.shape[0], embedding.weight.shape[1]))
+    if torch.equal(stored, embedding.weight):
+        return Linear(embedding.weight)
+    if tied:
+        log.warning(
+            "config.json ties this tensor, the file stores another: it is used", tensor=HEAD
+        )
+    return Linear(stored)

@@ -3,12 +3,14 @@
 Reads safetensors, single or sharded. Knows nothing of architectures.
 """
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -17,6 +19,9 @@ from engine.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+TELL_S = 5.0
+
+log = structlog.get_logger()
 
 
 class Weights:
@@ -41,6 +46,7 @@ class Weights:
         for path in _shards(folder):
             self._open(path, rename)
         self._untaken = set(self._where)
+        self._told = time.monotonic()
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """The tensor `name`, converted to `dtype` (default: the model's), on the model's device.
@@ -56,11 +62,12 @@ class Weights:
                 f"tensor {stored!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
             )
         self._untaken.discard(name)
+        self._tell()
         return tensor.to(device=self.device, dtype=dtype or self.dtype)
 
-    def skip(self, name: str) -> None:
-        """Accepts that `name`, if there, is not used (for example a tied `lm_head.weight`)."""
-        self._untaken.discard(name)
+    def __contains__(self, name: str) -> bool:
+        """Whether the tensor `name` is stored."""
+        return name in self._where
 
     def finish(self) -> None:
         """Raises CheckpointError naming the tensors that nobody took."""
@@ -69,6 +76,12 @@ class Weights:
             raise CheckpointError(
                 f"{len(self._untaken)} tensors are not part of this architecture: {some}"
             )
+
+    def _tell(self) -> None:
+        """Large models take minutes."""
+        if time.monotonic() - self._told > TELL_S:
+            self._told = time.monotonic()
+            log.info("loading", tensors=len(self._where) - len(self._untaken), of=len(self._where))
 
     def __enter__(self) -> Self:
         return self

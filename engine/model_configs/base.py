@@ -71,8 +71,12 @@ class ConfigReader:
             raise CheckpointError(
                 f"{path} does not exist; give a Hugging Face model folder"
             ) from None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         except ValueError as error:
             raise CheckpointError(f"{path} is not JSON: {error}") from error
+        except RecursionError:
+            raise CheckpointError(f"{path} is nested too deeply") from None
         if not isinstance(fields, dict):
             raise CheckpointError(f"{path} holds a {type(fields).__name__}, not an object")
         return cls(fields, str(path))
@@ -102,6 +106,8 @@ class ConfigReader:
     def _typed(self, key: str, value: Any, kind: type) -> Any:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
+        if value != value:  # NaN, which Python's JSON reader takes
+            raise CheckpointError(f"{self.source}: {key!r} is NaN")
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise CheckpointError(f"{self.source}: {key!r} is {value!r}, expected {kind.__name__}")
         return value

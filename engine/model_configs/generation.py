@@ -6,15 +6,16 @@ from engine.errors import CheckpointError
 from engine.model_configs.base import ConfigReader
 
 
-def read_eos_token_ids(folder: Path) -> tuple[int, ...]:
+def read_eos_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
     """From generation_config.json, else from config.json or its text part; may be empty.
 
-    Raises CheckpointError for broken files and mistyped ids.
+    Raises CheckpointError for broken files, mistyped ids and those outside the vocabulary.
     """
     config = ConfigReader.from_folder(folder)
     path = folder / "generation_config.json"
     readers = [ConfigReader.from_file(path)] if path.exists() else []
-    return next(filter(None, map(_eos, [*readers, config, _text_config(config)])), ())
+    sources = [*readers, config, _text_config(config)]
+    return next(filter(None, (_eos(source, vocab_size) for source in sources)), ())
 
 
 def _text_config(config: ConfigReader) -> ConfigReader:
@@ -22,12 +23,16 @@ def _text_config(config: ConfigReader) -> ConfigReader:
     return config.section("text_config") if config.fields.get("text_config") else config
 
 
-def _eos(reader: ConfigReader) -> tuple[int, ...]:
+def _eos(reader: ConfigReader, vocab_size: int) -> tuple[int, ...]:
     """`eos_token_id` as a tuple: it may be missing, one id or a list of ids."""
     value = reader.fields.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise CheckpointError(
             f"{reader.source}: 'eos_token_id' is {value!r}, expected one id or a list of ids"
+        )
+    if outside := [token for token in ids if not 0 <= token < vocab_size]:
+        raise CheckpointError(
+            f"{reader.source}: 'eos_token_id' {outside[0]} is outside 0 .. {vocab_size - 1}"
         )
     return tuple(ids)

@@ -1,7 +1,9 @@
 """From a folder and its config to a model that runs. Knows no family by name."""
 
+import time
 from pathlib import Path
 
+import structlog
 import torch
 
 from engine.forward import TORCH_DTYPES
@@ -9,14 +11,18 @@ from engine.layers.weights import Weights
 from engine.model_configs.base import ModelConfig
 from engine.models.registry import FAMILIES, CausalLM
 
+log = structlog.get_logger()
+
 
 def load_model(folder: Path, config: ModelConfig, device: torch.device) -> CausalLM:
     """The model in `folder` as `config` (from `read_config`) describes it, on `device`.
 
     Raises CheckpointError for tensors that are missing, misshapen or not part of the architecture.
     """
-    family = FAMILIES[config.architecture]
+    family, start = FAMILIES[config.architecture], time.monotonic()
+    log.info("loading the model", folder=str(folder), dtype=config.dtype)
     with Weights(folder, TORCH_DTYPES[config.dtype], device, rename=family.rename) as weights:
         model = family.build(config, weights)
         weights.finish()
+    log.info("the model is loaded", seconds=round(time.monotonic() - start, 1))
     return model

@@ -49,6 +49,13 @@ MaxNumSeqs = Annotated[Integer, typer.Option(help="Requests in a batch. [64]")]
 MaxBatchedTokens = Annotated[Integer, typer.Option(help="Tokens computed in one step. [2048]")]
 BlockSize = Annotated[Integer, typer.Option(help="Tokens in an attention block. [16]")]
 ArenaBytes = Annotated[Integer, typer.Option(help="Size of the KV arena. [536870912]")]
+Scheduling = Annotated[
+    Text,
+    typer.Option(
+        help="fcfs: first come, first served; priority: a request's `priority` counts first, "
+        "lower is sooner, and any client may set it. [fcfs]"
+    ),
+]
 PrefixCaching = Annotated[
     bool | None,
     typer.Option(
@@ -110,6 +117,7 @@ def node_app(
         max_num_batched_tokens: MaxBatchedTokens = None,
         block_size: BlockSize = None,
         kv_cache_memory_bytes: ArenaBytes = None,
+        scheduling_policy: Scheduling = None,
         enable_prefix_caching: PrefixCaching = None,
         prefix_hash_seed: HashSeed = None,
         mamba_checkpoint_share: CheckpointShare = None,

@@ -1,7 +1,9 @@
 """What a node can promise: options that exist and fit, a context that model and arena hold."""
 
+import socket
 from math import lcm
 
+from engine.arena import available_host_bytes
 from engine.config import NodeConfig
 from engine.errors import ConfigError
 from engine.kv_cache.plan import ArenaPlan
@@ -12,6 +14,28 @@ def refuse_unavailable(config: NodeConfig) -> None:
     """Raises ConfigError for options whose parts are not built yet, instead of ignoring them."""
     if config.kv_events_config.enable_kv_cache_events:
         raise ConfigError("KV events are not available yet")
+
+
+def check_ports(config: NodeConfig) -> None:
+    """Raises ConfigError for a port that cannot be had, long before it is: models load slowly."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    for flag, port in (("--port", config.port), ("--grpc-port", config.grpc_port)):
+        try:
+            socket.create_server((config.host, port), family=family).close()
+        except OSError as error:
+            raise ConfigError(
+                f"{flag}: cannot listen on {config.host}:{port}: {error.strerror}"
+            ) from error
+
+
+def check_memory(plan: ArenaPlan) -> None:
+    """Raises ConfigError for an arena that is larger than the memory that is left."""
+    available = available_host_bytes()
+    if plan.arena_bytes > available:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes: an arena of {plan.arena_bytes:,} bytes is asked for, and "
+            f"{available:,} bytes of memory are available"
+        )
 
 
 def check_decode_checkpoints(config: NodeConfig, plan: ArenaPlan) -> None:
@@ -52,23 +76,11 @@ def context_length(asked: int | None, model_limit: int, plan: ArenaPlan) -> int:
     if plan.units_for(wanted) <= plan.num_units:
         return wanted
     if asked is None:
-        return _longest(plan, wanted)
+        if longest := plan.longest_sequence(wanted):
+            return longest
+        raise ConfigError(f"an arena of {plan.arena_bytes} bytes holds not even one token")
     needed = plan.units_for(wanted) * plan.unit_bytes
     raise ConfigError(
         f"--max-model-len {asked} needs an arena of {needed} bytes, --kv-cache-memory-bytes gives "
         f"{plan.arena_bytes}; raise it or ask for less"
     )
-
-
-def _longest(plan: ArenaPlan, upper: int) -> int:
-    """The longest context that fits, by bisection."""
-    fits, too_long = 1, upper
-    if plan.units_for(fits) > plan.num_units:
-        raise ConfigError(f"an arena of {plan.arena_bytes} bytes holds not even one token")
-    while too_long - fits > 1:
-        middle = (fits + too_long) // 2
-        if plan.units_for(middle) <= plan.num_units:
-            fits = middle
-        else:
-            too_long = middle
-    return fits

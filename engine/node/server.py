@@ -13,8 +13,8 @@ import torch
 
 from engine.api.app import create_app
 from engine.api.http_server import HttpServer
-from engine.api.serving import Serving, load_sampling_defaults
-from engine.api.tokenizer import load_tokenizer
+from engine.api.serving import SamplingDefaults, Serving, load_sampling_defaults
+from engine.api.tokenizer import Tokenizer, load_tokenizer
 from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
@@ -33,7 +33,13 @@ from engine.models.loader import load_model
 from engine.node.connector import ConnectorBuilder, ConnectorSettings, NodeConnector
 from engine.node.gauges import register_gauges
 from engine.node.incarnation import new_engine_id
-from engine.node.limits import check_decode_checkpoints, context_length, refuse_unavailable
+from engine.node.limits import (
+    check_decode_checkpoints,
+    check_memory,
+    check_ports,
+    context_length,
+    refuse_unavailable,
+)
 from engine.node.membership import tls_to_peers, token_for_calls
 from engine.node.node_info import with_node_info
 from engine.process import wait_until
@@ -52,13 +58,15 @@ END_OF_REQUESTS_S = 2.0
 
 
 @dataclass(slots=True, frozen=True)
-class LoadedModel:
-    """A model folder and what it says about itself."""
+class ModelFolder:
+    """A model folder and all that it says, but for its tensors."""
 
-    folder: Path
+    path: Path
     config: ModelConfig
     names: tuple[str, ...]
     eos_token_ids: frozenset[int]
+    tokenizer: Tokenizer
+    defaults: SamplingDefaults
 
 
 class NodeServer:
@@ -70,7 +78,6 @@ class NodeServer:
         self.engine_id = new_engine_id(kind)
         self._build_connector = build_connector
         self._resources = AsyncExitStack()
-        self._stopped = asyncio.Event()
 
     @property
     def url(self) -> str:
@@ -102,13 +109,12 @@ class NodeServer:
         return bool(self.engine.num_open) or self._connector.is_awaited()
 
     async def wait(self) -> None:
-        """Returns when the node was closed."""
-        await self._stopped.wait()
+        """Returns when the node was closed. Raises EngineDeadError when its engine died."""
+        await self.engine.wait()
 
     async def close(self) -> None:
         """Ends requests, stops serving, then the engine, then gives memory back."""
         await self._resources.aclose()
-        self._stopped.set()
 
     async def _start(self) -> None:
         refuse_unavailable(self.config)
@@ -116,18 +122,22 @@ class NodeServer:
         self._tls = server_tls(self.config.ssl_certfile, self.config.ssl_keyfile)
         check_listen_host(self.config.host)
         self.host = advertised_host(self.config.host, self.config.advertise_host)
+        check_ports(self.config)
         torch.set_num_threads(self.config.num_threads)
         model = await asyncio.to_thread(self._read_model)
-        plan = plan_arena(
-            model.config.groups, self.config.block_size, self.config.kv_cache_memory_bytes
+        plan = self._plan(model.config)
+        limits = EngineLimits(
+            context_length(self.config.max_model_len, model.config.max_position_embeddings, plan),
+            model.config.vocab_size,
+            model.eos_token_ids,
         )
-        check_decode_checkpoints(self.config, plan)
-        log.info(f"arena planned\n{plan_report(plan)}")
+        log.info(f"arena planned\n{plan_report(plan, limits.max_model_len)}")
         self.metrics = NodeMetrics(model.names[0], self.engine_id)
         arena = ArenaMemory(plan.arena_bytes + MARGIN_BYTES)
         self._resources.callback(arena.close)
         self._connector = connector = self._connect(model, plan, arena)
-        self.engine = await self._start_engine(model, plan, arena, connector=connector)
+        runner = await self._load(model, plan, arena)
+        self.engine = self._start_engine(limits, runner, plan, connector=connector)
         self.rpc = await self._start_rpc(model, connector)
         connector.advertise(self.rpc.port)
         self.http = await self._start_http(model)
@@ -139,28 +149,34 @@ class NodeServer:
         self.engine.end_open()
         await wait_until(lambda: not self.engine.num_open, END_OF_REQUESTS_S)
 
-    def _read_model(self) -> LoadedModel:
+    def _read_model(self) -> ModelFolder:
         config = self.config
         folder = resolve_folder(config.model)
-        model_config = read_config(folder, None if config.dtype == "auto" else config.dtype)
-        if config.dtype == "auto" and model_config.dtype == "float16":
-            # CPUs multiply float16 several times slower; the weights lose nothing in float32.
-            model_config = read_config(folder, "float32")
-        return LoadedModel(
-            folder=folder,
+        model_config = read_config(folder, config.dtype)
+        return ModelFolder(
+            path=folder,
             config=model_config,
             names=config.served_model_name or (config.model,),
-            eos_token_ids=frozenset(read_eos_token_ids(folder)),
+            eos_token_ids=frozenset(read_eos_token_ids(folder, model_config.vocab_size)),
+            tokenizer=load_tokenizer(folder),
+            defaults=load_sampling_defaults(folder),
         )
 
-    def _connect(self, model: LoadedModel, plan: ArenaPlan, arena: ArenaMemory) -> NodeConnector:
+    def _plan(self, model: ModelConfig) -> ArenaPlan:
+        config = self.config
+        plan = plan_arena(model.groups, config.block_size, config.kv_cache_memory_bytes)
+        check_decode_checkpoints(config, plan)
+        check_memory(plan)
+        return plan
+
+    def _connect(self, model: ModelFolder, plan: ArenaPlan, arena: ArenaMemory) -> NodeConnector:
         settings = ConnectorSettings(
             config=self.config.kv_transfer_config,
             engine_id=self.engine_id,
             host=self.host,
             cluster_token=self._token,
             tls=tls_to_peers(self.config),
-            model_fingerprint=model_fingerprint(model.folder),
+            model_fingerprint=model_fingerprint(model.path),
             prefix_hash_seed=self.config.prefix_hash_seed,
         )
         connector = self._build_connector(
@@ -172,17 +188,19 @@ class NodeServer:
     def _wake(self) -> None:
         self.engine.wake()
 
-    async def _start_engine(
-        self, model: LoadedModel, plan: ArenaPlan, arena: ArenaMemory, *, connector: NodeConnector
+    async def _load(self, model: ModelFolder, plan: ArenaPlan, arena: ArenaMemory) -> ModelRunner:
+        device = arena.tensor.device
+        weights = await asyncio.to_thread(load_model, model.path, model.config, device)
+        return ModelRunner(weights, plan, arena)
+
+    def _start_engine(
+        self,
+        limits: EngineLimits,
+        runner: ModelRunner,
+        plan: ArenaPlan,
+        *,
+        connector: NodeConnector,
     ) -> AsyncEngine:
-        weights = await asyncio.to_thread(
-            load_model, model.folder, model.config, arena.tensor.device
-        )
-        limits = EngineLimits(
-            context_length(self.config.max_model_len, model.config.max_position_embeddings, plan),
-            model.config.vocab_size,
-            model.eos_token_ids,
-        )
         policy = self.config.kv_transfer_config.kv_load_failure_policy
         scheduler = Scheduler(
             self.config.scheduler(limits.max_model_len),
@@ -190,7 +208,7 @@ class NodeServer:
             connector.connector.scheduler,
             recompute_failed_loads=policy == "recompute",
         )
-        core = EngineCore(scheduler, ModelRunner(weights, plan, arena), connector.connector)
+        core = EngineCore(scheduler, runner, connector.connector)
         register_gauges(self.metrics, core)
         engine = AsyncEngine(
             core, connector.connector.admission, limits, metrics=RequestMetrics(self.metrics)
@@ -207,11 +225,11 @@ class NodeServer:
             checkpoint_share=self.config.mamba_checkpoint_share,
         )
 
-    async def _start_rpc(self, model: LoadedModel, connector: NodeConnector) -> RpcServer:
+    async def _start_rpc(self, model: ModelFolder, connector: NodeConnector) -> RpcServer:
         files = {
-            name: (model.folder / name).read_bytes()
+            name: (model.path / name).read_bytes()
             for name in TOKENIZER_FILES
-            if (model.folder / name).is_file()
+            if (model.path / name).is_file()
         }
         node = NodeService(self.engine, lambda: self._describe(model), files)
         rpc = await start_server(
@@ -225,13 +243,13 @@ class NodeServer:
         self._resources.push_async_callback(rpc.drain, END_OF_REQUESTS_S)
         return rpc
 
-    async def _start_http(self, model: LoadedModel) -> HttpServer:
+    async def _start_http(self, model: ModelFolder) -> HttpServer:
         serving = Serving(
             served_model_names=model.names,
             max_model_len=self.engine.limits.max_model_len,
             vocab_size=model.config.vocab_size,
-            tokenizer=load_tokenizer(model.folder),
-            defaults=load_sampling_defaults(model.folder),
+            tokenizer=model.tokenizer,
+            defaults=model.defaults,
             enable_prompt_tokens_details=self.config.enable_prompt_tokens_details,
             root=self.config.model,
         )
@@ -260,7 +278,7 @@ class NodeServer:
         self._resources.push_async_callback(http.close)
         return http
 
-    def _describe(self, model: LoadedModel) -> NodeInfo:
+    def _describe(self, model: ModelFolder) -> NodeInfo:
         scheduler = self.engine.core.scheduler
         return NodeInfo(
             engine_id=self.engine_id,

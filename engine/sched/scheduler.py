@@ -23,7 +23,7 @@ from engine.sched.stats import NO_CHECKPOINT, SchedulerStats
 from engine.step import (
     BlockPull,
     ConnectorOutput,
-    SampledToken,
+    ModelRunnerOutput,
     ScheduledRequest,
     SchedulerOutput,
 )
@@ -134,14 +134,19 @@ class Scheduler:
         )
 
     def update(
-        self, output: SchedulerOutput, sampled: dict[str, SampledToken], transfers: ConnectorOutput
+        self, output: SchedulerOutput, computed: ModelRunnerOutput, transfers: ConnectorOutput
     ) -> StepNews:
         """Books one step's results; returns what the outside must hear."""
         self.cache.copies_done()
         for item in output.scheduled:
+            name = item.request.request_id
+            if name in computed.failed:
+                self.cache.drop_checkpoints(item.checkpoints)
+                self._fail(item.request, computed.failed[name])
+                continue
             self._book_computed(item)
             if item.samples:
-                sample = sampled[item.request.request_id]
+                sample = computed.sampled[name]
                 self._take_token(item.request, sample.token_id, sample.logprob)
         self.update_transfers(transfers)
         news, self._news = self._news, StepNews()
@@ -312,11 +317,7 @@ class Scheduler:
             request.lose(request.num_loading_tokens, cause)
             self._restart(request)
             return
-        request.finish_reason = FinishReason.ERROR
-        self._finish(request)
-        self._news.errors.append(
-            (request_id, KVLoadError(f"the remote prefill could not be loaded: {cause}"))
-        )
+        self._fail(request, KVLoadError(f"the remote prefill could not be loaded: {cause}"))
 
     def _take_first_token(self, request: Request) -> None:
         params = request.origin.kv_transfer_params
@@ -338,12 +339,18 @@ class Scheduler:
             return
         self._finish(request, news)
 
+    def _fail(self, request: Request, error: TandemError) -> None:
+        request.finish_reason = FinishReason.ERROR
+        self._finish(request)
+        self._news.errors.append((request.request_id, error))
+
     def _finish(self, request: Request, last: GenerateOutput | None = None) -> None:
         """Ends a request: its blocks go, or stay while a lease or a load in flight needs them."""
         del self._requests[request.request_id]
         if request in self._running:
             self._running.remove(request)
-            self._retire(request)
+            if request.finish_reason is not FinishReason.ERROR:  # its state may be half written
+                self._retire(request)
         request.move(RequestStatus.FINISHED)
         decision = self._connector.request_finished(request)
         if decision.hold:

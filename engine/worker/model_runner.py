@@ -3,18 +3,25 @@
 Owns the arena, its views and the weights; knows nothing of queues, peers or text.
 """
 
+import structlog
 import torch
 from torch import Tensor
 
 from engine.arena import ArenaMemory
+from engine.errors import EngineGenerateError
 from engine.kv_cache.mamba_states import Checkpoint
 from engine.kv_cache.plan import ArenaPlan
 from engine.models.registry import CausalLM
 from engine.request import Request
-from engine.step import SampledToken, ScheduledRequest, SchedulerOutput
+from engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from engine.worker.input_batch import InputBatcher
 from engine.worker.kv_caches import layer_caches
 from engine.worker.sampler import sample
+
+MAX_FAILED_PASSES = 8
+"""So many forward passes that fail one after the other are the node's fault and end its engine."""
+
+log = structlog.get_logger()
 
 
 class ModelRunner:
@@ -26,6 +33,7 @@ class ModelRunner:
         self._plan = plan
         self._caches = layer_caches(arena.tensor[: plan.arena_bytes], plan)
         self._batcher = InputBatcher(plan, arena.tensor.device)
+        self._num_failed = 0
 
     def prepare(self, output: SchedulerOutput) -> None:
         """Zeroes fresh states, which may have held anything, and copies what will be extended."""
@@ -35,18 +43,34 @@ class ModelRunner:
             self._bytes(copy.group, copy.target).copy_(self._bytes(copy.group, copy.source))
 
     @torch.inference_mode()
-    def execute(self, output: SchedulerOutput) -> dict[str, SampledToken]:
-        """Computes `output`; one token per request that reached its end, by request id."""
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Computes `output`; one token, or an error, per request that reached its end.
+
+        A forward pass that raises fails all of its requests: nobody knows which of them it was, and
+        the states of all may be half written. A node that can compute nothing at all must not stay.
+        """
         if not output.scheduled:
-            return {}
+            return ModelRunnerOutput()
         ordered = self._batcher.order(output.scheduled)
+        sampling = [item.request for item in ordered if item.samples]
+        try:
+            logits = self._forward(ordered)
+            self._num_failed = 0
+        except Exception:
+            self._num_failed += 1
+            if self._num_failed == MAX_FAILED_PASSES:
+                raise
+            log.exception("a forward pass failed", num_requests=len(ordered))
+            error = EngineGenerateError("the forward pass failed; the node's log says why")
+            return ModelRunnerOutput(failed={one.request.request_id: error for one in ordered})
+        return sample(logits, sampling) if sampling else ModelRunnerOutput()
+
+    def _forward(self, ordered: list[ScheduledRequest]) -> Tensor:
+        """float32 logits of those that sample, [requests, vocab]."""
         batch = self._batcher.build(ordered)
         hidden = self._model.forward(batch, self._caches)
         self._keep_final_states(ordered)
-        sampling = [item.request for item in ordered if item.samples]
-        if not sampling:
-            return {}
-        return sample(self._model.logits(hidden[batch.logits_rows]), sampling)
+        return self._model.logits(hidden[batch.logits_rows])
 
     def _keep_final_states(self, ordered: list[ScheduledRequest]) -> None:
         """A checkpoint at a chunk's end is a copy; the layers have written those inside it."""

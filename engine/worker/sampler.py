@@ -2,31 +2,41 @@
 
 So a token depends on the logits and on nothing else: not on the batch, the step or the node that
 samples it. Log-probabilities are those of the raw logits (vLLM's default), before penalties and
-temperature.
+temperature. What goes wrong with one request is that request's error.
 """
 
 import hashlib
 from collections.abc import Sequence
+from math import isfinite, isnan
 
+import structlog
 import torch
 from torch import Tensor
 
+from engine.errors import EngineGenerateError
 from engine.request import Request
-from engine.step import SampledToken
+from engine.step import ModelRunnerOutput, SampledToken
 from engine.types import SamplingParams, TokenLogprob
 
+log = structlog.get_logger()
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> dict[str, SampledToken]:
-    """One token per request from float32 `logits` [requests, vocab], keyed by request id."""
-    choices = logits.argmax(dim=-1).tolist()
+
+def sample(logits: Tensor, requests: Sequence[Request]) -> ModelRunnerOutput:
+    """One token per request, or its error, from float32 `logits` [requests, vocab]."""
+    output = ModelRunnerOutput()
+    highest, greedy = (values.tolist() for values in logits.max(dim=-1))
     for row, request in enumerate(requests):
-        if _needs_own_pass(request):
-            choices[row] = _choose(logits[row], request)
-    logprobs = _logprobs(logits, requests, choices)
-    return {
-        request.request_id: SampledToken(token, logprob)
-        for request, token, logprob in zip(requests, choices, logprobs, strict=True)
-    }
+        name = request.request_id
+        try:
+            _check(highest[row])
+            output.sampled[name] = _sample_one(logits, row, request, greedy=greedy[row])
+        except EngineGenerateError as error:
+            log.error("a request failed", request_id=name, cause=str(error))
+            output.failed[name] = error
+        except Exception:
+            log.exception("sampling failed", request_id=name)
+            output.failed[name] = EngineGenerateError("sampling a token failed; the log says why")
+    return output
 
 
 def uniform(seed: int, position: int) -> float:
@@ -34,6 +44,19 @@ def uniform(seed: int, position: int) -> float:
     key = seed.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
     digest = hashlib.blake2b(key, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def _check(highest: float) -> None:
+    """`highest` of some logits is NaN if any of them is."""
+    if not isfinite(highest):
+        kind = "NaN" if isnan(highest) else "infinite"
+        raise EngineGenerateError(f"the model produced {kind} logits")
+
+
+def _sample_one(logits: Tensor, row: int, request: Request, *, greedy: int) -> SampledToken:
+    token = _choose(logits[row], request) if _needs_own_pass(request) else greedy
+    count = request.sampling.logprobs
+    return SampledToken(token, None if count is None else _token_logprob(logits[row], token, count))
 
 
 def _needs_own_pass(request: Request) -> bool:
@@ -93,18 +116,6 @@ def _draw(scores: Tensor, params: SamplingParams, number: float) -> int:
     place = int(torch.searchsorted(cumulative, number * cumulative[-1], right=True))
     last = int(keep.nonzero()[-1])
     return int(tokens[min(place, last)])
-
-
-def _logprobs(
-    logits: Tensor, requests: Sequence[Request], choices: Sequence[int]
-) -> list[TokenLogprob | None]:
-    wanted = [request.sampling.logprobs for request in requests]
-    if all(count is None for count in wanted):
-        return [None] * len(requests)
-    return [
-        None if count is None else _token_logprob(logits[row], choices[row], count)
-        for row, count in enumerate(wanted)
-    ]
 
 
 def _token_logprob(row: Tensor, token: int, count: int) -> TokenLogprob:

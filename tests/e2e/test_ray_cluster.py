@@ -62,6 +62,11 @@ def test_a_killed_node_comes_back_and_is_used_again(report: Report) -> None:
     assert not report.same_process
 
 
+def test_a_node_whose_engine_died_comes_back_and_is_used_again(report: Report) -> None:
+    assert report.after_engine_death == report.through_proxy
+    assert not report.same_engine
+
+
 def test_another_token_is_refused(report: Report) -> None:
     code, _, said = report.wrong_token.partition(" ")
     assert code == "2"

@@ -39,10 +39,13 @@ async def test_a_waiting_caller_hears_why_the_engine_died() -> None:
     engine = AsyncEngine(FragileCore(), local_connector().admission, limits, metrics=metrics)
     engine.start()
     request = GenerateRequest(request_id="r", prompt_token_ids=(1, 2))
-    with pytest.raises(EngineDeadError, match="out of memory"):
+    ended = asyncio.create_task(engine.wait())
+    with pytest.raises(EngineDeadError, match="has stopped"):
         async with asyncio.timeout(10):
             await anext(engine.generate(request))
     with pytest.raises(EngineDeadError, match="out of memory"):
+        await asyncio.wait_for(ended, 10)
+    with pytest.raises(EngineDeadError, match="has stopped"):
         await engine.check_health()
     with pytest.raises(EngineDeadError, match="has stopped"):
         await anext(engine.generate(request))

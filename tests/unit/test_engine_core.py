@@ -10,7 +10,7 @@ from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
 from engine.kv_connector import Connector, LocalAdmission, LocalScheduler, LocalWorker
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.step import ConnectorOutput, SampledToken, SchedulerOutput
+from engine.step import ConnectorOutput, ModelRunnerOutput, SampledToken, SchedulerOutput
 from engine.types import GenerateRequest, KVTransferParams, SamplingParams
 
 
@@ -38,8 +38,9 @@ class _NoModel:
     def prepare(self, output: SchedulerOutput) -> None:
         """Nothing to prepare."""
 
-    def execute(self, output: SchedulerOutput) -> dict[str, SampledToken]:
-        return {item.request.request_id: SampledToken(7, None) for item in output.scheduled}
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        names = [item.request.request_id for item in output.scheduled]
+        return ModelRunnerOutput(dict.fromkeys(names, SampledToken(7, None)))
 
 
 def test_a_finished_load_is_followed_by_a_step_although_none_was_computed() -> None:

@@ -24,7 +24,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> None:
 def test_generation_config_wins_over_config(tmp_path: Path) -> None:
     write_config(tmp_path, {"eos_token_id": 3})
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert read_eos_token_ids(tmp_path) == (5, 6)
+    assert read_eos_token_ids(tmp_path, 10) == (5, 6)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_eos_falls_back_to_config(
     tmp_path: Path, changes: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
     write_config(tmp_path, {"eos_token_id": 3, **changes})
-    assert read_eos_token_ids(tmp_path) == expected
+    assert read_eos_token_ids(tmp_path, 10) == expected
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,17 @@ def test_eos_falls_back_to_config(
         ("[]", "generation_config.json holds a list"),
         ('{"eos_token_id": "</s>"}', "eos_token_id.*</s>"),
         ('{"eos_token_id": [true]}', "eos_token_id"),
+        (
+            '{"eos_token_id": [3, 10]}',
+            "generation_config.json: 'eos_token_id' 10 is outside 0 .. 9",
+        ),
     ],
 )
 def test_broken_generation_config_is_named(tmp_path: Path, text: str, message: str) -> None:
     write_config(tmp_path, {"eos_token_id": 3})
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
-        read_eos_token_ids(tmp_path)
+        read_eos_token_ids(tmp_path, 10)
 
 
 def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
@@ -67,9 +71,10 @@ def test_sampling_defaults_come_from_generation_config(tmp_path: Path) -> None:
     assert load_sampling_defaults(tmp_path) == SamplingDefaults(
         temperature=0.6, top_k=20, top_p=1.0
     )
-    file.write_text('{"temperature": "hot"}')
-    with pytest.raises(CheckpointError, match=r"generation_config\.json.*temperature"):
-        load_sampling_defaults(tmp_path)
+    for broken in ('{"temperature": "hot"}', '{"temperature": -5}', '{"top_p": 0}', "[" * 200_000):
+        file.write_text(broken)
+        with pytest.raises(CheckpointError, match=r"generation_config\.json.*"):
+            load_sampling_defaults(tmp_path)
 
 
 def test_local_folder_is_itself(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def check(groups: tuple[KVCacheGroup, ...], sizes: tuple[int, ...]) -> None:
     assert (*layers, state.layer_bytes, attention.page_bytes(1)) == sizes
     assert [plan.block_size_of(number) for number in range(2)] == [16, 16]
     assert [plan.blocks_for(number, 12) for number in range(2)] == [1, 1]
-    assert max(map(plan.waste, range(2))) < 0.03, plan_report(plan)
+    assert max(map(plan.waste, range(2))) < 0.03, plan_report(plan, 4096)
 
 
 @pytest.mark.parametrize("name", SUPPORTED)

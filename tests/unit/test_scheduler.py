@@ -15,7 +15,7 @@ from engine.metrics import NodeMetrics
 from engine.node.gauges import register_gauges
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.step import ConnectorOutput, SampledToken, SchedulerOutput
+from engine.step import ConnectorOutput, ModelRunnerOutput, SampledToken, SchedulerOutput
 from engine.types import GenerateRequest, KVTransferParams, SamplingParams
 
 BLOCK = 16
@@ -67,12 +67,14 @@ def add(
 def step(scheduler: Scheduler) -> SchedulerOutput:
     """One step on a device that computes nothing: every request gets the same token."""
     output = scheduler.schedule()
-    sampled = {
-        item.request.request_id: SampledToken(NEW_TOKEN, None)
-        for item in output.scheduled
-        if item.samples
-    }
-    scheduler.update(output, sampled, ConnectorOutput())
+    computed = ModelRunnerOutput(
+        {
+            item.request.request_id: SampledToken(NEW_TOKEN, None)
+            for item in output.scheduled
+            if item.samples
+        }
+    )
+    scheduler.update(output, computed, ConnectorOutput())
     scheduler.check()
     return output
 

@@ -53,9 +53,9 @@ def decode(
     size, heads, dim = q.shape
     grouped = (q * scale).view(k.shape[0], -1, dim)
     scores = torch.bmm(grouped, k.transpose(1, 2)).view(size, heads, longest)
-    _mask(scores, v, lens, starts=starts)
-    weights = torch.softmax(scores.float(), -1).to(q.dtype)
-    return torch.bmm(weights.view(k.shape[0], -1, longest), v).view(size, heads, dim)
+    beyond = _mask(scores, lens, starts=starts)
+    weights = torch.softmax(scores.float(), -1).to(q.dtype).view(k.shape[0], -1, longest)
+    return _weigh(weights, v, beyond).view(size, heads, dim)
 
 
 def prefill(
@@ -136,17 +136,36 @@ def _recent(
     return block_tables.gather(1, columns.clamp_(max=block_tables.shape[1] - 1)), lens, starts
 
 
-def _mask(scores: Tensor, v: Tensor, lens: list[int], *, starts: list[int]) -> None:
-    """Hides positions outside starts[i] .. lens[i] - 1 in scores [S, H, L]; v [S * Hkv, L, D]."""
+def _mask(scores: Tensor, lens: list[int], *, starts: list[int]) -> Tensor | None:
+    """Hides positions outside starts[i] .. lens[i] - 1 in scores [S, H, L].
+
+    Returns which lie beyond their sequence: bool [S, 1, L], or None where none does.
+    """
     positions = torch.arange(scores.shape[2], device=scores.device)
     if any(starts):
         begins = torch.tensor(starts, device=scores.device).view(-1, 1, 1)
         scores.masked_fill_(positions < begins, float("-inf"))
-    if min(lens) < scores.shape[2]:
-        beyond = positions >= torch.tensor(lens, device=scores.device).view(-1, 1, 1)
-        scores.masked_fill_(beyond, float("-inf"))
-        if scores.dtype != torch.float32:
-            _clear(v, beyond)
+    if min(lens) == scores.shape[2]:
+        return None
+    beyond = positions >= torch.tensor(lens, device=scores.device).view(-1, 1, 1)
+    scores.masked_fill_(beyond, float("-inf"))
+    return beyond
+
+
+def _weigh(weights: Tensor, v: Tensor, beyond: Tensor | None) -> Tensor:
+    """weights [S * Hkv, H / Hkv, L] times the gathered v [S * Hkv, L, D].
+
+    Zero times NaN is NaN, so v must have none where `beyond` hides it. A float32 state that was
+    left there can well read as NaN in 16 bits; in 32 bits only a request that failed leaves NaN,
+    and looking for it in the product is cheaper than clearing.
+    """
+    if beyond is not None and v.dtype != torch.float32:
+        _clear(v, beyond)
+    product = torch.bmm(weights, v)
+    if beyond is not None and v.dtype == torch.float32 and product.sum().isnan():
+        _clear(v, beyond)
+        product = torch.bmm(weights, v)
+    return product
 
 
 def _gather(
@@ -171,9 +190,6 @@ def _gather(
 
 
 def _clear(v: Tensor, beyond: Tensor) -> None:
-    """Zeroes the gathered v [S * Hkv, L, D] where `beyond` [S, 1, L].
-
-    A float32 state that was left there can read as NaN in 16 bits, and zero times NaN is NaN.
-    """
+    """Zeroes the gathered v [S * Hkv, L, D] where `beyond` [S, 1, L]."""
     rows = v.view(beyond.shape[0], -1, *v.shape[1:])
     rows.masked_fill_(beyond.unsqueeze(-1), 0)

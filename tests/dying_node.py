@@ -1,0 +1,31 @@
+"""A decode node whose engine thread dies at SIGUSR1: run as a module, with a node's flags."""
+
+import asyncio
+import signal
+
+from connector.factory import build_connector
+from engine.config import NodeConfig
+from engine.node.cli import node_app
+from engine.node.server import NodeServer
+
+
+class DyingNode(NodeServer):
+    """Otherwise the node of `python -m decode_node`."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        super().__init__(config, "decode", build_connector)
+
+    async def start(self) -> None:
+        await super().start()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._die)
+
+    def _die(self) -> None:
+        self._dying = asyncio.ensure_future(self.engine.run_in_engine(_break))
+
+
+def _break() -> None:
+    raise AssertionError("broken on purpose")
+
+
+if __name__ == "__main__":
+    node_app("decode", 8200, DyingNode)()

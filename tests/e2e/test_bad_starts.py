@@ -1,0 +1,114 @@
+"""A node that cannot serve says so in one line, before it has loaded anything."""
+
+import json
+import re
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from decode_node.server import decode_server
+from engine.errors import ConfigError, TandemError
+from engine.plan import plan
+from tests.cluster import BASE, transfer_config
+from tests.processes import NODE_FLAGS, STOP_S, ServerProcess
+
+Damage = Callable[[Path], object]
+DEEP = '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}"
+
+
+def text(name: str, content: str | bytes) -> Damage:
+    data = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def value(name: str, key: str, new: object) -> Damage:
+    def change(folder: Path) -> None:
+        file = folder / name
+        fields = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps({**fields, key: new}))
+
+    return change
+
+
+def no_file(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+
+
+BROKEN: dict[str, tuple[Damage, str]] = {
+    "no tokenizer": (text("tokenizer.json", "{}"), r"tokenizer\.json is no tokenizer"),
+    "deep tokenizer": (text("tokenizer.json", DEEP), r"tokenizer\.json is nested too deeply"),
+    "template": (text("chat_template.jinja", b"a\xff"), r"chat_template\.jinja is not UTF-8"),
+    "deep config": (text("config.json", DEEP), r"config\.json is nested too deeply"),
+    "folder": (no_file, r"config\.json cannot be read: Is a directory"),
+    "context": (
+        value("config.json", "max_position_embeddings", 0),
+        r"config\.json: 'max_position_embeddings' is 0, expected at least 1",
+    ),
+    "NaN": (value("config.json", "rms_norm_eps", float("nan")), r"config.*'rms_norm_eps' is NaN"),
+    "inf": (value("config.json", "rms_norm_eps", float("inf")), r"config\.json: .*epsilon is inf"),
+    "temperature": (
+        value("generation_config.json", "temperature", -5),
+        r"generation_config\.json: 'temperature' is -5",
+    ),
+    "eos": (
+        value("generation_config.json", "eos_token_id", 99_999),
+        r"generation_config\.json: 'eos_token_id' 99999 is outside 0 \.\. 511",
+    ),
+}
+
+
+@pytest.fixture
+def folder(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+    """A model without weights: whoever loads them first gives another error."""
+    shutil.copytree(checkpoints["qwen3"], tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    return tmp_path / "model"
+
+
+async def refusal(folder: Path, **changes: object) -> TandemError:
+    config = replace(BASE, model=str(folder), kv_transfer_config=transfer_config(), **changes)
+    with pytest.raises(TandemError) as caught:
+        await decode_server(config).start()
+    return caught.value
+
+
+@pytest.mark.parametrize("what", BROKEN)
+async def test_what_a_folder_cannot_mean_is_named(what: str, folder: Path) -> None:
+    damage, message = BROKEN[what]
+    damage(folder)
+    assert re.search(message, str(await refusal(folder)))
+
+
+async def test_options_are_judged_before_anything_is_loaded(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flag, option in (("--port", {"port": port}), ("--grpc-port", {"grpc_port": port})):
+            error = await refusal(folder, **option)
+            assert f"{flag}: cannot listen on 127.0.0.1:{port}: Address already" in str(error)
+    assert "--max-model-len 100000 is more" in str(await refusal(folder, max_model_len=100_000))
+    error = await refusal(folder, kv_cache_memory_bytes=10**13)
+    assert re.search(r"arena of 9,9\S+ bytes is asked for, and [\d,]+ bytes", str(error))
+    assert isinstance(error, ConfigError)
+    assert "safetensors" in str(await refusal(folder))
+
+
+def test_a_process_ends_with_2_and_one_line(folder: Path, tmp_path: Path) -> None:
+    value("generation_config.json", "temperature", -5)(folder)
+    node = ServerProcess.launch(tmp_path / "log", "decode_node", str(folder), *NODE_FLAGS)
+    assert node.process.wait(STOP_S) == 2
+    (line,) = node.said.splitlines()
+    assert line.startswith("error: generation_config.json: 'temperature' is -5")
+
+
+def test_the_plan_says_what_fits(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    value("config.json", "dtype", "float16")(folder)
+    # 672 blocks of 16 tokens, in 16 bits about twice as many; 400 tokens take 25 of them.
+    for dtype, tokens in (("auto", 10_752), ("float32", 10_752), ("float16", 21_760)):
+        plan(str(folder), kv_cache_memory_bytes=16 << 20, dtype=dtype)
+        said = capsys.readouterr().out
+        assert f"room for one sequence of {tokens:,} tokens, or {tokens // 400} of 400" in said
