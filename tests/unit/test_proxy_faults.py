@@ -296,6 +296,7 @@ async def test_a_proxy_that_ends_takes_nothing_new_and_cuts_nothing_without_a_wo
         server = ProxyServer(cluster_config([], [d, other]), poll_interval_s=0.05)
         await server.start()
         base = f"http://127.0.0.1:{server.port}"
+        await until_status(f"{base}/ready", 200)
         await until_used(base, 2)
         body = {**ASK, "stream": stream, "return_token_ids": True}
         async with aiohttp.ClientSession() as session:
