@@ -69,7 +69,7 @@ async def test_p_waits_for_d_and_the_proxy_for_its_streams(real: Launcher) -> No
     await asyncio.to_thread(wait_for_work, d)
     for server in (p, proxy):
         server.process.terminate()
-    assert (await get(proxy.url, "/ready")).error(503)
+    await until_it_drains(proxy)
     handed_over = await ask(d.url, {**long, "kv_transfer_params": params})
     assert handed_over.token_ids == expected
     assert d.metrics()[PULLS] == 3
@@ -91,6 +91,15 @@ async def test_a_second_signal_ends_a_node_at_once(real: Launcher) -> None:
 def wait_for_work(node: ServerProcess) -> None:
     while not node.metrics()[RUNNING]:
         pass
+
+
+async def until_it_drains(server: ServerProcess) -> None:
+    """A signal needs a moment to be heard."""
+    async with asyncio.timeout(10):
+        answer = await get(server.url, "/ready")
+        while answer.status == 200:
+            answer = await get(server.url, "/ready")
+    assert answer.error(503)
 
 
 def ids_of(chunk: dict[str, Any]) -> list[int]:
