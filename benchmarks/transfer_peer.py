@@ -22,6 +22,7 @@ from engine.rpc.server import start_server
 FILL = 7
 OURS = ("shm", "nixl", "ucx", "zmq")  # NIXL before ucx: opened after it, NIXL is slower
 ENGINE_ID = "bench-p"
+HOLDING = bytes(32)
 DEADLINE_S = 60.0
 LEASE_S = 600.0
 
@@ -79,7 +80,7 @@ def _desk(case: Case, digests: ArenaDigests, records: LeaseRecords) -> LeaseDesk
     leases = LeaseTable(LEASE_S, monotonic, records)
 
     def grant() -> None:
-        digests.begin(leases.grant(case.name, case.remote, case.num_tokens))
+        digests.begin(leases.grant(case.name, case.remote, case.num_tokens, holding=HOLDING))
 
     grant()
     identity = Handshake(

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from benchmarks.transfer_cases import ARENA_BYTES, Case
-from benchmarks.transfer_peer import DEADLINE_S, ENGINE_ID, FILL
+from benchmarks.transfer_peer import DEADLINE_S, ENGINE_ID, FILL, HOLDING
 from connector.pd.faults import NO_FAULTS
 from connector.pd.geometry import geometry_of
 from connector.pd.peers import Peer
@@ -122,7 +122,7 @@ class Pull:
             lease: dict[str, Any] = {"request_id": case.name, "generation": claim.generation}
             sleep(case.nbytes / HASHED_PER_S)
             started = perf_counter()
-            self.reader.read(peer, case.pull(), **lease, timeout_s=DEADLINE_S)
+            self.reader.read(peer, case.pull(), **lease, holding=HOLDING, timeout_s=DEADLINE_S)
             seconds = perf_counter() - started
         control.release(ENGINE_ID, **lease, reason="read", timeout_s=DEADLINE_S)
         return seconds

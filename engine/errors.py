@@ -20,6 +20,7 @@ TandemError
 └── TransportError               bytes could not be moved
     ├── TransferTimeoutError     they did not move in time
     ├── LateReadError            P's lease had ended before the read did
+    ├── OtherPromptError         P's lease is for another prompt, or for other blocks
     └── VerificationError        what arrived is not what P holds, twice
 """
 
@@ -121,6 +122,10 @@ class TransferTimeoutError(TransportError):
 
 class LateReadError(TransportError):
     """The lease had ended before the read did: the bytes may be another request's."""
+
+
+class OtherPromptError(TransportError):
+    """P's lease is for another prompt, or holds it in other blocks than those that were read."""
 
 
 class VerificationError(TransportError):

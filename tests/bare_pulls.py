@@ -27,7 +27,7 @@ from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests
 from engine.rpc.server import start_server
 from tests.cluster import until
 from tests.faults import flip
-from tests.leases import LEASE_S, identity
+from tests.leases import HOLDING, LEASE_S, identity
 
 T = TypeVar("T")
 MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
@@ -101,6 +101,7 @@ class Pair:
         *,
         capabilities: tuple[str, ...] = (DIGESTS_XXH3_64,),
         generation: int | None = None,
+        holding: bytes = HOLDING,
         verify: bool = True,
         faults: FaultInjector = NO_FAULTS,
         stage_bytes: int = STAGE_BYTES,
@@ -122,6 +123,7 @@ class Pair:
                 plan,
                 request_id="r",
                 generation=self.generation if generation is None else generation,
+                holding=holding,
                 timeout_s=timeout_s,
             )
 
@@ -176,7 +178,7 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
     p.tensor[:RECORDS].random_(256)
     now = [0.0]
     leases = LeaseTable(LEASE_S, lambda: now[0], LeaseRecords(p))
-    leases.grant("r", REMOTE, 64)
+    leases.grant("r", REMOTE, 64, holding=HOLDING)
     digests = ChangedDigests(ArenaDigests(PLAN, p), digest)
     desk = LeaseDesk(lambda: IDENTITY, leases, digests=digests, wake=lambda: None)
     server = await start_server([ControlService(desk)], "127.0.0.1", 0, token=None)

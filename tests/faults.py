@@ -174,3 +174,8 @@ def counted(node: NodeServer, name: str, **labels: str) -> float:
     model_name, engine = node.metrics.labels
     every = {"model_name": model_name, "engine": engine, **labels}
     return node.metrics.registry.get_sample_value(f"{name}_total", every) or 0.0
+
+
+def recomputed(node: NodeServer) -> dict[str, int]:
+    """Tokens that a node has computed again, by cause."""
+    return dict(node.engine.core.scheduler.stats.recomputed_tokens)

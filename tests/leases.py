@@ -8,6 +8,8 @@ from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.rpc.messages import Handshake
 
 LEASE_S = 30.0
+HOLDING = bytes(range(32))
+"""What all of its leases hold, they say."""
 
 
 def lease_table(duration_s: float, clock: Callable[[], float]) -> LeaseTable:

@@ -73,6 +73,11 @@ class PrefillClaim:
         return self.params.remote_host or "", self.params.remote_port or 0
 
     @property
+    def prompt_digest(self) -> str:
+        """Of the request's own tokens: at the door, what was signed has been compared with it."""
+        return self.params.remote_prompt_digest or ""
+
+    @property
     def must_ask(self) -> bool:
         """Whether only the peer can say where its blocks are, if it holds them at all."""
         return self.params.is_return_pull or self.params.remote_block_ids is None

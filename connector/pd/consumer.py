@@ -16,6 +16,7 @@ import structlog
 from connector.pd.claims import ClaimKeeper, PrefillClaim
 from connector.pd.fair_pool import FairPool, PoolLimits
 from connector.pd.layout import blocks_announced
+from connector.pd.params import holding_of
 from connector.pd.peers import Peer
 from connector.pd.pull_plan import PullPlan, plan_pull
 from connector.pd.reading import PullReader
@@ -23,6 +24,7 @@ from engine.config import PdConnectorConfig
 from engine.errors import (
     DeadlineExceededError,
     LateReadError,
+    OtherPromptError,
     OverloadedError,
     TandemError,
     TransportError,
@@ -204,22 +206,22 @@ class ConsumerWorker(WorkerConnector):
 
     def _load(self, claim: PrefillClaim, peer: Peer, pull: BlockPull) -> None:
         started = time.monotonic()
-        num_tokens = claim.num_tokens
+        num_tokens, offsets = claim.num_tokens, claim.offsets(peer)
         spans = plan_pull(
             self._plan,
-            blocks_announced(self._plan, peer.groups, claim.offsets(peer), num_tokens=num_tokens),
+            blocks_announced(self._plan, peer.groups, offsets, num_tokens=num_tokens),
             pull.tables,
             num_tokens=num_tokens,
             num_local_tokens=pull.num_local_tokens,
         )
-        verified = self._read(claim, peer, spans)
+        verified = self._read(claim, peer, spans, holding=holding_of(claim.prompt_digest, offsets))
         seconds = time.monotonic() - started
         self._book(spans, seconds)
         claim.stats = _stats(
             claim, spans, pull.num_local_tokens, transfer_ms=1e3 * seconds, verified=verified
         )
 
-    def _read(self, claim: PrefillClaim, peer: Peer, spans: PullPlan) -> bool:
+    def _read(self, claim: PrefillClaim, peer: Peer, spans: PullPlan, *, holding: bytes) -> bool:
         """Behind a failed read, or a P that cannot be asked, the next claim shakes hands again."""
         try:
             return self._reader.read(
@@ -227,9 +229,10 @@ class ConsumerWorker(WorkerConnector):
                 spans,
                 request_id=claim.remote_request_id,
                 generation=claim.generation,
+                holding=holding,
                 timeout_s=self._timeout_s,
             )
-        except (LateReadError, VerificationError):
+        except (LateReadError, OtherPromptError, VerificationError):
             raise
         except (TransportError, UnavailableError, DeadlineExceededError):
             self._claims.forget(peer)
@@ -240,6 +243,8 @@ class ConsumerWorker(WorkerConnector):
         if isinstance(error, LateReadError):
             self._metrics.late_reads.inc()
             return "late_read"
+        if isinstance(error, OtherPromptError):
+            return "other_prompt"
         return "verification_failed" if isinstance(error, VerificationError) else "transfer_failed"
 
     def _book(self, spans: PullPlan, seconds: float) -> None:

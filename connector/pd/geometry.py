@@ -17,7 +17,7 @@ from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
 from engine.rpc.messages import Handshake
 
-PROTOCOL_VERSION = "6"
+PROTOCOL_VERSION = "7"
 GROUP_PREFIX = "kv_cache_group."
 MAX_LAYERS = 4096
 MAX_BLOCK_SIZE = 1 << 20

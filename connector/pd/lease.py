@@ -59,7 +59,7 @@ class Record(Protocol):
 class Records(Protocol):
     """What readers see of leases."""
 
-    def begin(self, num_blocks: int) -> Record | None:
+    def begin(self, num_blocks: int, holding: bytes) -> Record | None:
         """Of a new lease, seen by readers from now on; None when there is no room."""
         ...
 
@@ -90,14 +90,18 @@ class LeaseTable:
         offsets: tuple[tuple[int, ...], ...],
         num_tokens: int,
         *,
+        holding: bytes,
         spare_s: float | None = None,
     ) -> Lease:
-        """Begins the lease of a finished request; a spare one lasts `spare_s` seconds unclaimed."""
+        """Begins the lease of a finished request; a spare one lasts `spare_s` seconds unclaimed.
+
+        `holding` tells readers what it holds (`params.holding_of`).
+        """
         with self._lock:
             is_spare = spare_s is not None
             duration_s = self.duration_s if spare_s is None else spare_s
             deadline = self._clock() + duration_s
-            record = self._record_for(request_id, sum(map(len, offsets)))
+            record = self._record_for(request_id, sum(map(len, offsets)), holding)
             lease = Lease(offsets, num_tokens, deadline, record, is_spare)
             self._leases[request_id] = lease
             return lease
@@ -202,11 +206,11 @@ class LeaseTable:
             self._end(request_id)
         return bool(found)
 
-    def _record_for(self, request_id: str, num_blocks: int) -> Record:
+    def _record_for(self, request_id: str, num_blocks: int, holding: bytes) -> Record:
         """One lease per request, and a record for each: the oldest end if there are too many."""
         if request_id in self._leases:
             self._remove(request_id)
-        while (record := self._records.begin(num_blocks)) is None:
+        while (record := self._records.begin(num_blocks, holding)) is None:
             self._end(min(self._leases, key=lambda key: self._leases[key].deadline))
         return record
 

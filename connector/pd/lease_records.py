@@ -1,26 +1,30 @@
 """What readers find in P's memory about a lease: that it lives, and digests of its blocks.
 
-    | generation | number of digests | digest of block 0 | of block 1 | ...
+    | generation | number of digests | holding, 4 words | digest of block 0 | of block 1 | ...
 
 The generation is written before the lease is granted and cleared before its blocks are free for
-anything else: who fetches it behind the blocks knows that they held. A digest is 0 until P knows
-it. Records lie in the arena's margin, readable like any other bytes, and so cost no message to P,
-nor any of its time. Behind them is room for records of peers to arrive in.
+anything else: who fetches it behind the blocks knows that they held. The holding is a digest of
+the prompt and of where its blocks lie (`params.holding_of`): who fetches it knows that P holds this
+prompt in these blocks, whoever has told so. A block's digest is 0 until P knows it.
+Records lie in the arena's margin, readable like any other bytes, and so cost no message to P, nor
+any of its time. Behind them is room for records of peers to arrive in.
 """
 
 import secrets
+import struct
 import threading
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 
 from engine.arena import MARGIN_BYTES, ArenaMemory
 
 WORD_BYTES = 8
-HEADER_WORDS = 2
+HEADER_WORDS = 6
 NUM_WORDS = MARGIN_BYTES // WORD_BYTES // 2
 """Of all records; part of the protocol."""
 NUM_PLACES = 64
@@ -31,6 +35,15 @@ MAX_DIGESTS = NUM_WORDS // NUM_PLACES - HEADER_WORDS
 """In one record; of a longer lease P must be asked."""
 FIRST_SERIAL_BITS = 35
 """Random: no record of one incarnation means anything in another. JSON's numbers hold it."""
+_HOLDING = "<4q"
+
+
+class RecordHeader(NamedTuple):
+    """What a record begins with. `holding`: a SHA-256, `params.holding_of`."""
+
+    generation: int
+    num_digests: int
+    holding: bytes
 
 
 class LeaseRecord:
@@ -72,7 +85,7 @@ class LeaseRecords:
         self._free = FreeRuns(NUM_WORDS)
         self._lock = threading.Lock()
 
-    def begin(self, num_blocks: int) -> LeaseRecord | None:
+    def begin(self, num_blocks: int, holding: bytes) -> LeaseRecord | None:
         """A generation that no lease had before, and its record; None when all room is taken.
 
         Without digests where there is only room for the header, or the lease is too long.
@@ -81,7 +94,7 @@ class LeaseRecords:
             for num_digests in (num_blocks, 0) if num_blocks <= MAX_DIGESTS else (0,):
                 start = self._free.take(HEADER_WORDS + num_digests)
                 if start is not None:
-                    return self._write(start, num_digests)
+                    return self._write(start, num_digests, holding)
             return None
 
     def put(self, record: LeaseRecord, block: int, digest: int) -> None:
@@ -97,12 +110,13 @@ class LeaseRecords:
             _words_of(self._arena)[record.start] = 0
             self._free.give(record.start, record.num_words)
 
-    def _write(self, start: int, num_digests: int) -> LeaseRecord:
+    def _write(self, start: int, num_digests: int, holding: bytes) -> LeaseRecord:
         self._serial += 1
         record = LeaseRecord(self._serial * NUM_WORDS + start, num_digests, self)
         words = _words_of(self._arena)[start : start + record.num_words]
         words.zero_()
         words[1] = num_digests
+        words[2:HEADER_WORDS] = torch.tensor(struct.unpack(_HOLDING, holding))
         words[0] = record.generation
         return record
 
@@ -126,11 +140,13 @@ class RecordPlaces:
         finally:
             self._free.append(word)
 
-    def at(self, place: int, num_words: int) -> list[int]:
-        """What has arrived there."""
+    def at(self, place: int, num_words: int) -> tuple[RecordHeader, list[int]]:
+        """The record that has arrived there, as far as it was read: its header and digests."""
         first = (place - self._start) // WORD_BYTES
         words: list[int] = _words_of(self._arena)[first : first + num_words].tolist()
-        return [word % 2**64 for word in words]
+        holding = struct.pack(_HOLDING, *words[2:HEADER_WORDS])
+        digests = [word % 2**64 for word in words[HEADER_WORDS:]]
+        return RecordHeader(words[0], words[1], holding), digests
 
 
 class FreeRuns:

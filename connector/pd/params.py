@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.errors import KVTransferParamsError
+from engine.errors import KVTransferParamsError, TransportError
 from engine.rpc.address import is_loopback
 from engine.types import GenerateRequest, KVTransferParams, TokenId
 
@@ -63,6 +63,20 @@ class ParamsSigner:
 def prompt_digest(token_ids: Sequence[TokenId]) -> str:
     """Binds a hand-over to its tokens: what is pulled is cached under their name."""
     return hashlib.sha256(array("I", token_ids).tobytes()).hexdigest()
+
+
+def holding_of(prompt_digest: str, offsets: Sequence[Sequence[int]]) -> bytes:
+    """Binds a lease to the tokens that it holds, and to where each group's blocks begin.
+
+    Raises TransportError for what no node could hold.
+    """
+    try:
+        hashed = hashlib.sha256(bytes.fromhex(prompt_digest))
+        for group in offsets:
+            hashed.update(array("Q", [len(group), *group]).tobytes())
+    except (ValueError, OverflowError) as error:
+        raise TransportError(f"no node holds such blocks: {error}") from error
+    return hashed.digest()
 
 
 def check_remote_prefill(request: GenerateRequest, params: KVTransferParams) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from connector.pd.digests_ahead import ArenaDigests
 from connector.pd.lease import Lease, LeaseTable
-from connector.pd.params import ParamsSigner, prompt_digest
+from connector.pd.params import ParamsSigner, holding_of, prompt_digest
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.tables import BlockTables
 from engine.kv_connector import FinishDecision, SchedulerConnector, WorkerConnector
@@ -79,8 +79,9 @@ class ProducerScheduler(SchedulerConnector):
             spare_s = self._turn_ttl_s
             if spare_s is None or not request.wants_remote_prefill:
                 return FinishDecision()
-        lease = self._hold(request, tables, spare_s)
-        params = self._params(request, tables)
+        digest = prompt_digest(request.token_ids[: request.num_computed_tokens])
+        lease = self._hold(request, tables, digest, spare_s=spare_s)
+        params = self._params(request, tables, digest)
         if spare_s is None:
             params = _for_decode(params, request, lease)
             self._digests.begin(lease)
@@ -98,17 +99,23 @@ class ProducerScheduler(SchedulerConnector):
         """Every lease ends: readers may still see this memory when the node is gone."""
         self._leases.close()
 
-    def _hold(self, request: Request, tables: BlockTables, spare_s: float | None) -> Lease:
+    def _hold(
+        self, request: Request, tables: BlockTables, digest: str, *, spare_s: float | None
+    ) -> Lease:
         offsets = tuple(
             tuple(self._plan.block_offset(group, block) for block in tables.used(group))
             for group in range(len(tables.groups))
         )
-        num_tokens = request.num_computed_tokens
-        return self._leases.grant(request.request_id, offsets, num_tokens, spare_s=spare_s)
+        return self._leases.grant(
+            request.request_id,
+            offsets,
+            request.num_computed_tokens,
+            holding=holding_of(digest, offsets),
+            spare_s=spare_s,
+        )
 
-    def _params(self, request: Request, tables: BlockTables) -> KVTransferParams:
+    def _params(self, request: Request, tables: BlockTables, digest: str) -> KVTransferParams:
         """The last token was sampled and never computed: K/V and states end right before it."""
-        num_tokens = request.num_computed_tokens
         return KVTransferParams(
             do_remote_decode=True,
             remote_engine_id=self._address.engine_id,
@@ -116,8 +123,8 @@ class ProducerScheduler(SchedulerConnector):
             remote_block_ids=_named(tables),
             remote_host=self._address.host,
             remote_port=self._address.port,
-            remote_num_tokens=num_tokens,
-            remote_prompt_digest=prompt_digest(request.token_ids[:num_tokens]),
+            remote_num_tokens=request.num_computed_tokens,
+            remote_prompt_digest=digest,
             tp_size=1,
             remote_num_cached_tokens=request.num_cached_tokens,
         )

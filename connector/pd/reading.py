@@ -35,6 +35,7 @@ from engine.arena import ArenaMemory
 from engine.errors import (
     KVTransferParamsError,
     LateReadError,
+    OtherPromptError,
     TransportError,
     VerificationError,
 )
@@ -61,12 +62,14 @@ class Stage(NamedTuple):
 class Reading:
     """One pull: from whom, under which lease, and until which monotonic time.
 
-    `post_s`: what posting its reads has taken.
+    `holding`: what that lease must be for (`params.holding_of`). `post_s`: what posting its reads
+    has taken.
     """
 
     peer: Peer
     request_id: str
     generation: int
+    holding: bytes
     deadline: float
     post_s: float = 0.0
 
@@ -156,14 +159,17 @@ class PullReader:
         *,
         request_id: str,
         generation: int,
+        holding: bytes,
         timeout_s: float,
     ) -> bool:
         """Returns once all bytes are here and P held them until then; whether they were compared.
 
         `timeout_s` bounds all of it. Raises TransportError when they cannot be read,
-        VerificationError when they differ twice, LateReadError when P held them no more.
+        VerificationError when they differ twice, LateReadError when P held them no more, and
+        OtherPromptError when its lease is for something else.
         """
-        reading = Reading(peer, request_id, generation, time.monotonic() + timeout_s)
+        deadline = time.monotonic() + timeout_s
+        reading = Reading(peer, request_id, generation, holding, deadline)
         verifies = self._verify and not self._cannot_verify(peer)
         if verifies:
             self._read_verified(reading, plan)
@@ -274,8 +280,10 @@ class PullReader:
     def _confirm(self, reading: Reading, num_held: int = 0) -> list[int]:
         """Reads the record of P's lease, behind all blocks: what P holds now, it has held till now.
 
+        And P says there what it is, so that nothing else can be read under this prompt's name.
+
         Returns the digests of its `num_held` blocks, or none where it has no room for just them.
-        Raises LateReadError when P holds it no more.
+        Raises LateReadError when P holds it no more, OtherPromptError when it holds something else.
         """
         self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
         peer, num_words = reading.peer, HEADER_WORDS + num_held
@@ -283,12 +291,17 @@ class PullReader:
             start = offset_of(reading.generation, peer.lease_records)
             record = SpanPair(start, place, num_words * WORD_BYTES)
             self._transport.read(peer.engine_id, [record]).wait(reading.time_left())
-            generation, num_digests, *digests = self._places.at(place, num_words)
-        if generation != reading.generation:
+            header, digests = self._places.at(place, num_words)
+        if header.generation != reading.generation:
             raise LateReadError(
                 f"{peer.engine_id} held {reading.request_id} no more when the read ended"
             )
-        return digests if num_digests == num_held else []
+        if header.holding != reading.holding:
+            raise OtherPromptError(
+                f"{peer.engine_id} holds another prompt as {reading.request_id}, or in other "
+                "blocks than its object names; send P's object as it is"
+            )
+        return digests if header.num_digests == num_held else []
 
     def _touch(self, point: FaultPoint, reading: Reading, spans: Iterable[SpanPair]) -> None:
         if self._faults is not NO_FAULTS:

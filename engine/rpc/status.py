@@ -40,6 +40,7 @@ _STATUS: Final[Mapping[type[TandemError], StatusCode]] = {
     errors.TransportError: StatusCode.UNAVAILABLE,
     errors.TransferTimeoutError: StatusCode.DEADLINE_EXCEEDED,
     errors.LateReadError: StatusCode.DATA_LOSS,
+    errors.OtherPromptError: StatusCode.DATA_LOSS,
     errors.VerificationError: StatusCode.DATA_LOSS,
 }
 _BY_NAME: Final[Mapping[str, type[TandemError]]] = {cls.__name__: cls for cls in _STATUS}

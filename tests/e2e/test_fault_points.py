@@ -30,7 +30,7 @@ from engine.types import KVTransferParams
 from tests.accounts import Account, at_rest, forget_peers
 from tests.asking import prefill_over_http
 from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
-from tests.faults import Armed, AtNth, Refusing, counted, flip, raising
+from tests.faults import Armed, AtNth, Refusing, counted, flip, raising, recomputed
 from tests.pairs import (
     GREEDY,
     TRANSPORTS,
@@ -82,10 +82,6 @@ def assert_equal(pair: Generation, alone: Generation, *, was_pulled: bool) -> No
     assert pair.token_ids == alone.token_ids
     assert pair.logprobs == alone.logprobs
     assert (pair.last.kv_transfer is not None) == was_pulled
-
-
-def recomputed(node: NodeServer) -> dict[str, int]:
-    return dict(node.engine.core.scheduler.stats.recomputed_tokens)
 
 
 # --- before the handshake ------------------------------------------------------------------------

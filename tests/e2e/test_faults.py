@@ -30,8 +30,10 @@ from tests.faults import (
     counted,
     drop,
     flip,
+    recomputed,
     swap,
 )
+from tests.leases import HOLDING
 from tests.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
 
 FAMILY = "qwen3_5"
@@ -105,10 +107,6 @@ async def pair_of_nodes(
 def assert_equal(pair: Generation, alone: Generation) -> None:
     assert pair.token_ids == alone.token_ids
     assert pair.logprobs == alone.logprobs
-
-
-def recomputed(node: NodeServer) -> dict[str, int]:
-    return dict(node.engine.core.scheduler.stats.recomputed_tokens)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -259,7 +257,7 @@ async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
     assert await asyncio.to_thread(faults.reached.wait, 20)
     leases = p.engine.core.scheduler._connector._children[0]._leases  # type: ignore[attr-defined]
     lease = leases.claim(held)
-    leases.grant(held, lease.offsets, lease.num_tokens)
+    leases.grant(held, lease.offsets, lease.num_tokens, holding=HOLDING)
     faults.go.set()
     assert_equal(await asked, alone)
     assert recomputed(d) == {"late_read": len(PROMPT)}

@@ -4,7 +4,7 @@ import pytest
 
 from connector.pd.control import LeaseDesk
 from engine.errors import KVTransferParamsError
-from tests.leases import LEASE_S, identity, lease_table
+from tests.leases import HOLDING, LEASE_S, identity, lease_table
 from tests.node_double import NO_DIGESTS
 
 REMOTE = ((0,), (4096, 8192))
@@ -14,9 +14,9 @@ IDENTITY = identity()
 def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_nothing() -> None:
     leases = lease_table(LEASE_S, lambda: 0.0)
     desk = LeaseDesk(lambda: IDENTITY, leases, digests=NO_DIGESTS, wake=lambda: None)
-    leases.grant("r", REMOTE, 64)
+    leases.grant("r", REMOTE, 64, holding=HOLDING)
     old = desk.claim("p", "r", "d").generation
-    leases.grant("r", REMOTE, 64)
+    leases.grant("r", REMOTE, 64, holding=HOLDING)
     new = desk.claim("p", "r", "d").generation
     assert old != new
     assert desk.renew("p", "d", ["r", "r"], generations=[old, new]) == ["r"]
@@ -30,7 +30,7 @@ def test_generations_go_on_when_a_request_id_comes_again() -> None:
     leases = lease_table(LEASE_S, lambda: 0.0)
     seen = []
     for _ in range(3):
-        leases.grant("r", REMOTE, 64)
+        leases.grant("r", REMOTE, 64, holding=HOLDING)
         lease = leases.claim("r")
         assert lease is not None
         seen.append(lease.generation)

@@ -19,8 +19,8 @@ from connector.pd.lease_records import (
     offset_of,
 )
 from engine.arena import MARGIN_BYTES, ArenaMemory
+from tests.leases import HOLDING, LEASE_S
 
-LEASE_S = 30.0
 NAMES = st.sampled_from("abcdef")
 LARGEST = 2**64 - 1
 
@@ -33,13 +33,15 @@ def arena() -> Iterator[ArenaMemory]:
 
 
 def words_at(arena: ArenaMemory, generation: int, num_words: int) -> list[int]:
-    """As a peer reads them."""
+    """As a peer reads them, less the words that tell what is held."""
     start = offset_of(generation, arena.nbytes - MARGIN_BYTES)
-    return list(arena.host_bytes()[start : start + 8 * num_words].cast("Q"))
+    num_all = HEADER_WORDS + max(num_words - 2, 0)
+    words = list(arena.host_bytes()[start : start + 8 * num_all].cast("Q"))
+    return words[:num_words] if num_words < 2 else words[:2] + words[HEADER_WORDS:]
 
 
 def begun(records: LeaseRecords, num_blocks: int) -> LeaseRecord:
-    record = records.begin(num_blocks)
+    record = records.begin(num_blocks, HOLDING)
     assert record is not None
     return record
 
@@ -52,6 +54,7 @@ def test_a_record_is_where_its_reader_looks_for_it(arena: ArenaMemory) -> None:
         assert place % 8 == 0
         assert place >= 4096
         assert words_at(arena, record.generation, 5) == [record.generation, 3, 0, 0, 0]
+        assert arena.host_bytes()[place + 16 : place + 48] == HOLDING
         record.put(2, LARGEST)
         record.put(0, 7)
         assert words_at(arena, record.generation, 5) == [record.generation, 3, 7, 0, LARGEST]
@@ -102,7 +105,9 @@ def test_with_all_room_taken_digests_go_first_and_then_the_oldest_lease(
 
     def granted(name: str, num_blocks: int) -> int:
         now[0] += 1e-3
-        return leases.grant(name, (tuple(range(num_blocks)),), 16).record.num_digests
+        return leases.grant(
+            name, (tuple(range(num_blocks)),), 16, holding=HOLDING
+        ).record.num_digests
 
     for number in range(NUM_PLACES - 1):
         assert granted(str(number), MAX_DIGESTS) == MAX_DIGESTS
@@ -121,14 +126,15 @@ def test_places_are_lent_to_one_pull_at_a_time(arena: ArenaMemory) -> None:
     size = 8 * (HEADER_WORDS + MAX_DIGESTS)
     assert sorted(offsets) == list(range(arena.nbytes - NUM_PLACES * size, arena.nbytes, size))
     assert min(offsets) == offset_of(NUM_WORDS - 1, 4096) + 8
-    arrived = arena.host_bytes()[offsets[0] : offsets[0] + 16].cast("Q")
-    arrived[0], arrived[1] = 7, LARGEST
-    assert places.at(offsets[0], 2) == [7, LARGEST]
+    arrived = arena.host_bytes()[offsets[0] : offsets[0] + 56]
+    words = arrived.cast("Q")
+    words[0], words[1], arrived[16:48], words[6] = 7, 1, HOLDING, LARGEST
+    assert places.at(offsets[0], HEADER_WORDS + 1) == ((7, 1, HOLDING), [LARGEST])
     for place in lent:
         place.__exit__(None, None, None)
     with places.place() as again:
         assert again == offsets[0]
-        assert places.at(again, 1) == [0]
+        assert places.at(again, HEADER_WORDS)[0].generation == 0
 
 
 class Runs(RuleBasedStateMachine):
@@ -187,7 +193,9 @@ class Leases(RuleBasedStateMachine):
     @rule(name=NAMES, is_spare=st.booleans(), num_blocks=st.integers(0, 3))
     def grant(self, name: str, is_spare: bool, num_blocks: int) -> None:
         offsets = (tuple(range(num_blocks)),)
-        lease = self.table.grant(name, offsets, 16, spare_s=5.0 if is_spare else None)
+        lease = self.table.grant(
+            name, offsets, 16, holding=HOLDING, spare_s=5.0 if is_spare else None
+        )
         self.every.append(lease.record)
 
     @precondition(lambda self: self.every)

@@ -2,7 +2,7 @@
 
 from connector.pd.control import LeaseDesk
 from engine.request_ids import unique_id
-from tests.leases import identity, lease_table
+from tests.leases import HOLDING, identity, lease_table
 from tests.node_double import NO_DIGESTS, ScriptedNode, running_cluster, until
 
 LEASE_S = 30.0
@@ -24,7 +24,7 @@ def test_a_label_ends_the_leases_of_its_requests_and_confirms_none() -> None:
     desk = LeaseDesk(identity, leases, digests=NO_DIGESTS, wake=lambda: None)
     mine, other = unique_id("cmpl-1", 10), unique_id("cmpl-12", 11)
     for request_id in (mine, other):
-        leases.grant(request_id, ((0,),), 16)
+        leases.grant(request_id, ((0,),), 16, holding=HOLDING)
     assert not desk.release("p", "cmpl-1", "abort", generation=0)
     assert leases.take_ended() == (mine,)
     assert desk.release("p", other, "read", generation=0)

@@ -6,7 +6,7 @@ A claimed one is like any other, and is never taken back.
 import pytest
 
 from connector.pd.lease import LeaseTable
-from tests.leases import lease_table
+from tests.leases import HOLDING, lease_table
 
 LEASE_S = 30.0
 TTL_S = 480.0
@@ -32,9 +32,9 @@ def clock() -> Clock:
 def leases(clock: Clock) -> LeaseTable:
     """One for a decode, and three for a next turn, five seconds apart."""
     table = lease_table(LEASE_S, clock)
-    table.grant("prefill", OFFSETS, 16)
+    table.grant("prefill", OFFSETS, 16, holding=HOLDING)
     for name in ("first", "second", "third"):
-        table.grant(name, OFFSETS, 16, spare_s=TTL_S)
+        table.grant(name, OFFSETS, 16, holding=HOLDING, spare_s=TTL_S)
         clock.now += 5.0
     return table
 
@@ -63,7 +63,7 @@ def test_a_claimed_one_lasts_as_long_as_its_reader_renews_it(
 
 def test_a_claim_never_makes_a_lease_shorter_than_its_reader_s_pace(clock: Clock) -> None:
     table = lease_table(LEASE_S, clock)
-    table.grant("r", OFFSETS, 16, spare_s=1.0)
+    table.grant("r", OFFSETS, 16, holding=HOLDING, spare_s=1.0)
     lease = table.claim("r")
     assert lease is not None
     clock.now += LEASE_S / 2

@@ -16,11 +16,17 @@ from connector.pd.geometry import describe_spec, geometry_of
 from connector.pd.layout import blocks_announced
 from connector.pd.reading import in_stages
 from connector.transports.base import SpanPair
-from engine.errors import KVTransferParamsError, LateReadError, TransportError, VerificationError
+from engine.errors import (
+    KVTransferParamsError,
+    LateReadError,
+    OtherPromptError,
+    TransportError,
+    VerificationError,
+)
 from engine.rpc.messages import BlockRange, Digests, DigestsQuestion
 from tests.bare_pulls import ATTENTION, PAGES, PLAN, REMOTE, STATE, DamagedOnce, pair
 from tests.faults import AtNth
-from tests.leases import LEASE_S, lease_table
+from tests.leases import HOLDING, LEASE_S, lease_table
 
 
 async def test_only_what_was_pulled_is_compared() -> None:
@@ -58,11 +64,19 @@ async def test_too_few_digests_are_refused() -> None:
 async def test_a_lease_of_another_generation_has_no_digests() -> None:
     async with pair() as nodes:
         old = nodes.generation
-        nodes.leases.grant("r", REMOTE, 64)
+        nodes.leases.grant("r", REMOTE, 64, holding=HOLDING)
         assert nodes.generation > old
         with pytest.raises(LateReadError, match="no more when the read ended"):
             await nodes.read(nodes.plan(), generation=old)
         await nodes.read(nodes.plan())
+
+
+@pytest.mark.parametrize("verify", [True, False])
+async def test_a_lease_that_holds_something_else_is_not_believed(verify: bool) -> None:
+    async with pair() as nodes:
+        with pytest.raises(OtherPromptError, match="holds another prompt as r, or in other blocks"):
+            await nodes.read(nodes.plan(), holding=HOLDING[::-1], verify=verify)
+        await nodes.read(nodes.plan(), verify=verify)
 
 
 @pytest.mark.parametrize("stage_bytes", [100, 1 << 20])
@@ -148,7 +162,7 @@ def test_nothing_is_hashed_ahead_of_an_answer_or_behind_the_end_of_a_lease() -> 
     held = blocks_announced(PLAN, geometry_of(PLAN), REMOTE, num_tokens=64)
     memory = memoryview(bytes(PLAN.arena_bytes))
     leases = lease_table(LEASE_S, lambda: 0.0)
-    lease = leases.grant("r", REMOTE, 64)
+    lease = leases.grant("r", REMOTE, 64, holding=HOLDING)
     asked = HeldDigests(held, memory, lease.record.put)
     asked.of([HELD])
     lease.digests = ended = HeldDigests(held, memory, lease.record.put)
