@@ -5,6 +5,7 @@ Works for the test's own process and for any other of the same user. Knows nothi
 
 import asyncio
 import gc
+import ipaddress
 import os
 import re
 import threading
@@ -102,3 +103,17 @@ def _text(path: str | Path) -> str:
         return Path(path).read_text()
     except OSError:
         return ""
+
+
+def listening(pid: int) -> set[tuple[str, int]]:
+    """Addresses and ports on which a process listens over TCP."""
+    mine = {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")}
+    found = set()
+    for table in ("tcp", "tcp6"):
+        rows = [line.split() for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()]
+        for row in rows:
+            if row[3] == "0A" and f"socket:[{row[9]}]" in mine:
+                host, port = row[1].split(":")
+                words = [bytes.fromhex(host[at : at + 8])[::-1] for at in range(0, len(host), 8)]
+                found.add((str(ipaddress.ip_address(b"".join(words))), int(port, 16)))
+    return found

@@ -31,7 +31,7 @@ class TransportRow(NamedTuple):
 TRANSPORTS: Mapping[str, TransportRow] = MappingProxyType(
     {
         "shm": TransportRow(lambda agent_name, host: ShmTransport(agent_name)),
-        "nixl": TransportRow(lambda agent_name, host: NixlTransport(agent_name), "nixl", "nixl"),
+        "nixl": TransportRow(NixlTransport, "nixl", "nixl"),
         "ucx": TransportRow(UcxTransport, "ucxx", "ucx"),
         "zmq": TransportRow(ZmqTransport, "zmq"),
     }

@@ -1,7 +1,7 @@
 """Reads over NIXL's UCX backend: RDMA and GPU memory where there is hardware, CMA or TCP elsewhere.
 
 Knows peers, spans and what may go wrong between them; the bindings are `nixl_agent.py`'s business.
-UCX reads its own settings (`UCX_TLS`, `UCX_NET_DEVICES`) from the environment; none is needed.
+UCX reads its own settings (`UCX_TLS`) from the environment; none is needed.
 """
 
 import secrets
@@ -24,6 +24,7 @@ from connector.transports.base import (
 )
 from connector.transports.nixl_agent import MemoryKind, NixlAddress, NixlAgent, Region, load_nixl
 from connector.transports.nixl_server import AgentHere, NixlServer, OwnerProcess
+from connector.transports.ucx_worker import network_devices
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
 
@@ -137,11 +138,11 @@ class _Reader:
     connection to a peer that lives stay open on both sides otherwise (ai-dynamo/nixl#2025).
     """
 
-    def __init__(self, name: str, arena: ArenaMemory, lock: RLock) -> None:
+    def __init__(self, name: str, arena: ArenaMemory, lock: RLock, *, devices: str) -> None:
         self.lock = lock
         self.arena = arena
         self.closed = False
-        self._agent = NixlAgent(name, progress_thread=False)
+        self._agent = NixlAgent(name, progress_thread=False, devices=devices)
         self._registered = self._agent.register(_region(arena), _kind(arena))
         self._loaded: set[str] = set()
         self._num_unloaded = 0
@@ -242,12 +243,16 @@ class _Reader:
 
 
 class NixlTransport(Transport):
-    """Host or CUDA arenas, one host or many. Raises ConfigError when nixl is not installed."""
+    """Host or CUDA arenas, one host or many. Raises ConfigError when nixl is not installed.
+
+    `host`: the address of this machine that peers use; only its interface listens.
+    """
 
     name = "nixl"
 
-    def __init__(self, agent_name: str) -> None:
+    def __init__(self, agent_name: str, host: str = "127.0.0.1") -> None:
         load_nixl()
+        self._devices = network_devices(host).get("NET_DEVICES", "")
         self._agent_name = agent_name
         self._lock = RLock()
         self._server: NixlServer | None = None
@@ -313,8 +318,8 @@ class NixlTransport(Transport):
     def _serve(self, arena: ArenaMemory) -> NixlServer:
         next_name = partial(_unique, self._agent_name)
         if arena.fd is None:
-            return AgentHere(next_name(), _region(arena), _kind(arena))
-        return OwnerProcess(next_name, arena.fd, arena.nbytes)
+            return AgentHere(next_name(), _region(arena), _kind(arena), devices=self._devices)
+        return OwnerProcess(next_name, arena.fd, arena.nbytes, devices=self._devices)
 
     def _under_way(self) -> tuple[NixlTransfer, ...]:
         with self._lock:
@@ -324,7 +329,8 @@ class NixlTransport(Transport):
         if self._arena is None:
             raise TransportError("register an arena before connecting to peers")
         if self._reader is None or self._reader.closed:
-            self._reader = _Reader(_unique(self._agent_name), self._arena, self._lock)
+            name = _unique(self._agent_name)
+            self._reader = _Reader(name, self._arena, self._lock, devices=self._devices)
         return self._reader
 
     def _check_name(self, peer: str, agent: str) -> None:

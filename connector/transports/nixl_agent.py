@@ -50,11 +50,17 @@ class NixlAgent:
     """One NIXL agent; not thread-safe. Raises ConfigError without the nixl package.
 
     `progress_thread`: needed to answer peers over TCP while nobody calls. An agent that only reads
-    is about twice as fast without it: the thread fights the caller for the UCX worker.
+    is about twice as fast without it: the thread fights the caller for the UCX worker. `devices`:
+    the only ones that UCX uses and listens on, by comma (`ucx_worker.network_devices`); empty: all.
     """
 
     def __init__(
-        self, name: str, *, progress_thread: bool, bindings: ModuleType | None = None
+        self,
+        name: str,
+        *,
+        progress_thread: bool,
+        devices: str,
+        bindings: ModuleType | None = None,
     ) -> None:
         self._nixl = bindings or load_nixl()
         self._errors = (RuntimeError, *(getattr(self._nixl, error) for error in _NIXL_ERRORS))
@@ -67,7 +73,8 @@ class NixlAgent:
         with self._typed("open the UCX backend"):
             self._agent: Any = self._nixl.nixlAgent(name, config)
             # `peer`: UCX reports a peer that vanished instead of waiting for it for ever.
-            backend = self._agent.createBackend("UCX", {"ucx_error_handling_mode": "peer"})
+            options = {"ucx_error_handling_mode": "peer", **_only(devices)}
+            backend = self._agent.createBackend("UCX", options)
         self._backends = [backend]
 
     def _typed(self, action: str) -> "_Typed":
@@ -146,6 +153,17 @@ class NixlAgent:
 
     def _segment(self, kind: MemoryKind) -> Any:
         return self._nixl.VRAM_SEG if kind == "VRAM" else self._nixl.DRAM_SEG
+
+
+def _only(devices: str) -> dict[str, str]:
+    """NIXL's options that keep UCX to some devices.
+
+    One option cuts its value at the first comma, and so takes one device, the interface. The other
+    takes many, and appends `:1` to the last, which then must be the first port of an RDMA device.
+    """
+    if not devices.endswith(":1"):
+        return {"engine_config": f"NET_DEVICES={devices}"} if devices else {}
+    return {"device_list": devices.removesuffix(":1")}
 
 
 class _Typed:

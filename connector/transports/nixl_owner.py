@@ -1,10 +1,14 @@
-"""`python -m connector.transports.nixl_owner AGENT FD NBYTES BINDINGS`: serves one host arena.
+"""`python -m connector.transports.nixl_owner AGENT FD NBYTES DEVICES BINDINGS`: serves one arena.
 
 BINDINGS: the file that the node has loaded, without the package around it, which imports numpy.
 
 A process of its own, since UCX 1.21 over TCP aborts the one that owes bytes to a reader which has
 left: so a node loses this process, and starts another. It knows the arena by its descriptor, tells
 the address on its output, and ends when its input does. Imports neither torch nor the node.
+
+It can read the arena and not write it, or whoever is told the address could: UCX asks nobody for a
+right. Who tries over TCP ends this process. A network card that may read must be given memory that
+it may write as well: where one refuses, the arena is mapped writable, and the log says so.
 """
 
 import ctypes
@@ -16,24 +20,44 @@ from importlib.util import module_from_spec, spec_from_loader
 from types import ModuleType
 
 from connector.transports.nixl_agent import NixlAgent
+from engine.errors import TransportError
 
 NO_HOOKS = ("UCX_MEM_EVENTS", "n")
 """UCX watches what a process unmaps, and takes 0.4 s for that; this one unmaps nothing in use."""
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def serve(name: str, fd: int, nbytes: int, *, bindings: str) -> None:
+def serve(name: str, fd: int, nbytes: int, *, devices: str, bindings: str) -> None:
     """Returns when the node closes this process's input, or ends in any other way."""
     told = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no address
-    arena = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-    region = (ctypes.addressof(ctypes.c_char.from_buffer(arena)), nbytes, 0)
-    agent = NixlAgent(name, progress_thread=True, bindings=_load(bindings))
-    registered = agent.register(region, "DRAM")
+    agent = NixlAgent(name, progress_thread=True, devices=devices, bindings=_load(bindings))
+    region = (_map(fd, nbytes, mmap.PROT_READ), nbytes, 0)
+    try:
+        registered = agent.register(region, "DRAM")
+    except TransportError as error:
+        print(f"peers can write the arena, as it cannot be registered read-only: {error}")
+        region = (_map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE), nbytes, 0)
+        registered = agent.register(region, "DRAM")
     with os.fdopen(told, "wb") as pipe:
         pipe.write(agent.address(region, "DRAM"))
     sys.stdin.buffer.read()
     agent.deregister(registered)
     agent.close()
+
+
+def _map(fd: int, nbytes: int, protection: int) -> int:
+    """Where the arena begins. Python tells no address of memory that it may not write."""
+    if nbytes > os.fstat(fd).st_size:
+        raise OSError(f"mmap of {nbytes} B of a file that has {os.fstat(fd).st_size}")
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    address = libc.mmap(None, nbytes, protection, flags, fd, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), f"mmap of {nbytes} B: {os.strerror(ctypes.get_errno())}")
+    return int(address)
 
 
 def _load(file: str) -> ModuleType:
@@ -47,4 +71,5 @@ def _load(file: str) -> ModuleType:
 
 if __name__ == "__main__":
     os.environ.setdefault(*NO_HOOKS)
-    serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), bindings=sys.argv[4])
+    agent, fd, nbytes, devices, bindings = sys.argv[1:]
+    serve(agent, int(fd), int(nbytes), devices=devices, bindings=bindings)

@@ -37,10 +37,10 @@ class NixlServer(Protocol):
 
 
 class AgentHere:
-    """An agent in this process."""
+    """An agent in this process; `devices` as of `NixlAgent`."""
 
-    def __init__(self, name: str, region: Region, kind: MemoryKind) -> None:
-        self._agent = NixlAgent(name, progress_thread=True)
+    def __init__(self, name: str, region: Region, kind: MemoryKind, *, devices: str) -> None:
+        self._agent = NixlAgent(name, progress_thread=True, devices=devices)
         self._registered = self._agent.register(region, kind)
         self.address = self._agent.address(region, kind)
 
@@ -54,12 +54,16 @@ class OwnerProcess:
     """A process that serves a host arena (`nixl_owner`), and the next one when it is aborted.
 
     Then the address changes: readers of the old one fail, and learn the new one when they shake
-    hands again. `name_of_next` names each agent. Raises TransportError when none can be started.
+    hands again. `name_of_next` names each agent, `devices` are its network. Raises TransportError
+    when none can be started.
     """
 
-    def __init__(self, name_of_next: Callable[[], str], fd: int, nbytes: int) -> None:
+    def __init__(
+        self, name_of_next: Callable[[], str], fd: int, nbytes: int, *, devices: str
+    ) -> None:
         self._name_of_next = name_of_next
         self._arena = fd, nbytes
+        self._devices = devices
         self._is_over = threading.Event()
         self._process, self.address = self._start()
         self._watcher = threading.Thread(target=self._watch, name="kv-nixl-owner", daemon=True)
@@ -98,7 +102,7 @@ class OwnerProcess:
         bindings = str(load_nixl().__file__)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, name, str(fd), str(nbytes), bindings],
+                [sys.executable, "-m", module, name, str(fd), str(nbytes), self._devices, bindings],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -6,17 +6,20 @@ UCX aborts it where a reader left that it owed bytes to; here it is a signal.
 import os
 import resource
 import signal
-from contextlib import closing
+import time
+from contextlib import closing, suppress
+from functools import partial
 
 import pytest
 import torch
 
 from connector.transports import nixl
-from connector.transports.base import SpanPair, Transport
+from connector.transports.base import SpanPair, Transport, decode_address
+from connector.transports.nixl_agent import NixlAddress, NixlAgent
 from connector.transports.nixl_server import AgentHere, OwnerProcess
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
-from tests.leaks import children_of, excess, held_by
+from tests.leaks import children_of, excess, held_by, listening
 from tests.reads import StartPeer, expected, permuted_blocks, pull, pull_in_the_end, until
 from tests.transport_peer import ARENA_BYTES, Peer
 
@@ -54,6 +57,53 @@ def test_another_one_takes_the_place_of_one_that_is_aborted(
 
 
 @OVER_NIXL
+def test_only_the_address_of_the_node_listens(owner: tuple[Peer, int]) -> None:
+    """In the node, whose reader is an agent too, and in the process that serves."""
+    peer, pid = owner
+    assert {host for host, _ in listening(peer.pid) | listening(pid)} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("kind", ["nixl", "nixl-tcp"], indirect=True)
+def test_nobody_who_knows_the_address_can_write_the_arena(
+    owner: tuple[Peer, int], transport: Transport, arena: ArenaMemory
+) -> None:
+    """At worst it ends the process that serves, which is the next one's beginning."""
+    peer, _ = owner
+    before = peer.address_now()
+    with closing(ArenaMemory(ARENA_BYTES)) as noise:
+        noise.tensor.fill_(255)
+        write(decode_address(before, NixlAddress), noise)
+    pull_in_the_end(transport, peer, permuted_blocks())
+    assert torch.equal(arena.tensor, expected(peer, permuted_blocks()))
+
+
+def write(peer: NixlAddress, noise: ArenaMemory) -> None:
+    """What a program of somebody else would do, for as long as it is not stopped."""
+    with closing(NixlAgent("intruder", progress_thread=False, devices="lo")) as agent:
+        bindings, ours = agent._nixl, (noise.data_ptr, noise.nbytes, 0)
+        registered = agent.register(ours, "DRAM")
+        agent.load(peer.metadata, peer.agent)
+        lists = [
+            bindings.nixlXferDList(bindings.DRAM_SEG, [region])
+            for region in (ours, (peer.base, noise.nbytes, 0))
+        ]
+        create = agent._agent.createXferReq
+        request = create(bindings.NIXL_WRITE, *lists, peer.agent, b"", agent._backends)
+        with suppress(TransportError):
+            is_done = agent.post(request)
+            deadline = time.monotonic() + 2
+            while not is_done and time.monotonic() < deadline:
+                is_done = agent.is_done(request)
+        for step in (
+            partial(agent.release, request),
+            partial(agent.unload, peer.agent),
+            partial(agent.deregister, registered),
+        ):
+            with suppress(TransportError):
+                step()
+
+
+@OVER_NIXL
 def test_a_read_of_one_that_is_gone_is_an_error_and_writes_nothing(
     owner: tuple[Peer, int], transport: Transport, arena: ArenaMemory
 ) -> None:
@@ -72,7 +122,9 @@ def test_memory_of_a_device_is_served_by_the_node_itself(
     """In the same way as any other, which this host memory stands for."""
     with closing(ArenaMemory(ARENA_BYTES)) as served:
         served.tensor.random_(256)
-        with closing(AgentHere("p", (served.data_ptr, served.nbytes, 0), "DRAM")) as here:
+        with closing(
+            AgentHere("p", (served.data_ptr, served.nbytes, 0), "DRAM", devices="lo")
+        ) as here:
             transport.connect("p", here.address)
             pull(transport, "p", [SpanPair(0, 0, ARENA_BYTES)])
             assert torch.equal(arena.tensor, served.tensor)
@@ -96,7 +148,7 @@ def test_closing_leaves_nothing() -> None:
     before = held_by(os.getpid())
     with closing(ArenaMemory(ARENA_BYTES)) as arena:
         assert arena.fd is not None
-        owner = OwnerProcess(lambda: "p", arena.fd, arena.nbytes)
+        owner = OwnerProcess(lambda: "p", arena.fd, arena.nbytes, devices="lo")
         assert owner.pid in children_of(os.getpid())
         owner.close()
         owner.close()
@@ -107,7 +159,7 @@ def test_closing_leaves_nothing() -> None:
 def test_a_node_that_cannot_open_its_reader_is_not_served_either(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*arguments: object) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
         raise TransportError("refused by the test")
 
     monkeypatch.setattr(nixl, "_Reader", refuse)
@@ -124,7 +176,7 @@ def test_what_cannot_be_served_is_an_error_that_says_why() -> None:
     with closing(ArenaMemory(ARENA_BYTES)) as arena:
         assert arena.fd is not None
         with pytest.raises(TransportError, match=r"could not serve the arena.*(mmap|length)"):
-            OwnerProcess(lambda: "p", arena.fd, 2 * ARENA_BYTES)
+            OwnerProcess(lambda: "p", arena.fd, 2 * ARENA_BYTES, devices="lo")
     assert not excess(before, held_by(os.getpid()))
 
 
@@ -135,7 +187,7 @@ def test_a_node_with_many_descriptors_is_served_too(arena: ArenaMemory) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     taken = [os.dup(arena.fd) for _ in range(1100)]
     try:
-        with closing(OwnerProcess(lambda: "p", arena.fd, arena.nbytes)) as owner:
+        with closing(OwnerProcess(lambda: "p", arena.fd, arena.nbytes, devices="lo")) as owner:
             assert owner.address
     finally:
         for fd in taken:
@@ -150,6 +202,6 @@ def test_no_room_for_another_process_is_a_typed_error(arena: ArenaMemory) -> Non
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
     try:
         with pytest.raises(TransportError, match=r"no process.*Too many open files"):
-            OwnerProcess(lambda: "p", arena.fd, arena.nbytes)
+            OwnerProcess(lambda: "p", arena.fd, arena.nbytes, devices="lo")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

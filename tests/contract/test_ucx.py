@@ -1,7 +1,6 @@
 """What only the ucx transport has to hold: its frames, its tokens, its connections."""
 
 import os
-import socket
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -28,6 +27,7 @@ from connector.transports.ucx_server import (
 from connector.transports.ucx_worker import UcxWorker, network_devices
 from engine.arena import ArenaMemory
 from engine.errors import ConfigError, TransferTimeoutError, TransportError
+from tests.leaks import listening
 from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer
 
 # Not imported here: that would come before the tests of NIXL (see tests/conftest.py).
@@ -267,19 +267,10 @@ def test_a_host_means_its_interface() -> None:
         network_devices("203.0.113.9")
 
 
-def listening() -> set[str]:
-    """Addresses on which this process listens; others on this machine come and go."""
-    mine = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()}
-    with open("/proc/net/tcp") as table:
-        rows = [line.split() for line in table]
-    return {row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine}
-
-
 def test_only_loopback_listens(arena: ArenaMemory) -> None:
-    before = listening()
+    before = listening(os.getpid())
     opened = UcxTransport("d", "127.0.0.1")
     opened.register(arena)
-    new = {entry.split(":")[0] for entry in listening() - before}
+    new = {host for host, _ in listening(os.getpid()) - before}
     opened.close()
-    loopback = socket.inet_aton("127.0.0.1")[::-1].hex().upper()
-    assert new == {loopback}
+    assert new == {"127.0.0.1"}
