@@ -114,7 +114,14 @@ class Pull:
         case, control = self.case, self.control
         geometry = geometry_of(case.plan)
         peer = Peer(
-            ENGINE_ID, control, DEADLINE_S, geometry, DEADLINE_S, ARENA_BYTES, (DIGESTS_XXH3_64,)
+            ENGINE_ID,
+            ENGINE_ID,
+            control,
+            DEADLINE_S,
+            geometry,
+            DEADLINE_S,
+            ARENA_BYTES,
+            (DIGESTS_XXH3_64,),
         )
         plan = case.pull()
         with emptied(self.arena, plan.spans):

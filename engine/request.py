@@ -124,9 +124,9 @@ class Request:
 
     @property
     def wants_remote_prefill(self) -> bool:
-        """Whether another node computed the prompt."""
+        """Whether another node computed the prompt, and its first token counts."""
         params = self.origin.kv_transfer_params
-        return params is not None and params.do_remote_prefill
+        return params is not None and params.do_remote_prefill and bool(params.first_token_ids)
 
     def move(self, status: RequestStatus) -> None:
         """Enters `status`; a transition that the table does not list raises ValueError."""

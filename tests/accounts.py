@@ -10,7 +10,7 @@ from typing import Self
 
 from connector.multi import MultiScheduler, MultiWorker
 from connector.pd.admission import PdAdmission
-from connector.pd.claims import CONTROL_LIMITS, ClaimKeeper
+from connector.pd.claims import CONTROL_LIMITS, FIRST_LIMITS, ClaimKeeper
 from connector.pd.consumer import ConsumerWorker
 from connector.pd.lease import LeaseTable
 from connector.pd.lease_records import NUM_PLACES, NUM_WORDS, LeaseRecords
@@ -22,7 +22,8 @@ from engine.node.server import NodeServer
 from tests.cluster import all_back, sample, settled, until
 from tests.leaks import Holdings, held_here
 
-THREADS_PER_NODE = 3 + CONTROL_LIMITS.total + 2 * PdConnectorConfig().max_concurrent_pulls
+CONTROL_THREADS = CONTROL_LIMITS.total + FIRST_LIMITS.total
+THREADS_PER_NODE = 3 + CONTROL_THREADS + 2 * PdConnectorConfig().max_concurrent_pulls
 STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 
 

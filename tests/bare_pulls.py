@@ -1,6 +1,7 @@
 """P's arena, control service and leases, and D's reader: a pull without nodes."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
@@ -107,7 +108,9 @@ class Pair:
         stage_bytes: int = STAGE_BYTES,
         timeout_s: float = 5.0,
     ) -> None:
-        peer = Peer("p", self.control, timeout_s, geometry_of(PLAN), 30.0, RECORDS, capabilities)
+        peer = Peer(
+            "p", "p", self.control, timeout_s, geometry_of(PLAN), 30.0, RECORDS, capabilities
+        )
         reader = PullReader(
             self.transport,
             self.d,
@@ -151,9 +154,9 @@ class ChangedDigests:
     def begin(self, lease: Lease) -> None:
         self.found.begin(lease)
 
-    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
+    def of(self, lease: Lease, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:
         self.num_asked += 1
-        return self.change(self.found.of(lease, ranges))
+        return self.change(self.found.of(lease, ranges, left))
 
 
 @dataclass(slots=True)

@@ -73,6 +73,7 @@ def outdated_params(valid: Fields, token: str) -> Iterator[Fields]:
     """Signed by a node of the cluster, for this prompt, and nothing that P holds."""
     blocks = valid["remote_block_ids"]
     changes: tuple[Fields, ...] = (
+        {"remote_engine_id": "prefill-0123456789abcdef"},
         {"remote_generation": valid["remote_generation"] + 1},
         {"remote_block_ids": [[block + 1 for block in group] for group in blocks]},
         {"remote_block_ids": [[2**40] * len(group) for group in blocks]},
@@ -209,7 +210,6 @@ def _signed_nonsense(valid: Fields, token: str) -> Iterator[Fields]:
         {"first_token_logprobs": [[1, -1.0, [[1, -1.0]] * 1_000]]},
         {"remote_num_tokens": valid["remote_num_tokens"] - 1},
         {"remote_prompt_digest": "0" * 64},
-        {"remote_engine_id": "prefill-0123456789abcdef"},
         {"do_remote_decode": True},
     ):
         yield _signed({**valid, **change}, token)

@@ -1,6 +1,7 @@
 """Nodes without a model on real gRPC ports, and a real proxy in front of them."""
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -67,6 +68,8 @@ class ScriptedNode:
     released: list[tuple[str, str, str]] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
     ranges: list[BlockRange] = field(default_factory=list)
+    is_slow: bool = False
+    left: threading.Event = field(default_factory=threading.Event)
     num_open: int = 0
     num_cut: int = 0
     rpc: RpcServer | None = None
@@ -198,8 +201,17 @@ class ScriptedNode:
         return True
 
     def digests(
-        self, engine_id: str, request_id: str, generation: int, *, ranges: Sequence[BlockRange]
+        self,
+        engine_id: str,
+        request_id: str,
+        generation: int,
+        *,
+        ranges: Sequence[BlockRange],
+        left: threading.Event,
     ) -> Digests:
+        self.left = left
+        if self.is_slow:
+            left.wait(WAIT_S)
         self.ranges += ranges
         return tuple((2**64 - 1 - generation,) * asked.end for asked in ranges)
 
@@ -210,7 +222,7 @@ class NoDigests:
     def begin(self, lease: Lease) -> None:
         """Nothing is hashed."""
 
-    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
+    def of(self, lease: Lease, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:
         raise AssertionError("nobody asks")
 
 

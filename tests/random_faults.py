@@ -85,11 +85,6 @@ class Plan:
         """Nothing was done that a second read would not mend."""
         return set(self.names) <= {DELAY, DAMAGE} and self.names.count(DAMAGE) < 2
 
-    @property
-    def hit_the_handshake(self) -> bool:
-        """Then the request itself may be refused."""
-        return any(step.point is FaultPoint.BEFORE_HANDSHAKE for step in self.fired)
-
 
 def draw_plan(name: str, *, damage: bool) -> Plan:
     """The plan of the run called `name`; about one in six is empty."""

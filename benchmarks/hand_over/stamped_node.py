@@ -6,6 +6,7 @@ Times are CLOCK_MONOTONIC seconds, which all processes of one machine share.
 
 import asyncio
 import multiprocessing
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -198,11 +199,17 @@ class StampedDesk:
         return was_alive
 
     def digests(
-        self, engine_id: str, request_id: str, generation: int, *, ranges: Sequence[BlockRange]
+        self,
+        engine_id: str,
+        request_id: str,
+        generation: int,
+        *,
+        ranges: Sequence[BlockRange],
+        left: threading.Event,
     ) -> Digests:
         """As the inner one."""
         self.stamps.note("digests")
-        digests = self.inner.digests(engine_id, request_id, generation, ranges=ranges)
+        digests = self.inner.digests(engine_id, request_id, generation, ranges=ranges, left=left)
         self.stamps.note("digested")
         return digests
 

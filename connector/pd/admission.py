@@ -8,7 +8,8 @@ import asyncio
 import msgspec
 import structlog
 
-from connector.pd.claims import DOES_NOT_FIT, ClaimKeeper, PrefillClaim
+from connector.pd import causes
+from connector.pd.claims import ClaimKeeper, PrefillClaim
 from connector.pd.params import (
     ParamsSigner,
     check_remote_prefill,
@@ -16,14 +17,7 @@ from connector.pd.params import (
     why_not_from,
 )
 from engine.config import KVTransferConfig
-from engine.errors import (
-    DeadlineExceededError,
-    KVLoadError,
-    KVTransferParamsError,
-    TandemError,
-    TransportError,
-    UnavailableError,
-)
+from engine.errors import KVLoadError, KVTransferParamsError, TandemError, TransportError
 from engine.kv_connector import AdmissionConnector
 from engine.metrics import TransferMetrics
 from engine.types import GenerateRequest, HandOverProblem, KVTransferParams
@@ -32,7 +26,10 @@ log = structlog.get_logger()
 
 # A return pull comes with do_remote_decode: who may produce may start from what D keeps.
 REFUSED_BY_ROLE = {"kv_consumer": "do_remote_decode", "kv_producer": "do_remote_prefill"}
-UNREACHABLE = (UnavailableError, DeadlineExceededError, TransportError, TimeoutError)
+FAILURES = (TandemError, TimeoutError)
+"""Of a question to a peer: none is the client's fault, and this node can compute every token."""
+FAILED_PREFILL = KVTransferParams(do_remote_prefill=True)
+"""There was one, and nothing of it may be used."""
 
 
 class PdAdmission(AdmissionConnector):
@@ -56,9 +53,10 @@ class PdAdmission(AdmissionConnector):
     async def admit(self, request: GenerateRequest) -> GenerateRequest:
         """Claims the remote prefill or the turn before, if `request` names one.
 
-        Returns it without parameters when P does not fit: its first token is another model's.
-        Raises KVTransferParamsError for parameters that are partial, foreign, expired or not for
-        this node, and KVLoadError when P cannot be reached and the policy is `fail`.
+        Returns it without P's answer when P does not fit: its first token is another model's.
+        Raises KVTransferParamsError for parameters that are partial, not signed by a node of this
+        cluster or not for this node, and KVLoadError when P does not hold what they name, or cannot
+        be asked, and the policy is `fail`.
 
         A turn before that cannot be had is no error, whatever the policy: nothing was promised, and
         this node can compute every token. It is counted by cause, and D need not keep it.
@@ -72,7 +70,7 @@ class PdAdmission(AdmissionConnector):
                 f"this node's kv_role is {self._config.kv_role}: it refuses {refused}"
             )
         if params.do_remote_prefill and not await self._claim(request, params):
-            return msgspec.structs.replace(request, kv_transfer_params=None)
+            return msgspec.structs.replace(request, kv_transfer_params=FAILED_PREFILL)
         if params.is_return_pull:
             await self._claim_turn(request, params)
         return request
@@ -92,8 +90,8 @@ class PdAdmission(AdmissionConnector):
         claim = PrefillClaim(request.request_id, params)
         try:
             await self._ask(claim)
-        except UNREACHABLE as error:
-            self._unreachable(claim, error)
+        except FAILURES as error:
+            self._cannot_be_had(claim, error)
             return not isinstance(error, TransportError)
         return True
 
@@ -111,38 +109,36 @@ class PdAdmission(AdmissionConnector):
         self._signer.verify(params)
         is_on = self._config.kv_connector_extra_config.bidirectional_kv_xfer
         cause = why_not_from(request, params) if is_on else "disabled"
+        claim = PrefillClaim(request.request_id, params)
         if cause is not None:
-            self._claims.decline(params)
+            self._claims.decline(claim)
             self._metrics.not_pulled(cause)
             return
         try:
-            await self._ask(PrefillClaim(request.request_id, params))
-        except UNREACHABLE as error:
-            self._compute_here(request, "peer_unreachable", error)
-        except KVTransferParamsError as error:
-            cause = (error.code or "refused").removesuffix("_kv_transfer_params")
-            self._compute_here(request, cause, error)
+            await self._ask(claim)
+        except FAILURES as error:
+            self._compute_here(request, error)
 
     async def _ask(self, claim: PrefillClaim) -> None:
-        """What becomes of a claim at an unreachable peer is the caller's business."""
+        """What becomes of a claim that the peer does not answer is the caller's business."""
         try:
             asked = self._claims.begin(claim)
             if asked is not None:
                 await asyncio.wait_for(asyncio.wrap_future(asked), self._timeout_s)
-        except UNREACHABLE:
+        except FAILURES:
             raise
         except BaseException:
             self.withdraw(claim.request_id)
             raise
 
-    def _compute_here(self, request: GenerateRequest, cause: str, error: BaseException) -> None:
+    def _compute_here(self, request: GenerateRequest, error: BaseException) -> None:
+        cause = causes.of_question(error)
         log.info("the turn before cannot be pulled", cause=cause, error=str(error))
         self._metrics.not_pulled(cause)
         self.withdraw(request.request_id)
 
-    def _unreachable(self, claim: PrefillClaim, error: TandemError | TimeoutError) -> None:
-        cause = DOES_NOT_FIT if isinstance(error, TransportError) else "peer_unreachable"
-        self._claims.failed(claim, cause, error)
+    def _cannot_be_had(self, claim: PrefillClaim, error: BaseException) -> None:
+        self._claims.failed(claim, causes.of_question(error), error)
         if self._config.kv_load_failure_policy == "recompute":
             return
         self.withdraw(claim.request_id)

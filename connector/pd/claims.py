@@ -7,13 +7,14 @@ the way back the peer is D, which keeps a turn for nobody in particular: it is a
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
 
+from connector.pd import causes
 from connector.pd.fair_pool import FairPool, PoolLimits
 from connector.pd.peers import Peer, PeerAddress, PeerRegistry
 from engine.errors import (
@@ -34,10 +35,10 @@ from engine.types import KVTransferParams, KVTransferStats
 log = structlog.get_logger()
 
 CONTROL_LIMITS = PoolLimits(total=16, per_peer=4, waiting=16_384)
+FIRST_LIMITS = PoolLimits(total=32, per_peer=1, waiting=16_384, peers=32)
+"""To addresses where nobody has answered yet. Those that are silent keep these threads, and none
+that talk to known peers; a new peer waits for two timeouts at most, or is refused at once."""
 RENEWALS_PER_LEASE = 6
-DOES_NOT_FIT = "peer_does_not_fit"
-"""Two nodes that differ: that lasts until one of them is started anew."""
-MIN_INTERVAL_S = 0.02
 
 
 @dataclass(slots=True, eq=False)
@@ -131,12 +132,13 @@ class ClaimKeeper:
         self.problems = HandOverProblems()
         self._peers = peers
         self._metrics = metrics
-        self._interval_s = lease_s / RENEWALS_PER_LEASE
+        self._lease_s = lease_s
         self._lock = threading.Lock()
         self._claims: dict[str, PrefillClaim] = {}
         self._stopping = threading.Event()
         self._pause = threading.Event()
         self._control = FairPool(CONTROL_LIMITS, "kv-control")
+        self._first = FairPool(FIRST_LIMITS, "kv-first")
         self._renewer = threading.Thread(target=self._renew_regularly, name="kv-renew", daemon=True)
         self._renewer.start()
 
@@ -151,12 +153,13 @@ class ClaimKeeper:
     def begin(self, claim: PrefillClaim) -> Future[None] | None:
         """None: it stands. Otherwise the peer is asked on a control thread, and may refuse.
 
-        Raises OverloadedError when too many messages to peers wait already.
+        Raises OverloadedError when too many messages to peers wait already; the claim is known.
         """
-        asked = None if self._stands_at_once(claim) else self._submit_ask(claim)
         with self._lock:
             self._claims[claim.request_id] = claim
-        return asked
+        if self._stands_at_once(claim):
+            return None
+        return self._submit(claim.address, partial(self._ask, claim))
 
     def end(self, request_id: str) -> PrefillClaim | None:
         """Forgets a claim; P's lease is released in the background if it is still ours."""
@@ -166,15 +169,12 @@ class ClaimKeeper:
             self.settle(claim)
         return claim
 
-    def decline(self, params: KVTransferParams) -> None:
-        """Nobody will claim what `params` name: the peer's lease ends now, in the background."""
-        assert params.remote_host and params.remote_port
-        address, engine_id = (params.remote_host, params.remote_port), params.remote_engine_id or ""
-        name = params.remote_request_id or ""
+    def decline(self, claim: PrefillClaim) -> None:
+        """It will not begin: the peer's lease ends now, in the background."""
         try:
-            self._control.submit(engine_id, partial(self._peers.decline, address, engine_id, name))
+            self._submit(claim.address, partial(self._decline, claim))
         except OverloadedError as error:
-            log.warning("a lease is left to run out", peer=engine_id, error=str(error))
+            log.warning("a lease is left to run out", peer=claim.engine_id, error=str(error))
 
     def settle(self, claim: PrefillClaim, reason: str = "given up") -> None:
         """Nobody will read any more: a lease that is still ours is released in the background."""
@@ -187,16 +187,16 @@ class ClaimKeeper:
     def failed(self, claim: PrefillClaim, cause: str, error: BaseException) -> None:
         """What the peer has computed will not be had: it is computed here, or the request fails.
 
-        That is held against the peer unless only its lease was over, which says nothing of others.
+        That is held against the peer unless it says nothing of others that the peer holds.
         """
         claim.fail(cause)
         self._metrics.failed.inc()
         self._metrics.hand_over_failed(cause)
         about = {"engine_id": claim.engine_id, "address": join_host_port(*claim.address)}
-        if isinstance(error, LateReadError):
+        if cause in causes.OF_ONE_OBJECT:
             self.problems.note(cause, str(error), **about)
         else:
-            lasting = cause == DOES_NOT_FIT
+            lasting = cause == causes.PEER_DOES_NOT_FIT
             self.problems.failed(**about, cause=cause, detail=str(error), lasting=lasting)
 
     def worked(self, claim: PrefillClaim) -> None:
@@ -214,6 +214,7 @@ class ClaimKeeper:
         for request_id in list(self._claims):
             self.end(request_id)
         self._renewer.join()
+        self._first.close()
         self._control.close()
 
     def _stands_at_once(self, claim: PrefillClaim) -> bool:
@@ -223,21 +224,30 @@ class ClaimKeeper:
         claim.peer = self._peers.at_hand(*claim.address, claim.engine_id)
         return claim.peer is not None
 
-    def _submit_ask(self, claim: PrefillClaim) -> Future[None]:
-        return self._control.submit(claim.engine_id, partial(self._ask, claim))
+    def _decline(self, claim: PrefillClaim) -> None:
+        name, generation = claim.remote_request_id, claim.generation
+        self._peers.decline(claim.address, claim.engine_id, name, generation=generation)
+
+    def _submit(self, address: PeerAddress, call: Callable[[], None]) -> Future[None]:
+        """Where somebody has answered before, among the messages to known peers."""
+        pool = self._control if self._peers.has_met(address) else self._first
+        return pool.submit(join_host_port(*address), call)
 
     def _ask(self, claim: PrefillClaim) -> None:
+        if self._stopping.is_set():
+            raise UnavailableError("this node is stopping")
         try:
             peer = self._peers.acquire(*claim.address, claim.engine_id)
         except TransportError:
-            self._peers.decline(claim.address, claim.engine_id, claim.remote_request_id)
+            self._decline(claim)
             raise
         if claim.must_ask:
             self._ask_for_blocks(claim, peer)
         with claim.lock:
             claim.peer = peer
             came_too_late = claim.ended
-        self._keep_pace(peer.lease_s)
+        if peer.lease_s < self._lease_s:
+            self._pause.set()  # the renewer may be about to wait for longer than this peer allows
         if came_too_late:
             self._end_lease(claim, "given up")
         if claim.answer is not None and claim.answer.num_tokens != claim.num_tokens:
@@ -316,16 +326,14 @@ class ClaimKeeper:
 
     def _pause_is_last(self) -> bool:
         """Waits until it is time to renew; whether the node stops instead."""
-        self._pause.wait(self._interval_s)
+        self._pause.wait(self._interval_s())
         self._pause.clear()
         return self._stopping.is_set()
 
-    def _keep_pace(self, lease_s: float) -> None:
-        """P's leases may be shorter than ours: renew as often as the shortest of all needs."""
-        interval_s = max(lease_s / RENEWALS_PER_LEASE, MIN_INTERVAL_S)
-        if interval_s < self._interval_s:
-            self._interval_s = interval_s
-            self._pause.set()
+    def _interval_s(self) -> float:
+        """As often as the shortest lease needs, ours or that of a peer that is here."""
+        leases = (self._lease_s, *(peer.lease_s for peer in self._peers.known()))
+        return min(leases) / RENEWALS_PER_LEASE
 
     def _by_peer(self) -> Iterable[tuple[Peer, list[PrefillClaim]]]:
         """Every known peer with its claims to renew; one that is gone while it has any."""
@@ -356,4 +364,4 @@ class ClaimKeeper:
             self._peers.release(peer)
         for claim in claims:
             if claim.remote_request_id in lost and not claim.ended:
-                claim.fail("lease_lost")
+                claim.fail(causes.LEASE_LOST)

@@ -13,6 +13,7 @@ from functools import partial
 
 import structlog
 
+from connector.pd import causes
 from connector.pd.claims import ClaimKeeper, PrefillClaim
 from connector.pd.fair_pool import FairPool, PoolLimits
 from connector.pd.layout import blocks_announced
@@ -65,11 +66,16 @@ class ConsumerScheduler(SchedulerConnector):
         return missing if missing >= max(worth_it, 1) else 0
 
     def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
-        """Queues the pull for the next step; if nothing is needed, the peer may forget it now."""
+        """Queues the pull for the next step; if nothing is needed, the peer may forget it now.
+
+        What a peer has computed and cannot be had is computed again.
+        """
         if pull is not None:
             self._pulls.append(pull)
             return
         claim = self._claims.get(request.request_id)
+        if claim is not None and claim.failure and not claim.params.is_return_pull:
+            request.lose(claim.num_tokens, claim.failure)
         if claim is not None and claim.stands:
             if claim.params.is_return_pull:
                 self._metrics.not_pulled("below_threshold")
@@ -172,9 +178,9 @@ class ConsumerWorker(WorkerConnector):
         log.warning("a pull was refused", error=str(error))
         if claim is not None:
             self._metrics.failed.inc()
-            claim.fail("too_many_pulls")
+            claim.fail(causes.TOO_MANY_PULLS)
             self._claims.settle(claim)
-        self._results.put((pull.request_id, "too_many_pulls"))
+        self._results.put((pull.request_id, causes.TOO_MANY_PULLS))
         self._wake()
 
     def _pull(self, pull: BlockPull) -> None:
@@ -183,7 +189,7 @@ class ConsumerWorker(WorkerConnector):
         The engine hears of it first, and P, whose lease ends, after that.
         """
         claim = self._claims.get(pull.request_id)
-        cause: str | None = "transfer_failed"
+        cause: str | None = causes.TRANSFER_FAILED
         try:
             cause = self._try_pull(claim, pull)
         finally:
@@ -194,11 +200,13 @@ class ConsumerWorker(WorkerConnector):
 
     def _try_pull(self, claim: PrefillClaim | None, pull: BlockPull) -> str | None:
         if claim is None or claim.peer is None or self._stopping.is_set():
-            return "request_ended"
+            return causes.REQUEST_ENDED
         try:
             self._load(claim, claim.peer, pull)
         except TandemError as error:
-            cause = self._cause_of(error)
+            cause = causes.of_read(error)
+            if cause == causes.LATE_READ:
+                self._metrics.late_reads.inc()
             self._claims.failed(claim, cause, error)
             return cause
         self._claims.worked(claim)
@@ -237,15 +245,6 @@ class ConsumerWorker(WorkerConnector):
         except (TransportError, UnavailableError, DeadlineExceededError):
             self._claims.forget(peer)
             raise
-
-    def _cause_of(self, error: TandemError) -> str:
-        """The word for it in metrics and errors."""
-        if isinstance(error, LateReadError):
-            self._metrics.late_reads.inc()
-            return "late_read"
-        if isinstance(error, OtherPromptError):
-            return "other_prompt"
-        return "verification_failed" if isinstance(error, VerificationError) else "transfer_failed"
 
     def _book(self, spans: PullPlan, seconds: float) -> None:
         self._metrics.pulled(

@@ -4,6 +4,7 @@ Answers from the lease table alone, never from the engine thread, so a long forw
 Knows nothing of gRPC; `engine/rpc/control_service.py` serves it.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -18,7 +19,7 @@ class LeaseDigests(Protocol):
 
     def begin(self, lease: Lease) -> None: ...
 
-    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests: ...
+    def of(self, lease: Lease, ranges: Sequence[BlockRange], left: threading.Event) -> Digests: ...
 
 
 class LeaseDesk:
@@ -63,9 +64,15 @@ class LeaseDesk:
         )
 
     def digests(
-        self, engine_id: str, request_id: str, generation: int, *, ranges: Sequence[BlockRange]
+        self,
+        engine_id: str,
+        request_id: str,
+        generation: int,
+        *,
+        ranges: Sequence[BlockRange],
+        left: threading.Event,
     ) -> Digests:
-        """Digests of a held prefill, block by block of each range.
+        """Digests of a held prefill, block by block of each range, until the caller has `left`.
 
         It is still held when they are all known. Raises KVTransferParamsError as `claim` does, and
         TransportError for ranges that are not held.
@@ -73,7 +80,7 @@ class LeaseDesk:
         self._check_incarnation(engine_id)
         self._faults.at(FaultPoint.BEFORE_DIGESTS, FaultScene(request_id))
         lease = self._still(request_id, self._leases.held(request_id, generation))
-        digests = self._digests.of(lease, ranges)
+        digests = self._digests.of(lease, ranges, left)
         self._still(request_id, self._leases.held(request_id, generation))
         return digests
 

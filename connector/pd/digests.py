@@ -6,13 +6,18 @@ Finds damage and mix-ups on the way, not forgery: peers are authenticated. Knows
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 
 import xxhash
 
 from connector.pd.layout import Piece, SequenceBlocks
+from engine.errors import TransportError
 from engine.rpc.messages import BlockRange, Digests
+
+MAX_CUT = 64
+"""So many blocks of a reader may lie in one of P's: it cuts tokens and layers finer."""
 
 
 class HeldDigests:
@@ -50,10 +55,35 @@ class HeldDigests:
         """Nothing more is hashed ahead."""
         self._is_over.set()
 
-    def of(self, ranges: Sequence[BlockRange]) -> Digests:
-        """Every block of every range. Raises TransportError for ranges that are not held."""
+    def of(self, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:
+        """Every block of every range.
+
+        Raises TransportError for ranges that are not held, for more than a reader of all that is
+        held would ask for, and once the caller has `left`.
+        """
         self.stop()
-        return tuple(tuple(map(self._block, self._held.blocks(asked))) for asked in ranges)
+        self._check(ranges)
+        return tuple(tuple(self._blocks(asked, left)) for asked in ranges)
+
+    def _check(self, ranges: Sequence[BlockRange]) -> None:
+        """No byte is asked for twice, and blocks are not cut ever so much smaller than here."""
+        layers = Counter((asked.kept, layer) for asked in ranges for layer in asked.layers)
+        twice = [layer for (_, layer), number in layers.items() if number > 1]
+        if twice:
+            raise TransportError(f"layers {sorted(twice)[:10]} are asked for more than once")
+        num_blocks = sum(asked.num_blocks for asked in ranges)
+        most = MAX_CUT * self._held.num_blocks
+        if num_blocks > most:
+            raise TransportError(
+                f"{num_blocks} blocks are asked for; of the {self._held.num_blocks} that are held "
+                f"{most} may be, so choose larger blocks"
+            )
+
+    def _blocks(self, asked: BlockRange, left: threading.Event) -> Iterator[int]:
+        for block in self._held.blocks(asked):
+            if left.is_set():
+                raise TransportError("whoever asked for digests has left")
+            yield self._block(block)
 
     def _block(self, pieces: tuple[Piece, ...]) -> int:
         if len(pieces) > 1:

@@ -4,6 +4,7 @@ Between P's answer and the end of the read lie a proxy, D's queue, one of its st
 has to ask only for what is not hashed by then, or cut differently. Knows no cuts but P's own.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,8 +42,8 @@ class ArenaDigests:
             lease.digests = self._held(lease)
             self._thread.submit(lease.digests.hash_ahead, time.monotonic() + ANSWER_S)
 
-    def of(self, lease: Lease, ranges: Sequence[BlockRange]) -> Digests:
-        """Digests of every block of every range.
+    def of(self, lease: Lease, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:
+        """Digests of every block of every range, until the caller has `left`.
 
         Raises TransportError for ranges that the lease does not hold, and on a device.
         """
@@ -51,7 +52,7 @@ class ArenaDigests:
                 f"digests of an arena on device {self._arena.device_index} are not computed yet; "
                 "the reader must go without them"
             )
-        return (lease.digests or self._held(lease)).of(ranges)
+        return (lease.digests or self._held(lease)).of(ranges, left)
 
     def close(self) -> None:
         """Returns when nothing is hashed any more; before the arena is given back."""

@@ -20,11 +20,15 @@ _Result = TypeVar("_Result")
 
 @dataclass(slots=True, frozen=True)
 class PoolLimits:
-    """Calls that may run at once in all and for one peer, and that may wait in all."""
+    """Calls that may run at once in all and for one peer, and that may wait in all.
+
+    `peers`: how many may have calls that wait; None: any number.
+    """
 
     total: int
     per_peer: int
     waiting: int
+    peers: int | None = None
 
 
 @dataclass(slots=True)
@@ -59,10 +63,12 @@ class FairPool:
     def submit(self, peer: str, call: Callable[[], _Result]) -> Future[_Result]:
         """Runs `call` on a thread when `peer` has its turn; never waits.
 
-        Raises OverloadedError when too many calls wait already.
+        Raises OverloadedError when too many calls wait already, or calls for too many peers.
         """
-        job = _Job(peer, call)
+        job, most = _Job(peer, call), self._limits.peers
         with self._changed:
+            if most is not None and peer not in self._waiting and len(self._waiting) >= most:
+                raise OverloadedError(f"{most} peers wait already for a first answer")
             if self._num_waiting >= self._limits.waiting:
                 raise OverloadedError(
                     f"{self._num_waiting} calls to peers wait already, {self._limits.waiting} may"

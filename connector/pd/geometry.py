@@ -90,15 +90,13 @@ def geometry_of(plan: ArenaPlan) -> tuple[GroupGeometry, ...]:
 
 def groups_of(peer: Handshake) -> tuple[GroupGeometry, ...]:
     """The groups of a peer. Raises TransportError for what is no list of groups."""
-    found = {
-        int(key.removeprefix(GROUP_PREFIX)): value
-        for key, value in peer.geometry.items()
-        if key.startswith(GROUP_PREFIX) and key.removeprefix(GROUP_PREFIX).isdecimal()
-    }
-    if set(found) != set(range(len(found))) or len(found) > MAX_LAYERS:
-        raise TransportError(f"{peer.engine_id} lists its KV cache groups as {sorted(found)}")
+    found = {key for key in peer.geometry if key.startswith(GROUP_PREFIX)}
+    names = [f"{GROUP_PREFIX}{number}" for number in range(min(len(found), MAX_LAYERS))]
+    if found != set(names):
+        listed = str(sorted(found))[:500]
+        raise TransportError(f"{peer.engine_id} lists its KV cache groups as {listed}")
     try:
-        return tuple(msgspec.json.decode(found[n], type=GroupGeometry) for n in range(len(found)))
+        return tuple(msgspec.json.decode(peer.geometry[name], type=GroupGeometry) for name in names)
     except msgspec.DecodeError as error:
         raise TransportError(f"{peer.engine_id} describes no KV cache group: {error}") from error
 

@@ -15,19 +15,22 @@ from engine.request_ids import has_label
 from engine.rpc.messages import ANY_GENERATION
 
 RENEWAL_SHARE = 2.0 / 3.0
+MAX_HOLD_S = 3600.0
+"""No peer keeps a lease for longer, however often it renews it: its pull has long failed."""
 
 
 @dataclass(slots=True)
 class Lease:
     """One held request: byte offsets of its blocks per group, its computed tokens, its end.
 
-    `is_spare`: kept for a next turn that may never come, and nobody has claimed it. `digests`: of
-    its bytes, once a reader will come.
+    `last_deadline`: no renewal leads beyond it. `is_spare`: kept for a next turn that may never
+    come, and nobody has claimed it. `digests`: of its bytes, once a reader will come.
     """
 
     offsets: tuple[tuple[int, ...], ...]
     num_tokens: int
     deadline: float
+    last_deadline: float
     record: "Record"
     is_spare: bool = False
     digests: HeldDigests | None = None
@@ -102,7 +105,7 @@ class LeaseTable:
             duration_s = self.duration_s if spare_s is None else spare_s
             deadline = self._clock() + duration_s
             record = self._record_for(request_id, sum(map(len, offsets)), holding)
-            lease = Lease(offsets, num_tokens, deadline, record, is_spare)
+            lease = Lease(offsets, num_tokens, deadline, deadline + MAX_HOLD_S, record, is_spare)
             self._leases[request_id] = lease
             return lease
 
@@ -197,7 +200,7 @@ class LeaseTable:
 
     def _extend(self, lease: Lease) -> None:
         extended = self._clock() + RENEWAL_SHARE * self.duration_s
-        lease.deadline = max(lease.deadline, extended)
+        lease.deadline = min(max(lease.deadline, extended), lease.last_deadline)
 
     def _end_labelled(self, label: str) -> bool:
         """Ends leases that a caller knows by its own label only: it left before P's answer came."""

@@ -3,7 +3,13 @@
 Called from pull and control threads; the event loop asks only for what is `at_hand`.
 """
 
+import ipaddress
+import math
+import socket
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import structlog
@@ -11,7 +17,13 @@ import structlog
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.geometry import GroupGeometry, check_geometry, groups_of
 from connector.transports.base import Transport
-from engine.errors import KVTransferParamsError, TandemError
+from engine.errors import (
+    DeadlineExceededError,
+    KVTransferParamsError,
+    TandemError,
+    TransportError,
+    UnavailableError,
+)
 from engine.rpc.address import join_host_port
 from engine.rpc.control_client import ControlClient
 from engine.rpc.messages import Handshake
@@ -20,16 +32,26 @@ from engine.tls import ClientTls
 log = structlog.get_logger()
 PeerAddress = tuple[str, int]
 
+SILENCE_S = 5.0
+"""An address that let a handshake run out of time is not asked again for so long."""
+MAX_ADDRESSES = 256
+"""Addresses that are remembered although nothing there is in use."""
+LEASE_S = (1.0, 86_400.0)
+"""What a peer's leases may last: renewals are neither a burden nor forgotten."""
+
 
 @dataclass(slots=True)
 class Peer:
     """One incarnation of a prefill node. `users` counts those that may touch its mapping.
 
-    `lease_records`: where they begin in its arena. `is_gone`: it did not answer, or another
-    incarnation does. Gone without users it is dropped.
+    `link`: its name for the transport. Who answers at another address under the name of this one
+    has another link, and what it says of its memory changes nothing here. `lease_records`: where
+    they begin in its arena. `is_gone`: it did not answer, or another incarnation does. Gone without
+    users it is dropped.
     """
 
     engine_id: str
+    link: str
     control: ControlClient
     timeout_s: float
     groups: tuple[GroupGeometry, ...]
@@ -43,10 +65,20 @@ class Peer:
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known at one address; the lock serialises handshakes with it, and only with it."""
+    """What is known at one address; the lock serialises handshakes with it, and only with it.
+
+    `num_asking`: threads that want it. `silent_until`: a monotonic time.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     peer: Peer | None = None
+    num_asking: int = 0
+    silent_until: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is lost when it is forgotten, but that somebody was here."""
+        return not self.num_asking and (self.peer is None or self.peer.is_dropped)
 
 
 class PeerRegistry:
@@ -77,14 +109,18 @@ class PeerRegistry:
         Raises KVTransferParamsError when another incarnation answers, TransportError when the two
         nodes do not fit, UnavailableError or DeadlineExceededError when nobody answers.
         """
-        with self._lock:
-            entry = self._entries.setdefault((host, port), _Entry())
-        with entry.lock:
+        with self._entry(host, port) as entry, entry.lock:
             current = self.at_hand(host, port, engine_id)
             if current is None:
-                current = self._handshake(host, port, engine_id)
+                current = self._meet(entry, host, port, engine_id=engine_id)
                 self._replace(entry, current)
             return current
+
+    def has_met(self, address: PeerAddress) -> bool:
+        """Whether somebody has answered there, as far as that is remembered."""
+        with self._lock:
+            entry = self._entries.get(address)
+            return entry is not None and entry.peer is not None
 
     def at_hand(self, host: str, port: int, engine_id: str) -> Peer | None:
         """The peer if it is known already, without waiting; pair with `release`."""
@@ -120,11 +156,19 @@ class PeerRegistry:
             peers = [entry.peer for entry in self._entries.values()]
         return [peer for peer in peers if peer is not None and not peer.is_gone]
 
-    def decline(self, address: PeerAddress, engine_id: str, request_id: str) -> None:
-        """Ends a lease of a node that cannot be a peer, which would otherwise have to run out."""
+    def decline(
+        self, address: PeerAddress, engine_id: str, request_id: str, *, generation: int
+    ) -> None:
+        """Ends a lease that nobody here will read, which would otherwise have to run out."""
         control = self._open(*address)
         try:
-            control.release(engine_id, request_id, reason="refused", timeout_s=self._timeout_s)
+            control.release(
+                engine_id,
+                request_id,
+                reason="refused",
+                generation=generation,
+                timeout_s=self._timeout_s,
+            )
         except TandemError as error:
             log.info("a declined prefill is left to its lease", peer=engine_id, error=str(error))
         finally:
@@ -137,6 +181,33 @@ class PeerRegistry:
         for entry in entries.values():
             if entry.peer is not None and not entry.peer.is_dropped:
                 self._drop(entry.peer)
+
+    @contextmanager
+    def _entry(self, host: str, port: int) -> Iterator[_Entry]:
+        """What is known there; afterwards the oldest addresses go that nobody needs."""
+        with self._lock:
+            entry = self._entries.setdefault((host, port), _Entry())
+            entry.num_asking += 1
+        try:
+            yield entry
+        finally:
+            with self._lock:
+                entry.num_asking -= 1
+                idle = [address for address, it in self._entries.items() if it.is_idle]
+                for address in idle[: max(len(idle) - MAX_ADDRESSES, 0)]:
+                    del self._entries[address]
+
+    def _meet(self, entry: _Entry, host: str, port: int, *, engine_id: str) -> Peer:
+        started = time.monotonic()
+        if started < entry.silent_until:
+            raise UnavailableError(f"{host}:{port} did not answer in time a moment ago")
+        try:
+            return self._handshake(host, port, engine_id)
+        except DeadlineExceededError:
+            ended = time.monotonic()
+            if ended - started > self._timeout_s / 2:  # else the peer has told of its own deadline
+                entry.silent_until = ended + SILENCE_S
+            raise
 
     def _replace(self, entry: _Entry, peer: Peer) -> None:
         with self._lock:
@@ -155,20 +226,40 @@ class PeerRegistry:
                     code="foreign_kv_transfer_params",
                 )
             check_geometry(self._identity, reply)
-            self._transport.connect(engine_id, reply.transport_address)
+            self._check_host(host, reply)
+            groups, lease_s = groups_of(reply), self._bounded(reply.lease_s)
+            link = f"{engine_id} at {control.address}"
+            self._transport.connect(link, reply.transport_address)
         except BaseException:
             control.close()
             raise
         log.info("connected to peer", peer=engine_id, host=host, port=port)
         return Peer(
             engine_id,
+            link,
             control,
             self._timeout_s,
-            groups_of(reply),
-            reply.lease_s,
+            groups,
+            lease_s,
             reply.lease_records,
             reply.capabilities,
         )
+
+    def _check_host(self, host: str, reply: Handshake) -> None:
+        """Its memory must be where it was asked, or a peer could send us to any host."""
+        named = self._transport.listens_at(reply.transport_address)
+        if named is not None and named not in _addresses_of(host):
+            raise TransportError(
+                f"{reply.engine_id} answers at {host} and says that its memory is at {named}; "
+                "let it advertise the address that its transport listens on"
+            )
+
+    def _bounded(self, lease_s: float) -> float:
+        """Leases shorter than this are only believed of peers that are set up as this node is."""
+        least, most = LEASE_S
+        if not math.isfinite(lease_s) or lease_s <= 0:
+            raise TransportError(f"a peer's leases last {lease_s} s; it must be a time above 0")
+        return min(max(lease_s, min(least, self._identity.lease_s)), most)
 
     def _open(self, host: str, port: int) -> ControlClient:
         address = join_host_port(host, port)
@@ -184,6 +275,15 @@ class PeerRegistry:
 
     def _drop(self, peer: Peer) -> None:
         """A newer handshake with the same incarnation uses the same mapping, which then stays."""
-        if not any(other.engine_id == peer.engine_id for other in self.known()):
-            self._transport.disconnect(peer.engine_id)
+        if not any(other.link == peer.link for other in self.known()):
+            self._transport.disconnect(peer.link)
         peer.control.close()
+
+
+def _addresses_of(host: str) -> set[str]:
+    """As transports spell them. Raises TransportError for a name that nobody knows."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise TransportError(f"no address of {host!r} is known: {error}") from error
+    return {str(ipaddress.ip_address(address[0])) for *_, address in found}

@@ -267,7 +267,7 @@ class PullReader:
         """Reads `spans`, and tells of each stage when it is here."""
         self._touch(FaultPoint.BEFORE_READ, reading, spans)
         started = time.monotonic()
-        transfer = self._transport.read(reading.peer.engine_id, spans)
+        transfer = self._transport.read(reading.peer.link, spans)
         reading.post_s += time.monotonic() - started
         try:
             for stage in stages:
@@ -290,7 +290,7 @@ class PullReader:
         with self._places.place() as place:
             start = offset_of(reading.generation, peer.lease_records)
             record = SpanPair(start, place, num_words * WORD_BYTES)
-            self._transport.read(peer.engine_id, [record]).wait(reading.time_left())
+            self._transport.read(peer.link, [record]).wait(reading.time_left())
             header, digests = self._places.at(place, num_words)
         if header.generation != reading.generation:
             raise LateReadError(

@@ -93,6 +93,13 @@ class Transport(ABC):
         Raises TransportError before `register`.
         """
 
+    def listens_at(self, address: bytes) -> str | None:
+        """The IP address to which a peer's address leads.
+
+        None where it leads to no host, or only a library can tell. Raises TransportError.
+        """
+        return None
+
     @abstractmethod
     def connect(self, peer: str, address: bytes) -> None:
         """Make `peer`'s arena readable.

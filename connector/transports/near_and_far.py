@@ -51,6 +51,9 @@ class NearAndFar(Transport):
         both = NearAndFarAddress(near=self._near.address, far=self._far.address)
         return msgspec.msgpack.encode(both)
 
+    def listens_at(self, address: bytes) -> str | None:
+        return self._far.listens_at(decode_address(address, NearAndFarAddress).far)
+
     def connect(self, peer: str, address: bytes) -> None:
         both = decode_address(address, NearAndFarAddress)
         chosen = self._connect(peer, both)

@@ -36,7 +36,8 @@ def serve(name: str, fd: int, nbytes: int, *, devices: str, bindings: str) -> No
     try:
         registered = agent.register(region, "DRAM")
     except TransportError as error:
-        print(f"peers can write the arena, as it cannot be registered read-only: {error}")
+        news = f"peers can write the arena, as it cannot be registered read-only: {error}"
+        print(news, file=sys.stderr, flush=True)
         region = (_map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE), nbytes, 0)
         registered = agent.register(region, "DRAM")
     with os.fdopen(told, "wb") as pipe:

@@ -33,6 +33,7 @@ from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BLOCK_BYTES = 512  # the unit of st_blocks
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
@@ -224,4 +225,9 @@ def _check_identity(info: os.stat_result, link: str, address: ShmAddress) -> Non
             f"pid {address.pid} holds another file than announced: wanted "
             f"(device, inode, size, name) {wanted}, found {found}; "
             "the peer restarted, or runs elsewhere"
+        )
+    if info.st_blocks * _BLOCK_BYTES < address.nbytes:
+        raise TransportError(
+            f"pid {address.pid} announces {address.nbytes} B and has {info.st_blocks} blocks of "
+            f"{_BLOCK_BYTES} B: mapping it would take memory for the rest"
         )

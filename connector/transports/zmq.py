@@ -4,6 +4,7 @@ The reader asks and a thread of the owner answers, a bounded number of bytes at 
 the arena only inside `poll` and `wait`, so a read that was cancelled cannot write any.
 """
 
+import ipaddress
 import threading
 import time
 from collections import deque
@@ -173,6 +174,9 @@ class ZmqTransport(Transport):
         if self._owner is None:
             raise TransportError("no arena is registered")
         return msgspec.msgpack.encode(self._owner.address)
+
+    def listens_at(self, address: bytes) -> str | None:
+        return str(ipaddress.ip_address(decode_zmq_address(address).host))
 
     def connect(self, peer: str, address: bytes) -> None:
         with self._lock:

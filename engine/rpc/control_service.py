@@ -1,6 +1,7 @@
 """The `KvControl` service over anything with its five verbs. Knows no connector."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -37,7 +38,13 @@ class ControlHandler(Protocol):
     def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool: ...
 
     def digests(
-        self, engine_id: str, request_id: str, generation: int, *, ranges: Sequence[BlockRange]
+        self,
+        engine_id: str,
+        request_id: str,
+        generation: int,
+        *,
+        ranges: Sequence[BlockRange],
+        left: threading.Event,
     ) -> Digests: ...
 
 
@@ -82,12 +89,17 @@ class ControlService(KvControlServicer):
         return pb.ReleaseReply(was_alive=was_alive)
 
     async def Digests(self, request: pb.DigestsRequest, context: object) -> pb.DigestsReply:
+        left = threading.Event()
         async with self._hashing:
-            digests = await asyncio.to_thread(
-                self._handler.digests,
-                request.engine_id,
-                request.request_id,
-                request.generation,
-                ranges=convert.ranges_from_pb(request.ranges),
-            )
+            try:
+                digests = await asyncio.to_thread(
+                    self._handler.digests,
+                    request.engine_id,
+                    request.request_id,
+                    request.generation,
+                    ranges=convert.ranges_from_pb(request.ranges),
+                    left=left,
+                )
+            finally:
+                left.set()
         return convert.digests_to_pb(digests)

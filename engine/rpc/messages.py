@@ -80,6 +80,12 @@ class BlockRange(msgspec.Struct, frozen=True, kw_only=True):
     start: int = 0
     end: int = 0
 
+    @property
+    def num_blocks(self) -> int:
+        """How many it names; at least one, of states just that."""
+        size = max(self.block_size, 1)
+        return max(-(-self.end // size) - self.start // size, 1)
+
 
 class DigestsQuestion(msgspec.Struct, frozen=True, kw_only=True):
     """What are the bytes of these ranges, under that lease of incarnation `engine_id`?"""

@@ -5,6 +5,7 @@
 
 import os
 import signal
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ import torch
 from connector.transports.base import SpanPair, TransferStatus, Transport
 from connector.transports.choose import open_transport
 from connector.transports.nixl_agent import NixlAddress
-from connector.transports.shm import ShmAddress
+from connector.transports.shm import ShmAddress, ShmTransport
 from connector.transports.ucx import UcxAddress
 from connector.transports.zmq_wire import ZmqAddress
 from engine.arena import ArenaMemory
@@ -298,3 +299,14 @@ def test_an_arena_is_zeroed_aligned_and_leaves_nothing_behind() -> None:
     assert held() == before
     with pytest.raises(ValueError, match="closed"):
         _ = memory.data_ptr
+
+
+def test_an_arena_that_is_not_there_is_not_mapped() -> None:
+    """A sparse file costs its owner nothing, and would cost whoever maps it all of its size."""
+    with closing(ArenaMemory(1 << 40, prefault=False)) as sparse, closing(ShmTransport("p")) as it:
+        it.register(sparse)
+        with (
+            closing(ShmTransport("d")) as opened,
+            pytest.raises(TransportError, match="would take memory for the rest"),
+        ):
+            opened.connect("p", it.address)

@@ -4,38 +4,41 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import ExitStack, asynccontextmanager, closing
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
+from connector.pd import peers
+from connector.pd.claims import RENEWALS_PER_LEASE, ClaimKeeper
 from connector.pd.faults import FaultPoint
-from connector.pd.params import ParamsSigner
-from connector.pd.peers import PeerRegistry
+from connector.pd.peers import Peer, PeerRegistry
 from connector.transports.choose import open_transport
+from connector.transports.shm import ShmTransport
+from connector.transports.zmq_wire import ZmqAddress, decode_zmq_address
 from engine.arena import ArenaMemory
-from engine.errors import TandemError
+from engine.errors import DeadlineExceededError, KVLoadError, TransportError, UnavailableError
+from engine.metrics import NodeMetrics, TransferMetrics
 from engine.node.server import NodeServer
 from engine.rpc.control_client import ControlClient
 from engine.rpc.control_service import ControlService
-from engine.rpc.messages import Claim, Digests, Handshake
+from engine.rpc.messages import Claim, Handshake
 from engine.rpc.server import start_server
 from engine.types import KVTransferParams
 from tests.accounts import Account, at_rest, claims_of, forget_peers
 from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
-from tests.faults import HeldPull
+from tests.faults import HeldPull, recomputed
+from tests.leases import LEASE_S, identity
+from tests.liars import BLOCKS, GENERATION, HANDSHAKES, Groups, Liar, elsewhere, give_up
 from tests.pairs import GREEDY, count_near_ties, hand_over, prefill, prompt_of, request_of
 from tests.turns import both_ways, let_go, next_prompt, pair_of_nodes, take_turn
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(60, salt=4)
 CROWD = 64
+SILENT = 60
 PATIENCE_S = 1.0
-UNASKED = Claim(num_tokens=0, groups=())
 GARBAGE = (b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95.", b"PRI * HTTP/2.0\r\n\r\nSM")
 
 
@@ -59,23 +62,25 @@ async def test_64_decode_nodes_shake_hands_at_once(
             pool.submit(registry.acquire, "127.0.0.1", p.rpc.port, p.engine_id)
             for registry in registries
         ]
-        peers = await asyncio.gather(*map(asyncio.wrap_future, asked))
-        assert {peer.engine_id for peer in peers} == {p.engine_id}
-        assert len({id(peer) for peer in peers}) == CROWD
+        found = await asyncio.gather(*map(asyncio.wrap_future, asked))
+        assert {peer.engine_id for peer in found} == {p.engine_id}
+        assert len({id(peer) for peer in found}) == CROWD
         assert_equal(await hand_over(p, d, PROMPT), alone)
-        for registry, peer in zip(registries, peers, strict=True):
+        for registry, peer in zip(registries, found, strict=True):
             registry.release(peer)
     await account.close()
 
 
-def registry_of(stack: ExitStack, mine: Handshake, number: int) -> PeerRegistry:
+def registry_of(
+    stack: ExitStack, mine: Handshake, number: int, timeout_s: float = 30.0, *, kind: str = "shm"
+) -> PeerRegistry:
     """What a decode node knows its peers by, without the node."""
     name = f"crowd-{number}"
     memory = ArenaMemory(4096)
-    transport = open_transport("shm", name)
+    transport = open_transport(kind, name)
     transport.register(memory)
-    identity = msgspec.structs.replace(mine, engine_id=name, transport_address=transport.address)
-    registry = PeerRegistry(identity, transport, cluster_token=None, control_timeout_s=30.0)
+    mine = msgspec.structs.replace(mine, engine_id=name, transport_address=transport.address)
+    registry = PeerRegistry(mine, transport, cluster_token=None, control_timeout_s=timeout_s)
     for close in (memory.close, transport.close, registry.close):
         stack.callback(close)
     return registry
@@ -168,93 +173,50 @@ async def dripping(drop: bytes) -> AsyncIterator[int]:
         server.close()
 
 
-def elsewhere(params: KVTransferParams, port: int, **changes: object) -> KVTransferParams:
-    """As if P were at another port, signed like a node of this cluster."""
-    return ParamsSigner(None).sign(msgspec.structs.replace(params, remote_port=port, **changes))
+async def test_silent_addresses_by_the_dozen_delay_neither_known_peers_nor_a_new_one(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """The new one comes last, and waits for no more than two timeouts."""
+    model, config = checkpoints[FAMILY], transfer_config(control_s=PATIENCE_S)
+    p, late = [await cluster.start("prefill", model) for _ in range(2)]
+    d = await cluster.start("decode", model, kv_transfer_config=config)
+    alone = await generate(p, request_of(PROMPT))
+    await hand_over(p, d, PROMPT)
+    account = await Account.open(p, late, d)
+    with ExitStack() as stack:
+        deaf = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(SILENT)]
+        ports = [server.getsockname()[1] for server in deaf]
+        params = await prefill(p, PROMPT)
+        silent = [elsewhere(params, port, remote_engine_id=f"silent-{port}") for port in ports]
+        lost = [asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, it))) for it in silent]
+        await until(lambda: len(claims_of(d)) == SILENT)
+        known, new = await asyncio.gather(hand_over(p, d, PROMPT), hand_over(late, d, PROMPT))
+        count_near_ties([alone] * (SILENT + 2), [known, new, *await asyncio.gather(*lost)])
+        assert known.last.kv_transfer is not None
+        assert new.last.kv_transfer is not None
+    assert recomputed(d) == {"peer_unreachable": SILENT * len(PROMPT)}
+    await give_up(p, [params])
+    forget_peers(d)
+    await account.close()
 
 
-async def give_up(p: NodeServer, params: list[KVTransferParams]) -> None:
-    """Ends leases that nobody knows of but P."""
-    scheduler = p.engine.core.scheduler
-    for one in params:
-        await p.engine.run_in_engine(partial(scheduler.abort, str(one.remote_request_id)))
+def test_an_address_that_was_silent_is_not_asked_at_once_and_many_are_not_remembered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(peers, "MAX_ADDRESSES", 4)
+    with ExitStack() as stack:
+        registry = registry_of(stack, identity(), 0, timeout_s=0.2)
+        deaf = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(8)]
+        addresses = [server.getsockname() for server in deaf]
+        for host, port in addresses:
+            with pytest.raises(DeadlineExceededError):
+                registry.acquire(host, port, "p")
+            with pytest.raises(UnavailableError, match="did not answer in time a moment ago"):
+                registry.acquire(host, port, "p")
+        assert list(registry._entries) == addresses[4:]
 
 
 # --- by liars ------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Liar:
-    """Answers as a prefill node would, with something in it that is not true."""
-
-    says: Handshake
-    claims: Claim = UNASKED
-    num_released: int = 0
-
-    def handshake(self, caller_engine_id: str) -> Handshake:
-        return self.says
-
-    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:
-        return self.claims
-
-    def renew(
-        self, engine_id: str, caller_engine_id: str, request_ids: Any, *, generations: Any
-    ) -> tuple[str, ...]:
-        return ()
-
-    def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool:
-        self.num_released += 1
-        return True
-
-    def digests(self, engine_id: str, request_id: str, generation: int, *, ranges: Any) -> Digests:
-        return tuple((0,) for _ in ranges)
-
-
-def geometry(change: Callable[[dict[str, str]], object]) -> Callable[[Handshake], Handshake]:
-    """The true handshake with one thing changed in its geometry."""
-
-    def lie(true: Handshake) -> Handshake:
-        said = dict(true.geometry)
-        change(said)
-        return msgspec.structs.replace(true, geometry=said)
-
-    return lie
-
-
-GROUP = "kv_cache_group.0"
-HANDSHAKES: dict[str, Callable[[Handshake], Handshake]] = {
-    "no geometry": geometry(dict.clear),
-    "no group": geometry(lambda said: said.pop(GROUP)),
-    "no JSON": geometry(lambda said: said.update({GROUP: "\x00{"})),
-    "a huge block": geometry(
-        lambda said: said.update({GROUP: '["attention",[0],9223372036854775807]'})
-    ),
-    "a million layers": geometry(
-        lambda said: said.update({GROUP: f'["attention",[{"0," * 999_999}0],16]'})
-    ),
-    "a thousand keys": geometry(lambda said: said.update({str(n): "x" for n in range(1000)})),
-    "no address": lambda true: msgspec.structs.replace(true, transport_address=b""),
-    "any address": lambda true: msgspec.structs.replace(true, transport_address=b"\xff" * 9999),
-    "another transport": lambda true: msgspec.structs.replace(true, transport="carrier pigeon"),
-    "another name": lambda true: msgspec.structs.replace(true, engine_id="somebody"),
-    "no name": lambda true: msgspec.structs.replace(true, engine_id=""),
-    "no records": lambda true: msgspec.structs.replace(true, lease_records=0),
-    "records of another world": lambda true: msgspec.structs.replace(true, lease_records=2**60),
-    "no lease": lambda true: msgspec.structs.replace(true, lease_s=0.0),
-    "an endless lease": lambda true: msgspec.structs.replace(true, lease_s=float("inf")),
-    "no number": lambda true: msgspec.structs.replace(true, lease_s=float("nan")),
-}
-Groups = tuple[tuple[int, ...], ...]
-BLOCKS: dict[str, Callable[[Groups], Groups]] = {
-    "no groups": lambda true: (),
-    "empty groups": lambda true: ((), ()),
-    "too many groups": lambda true: true * 500,
-    "outside": lambda true: tuple(tuple(2**44 + at for at in group) for group in true),
-    "beside": lambda true: tuple(tuple(at + 1 for at in group) for group in true),
-    "too few blocks": lambda true: tuple(group[:1] for group in true),
-    "a hundred thousand blocks": lambda true: tuple(group * 20_000 for group in true),
-}
-GENERATION = 2**62
 
 
 async def test_a_peer_that_lies_costs_a_recompute_or_a_typed_error(
@@ -262,7 +224,8 @@ async def test_a_peer_that_lies_costs_a_recompute_or_a_typed_error(
 ) -> None:
     """It stands beside an honest node; what it says of its memory points into that node's.
 
-    It is asked for digests, as that node cuts its blocks differently.
+    Or into its own, under that node's name. It is asked for digests, as that node cuts its blocks
+    differently.
     """
     model = checkpoints[FAMILY]
     p = await cluster.start("prefill", model, block_size=2 * BASE.block_size)
@@ -282,6 +245,13 @@ async def test_a_peer_that_lies_costs_a_recompute_or_a_typed_error(
         for d in nodes:
             await ask_behind(Liar(lie(true)), p, d, alone)
             assert_equal(await hand_over(p, d, PROMPT), alone)
+    with closing(ArenaMemory(1 << 20)) as own, closing(ShmTransport("liar")) as transport:
+        transport.register(own)
+        its_own = msgspec.structs.replace(true, transport_address=transport.address)
+        for d in nodes:
+            await ask_behind(Liar(its_own), p, d, alone)
+            assert_equal(await hand_over(p, d, PROMPT), alone)
+            await ask_behind(None, p, d, alone)
     signed = await prefill(p, PROMPT)
     await give_up(p, [signed])
     for name, changes in signed_lies(signed).items():
@@ -290,6 +260,38 @@ async def test_a_peer_that_lies_costs_a_recompute_or_a_typed_error(
             await ask_behind(Liar(true), p, d, alone, **changes)
             assert_equal(await hand_over(p, d, PROMPT), alone)
     await account.close()
+
+
+async def test_what_a_peer_says_of_hosts_and_times_is_bounded() -> None:
+    """Of an address that only a library can read, its devices are the bound."""
+    true = msgspec.structs.replace(identity(), transport="zmq")
+    with ExitStack() as stack:
+        registry = registry_of(stack, true, 0, kind="zmq")
+        honest = decode_zmq_address(registry._transport.address)
+        liar = Liar(true)
+        server = await start_server([ControlService(liar)], "127.0.0.1", 0, token=None)
+        keeper = ClaimKeeper(registry, LEASE_S, TransferMetrics(NodeMetrics("m", "d")))
+        stack.callback(keeper.close)
+
+        async def meet(address: ZmqAddress = honest, lease_s: float = LEASE_S) -> Peer:
+            encoded = msgspec.msgpack.encode(address)
+            liar.says = msgspec.structs.replace(true, transport_address=encoded, lease_s=lease_s)
+            return await asyncio.to_thread(registry.acquire, "127.0.0.1", server.port, "p")
+
+        for host in ("127.0.0.2", "10.1.2.3", "::1"):
+            with pytest.raises(TransportError, match=f"says that its memory is at {host}"):
+                await meet(msgspec.structs.replace(honest, host=host))
+        for lease_s in (0.0, -1.0, float("nan"), float("inf")):
+            with pytest.raises(TransportError, match="must be a time above 0"):
+                await meet(lease_s=lease_s)
+        for said, believed in ((1e-6, 1.0), (1e9, 86_400.0), (LEASE_S / 2, LEASE_S / 2)):
+            peer = await meet(lease_s=said)
+            assert peer.lease_s == believed
+            assert keeper._interval_s() == min(believed, LEASE_S) / RENEWALS_PER_LEASE
+            registry.release(peer)
+            registry.forget(peer)
+            assert keeper._interval_s() == LEASE_S / RENEWALS_PER_LEASE
+        await server.close()
 
 
 def signed_lies(true: KVTransferParams) -> dict[str, dict[str, object]]:
@@ -338,17 +340,23 @@ async def truth_of(node: NodeServer) -> Handshake:
 
 
 async def ask_behind(
-    liar: Liar, p: NodeServer, d: NodeServer, alone: Generation, **changes: object
+    liar: Liar | None, p: NodeServer, d: NodeServer, alone: Generation, **changes: object
 ) -> None:
-    """A request on D whose prefill the liar claims to have."""
-    server = await start_server([ControlService(liar)], "127.0.0.1", 0, token=None)
+    """A request on D whose prefill the liar claims to have; None: no node, but it speaks gRPC.
+
+    What the liar lost is counted.
+    """
+    services = [] if liar is None else [ControlService(liar)]
+    server = await start_server(services, "127.0.0.1", 0, token=None)
+    before = sum(recomputed(d).values())
     params = await prefill(p, PROMPT)
     told = elsewhere(params, server.port, **changes)
     try:
         pair = await generate(d, request_of(PROMPT, GREEDY, told))
-    except TandemError as error:
-        assert "internal error" not in str(error)
+    except KVLoadError:
+        assert d.config.kv_transfer_config.kv_load_failure_policy == "fail"
     else:
+        assert sum(recomputed(d).values()) - before == len(PROMPT)
         assert d.config.kv_transfer_config.kv_load_failure_policy == "recompute"
         assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
         assert pair.last.kv_transfer is None

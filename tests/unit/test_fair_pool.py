@@ -97,6 +97,17 @@ def test_a_full_pool_refuses_and_goes_on(gate: Gate) -> None:
     pool.close()
 
 
+def test_a_pool_for_few_peers_refuses_one_more_and_no_call_for_those_that_wait(gate: Gate) -> None:
+    pool = FairPool(PoolLimits(total=1, per_peer=1, waiting=100, peers=1), "kv-test")
+    taken = [pool.submit(peer, gate.pass_through) for peer in ("a", "b", "b", "b")]
+    with pytest.raises(OverloadedError, match="1 peers wait already"):
+        pool.submit("c", gate.pass_through)
+    gate.open()
+    wait(taken, DEADLINE_S)
+    assert pool.submit("c", lambda: 3).result(DEADLINE_S) == 3
+    pool.close()
+
+
 def test_close_runs_what_waits_and_leaves_no_thread(gate: Gate) -> None:
     pool = FairPool(PoolLimits(total=2, per_peer=1, waiting=100), "kv-closing")
     futures = [pool.submit(str(i % 5), gate.pass_through) for i in range(20)]

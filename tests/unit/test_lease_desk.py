@@ -3,7 +3,9 @@
 import pytest
 
 from connector.pd.control import LeaseDesk
+from connector.pd.lease import MAX_HOLD_S
 from engine.errors import KVTransferParamsError
+from engine.rpc.messages import ANY_GENERATION
 from tests.leases import HOLDING, LEASE_S, identity, lease_table
 from tests.node_double import NO_DIGESTS
 
@@ -47,3 +49,13 @@ def test_renewals_name_a_generation_each() -> None:
     )
     with pytest.raises(KVTransferParamsError, match="1 generations given for 2 requests"):
         desk.renew("p", "d", ["a", "b"], generations=[1])
+
+
+def test_no_renewal_keeps_a_lease_for_ever() -> None:
+    now = [0.0]
+    leases = lease_table(LEASE_S, lambda: now[0])
+    leases.grant("r", REMOTE, 64, holding=HOLDING)
+    while not leases.renew([("r", ANY_GENERATION)]):
+        now[0] += LEASE_S / 3
+    assert now[0] == pytest.approx(LEASE_S + MAX_HOLD_S, abs=LEASE_S)
+    assert leases.take_ended() == ("r",)

@@ -64,6 +64,15 @@ async def test_all_five_verbs() -> None:
     assert node.generations == [3, 2**63, 9]
 
 
+async def test_a_caller_that_leaves_is_not_worked_for_any_more() -> None:
+    node = ScriptedNode("p", is_slow=True)
+    async with connected(node) as client:
+        question = DigestsQuestion(engine_id="p", request_id="r", generation=9, ranges=())
+        with pytest.raises(DeadlineExceededError):
+            await asyncio.to_thread(client.digests, question, timeout_s=0.2)
+        assert await asyncio.to_thread(node.left.wait, S)
+
+
 async def test_refusal_keeps_its_class_and_code() -> None:
     async with connected(ScriptedNode("p")) as client:
         with pytest.raises(KVTransferParamsError) as caught:

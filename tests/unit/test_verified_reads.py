@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from itertools import pairwise
+from threading import Event
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ from engine.errors import (
     VerificationError,
 )
 from engine.rpc.messages import BlockRange, Digests, DigestsQuestion
-from tests.bare_pulls import ATTENTION, PAGES, PLAN, REMOTE, STATE, DamagedOnce, pair
+from tests.bare_pulls import ATTENTION, PAGES, PLAN, REMOTE, STATE, DamagedOnce, Pair, pair
 from tests.faults import AtNth
 from tests.leases import HOLDING, LEASE_S, lease_table
 
@@ -69,6 +70,12 @@ async def test_a_lease_of_another_generation_has_no_digests() -> None:
         with pytest.raises(LateReadError, match="no more when the read ended"):
             await nodes.read(nodes.plan(), generation=old)
         await nodes.read(nodes.plan())
+
+
+def digests_of(nodes: Pair, ranges: list[BlockRange], left: Event | None = None) -> Digests:
+    """P's own, without a connection."""
+    left = left or Event()
+    return nodes.desk.digests("p", "r", nodes.generation, ranges=ranges, left=left)
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -117,7 +124,7 @@ async def test_a_lease_that_ends_while_p_hashes_has_no_digests() -> None:
     async with pair(end) as nodes:
         ranges = [group.asked for group in nodes.plan().groups]
         with pytest.raises(KVTransferParamsError, match="not held any more"):
-            nodes.desk.digests("p", "r", nodes.generation, ranges=ranges)
+            digests_of(nodes, ranges)
 
 
 async def test_a_lease_that_ran_out_has_no_digests() -> None:
@@ -139,23 +146,38 @@ async def test_a_peer_without_digests_is_read_and_the_pull_counted_as_unverified
 async def test_digests_are_those_of_the_tokens_asked_for() -> None:
     async with pair() as nodes:
         asked = [group.asked for group in nodes.plan().groups]
-        whole = nodes.desk.digests("p", "r", nodes.generation, ranges=asked)
+        whole = digests_of(nodes, asked)
         later = [group.asked for group in nodes.plan(num_local_tokens=48).groups]
-        part = nodes.desk.digests("p", "r", nodes.generation, ranges=later)
+        part = digests_of(nodes, later)
         assert part[STATE] == whole[STATE]
         assert part[PAGES] == whole[PAGES][3:]
+
+
+async def test_a_question_is_bounded_by_what_is_held_and_by_whoever_waits_for_the_answer() -> None:
+    async with pair() as nodes:
+        ranges = [group.asked for group in nodes.plan().groups]
+        with pytest.raises(TransportError, match=r"layers \[0, 1\] are asked for more than once"):
+            digests_of(nodes, ranges * 2)
+        endless = [msgspec.structs.replace(asked, end=2**32 - 1) for asked in ranges]
+        with pytest.raises(TransportError, match="blocks are asked for; of the 5 that are held"):
+            digests_of(nodes, endless)
+        left = Event()
+        left.set()
+        with pytest.raises(TransportError, match="has left"):
+            digests_of(nodes, ranges, left)
+        assert len(digests_of(nodes, ranges)[PAGES]) == 4
 
 
 async def test_what_is_hashed_ahead_is_not_hashed_again() -> None:
     """All of it, once there was time; a byte that changed afterwards is not seen."""
     async with pair() as nodes:
         ranges = [group.asked for group in nodes.plan().groups]
-        before = nodes.desk.digests("p", "r", nodes.generation, ranges=ranges)
+        before = digests_of(nodes, ranges)
         await nodes.hash_ahead()
         nodes.p.host_bytes()[REMOTE[PAGES][0]] ^= 1
-        assert nodes.desk.digests("p", "r", nodes.generation, ranges=ranges) == before
+        assert digests_of(nodes, ranges) == before
         later = [msgspec.structs.replace(asked, block_size=32) for asked in ranges]
-        assert nodes.desk.digests("p", "r", nodes.generation, ranges=later)[STATE] == before[STATE]
+        assert digests_of(nodes, later)[STATE] == before[STATE]
 
 
 def test_nothing_is_hashed_ahead_of_an_answer_or_behind_the_end_of_a_lease() -> None:
@@ -164,7 +186,7 @@ def test_nothing_is_hashed_ahead_of_an_answer_or_behind_the_end_of_a_lease() -> 
     leases = lease_table(LEASE_S, lambda: 0.0)
     lease = leases.grant("r", REMOTE, 64, holding=HOLDING)
     asked = HeldDigests(held, memory, lease.record.put)
-    asked.of([HELD])
+    asked.of([HELD], Event())
     lease.digests = ended = HeldDigests(held, memory, lease.record.put)
     leases.release("r")
     for digests, known in ((asked, 4), (ended, 0)):

@@ -1,0 +1,106 @@
+"""Peers that say what is not true, beside honest ones, and objects that lead to them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from connector.pd.params import ParamsSigner
+from engine.node.server import NodeServer
+from engine.rpc.messages import Claim, Digests, Handshake
+from engine.types import KVTransferParams
+
+UNASKED = Claim(num_tokens=0, groups=())
+
+
+def elsewhere(params: KVTransferParams, port: int, **changes: object) -> KVTransferParams:
+    """As if P were at another port, signed like a node of this cluster."""
+    return ParamsSigner(None).sign(msgspec.structs.replace(params, remote_port=port, **changes))
+
+
+async def give_up(p: NodeServer, params: list[KVTransferParams]) -> None:
+    """Ends leases that nobody knows of but P."""
+    scheduler = p.engine.core.scheduler
+    for one in params:
+        await p.engine.run_in_engine(partial(scheduler.abort, str(one.remote_request_id)))
+
+
+@dataclass(slots=True)
+class Liar:
+    """Answers as a prefill node would, with something in it that is not true."""
+
+    says: Handshake
+    claims: Claim = UNASKED
+    num_released: int = 0
+
+    def handshake(self, caller_engine_id: str) -> Handshake:
+        return self.says
+
+    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:
+        return self.claims
+
+    def renew(
+        self, engine_id: str, caller_engine_id: str, request_ids: Any, *, generations: Any
+    ) -> tuple[str, ...]:
+        return ()
+
+    def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool:
+        self.num_released += 1
+        return True
+
+    def digests(
+        self, engine_id: str, request_id: str, generation: int, *, ranges: Any, left: Any
+    ) -> Digests:
+        return tuple((0,) for _ in ranges)
+
+
+def geometry(change: Callable[[dict[str, str]], object]) -> Callable[[Handshake], Handshake]:
+    """The true handshake with one thing changed in its geometry."""
+
+    def lie(true: Handshake) -> Handshake:
+        said = dict(true.geometry)
+        change(said)
+        return msgspec.structs.replace(true, geometry=said)
+
+    return lie
+
+
+GROUP = "kv_cache_group.0"
+HANDSHAKES: dict[str, Callable[[Handshake], Handshake]] = {
+    "no geometry": geometry(dict.clear),
+    "no group": geometry(lambda said: said.pop(GROUP)),
+    "no JSON": geometry(lambda said: said.update({GROUP: "\x00{"})),
+    "a huge block": geometry(
+        lambda said: said.update({GROUP: '["attention",[0],9223372036854775807]'})
+    ),
+    "a million layers": geometry(
+        lambda said: said.update({GROUP: f'["attention",[{"0," * 999_999}0],16]'})
+    ),
+    "a number of five thousand digits": geometry(
+        lambda said: said.update({f"kv_cache_group.{'9' * 5_000}": "{}"})
+    ),
+    "a thousand keys": geometry(lambda said: said.update({str(n): "x" for n in range(1000)})),
+    "no address": lambda true: msgspec.structs.replace(true, transport_address=b""),
+    "any address": lambda true: msgspec.structs.replace(true, transport_address=b"\xff" * 9999),
+    "another transport": lambda true: msgspec.structs.replace(true, transport="carrier pigeon"),
+    "another name": lambda true: msgspec.structs.replace(true, engine_id="somebody"),
+    "no name": lambda true: msgspec.structs.replace(true, engine_id=""),
+    "no records": lambda true: msgspec.structs.replace(true, lease_records=0),
+    "records of another world": lambda true: msgspec.structs.replace(true, lease_records=2**60),
+    "no lease": lambda true: msgspec.structs.replace(true, lease_s=0.0),
+    "an endless lease": lambda true: msgspec.structs.replace(true, lease_s=float("inf")),
+    "no number": lambda true: msgspec.structs.replace(true, lease_s=float("nan")),
+}
+Groups = tuple[tuple[int, ...], ...]
+BLOCKS: dict[str, Callable[[Groups], Groups]] = {
+    "no groups": lambda true: (),
+    "empty groups": lambda true: ((), ()),
+    "too many groups": lambda true: true * 500,
+    "outside": lambda true: tuple(tuple(2**44 + at for at in group) for group in true),
+    "beside": lambda true: tuple(tuple(at + 1 for at in group) for group in true),
+    "too few blocks": lambda true: tuple(group[:1] for group in true),
+    "a hundred thousand blocks": lambda true: tuple(group * 20_000 for group in true),
+}
+GENERATION = 2**62
