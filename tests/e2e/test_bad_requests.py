@@ -124,7 +124,7 @@ async def test_the_nodes_own_doors_open_with_the_cluster_token_only(
 ) -> None:
     url = getattr(served, server).url
     info = (await get(url, "/node_info", key=None)).body
-    assert sorted(info) == ["engine_id", "grpc_port", "kind"]
+    assert sorted(info) == ["engine_id", "grpc_port", "host", "kind"]
     for token in (None, "wrong", API_KEY, CLUSTER_TOKEN):
         address = f"127.0.0.1:{info['grpc_port']}"
         with closing(ControlClient(address, token=token, caller_engine_id="a guest")) as control:
