@@ -23,7 +23,7 @@ from deploy.process_tree import ProcessId, process_id
 from engine.config import NodeConfig
 from engine.errors import UnavailableError
 from engine.logs import configure_logging
-from engine.process import Server
+from engine.process import Server, raise_descriptor_limit
 from engine.rpc.address import join_host_port
 from engine.tls import client_tls
 from proxy.config import ProxyConfig
@@ -64,6 +64,7 @@ class ServerActor:
 
     def __init__(self, server: Server) -> None:
         configure_logging()
+        raise_descriptor_limit()
         self._server = server
         self._closing = False
         # What starts Ray blocks it, see `deploy.signals`; threads inherit what the main thread has.
