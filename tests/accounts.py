@@ -88,10 +88,12 @@ class Account:
 
 
 def forget_peers(node: NodeServer) -> None:
-    """The next claim shakes hands again."""
+    """The next claim shakes hands again, at once even where there was silence until now."""
     peers = claims_of(node)._peers
     for peer in peers.known():
         peers.forget(peer)
+    for entry in peers._entries.values():
+        entry.silent_until = 0.0
 
 
 async def at_rest(node: NodeServer) -> None:

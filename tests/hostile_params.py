@@ -14,6 +14,8 @@ from engine.types import KVTransferParams
 Fields = dict[str, Any]
 PER_FAMILY = 30
 TEN_MILLION = 10_000_000
+NO_PROMPT_NEEDS = 1_860_000
+"""Bytes; a longer body is refused over HTTP by its length, whatever it is."""
 
 VALUES: tuple[Any, ...] = (
     *(True, False, 0, -1, 1.5, 1e308, float("nan"), float("inf"), -float("inf")),

@@ -18,14 +18,13 @@ from engine.rpc.pb.node_pb2_grpc import IdentityStub, NodeStub
 from engine.rpc.proof import CallerProof, Metadata
 from engine.rpc.status import DETAIL_KEY
 from tests.asking import ask, get, prefill_over_http, question
-from tests.hostile_params import hostile_params, outdated_params
+from tests.hostile_params import NO_PROMPT_NEEDS, hostile_params, outdated_params
 from tests.pairs import prompt_of
 from tests.processes import CLUSTER_TOKEN, ServedCluster, ServerProcess
 
 PROMPT = list(prompt_of(90))
 OTHER = list(prompt_of(60, salt=3))
 AT_LEAST = 200
-NO_PROMPT_NEEDS = 1_860_000  # refused over HTTP by its length, whatever it is
 TOO_LARGE = 10 << 20  # refused by size, before anything is made of it
 MAX_GROWTH = 256 << 20
 

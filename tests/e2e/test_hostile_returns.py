@@ -14,7 +14,7 @@ from connector.pd.params import prompt_digest
 from engine.node.server import NodeServer
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import Cluster, settled, until
-from tests.hostile_params import hostile_returns, outdated_returns
+from tests.hostile_params import NO_PROMPT_NEEDS, hostile_returns, outdated_returns
 from tests.pairs import prompt_of
 from tests.processes import CLUSTER_TOKEN
 from tests.turns import both_ways, skipped
@@ -58,7 +58,7 @@ async def test_what_no_node_signed_is_a_400_and_the_true_object_still_pulls(
     number = 0
     for data in hostile_returns(valid, CLUSTER_TOKEN, seed):
         answer = await ask(p.url, head + b', "kv_transfer_params": ' + data + b"}")
-        codes.add(answer.error(400)["code"])
+        codes.add(answer.error(413 if len(data) > NO_PROMPT_NEEDS else 400)["code"])
         number += 1
     assert number >= AT_LEAST
     assert {"partial_kv_transfer_params", "foreign_kv_transfer_params"} <= codes
