@@ -8,25 +8,31 @@ import matplotlib
 import msgspec
 import psutil
 
-from benchmarks.soak.cluster import Member
+from benchmarks.soak.cluster import ARENA_BYTES, Member
 
 SLACK_DESCRIPTORS = 16
 SLACK_THREADS = 24
 SLACK_BYTES = 150 << 20
+SLACK_SHARED_BYTES = 3 * ARENA_BYTES  # before the soak it may have met none of its peers yet
 MEGABYTE = 2**20
 
 
 class Holdings(msgspec.Struct, frozen=True):
-    """What one server holds at one moment; its children's memory counts as its own."""
+    """What one server holds at one moment; its children's memory counts as its own.
 
-    rss: int
+    `shared` bytes are arenas, its own and those of peers that it has mapped.
+    """
+
+    private: int
+    shared: int
     descriptors: int
     threads: int
 
     def excess(self, before: "Holdings") -> str:
         """What is held beyond `before` and some slack, in words; empty when all came back."""
         found = {
-            "MB": (self.rss - before.rss - SLACK_BYTES) // MEGABYTE,
+            "MB": (self.private - before.private - SLACK_BYTES) // MEGABYTE,
+            "MB shared": (self.shared - before.shared - SLACK_SHARED_BYTES) // MEGABYTE,
             "descriptors": self.descriptors - before.descriptors - SLACK_DESCRIPTORS,
             "threads": self.threads - before.threads - SLACK_THREADS,
         }
@@ -57,7 +63,10 @@ class Watch:
         figure, grid = pyplot.subplots(len(titles), 1, figsize=(8, 7), sharex=True)
         for name, samples in self.samples.items():
             minutes = [seconds / 60 for seconds, _ in samples]
-            rows = [(held.rss / MEGABYTE, held.descriptors, held.threads) for _, held in samples]
+            rows = [
+                ((held.private + held.shared) / MEGABYTE, held.descriptors, held.threads)
+                for _, held in samples
+            ]
             for axes, values in zip(grid, zip(*rows, strict=True), strict=True):
                 axes.plot(minutes, values, linewidth=0.8, label=name)
         for axes, title in zip(grid, titles, strict=True):
@@ -73,9 +82,10 @@ def holdings(member: Member) -> Holdings | None:
     """None for a member that has just ended."""
     try:
         process = member.process
-        family = [process, *process.children()]
+        memory = [each.memory_info() for each in (process, *process.children())]
         return Holdings(
-            sum(each.memory_info().rss for each in family),
+            sum(each.rss - each.shared for each in memory),
+            sum(each.shared for each in memory),
             process.num_fds(),
             process.num_threads(),
         )
