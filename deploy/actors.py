@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import aiohttp
 import msgspec
 import ray
+import uvloop
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from deploy.config import MAX_DRAIN_S, OWN_HOST
@@ -69,7 +70,7 @@ class ServerActor:
         self._closing = False
         # What starts Ray blocks it, see `deploy.signals`; threads inherit what the main thread has.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server", daemon=True).start()
         self._rays_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         if _kept_ports():

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn, Protocol
 
 import typer
+import uvloop
 
 from engine.errors import EngineDeadError, TandemError
 from engine.logs import configure_logging
@@ -45,7 +46,8 @@ def run_server(make: Callable[[], Server]) -> None:
     configure_logging()
     raise_descriptor_limit()
     try:
-        asyncio.run(_serve(make()))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(make()))
     except EngineDeadError as error:
         _fail(error, DIED)
     except TandemError as error:
