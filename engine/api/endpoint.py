@@ -72,7 +72,7 @@ class GenerateEndpoint:
                 await response(scope, receive, send)
 
     def _plan(self, body: bytes) -> Plan:
-        fields = parse_object(body)
+        fields = parse_object(body, self._serving.max_model_len)
         kv_params = fields.pop("kv_transfer_params", None)
         if not self._accept_kv_transfer_params:
             kv_params = None

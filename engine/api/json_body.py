@@ -34,13 +34,14 @@ class _LargeMembers(msgspec.Struct, frozen=True):
     kv_transfer_params: Raw = Raw()
 
 
-def parse_object(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes, max_model_len: int) -> dict[str, Any]:
     """The body as a JSON object; raises InvalidRequestError for all else, NaN too.
 
-    `kv_transfer_params` stay undecoded: `engine.api.kv_params` reads them, or nobody does.
+    No list of ids is built that is longer than `max_model_len`. `kv_transfer_params` stay
+    undecoded: `engine.api.kv_params` reads them, or nobody does.
     """
     if len(body) > MAX_OTHER_BYTES:
-        _check_sizes(body)
+        _check_sizes(body, max_model_len)
     members = _decode_body(body, dict[str, Raw])
     return {name: _reader(name)(raw) for name, raw in members.items()}
 
@@ -53,7 +54,7 @@ def decode_any(raw: Raw) -> Any:
     return value
 
 
-def _check_sizes(body: bytes) -> None:
+def _check_sizes(body: bytes, max_model_len: int) -> None:
     large = msgspec.structs.asdict(_decode_body(body, _LargeMembers))
     others = len(body) - sum(len(memoryview(raw)) for raw in large.values())
     if others > MAX_OTHER_BYTES:
@@ -61,7 +62,7 @@ def _check_sizes(body: bytes) -> None:
             f"the keys beside the prompt take {others} bytes: send at most {MAX_OTHER_BYTES}"
         )
     for name in ("prompt", "tokens"):
-        _check_items(large[name], name)
+        _check_items(bytes(memoryview(large[name])), name, max_model_len)
     kwargs = len(memoryview(large["chat_template_kwargs"]))
     if kwargs > MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequestError(
@@ -98,12 +99,19 @@ def _reader(name: str) -> Callable[[Raw], object]:
     return _READERS.get(name, decode_any)
 
 
-def _check_items(raw: Raw, name: str) -> None:
-    """Items of a list have commas between them, so that there are no more items than commas."""
-    text = bytes(memoryview(raw))
-    if text.startswith(b"[") and text.count(b",") >= MAX_ITEMS:
+def _check_items(text: bytes, name: str, max_model_len: int) -> None:
+    """Items of a list have commas between them, so that there are no more items than commas.
+
+    A list that begins with a number is one prompt; any other may hold several.
+    """
+    if not text.startswith(b"["):
+        return
+    is_one_prompt = text[1:64].lstrip()[:1].isdigit()
+    most = min(MAX_ITEMS, max_model_len) if is_one_prompt else MAX_ITEMS
+    if text.count(b",") >= most:
         raise PromptTooLongError(
-            f"{name}: a list with {MAX_ITEMS} commas or more is not taken: send less at once",
+            f"{name}: a list with {most} commas or more is not taken, and this model's maximum "
+            f"context length is {max_model_len} tokens: send less at once",
             param=name,
             code="context_length_exceeded",
         )

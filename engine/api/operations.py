@@ -120,7 +120,7 @@ class Operations:
         )
 
     def _tokenize(self, body: bytes) -> TokenizeReply:
-        fields = convert(parse_object(body), TokenizeRequest)
+        fields = convert(parse_object(body, self._serving.max_model_len), TokenizeRequest)
         check_model(fields.model, self._serving)
         tokens = self._tokens(fields)
         text_of = self._serving.tokenizer.token_text
@@ -148,7 +148,7 @@ class Operations:
         )
 
     def _detokenize(self, body: bytes) -> DetokenizeReply:
-        fields = convert(parse_object(body), DetokenizeRequest)
+        fields = convert(parse_object(body, self._serving.max_model_len), DetokenizeRequest)
         check_model(fields.model, self._serving)
         if len(fields.tokens) > self._serving.max_model_len:
             raise PromptTooLongError(

@@ -347,4 +347,13 @@ def test_without_tokenizer_ids_work_and_text_names_the_file() -> None:
 )
 def test_bodies_that_are_no_bounded_json_object(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
-        parse_object(body)
+        parse_object(body, 4_194_304)
+
+
+def test_a_long_list_of_ids_is_refused_before_it_is_built() -> None:
+    """Several prompts may together be longer than one."""
+    one, two = b"5," * 199_999 + b"5", b"[%s]" % (b"5," * 199_999 + b"5")
+    assert len(parse_object(b'{"prompt":[%s,%s]}' % (two, two), 200_000)["prompt"]) == 2
+    assert len(parse_object(b'{"prompt":[%s]}' % one, 200_000)["prompt"]) == 200_000
+    with pytest.raises(InvalidRequestError, match="context length is 199999 tokens"):
+        parse_object(b'{"prompt": [ %s]}' % one, 199_999)
