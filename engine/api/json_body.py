@@ -11,7 +11,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 from msgspec import Raw
 
-from engine.api.schema import Messages, Prompt
+from engine.api.schema import MAX_MESSAGES, Messages, Prompt
 from engine.errors import InvalidRequestError, PromptTooLongError
 
 MAX_DEPTH = 64
@@ -63,6 +63,12 @@ def _check_sizes(body: bytes, max_model_len: int) -> None:
         )
     for name in ("prompt", "tokens"):
         _check_items(bytes(memoryview(large[name])), name, max_model_len)
+    # Every message has this key, and no string can hold it with bare quotes.
+    num_messages = bytes(memoryview(large["messages"])).count(b'"role"')
+    if num_messages > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages: {num_messages} turns, at most {MAX_MESSAGES} are taken", param="messages"
+        )
     kwargs = len(memoryview(large["chat_template_kwargs"]))
     if kwargs > MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequestError(

@@ -350,10 +350,15 @@ def test_bodies_that_are_no_bounded_json_object(body: bytes) -> None:
         parse_object(body, 4_194_304)
 
 
-def test_a_long_list_of_ids_is_refused_before_it_is_built() -> None:
+def test_long_lists_are_refused_before_they_are_built() -> None:
     """Several prompts may together be longer than one."""
     one, two = b"5," * 199_999 + b"5", b"[%s]" % (b"5," * 199_999 + b"5")
     assert len(parse_object(b'{"prompt":[%s,%s]}' % (two, two), 200_000)["prompt"]) == 2
     assert len(parse_object(b'{"prompt":[%s]}' % one, 200_000)["prompt"]) == 200_000
+    turn = rb'{"role":"user","content":"\"role\" \"role\""}'
+    turns = b'{"messages":[%s]}'
+    assert len(parse_object(turns % b",".join([turn] * 16_384), 1)["messages"]) == 16_384
+    with pytest.raises(InvalidRequestError, match="16385 turns"):
+        parse_object(turns % b",".join([turn] * 16_385), 1)
     with pytest.raises(InvalidRequestError, match="context length is 199999 tokens"):
         parse_object(b'{"prompt": [ %s]}' % one, 199_999)
