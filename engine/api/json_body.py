@@ -108,11 +108,11 @@ def _reader(name: str) -> Callable[[Raw], object]:
 def _check_items(text: bytes, name: str, max_model_len: int) -> None:
     """Items of a list have commas between them, so that there are no more items than commas.
 
-    A list that begins with a number is one prompt; any other may hold several.
+    Only a list that begins with a text or a list holds several prompts.
     """
     if not text.startswith(b"["):
         return
-    is_one_prompt = text[1:64].lstrip()[:1].isdigit()
+    is_one_prompt = text[1:].lstrip()[:1] not in (b"[", b'"')
     most = min(MAX_ITEMS, max_model_len) if is_one_prompt else MAX_ITEMS
     if text.count(b",") >= most:
         raise PromptTooLongError(

@@ -361,4 +361,4 @@ def test_long_lists_are_refused_before_they_are_built() -> None:
     with pytest.raises(InvalidRequestError, match="16385 turns"):
         parse_object(turns % b",".join([turn] * 16_385), 1)
     with pytest.raises(InvalidRequestError, match="context length is 199999 tokens"):
-        parse_object(b'{"prompt": [ %s]}' % one, 199_999)
+        parse_object(b'{"prompt": [%s-%s]}' % (b" " * 100, one), 199_999)
