@@ -3,9 +3,10 @@
     | generation | number of digests | holding, 4 words | digest of block 0 | of block 1 | ...
 
 The generation is written before the lease is granted and cleared before its blocks are free for
-anything else: who fetches it behind the blocks knows that they held. The holding is a digest of
-the prompt and of where its blocks lie (`params.holding_of`): who fetches it knows that P holds this
-prompt in these blocks, whoever has told so. A block's digest is 0 until P knows it.
+anything else. A reader fetches the record last: if the generation is unchanged, the blocks were
+valid throughout the read. The holding is a digest of the prompt and of where its blocks lie
+(`params.holding_of`): P itself says that it holds this prompt in these blocks. A block's digest of
+0 means that P has not computed it yet.
 Records lie in the arena's margin, readable like any other bytes, and so cost no message to P, nor
 any of its time. Behind them is room for records of peers to arrive in.
 """
