@@ -67,7 +67,7 @@ class Host:
     def remember_start_values(self) -> None:
         """What the servers hold now is what they may hold at rest."""
         for server in self.servers:
-            server.remember_start_value()
+            self.do(server.remember_start_value)
 
     def assert_at_rest(self) -> None:
         """None of the servers holds more than it may."""
