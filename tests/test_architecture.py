@@ -352,22 +352,3 @@ def listed(folder: Path, *, deep: bool = False) -> Iterator[Path]:
         yield path
         if deep and path.is_dir():
             yield from listed(path, deep=True)
-
-
-def readme_tree() -> dict[str, list[str]]:
-    """Folder to the names that README.md lists in it, of every folder that is listed open."""
-    block = (ROOT / "README.md").read_text().split("## The tree")[1].split("```")[1]
-    open_folders: dict[str, list[str]] = {"": []}
-    path: list[str] = []
-    for line in filter(str.strip, block.splitlines()):
-        depth = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0]
-        path[depth:] = [name]
-        open_folders.setdefault("".join(path[:depth]), []).append(name)
-    return open_folders
-
-
-def test_the_readme_s_tree_is_the_tree() -> None:
-    for folder, names in readme_tree().items():
-        found = [f"{p.name}/" if p.is_dir() else p.name for p in listed(ROOT / folder)]
-        assert sorted(names) == sorted(found), folder or "root"
