@@ -131,6 +131,7 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     `mamba_decode_checkpoint_interval`: a request that decodes keeps its Mamba states for others
     whenever prompt and output together reach a multiple of so many tokens; 0: never.
     `advertise_host`: where peers find what listens on `host`, when that is a wildcard.
+    `device`: where weights and arena live and the model runs.
     """
 
     model: str
@@ -140,6 +141,7 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     grpc_port: ListenPort = 0
     served_model_name: tuple[str, ...] = ()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")] = "cpu"
     max_model_len: Positive | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
     max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048

@@ -32,18 +32,20 @@ CONFIGS: Mapping[str, FromReader] = MappingProxyType(
 )
 
 
-def read_config(folder: Path, dtype: str | None = None) -> ModelConfig:
+def read_config(folder: Path, dtype: str | None = None, *, device: str = "cpu") -> ModelConfig:
     """The config of the model in `folder`; `dtype` overrides the compute dtype named in the file.
 
-    `auto` is the dtype in the file, but for float16: CPUs multiply it several times slower, and the
-    weights lose nothing in float32. Raises CheckpointError for a broken file, and for an
-    architecture or setting without support.
+    `auto` is the dtype in the file, but for float16 on the CPU: CPUs multiply it several times
+    slower, and the weights lose nothing in float32. Raises CheckpointError for a broken file, and
+    for an architecture or setting without support.
     """
     reader = ConfigReader.from_folder(folder)
     if dtype != "auto":
         return _checked(_config_of(reader, dtype), reader.source)
     config = _checked(_config_of(reader, None), reader.source)
-    return config if config.dtype != "float16" else _config_of(reader, "float32")
+    if config.dtype == "float16" and device == "cpu":
+        return _config_of(reader, "float32")
+    return config
 
 
 def _config_of(reader: ConfigReader, dtype: str | None) -> ModelConfig:

@@ -42,6 +42,7 @@ GrpcPort = Annotated[
     Integer, typer.Option(help="Port of control and token streams, 0 for any. [0]")
 ]
 Dtype = Annotated[Text, typer.Option(help="auto, float32, bfloat16 or float16. [auto]")]
+Device = Annotated[Text, typer.Option(help="cpu, cuda or cuda:N. [cpu]")]
 MaxModelLen = Annotated[
     Integer, typer.Option(help="Context in tokens. Default: what model and memory allow.")
 ]
@@ -112,6 +113,7 @@ def node_app(
         grpc_port: GrpcPort = None,
         served_model_name: ServedModelName = None,
         dtype: Dtype = None,
+        device: Device = None,
         max_model_len: MaxModelLen = None,
         max_num_seqs: MaxNumSeqs = None,
         max_num_batched_tokens: MaxBatchedTokens = None,

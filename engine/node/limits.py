@@ -3,6 +3,8 @@
 import socket
 from math import lcm
 
+import torch
+
 from engine.arena import available_host_bytes
 from engine.config import NodeConfig
 from engine.errors import ConfigError
@@ -28,9 +30,22 @@ def check_ports(config: NodeConfig) -> None:
             ) from error
 
 
-def check_memory(plan: ArenaPlan) -> None:
-    """Raises ConfigError for an arena that is larger than the memory that is left."""
-    available = available_host_bytes()
+def check_device(device: str) -> None:
+    """Raises ConfigError for a `--device` that this machine, or this build of torch, lacks."""
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return
+    num_found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (wanted.index or 0) >= num_found:
+        raise ConfigError(
+            f"--device {device}: torch {torch.__version__} finds {num_found} CUDA devices here"
+        )
+
+
+def check_memory(plan: ArenaPlan, device: str) -> None:
+    """Raises ConfigError for an arena that is larger than the free memory of its device."""
+    on_host = torch.device(device).type == "cpu"
+    available = available_host_bytes() if on_host else torch.cuda.mem_get_info(device)[0]
     if plan.arena_bytes > available:
         raise ConfigError(
             f"--kv-cache-memory-bytes: an arena of {plan.arena_bytes:,} bytes is asked for, and "

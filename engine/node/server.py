@@ -35,6 +35,7 @@ from engine.node.gauges import register_gauges
 from engine.node.incarnation import new_engine_id
 from engine.node.limits import (
     check_decode_checkpoints,
+    check_device,
     check_memory,
     check_ports,
     context_length,
@@ -118,6 +119,7 @@ class NodeServer:
 
     async def _start(self) -> None:
         refuse_unavailable(self.config)
+        check_device(self.config.device)
         self._token = token_for_calls(self.config)
         self._tls = server_tls(self.config.ssl_certfile, self.config.ssl_keyfile)
         check_listen_host(self.config.host)
@@ -133,7 +135,7 @@ class NodeServer:
         )
         log.info(f"arena planned\n{plan_report(plan, limits.max_model_len)}")
         self.metrics = NodeMetrics(model.names[0], self.engine_id)
-        arena = ArenaMemory(plan.arena_bytes + MARGIN_BYTES)
+        arena = ArenaMemory(plan.arena_bytes + MARGIN_BYTES, device=self.config.device)
         self._resources.callback(arena.close)
         self._connector = connector = self._connect(model, plan, arena)
         runner = await self._load(model, plan, arena)
@@ -152,7 +154,7 @@ class NodeServer:
     def _read_model(self) -> ModelFolder:
         config = self.config
         folder = resolve_folder(config.model)
-        model_config = read_config(folder, config.dtype)
+        model_config = read_config(folder, config.dtype, device=config.device)
         return ModelFolder(
             path=folder,
             config=model_config,
@@ -166,7 +168,7 @@ class NodeServer:
         config = self.config
         plan = plan_arena(model.groups, config.block_size, config.kv_cache_memory_bytes)
         check_decode_checkpoints(config, plan)
-        check_memory(plan)
+        check_memory(plan, config.device)
         return plan
 
     def _connect(self, model: ModelFolder, plan: ArenaPlan, arena: ArenaMemory) -> NodeConnector:

@@ -122,7 +122,11 @@ class InputBatcher:
         return slots
 
     def _tensor(self, values: IntArray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        host = torch.from_numpy(values)
+        if self._device.type == "cpu":
+            return host
+        # From pinned memory the copy is queued on the stream, and the host goes on at once.
+        return host.pin_memory().to(self._device, non_blocking=True)
 
 
 def _all_rows(plan: ArenaPlan, group: int) -> IntArray:

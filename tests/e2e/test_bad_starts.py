@@ -94,6 +94,8 @@ async def test_options_are_judged_before_anything_is_loaded(folder: Path) -> Non
     error = await refusal(folder, kv_cache_memory_bytes=10**13)
     assert re.search(r"arena of 9,9\S+ bytes is asked for, and [\d,]+ bytes", str(error))
     assert isinstance(error, ConfigError)
+    error = await refusal(folder, device="cuda:99")
+    assert re.search(r"--device cuda:99: torch \S+ finds \d+ CUDA devices here", str(error))
     assert "safetensors" in str(await refusal(folder))
 
 
