@@ -93,7 +93,7 @@ class Node:
         hit = self.cache.find_hit(prefix, len(token_ids) - 1)
         clock.append(perf_counter())
         positions = checkpoint_positions(
-            hit.num_tokens, hit.junction, len(token_ids), block_size=BLOCK_SIZE
+            hit.num_tokens, hit.branch_point, len(token_ids), block_size=BLOCK_SIZE
         )
         tables = self.cache.start(hit, min(hit.num_tokens + CHUNK, len(token_ids)))
         assert tables is not None, "the arena is too small"

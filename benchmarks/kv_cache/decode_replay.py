@@ -7,6 +7,7 @@ from benchmarks.kv_cache.traces import Record, Segment, TokenTable
 from connector.pd.geometry import geometry_of
 from connector.pd.layout import SequenceBlocks, blocks_announced
 from connector.pd.pull_plan import PullPlan, plan_pull
+from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
@@ -45,10 +46,8 @@ class DecodeNode:
     def serve(self, request: HandOver) -> PullPlan:
         """Pulls what is not here, decodes, lets go; raises RuntimeError when it does not fit."""
         cache, size = self.cache, request.num_prompt
-        hit = cache.find_hit(request.prefix, size)
-        is_here = hit.num_tokens >= size
-        if not is_here:
-            hit = cache.find_hit(request.prefix, size - 1, skip_mamba=True)
+        hit = cache.find_hit(request.prefix, size, Coverage(size, (size,)))
+        is_here = all(local == size for local in hit.local)
         if (tables := cache.start(hit, size)) is None:
             raise RuntimeError(f"a prompt of {size} tokens does not fit {cache.plan.arena_bytes}")
         cache.take_new_states()
@@ -61,7 +60,7 @@ class DecodeNode:
                 blocks_announced(cache.plan, geometry_of(cache.plan), nowhere, num_tokens=size),
                 tables.groups,
                 num_tokens=size,
-                num_local_tokens=hit.num_tokens,
+                num_local_tokens=hit.num_local,
             )
             cache.keep_loaded(tables, request.prefix, size)
             cache.copies_done()

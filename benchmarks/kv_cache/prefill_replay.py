@@ -23,7 +23,7 @@ class Arrival:
     """What a checkpoint policy knows when a prompt starts."""
 
     num_hit_tokens: int
-    junction: int
+    branch_point: int
     num_tokens: int
     hash_block_size: int
 
@@ -42,7 +42,7 @@ Policy = Callable[[Arrival], Iterable[int]]
 
 def _default(new: Arrival) -> Iterable[int]:
     return checkpoint_positions(
-        new.num_hit_tokens, new.junction, new.num_tokens, block_size=new.hash_block_size
+        new.num_hit_tokens, new.branch_point, new.num_tokens, block_size=new.hash_block_size
     )
 
 
@@ -50,9 +50,13 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
     {
         "default": _default,
         "last": lambda new: (new.last,),
-        "last, junction": lambda new: (new.last, new.junction),
+        "last, branch point": lambda new: (new.last, new.branch_point),
         "last, every 2,048": lambda new: (new.last, *new.strided(2048)),
-        "last, junction, every 8,192": lambda new: (new.last, new.junction, *new.strided(8192)),
+        "last, branch point, every 8,192": lambda new: (
+            new.last,
+            new.branch_point,
+            *new.strided(8192),
+        ),
         "every 512": lambda new: new.strided(512),
     }
 )
@@ -128,9 +132,9 @@ class PrefillNode:
             tally.refused += 1
             return 0
         tally.hits += hit.num_tokens
-        tally.lost += hit.junction - hit.num_tokens
+        tally.lost += hit.branch_point - hit.num_tokens
         self.cache.take_new_states()
-        at = Arrival(hit.num_tokens, hit.junction, size, self.cache.hasher.hash_block_size)
+        at = Arrival(hit.num_tokens, hit.branch_point, size, self.cache.hasher.hash_block_size)
         wanted = sorted({p for p in self._policy(at) if hit.num_tokens < p <= at.last})
         end = hit.num_tokens
         while end < size:

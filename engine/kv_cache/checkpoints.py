@@ -1,6 +1,6 @@
 """Where a prefill keeps its Mamba states for reuse: a pure policy.
 
-`last + junction + one shortly before the end + one per interval`. Prompts mostly part ways near
+`last + branch point + one shortly before the end + one per interval`. Prompts mostly part ways near
 their ends: other questions about one document, other tails behind one context. A state there finds
 more, with fewer writes, than one per 8,192 tokens alone (benchmarks/README.md).
 """
@@ -16,7 +16,7 @@ DEFAULT_INTERVAL = 16_384
 
 def checkpoint_positions(
     num_hit_tokens: int,
-    junction: int,
+    branch_point: int,
     num_prompt_tokens: int,
     *,
     block_size: int,
@@ -25,14 +25,14 @@ def checkpoint_positions(
 ) -> tuple[int, ...]:
     """Token counts behind the hit, ascending, after which the state is worth keeping.
 
-    The prompt's last boundary before its last token; the `junction`, where this prompt leaves a
+    The prompt's last boundary before its last token; the `branch_point`, where this prompt leaves a
     longer cached one that had no checkpoint there; `tail` tokens before the last; and every
-    multiple of `interval`. All but the junction are rounded down to boundaries, multiples of
+    multiple of `interval`. All but the branch point are rounded down to boundaries, multiples of
     `block_size`, at which blocks of all attention groups end.
     """
     last = (num_prompt_tokens - 1) // block_size * block_size
     spread = (last, last - tail, *range(interval, last, interval))
-    wanted = {junction, *(p // block_size * block_size for p in spread)}
+    wanted = {branch_point, *(p // block_size * block_size for p in spread)}
     return tuple(sorted(p for p in wanted if num_hit_tokens < p <= last))
 
 

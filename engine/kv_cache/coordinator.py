@@ -1,32 +1,45 @@
 """The longest prefix that all KV cache groups can start from: any number, order and mix of groups.
 
 Each group says how many tokens, at most so many, it can resume after; asking in turn until nobody
-shortens any more gives the longest length that all of them accept, whatever their order (the fixed
-point of vLLM #31707). Reads only: nothing is referenced, moved or evicted.
+shortens the prefix gives the longest length that all of them accept, whatever their order (the
+fixed point of vLLM #31707). What an external source can fill counts like what is cached here.
+Reads only: nothing is referenced, moved or evicted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.kv_cache.attention_group import GroupHit, Lookup
+from engine.kv_cache.attention_group import GroupHit
 from engine.kv_cache.attention_kinds import attention_kinds
 from engine.kv_cache.block_pool import BlockPool, Share
+from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.mamba_states import MambaStates
 from engine.kv_cache.prefix import PrefixDigests
+
+Longest = Callable[[int], int]  # the most tokens, at most so many, that a group can resume after
 
 
 @dataclass(slots=True, frozen=True)
 class PrefixHit:
     """What a request can start from.
 
-    `attention[g]`: the part of attention group g. `states`: the checkpoint, if Mamba groups take
-    part. `junction`: the length that attention alone could start from.
+    `num_tokens`: where it starts; every group is complete there once the external source has filled
+    in what is not here. `local[g]`: how many of these tokens group g has here (attention groups:
+    all the same number, whole joint blocks if the rest is loaded; Mamba groups: `num_tokens` if the
+    checkpoint is here, else 0). `branch_point`: the length that local attention alone could start
+    from. `attention[g]`, `states`: the local part of attention group g, and the checkpoint.
     """
 
     num_tokens: int
-    junction: int
+    branch_point: int
     attention: dict[int, GroupHit]
     states: GroupHit
+    local: tuple[int, ...]
+
+    @property
+    def num_local(self) -> int:
+        """Tokens at the start that are here in all attention groups: a load fills in the rest."""
+        return min((self.local[group] for group in self.attention), default=self.num_tokens)
 
     @property
     def needs(self) -> list[Share]:
@@ -35,52 +48,67 @@ class PrefixHit:
         return [share for hit in hits for share in hit.needs]
 
 
-class Aligned(Lookup):
-    """Can resume after any multiple of so many tokens."""
-
-    def __init__(self, multiple: int) -> None:
-        self._multiple = multiple
-
-    def longest(self, limit: int) -> int:
-        return limit // self._multiple * self._multiple
-
-    def hit(self, num_tokens: int) -> GroupHit:
-        return GroupHit()
-
-
 class Coordinator:
     """Looks prefixes up in the groups of one arena."""
 
     def __init__(self, pool: BlockPool, states: MambaStates | None) -> None:
         self._pool = pool
         self._states = states
-        self._attention = attention_kinds(pool.plan)
-        self._whole_blocks = Aligned(pool.plan.joint_block_size)
+        self._kinds = attention_kinds(pool.plan)
 
-    def find(self, prefix: PrefixDigests, limit: int, *, skip_mamba: bool) -> PrefixHit:
-        """The longest joint hit of at most `limit` tokens.
+    def find(
+        self, prefix: PrefixDigests, limit: int, external: Coverage, *, skip_mamba: bool
+    ) -> PrefixHit:
+        """The longest joint hit of at most `limit` tokens, with what `external` can fill in.
 
         `skip_mamba` (vLLM #42524): Mamba groups neither constrain nor join it, because their states
         come from elsewhere; with them comes what is missing of attention, in whole blocks.
         """
         attention = {
-            group: kind.lookup(self._pool, prefix, group) for group, kind in self._attention.items()
+            group: kind.lookup(self._pool, prefix, group) for group, kind in self._kinds.items()
         }
-        junction = _longest(limit, [*attention.values()])
-        states = self._whole_blocks if skip_mamba else self._state_lookup(prefix)
-        num_tokens = _longest(junction, [*attention.values(), states])
-        hits = {group: lookup.hit(num_tokens) for group, lookup in attention.items()}
-        return PrefixHit(num_tokens, junction, hits, states.hit(num_tokens))
+        local = [lookup.longest for lookup in attention.values()]
+        states = None if skip_mamba or self._states is None else self._states.lookup(prefix)
+        branch_point = _longest(limit, local)
+        if skip_mamba:
+            num_tokens = num_local = _longest(branch_point, [*local, self._whole_blocks])
+        else:
+            every = [_either(longest, external.attention_up_to) for longest in local]
+            if states is not None:
+                every.append(_either(states.longest, external.state_up_to))
+            num_tokens = _longest(limit, every)
+            if states is not None and states.longest(num_tokens) < num_tokens:
+                states = None
+            num_local = _longest(num_tokens, local)
+            is_here = num_local == num_tokens and (states is not None or self._states is None)
+            if num_tokens <= external.attention_tokens and not is_here:
+                # A load brings whole blocks, and some attention beside the states.
+                num_local = _longest(num_tokens - 1, [*local, self._whole_blocks])
+        in_group = [num_tokens if states else 0] * len(self._pool.plan.groups)
+        for group in attention:
+            in_group[group] = num_local
+        return PrefixHit(
+            num_tokens,
+            branch_point,
+            {group: lookup.hit(num_local) for group, lookup in attention.items()},
+            GroupHit() if states is None else states.hit(num_tokens),
+            tuple(in_group),
+        )
 
-    def _state_lookup(self, prefix: PrefixDigests) -> Lookup:
-        return Aligned(1) if self._states is None else self._states.lookup(prefix)
+    def _whole_blocks(self, limit: int) -> int:
+        size = self._pool.plan.joint_block_size
+        return limit // size * size
 
 
-def _longest(limit: int, lookups: Sequence[Lookup]) -> int:
+def _either(local: Longest, external: Longest) -> Longest:
+    return lambda limit: max(local(limit), external(limit))
+
+
+def _longest(limit: int, groups: Sequence[Longest]) -> int:
     while True:
         shortest = limit
-        for lookup in lookups:
-            shortest = lookup.longest(shortest)
+        for longest in groups:
+            shortest = longest(shortest)
         if shortest == limit:
             return limit
         limit = shortest

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.kv_cache.attention_group import GroupHit, GroupTable
+from engine.kv_cache.attention_group import GroupTable
 from engine.kv_cache.attention_kinds import attention_kinds
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.coordinator import Coordinator, PrefixHit
+from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.mamba_states import Checkpoint, MambaStates
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
@@ -53,6 +54,7 @@ class KVCacheManager:
         self.hasher = PrefixHasher(plan.hash_block_size, hash_seed)
         self.pool = BlockPool(plan)
         self._caches_prefixes = prefix_caching
+        self._no_prefix = PrefixDigests(self.hasher, [], None)
         self._attention = attention_kinds(plan)
         budget = int(checkpoint_share * plan.num_units)
         self._states = (
@@ -87,11 +89,17 @@ class KVCacheManager:
         """Grows with everything that is let go; while it stands still, there is no more room."""
         return self.pool.num_releases
 
-    def find_hit(self, prefix: PrefixDigests, limit: int, *, skip_mamba: bool = False) -> PrefixHit:
-        """The longest cached prefix of at most `limit` tokens; see `Coordinator.find`."""
-        if not self._caches_prefixes:
-            return PrefixHit(0, 0, {group: GroupHit() for group in self._attention}, GroupHit())
-        return self._coordinator.find(prefix, limit, skip_mamba=skip_mamba)
+    def find_hit(
+        self,
+        prefix: PrefixDigests,
+        limit: int,
+        external: Coverage = NOTHING,
+        *,
+        skip_mamba: bool = False,
+    ) -> PrefixHit:
+        """The best start within `limit` tokens, here or from `external`; `Coordinator.find`."""
+        known = prefix if self._caches_prefixes else self._no_prefix
+        return self._coordinator.find(known, limit, external, skip_mamba=skip_mamba)
 
     def start(self, hit: PrefixHit, num_tokens: int) -> BlockTables | None:
         """Tables of a new request that starts from `hit` and holds `num_tokens` tokens, or None."""
@@ -242,13 +250,13 @@ class KVCacheManager:
         for group, table in attention.items():
             table.extend(*new[group])
             groups[group] = table.blocks
-        state = None
+        state, num_checkpointed = None, hit.num_tokens if hit.states.source else hit.num_local
         if self._states is not None:
             is_new = hit.states.source is None
             state = self._states.begin(*new[self._states.groups[0]], is_new=is_new)
             for group, unit in zip(self._states.groups, state.blocks, strict=True):
                 groups[group] = [unit]
-        return BlockTables(tuple(groups), attention, state, num_checkpointed=hit.num_tokens)
+        return BlockTables(tuple(groups), attention, state, num_checkpointed=num_checkpointed)
 
     def _copies_of(self, pending: _Pending) -> Iterator[BlockCopy]:
         source, targets = pending.source, pending.targets

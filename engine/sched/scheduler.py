@@ -259,8 +259,8 @@ class Scheduler:
         if start.num_external or not self._keeps_states:
             return
         self.stats.checkpoint_hits += hit.num_tokens > 0
-        if hit.junction > max(hit.num_tokens, request.num_known_tokens):
-            request.lose(hit.junction, NO_CHECKPOINT)
+        if hit.branch_point > max(hit.num_tokens, request.num_known_tokens):
+            request.lose(hit.branch_point, NO_CHECKPOINT)
 
     def _scheduled(self, request: Request, num_tokens: int) -> ScheduledRequest:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens

@@ -26,7 +26,7 @@ class Start(NamedTuple):
     def checkpoints(self, num_prompt_tokens: int, block_size: int) -> tuple[int, ...]:
         """Where the rest of the prompt keeps its states; see `checkpoint_positions`."""
         return checkpoint_positions(
-            self.num_tokens, self.hit.junction, num_prompt_tokens, block_size=block_size
+            self.num_tokens, self.hit.branch_point, num_prompt_tokens, block_size=block_size
         )
 
 

@@ -36,7 +36,7 @@ def test_a_document_asked_three_times() -> None:
     ("policy", "hits", "writes"),
     [
         ("last", 0, 3),
-        ("last, junction", 4096, 4),
+        ("last, branch point", 4096, 4),
         ("last, every 2,048", 2 * 4096, 3 + 2),
         ("every 512", 2 * 4096, 8),
     ],

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 
+from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests
@@ -122,8 +123,9 @@ def test_whole_units_go_from_the_end_of_a_chain(lost: int) -> None:
     nothing = cache.find_hit(PrefixDigests(cache.hasher, [], None), 0)
     live = [cache.start(nothing, 0) for _ in range(1 + lost)]
     prefix = PrefixDigests(cache.hasher, list(chain), None)
-    hit = cache.find_hit(prefix, len(chain), skip_mamba=True)
-    assert hit.num_tokens == (7 - lost) * per_unit * BLOCK
+    elsewhere = Coverage(len(chain), (len(chain),))
+    hit = cache.find_hit(prefix, len(chain), elsewhere)
+    assert hit.num_local == (7 - lost) * per_unit * BLOCK
     for tables in live:
         assert tables is not None
         cache.free(tables)

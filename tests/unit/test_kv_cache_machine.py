@@ -5,6 +5,7 @@ and copies it when the manager asks for copies. A hit is right if every slot tha
 exactly the request's own prefix, and longest if a search over plain sets finds none longer.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.kv_cache.attention_group import NULL_BLOCK
 from engine.kv_cache.checkpoints import checkpoint_positions, due
 from engine.kv_cache.coordinator import PrefixHit
+from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.mamba_states import Checkpoint
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
@@ -48,6 +50,9 @@ MIXES = [
     ("other", "window", "full", "state", "wide"),
 ]
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
+POSITIONS = st.integers(0, 60)
+SOMETHING = st.builds(Coverage, POSITIONS, st.lists(POSITIONS, max_size=3).map(tuple))
+NOT_EXTERNAL, WHOLE_PROMPT = "nothing", "whole prompt"
 
 
 @dataclass(eq=False)
@@ -58,9 +63,9 @@ class Live:
     num_prompt: int
     tables: BlockTables | None = None
     computed: int = 0
-    junction: int = 0
+    branch_point: int = 0
     hit: int = 0
-    pulling: bool = False
+    loading: PrefixHit | None = None
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -88,8 +93,15 @@ class CacheMachine(RuleBasedStateMachine):
             assert self.known.setdefault(digest, text) == text
         self.texts.append((request.salt, tuple(request.tokens)))
 
-    @rule(tokens=PROMPTS, salt=st.sampled_from([None, "a"]), again=st.data(), pulled=st.booleans())
-    def arrive(self, tokens: Tokens, salt: str | None, again: st.DataObject, pulled: bool) -> None:
+    @rule(
+        tokens=PROMPTS,
+        salt=st.sampled_from([None, "a"]),
+        again=st.data(),
+        source=st.sampled_from([NOT_EXTERNAL, WHOLE_PROMPT]) | SOMETHING,
+    )
+    def arrive(
+        self, tokens: Tokens, salt: str | None, again: st.DataObject, source: str | Coverage
+    ) -> None:
         if self.texts:
             salt, base = again.draw(st.sampled_from(self.texts))
             kept = again.draw(st.integers(0, len(base)))
@@ -98,24 +110,29 @@ class CacheMachine(RuleBasedStateMachine):
         request.tokens = list(tokens)
         request.prefix = PrefixDigests(self.hasher, request.tokens, salt)
         self.note(request)
-        self.admit(request, pulled)
+        if source == WHOLE_PROMPT:
+            source = Coverage(len(tokens), (len(tokens),))
+        self.admit(request, source if isinstance(source, Coverage) else NOTHING)
 
-    def admit(self, request: Live, pulled: bool) -> None:
-        limit = request.num_prompt if pulled else len(request.tokens) - 1
-        hit = self.cache.find_hit(request.prefix, limit, skip_mamba=pulled)
-        self.check_longest(request, hit, limit, pulled)
-        before = self.held()
-        fits = self.fits(hit, request.num_prompt if pulled else hit.num_tokens + 1)
-        tables = self.cache.start(hit, request.num_prompt if pulled else hit.num_tokens + 1)
+    def admit(self, request: Live, external: Coverage) -> None:
+        limit = request.num_prompt if external != NOTHING else len(request.tokens) - 1
+        hit = self.cache.find_hit(request.prefix, limit, external)
+        self.check_longest(request, hit, limit, external)
+        is_here = all(local == hit.num_tokens for local in hit.local)
+        num_tokens = hit.num_tokens + is_here
+        before, fits = self.held(), self.fits(hit, num_tokens)
+        tables = self.cache.start(hit, num_tokens)
         assert (tables is not None) == fits
         if tables is None:
             assert before == self.held()
             return
-        request.tables, request.computed = tables, hit.num_tokens
-        request.junction, request.hit, request.pulling = hit.junction, hit.num_tokens, pulled
+        request.tables, request.computed = tables, hit.num_local
+        request.branch_point, request.hit = hit.branch_point, hit.num_tokens
+        request.loading = None if is_here else hit
         self.live.append(request)
         self.work()
-        self.check_content(request, skip_states=pulled)
+        self.check_attention(request)
+        self.check_states(request, self.local_states(hit), hit.num_tokens)
 
     def held(self) -> tuple[int, ...]:
         return self.cache.pool.num_free_units, *map(len, self.cache.pool.indexes)
@@ -133,9 +150,7 @@ class CacheMachine(RuleBasedStateMachine):
             mine = {block // per_unit for block in used}
             size = self.plan.block_size_of(group)
             need = (
-                1
-                if isinstance(spec, MambaSpec)
-                else -(-num_tokens // size) - hit.num_tokens // size
+                1 if isinstance(spec, MambaSpec) else -(-num_tokens // size) - hit.num_local // size
             )
             missing += -(-max(0, need - (len(mine) * per_unit - len(used))) // per_unit)
             units += len(mine)
@@ -164,11 +179,18 @@ class CacheMachine(RuleBasedStateMachine):
     def is_state(self, group: int) -> bool:
         return isinstance(self.groups[group].spec, MambaSpec)
 
-    def write(self, request: Live, start: int, end: int) -> None:
+    def local_states(self, hit: PrefixHit) -> list[int]:
+        return [g for g in self.plan.state_groups if hit.local[g] == hit.num_tokens]
+
+    def write_states(self, request: Live, groups: Iterable[int], end: int) -> None:
+        assert request.tables is not None
+        for group in groups:
+            self.content[group, request.tables.groups[group][0]] = tuple(request.tokens[:end])
+
+    def write_attention(self, request: Live, start: int, end: int) -> None:
         assert request.tables is not None
         for group, blocks in enumerate(request.tables.groups):
             if self.is_state(group):
-                self.content[group, blocks[0]] = tuple(request.tokens[:end])
                 continue
             size = self.plan.block_size_of(group)
             for position in range(start, end):
@@ -180,10 +202,10 @@ class CacheMachine(RuleBasedStateMachine):
                     slots = self.content[group, block] = {}
                 slots[position % size] = tuple(request.tokens[: position + 1])
 
-    @precondition(lambda self: any(not r.pulling for r in self.live))
+    @precondition(lambda self: any(not r.loading for r in self.live))
     @rule(data=st.data(), count=st.integers(1, 25))
     def compute(self, data: st.DataObject, count: int) -> None:
-        request = data.draw(st.sampled_from([r for r in self.live if not r.pulling]))
+        request = data.draw(st.sampled_from([r for r in self.live if not r.loading]))
         end = min(request.computed + count, len(request.tokens))
         assert request.tables is not None
         if end == request.computed:
@@ -194,7 +216,8 @@ class CacheMachine(RuleBasedStateMachine):
             return
         checkpoints = self.reserve(request, end)
         self.work()
-        self.write(request, request.computed, end)
+        self.write_attention(request, request.computed, end)
+        self.write_states(request, self.plan.state_groups, end)
         for checkpoint in checkpoints:
             for group, state in checkpoint.states.items():
                 self.content[group, state] = tuple(request.tokens[: checkpoint.num_tokens])
@@ -212,27 +235,30 @@ class CacheMachine(RuleBasedStateMachine):
         if not any(isinstance(spec, SlidingWindowSpec) for spec in specs.values()):
             hit = self.cache.find_hit(request.prefix, request.computed)
             unit = lcm(*map(self.plan.block_size_of, specs))
-            assert hit.junction >= request.computed // unit * unit
+            assert hit.branch_point >= request.computed // unit * unit
 
     def reserve(self, request: Live, end: int) -> tuple[Checkpoint, ...]:
         wanted = checkpoint_positions(
-            request.hit, request.junction, request.num_prompt, block_size=4, interval=12, tail=6
+            request.hit, request.branch_point, request.num_prompt, block_size=4, interval=12, tail=6
         )
         return self.cache.reserve_checkpoints(request.prefix, due(wanted, request.computed, end))
 
-    @precondition(lambda self: any(r.pulling for r in self.live))
+    @precondition(lambda self: any(r.loading for r in self.live))
     @rule(data=st.data(), ok=st.booleans())
-    def pull(self, data: st.DataObject, ok: bool) -> None:
-        request = data.draw(st.sampled_from([r for r in self.live if r.pulling]))
-        assert request.tables is not None
+    def load(self, data: st.DataObject, ok: bool) -> None:
+        request = data.draw(st.sampled_from([r for r in self.live if r.loading]))
+        hit = request.loading
+        assert request.tables is not None and hit is not None
         if not ok:
             self.live.remove(request)
             self.cache.free(request.tables)
-            self.admit(request, pulled=False)
+            self.admit(request, NOTHING)
             return
-        self.write(request, request.computed, request.num_prompt)
-        request.pulling, request.computed = False, request.num_prompt
-        self.cache.keep_loaded(request.tables, request.prefix, request.num_prompt)
+        self.write_attention(request, hit.num_local, hit.num_tokens)
+        missing = set(self.plan.state_groups) - set(self.local_states(hit))
+        self.write_states(request, missing, hit.num_tokens)
+        request.loading, request.computed = None, hit.num_tokens
+        self.cache.keep_loaded(request.tables, request.prefix, hit.num_tokens)
         if data.draw(st.booleans()):
             self.work()
 
@@ -241,11 +267,11 @@ class CacheMachine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject, how: str) -> None:
         request = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         assert request.tables is not None
-        if how != "abort" and not request.pulling:
+        if how != "abort" and not request.loading:
             self.cache.retire(request.tables, request.prefix, request.computed)
         self.cache.free(request.tables)
         if how == "preempt":
-            self.admit(request, pulled=False)
+            self.admit(request, NOTHING)
 
     @rule()
     def reset(self) -> None:
@@ -254,17 +280,20 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_writes_into_others(self) -> None:
         for request in self.live:
-            if not request.pulling:
-                self.check_content(request, skip_states=False)
+            self.check_attention(request)
+            if not request.loading:
+                self.check_states(request, self.plan.state_groups, request.computed)
 
-    def check_content(self, request: Live, *, skip_states: bool) -> None:
+    def check_states(self, request: Live, groups: Iterable[int], num_tokens: int) -> None:
+        assert request.tables is not None
+        for group in groups:
+            state = request.tables.groups[group][0]
+            assert self.content[group, state] == tuple(request.tokens[:num_tokens])
+
+    def check_attention(self, request: Live) -> None:
         assert request.tables is not None
         for group, blocks in enumerate(request.tables.groups):
             if self.is_state(group):
-                if not skip_states:
-                    assert self.content[group, blocks[0]] == tuple(
-                        request.tokens[: request.computed]
-                    )
                 continue
             size = self.plan.block_size_of(group)
             first = self.first_read(group, request.computed)
@@ -289,17 +318,30 @@ class CacheMachine(RuleBasedStateMachine):
             sets[group] = sets[self.plan.state_groups[0]]
         return sets
 
-    def check_longest(self, request: Live, hit: PrefixHit, limit: int, pulled: bool) -> None:
+    def check_longest(self, request: Live, hit: PrefixHit, limit: int, external: Coverage) -> None:
         sets = self.published()
-        groups = [g for g in range(len(self.groups)) if not (pulled and self.is_state(g))]
-        sizes = [self.plan.block_size_of(g) for g in groups if not self.is_state(g)]
-        unit = lcm(*sizes) if pulled else 1  # a pull brings whole blocks
-        best = next(
-            n
-            for n in range(limit, -1, -1)
-            if n % unit == 0 and all(self.resumes(sets[g], g, request, n) for g in groups)
+        attention = [g for g in range(len(self.groups)) if not self.is_state(g)]
+
+        def local(groups: Iterable[int], n: int) -> bool:
+            return all(self.resumes(sets[g], g, request, n) for g in groups)
+
+        def starts(n: int) -> bool:
+            has_attention = n <= external.attention_tokens or local(attention, n)
+            return has_attention and (n in external.states_at or local(self.plan.state_groups, n))
+
+        assert hit.num_tokens == max(filter(starts, range(limit + 1)))
+        assert hit.branch_point == max(n for n in range(limit + 1) if local(attention, n))
+        has_states = local(self.plan.state_groups, hit.num_tokens)
+        num_local = hit.num_tokens
+        if num_local <= external.attention_tokens and not (
+            has_states and local(attention, num_local)
+        ):  # a load brings whole blocks, and at least one token
+            unit = lcm(*map(self.plan.block_size_of, attention))
+            num_local = max(n for n in range(0, num_local, unit) if local(attention, n))
+        assert hit.local == tuple(
+            (hit.num_tokens if has_states else 0) if self.is_state(g) else num_local
+            for g in range(len(self.groups))
         )
-        assert hit.num_tokens == best
 
     def first_read(self, group: int, n: int) -> int:
         """The next token, at position n, reads positions n - window + 1 to n."""

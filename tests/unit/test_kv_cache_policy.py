@@ -27,7 +27,9 @@ def serve(cache: KVCacheManager, tokens: Tokens, *, chunk: int = 4096) -> int:
     """One prompt from arrival to its end, as the scheduler does it; returns the hit."""
     prefix = PrefixDigests(cache.hasher, list(tokens), None)
     hit = cache.find_hit(prefix, len(tokens) - 1)
-    positions = checkpoint_positions(hit.num_tokens, hit.junction, len(tokens), block_size=BLOCK)
+    positions = checkpoint_positions(
+        hit.num_tokens, hit.branch_point, len(tokens), block_size=BLOCK
+    )
     tables = cache.start(hit, min(hit.num_tokens + chunk, len(tokens)))
     assert tables is not None
     for start in range(hit.num_tokens, len(tokens), chunk):
@@ -79,9 +81,9 @@ def test_a_prefix_with_a_long_tail_behind_it_is_not_lost_either() -> None:
     assert serve(cache, shared + text(rng, 100)) == 17_008
 
 
-def test_positions_are_last_junction_tail_and_strides_behind_the_hit() -> None:
-    def positions(hit: int, junction: int, length: int, size: int = 16) -> Tokens:
-        return checkpoint_positions(hit, junction, length, block_size=size)
+def test_positions_are_last_branch_point_tail_and_strides_behind_the_hit() -> None:
+    def positions(hit: int, branch_point: int, length: int, size: int = 16) -> Tokens:
+        return checkpoint_positions(hit, branch_point, length, block_size=size)
 
     assert positions(0, 0, 12) == ()
     assert positions(0, 0, 32) == (16,)

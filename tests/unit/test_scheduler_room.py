@@ -2,6 +2,7 @@
 
 from engine.config import SchedulerConfig
 from engine.kv_cache.coordinator import PrefixHit
+from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests
@@ -22,9 +23,16 @@ class CountingCache(KVCacheManager):
 
     num_lookups = 0
 
-    def find_hit(self, prefix: PrefixDigests, limit: int, *, skip_mamba: bool = False) -> PrefixHit:
+    def find_hit(
+        self,
+        prefix: PrefixDigests,
+        limit: int,
+        external: Coverage = NOTHING,
+        *,
+        skip_mamba: bool = False,
+    ) -> PrefixHit:
         self.num_lookups += 1
-        return super().find_hit(prefix, limit, skip_mamba=skip_mamba)
+        return super().find_hit(prefix, limit, external, skip_mamba=skip_mamba)
 
 
 def small_cache() -> CountingCache:
