@@ -8,9 +8,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.api.errors import on_http_error, on_tandem_error
 from engine.api.operations import HEALTH_PATHS, metrics_response
 from engine.errors import TandemError, UnavailableError
+from engine.http.errors import on_http_error, on_tandem_error
 
 
 class FrontDoor:

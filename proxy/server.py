@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from engine.api.app import create_app
-from engine.api.http_server import HttpServer
 from engine.api.serving import Serving
+from engine.http.server import HttpServer
 from engine.process import wait_until
 from engine.rpc.address import join_host_port
 from engine.rpc.client import StreamDeadlines

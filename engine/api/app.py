@@ -1,5 +1,7 @@
 """The OpenAI surface as a Starlette app over any Generator, for the proxy and the nodes alike."""
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -10,14 +12,14 @@ from starlette.routing import Route
 from engine.api.chat import ChatShape
 from engine.api.completion import CompletionShape
 from engine.api.endpoint import GenerateEndpoint
-from engine.api.errors import on_disconnect, on_http_error, on_tandem_error, on_unexpected
 from engine.api.generator import Generator
-from engine.api.intake import Intake, IntakeLimits
-from engine.api.middleware import BearerAuth, RequestIdEcho
-from engine.api.operations import Operations
+from engine.api.operations import PROBE_PATHS, Operations
 from engine.api.serving import Serving
 from engine.api.shape import Shape
 from engine.errors import TandemError
+from engine.http.errors import on_disconnect, on_http_error, on_tandem_error, on_unexpected
+from engine.http.middleware import BearerAuth, RequestIdEcho
+from engine.http.request_bodies import RequestBodies
 
 
 def create_app(
@@ -27,34 +29,37 @@ def create_app(
     metrics_registry: CollectorRegistry,
     api_key: str | None = None,
     accept_kv_transfer_params: bool = False,
-    intake_limits: IntakeLimits | None = None,
+    open_routes: Sequence[Route] = (),
 ) -> Starlette:
     """App with the generating endpoints, /v1/models, /tokenize, /detokenize, probes and /metrics.
 
-    `api_key` guards all but probes and metrics; None leaves the door open.
-    `accept_kv_transfer_params` is for nodes; without it the key is ignored. The generator stays its
-    owner's to close.
+    `api_key` guards all but probes, metrics and `open_routes`; None guards nothing. A node sets
+    `accept_kv_transfer_params`; without it the key is ignored. The caller closes the generator.
     """
     shapes: dict[str, Shape] = {
         "/v1/completions": CompletionShape(serving.tokenizer),
         "/v1/chat/completions": ChatShape(serving.tokenizer),
     }
-    intake = Intake(intake_limits or IntakeLimits())
+    bodies = RequestBodies()
     endpoints = {
         path: GenerateEndpoint(
             generator,
             serving,
             shape,
-            intake=intake,
+            bodies=bodies,
             accept_kv_transfer_params=accept_kv_transfer_params,
         )
         for path, shape in shapes.items()
     }
     routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-    operations = Operations(generator, serving, metrics_registry, intake=intake)
+    operations = Operations(generator, serving, metrics_registry, bodies=bodies)
+    middleware = [Middleware(RequestIdEcho)]
+    if api_key is not None:
+        open_paths = {*PROBE_PATHS, *(route.path for route in open_routes)}
+        middleware.append(Middleware(BearerAuth, api_key=api_key, open_paths=open_paths))
     return Starlette(
-        routes=[*routes, *operations.routes()],
-        middleware=_middleware(api_key),
+        routes=[*routes, *operations.routes(), *open_routes],
+        middleware=middleware,
         exception_handlers={
             TandemError: on_tandem_error,
             HTTPException: on_http_error,
@@ -62,8 +67,3 @@ def create_app(
             Exception: on_unexpected,
         },
     )
-
-
-def _middleware(api_key: str | None) -> list[Middleware]:
-    guard = [] if api_key is None else [Middleware(BearerAuth, api_key=api_key)]
-    return [Middleware(RequestIdEcho), *guard]

@@ -8,12 +8,11 @@ from functools import partial
 from typing import TypeVar
 
 from engine.api.detokenizer import Detokenizer
-from engine.api.errors import EndedEarlyError
 from engine.api.generator import Generator
 from engine.api.plan import Plan
 from engine.api.stop import StopMatcher
 from engine.api.tokenizer import Tokenizer
-from engine.errors import RequestAbortedError
+from engine.errors import RequestAbortedError, TandemError
 from engine.types import (
     FinishReason,
     GenerateOutput,
@@ -25,6 +24,10 @@ from engine.types import (
 
 _T = TypeVar("_T")
 _Waiting = dict[asyncio.Future[tuple[_T, ...]], AsyncGenerator[_T, None]]
+
+
+class EndedEarlyError(TandemError):
+    """A generator's stream ended, or an output said `error`, before the request was finished."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,9 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.api.choices import Delta, follow
-from engine.api.disconnect import run_while_connected
 from engine.api.generator import Generator
-from engine.api.intake import Intake
 from engine.api.json_body import parse_object
 from engine.api.kv_params import parse_kv_transfer_params
 from engine.api.plan import Plan
@@ -25,6 +23,7 @@ from engine.api.sse import error_event, events
 from engine.api.tally import ReplyTally
 from engine.api.unsupported import without_neutral
 from engine.errors import TandemError
+from engine.http.request_bodies import RequestBodies, run_while_connected
 
 SEND_TIMEOUT_S = 300.0
 
@@ -48,18 +47,18 @@ class GenerateEndpoint:
         serving: Serving,
         shape: Shape,
         *,
-        intake: Intake,
+        bodies: RequestBodies,
         accept_kv_transfer_params: bool,
     ) -> None:
         self._generator = generator
         self._serving = serving
         self._shape = shape
-        self._intake = intake
+        self._bodies = bodies
         self._max_bytes = max_body_bytes(serving, num_prompts=shape.max_prompts)
         self._accept_kv_transfer_params = accept_kv_transfer_params
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        plan = await self._intake.take(scope, receive, self._plan, max_bytes=self._max_bytes)
+        plan = await self._bodies.process(scope, receive, self._plan, max_bytes=self._max_bytes)
         with suppress(ClientDisconnect):
             await run_while_connected(receive, self._serve(plan, scope, receive, send=send))
 

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.api.generator import Generator
-from engine.api.intake import Intake
 from engine.api.json_body import convert, parse_object
 from engine.api.plan import check_model
 from engine.api.replies import (
@@ -31,9 +30,11 @@ from engine.errors import (
     TandemError,
     UnavailableError,
 )
+from engine.http.request_bodies import RequestBodies
 from engine.prompt_checks import check_token_ids
 
 HEALTH_PATHS = ("/health", "/live", "/ping")
+PROBE_PATHS = (*HEALTH_PATHS, "/ready", "/metrics")
 PROBE_TIMEOUT_S = 5.0
 Checked = TypeVar("Checked")
 
@@ -47,11 +48,11 @@ class Operations:
         serving: Serving,
         registry: CollectorRegistry,
         *,
-        intake: Intake,
+        bodies: RequestBodies,
     ) -> None:
         self._generator = generator
         self._serving = serving
-        self._intake = intake
+        self._bodies = bodies
         self._registry = registry
         self._created = int(time.time())
 
@@ -102,7 +103,7 @@ class Operations:
         self, request: Request, work: Callable[[bytes], msgspec.Struct]
     ) -> Response:
         """The reply is encoded on the thread too: it may be as long as the request."""
-        content = await self._intake.take(
+        content = await self._bodies.process(
             request.scope,
             request.receive,
             lambda body: msgspec.json.encode(work(body)),

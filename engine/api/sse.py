@@ -6,12 +6,12 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.api.choices import Delta
-from engine.api.errors import reply_of
 from engine.api.plan import Plan
 from engine.api.replies import Usage
 from engine.api.shape import Shape
 from engine.api.tally import UsageTally
 from engine.errors import TandemError
+from engine.http.errors import reply_of
 
 DONE = b"data: [DONE]\n\n"
 

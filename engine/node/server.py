@@ -10,9 +10,11 @@ from pathlib import Path
 
 import structlog
 import torch
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 from engine.api.app import create_app
-from engine.api.http_server import HttpServer
 from engine.api.serving import SamplingDefaults, Serving, load_sampling_defaults
 from engine.api.tokenizer import Tokenizer, load_tokenizer
 from engine.arena import MARGIN_BYTES, ArenaMemory
@@ -20,6 +22,7 @@ from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.hosts import advertised_host, check_listen_host
+from engine.http.server import HttpServer
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.report import plan_report
@@ -42,7 +45,6 @@ from engine.node.limits import (
     refuse_unavailable,
 )
 from engine.node.membership import tls_to_peers, token_for_calls
-from engine.node.node_info import with_node_info
 from engine.process import wait_until
 from engine.rpc.address import join_host_port
 from engine.rpc.messages import TOKENIZER_FILES, NodeInfo
@@ -261,16 +263,10 @@ class NodeServer:
             api_key=self.config.api_key,
             accept_kv_transfer_params=True,
             metrics_registry=self.metrics.registry,
+            open_routes=[Route("/node_info", self._node_info)],
         )
-        info = {
-            "grpc_port": self.rpc.port,
-            "engine_id": self.engine_id,
-            "kind": self.kind,
-            "host": self.host,
-        }
-        door = with_node_info(app, info)
         http = HttpServer(
-            door,
+            app,
             self.config.host,
             self.config.port,
             drain_timeout_s=END_OF_REQUESTS_S,
@@ -279,6 +275,20 @@ class NodeServer:
         await http.start()
         self._resources.push_async_callback(http.close)
         return http
+
+    async def _node_info(self, request: Request) -> Response:
+        """Tells a proxy that knows only the HTTP port where the token streams are.
+
+        Everybody may ask: a scan of the ports would tell as much.
+        """
+        return JSONResponse(
+            {
+                "grpc_port": self.rpc.port,
+                "engine_id": self.engine_id,
+                "kind": self.kind,
+                "host": self.host,
+            }
+        )
 
     def _describe(self, model: ModelFolder) -> NodeInfo:
         scheduler = self.engine.core.scheduler

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.api.http_connection import ConnectionLimits
-from engine.api.http_server import HttpServer
+from engine.http.connection import ConnectionLimits
+from engine.http.server import HttpServer
 
 GET = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /deaf HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n"

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.api.http_server import HttpServer
 from engine.errors import UnavailableError
+from engine.http.server import HttpServer
 from proxy.cluster.node_url import parse_node_url, resolve_grpc_address
 from proxy.config import load_config
 from tests.node_double import (

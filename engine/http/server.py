@@ -16,8 +16,8 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from engine.api.http_connection import Connection, ConnectionLimits, Connections
 from engine.errors import ConfigError
+from engine.http.connection import Connection, ConnectionLimits, Connections
 from engine.tls import ServerTls
 
 CANCEL_GRACE_S: Final = 5.0

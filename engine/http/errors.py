@@ -29,7 +29,7 @@ _STATUSES: tuple[tuple[type[TandemError], int, str], ...] = (
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What stands under `error`; `code` is the HTTP status where there is no better one."""
+    """The value of `error`; `code` is the HTTP status where there is no better one."""
 
     message: str
     type: str
@@ -41,10 +41,6 @@ class ErrorReply(msgspec.Struct, frozen=True):
     """The whole JSON body of a failed request, and the data of a failed stream's last event."""
 
     error: ErrorBody
-
-
-class EndedEarlyError(TandemError):
-    """A generator's stream ended, or an output said `error`, before the request was finished."""
 
 
 def status_of(error: TandemError) -> int:
@@ -79,7 +75,7 @@ def error_response(error: TandemError) -> Response:
 
 
 async def on_tandem_error(request: Request, error: Exception) -> Response:
-    """Starlette handler for everything that this project raises on purpose."""
+    """Starlette handler for every TandemError."""
     assert isinstance(error, TandemError)
     return error_response(error)
 

@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from engine.api.errors import http_error_body
+from engine.http.errors import http_error_body
 
 # A body may come in chunks of a byte each; what is sent beside it is little.
 OVERHEAD_PER_BODY_BYTE: Final = 16

@@ -1,4 +1,4 @@
-"""Request bodies: received within bounds and worked on in threads. Knows no endpoint and no JSON.
+"""Request bodies: received within bounds, then worked on in threads. Knows no endpoint and no JSON.
 
 Large bodies are worked on one at a time: they cost memory and a core for seconds. Small ones have
 threads of their own and never wait for a large one.
@@ -6,52 +6,51 @@ threads of their own and never wait for a large one.
 
 import asyncio
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
-from engine.api.disconnect import run_while_connected
 from engine.errors import DeadlineExceededError, OverloadedError, UnavailableError
 
 SMALL_BYTES: Final = 65_536
 SMALL_AT_ONCE: Final = 3  # with the large one fewer than asyncio's threads on the smallest machine
 TRIM_BYTES: Final = 262_144
+CLEANUP_TIMEOUT_S: Final = 10.0
 
 _T = TypeVar("_T")
 _libc = ctypes.CDLL(None)
 
 
 @dataclass(slots=True, frozen=True)
-class IntakeLimits:
+class BodyLimits:
     """Seconds for a body to arrive, to wait for its thread, and to be worked on; and bytes.
 
-    `max_bytes_under_way` bounds all bodies together, without the first 64 KiB of each.
+    `max_bytes_in_flight` bounds all bodies together, without the first 64 KiB of each.
     """
 
     body_timeout_s: float = 60.0
     wait_timeout_s: float = 30.0
     work_timeout_s: float = 60.0
-    max_bytes_under_way: int = 134_217_728
+    max_bytes_in_flight: int = 134_217_728
 
 
-class Intake:
-    """Takes the bodies of all requests of one app."""
+class RequestBodies:
+    """The bodies of all requests of one app."""
 
-    def __init__(self, limits: IntakeLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: BodyLimits | None = None) -> None:
+        self._limits = limits or BodyLimits()
         self._small = asyncio.Semaphore(SMALL_AT_ONCE)
         self._large = asyncio.Semaphore(1)
-        self._under_way = 0
+        self._bytes_in_flight = 0
 
-    async def take(
+    async def process(
         self, scope: Scope, receive: Receive, work: Callable[[bytes], _T], *, max_bytes: int
     ) -> _T:
-        """What `work` makes of the request's JSON body, on a thread.
+        """Result of `work` on the request's JSON body; `work` runs on a thread.
 
         Raises what `work` raises, HTTPException 408, 413 or 415, OverloadedError, UnavailableError,
         DeadlineExceededError, and ClientDisconnect when the client leaves.
@@ -61,14 +60,21 @@ class Intake:
         share = _Share(self)
         try:
             body = await self._receive(request, share, max_bytes)
-            lane = self._small if len(body) <= SMALL_BYTES else self._large
-            await run_while_connected(receive, self._enter(lane))
+            threads = self._small if len(body) <= SMALL_BYTES else self._large
+            await run_while_connected(receive, self._wait_for(threads))
         except BaseException:
             share.give_back()
             raise
-        # The thread goes on when the client leaves: its room is taken until it ends.
+
+        def on_end(working: asyncio.Future[_T]) -> None:
+            threads.release()
+            share.give_back()
+            if not working.cancelled():
+                working.exception()  # asyncio logs an exception that nobody has looked at
+
+        # The thread goes on when the client leaves, and keeps its place until it ends.
         working = asyncio.ensure_future(asyncio.to_thread(_work, work, body))
-        working.add_done_callback(partial(_on_end, lane, share))
+        working.add_done_callback(on_end)
         del body
         return await run_while_connected(receive, self._finish(working))
 
@@ -83,10 +89,10 @@ class Intake:
             seconds = self._limits.body_timeout_s
             raise HTTPException(408, f"the body did not arrive within {seconds:g} s") from error
 
-    async def _enter(self, lane: asyncio.Semaphore) -> None:
+    async def _wait_for(self, threads: asyncio.Semaphore) -> None:
         try:
             async with asyncio.timeout(self._limits.wait_timeout_s):
-                await lane.acquire()
+                await threads.acquire()
         except TimeoutError as error:
             raise UnavailableError(
                 f"other long requests took {self._limits.wait_timeout_s:g} s: try again later",
@@ -102,19 +108,21 @@ class Intake:
                 f"the request was not tokenized within {self._limits.work_timeout_s:g} s"
             ) from error
 
-    def _reserve(self, num_bytes: int) -> None:
-        if self._under_way + num_bytes > self._limits.max_bytes_under_way:
+    def reserve(self, num_bytes: int) -> None:
+        """Count more bytes, or fewer when negative; raises OverloadedError."""
+        if self._bytes_in_flight + num_bytes > self._limits.max_bytes_in_flight:
             raise OverloadedError(
-                f"bodies of {self._under_way} bytes are under way, {num_bytes} more do not fit"
+                f"bodies of {self._bytes_in_flight} bytes are under way, {num_bytes} more do not "
+                "fit"
             )
-        self._under_way += num_bytes
+        self._bytes_in_flight += num_bytes
 
 
 class _Share:
-    """What one body takes of the bytes under way."""
+    """What one body has reserved of the bytes in flight."""
 
-    def __init__(self, intake: Intake) -> None:
-        self._intake = intake
+    def __init__(self, bodies: RequestBodies) -> None:
+        self._bodies = bodies
         self._size = 0
         self._reserved = 0
 
@@ -122,12 +130,12 @@ class _Share:
         """Size of the body so far; raises OverloadedError."""
         self._size += num_bytes
         more = max(0, self._size - SMALL_BYTES) - self._reserved
-        self._intake._reserve(more)
+        self._bodies.reserve(more)
         self._reserved += more
         return self._size
 
     def give_back(self) -> None:
-        self._intake._reserve(-self._reserved)
+        self._bodies.reserve(-self._reserved)
         self._reserved = 0
 
 
@@ -140,6 +148,34 @@ async def _collect(request: Request, share: _Share, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
+def _too_large(max_bytes: int) -> HTTPException:
+    return HTTPException(413, f"the body is larger than {max_bytes} bytes")
+
+
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Result of `work`; when the client disconnects, cancels it and raises ClientDisconnect.
+
+    The request's body must have been read. Cancelled work gets `CLEANUP_TIMEOUT_S` seconds to clean
+    up.
+    """
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.wait({working, watching}, timeout=CLEANUP_TIMEOUT_S)
+
+
 def _work(work: Callable[[bytes], _T], body: bytes) -> _T:
     try:
         return work(body)
@@ -148,18 +184,7 @@ def _work(work: Callable[[bytes], _T], body: bytes) -> _T:
             _libc.malloc_trim(0)  # else glibc keeps hundreds of times the text's own size
 
 
-def _on_end(lane: asyncio.Semaphore, share: _Share, working: "asyncio.Future[_T]") -> None:
-    lane.release()
-    share.give_back()
-    if not working.cancelled():
-        working.exception()  # seen: nobody may be left to look at it
-
-
 def _check_media_type(request: Request) -> None:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise HTTPException(415, f"Content-Type {media_type[:80]!r}: send application/json")
-
-
-def _too_large(max_bytes: int) -> HTTPException:
-    return HTTPException(413, f"the body is larger than {max_bytes} bytes")

@@ -14,17 +14,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.api.errors import on_disconnect, on_http_error, on_tandem_error
-from engine.api.http_server import HttpServer
-from engine.api.intake import Intake, IntakeLimits
 from engine.errors import TandemError
+from engine.http.errors import on_disconnect, on_http_error, on_tandem_error
+from engine.http.request_bodies import BodyLimits, RequestBodies
+from engine.http.server import HttpServer
 
 SMALL, LARGE = b"s" * 100, b"l" * 100_000
 JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(slots=True)
-class Desk:
+class Workplace:
     """A server whose work on large bodies ends when the test says so."""
 
     url: str = ""
@@ -58,11 +58,11 @@ class Desk:
 
 
 @asynccontextmanager
-async def desk_with(**limits: float) -> AsyncIterator[Desk]:
-    desk, intake = Desk(), Intake(IntakeLimits(**limits))  # type: ignore[arg-type]
+async def place_with(**limits: float) -> AsyncIterator[Workplace]:
+    place, bodies = Workplace(), RequestBodies(BodyLimits(**limits))  # type: ignore[arg-type]
 
     async def answer(request: Request) -> Response:
-        size = await intake.take(request.scope, request.receive, desk.work, max_bytes=1_000_000)
+        size = await bodies.process(request.scope, request.receive, place.work, max_bytes=1_000_000)
         return Response(str(size))
 
     handlers = {
@@ -73,51 +73,51 @@ async def desk_with(**limits: float) -> AsyncIterator[Desk]:
     app = Starlette(routes=[Route("/", answer, methods=["POST"])], exception_handlers=handlers)
     server = HttpServer(app, "127.0.0.1", 0, drain_timeout_s=1)
     await server.start()
-    desk.url = f"http://127.0.0.1:{server.port}"
+    place.url = f"http://127.0.0.1:{server.port}"
     try:
-        yield desk
+        yield place
     finally:
-        desk.go_on.set()
+        place.go_on.set()
         await server.close()
 
 
-async def until_at_work(desk: Desk, number: int) -> None:
+async def until_at_work(place: Workplace, number: int) -> None:
     async with asyncio.timeout(10):
-        while desk.at_work != number:  # noqa: ASYNC110 - a thread tells no event
+        while place.at_work != number:  # noqa: ASYNC110 - a thread tells no event
             await asyncio.sleep(0.01)
 
 
 async def test_large_bodies_take_turns_and_small_ones_pass_them() -> None:
-    async with desk_with(wait_timeout_s=0.5) as desk:
-        first = asyncio.create_task(desk.send(LARGE))
-        await until_at_work(desk, 1)
-        assert await desk.send(SMALL) == (200, None)
-        assert await desk.send(LARGE) == (503, "5")
-        desk.go_on.set()
+    async with place_with(wait_timeout_s=0.5) as place:
+        first = asyncio.create_task(place.send(LARGE))
+        await until_at_work(place, 1)
+        assert await place.send(SMALL) == (200, None)
+        assert await place.send(LARGE) == (503, "5")
+        place.go_on.set()
         assert await first == (200, None)
-        assert await desk.send(LARGE) == (200, None)
+        assert await place.send(LARGE) == (200, None)
 
 
 async def test_a_client_that_leaves_gives_its_turn_back_when_its_thread_ends() -> None:
-    async with desk_with(wait_timeout_s=0.5) as desk:
-        first = asyncio.create_task(desk.send(LARGE))
-        await until_at_work(desk, 1)
+    async with place_with(wait_timeout_s=0.5) as place:
+        first = asyncio.create_task(place.send(LARGE))
+        await until_at_work(place, 1)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        assert await desk.send(LARGE) == (503, "5")
-        desk.go_on.set()
-        await until_at_work(desk, 0)
-        assert await desk.send(LARGE) == (200, None)
+        assert await place.send(LARGE) == (503, "5")
+        place.go_on.set()
+        await until_at_work(place, 0)
+        assert await place.send(LARGE) == (200, None)
 
 
 async def test_bytes_under_way_are_bounded_and_come_back() -> None:
-    async with desk_with(max_bytes_under_way=50_000, body_timeout_s=1.5) as desk:
-        desk.go_on.set()
-        stalled = await desk.send_half(len(LARGE))
-        assert await desk.send(LARGE) == (429, "1")
-        assert await desk.send(SMALL) == (200, None)
+    async with place_with(max_bytes_in_flight=50_000, body_timeout_s=1.5) as place:
+        place.go_on.set()
+        stalled = await place.send_half(len(LARGE))
+        assert await place.send(LARGE) == (429, "1")
+        assert await place.send(SMALL) == (200, None)
         await asyncio.sleep(1.5)  # until the stalled one is given up
-        assert await desk.send(LARGE) == (200, None)
+        assert await place.send(LARGE) == (200, None)
         stalled.close()
 
 
@@ -127,9 +127,9 @@ async def test_a_body_is_refused_by_its_length_whether_declared_or_not(declared:
         for _ in range(30):
             yield LARGE
 
-    async with desk_with() as desk, aiohttp.ClientSession() as session:
+    async with place_with() as place, aiohttp.ClientSession() as session:
         data = LARGE * 30 if declared else chunks()
-        async with session.post(desk.url, data=data, headers=JSON) as reply:
+        async with session.post(place.url, data=data, headers=JSON) as reply:
             assert reply.status == 413
             assert (await reply.json())["error"]["code"] == 413
-        assert desk.at_work == 0
+        assert place.at_work == 0
