@@ -26,11 +26,11 @@ from benchmarks.plots import grouped_bars
 from benchmarks.transfer_cases import ARENA_BYTES, Case, prompts, sizes
 from benchmarks.transfer_peer import ENGINE_ID, OURS, peer_addresses
 from benchmarks.transfer_ways import Baseline, Pull, Read, memcpy_read, raw_nixl_read
+from connector.pd.wire.control_client import ControlClient
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.logs import configure_logging
-from engine.rpc.control_client import ControlClient
 
 SPEED, COST = 0.8, 0.15
 WIDTH = 150

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from connector.pd.geometry import geometry_of
+from connector.pd.decode.pull_plan import PullPlan, plan_pull
 from connector.pd.layout import blocks_announced
-from connector.pd.pull_plan import PullPlan, plan_pull
+from connector.pd.wire.geometry import geometry_of
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.prefix import PrefixDigests

@@ -8,15 +8,15 @@ from multiprocessing.connection import Connection
 from time import monotonic
 
 from benchmarks.transfer_cases import ARENA_BYTES, Case, prompts, sizes
-from connector.pd.control import LeaseDesk
-from connector.pd.digests_ahead import ArenaDigests
-from connector.pd.lease import LeaseTable
 from connector.pd.lease_records import LeaseRecords
+from connector.pd.prefill.arena_digests import ArenaDigests
+from connector.pd.prefill.control_handler import ControlHandler
+from connector.pd.prefill.control_service import ControlService
+from connector.pd.prefill.lease_table import LeaseTable
+from connector.pd.wire.messages import Handshake
 from connector.transports.choose import open_transport
 from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.logs import configure_logging
-from engine.rpc.control_service import ControlService
-from engine.rpc.messages import Handshake
 from engine.rpc.server import start_server
 
 FILL = 7
@@ -75,7 +75,7 @@ async def _answer(pipe: Connection, arena: ArenaMemory, addresses: dict[str, byt
         await asyncio.to_thread(pipe.poll, None)
 
 
-def _desk(case: Case, digests: ArenaDigests, records: LeaseRecords) -> LeaseDesk:
+def _desk(case: Case, digests: ArenaDigests, records: LeaseRecords) -> ControlHandler:
     """Grants a released lease anew."""
     leases = LeaseTable(LEASE_S, monotonic, records)
 
@@ -91,4 +91,4 @@ def _desk(case: Case, digests: ArenaDigests, records: LeaseRecords) -> LeaseDesk
         lease_s=LEASE_S,
         lease_records=ARENA_BYTES,
     )
-    return LeaseDesk(lambda: identity, leases, digests=digests, wake=grant)
+    return ControlHandler(lambda: identity, leases, digests=digests, wake=grant)

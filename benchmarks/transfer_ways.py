@@ -16,16 +16,17 @@ import torch
 
 from benchmarks.transfer_cases import ARENA_BYTES, Case
 from benchmarks.transfer_peer import DEADLINE_S, ENGINE_ID, FILL, HOLDING
+from connector.pd.decode.peer_registry import Peer
+from connector.pd.decode.pull_reader import PullReader
 from connector.pd.faults import NO_FAULTS
-from connector.pd.geometry import geometry_of
-from connector.pd.peers import Peer
-from connector.pd.reading import PullReader
+from connector.pd.metrics import TransferMetrics
+from connector.pd.wire.control_client import ControlClient
+from connector.pd.wire.geometry import geometry_of
+from connector.pd.wire.messages import DIGESTS_XXH3_64
 from connector.transports.base import SpanPair, Transport
 from connector.transports.nixl_agent import NixlAddress
 from engine.arena import ArenaMemory
-from engine.metrics import NodeMetrics, TransferMetrics
-from engine.rpc.control_client import ControlClient
-from engine.rpc.messages import DIGESTS_XXH3_64
+from engine.metrics import NodeMetrics
 
 Read = Callable[[Sequence[SpanPair]], None]
 

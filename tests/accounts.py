@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import Self
 
 from connector.multi import MultiScheduler, MultiWorker
-from connector.pd.admission import PdAdmission
-from connector.pd.claims import CONTROL_LIMITS, FIRST_LIMITS, ClaimKeeper
-from connector.pd.consumer import ConsumerWorker
-from connector.pd.lease import LeaseTable
+from connector.pd.config import PdConnectorConfig
+from connector.pd.decode.admission import PdAdmission
+from connector.pd.decode.consumer import ConsumerWorker
+from connector.pd.decode.pull_reader import PullReader
+from connector.pd.decode.remote_prefills import CONTROL_LIMITS, FIRST_LIMITS, RemotePrefills
 from connector.pd.lease_records import NUM_PLACES, NUM_WORDS, LeaseRecords
-from connector.pd.producer import ProducerScheduler
-from connector.pd.reading import PullReader
+from connector.pd.prefill.lease_table import LeaseTable
+from connector.pd.prefill.producer import ProducerScheduler
 from engine.arena import ArenaMemory
-from engine.config import PdConnectorConfig
 from engine.node.server import NodeServer
 from tests.cluster import all_back, sample, settled, until
 from tests.leaks import Holdings, held_here
@@ -36,7 +36,7 @@ def leases_of(node: NodeServer) -> LeaseTable:
     return producer._leases
 
 
-def claims_of(node: NodeServer) -> ClaimKeeper:
+def claims_of(node: NodeServer) -> RemotePrefills:
     """What others have promised to the node."""
     admission = node.engine._admission
     assert isinstance(admission, PdAdmission)

@@ -7,24 +7,25 @@ from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from connector.pd.control import LeaseDesk
-from connector.pd.digests_ahead import ArenaDigests
+from connector.pd.decode.peer_registry import Peer
+from connector.pd.decode.pull_plan import PullPlan, plan_pull
+from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
-from connector.pd.geometry import geometry_of
 from connector.pd.layout import blocks_announced
-from connector.pd.lease import Lease, LeaseTable
 from connector.pd.lease_records import LeaseRecords
-from connector.pd.peers import Peer
-from connector.pd.pull_plan import PullPlan, plan_pull
-from connector.pd.reading import STAGE_BYTES, PullReader
+from connector.pd.metrics import TransferMetrics
+from connector.pd.prefill.arena_digests import ArenaDigests
+from connector.pd.prefill.control_handler import ControlHandler
+from connector.pd.prefill.control_service import ControlService
+from connector.pd.prefill.lease_table import Lease, LeaseTable
+from connector.pd.wire.control_client import ControlClient
+from connector.pd.wire.geometry import geometry_of
+from connector.pd.wire.messages import DIGESTS_XXH3_64, BlockRange, Digests
 from connector.transports.shm import ShmTransport
 from engine.arena import MARGIN_BYTES, ArenaMemory
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
-from engine.metrics import NodeMetrics, TransferMetrics
-from engine.rpc.control_client import ControlClient
-from engine.rpc.control_service import ControlService
-from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests
+from engine.metrics import NodeMetrics
 from engine.rpc.server import start_server
 from tests.cluster import until
 from tests.faults import flip
@@ -62,7 +63,7 @@ class Pair:
     p: ArenaMemory
     d: ArenaMemory
     leases: LeaseTable
-    desk: LeaseDesk
+    desk: ControlHandler
     digests: "ChangedDigests"
     control: ControlClient
     metrics: NodeMetrics
@@ -183,7 +184,7 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
     leases = LeaseTable(LEASE_S, lambda: now[0], LeaseRecords(p))
     leases.grant("r", REMOTE, 64, holding=HOLDING)
     digests = ChangedDigests(ArenaDigests(PLAN, p), digest)
-    desk = LeaseDesk(lambda: IDENTITY, leases, digests=digests, wake=lambda: None)
+    desk = ControlHandler(lambda: IDENTITY, leases, digests=digests, wake=lambda: None)
     server = await start_server([ControlService(desk)], "127.0.0.1", 0, token=None)
     control = ControlClient(f"127.0.0.1:{server.port}", token=None, caller_engine_id="d")
     theirs, ours = ShmTransport("p"), ShmTransport("d")

@@ -16,9 +16,9 @@ import torch
 import transformers
 import zmq
 
-from connector.factory import build_connector
+from connector.pd.connector import pd_builder
+from connector.pd.decode.pull_reader import STAGE_BYTES
 from connector.pd.faults import NO_FAULTS, FaultInjector
-from connector.pd.reading import STAGE_BYTES
 from decode_node.server import decode_server
 from engine.config import KVTransferConfig, NodeConfig
 from engine.node.server import NodeServer
@@ -171,8 +171,8 @@ class Cluster:
         config = msgspec.structs.replace(BASE, model=str(model), **changes)
         node = (prefill_server if kind == "prefill" else decode_server)(config)
         if faults is not NO_FAULTS or stage_bytes != STAGE_BYTES:
-            build = partial(build_connector, faults=faults, stage_bytes=stage_bytes)
-            node = NodeServer(config, kind, build)
+            builder_of = partial(pd_builder, faults=faults, stage_bytes=stage_bytes)
+            node = NodeServer(config, kind, builder_of)
         await node.start()
         self.nodes.append(node)
         return node

@@ -3,7 +3,7 @@
 import asyncio
 import signal
 
-from connector.factory import build_connector
+from connector.registry import builder_of
 from engine.config import NodeConfig
 from engine.node.cli import node_app
 from engine.node.server import NodeServer
@@ -13,7 +13,7 @@ class DyingNode(NodeServer):
     """Otherwise the node of `python -m decode_node`."""
 
     def __init__(self, config: NodeConfig) -> None:
-        super().__init__(config, "decode", build_connector)
+        super().__init__(config, "decode", builder_of)
 
     async def start(self) -> None:
         await super().start()

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import to_builtins
 
-from connector.pd.params import REQUIRED, ParamsSigner
+from connector.pd.wire.params import REQUIRED, ParamsSigner
 from engine.rpc.cluster_token import signing_key
 from engine.types import KVTransferParams
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from connector.pd.lease import LeaseTable
 from connector.pd.lease_records import LeaseRecords
+from connector.pd.prefill.lease_table import LeaseTable
+from connector.pd.wire.messages import Handshake
 from engine.arena import MARGIN_BYTES, ArenaMemory
-from engine.rpc.messages import Handshake
 
 LEASE_S = 30.0
 HOLDING = bytes(range(32))

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from connector.pd.params import ParamsSigner
+from connector.pd.wire.messages import Digests, Handshake, HeldBlocks
+from connector.pd.wire.params import ParamsSigner
 from engine.node.server import NodeServer
-from engine.rpc.messages import Claim, Digests, Handshake
 from engine.types import KVTransferParams
 
-UNASKED = Claim(num_tokens=0, groups=())
+UNASKED = HeldBlocks(num_tokens=0, groups=())
 
 
 def elsewhere(params: KVTransferParams, port: int, **changes: object) -> KVTransferParams:
@@ -32,13 +32,13 @@ class Liar:
     """Answers as a prefill node would, with something in it that is not true."""
 
     says: Handshake
-    claims: Claim = UNASKED
+    claims: HeldBlocks = UNASKED
     num_released: int = 0
 
     def handshake(self, caller_engine_id: str) -> Handshake:
         return self.says
 
-    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:
+    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
         return self.claims
 
     def renew(

@@ -11,10 +11,11 @@ import aiohttp
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from connector.pd.lease import Lease
+from connector.pd.prefill.control_service import ControlService
+from connector.pd.prefill.lease_table import Lease
+from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
 from engine.errors import KVTransferParamsError, TandemError
-from engine.rpc.control_service import ControlService
-from engine.rpc.messages import BlockRange, Claim, Digests, Handshake, NodeInfo
+from engine.rpc.messages import NodeInfo
 from engine.rpc.node_service import NodeService
 from engine.rpc.server import RpcServer, RpcService, start_server
 from engine.types import (
@@ -179,10 +180,10 @@ class ScriptedNode:
             lease_records=4096,
         )
 
-    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:
+    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
         if engine_id != self.engine_id:
             raise KVTransferParamsError(f"this is {self.engine_id}", code="foreign")
-        return Claim(num_tokens=33, groups=((0, 2**40), (), (4096,)), generation=9)
+        return HeldBlocks(num_tokens=33, groups=((0, 2**40), (), (4096,)), generation=9)
 
     def renew(
         self,

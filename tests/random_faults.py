@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from random import Random
 
 from connector.pd.faults import FaultInjector, FaultPoint, FaultScene
-from connector.pd.lease import Lease
+from connector.pd.prefill.lease_table import Lease
+from connector.pd.wire.messages import ANY_GENERATION
 from engine import errors
 from engine.errors import TandemError
 from engine.node.server import NodeServer
-from engine.rpc.messages import ANY_GENERATION
 from tests.accounts import arena_of, leases_of
 from tests.faults import content, raising, random_damage
 

@@ -62,7 +62,7 @@ LOCAL_IMPORTS = {
 }
 ROLE_PLACES = {
     "engine/config.py": "declares the values of kv_role",
-    "connector/pd/admission.py": "the door: the one table of what a role refuses",
+    "connector/pd/decode/admission.py": "the door: the one table of what a role refuses",
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -15,7 +15,7 @@ import msgspec
 
 from benchmarks.hand_over.stamped_node import NodeProcess, node_process
 from benchmarks.tandem_engine import request_of
-from engine.config import KVTransferConfig, NodeConfig, PdConnectorConfig
+from engine.config import KVTransferConfig, NodeConfig
 from engine.rpc.client import NodeClient, StreamDeadlines
 from engine.types import GenerateOutput, GenerateRequest, KVTransferParams, TokenId
 from proxy.legs import prefill_request
@@ -96,11 +96,11 @@ def node_config(
     model: Path, transport: str, *, arena_bytes: int, pulls: int, caching: bool
 ) -> NodeConfig:
     """A node as a user starts it, float32, one thread; `pulls` may run at once."""
-    extra = PdConnectorConfig(
-        transport=transport,  # type: ignore[arg-type]  # checked by open_transport
-        kv_lease_duration=LEASE_S,
-        max_concurrent_pulls=pulls,
-    )
+    extra = {
+        "transport": transport,
+        "kv_lease_duration": LEASE_S,
+        "max_concurrent_pulls": pulls,
+    }
     return NodeConfig(
         model=str(model),
         port=0,

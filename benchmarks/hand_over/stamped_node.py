@@ -7,19 +7,19 @@ Times are CLOCK_MONOTONIC seconds, which all processes of one machine share.
 import asyncio
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any, NamedTuple
 
-from connector.factory import PdConnector, build_connector
+from connector.pd.connector import PdConnector, pd_builder
 from connector.pd.faults import FaultInjector, FaultScene
 from connector.pd.faults import FaultPoint as Point
-from engine.arena import ArenaMemory
-from engine.config import NodeConfig
-from engine.kv_cache.plan import ArenaPlan
+from connector.pd.prefill.control_service import ControlService, KvControl
+from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
+from engine.config import KVTransferConfig, NodeConfig
 from engine.kv_connector import (
     AdmissionConnector,
     Connector,
@@ -28,12 +28,9 @@ from engine.kv_connector import (
     WorkerConnector,
 )
 from engine.logs import configure_logging
-from engine.metrics import NodeMetrics
-from engine.node.connector import ConnectorSettings
+from engine.node.connector import ConnectorBuilder
 from engine.node.server import NodeServer
 from engine.request import Request
-from engine.rpc.control_service import ControlHandler, ControlService
-from engine.rpc.messages import BlockRange, Claim, Digests, Handshake
 from engine.rpc.server import RpcService
 from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
 from engine.types import GenerateRequest, HandOverProblem
@@ -166,14 +163,14 @@ class StampedWorker(WorkerConnector):
 class StampedDesk:
     """P's answers: `claim` and `claimed`, `digests` and `digested`, `release` and `released`."""
 
-    inner: ControlHandler
+    inner: KvControl
     stamps: Stamps
 
     def handshake(self, caller_engine_id: str) -> Handshake:
         """As the inner one."""
         return self.inner.handshake(caller_engine_id)
 
-    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:
+    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
         """As the inner one."""
         self.stamps.note("claim")
         claim = self.inner.claim(engine_id, request_id, caller_engine_id)
@@ -250,24 +247,18 @@ class StampedConnector:
 
 @dataclass(slots=True, frozen=True)
 class StampedBuilder:
-    """`engine.node.connector.ConnectorBuilder`."""
+    """`engine.node.connector.BuilderOf`."""
 
     stamps: Stamps
 
-    def __call__(
-        self,
-        settings: ConnectorSettings,
-        plan: ArenaPlan,
-        arena: ArenaMemory,
-        *,
-        metrics: NodeMetrics,
-        wake: Callable[[], None],
-    ) -> StampedConnector:
-        """The product's connector, watched."""
-        made = build_connector(
-            settings, plan, arena, metrics=metrics, wake=wake, faults=self.stamps
-        )
-        return StampedConnector(made, self.stamps)
+    def __call__(self, config: KVTransferConfig) -> ConnectorBuilder:
+        """Builds the product's connector, watched."""
+        build = pd_builder(config, faults=self.stamps)
+
+        def watched(*args: Any, **kwargs: Any) -> StampedConnector:
+            return StampedConnector(build(*args, **kwargs), self.stamps)
+
+        return watched
 
 
 @dataclass(slots=True, frozen=True)

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.kv_cache.traces import Record, Segment, TokenTable
-from connector.pd.geometry import geometry_of
+from connector.pd.decode.pull_plan import PullPlan, plan_pull
 from connector.pd.layout import SequenceBlocks, blocks_announced
-from connector.pd.pull_plan import PullPlan, plan_pull
+from connector.pd.wire.geometry import geometry_of
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan

@@ -2,12 +2,12 @@
 
 from connector.doctor.findings import Finding, Verdict, good, wrong
 from connector.doctor.probe import NodeReport
-from connector.pd.geometry import Difference, differences, groups_of
+from connector.pd.wire.geometry import Difference, differences, groups_of
+from connector.pd.wire.messages import Handshake
 from connector.transports.near_and_far import BOTH, host_behind
 from connector.transports.shm import why_out_of_reach
 from engine.errors import TransportError
 from engine.rpc.address import is_loopback
-from engine.rpc.messages import Handshake
 
 FIXES = {
     "transport": "let both nodes listen on loopback or none, or name one transport for both in "

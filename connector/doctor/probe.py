@@ -7,6 +7,8 @@ import msgspec
 
 from connector.doctor.findings import Finding, good, wrong
 from connector.doctor.http import HttpAnswer, HttpNode
+from connector.pd.wire.control_client import ControlClient
+from connector.pd.wire.messages import Handshake
 from engine.errors import (
     AuthenticationError,
     InvalidRequestError,
@@ -15,8 +17,7 @@ from engine.errors import (
 )
 from engine.rpc.address import join_host_port
 from engine.rpc.client import NodeClient
-from engine.rpc.control_client import ControlClient
-from engine.rpc.messages import Handshake, NodeInfo
+from engine.rpc.messages import NodeInfo
 from engine.types import Label, Port
 
 CALLER = "doctor"

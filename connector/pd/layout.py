@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from connector.pd.geometry import GroupGeometry, describe_spec
+from connector.pd.wire.geometry import GroupGeometry, describe_spec
+from connector.pd.wire.messages import BlockRange
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import AttentionSpec, LayerSpec, MambaSpec, SlidingWindowSpec
-from engine.rpc.messages import BlockRange
 
 
 class Piece(NamedTuple):

@@ -65,3 +65,7 @@ class ConnectorBuilder(Protocol):
     ) -> NodeConnector:
         """`wake` makes an idle engine step; it may be called from any thread."""
         ...
+
+
+BuilderOf = Callable[[KVTransferConfig], ConnectorBuilder]
+"""Raises ConfigError, before anything is loaded, for a configuration that no connector takes."""

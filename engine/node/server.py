@@ -33,7 +33,7 @@ from engine.model_configs.generation import read_eos_token_ids
 from engine.model_configs.registry import read_config
 from engine.models.fingerprint import model_fingerprint
 from engine.models.loader import load_model
-from engine.node.connector import ConnectorBuilder, ConnectorSettings, NodeConnector
+from engine.node.connector import BuilderOf, ConnectorSettings, NodeConnector
 from engine.node.gauges import register_gauges
 from engine.node.incarnation import new_engine_id
 from engine.node.limits import (
@@ -75,11 +75,12 @@ class ModelFolder:
 class NodeServer:
     """One node: `start`, `wait` or do other things, `close`; ports are known after `start`."""
 
-    def __init__(self, config: NodeConfig, kind: str, build_connector: ConnectorBuilder) -> None:
+    def __init__(self, config: NodeConfig, kind: str, builder_of: BuilderOf) -> None:
+        """Raises ConfigError for a `kv_transfer_config` that no connector takes."""
         self.config = config
         self.kind = kind
         self.engine_id = new_engine_id(kind)
-        self._build_connector = build_connector
+        self._build_connector = builder_of(config.kv_transfer_config)
         self._resources = AsyncExitStack()
 
     @property

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from connector.pd.wire.control_client import ControlClient
 from engine.errors import AuthenticationError, UnprovenPeerError
-from engine.rpc.control_client import ControlClient
 from tests.asking import ask, get, prefill_over_http, question
 from tests.cluster import CONTEXT, VOCABULARY
 from tests.pairs import prompt_of

@@ -21,7 +21,7 @@ from connector.doctor.findings import Finding, Verdict
 from connector.doctor.http import HttpNode
 from connector.doctor.probe import probe
 from connector.multi import MultiScheduler
-from connector.pd.producer import ProducerScheduler
+from connector.pd.prefill.producer import ProducerScheduler
 from connector.transports.shm import ShmAddress
 from engine.errors import ConfigError
 from engine.node.server import NodeServer

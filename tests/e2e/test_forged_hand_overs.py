@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec import to_builtins
 
-from connector.pd.params import ParamsSigner, prompt_digest
+from connector.pd.wire.params import ParamsSigner, prompt_digest
 from engine.config import KVTransferConfig
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams

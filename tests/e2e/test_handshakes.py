@@ -10,20 +10,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from connector.pd import peers
-from connector.pd.claims import RENEWALS_PER_LEASE, ClaimKeeper
+from connector.pd.decode import peer_registry
+from connector.pd.decode.peer_registry import Peer, PeerRegistry
+from connector.pd.decode.remote_prefills import RENEWALS_PER_LEASE, RemotePrefills
 from connector.pd.faults import FaultPoint
-from connector.pd.peers import Peer, PeerRegistry
+from connector.pd.metrics import TransferMetrics
+from connector.pd.prefill.control_service import ControlService
+from connector.pd.wire.control_client import ControlClient
+from connector.pd.wire.messages import Handshake, HeldBlocks
 from connector.transports.choose import open_transport
 from connector.transports.shm import ShmTransport
 from connector.transports.zmq_wire import ZmqAddress, decode_zmq_address
 from engine.arena import ArenaMemory
 from engine.errors import DeadlineExceededError, KVLoadError, TransportError, UnavailableError
-from engine.metrics import NodeMetrics, TransferMetrics
+from engine.metrics import NodeMetrics
 from engine.node.server import NodeServer
-from engine.rpc.control_client import ControlClient
-from engine.rpc.control_service import ControlService
-from engine.rpc.messages import Claim, Handshake
 from engine.rpc.server import start_server
 from engine.types import KVTransferParams
 from tests.accounts import Account, at_rest, claims_of, forget_peers
@@ -203,7 +204,7 @@ async def test_silent_addresses_by_the_dozen_delay_neither_known_peers_nor_a_new
 def test_an_address_that_was_silent_is_not_asked_at_once_and_many_are_not_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(peers, "MAX_ADDRESSES", 4)
+    monkeypatch.setattr(peer_registry, "MAX_ADDRESSES", 4)
     with ExitStack() as stack:
         registry = registry_of(stack, identity(), 0, timeout_s=0.2)
         deaf = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(8)]
@@ -270,7 +271,7 @@ async def test_what_a_peer_says_of_hosts_and_times_is_bounded() -> None:
         honest = decode_zmq_address(registry._transport.address)
         liar = Liar(true)
         server = await start_server([ControlService(liar)], "127.0.0.1", 0, token=None)
-        keeper = ClaimKeeper(registry, LEASE_S, TransferMetrics(NodeMetrics("m", "d")))
+        keeper = RemotePrefills(registry, LEASE_S, TransferMetrics(NodeMetrics("m", "d")))
         stack.callback(keeper.close)
 
         async def meet(address: ZmqAddress = honest, lease_s: float = LEASE_S) -> Peer:
@@ -311,7 +312,7 @@ async def test_a_peer_that_lies_about_the_turn_before_costs_a_recompute(
     prompt = next_prompt(first)
     alone = await generate(d, request_of(prompt))
     kept = first.kept
-    claims = Claim(
+    claims = HeldBlocks(
         num_tokens=kept.remote_num_tokens or 0,
         groups=lie(((0,) * 5, (0,))),
         generation=GENERATION,

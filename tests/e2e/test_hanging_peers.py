@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from connector.pd.admission import PdAdmission
-from connector.pd.claims import PrefillClaim
+from connector.pd.decode.admission import PdAdmission
+from connector.pd.decode.remote_prefills import PrefillClaim
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.asking import prefill_over_http
@@ -81,11 +81,8 @@ async def decode_node(cluster: Cluster, real: Launcher, transport: str) -> NodeS
     process that hangs.
     """
     config = transfer_config(transport, control_s=CONTROL_S)
-    extra = msgspec.structs.replace(
-        config.kv_connector_extra_config,
-        max_concurrent_pulls=4,
-        max_concurrent_pulls_per_peer=PER_PEER,
-    )
+    pulls = {"max_concurrent_pulls": 4, "max_concurrent_pulls_per_peer": PER_PEER}
+    extra = config.kv_connector_extra_config | pulls
     config = msgspec.structs.replace(config, kv_connector_extra_config=extra)
     return await cluster.start(
         "decode", real.model, block_size=2 * BASE.block_size, kv_transfer_config=config

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from connector.pd.params import prompt_digest
+from connector.pd.wire.params import prompt_digest
 from engine.node.server import NodeServer
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import Cluster, settled, until

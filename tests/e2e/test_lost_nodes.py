@@ -14,8 +14,8 @@ import aiohttp
 import msgspec
 import pytest
 
+from connector.pd.wire.control_client import ControlClient
 from engine.node.server import NodeServer
-from engine.rpc.control_client import ControlClient
 from engine.types import KVTransferParams
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import BASE, Cluster, generate, settled, transfer_config

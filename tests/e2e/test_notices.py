@@ -12,10 +12,10 @@ from typing import TypeVar
 
 import pytest
 
+from connector.pd.wire.control_client import ControlClient
+from connector.pd.wire.messages import DigestsQuestion
 from engine.errors import KVTransferParamsError
 from engine.node.server import NodeServer
-from engine.rpc.control_client import ControlClient
-from engine.rpc.messages import DigestsQuestion
 from engine.types import KVTransferParams
 from tests.accounts import Account, leases_of
 from tests.cluster import Cluster, generate

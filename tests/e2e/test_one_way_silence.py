@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from connector.pd.faults import NO_FAULTS, FaultPoint
-from connector.pd.params import ParamsSigner
+from connector.pd.wire.params import ParamsSigner
 from engine.config import KVTransferConfig
 from engine.errors import KVLoadError
 from engine.node.server import NodeServer
@@ -37,7 +37,7 @@ MOMENTS = (
 
 def impatient(policy: str) -> KVTransferConfig:
     config = transfer_config("shm", policy, LEASE_S, PATIENCE_S)
-    extra = msgspec.structs.replace(config.kv_connector_extra_config, transfer_timeout=PATIENCE_S)
+    extra = config.kv_connector_extra_config | {"transfer_timeout": PATIENCE_S}
     return msgspec.structs.replace(config, kv_connector_extra_config=extra)
 
 

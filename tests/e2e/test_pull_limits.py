@@ -18,9 +18,8 @@ from tests.pairs import count_near_ties, prefill, prompt_of, request_of
 def one_at_a_time(policy: str) -> KVTransferConfig:
     """One pull runs, one waits."""
     config = transfer_config(policy=policy)
-    extra = msgspec.structs.replace(
-        config.kv_connector_extra_config, max_concurrent_pulls=1, max_waiting_pulls=1
-    )
+    pulls = {"max_concurrent_pulls": 1, "max_waiting_pulls": 1}
+    extra = config.kv_connector_extra_config | pulls
     return msgspec.structs.replace(config, kv_connector_extra_config=extra)
 
 

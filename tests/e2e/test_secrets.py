@@ -7,9 +7,9 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+from connector.pd.wire.control_client import ControlClient
 from engine.errors import AuthenticationError, TandemError, UnprovenPeerError
 from engine.rpc.client import NodeClient, StreamDeadlines
-from engine.rpc.control_client import ControlClient
 from engine.types import GenerateRequest
 from tests.asking import ask, get, question
 from tests.processes import API_KEY, Launcher

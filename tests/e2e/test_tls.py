@@ -12,9 +12,9 @@ import openai
 import pytest
 import trustme
 
+from connector.pd.wire.control_client import ControlClient
 from engine.errors import ConfigError, UnavailableError
 from engine.rpc.client import NodeClient
-from engine.rpc.control_client import ControlClient
 from engine.tls import client_tls, server_tls
 from proxy.config import load_config
 from proxy.server import ProxyServer

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.pd import producer
+from connector.pd.prefill import producer
 from engine.errors import KVLoadError
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams

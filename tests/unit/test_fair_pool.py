@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from connector.pd.fair_pool import FairPool, PoolLimits
+from connector.pd.decode.fair_pool import FairPool, PoolLimits
 from engine.errors import OverloadedError
 
 DEADLINE_S = 20.0

@@ -2,10 +2,10 @@
 
 import pytest
 
-from connector.pd.control import LeaseDesk
-from connector.pd.lease import MAX_HOLD_S
+from connector.pd.prefill.control_handler import ControlHandler
+from connector.pd.prefill.lease_table import MAX_HOLD_S
+from connector.pd.wire.messages import ANY_GENERATION
 from engine.errors import KVTransferParamsError
-from engine.rpc.messages import ANY_GENERATION
 from tests.leases import HOLDING, LEASE_S, identity, lease_table
 from tests.node_double import NO_DIGESTS
 
@@ -15,7 +15,7 @@ IDENTITY = identity()
 
 def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_nothing() -> None:
     leases = lease_table(LEASE_S, lambda: 0.0)
-    desk = LeaseDesk(lambda: IDENTITY, leases, digests=NO_DIGESTS, wake=lambda: None)
+    desk = ControlHandler(lambda: IDENTITY, leases, digests=NO_DIGESTS, wake=lambda: None)
     leases.grant("r", REMOTE, 64, holding=HOLDING)
     old = desk.claim("p", "r", "d").generation
     leases.grant("r", REMOTE, 64, holding=HOLDING)
@@ -41,7 +41,7 @@ def test_generations_go_on_when_a_request_id_comes_again() -> None:
 
 
 def test_renewals_name_a_generation_each() -> None:
-    desk = LeaseDesk(
+    desk = ControlHandler(
         lambda: IDENTITY,
         lease_table(LEASE_S, lambda: 0.0),
         digests=NO_DIGESTS,

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from connector.pd.lease import LeaseTable, Record
 from connector.pd.lease_records import (
     HEADER_WORDS,
     MAX_DIGESTS,
@@ -18,6 +17,7 @@ from connector.pd.lease_records import (
     RecordPlaces,
     offset_of,
 )
+from connector.pd.prefill.lease_table import LeaseTable, Record
 from engine.arena import MARGIN_BYTES, ArenaMemory
 from tests.leases import HOLDING, LEASE_S
 

@@ -8,8 +8,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from connector.pd.config import PdConnectorConfig
+from connector.registry import builder_of
 from deploy.config import load_cluster
-from engine.config import NodeConfig, decode_config
+from engine.config import KVTransferConfig, NodeConfig, decode_config
 from engine.errors import ConfigError
 from engine.node.cli import node_app
 from engine.node.membership import token_for_calls
@@ -62,25 +64,25 @@ def test_impossible_values_are_refused_by_name(name: str, value: float) -> None:
         decode_config({"model": "m", name: value}, NodeConfig, "flags")
 
 
-def transfer_flags(**extra: object) -> dict[str, object]:
-    return {"model": "m", "kv_transfer_config": {"kv_connector_extra_config": extra}}
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("max_concurrent_pulls", 0), ("max_concurrent_pulls_per_peer", 0), ("max_waiting_pulls", 0)],
 )
 def test_limits_of_pulls_are_at_least_one(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=name):
-        decode_config(transfer_flags(**{name: value}), NodeConfig, "flags")
+        builder_of(KVTransferConfig(kv_connector_extra_config={name: value}))
 
 
 def test_one_peer_gets_no_more_pulls_than_the_node() -> None:
     asked = {"max_concurrent_pulls": 2, "max_concurrent_pulls_per_peer": 3}
     with pytest.raises(ConfigError, match="per_peer 3 is more than max_concurrent_pulls 2; lower"):
-        decode_config(transfer_flags(**asked), NodeConfig, "flags")
-    few = decode_config(transfer_flags(max_concurrent_pulls=2), NodeConfig, "flags")
-    assert few.kv_transfer_config.kv_connector_extra_config.pulls_per_peer == 2
+        builder_of(KVTransferConfig(kv_connector_extra_config=asked))
+    assert PdConnectorConfig(max_concurrent_pulls=2).pulls_per_peer == 2
+
+
+def test_a_connector_that_nobody_knows_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ConfigError, match="'LMCacheConnector' is not known; use one of Pd"):
+        builder_of(KVTransferConfig(kv_connector="LMCacheConnector"))
 
 
 @pytest.mark.parametrize(

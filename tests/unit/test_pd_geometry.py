@@ -4,17 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from connector.pd.geometry import (
+from connector.pd.wire.geometry import (
     PROTOCOL_VERSION,
     check_geometry,
     describe_geometry,
     geometry_of,
     groups_of,
 )
+from connector.pd.wire.messages import Handshake
 from engine.errors import TransportError
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, LayerSpec, MambaSpec
-from engine.rpc.messages import Handshake
 
 STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
 FULL = FullAttentionSpec(num_kv_heads=2, head_dim=4, dtype="float32")

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from connector.pd.params import (
+from connector.pd.wire.params import (
     REQUIRED,
     REQUIRED_TO_RETURN,
     ParamsSigner,

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from connector.pd.geometry import geometry_of
+from connector.pd.decode.pull_plan import PullPlan, pair_up, plan_pull
 from connector.pd.layout import Piece, SequenceBlocks, blocks_announced, blocks_here
-from connector.pd.pull_plan import PullPlan, pair_up, plan_pull
+from connector.pd.wire.geometry import geometry_of
 from connector.transports.base import SpanPair
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan, plan_arena

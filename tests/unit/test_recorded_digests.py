@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from connector.pd import reading
+from connector.pd.decode import pull_reader
 from connector.pd.faults import FaultPoint, FaultScene
 from connector.pd.lease_records import HEADER_WORDS, WORD_BYTES, offset_of
+from connector.pd.wire.messages import Digests
 from engine.errors import LateReadError, TransportError, VerificationError
-from engine.rpc.messages import Digests
 from tests.bare_pulls import PAGES, PLAN, RECORDS, STATE, DamagedOnce, Pair, pair
 from tests.cluster import until
 from tests.faults import AtNth
@@ -44,7 +44,7 @@ async def test_what_p_has_hashed_is_compared_without_asking_it(num_local_tokens:
 
 
 async def test_nobody_waits_for_p_once_a_read_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "MAX_DIGESTS", 0)  # so D asks while it reads
+    monkeypatch.setattr(pull_reader, "MAX_DIGESTS", 0)  # so D asks while it reads
     is_asked, go, has_answered = threading.Event(), threading.Event(), threading.Event()
 
     def think(found: Digests) -> Digests:
@@ -138,7 +138,7 @@ async def test_p_is_asked_when_its_record_is_of_other_blocks(num_digests: int) -
 async def test_p_is_asked_when_there_is_no_room_for_so_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(reading, "MAX_DIGESTS", NUM_BLOCKS - 1)
+    monkeypatch.setattr(pull_reader, "MAX_DIGESTS", NUM_BLOCKS - 1)
     async with pair() as nodes:
         await nodes.hash_ahead()
         digest_of(nodes, 0)[0] ^= 1

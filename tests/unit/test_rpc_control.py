@@ -7,10 +7,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from connector.pd.wire.control_client import ControlClient
+from connector.pd.wire.messages import BlockRange, DigestsQuestion, Handshake, HeldBlocks
 from engine.errors import DeadlineExceededError, KVTransferParamsError, UnavailableError
 from engine.rpc.client import NodeClient
-from engine.rpc.control_client import ControlClient
-from engine.rpc.messages import BlockRange, Claim, DigestsQuestion, Handshake
 from tests.node_double import ScriptedNode, running_nodes
 
 S = 5.0
@@ -55,7 +55,7 @@ async def test_all_five_verbs() -> None:
     assert handshake == node.handshake("d-incarnation")
     assert isinstance(handshake, Handshake)
     groups = ((0, 2**40), (), (4096,))
-    assert claim == Claim(num_tokens=33, groups=groups, generation=9)
+    assert claim == HeldBlocks(num_tokens=33, groups=groups, generation=9)
     assert lost == ("lost-b",)
     assert digests == ((2**64 - 10,) * 2, (), (2**64 - 10,))
     assert node.ranges == 2 * RANGES

@@ -5,9 +5,11 @@ import time
 
 import pytest
 
+from connector.pd.wire import convert as pd_convert
+from connector.pd.wire.messages import Handshake, HeldBlocks
 from engine.errors import InvalidRequestError, KVTransferParamsError, TandemError
 from engine.rpc import convert
-from engine.rpc.messages import Claim, Handshake, NodeInfo
+from engine.rpc.messages import NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.types import (
     FinishReason,
@@ -109,12 +111,12 @@ def test_control_messages_survive_the_wire() -> None:
         lease_records=2**63,
         capabilities=("digests:xxh3-64", "from the future"),
     )
-    claim = Claim(num_tokens=3, groups=((0, 2**63), ()), generation=2**64 - 1)
+    claim = HeldBlocks(num_tokens=3, groups=((0, 2**63), ()), generation=2**64 - 1)
     digests = ((0, 2**64 - 1), (), (7,))
     assert convert.node_info_from_pb(convert.node_info_to_pb(info)) == info
-    assert convert.handshake_from_pb(convert.handshake_to_pb(handshake)) == handshake
-    assert convert.claim_from_pb(convert.claim_to_pb(claim)) == claim
-    assert convert.digests_from_pb(convert.digests_to_pb(digests)) == digests
+    assert pd_convert.handshake_from_pb(pd_convert.handshake_to_pb(handshake)) == handshake
+    assert pd_convert.held_blocks_from_pb(pd_convert.held_blocks_to_pb(claim)) == claim
+    assert pd_convert.digests_from_pb(pd_convert.digests_to_pb(digests)) == digests
 
 
 @pytest.mark.parametrize("value", [-1, 2**32])

@@ -5,7 +5,7 @@ A claimed one is like any other, and is never taken back.
 
 import pytest
 
-from connector.pd.lease import LeaseTable
+from connector.pd.prefill.lease_table import LeaseTable
 from tests.leases import HOLDING, lease_table
 
 LEASE_S = 30.0

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import structlog
 
+from connector.pd.config import PdConnectorConfig
 from connector.transports.base import SpanPair
 from connector.transports.choose import (
     TRANSPORTS,
@@ -17,7 +18,7 @@ from connector.transports.near_and_far import NearAndFar, NearAndFarAddress
 from connector.transports.shm import ShmAddress, ShmTransport
 from connector.transports.zmq import ZmqTransport
 from engine.arena import ArenaMemory
-from engine.config import PdConnectorConfig, decode_config
+from engine.config import decode_config
 from engine.errors import ConfigError, TransportError
 from engine.rpc.address import is_loopback
 

@@ -11,11 +11,13 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.pd.digests import HeldDigests, digest
+from connector.pd.decode.pull_reader import in_stages
+from connector.pd.digest import digest
 from connector.pd.faults import FaultPoint, FaultScene
-from connector.pd.geometry import describe_spec, geometry_of
 from connector.pd.layout import blocks_announced
-from connector.pd.reading import in_stages
+from connector.pd.prefill.held_digests import HeldDigests
+from connector.pd.wire.geometry import describe_spec, geometry_of
+from connector.pd.wire.messages import BlockRange, Digests, DigestsQuestion
 from connector.transports.base import SpanPair
 from engine.errors import (
     KVTransferParamsError,
@@ -24,7 +26,6 @@ from engine.errors import (
     TransportError,
     VerificationError,
 )
-from engine.rpc.messages import BlockRange, Digests, DigestsQuestion
 from tests.bare_pulls import ATTENTION, PAGES, PLAN, REMOTE, STATE, DamagedOnce, Pair, pair
 from tests.faults import AtNth
 from tests.leases import HOLDING, LEASE_S, lease_table

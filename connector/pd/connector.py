@@ -6,35 +6,38 @@ from dataclasses import dataclass
 from functools import partial
 
 from connector.multi import MultiScheduler, MultiWorker
-from connector.pd.admission import PdAdmission
-from connector.pd.claims import ClaimKeeper
-from connector.pd.consumer import ConsumerScheduler, ConsumerWorker
-from connector.pd.control import LeaseDesk
-from connector.pd.digests_ahead import ArenaDigests
+from connector.pd.config import PdConnectorConfig
+from connector.pd.decode.admission import PdAdmission
+from connector.pd.decode.consumer import ConsumerScheduler, ConsumerWorker
+from connector.pd.decode.peer_registry import PeerRegistry
+from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader
+from connector.pd.decode.remote_prefills import RemotePrefills
 from connector.pd.faults import NO_FAULTS, FaultInjector
-from connector.pd.geometry import describe_geometry
-from connector.pd.lease import LeaseTable
 from connector.pd.lease_records import LeaseRecords
-from connector.pd.params import ParamsSigner
-from connector.pd.peers import PeerRegistry
-from connector.pd.producer import (
+from connector.pd.metrics import TransferMetrics
+from connector.pd.prefill.arena_digests import ArenaDigests
+from connector.pd.prefill.control_handler import ControlHandler
+from connector.pd.prefill.control_service import ControlService
+from connector.pd.prefill.lease_table import LeaseTable
+from connector.pd.prefill.producer import (
     AdvertisedAddress,
     ProducerScheduler,
     ProducerWorker,
     held_bytes,
 )
-from connector.pd.reading import STAGE_BYTES, PullReader
+from connector.pd.wire.geometry import describe_geometry
+from connector.pd.wire.messages import Handshake
+from connector.pd.wire.params import ParamsSigner
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
+from engine.config import KVTransferConfig, decode_config
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import Connector
-from engine.metrics import NodeMetrics, TransferMetrics
+from engine.metrics import NodeMetrics
 from engine.node.connector import ConnectorSettings
 from engine.rpc.address import is_loopback
 from engine.rpc.cluster_token import signing_key
-from engine.rpc.control_service import ControlService
-from engine.rpc.messages import Handshake
 from engine.rpc.server import RpcService
 
 
@@ -43,10 +46,10 @@ class PdConnector:
     """A node's prefill/decode connector; see `engine.node.connector.NodeConnector`."""
 
     connector: Connector
-    desk: LeaseDesk
+    desk: ControlHandler
     address: AdvertisedAddress
     leases: LeaseTable
-    claims: ClaimKeeper
+    claims: RemotePrefills
     peers: PeerRegistry
     transport: Transport
     digests: ArenaDigests
@@ -70,6 +73,15 @@ class PdConnector:
         self.transport.close()
 
 
+def pd_builder(
+    config: KVTransferConfig, faults: FaultInjector = NO_FAULTS, stage_bytes: int = STAGE_BYTES
+) -> Callable[..., "PdConnector"]:
+    """Raises ConfigError for a `kv_connector_extra_config` that is none of the PdConnector's."""
+    source = "kv_transfer_config.kv_connector_extra_config"
+    extra = decode_config(config.kv_connector_extra_config, PdConnectorConfig, source)
+    return partial(build_connector, extra=extra, faults=faults, stage_bytes=stage_bytes)
+
+
 def build_connector(
     settings: ConnectorSettings,
     plan: ArenaPlan,
@@ -77,11 +89,11 @@ def build_connector(
     *,
     metrics: NodeMetrics,
     wake: Callable[[], None],
-    faults: FaultInjector = NO_FAULTS,
-    stage_bytes: int = STAGE_BYTES,
+    extra: PdConnectorConfig,
+    faults: FaultInjector,
+    stage_bytes: int,
 ) -> PdConnector:
     """Everything behind `--kv-transfer-config` for one node; `wake` makes an idle engine step."""
-    extra = settings.config.kv_connector_extra_config
     transport = open_transport(
         extra.transport,
         settings.engine_id,
@@ -91,13 +103,15 @@ def build_connector(
     digests = ArenaDigests(plan, arena)
     transport.register(arena)
     records = LeaseRecords(arena)
-    identity = partial(_identity, settings, plan, digests, records=records, transport=transport)
+    identity = partial(
+        _identity, settings, plan, digests, extra=extra, records=records, transport=transport
+    )
     leases = _watched_leases(extra.kv_lease_duration, plan, metrics, records=records)
     token = settings.cluster_token
     signer = ParamsSigner(None if token is None else signing_key(token))
-    peers = _peers(settings, identity(), transport, faults=faults)
+    peers = _peers(settings, identity(), transport, extra=extra, faults=faults)
     transfers = TransferMetrics(metrics)
-    claims = ClaimKeeper(peers, extra.kv_lease_duration, transfers)
+    claims = RemotePrefills(peers, extra.kv_lease_duration, transfers)
     advertised = AdvertisedAddress(settings.engine_id, settings.host)
     reader = PullReader(
         transport,
@@ -116,11 +130,11 @@ def build_connector(
     puller = ConsumerWorker(plan, reader, claims, metrics=transfers, config=extra, wake=wake)
     return PdConnector(
         Connector(
-            PdAdmission(signer, claims, settings.config, metrics=transfers),
+            PdAdmission(signer, claims, settings.config, extra=extra, metrics=transfers),
             MultiScheduler([producer, consumer]),
             MultiWorker([ProducerWorker(leases), puller]),
         ),
-        LeaseDesk(identity, leases, digests=digests, wake=wake, faults=faults),
+        ControlHandler(identity, leases, digests=digests, wake=wake, faults=faults),
         advertised,
         leases,
         claims,
@@ -135,6 +149,7 @@ def _peers(
     identity: Handshake,
     transport: Transport,
     *,
+    extra: PdConnectorConfig,
     faults: FaultInjector,
 ) -> PeerRegistry:
     return PeerRegistry(
@@ -142,7 +157,7 @@ def _peers(
         transport,
         cluster_token=settings.cluster_token,
         tls=settings.tls,
-        control_timeout_s=settings.config.kv_connector_extra_config.control_timeout,
+        control_timeout_s=extra.control_timeout,
         faults=faults,
     )
 
@@ -179,6 +194,7 @@ def _identity(
     plan: ArenaPlan,
     digests: ArenaDigests,
     *,
+    extra: PdConnectorConfig,
     records: LeaseRecords,
     transport: Transport,
 ) -> Handshake:
@@ -190,7 +206,7 @@ def _identity(
         geometry=describe_geometry(
             plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
         ),
-        lease_s=settings.config.kv_connector_extra_config.kv_lease_duration,
+        lease_s=extra.kv_lease_duration,
         lease_records=records.offset,
         capabilities=digests.capabilities,
     )

@@ -10,10 +10,16 @@ from typing import Any
 
 import grpc
 
+from connector.pd.wire import convert
+from connector.pd.wire.messages import (
+    ANY_GENERATION,
+    Digests,
+    DigestsQuestion,
+    Handshake,
+    HeldBlocks,
+)
 from engine.errors import AuthenticationError, TandemError
-from engine.rpc import convert
 from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, credentials, no_proof
-from engine.rpc.messages import ANY_GENERATION, Claim, Digests, DigestsQuestion, Handshake
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub
 from engine.rpc.proof import NOT_NEEDED, CallerProof, Proven, unproven
@@ -58,13 +64,13 @@ class ControlClient:
         reply: pb.HandshakeReply = self._call(self._stub.Handshake, request, timeout_s)
         return convert.handshake_from_pb(reply)
 
-    def claim(self, engine_id: str, request_id: str, *, timeout_s: float) -> Claim:
+    def claim(self, engine_id: str, request_id: str, *, timeout_s: float) -> HeldBlocks:
         """`engine_id` is the incarnation that is meant; another one at the same address refuses."""
         request = pb.ClaimRequest(
             engine_id=engine_id, request_id=request_id, caller_engine_id=self._caller_engine_id
         )
         reply: pb.ClaimReply = self._call(self._stub.Claim, request, timeout_s)
-        return convert.claim_from_pb(reply)
+        return convert.held_blocks_from_pb(reply)
 
     def renew(
         self,

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from connector.pd.digests import HeldDigests
+from connector.pd.prefill.held_digests import HeldDigests
+from connector.pd.wire.messages import ANY_GENERATION
 from engine.request_ids import has_label
-from engine.rpc.messages import ANY_GENERATION
 
 RENEWAL_SHARE = 2.0 / 3.0
 MAX_HOLD_S = 3600.0

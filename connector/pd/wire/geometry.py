@@ -12,10 +12,10 @@ from typing import Annotated
 
 import msgspec
 
+from connector.pd.wire.messages import Handshake
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
-from engine.rpc.messages import Handshake
 
 PROTOCOL_VERSION = "7"
 GROUP_PREFIX = "kv_cache_group."

@@ -9,14 +9,15 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from connector.pd.digests import HeldDigests, step_back
-from connector.pd.geometry import geometry_of
+from connector.pd.digest import step_back
 from connector.pd.layout import blocks_announced
-from connector.pd.lease import Lease
+from connector.pd.prefill.held_digests import HeldDigests
+from connector.pd.prefill.lease_table import Lease
+from connector.pd.wire.geometry import geometry_of
+from connector.pd.wire.messages import DIGESTS_XXH3_64, BlockRange, Digests
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
-from engine.rpc.messages import DIGESTS_XXH3_64, BlockRange, Digests
 
 ANSWER_S = 0.003
 """The answer that names the blocks goes out first; no reader comes before it."""

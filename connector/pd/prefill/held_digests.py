@@ -1,20 +1,14 @@
-"""xxh3-64 of blocks and states, over the arena's own bytes: no copy, and without the GIL.
+"""Digests of one held prefill, block by block: hashed ahead, or when a reader asks."""
 
-Finds damage and mix-ups on the way, not forgery: peers are authenticated. Knows no request.
-"""
-
-import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 
-import xxhash
-
+from connector.pd.digest import digest
 from connector.pd.layout import Piece, SequenceBlocks
+from connector.pd.wire.messages import BlockRange, Digests
 from engine.errors import TransportError
-from engine.rpc.messages import BlockRange, Digests
 
 MAX_CUT = 64
 """So many blocks of a reader may lie in one of P's: it cuts tokens and layers finer."""
@@ -91,17 +85,3 @@ class HeldDigests:
         if pieces[0] not in self._known:
             self._known[pieces[0]] = digest(self._memory, pieces)
         return self._known[pieces[0]]
-
-
-def step_back() -> None:
-    """Where the kernel has the choice, this thread goes to an idle core: it interrupts nobody."""
-    with suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def digest(memory: memoryview, pieces: Iterable[tuple[int, int]]) -> int:
-    """Of one block or state, by the offset and length of each of its pieces."""
-    hashed = xxhash.xxh3_64()
-    for offset, length in pieces:
-        hashed.update(memory[offset : offset + length])
-    return hashed.intdigest()

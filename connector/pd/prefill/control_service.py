@@ -7,8 +7,8 @@ from typing import Protocol
 
 from grpc import aio
 
-from engine.rpc import convert
-from engine.rpc.messages import BlockRange, Claim, Digests, Handshake
+from connector.pd.wire import convert
+from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import KvControlServicer, add_KvControlServicer_to_server
 
@@ -16,7 +16,7 @@ CONCURRENT_DIGESTS = 2
 """Calls that hash at once; others wait without a thread, so that claims and renewals never do."""
 
 
-class ControlHandler(Protocol):
+class KvControl(Protocol):
     """The node's side of the hand-over; synchronous, thread-safe, called from worker threads.
 
     Raises `KVTransferParamsError` for an incarnation or request that it does not hold.
@@ -24,7 +24,7 @@ class ControlHandler(Protocol):
 
     def handshake(self, caller_engine_id: str) -> Handshake: ...
 
-    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim: ...
+    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks: ...
 
     def renew(
         self,
@@ -51,7 +51,7 @@ class ControlHandler(Protocol):
 class ControlService(KvControlServicer):
     """Runs the handler in worker threads, so that a lock never delays token streams."""
 
-    def __init__(self, handler: ControlHandler) -> None:
+    def __init__(self, handler: KvControl) -> None:
         self._handler = handler
         self._hashing = asyncio.Semaphore(CONCURRENT_DIGESTS)
 
@@ -62,11 +62,11 @@ class ControlService(KvControlServicer):
         reply = await asyncio.to_thread(self._handler.handshake, request.engine_id)
         return convert.handshake_to_pb(reply)
 
-    async def Claim(self, request: pb.ClaimRequest, context: object) -> pb.ClaimReply:
+    async def HeldBlocks(self, request: pb.ClaimRequest, context: object) -> pb.ClaimReply:
         claim = await asyncio.to_thread(
             self._handler.claim, request.engine_id, request.request_id, request.caller_engine_id
         )
-        return convert.claim_to_pb(claim)
+        return convert.held_blocks_to_pb(claim)
 
     async def Renew(self, request: pb.RenewRequest, context: object) -> pb.RenewReply:
         lost = await asyncio.to_thread(

@@ -9,8 +9,10 @@ import msgspec
 import structlog
 
 from connector.pd import causes
-from connector.pd.claims import ClaimKeeper, PrefillClaim
-from connector.pd.params import (
+from connector.pd.config import PdConnectorConfig
+from connector.pd.decode.remote_prefills import PrefillClaim, RemotePrefills
+from connector.pd.metrics import TransferMetrics
+from connector.pd.wire.params import (
     ParamsSigner,
     check_remote_prefill,
     check_return_pull,
@@ -19,7 +21,6 @@ from connector.pd.params import (
 from engine.config import KVTransferConfig
 from engine.errors import KVLoadError, KVTransferParamsError, TandemError, TransportError
 from engine.kv_connector import AdmissionConnector
-from engine.metrics import TransferMetrics
 from engine.types import GenerateRequest, HandOverProblem, KVTransferParams
 
 log = structlog.get_logger()
@@ -38,17 +39,19 @@ class PdAdmission(AdmissionConnector):
     def __init__(
         self,
         signer: ParamsSigner,
-        claims: ClaimKeeper,
+        claims: RemotePrefills,
         config: KVTransferConfig,
         *,
+        extra: PdConnectorConfig,
         metrics: TransferMetrics,
     ) -> None:
         self._signer = signer
         self._claims = claims
         self._config = config
+        self._is_bidirectional = extra.bidirectional_kv_xfer
         self._metrics = metrics
         # A claim is at most a handshake and the claim itself.
-        self._timeout_s = 3 * config.kv_connector_extra_config.control_timeout
+        self._timeout_s = 3 * extra.control_timeout
 
     async def admit(self, request: GenerateRequest) -> GenerateRequest:
         """Claims the remote prefill or the turn before, if `request` names one.
@@ -107,8 +110,7 @@ class PdAdmission(AdmissionConnector):
     async def _claim_turn(self, request: GenerateRequest, params: KVTransferParams) -> None:
         check_return_pull(params)
         self._signer.verify(params)
-        is_on = self._config.kv_connector_extra_config.bidirectional_kv_xfer
-        cause = why_not_from(request, params) if is_on else "disabled"
+        cause = why_not_from(request, params) if self._is_bidirectional else "disabled"
         claim = PrefillClaim(request.request_id, params)
         if cause is not None:
             self._claims.decline(claim)

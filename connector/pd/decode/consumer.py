@@ -14,14 +14,15 @@ from functools import partial
 import structlog
 
 from connector.pd import causes
-from connector.pd.claims import ClaimKeeper, PrefillClaim
-from connector.pd.fair_pool import FairPool, PoolLimits
+from connector.pd.config import PdConnectorConfig
+from connector.pd.decode.fair_pool import FairPool, PoolLimits
+from connector.pd.decode.peer_registry import Peer
+from connector.pd.decode.pull_plan import PullPlan, plan_pull
+from connector.pd.decode.pull_reader import PullReader
+from connector.pd.decode.remote_prefills import PrefillClaim, RemotePrefills
 from connector.pd.layout import blocks_announced
-from connector.pd.params import holding_of
-from connector.pd.peers import Peer
-from connector.pd.pull_plan import PullPlan, plan_pull
-from connector.pd.reading import PullReader
-from engine.config import PdConnectorConfig
+from connector.pd.metrics import TransferMetrics
+from connector.pd.wire.params import holding_of
 from engine.errors import (
     DeadlineExceededError,
     LateReadError,
@@ -34,7 +35,6 @@ from engine.errors import (
 )
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import FinishDecision, SchedulerConnector, WorkerConnector
-from engine.metrics import TransferMetrics
 from engine.request import Request
 from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
 from engine.types import KVTransferStats
@@ -49,7 +49,7 @@ class ConsumerScheduler(SchedulerConnector):
     """
 
     def __init__(
-        self, claims: ClaimKeeper, *, recompute_threshold: int, metrics: TransferMetrics
+        self, claims: RemotePrefills, *, recompute_threshold: int, metrics: TransferMetrics
     ) -> None:
         self._claims = claims
         self._recompute_threshold = recompute_threshold
@@ -111,7 +111,7 @@ class ConsumerWorker(WorkerConnector):
         self,
         plan: ArenaPlan,
         reader: PullReader,
-        claims: ClaimKeeper,
+        claims: RemotePrefills,
         *,
         metrics: TransferMetrics,
         config: PdConnectorConfig,

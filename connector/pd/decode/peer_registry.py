@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 import structlog
 
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
-from connector.pd.geometry import GroupGeometry, check_geometry, groups_of
+from connector.pd.wire.control_client import ControlClient
+from connector.pd.wire.geometry import GroupGeometry, check_geometry, groups_of
+from connector.pd.wire.messages import Handshake
 from connector.transports.base import Transport
 from engine.errors import (
     DeadlineExceededError,
@@ -25,8 +27,6 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.rpc.address import join_host_port
-from engine.rpc.control_client import ControlClient
-from engine.rpc.messages import Handshake
 from engine.tls import ClientTls
 
 log = structlog.get_logger()

@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import structlog
 
-from connector.pd.digests import digest, step_back
+from connector.pd.decode.peer_registry import Peer
+from connector.pd.decode.pull_plan import Block, PullPlan, coalesce
+from connector.pd.digest import digest, step_back
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.lease_records import (
     HEADER_WORDS,
@@ -28,8 +30,8 @@ from connector.pd.lease_records import (
     RecordPlaces,
     offset_of,
 )
-from connector.pd.peers import Peer
-from connector.pd.pull_plan import Block, PullPlan, coalesce
+from connector.pd.metrics import TransferMetrics
+from connector.pd.wire.messages import DIGESTS_XXH3_64, Digests, DigestsQuestion
 from connector.transports.base import SpanPair, Transport
 from engine.arena import ArenaMemory
 from engine.errors import (
@@ -39,8 +41,6 @@ from engine.errors import (
     TransportError,
     VerificationError,
 )
-from engine.metrics import TransferMetrics
-from engine.rpc.messages import DIGESTS_XXH3_64, Digests, DigestsQuestion
 
 log = structlog.get_logger()
 

@@ -15,8 +15,10 @@ from functools import partial
 import structlog
 
 from connector.pd import causes
-from connector.pd.fair_pool import FairPool, PoolLimits
-from connector.pd.peers import Peer, PeerAddress, PeerRegistry
+from connector.pd.decode.fair_pool import FairPool, PoolLimits
+from connector.pd.decode.peer_registry import Peer, PeerAddress, PeerRegistry
+from connector.pd.metrics import TransferMetrics
+from connector.pd.wire.messages import ANY_GENERATION, HeldBlocks
 from engine.errors import (
     DeadlineExceededError,
     KVTransferParamsError,
@@ -27,9 +29,7 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.hand_over_problems import HandOverProblems
-from engine.metrics import TransferMetrics
 from engine.rpc.address import join_host_port
-from engine.rpc.messages import ANY_GENERATION, Claim
 from engine.types import KVTransferParams, KVTransferStats
 
 log = structlog.get_logger()
@@ -53,7 +53,7 @@ class PrefillClaim:
     params: KVTransferParams
     lock: threading.Lock = field(default_factory=threading.Lock)
     peer: Peer | None = None
-    answer: Claim | None = None
+    answer: HeldBlocks | None = None
     failure: str | None = None
     ended: bool = False
     stats: KVTransferStats | None = None
@@ -125,7 +125,7 @@ class PrefillClaim:
         return self.params.remote_num_tokens or 0
 
 
-class ClaimKeeper:
+class RemotePrefills:
     """Owner of all claims of a node and of the threads that talk to prefill nodes about them."""
 
     def __init__(self, peers: PeerRegistry, lease_s: float, metrics: TransferMetrics) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from connector.pd.layout import GroupBlocks, Piece, SequenceBlocks, blocks_here
+from connector.pd.wire.messages import BlockRange
 from connector.transports.base import SpanPair
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import SlidingWindowSpec
-from engine.rpc.messages import BlockRange
 
 Block = tuple[SpanPair, ...]
 """One block or state of D, in pieces, in the common order of `layout`."""

@@ -1,7 +1,7 @@
 """P's side of the control plane: what peers may ask about this node's arena and leases.
 
 Answers from the lease table alone, never from the engine thread, so a long forward delays nobody.
-Knows nothing of gRPC; `engine/rpc/control_service.py` serves it.
+Knows nothing of gRPC; `connector/pd/prefill/control_service.py` serves it.
 """
 
 import threading
@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
-from connector.pd.lease import Lease, LeaseTable
+from connector.pd.prefill.lease_table import Lease, LeaseTable
+from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
 from engine.errors import KVTransferParamsError
-from engine.rpc.messages import BlockRange, Claim, Digests, Handshake
 
 
 class LeaseDigests(Protocol):
@@ -22,7 +22,7 @@ class LeaseDigests(Protocol):
     def of(self, lease: Lease, ranges: Sequence[BlockRange], left: threading.Event) -> Digests: ...
 
 
-class LeaseDesk:
+class ControlHandler:
     """Answers handshakes, claims, renewals, releases and questions about bytes.
 
     `identity`: who this node is now; the address of its arena may change. `wake` tells the engine
@@ -49,7 +49,7 @@ class LeaseDesk:
         """Who this node is, how its arena is reached and what its blocks look like."""
         return self._identity()
 
-    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> Claim:
+    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
         """Where the blocks of a held request lie; renews its lease, which is a spare one no more.
 
         Raises KVTransferParamsError when this is another incarnation or the lease has ended.
@@ -57,7 +57,7 @@ class LeaseDesk:
         self._check_incarnation(engine_id)
         lease = self._still(request_id, self._leases.claim(request_id))
         self._digests.begin(lease)
-        return Claim(
+        return HeldBlocks(
             num_tokens=lease.num_tokens,
             groups=lease.offsets,
             generation=lease.generation,

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from connector.pd.digests_ahead import ArenaDigests
-from connector.pd.lease import Lease, LeaseTable
-from connector.pd.params import ParamsSigner, holding_of, prompt_digest
+from connector.pd.prefill.arena_digests import ArenaDigests
+from connector.pd.prefill.lease_table import Lease, LeaseTable
+from connector.pd.wire.params import ParamsSigner, holding_of, prompt_digest
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.tables import BlockTables
 from engine.kv_connector import FinishDecision, SchedulerConnector, WorkerConnector

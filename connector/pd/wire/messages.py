@@ -1,0 +1,75 @@
+"""What nodes tell each other about a hand-over: the structs behind protobuf's `KvControl`.
+
+Knows neither protobuf nor sockets; `convert.py` translates.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+ANY_GENERATION: Final = 0
+"""Names whichever lease a request has; no lease has it."""
+
+DIGESTS_XXH3_64: Final = "digests:xxh3-64"
+"""Capability: the node answers `Digests`."""
+
+Digests = tuple[tuple[int, ...], ...]
+"""By range, one unsigned 64-bit number per block or state."""
+
+
+class Handshake(msgspec.Struct, frozen=True, kw_only=True):
+    """How to reach a node's registered memory, what its bytes look like, what the node can do.
+
+    `lease_s`: seconds for which it holds a finished request that nobody renews. `lease_records`:
+    where in its arena the records of living leases are, in bytes.
+    """
+
+    engine_id: str
+    transport: str
+    transport_address: bytes
+    geometry: Mapping[str, str]
+    lease_s: float
+    lease_records: int
+    capabilities: tuple[str, ...] = ()
+
+
+class BlockRange(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens `start` to `end` of some layers, in blocks of `block_size` tokens.
+
+    `kept` is what these layers keep (`connector.pd.wire.geometry.describe_spec`). Blocks end at
+    multiples of their size; the first and the last may be parts. Of states there is one block,
+    whatever the numbers say.
+    """
+
+    kept: str
+    layers: tuple[int, ...]
+    block_size: int
+    start: int = 0
+    end: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """How many it names; at least one, of states just that."""
+        size = max(self.block_size, 1)
+        return max(-(-self.end // size) - self.start // size, 1)
+
+
+class DigestsQuestion(msgspec.Struct, frozen=True, kw_only=True):
+    """What are the bytes of these ranges, under that lease of incarnation `engine_id`?"""
+
+    engine_id: str
+    request_id: str
+    generation: int
+    ranges: tuple[BlockRange, ...]
+
+
+class HeldBlocks(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a finished request lies: byte offsets per group, and how many tokens they hold.
+
+    `generation` tells this lease from any other, also of the same request.
+    """
+
+    num_tokens: int
+    groups: tuple[tuple[int, ...], ...]
+    generation: int = ANY_GENERATION

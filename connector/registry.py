@@ -1,0 +1,21 @@
+"""`kv_connector` by name: which connectors a node can be started with."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from connector.pd.connector import pd_builder
+from engine.config import KVTransferConfig
+from engine.errors import ConfigError
+from engine.node.connector import BuilderOf, ConnectorBuilder
+
+CONNECTORS: Final[Mapping[str, BuilderOf]] = {"PdConnector": pd_builder}
+
+
+def builder_of(config: KVTransferConfig) -> ConnectorBuilder:
+    """The builder of the connector that `config` names; raises ConfigError when it cannot be."""
+    found = CONNECTORS.get(config.kv_connector)
+    if found is None:
+        raise ConfigError(
+            f"kv_connector {config.kv_connector!r} is not known; use one of {', '.join(CONNECTORS)}"
+        )
+    return found(config)
