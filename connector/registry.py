@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Final
 
-from connector.pd.connector import pd_builder
+from connector.pd.connector import PdBuilder
 from engine.config import KVTransferConfig
 from engine.errors import ConfigError
 from engine.node.connector import BuilderOf, ConnectorBuilder
 
-CONNECTORS: Final[Mapping[str, BuilderOf]] = {"PdConnector": pd_builder}
+CONNECTORS: Final[Mapping[str, BuilderOf]] = {"PdConnector": PdBuilder.of}
 
 
 def builder_of(config: KVTransferConfig) -> ConnectorBuilder:

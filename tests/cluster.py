@@ -6,7 +6,6 @@ import json
 import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -16,7 +15,7 @@ import torch
 import transformers
 import zmq
 
-from connector.pd.connector import pd_builder
+from connector.pd.connector import PdBuilder
 from connector.pd.decode.pull_reader import STAGE_BYTES
 from connector.pd.faults import NO_FAULTS, FaultInjector
 from decode_node.server import decode_server
@@ -171,8 +170,8 @@ class Cluster:
         config = msgspec.structs.replace(BASE, model=str(model), **changes)
         node = (prefill_server if kind == "prefill" else decode_server)(config)
         if faults is not NO_FAULTS or stage_bytes != STAGE_BYTES:
-            builder_of = partial(pd_builder, faults=faults, stage_bytes=stage_bytes)
-            node = NodeServer(config, kind, builder_of)
+            extra = PdBuilder.of(config.kv_transfer_config).extra
+            node = NodeServer(config, kind, lambda _: PdBuilder(extra, faults, stage_bytes))
         await node.start()
         self.nodes.append(node)
         return node

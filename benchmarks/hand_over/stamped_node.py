@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any, NamedTuple
 
-from connector.pd.connector import PdConnector, pd_builder
+from connector.pd.connector import PdBuilder, PdConnector
 from connector.pd.faults import FaultInjector, FaultScene
 from connector.pd.faults import FaultPoint as Point
 from connector.pd.prefill.control_service import ControlService, KvControl
@@ -253,7 +253,7 @@ class StampedBuilder:
 
     def __call__(self, config: KVTransferConfig) -> ConnectorBuilder:
         """Builds the product's connector, watched."""
-        build = pd_builder(config, faults=self.stamps)
+        build = PdBuilder(PdBuilder.of(config).extra, self.stamps)
 
         def watched(*args: Any, **kwargs: Any) -> StampedConnector:
             return StampedConnector(build(*args, **kwargs), self.stamps)

@@ -73,75 +73,79 @@ class PdConnector:
         self.transport.close()
 
 
-def pd_builder(
-    config: KVTransferConfig, faults: FaultInjector = NO_FAULTS, stage_bytes: int = STAGE_BYTES
-) -> Callable[..., "PdConnector"]:
-    """Raises ConfigError for a `kv_connector_extra_config` that is none of the PdConnector's."""
-    source = "kv_transfer_config.kv_connector_extra_config"
-    extra = decode_config(config.kv_connector_extra_config, PdConnectorConfig, source)
-    return partial(build_connector, extra=extra, faults=faults, stage_bytes=stage_bytes)
+@dataclass(slots=True, frozen=True)
+class PdBuilder:
+    """Builds the PdConnector of one node (`engine.node.connector.ConnectorBuilder`)."""
 
+    extra: PdConnectorConfig
+    faults: FaultInjector = NO_FAULTS
+    stage_bytes: int = STAGE_BYTES
 
-def build_connector(
-    settings: ConnectorSettings,
-    plan: ArenaPlan,
-    arena: ArenaMemory,
-    *,
-    metrics: NodeMetrics,
-    wake: Callable[[], None],
-    extra: PdConnectorConfig,
-    faults: FaultInjector,
-    stage_bytes: int,
-) -> PdConnector:
-    """Everything behind `--kv-transfer-config` for one node; `wake` makes an idle engine step."""
-    transport = open_transport(
-        extra.transport,
-        settings.engine_id,
-        same_host=is_loopback(settings.host),
-        host=settings.host,
-    )
-    digests = ArenaDigests(plan, arena)
-    transport.register(arena)
-    records = LeaseRecords(arena)
-    identity = partial(
-        _identity, settings, plan, digests, extra=extra, records=records, transport=transport
-    )
-    leases = _watched_leases(extra.kv_lease_duration, plan, metrics, records=records)
-    token = settings.cluster_token
-    signer = ParamsSigner(None if token is None else signing_key(token))
-    peers = _peers(settings, identity(), transport, extra=extra, faults=faults)
-    transfers = TransferMetrics(metrics)
-    claims = RemotePrefills(peers, extra.kv_lease_duration, transfers)
-    advertised = AdvertisedAddress(settings.engine_id, settings.host)
-    reader = PullReader(
-        transport,
-        arena,
-        verify=extra.verify_transfers,
-        metrics=transfers,
-        faults=faults,
-        stage_bytes=stage_bytes,
-    )
-    producer = ProducerScheduler(
-        advertised, plan, leases, digests=digests, signer=signer, turn_ttl_s=extra.turn_ttl_s
-    )
-    consumer = ConsumerScheduler(
-        claims, recompute_threshold=extra.kv_recompute_threshold, metrics=transfers
-    )
-    puller = ConsumerWorker(plan, reader, claims, metrics=transfers, config=extra, wake=wake)
-    return PdConnector(
-        Connector(
-            PdAdmission(signer, claims, settings.config, extra=extra, metrics=transfers),
-            MultiScheduler([producer, consumer]),
-            MultiWorker([ProducerWorker(leases), puller]),
-        ),
-        ControlHandler(identity, leases, digests=digests, wake=wake, faults=faults),
-        advertised,
-        leases,
-        claims,
-        peers,
-        transport,
-        digests,
-    )
+    @classmethod
+    def of(cls, config: KVTransferConfig) -> "PdBuilder":
+        """Raises ConfigError for an extra config that is none of the PdConnector's."""
+        source = "kv_transfer_config.kv_connector_extra_config"
+        return cls(decode_config(config.kv_connector_extra_config, PdConnectorConfig, source))
+
+    def __call__(
+        self,
+        settings: ConnectorSettings,
+        plan: ArenaPlan,
+        arena: ArenaMemory,
+        *,
+        metrics: NodeMetrics,
+        wake: Callable[[], None],
+    ) -> PdConnector:
+        """`wake` makes an idle engine step."""
+        extra, faults = self.extra, self.faults
+        transport = open_transport(
+            extra.transport,
+            settings.engine_id,
+            same_host=is_loopback(settings.host),
+            host=settings.host,
+        )
+        digests = ArenaDigests(plan, arena)
+        transport.register(arena)
+        records = LeaseRecords(arena)
+        identity = partial(
+            _identity, settings, plan, digests, extra=extra, records=records, transport=transport
+        )
+        leases = _watched_leases(extra.kv_lease_duration, plan, metrics, records=records)
+        token = settings.cluster_token
+        signer = ParamsSigner(None if token is None else signing_key(token))
+        peers = _peers(settings, identity(), transport, extra=extra, faults=faults)
+        transfers = TransferMetrics(metrics)
+        claims = RemotePrefills(peers, extra.kv_lease_duration, transfers)
+        advertised = AdvertisedAddress(settings.engine_id, settings.host)
+        reader = PullReader(
+            transport,
+            arena,
+            verify=extra.verify_transfers,
+            metrics=transfers,
+            faults=faults,
+            stage_bytes=self.stage_bytes,
+        )
+        producer = ProducerScheduler(
+            advertised, plan, leases, digests=digests, signer=signer, turn_ttl_s=extra.turn_ttl_s
+        )
+        consumer = ConsumerScheduler(
+            claims, recompute_threshold=extra.kv_recompute_threshold, metrics=transfers
+        )
+        puller = ConsumerWorker(plan, reader, claims, metrics=transfers, config=extra, wake=wake)
+        return PdConnector(
+            Connector(
+                PdAdmission(signer, claims, settings.config, extra=extra, metrics=transfers),
+                MultiScheduler([producer, consumer]),
+                MultiWorker([ProducerWorker(leases), puller]),
+            ),
+            ControlHandler(identity, leases, digests=digests, wake=wake, faults=faults),
+            advertised,
+            leases,
+            claims,
+            peers,
+            transport,
+            digests,
+        )
 
 
 def _peers(

@@ -62,7 +62,7 @@ class ControlService(KvControlServicer):
         reply = await asyncio.to_thread(self._handler.handshake, request.engine_id)
         return convert.handshake_to_pb(reply)
 
-    async def HeldBlocks(self, request: pb.ClaimRequest, context: object) -> pb.ClaimReply:
+    async def Claim(self, request: pb.ClaimRequest, context: object) -> pb.ClaimReply:
         claim = await asyncio.to_thread(
             self._handler.claim, request.engine_id, request.request_id, request.caller_engine_id
         )
