@@ -19,7 +19,7 @@ from engine.flags import (
 )
 from engine.process import run_server
 from proxy.config import load_config
-from proxy.routing.policy import POLICIES
+from proxy.routing.policies import POLICIES
 from proxy.server import ProxyServer
 
 NODE_URL = (

@@ -1,4 +1,4 @@
-"""What the proxy can be told, by flags or a YAML file with the same keys. Reads no environment."""
+"""The options of the proxy, from flags or a YAML file with the same keys. Reads no environment."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from engine.config import (
 )
 from engine.errors import ConfigError
 from proxy.cluster.node_url import parse_node_url
-from proxy.routing.policy import POLICIES
+from proxy.routing.policies import POLICIES
 
 
 class ProxyConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,8 +1,11 @@
 """Every counter and histogram of the proxy, declared once. vLLM's names where vLLM has one."""
 
+import time
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from engine.types import GenerateOutput
 
 _TTFT_BUCKETS: Final = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -19,10 +22,14 @@ _E2E_BUCKETS: Final = (
 
 
 class ProxyMetrics:
-    """One set per proxy, on the registry that its /metrics shows."""
+    """One set per proxy, on the registry that its /metrics shows.
+
+    `model_name` labels latencies; it is known before the first request.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        self.model_name = ""
         self.node_requests = Counter(
             "tandem_proxy_node_requests",
             "Requests sent to nodes, retries included, by how they ended there.",
@@ -31,7 +38,7 @@ class ProxyMetrics:
         )
         self.local_prefills = Counter(
             "tandem_proxy_local_prefills",
-            "Requests that a decode node prefilled itself, by why.",
+            "Requests that a decode node prefilled itself, by reason.",
             ("reason",),
             registry=registry,
         )
@@ -65,6 +72,28 @@ class ProxyMetrics:
             _E2E_BUCKETS,
             registry=registry,
         )
+
+
+class RequestTimer:
+    """The latencies of one request, from its arrival in the proxy."""
+
+    def __init__(self, metrics: ProxyMetrics) -> None:
+        self._metrics = metrics
+        self._started = time.monotonic()
+        self._previous: float | None = None
+
+    def observe(self, output: GenerateOutput) -> None:
+        """Counts one output of the request as sent now."""
+        now, metrics, model_name = time.monotonic(), self._metrics, self._metrics.model_name
+        if output.token_ids and self._previous is None:
+            metrics.time_to_first_token.labels(model_name).observe(now - self._started)
+        elif output.token_ids and self._previous is not None:
+            metrics.inter_token_latency.labels(model_name).observe(now - self._previous)
+        if output.token_ids:
+            self._previous = now
+        if output.finish_reason is not None:
+            metrics.e2e_request_latency.labels(model_name).observe(now - self._started)
+            metrics.request_success.labels(model_name, output.finish_reason).inc()
 
 
 def _latency(

@@ -1,4 +1,4 @@
-"""Learns from the nodes what the cluster serves, as the proxy has no model folder."""
+"""Loads model name, tokenizer and context length from a node: the proxy has no model folder."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ FETCH_TIMEOUT_S: Final = 30.0
 
 
 async def load_serving(pool: NodePool, served_names: Sequence[str]) -> Serving:
-    """Waits until a usable node, D before P, has given its tokenizer, however long it takes.
+    """Waits, without limit, until a usable node, D before P, has sent its tokenizer.
 
     `served_names` replaces the nodes' own model names where it is not empty.
     """

@@ -1,33 +1,45 @@
-"""One request through the cluster: prefill on P, decode on D, and what to do if one fails.
+"""One request through the cluster: prefill on P, decode on D, and retries on other nodes.
 
-Knows nothing of HTTP and text; which nodes to take is the policy's choice.
+Knows nothing of HTTP and text. A `RoutingPolicy` chooses the nodes.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import structlog
-from msgspec.structs import replace
+from msgspec import structs
 
 from engine.errors import (
     DeadlineExceededError,
     KVTransferParamsError,
+    NodeLostError,
     OverloadedError,
+    RequestAbortedError,
     TandemError,
     UnavailableError,
 )
-from engine.types import GenerateOutput, GenerateRequest
-from proxy.blame import as_client_sees_it, is_client_fault, is_engine_failure
+from engine.rpc.client import StreamDeadlines
+from engine.types import (
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    KVTransferParams,
+)
 from proxy.cluster.node import Node, NodeKind, NodeView
-from proxy.cluster.node_pool import NoDecodeNodeError, NodePool
+from proxy.cluster.node_pool import NodePool
 from proxy.cluster.pairs import Pairs
-from proxy.journey import Journey, Prefilled
-from proxy.legs import Legs, is_whole_answer, prefill_request
-from proxy.metrics import ProxyMetrics
-from proxy.releaser import Releaser
-from proxy.routing.policy import RoutingPolicy
+from proxy.errors import (
+    NoDecodeNodeError,
+    as_client_sees_it,
+    is_client_fault,
+    is_engine_failure,
+    outcome_of,
+)
+from proxy.metrics import ProxyMetrics, RequestTimer
+from proxy.routing.policies import POLICIES
 
 log = structlog.get_logger()
 
@@ -35,27 +47,67 @@ SHUTTING_DOWN: Final = "the proxy is shutting down"
 MAX_PREFILL_NODES: Final = 2
 MAX_ATTEMPTS: Final = 2
 MAX_LOST: Final = 1
-"""Nodes that may go away with a request before it is taken for what ends them."""
+"""Nodes that may go away with a request before the proxy takes the request for the cause."""
+
+
+@dataclass(slots=True, frozen=True)
+class Prefilled:
+    """P's one output. Without `params` it is the whole answer, and D has nothing to do."""
+
+    node: Node
+    output: GenerateOutput
+
+    @property
+    def params(self) -> KVTransferParams | None:
+        """Where D finds what P computed."""
+        return self.output.kv_transfer_params
+
+    def release(self) -> None:
+        """Tells P that nobody will pull it."""
+        if self.params is None:
+            return
+        engine_id, request_id = self.params.remote_engine_id, self.params.remote_request_id
+        if engine_id is not None and request_id is not None:
+            self.node.release(engine_id, request_id)
+
+
+@dataclass(slots=True)
+class RequestState:
+    """What the attempts at one request share. `prefilled` belongs to the attempt under way.
+
+    `deadline` is in event-loop time. `failed` names the nodes that must not get the request again;
+    `num_lost` of them went away while they had it. `num_tokens` reached the client.
+    """
+
+    request: GenerateRequest
+    deadline: float
+    timer: RequestTimer
+    failed: set[str] = field(default_factory=set)
+    num_attempts: int = 0
+    num_lost: int = 0
+    num_tokens: int = 0
+    use_prefill: bool = True
+    prefilled: Prefilled | None = None
+
+    def remaining_s(self) -> float:
+        """Raises `DeadlineExceededError` when nothing remains."""
+        seconds = self.deadline - asyncio.get_running_loop().time()
+        if seconds <= 0:
+            raise DeadlineExceededError("the request ran past --request-timeout")
+        return seconds
 
 
 class PdFlow:
-    """The proxy's `Generator`. Owns its background releases only; nodes belong to the pool."""
+    """The proxy's `Generator`. `pool` owns the nodes; `policy` is a key of `POLICIES`."""
 
     def __init__(
-        self,
-        pool: NodePool,
-        policy: RoutingPolicy,
-        legs: Legs,
-        *,
-        metrics: ProxyMetrics,
-        request_timeout_s: float,
+        self, pool: NodePool, policy: str, deadlines: StreamDeadlines, *, metrics: ProxyMetrics
     ) -> None:
         self._pool = pool
-        self._policy = policy
-        self._legs = legs
+        self._policy_name = policy
+        self._policy = POLICIES[policy]()
+        self._deadlines = deadlines
         self._metrics = metrics
-        self._request_timeout_s = request_timeout_s
-        self._releaser = Releaser()
         self._pairs = Pairs(pool)
         self._num_open = 0
         self._refuses_new = False
@@ -67,20 +119,17 @@ class PdFlow:
         return self._num_open
 
     def refuse_new(self) -> None:
-        """From now on no request is taken and the proxy is not ready; what is under way goes on."""
+        """Refuses new requests and fails /ready from now on; requests under way continue."""
         self._refuses_new = True
 
     def end_open(self) -> None:
-        """What is under way ends with an error that its clients see."""
+        """Ends the requests under way with an error that their clients see."""
         self._refuses_new = self._is_over = True
         for node in self._pool.nodes:
             node.cut_off()
 
-    async def close(self) -> None:
-        await self._releaser.close()
-
     async def check_health(self) -> None:
-        """The proxy itself holds nothing that could die."""
+        """Always succeeds: the proxy itself holds nothing that could die."""
 
     async def check_ready(self) -> tuple[str, ...]:
         if self._refuses_new:
@@ -91,167 +140,188 @@ class PdFlow:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput]:
         """D's outputs, with P's count of cached tokens; `aclose` cancels on the node at work.
 
-        Raises `UnavailableError` when no decode node can be used or one is lost after its first
-        token; errors that are the client's own pass unchanged. Before the first token a failed D
-        is replaced once, by another one and a fresh prefill; never one whose engine failed.
+        Raises `UnavailableError` when no decode node is usable or D is lost after its first token.
+        The client's own errors pass unchanged. If D fails before its first token, one other D gets
+        the request, with a fresh prefill; an engine that failed at the request is the last.
         """
         if self._refuses_new:
             raise UnavailableError(SHUTTING_DOWN)
-        async with self._journey(request) as journey:
-            is_last = False
-            while not is_last:
-                output = await self._next(journey)
-                is_last = output.finish_reason is not None
-                yield output
+        deadline = asyncio.get_running_loop().time() + self._deadlines.total_s
+        state = RequestState(request, deadline, RequestTimer(self._metrics))
+        while True:
+            # An error that leaves the block calls for another attempt: the loop goes round.
+            with self._attempt(state):
+                decode = await self._prefill(state)
+                prefilled = state.prefilled
+                if prefilled is not None and prefilled.params is None:
+                    yield self._passed_on(prefilled.output, state)
+                    return
+                params = None if prefilled is None else prefilled.params
+                to_decode = structs.replace(request, kv_transfer_params=params)
+                async with self._running(to_decode, decode, state) as outputs:
+                    output = _checked(await anext(outputs), decode)
+                    if prefilled is not None:
+                        self._pairs.accepted(prefilled.node, decode)
+                    while output.finish_reason is None:
+                        yield self._passed_on(output, state)
+                        output = _checked(await anext(outputs), decode)
+                # D has ended the request before the client reads its last output.
+                yield self._passed_on(output, state)
+                return
 
-    @asynccontextmanager
-    async def _journey(self, request: GenerateRequest) -> AsyncIterator[Journey]:
-        deadline = asyncio.get_running_loop().time() + self._request_timeout_s
-        journey = Journey(replace(request, kv_transfer_params=None), deadline)
+    @contextmanager
+    def _attempt(self, state: RequestState) -> Iterator[None]:
+        """Swallows an error if another attempt may succeed, else raises what the client is told.
+
+        Releases the prefill of an attempt that ends before D's first token.
+        """
+        state.num_attempts += 1
+        state.prefilled = None
         self._num_open += 1
         try:
-            yield journey
+            yield
+        except TandemError as error:
+            if not self._may_retry(state, error):
+                raise as_client_sees_it(error, state.num_tokens) from error
         finally:
             self._num_open -= 1
-            await self._end_attempt(journey)
+            if state.prefilled is not None and not state.num_tokens:
+                state.prefilled.release()
 
-    async def _next(self, journey: Journey) -> GenerateOutput:
-        """The next output, of another attempt where the one under way fails and may be mended."""
-        while True:
-            try:
-                if journey.leg is None and not journey.whole_answer:
-                    await self._begin_attempt(journey)
-                if journey.whole_answer:
-                    return journey.whole_answer.popleft()
-                return await self._read(journey)
-            except TandemError as error:
-                await self._end_attempt(journey)
-                if not self._may_try_again(journey, error):
-                    raise as_client_sees_it(error, journey.num_tokens) from error
-
-    def _may_try_again(self, journey: Journey, error: TandemError) -> bool:
-        if is_client_fault(error) or is_engine_failure(error) or journey.num_tokens:
+    def _may_retry(self, state: RequestState, error: TandemError) -> bool:
+        if is_client_fault(error) or is_engine_failure(error) or state.num_tokens:
             return False
-        if self._is_over or journey.num_lost > MAX_LOST or journey.num_attempts >= MAX_ATTEMPTS:
+        if self._is_over or state.num_lost > MAX_LOST or state.num_attempts >= MAX_ATTEMPTS:
             return False
-        return bool(self._candidates(NodeKind.DECODE, journey))
+        return bool(self._candidates(NodeKind.DECODE, state))
 
-    async def _begin_attempt(self, journey: Journey) -> None:
-        """P's part is done and D's under way, unless P's was the whole answer."""
-        journey.num_attempts += 1
-        decode = await self._prefill(journey)
-        prefilled = journey.prefilled
-        if prefilled is not None and prefilled.params is None:
-            journey.whole_answer.extend(prefilled.outputs)
-            return
-        params = None if prefilled is None else prefilled.params
-        request = replace(journey.request, kv_transfer_params=params)
-        leg = self._legs.run(decode, request, total_s=journey.remaining_s())
-        journey.leg = await journey.current.enter_async_context(leg)
+    async def _prefill(self, state: RequestState) -> Node:
+        """Chooses the nodes, lets P prefill into `state.prefilled`, and returns D.
 
-    async def _end_attempt(self, journey: Journey) -> None:
-        """Nothing of it runs on any node; a prefill that nobody will pull is given up."""
-        prefilled, journey.prefilled, journey.leg = journey.prefilled, None, None
-        await journey.current.aclose()
-        if prefilled is not None and prefilled.params is not None and not journey.num_tokens:
-            self._releaser.release(prefilled.node, prefilled.params)
-
-    async def _read(self, journey: Journey) -> GenerateOutput:
-        leg, prefilled = journey.leg, journey.prefilled
-        assert leg is not None
-        try:
-            output = await leg.read()
-        except TandemError as error:
-            if prefilled is None or not isinstance(error, KVTransferParamsError):
-                journey.blame(leg.node, error)
-            else:
-                self._pairs.refused(prefilled.node, leg.node, error)
-                # D can compute what it will not take from P, so it may get the request again.
-                journey.use_prefill = False
-                journey.num_attempts -= 1
-            _log_failure(leg.node, journey, error)
-            raise
-        if prefilled is not None and not journey.num_tokens:
-            self._pairs.accepted(prefilled.node, leg.node)
-        journey.num_tokens += len(output.token_ids)
-        cached = output.num_cached_tokens if prefilled is None else prefilled.num_cached_tokens
-        return replace(output, num_cached_tokens=cached, kv_transfer_params=None)
-
-    async def _prefill(self, journey: Journey) -> Node:
-        """P's part, on a second P if the first fails, and left to D if that one fails too.
-
-        Returns D. Raises `UnavailableError` when there is none, before any P has worked in vain.
+        A second P gets the request if the first fails; if that fails too, D computes the prompt.
+        Raises `UnavailableError` without a usable D, before any P computes in vain.
         """
-        for _ in range(MAX_PREFILL_NODES):
-            prefill = self._candidates(NodeKind.PREFILL, journey) if journey.use_prefill else ()
-            decode, node = self._choose(journey, prefill)
+        for num_left in reversed(range(MAX_PREFILL_NODES + 1)):
+            decode, node = self._choose(state, use_prefill=state.use_prefill and num_left > 0)
             if node is None:
-                return decode
+                break
             try:
-                journey.prefilled = await self._prefill_on(node, journey)
-                return decode
+                state.prefilled = await self._prefill_on(node, state)
+                break
             except TandemError as error:
-                journey.blame(node, error)
-                _log_failure(node, journey, error)
-                # What is wrong for P, a prompt longer than its context say, may be right for D.
-                journey.use_prefill = not is_client_fault(error)
-                if is_engine_failure(error) or journey.num_lost > MAX_LOST:
+                # A prompt that is wrong for P, longer than its context say, may be right for D.
+                state.use_prefill = not is_client_fault(error)
+                if is_engine_failure(error) or state.num_lost > MAX_LOST:
                     raise
-        return self._choose(journey, ())[0]
+        return decode
 
-    async def _prefill_on(self, node: Node, journey: Journey) -> Prefilled:
-        request, news = prefill_request(journey.request), list[GenerateOutput]()
+    async def _prefill_on(self, node: Node, state: RequestState) -> Prefilled:
+        request = prefill_request(state.request)
         try:
-            async with self._legs.run(node, request, total_s=journey.remaining_s()) as leg:
-                while not news or news[-1].finish_reason is None:
-                    news.append(await leg.read())
+            async with self._running(request, node, state) as outputs:
+                output = _checked(await anext(outputs), node)
+                whole = output.finish_reason is FinishReason.STOP or (
+                    output.finish_reason is not None and state.request.sampling.max_tokens == 1
+                )
+                if output.kv_transfer_params is None and not whole:
+                    raise TandemError(f"node {node.name} prefilled without kv_transfer_params")
+                return Prefilled(node, output)
         except (asyncio.CancelledError, DeadlineExceededError):
-            self._releaser.release_unheard(node, request.request_id)
+            # P may finish the prefill, and nobody has heard P's id of it. P knows ours too.
+            if node.info is not None:
+                node.release(node.info.engine_id, request.request_id)
             raise
-        params = news[-1].kv_transfer_params
-        if params is None and not is_whole_answer(news[-1], journey.request.sampling):
-            raise TandemError(f"node {node.name} prefilled without giving kv_transfer_params")
-        cached = max(output.num_cached_tokens for output in news)
-        return Prefilled(node, tuple(news), params, cached)
 
-    def _choose(self, journey: Journey, prefill: tuple[NodeView, ...]) -> tuple[Node, Node | None]:
+    @asynccontextmanager
+    async def _running(
+        self, request: GenerateRequest, node: Node, state: RequestState
+    ) -> AsyncIterator[AsyncGenerator[GenerateOutput]]:
+        """`request` on `node` until the block ends, with the node's load, health and metric."""
+        deadlines = replace(self._deadlines, total_s=state.remaining_s())
+        outcome = "cancelled"
+        try:
+            with node.carrying():
+                async with aclosing(node.client.generate(request, deadlines)) as outputs:
+                    yield outputs
+            outcome = "ok"
+        except TandemError as error:
+            outcome = outcome_of(error)
+            self._note_failure(node, state, error)
+            raise
+        finally:
+            labels = (self._policy_name, node.kind, node.name, outcome)
+            self._metrics.node_requests.labels(*labels).inc()
+
+    def _note_failure(self, node: Node, state: RequestState, error: TandemError) -> None:
+        """Decides what `error` means for `node` and for the next attempt."""
+        if isinstance(error, UnavailableError):
+            node.set_problem(str(error))
+        if state.prefilled is not None and isinstance(error, KVTransferParamsError):
+            # D refuses only what P computed, so D may get the request again, without a prefill.
+            self._pairs.refused(state.prefilled.node, node, error)
+            state.use_prefill = False
+            state.num_attempts -= 1
+        else:
+            state.failed.add(node.name)
+            state.num_lost += isinstance(error, NodeLostError)
+        # Clients are not told which node failed and why. A flood of refusals is not logged.
+        if not is_client_fault(error) and not isinstance(error, OverloadedError):
+            request_id = state.request.request_id
+            log.warning(
+                "node failed a request", node=node.name, request_id=request_id, problem=str(error)
+            )
+
+    def _passed_on(self, output: GenerateOutput, state: RequestState) -> GenerateOutput:
+        """`output` as the client gets it, counted and timed."""
+        state.num_tokens += len(output.token_ids)
+        state.timer.observe(output)
+        if state.prefilled is None and output.kv_transfer_params is None:
+            return output
+        cached = (output if state.prefilled is None else state.prefilled.output).num_cached_tokens
+        return structs.replace(output, num_cached_tokens=cached, kv_transfer_params=None)
+
+    def _choose(self, state: RequestState, *, use_prefill: bool) -> tuple[Node, Node | None]:
         """D, and P unless D computes the prompt itself."""
-        decode = self._candidates(NodeKind.DECODE, journey)
+        prefill = self._candidates(NodeKind.PREFILL, state) if use_prefill else ()
+        decode = self._candidates(NodeKind.DECODE, state)
         if self._is_over or not decode:
             raise NoDecodeNodeError
-        route = self._policy.choose(journey.request, prefill, decode)
+        route = self._policy.choose(state.request, prefill, decode)
         fitting = self._pairs.fitting(prefill, route.decode)
         if route.prefill is not None and route.prefill not in fitting:
-            route = self._policy.choose(journey.request, fitting, (route.decode,))
+            route = self._policy.choose(state.request, fitting, (route.decode,))
         if route.prefill is not None:
             return self._pool.node(route.decode.name), self._pool.node(route.prefill.name)
-        self._metrics.local_prefills.labels(_why_local(journey, prefill, fitting)).inc()
+        if prefill:
+            reason = "policy" if fitting else "hand_overs_fail"
+        else:
+            reason = "prefill_failed" if state.failed else "no_prefill_node"
+        self._metrics.local_prefills.labels(reason).inc()
         return self._pool.node(route.decode.name), None
 
-    def _candidates(self, kind: NodeKind, journey: Journey) -> tuple[NodeView, ...]:
-        """Nodes in use that have not failed this request and whose context holds it."""
-        request = journey.request
-        num_new = 1 if kind is NodeKind.PREFILL else request.sampling.max_tokens
-        length = len(request.prompt_token_ids) + num_new
+    def _candidates(self, kind: NodeKind, state: RequestState) -> tuple[NodeView, ...]:
+        """Usable nodes that have not failed this request and whose context holds it."""
+        num_new = 1 if kind is NodeKind.PREFILL else state.request.sampling.max_tokens
+        length = len(state.request.prompt_token_ids) + num_new
         return tuple(
             node.view
             for node in self._pool.available(kind)
-            if node.name not in journey.failed and length <= node.max_model_len
+            if node.name not in state.failed and length <= node.max_model_len
         )
 
 
-def _log_failure(node: Node, journey: Journey, error: TandemError) -> None:
-    """Clients are not told which node failed and why; a flood of refusals is no news."""
-    if not is_client_fault(error) and not isinstance(error, OverloadedError):
-        request_id = journey.request.request_id
-        log.warning(
-            "node failed a request", node=node.name, request_id=request_id, problem=str(error)
-        )
+def prefill_request(request: GenerateRequest) -> GenerateRequest:
+    """The request for P: the same sampling, one token, and P keeps what it computes."""
+    min_tokens = min(request.sampling.min_tokens, 1)
+    sampling = structs.replace(request.sampling, max_tokens=1, min_tokens=min_tokens)
+    params = KVTransferParams(do_remote_decode=True)
+    return structs.replace(request, sampling=sampling, kv_transfer_params=params)
 
 
-def _why_local(
-    journey: Journey, prefill: tuple[NodeView, ...], fitting: tuple[NodeView, ...]
-) -> str:
-    if prefill:
-        return "policy" if fitting else "hand_overs_fail"
-    return "prefill_failed" if journey.failed else "no_prefill_node"
+def _checked(output: GenerateOutput, node: Node) -> GenerateOutput:
+    """Notes that `node` is alive. Raises `RequestAbortedError` where it gave the request up."""
+    node.on_sign_of_life()
+    if output.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
+        reason = output.finish_reason
+        raise RequestAbortedError(f"node {node.name} ended the request: {reason}")
+    return output

@@ -1,4 +1,4 @@
-"""The proxy, assembled: nodes, routing, flow, OpenAI surface; and its life from start to close."""
+"""The proxy assembled from nodes, flow and OpenAI API, and its life from start to close."""
 
 import asyncio
 from dataclasses import replace
@@ -7,10 +7,18 @@ from typing import Final
 
 import structlog
 from prometheus_client import CollectorRegistry
-from starlette.types import ASGIApp
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.api.app import create_app
+from engine.api.operations import HEALTH_PATHS, metrics_response
 from engine.api.serving import Serving
+from engine.errors import TandemError, UnavailableError
+from engine.http.errors import on_http_error, on_tandem_error
 from engine.http.server import HttpServer
 from engine.process import wait_until
 from engine.rpc.address import join_host_port
@@ -20,14 +28,11 @@ from proxy.cluster.node import NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
 from proxy.cluster.node_url import parse_node_url
 from proxy.config import ProxyConfig
-from proxy.front_door import FrontDoor
-from proxy.legs import Legs
-from proxy.measured import MeasuredGenerator
 from proxy.metrics import ProxyMetrics
 from proxy.model_loader import load_serving
 from proxy.pd_flow import PdFlow
-from proxy.routing.policy import POLICIES
 
+ANY_METHOD: Final = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 END_OF_REQUESTS_S: Final = 2.0
 """For the last bytes of requests that have ended."""
 
@@ -45,8 +50,17 @@ class ProxyServer:
         for kind in NodeKind:
             count = partial(self._pool.num_available, kind)
             self._metrics.available_nodes.labels(kind).set_function(count)
-        self._flow = _make_flow(config, self._pool, self._metrics)
-        self._door = FrontDoor(self._metrics.registry)
+        self._flow = PdFlow(
+            self._pool,
+            config.routing_policy,
+            StreamDeadlines(
+                total_s=config.request_timeout,
+                first_output_s=config.first_token_timeout,
+                next_output_s=config.inter_token_timeout,
+            ),
+            metrics=self._metrics,
+        )
+        self._app: ASGIApp = _waiting_app(self._metrics.registry)
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         self._http: HttpServer | None = None
@@ -64,10 +78,15 @@ class ProxyServer:
         return f"{scheme}://{join_host_port(self._config.host, self.port)}"
 
     async def start(self) -> None:
-        """Returns when HTTP is answered; nodes may come later. ConfigError for a taken port."""
+        """Returns when HTTP is served; nodes may come later. ConfigError for a taken port."""
         config = self._config
+
+        # A function, since uvicorn takes a bound method for an ASGI 2 app.
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._app(scope, receive, send)
+
         self._http = HttpServer(
-            self._door,
+            app,
             config.host,
             config.port,
             drain_timeout_s=END_OF_REQUESTS_S,
@@ -79,7 +98,7 @@ class ProxyServer:
         self._opening.add_done_callback(self._on_task_end)
 
     async def wait(self) -> None:
-        """Returns when the proxy was closed, or raises what broke one of its own tasks."""
+        """Returns when the proxy is closed, or raises the error of one of its own tasks."""
         await self._stop.wait()
         if self._failure is not None:
             raise self._failure
@@ -91,7 +110,7 @@ class ProxyServer:
         await wait_until(lambda: not self._flow.num_open, self._config.drain_timeout)
 
     async def close(self) -> None:
-        """Ends what is under way with an error, then gives up HTTP and nodes."""
+        """Ends the requests under way with an error, then closes HTTP and nodes."""
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
@@ -99,35 +118,34 @@ class ProxyServer:
         await wait_until(lambda: not self._flow.num_open, END_OF_REQUESTS_S)
         if self._http is not None:
             await self._http.close()
-        await self._flow.close()
         await self._pool.close()
         self._stop.set()
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """A proxy that no longer watches its nodes must not look alive."""
+        """Ends a proxy that has stopped to watch its nodes: it must not look alive."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = error
             self._stop.set()
 
     async def _open(self) -> None:
-        """Serves as soon as the model is known, and within the context that decode nodes have."""
+        """Serves as soon as the model is known; follows the longest context of the decode nodes."""
         serving = replace(
             await load_serving(self._pool, self._config.served_model_name),
             enable_prompt_tokens_details=self._config.enable_prompt_tokens_details,
         )
-        generator = MeasuredGenerator(self._flow, self._metrics, serving.model_name)
-        self._door.open(self._app(generator, serving))
+        self._metrics.model_name = serving.model_name
+        self._app = self._make_app(serving)
         log.info("proxy serves", url=self.url)
         while True:
             await self._pool.wait_for_news(POLL_INTERVAL_S)
             context = self._pool.max_model_len or serving.max_model_len
             if context != serving.max_model_len:
                 serving = replace(serving, max_model_len=context)
-                self._door.open(self._app(generator, serving))
+                self._app = self._make_app(serving)
 
-    def _app(self, generator: MeasuredGenerator, serving: Serving) -> ASGIApp:
+    def _make_app(self, serving: Serving) -> ASGIApp:
         return create_app(
-            generator,
+            self._flow,
             serving,
             metrics_registry=self._metrics.registry,
             api_key=self._config.api_key,
@@ -148,16 +166,23 @@ def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:
     )
 
 
-def _make_flow(config: ProxyConfig, pool: NodePool, metrics: ProxyMetrics) -> PdFlow:
-    deadlines = StreamDeadlines(
-        total_s=config.request_timeout,
-        first_output_s=config.first_token_timeout,
-        next_output_s=config.inter_token_timeout,
-    )
-    return PdFlow(
-        pool,
-        POLICIES[config.routing_policy](),
-        Legs(deadlines, metrics, policy_name=config.routing_policy),
-        metrics=metrics,
-        request_timeout_s=config.request_timeout,
+def _waiting_app(registry: CollectorRegistry) -> Starlette:
+    """The HTTP app before the model is known: alive and measured, but not ready."""
+
+    async def alive(request: Request) -> Response:
+        return Response()
+
+    async def metrics(request: Request) -> Response:
+        return await metrics_response(registry)
+
+    async def not_yet(request: Request) -> Response:
+        raise UnavailableError("no node has answered yet, so the model is not known")
+
+    return Starlette(
+        routes=[
+            *(Route(path, alive) for path in HEALTH_PATHS),
+            Route("/metrics", metrics),
+            Route("/{path:path}", not_yet, methods=ANY_METHOD),
+        ],
+        exception_handlers={TandemError: on_tandem_error, HTTPException: on_http_error},
     )

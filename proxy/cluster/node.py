@@ -1,5 +1,6 @@
 """One node as the proxy sees it: its channel, description and load. Knows no other node."""
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +20,12 @@ log = structlog.get_logger()
 # A node that computes a long step answers late; only longer silence counts as absence.
 MAX_LATE_ANSWERS: Final = 3
 NOT_YET: Final = "has not answered yet"
+MAX_RELEASES: Final = 256
+RELEASE_TIMEOUT_S: Final = 2.0
 
 
 class NodeKind(StrEnum):
-    """What the proxy uses a node for."""
+    """The part of a request that a node computes for the proxy."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -41,7 +44,7 @@ class NodeView:
 
 
 class Node:
-    """Owns the channel to one node. `info` is what it said, `problem` why it is not used."""
+    """Owns the channel to one node. `info` is its last answer; `problem` says why it is unused."""
 
     def __init__(
         self, url: NodeUrl, kind: NodeKind, *, token: str | None, tls: ClientTls | None = None
@@ -56,6 +59,7 @@ class Node:
         self._client: NodeClient | None = None
         self._num_in_flight = 0
         self._num_late = 0
+        self._releases: set[asyncio.Task[None]] = set()
 
     @property
     def is_available(self) -> bool:
@@ -97,7 +101,7 @@ class Node:
             self._num_in_flight -= 1
 
     async def refresh(self, timeout_s: float) -> NodeInfo | None:
-        """Ask the node what it is; None, with `problem` set, when it is away or not ready."""
+        """Asks the node what it is; None, with `problem` set, when it is away or not ready."""
         try:
             info = await self._describe(timeout_s)
         except DeadlineExceededError as error:
@@ -114,7 +118,7 @@ class Node:
         return info
 
     def set_problem(self, problem: str | None) -> None:
-        """Take the node out of use, or with None back into it; logs what is new."""
+        """Takes the node out of use, or with None back into use; logs a change."""
         if problem is not None and self.problem in (None, NOT_YET):
             log.warning("node is out of use", node=self.name, kind=self.kind, problem=problem)
         if problem is None and self.problem is not None:
@@ -122,15 +126,38 @@ class Node:
         self.problem = problem
 
     def on_sign_of_life(self) -> None:
-        """The node has sent something, so that it is not absent, however late it answers else."""
+        """The node sent something, so it is not absent, however late it answers `Describe`."""
         self._num_late = 0
 
     def cut_off(self) -> None:
-        """Ends every request of this proxy on the node, which hangs or must not be waited for."""
+        """Ends every request of this proxy on the node, which hangs or has no more time."""
         if self._client is not None:
             self._client.cut_off()
 
+    def release(self, engine_id: str, request_id: str) -> None:
+        """Tells the node, in the background, that nobody will pull a prefill.
+
+        A task, because a cancelled request cannot await. Best effort: the lease ends anyway.
+        """
+        if len(self._releases) < MAX_RELEASES:
+            task = asyncio.create_task(self._release(engine_id, request_id))
+            self._releases.add(task)
+            task.add_done_callback(self._releases.discard)
+
+    async def _release(self, engine_id: str, request_id: str) -> None:
+        try:
+            await self.client.release(
+                engine_id, request_id, reason="abort", timeout_s=RELEASE_TIMEOUT_S
+            )
+        except TandemError as error:
+            log.info("prefill is left to its lease", node=self.name, problem=str(error))
+
     async def close(self) -> None:
+        """Waits for releases, of which each has its own short deadline."""
+        await asyncio.gather(*self._releases)
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -145,7 +172,7 @@ class Node:
         address = await resolve_grpc_address(self._url, timeout_s=timeout_s, tls=self._tls)
         if self._client is not None and self._client.address == address:
             return
-        await self.close()
+        await self._disconnect()
         self._client = NodeClient(address, token=self._token, tls=self._tls)
 
     def _on_late_answer(self, error: DeadlineExceededError) -> None:

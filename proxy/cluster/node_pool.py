@@ -1,4 +1,4 @@
-"""All nodes the proxy was told of: watches their health, keeps out those of another model.
+"""All nodes of the proxy's options: watches their health, refuses those of another model.
 
 Knows nothing of requests and routing.
 """
@@ -11,11 +11,11 @@ from typing import Final
 
 import structlog
 
-from engine.errors import UnavailableError
 from engine.rpc.messages import NodeInfo
 from engine.tls import ClientTls
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_url import NodeUrl
+from proxy.errors import NoDecodeNodeError
 
 log = structlog.get_logger()
 
@@ -25,17 +25,10 @@ DESCRIBE_TIMEOUT_S: Final = 2.0
 
 @dataclass(slots=True, frozen=True)
 class ModelIdentity:
-    """What all nodes must agree on; the first that answers sets it for the life of the proxy."""
+    """All nodes must agree on it; the first that answers sets it for the life of the proxy."""
 
     model_name: str
     vocab_size: int
-
-
-class NoDecodeNodeError(UnavailableError):
-    """What clients and probes, who may be anybody, are told; the log says which node and why."""
-
-    def __init__(self) -> None:
-        super().__init__("no decode node is available: try again; the proxy's log says why")
 
 
 class NodePool:
@@ -60,7 +53,7 @@ class NodePool:
         self._contexts: dict[str, int] = {}
 
     def start(self, on_end: Callable[[asyncio.Task[None]], None]) -> None:
-        """Start watching, whoever is there; `on_end` gets every watcher that ends."""
+        """Starts to watch all nodes, there or not; `on_end` gets every watcher that ends."""
         self._watchers = [asyncio.create_task(self._watch(node)) for node in self._nodes]
         for watcher in self._watchers:
             watcher.add_done_callback(on_end)
@@ -69,12 +62,11 @@ class NodePool:
         for task in self._watchers:
             task.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        for node in self._nodes:
-            await node.close()
+        await asyncio.gather(*(node.close() for node in self._nodes))
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All of them, decode nodes first."""
+        """All nodes, decode nodes first."""
         return tuple(self._nodes)
 
     @property
@@ -114,7 +106,7 @@ class NodePool:
             await asyncio.sleep(self._poll_interval_s)
 
     def _objection(self, node: Node, info: NodeInfo) -> str | None:
-        """Why the node must not be used, or None."""
+        """The reason not to use the node, or None."""
         if not info.model_names or info.vocab_size < 1:
             return "names no model"
         identity = ModelIdentity(info.model_names[0], info.vocab_size)

@@ -1,6 +1,6 @@
-"""Which decode node cannot take hand-overs from which prefill node: no prompt is prefilled in vain.
+"""Pairs of P and D whose hand-overs fail, so that no P prefills a prompt in vain.
 
-Knows it from what decode nodes say of themselves and from what they refuse; tries again later.
+Decode nodes report them in `Describe`, and the proxy counts what they refuse; it tries again later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,33 +17,33 @@ log = structlog.get_logger()
 
 
 class Pairs:
-    """Looked at when a request is routed, and by /ready."""
+    """`PdFlow` asks it for each route and for /ready."""
 
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
         self._refusals = {
             node.name: HandOverProblems() for node in pool.nodes if node.kind is NodeKind.DECODE
         }
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     def fitting(self, prefill: Sequence[NodeView], decode: NodeView) -> tuple[NodeView, ...]:
-        """Those of `prefill` whose work `decode` can use, as far as is known."""
+        """Those of `prefill` whose hand-overs to `decode` work, as far as is known."""
         problems = self._problems(self._pool.node(decode.name))
-        self._tell(decode, problems, prefill)
+        self._log_new(decode, problems, prefill)
         avoided = {problem.engine_id for problem in problems if problem.retry_in_s > 0}
         return tuple(node for node in prefill if node.engine_id not in avoided)
 
     def refused(self, prefill: Node, decode: Node, error: TandemError) -> None:
-        """`decode` would not take what `prefill` has computed."""
+        """Counts a hand-over from `prefill` that `decode` refused."""
         engine_id, address = prefill.view.engine_id, prefill.name
         self._refusals[decode.name].failed(engine_id, address, "refused", detail=str(error))
 
     def accepted(self, prefill: Node, decode: Node) -> None:
-        """`decode` took it; whether it could read it, it says itself."""
+        """`decode` accepted a hand-over. If its pull fails, its next `Describe` reports that."""
         self._refusals[decode.name].worked(prefill.view.engine_id, prefill.name)
 
     def reasons(self) -> tuple[str, ...]:
-        """One line for each pair that does not work; those of nodes that are away are left out."""
+        """One line for each failing pair whose two nodes are in use."""
         known = {node.view.engine_id for node in self._pool.available(NodeKind.PREFILL)}
         return tuple(
             problem.reason(node.view.engine_id)
@@ -56,15 +56,15 @@ class Pairs:
         said = decode.info.hand_over_problems if decode.info is not None else ()
         return *said, *self._refusals[decode.name].present()
 
-    def _tell(
+    def _log_new(
         self,
         decode: NodeView,
         problems: Iterable[HandOverProblem],
         prefill: Sequence[NodeView],
     ) -> None:
-        """One log line for each pair whose trouble is new."""
+        """Logs each pair that has begun to fail."""
         known = {node.engine_id for node in prefill}
-        of_decode = {pair for pair in self._told if pair[0] == decode.name}
+        of_decode = {pair for pair in self._logged if pair[0] == decode.name}
         now = {(decode.name, it.engine_id): it for it in problems if it.engine_id in known}
         for pair in now.keys() - of_decode:
             log.warning(
@@ -74,4 +74,4 @@ class Pairs:
                 cause=now[pair].cause,
                 problem=now[pair].detail,
             )
-        self._told = (self._told - of_decode) | now.keys()
+        self._logged = (self._logged - of_decode) | now.keys()

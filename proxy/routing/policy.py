@@ -1,26 +1,26 @@
-"""The seam for routing: one verb, and the table of those who know it."""
+"""The seam for routing: what a policy is asked and what it answers."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from engine.types import GenerateRequest
 from proxy.cluster.node import NodeView
-from proxy.routing.least_loaded import LeastLoaded
-from proxy.routing.round_robin import RoundRobin
-from proxy.routing.route import Route
+
+
+@dataclass(slots=True, frozen=True)
+class Route:
+    """Where one request goes. Without a prefill node the decode node computes the prompt too."""
+
+    prefill: NodeView | None
+    decode: NodeView
 
 
 class RoutingPolicy(Protocol):
-    """Chooses P and D of one request together; called on the event loop, must not wait."""
+    """Chooses P and D of one request together. Runs on the event loop and must not wait."""
 
     def choose(
         self, request: GenerateRequest, prefill: Sequence[NodeView], decode: Sequence[NodeView]
     ) -> Route:
         """`decode` holds at least one node; an empty `prefill` means that D must do it all."""
         ...
-
-
-POLICIES: Final[Mapping[str, Callable[[], RoutingPolicy]]] = {
-    "least_loaded": LeastLoaded,
-    "round_robin": RoundRobin,
-}

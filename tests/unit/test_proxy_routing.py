@@ -2,9 +2,7 @@
 
 from engine.types import GenerateRequest
 from proxy.cluster.node import NodeView
-from proxy.routing.least_loaded import LeastLoaded
-from proxy.routing.policy import POLICIES
-from proxy.routing.round_robin import RoundRobin
+from proxy.routing.policies import POLICIES, LeastLoaded, RoundRobin
 
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=(1,))
 

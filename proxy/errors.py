@@ -1,4 +1,4 @@
-"""Whose fault an error is, and what the client gets to see of it. Pure functions."""
+"""Errors of a request in a cluster: who caused one, and what the client is told."""
 
 from engine.errors import (
     DeadlineExceededError,
@@ -12,40 +12,44 @@ from engine.errors import (
     TransportError,
     UnavailableError,
 )
-from proxy.cluster.node_pool import NoDecodeNodeError
+
+
+class NoDecodeNodeError(UnavailableError):
+    """For clients and probes, who may be anybody; the log names the node and the cause."""
+
+    def __init__(self) -> None:
+        super().__init__("no decode node is available: try again; the proxy's log says why")
 
 
 def is_client_fault(error: TandemError) -> bool:
     """True where no other node would answer differently.
 
-    `kv_transfer_params` come from P, never from the client, so a refusal of them is the cluster's
-    fault.
+    The proxy takes `kv_transfer_params` from P, never from the client, so the cluster caused a
+    refusal of them.
     """
     return isinstance(error, InvalidRequestError) and not isinstance(error, KVTransferParamsError)
 
 
 def is_engine_failure(error: TandemError) -> bool:
-    """True where an engine broke at the request, so that it could break others."""
+    """True where the request broke an engine, so that it could break others."""
     return isinstance(error, EngineDeadError | EngineGenerateError)
 
 
 def outcome_of(error: TandemError) -> str:
-    """Label for the metric of requests by node."""
+    """The `outcome` label of `tandem_proxy_node_requests`."""
     if is_client_fault(error):
         return "invalid_request"
     if isinstance(error, OverloadedError):
         return "overloaded"
-    if isinstance(error, DeadlineExceededError):
-        return "deadline_exceeded"
-    return "failed"
+    return "deadline_exceeded" if isinstance(error, DeadlineExceededError) else "failed"
 
 
 def as_client_sees_it(error: TandemError, num_tokens: int) -> TandemError:
-    """The error to end the answer with, after `num_tokens` of it were sent.
+    """The error that ends the answer after the client got `num_tokens` of it.
 
-    What nodes say names addresses and causes: those are for the proxy's log. What nodes hold
-    against the proxy (its token, its hand-over, its protocol) must not look like the client's
-    mistake, and an answer that broke off must say so.
+    Nodes name addresses and causes in their errors: the log gets those. A node's complaint about
+    the proxy (its token, its hand-over, its protocol) must not look like the client's mistake, and
+    a broken answer must say that it is incomplete.
     """
     after = f" after {num_tokens} tokens" if num_tokens else ""
     match error:
