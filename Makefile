@@ -4,11 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help setup demo serve test check proto bench clean
+.PHONY: help setup demo serve test test-long check proto bench clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
 setup: $(STAMP) ## create .venv and install everything
 
@@ -25,8 +26,11 @@ demo: $(STAMP) ## one prompt, two nodes: the main job on this machine, in a minu
 serve: $(STAMP) ## keep the demo cluster up and print how to talk to it
 	$(BIN)/python -m deploy.demo --keep
 
-test: $(STAMP) ## the whole test suite
-	$(BIN)/python -m pytest -q
+test: $(STAMP) ## every promise once: minutes on two cores
+	$(PYTEST) --durations 15
+
+test-long: $(STAMP) ## more seeds, transports and slow faults for the same promises
+	$(PYTEST) --durations 15 -m long
 
 check: $(STAMP) ## lint, types, architecture
 	$(BIN)/ruff check .

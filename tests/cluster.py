@@ -24,7 +24,7 @@ from engine.node.server import NodeServer
 from engine.types import GenerateOutput, GenerateRequest, TokenLogprob
 from prefill_node.server import prefill_server
 from tests.api_double import write_model_folder
-from tests.leaks import Holdings, excess, held_here, shared_memory_names
+from tests.leaks import Holdings, assert_no_orphans_but, excess, held_here, orphans
 from tests.oracle import widen
 
 CONTEXT = 400
@@ -240,7 +240,7 @@ async def settled(node: NodeServer) -> None:
 @pytest.fixture
 async def cluster(warm: None) -> AsyncIterator[Cluster]:
     """A cluster whose nodes must be empty at the end, and gone after it."""
-    before, names = held_here(), shared_memory_names()
+    before, names = held_here(), orphans()
     made = Cluster([])
     try:
         yield made
@@ -248,7 +248,7 @@ async def cluster(warm: None) -> AsyncIterator[Cluster]:
         await close_all(made.nodes)
         made.nodes.clear()
     await all_back(before)
-    assert shared_memory_names() <= names
+    assert_no_orphans_but(names)
 
 
 @pytest.fixture(scope="session")

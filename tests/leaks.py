@@ -9,6 +9,7 @@ import ipaddress
 import os
 import re
 import threading
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ Holdings = Counter[str]
 
 # Python threads that nodes own; executors and gRPC keep theirs for the next call.
 NODE_THREADS = ("engine", "kv-")
+ORPHANED_S = 5.0
 
 
 def held_by(pid: int) -> Holdings:
@@ -42,13 +44,21 @@ def excess(before: Holdings, after: Holdings) -> Holdings:
     return after - before
 
 
-def shared_memory_names() -> set[str]:
-    """Names in /dev/shm that no living process maps or has open: nobody will ever remove them."""
+def orphans() -> set[str]:
+    """Names in /dev/shm that no living process maps: nobody will ever remove them."""
     names = {name for name in os.listdir("/dev/shm")}
     if names:
         used = "\n".join(_text(f"/proc/{pid}/maps") for pid in _pids())
         names = {name for name in names if f"/dev/shm/{name}" not in used}
     return names
+
+
+def assert_no_orphans_but(before: set[str]) -> None:
+    """Other processes of this machine make names, too, and map them a moment later."""
+    deadline = time.monotonic() + ORPHANED_S
+    while more := orphans() - before:
+        assert time.monotonic() < deadline, f"left in /dev/shm: {sorted(more)}"
+        time.sleep(0.05)
 
 
 def children_of(pid: int) -> list[int]:

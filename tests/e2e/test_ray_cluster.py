@@ -16,7 +16,7 @@ import pytest
 from deploy.process_tree import ProcessId, descendants
 from deploy.state import ClusterState, read_state
 from engine.errors import UnavailableError
-from tests.leaks import shared_memory_names
+from tests.leaks import assert_no_orphans_but, orphans
 from tests.ray_driver import Report, complete
 
 TESTS = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ proxy: {port: 0}
 @pytest.fixture(scope="module")
 def report(checkpoints: dict[str, Path]) -> Report:
     """One run of the driver, on which several tests look."""
-    before = shared_memory_names()
+    before = orphans()
     done = subprocess.run(
         [sys.executable, str(TESTS / "ray_driver.py"), str(checkpoints["qwen3_5"])],
         env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
@@ -41,7 +41,7 @@ def report(checkpoints: dict[str, Path]) -> Report:
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()[-4000:]
-    assert shared_memory_names() <= before
+    assert_no_orphans_but(before)
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Report)
 
 
@@ -140,7 +140,7 @@ def up(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Up]:
 
 
 def test_up_status_and_down(up: Up) -> None:
-    before = shared_memory_names()
+    before = orphans()
     said = up.wait_until_up()
     url = _url_of_proxy(said)
     assert url.startswith("http://127.0.0.1:")
@@ -161,7 +161,7 @@ def test_up_status_and_down(up: Up) -> None:
     assert up.process.wait(1) == 0
     assert not [process for process in processes if process.is_alive]
     assert not folder.exists()
-    assert shared_memory_names() <= before
+    assert_no_orphans_but(before)
     with pytest.raises(UnavailableError, match="no cluster is up"):
         _ = up.state
 

@@ -10,9 +10,17 @@ from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from engine.kv_cache.attention_group import NULL_BLOCK
 from engine.kv_cache.checkpoints import checkpoint_positions, due
@@ -381,5 +389,15 @@ class CacheMachine(RuleBasedStateMachine):
         assert not any(map(len, self.cache.pool.indexes))
 
 
-CacheMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
-TestCacheAgainstModel = CacheMachine.TestCase
+# Everyday examples are the same each time; `make test-long` draws others.
+EVERYDAY = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)
+MANY = settings(max_examples=300, stateful_step_count=40, deadline=None)
+
+
+def test_the_cache_does_as_the_model() -> None:
+    run_state_machine_as_test(CacheMachine, settings=EVERYDAY)
+
+
+@pytest.mark.long
+def test_the_cache_does_as_the_model_in_other_runs() -> None:
+    run_state_machine_as_test(CacheMachine, settings=MANY)
