@@ -13,14 +13,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from engine.kv_cache.attention_group import NULL_BLOCK
 from engine.kv_cache.checkpoints import checkpoint_positions, due
@@ -395,9 +389,9 @@ MANY = settings(max_examples=300, stateful_step_count=40, deadline=None)
 
 
 def test_the_cache_does_as_the_model() -> None:
-    run_state_machine_as_test(CacheMachine, settings=EVERYDAY)
+    run_machine(CacheMachine, settings=EVERYDAY)
 
 
 @pytest.mark.long
 def test_the_cache_does_as_the_model_in_other_runs() -> None:
-    run_state_machine_as_test(CacheMachine, settings=MANY)
+    run_machine(CacheMachine, settings=MANY)
