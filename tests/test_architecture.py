@@ -10,18 +10,30 @@ import statistics
 import subprocess
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from collections.abc import Iterable, Mapping
 from graphlib import TopologicalSorter
 from io import StringIO
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-NODES = ("engine", "connector", "prefill_node", "decode_node", "proxy")
-PRODUCT = (*NODES, "deploy", "benchmarks")
-GENERATED = "engine/rpc/pb/"
+from tests.source_tree import (
+    NODES,
+    PRODUCT,
+    ROOT,
+    Function,
+    comments_and_code,
+    functions,
+    imports,
+    listed,
+    module_of,
+    nesting,
+    num_lines,
+    parameters,
+    sources,
+    trees,
+)
+
 TEXTS = (".py", ".md", ".toml", ".yaml", ".yml", ".proto", ".jinja", "Makefile")
 
 MAX_FUNCTION_LINES = 60
@@ -79,83 +91,6 @@ ROLE_PLACES = {
 DEEPLY_NESTED = {
     "proxy/pd_flow.py::generate": "a request's attempts, prefill, decode and tokens, in one place",
 }
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
-BLOCKS = (
-    *(ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match),
-    *(ast.FunctionDef, ast.AsyncFunctionDef),
-)
-
-
-# --- reading the tree --------------------------------------------------------------------------
-
-
-@cache
-def sources(*folders: str) -> dict[str, str]:
-    """Path from the root to text, of every written Python file below `folders`."""
-    paths = (path for folder in folders for path in sorted((ROOT / folder).rglob("*.py")))
-    named = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
-    return {name: text for name, text in named.items() if not name.startswith(GENERATED)}
-
-
-@cache
-def trees(*folders: str) -> dict[str, ast.Module]:
-    return {name: ast.parse(text) for name, text in sources(*folders).items()}
-
-
-def functions(*folders: str) -> Iterator[tuple[str, Function]]:
-    """`file::name` and node of every function and method."""
-    for name, tree in trees(*folders).items():
-        for node in ast.walk(tree):
-            if isinstance(node, Function):
-                yield f"{name}::{node.name}", node
-
-
-def body(function: Function) -> list[ast.stmt]:
-    """The statements behind the docstring; none where only a docstring or `...` stands."""
-    return [
-        statement
-        for place, statement in enumerate(function.body)
-        if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant))
-        or place > 0
-    ]
-
-
-def num_lines(function: Function) -> int:
-    statements = body(function)
-    return (statements[-1].end_lineno or 0) - statements[0].lineno + 1 if statements else 0
-
-
-def nesting(node: ast.AST) -> int:
-    """Blocks around the innermost statement below `node`; an `elif` is no deeper than its `if`."""
-    deepest = 0
-    for child in ast.iter_child_nodes(node):
-        is_elif = isinstance(node, ast.If) and node.orelse == [child] and isinstance(child, ast.If)
-        opens = isinstance(child, BLOCKS) and not is_elif
-        deepest = max(deepest, opens + nesting(child))
-    return deepest
-
-
-def parameters(function: Function) -> tuple[list[str], list[str]]:
-    """Names that may be given by position, and all names; `self` and `cls` are left out."""
-    arguments = function.args
-    positional = [item.arg for item in (*arguments.posonlyargs, *arguments.args)]
-    positional = positional[positional[:1] in (["self"], ["cls"]) :]
-    return positional, [*positional, *(item.arg for item in arguments.kwonlyargs)]
-
-
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Every module named in an import, wherever it stands."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        if isinstance(node, ast.ImportFrom):
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
-def module_of(name: str) -> str:
-    return name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def assert_only(found: Iterable[str], exceptions: Mapping[str, str]) -> None:
@@ -379,27 +314,6 @@ def test_tricky_lines_have_comments() -> None:
     assert comments >= MIN_COMMENTS * code, (comments, code)
 
 
-def comments_and_code(text: str) -> tuple[int, int]:
-    """How many lines are comments, and how many have more than strings: docstrings are neither."""
-    tokens = list(tokenize.generate_tokens(StringIO(text).readline))
-    comments = sum(t.type == tokenize.COMMENT and t.line.lstrip().startswith("#") for t in tokens)
-    code = {t.start[0] for t in tokens if t.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER)}
-    return comments, len(code)
-
-
 def is_command(node: ast.ClassDef | Function) -> bool:
     """A command explains itself in its `--help`."""
     return any(".command(" in ast.unparse(decorator) for decorator in node.decorator_list)
-
-
-def listed(folder: Path, *, deep: bool = False) -> Iterator[Path]:
-    """What a reader sees in `folder`: no hidden, generated or empty files of Python's own."""
-    for path in sorted(folder.iterdir()):
-        name = path.name
-        if name.startswith((".", "__pycache__")) or name.endswith((".egg-info", ".pyc")):
-            continue
-        if name in ("__init__.py", "py.typed", "build", "dist"):
-            continue
-        yield path
-        if deep and path.is_dir():
-            yield from listed(path, deep=True)
