@@ -13,7 +13,7 @@ from engine.config import (
     read_flags_file,
 )
 from engine.errors import ConfigError
-from proxy.cluster.node_url import parse_node_url
+from engine.rpc.node_http import parse_node_url
 from proxy.routing.policies import POLICIES
 
 

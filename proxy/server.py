@@ -23,10 +23,10 @@ from engine.http.server import HttpServer
 from engine.process import wait_until
 from engine.rpc.address import join_host_port
 from engine.rpc.client import StreamDeadlines
+from engine.rpc.node_http import parse_node_url
 from engine.tls import client_tls, server_tls
 from proxy.cluster.node import NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
-from proxy.cluster.node_url import parse_node_url
 from proxy.config import ProxyConfig
 from proxy.metrics import ProxyMetrics
 from proxy.model_loader import load_serving

@@ -9,10 +9,10 @@ from rich.console import Console
 from connector.doctor.canary import fly
 from connector.doctor.compare import compare
 from connector.doctor.findings import Finding, Verdict
-from connector.doctor.http import HttpNode
 from connector.doctor.probe import probe
 from engine.errors import ConfigError
 from engine.flags import ApiKey, ClusterToken, SslCaCerts
+from engine.rpc.node_http import HttpNode
 
 PURPOSE = (
     "Check a prefill node and a decode node before traffic: ports, authentication, geometry, "

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 import msgspec
 
 from connector.doctor.findings import Finding, good, wrong
-from connector.doctor.http import HttpAnswer
 from connector.doctor.probe import NodeReport
 from engine.errors import TandemError
 from engine.rpc.messages import NodeInfo
+from engine.rpc.node_http import HttpAnswer
 from engine.types import KVTransferStats
 
 SUBJECT = "canary P to D"

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import msgspec
 
 from connector.doctor.findings import Finding, good, wrong
-from connector.doctor.http import HttpAnswer, HttpNode
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.messages import Handshake
 from engine.errors import (
@@ -18,19 +17,10 @@ from engine.errors import (
 from engine.rpc.address import join_host_port
 from engine.rpc.client import NodeClient
 from engine.rpc.messages import NodeInfo
-from engine.types import Label, Port
+from engine.rpc.node_http import HttpAnswer, HttpNode, NodeAddress
 
 CALLER = "doctor"
 SAME_TOKEN = "give the doctor and all nodes the same --cluster-token (or TANDEM_CLUSTER_TOKEN)"
-
-
-class Ports(msgspec.Struct, frozen=True):
-    """What a node answers to GET /node_info."""
-
-    grpc_port: Port
-    engine_id: Label
-    kind: Label
-    host: Label
 
 
 @dataclass(slots=True, frozen=True)
@@ -48,31 +38,31 @@ class NodeReport:
 async def probe(name: str, http: HttpNode, token: str | None) -> NodeReport:
     """Asks one node on every port; stops where the next question needs the last one's answer."""
     findings: list[Finding] = []
-    ports = await _ask_http(name, http, findings)
-    if ports is None:
+    told = await _ask_http(name, http, findings)
+    if told is None:
         return NodeReport(name, http, findings)
-    address = join_host_port(http.host, ports.grpc_port)
+    address = join_host_port(http.host, told.grpc_port)
     info = await _ask_grpc(name, address, token, findings=findings, http=http)
     if info is None:
-        return NodeReport(name, http, findings, ports.host)
+        return NodeReport(name, http, findings, told.host)
     met = await _ask_control(name, address, token, findings=findings, http=http)
-    return NodeReport(name, http, findings, ports.host, info, met)
+    return NodeReport(name, http, findings, told.host, info, met)
 
 
-async def _ask_http(name: str, http: HttpNode, findings: list[Finding]) -> Ports | None:
+async def _ask_http(name: str, http: HttpNode, findings: list[Finding]) -> NodeAddress | None:
     subject = f"{name} HTTP {http.url}"
     try:
         health = await http.get("/health")
-        door = await http.get("/node_info")
+        node_info = await http.get("/node_info")
     except TandemError as error:
         fix = "start it with the --host and --port of this URL, or open that port"
         findings.append(wrong(subject, f"not reachable: {error}", fix))
         return None
     findings.append(_judge_health(subject, health))
     try:
-        return msgspec.convert(door.body, Ports)
+        return msgspec.convert(node_info.body, NodeAddress)
     except msgspec.ValidationError:
-        text = f"no Tandem node: /node_info answers {door.error}"
+        text = f"no Tandem node: /node_info answers {node_info.error}"
         findings.append(wrong(subject, text, "give the HTTP port of a node, not of a proxy"))
         return None
 

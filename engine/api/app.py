@@ -12,11 +12,11 @@ from starlette.routing import Route
 from engine.api.chat import ChatShape
 from engine.api.completion import CompletionShape
 from engine.api.endpoint import GenerateEndpoint
-from engine.api.generator import Generator
 from engine.api.operations import PROBE_PATHS, Operations
 from engine.api.serving import Serving
 from engine.api.shape import Shape
 from engine.errors import TandemError
+from engine.generator import Generator
 from engine.http.errors import on_disconnect, on_http_error, on_tandem_error, on_unexpected
 from engine.http.middleware import BearerAuth, RequestIdEcho
 from engine.http.request_bodies import RequestBodies

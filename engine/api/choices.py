@@ -8,11 +8,11 @@ from functools import partial
 from typing import TypeVar
 
 from engine.api.detokenizer import Detokenizer
-from engine.api.generator import Generator
 from engine.api.plan import Plan
 from engine.api.stop import StopMatcher
 from engine.api.tokenizer import Tokenizer
 from engine.errors import RequestAbortedError, TandemError
+from engine.generator import Generator
 from engine.types import (
     FinishReason,
     GenerateOutput,

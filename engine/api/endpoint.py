@@ -13,7 +13,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.api.choices import Delta, follow
-from engine.api.generator import Generator
 from engine.api.json_body import parse_object
 from engine.api.kv_params import parse_kv_transfer_params
 from engine.api.plan import Plan
@@ -23,6 +22,7 @@ from engine.api.sse import error_event, events
 from engine.api.tally import ReplyTally
 from engine.api.unsupported import without_neutral
 from engine.errors import TandemError
+from engine.generator import Generator
 from engine.http.request_bodies import RequestBodies, run_while_connected
 
 SEND_TIMEOUT_S = 300.0

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.api.generator import Generator
 from engine.api.json_body import convert, parse_object
 from engine.api.plan import check_model
 from engine.api.replies import (
@@ -30,6 +29,7 @@ from engine.errors import (
     TandemError,
     UnavailableError,
 )
+from engine.generator import Generator
 from engine.http.request_bodies import RequestBodies
 from engine.prompt_checks import check_token_ids
 

@@ -1,22 +1,15 @@
 """The `Node` service over anything that generates. Knows no engine."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import aclosing
-from typing import Protocol
 
 from grpc import aio
 
+from engine.generator import TokenSource
 from engine.rpc import convert
 from engine.rpc.messages import NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import NodeServicer, add_NodeServicer_to_server
-from engine.types import GenerateOutput, GenerateRequest
-
-
-class TokenSource(Protocol):
-    """Anything that answers a request with outputs and aborts it when the iterator is closed."""
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput]: ...
 
 
 class NodeService(NodeServicer):

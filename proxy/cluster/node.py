@@ -12,8 +12,8 @@ import structlog
 from engine.errors import DeadlineExceededError, TandemError, UnavailableError
 from engine.rpc.client import NodeClient
 from engine.rpc.messages import NodeInfo
+from engine.rpc.node_http import NodeUrl, resolve_grpc_address
 from engine.tls import ClientTls
-from proxy.cluster.node_url import NodeUrl, resolve_grpc_address
 
 log = structlog.get_logger()
 

@@ -12,9 +12,9 @@ from typing import Final
 import structlog
 
 from engine.rpc.messages import NodeInfo
+from engine.rpc.node_http import NodeUrl
 from engine.tls import ClientTls
 from proxy.cluster.node import Node, NodeKind
-from proxy.cluster.node_url import NodeUrl
 from proxy.errors import NoDecodeNodeError
 
 log = structlog.get_logger()

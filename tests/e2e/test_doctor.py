@@ -18,13 +18,13 @@ from connector.doctor.__main__ import examine
 from connector.doctor.canary import _Asked, _judge
 from connector.doctor.compare import compare
 from connector.doctor.findings import Finding, Verdict
-from connector.doctor.http import HttpNode
 from connector.doctor.probe import probe
 from connector.multi import MultiScheduler
 from connector.pd.prefill.producer import ProducerScheduler
 from connector.transports.shm import ShmAddress
 from engine.errors import ConfigError
 from engine.node.server import NodeServer
+from engine.rpc.node_http import HttpNode
 from engine.types import KVTransferStats
 from tests.cluster import Cluster, transfer_config
 from tests.processes import API_KEY, CLUSTER_TOKEN, ServedCluster

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from engine.errors import UnavailableError
 from engine.http.server import HttpServer
-from proxy.cluster.node_url import parse_node_url, resolve_grpc_address
+from engine.rpc.node_http import parse_node_url, resolve_grpc_address
 from proxy.config import load_config
 from tests.node_double import (
     ScriptedNode,
