@@ -1,6 +1,7 @@
 """The OpenAI surface as a Starlette app over any Generator, for the proxy and the nodes alike."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
@@ -9,12 +10,11 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
-from engine.api.chat import ChatShape
-from engine.api.completion import CompletionShape
-from engine.api.endpoint import GenerateEndpoint
+from engine.api.chat import ChatFormat
+from engine.api.completion import CompletionFormat
+from engine.api.endpoint import GenerateEndpoint, ReplyFormat
 from engine.api.operations import PROBE_PATHS, Operations
 from engine.api.serving import Serving
-from engine.api.shape import Shape
 from engine.errors import TandemError
 from engine.generator import Generator
 from engine.http.errors import on_disconnect, on_http_error, on_tandem_error, on_unexpected
@@ -36,22 +36,19 @@ def create_app(
     `api_key` guards all but probes, metrics and `open_routes`; None guards nothing. A node sets
     `accept_kv_transfer_params`; without it the key is ignored. The caller closes the generator.
     """
-    shapes: dict[str, Shape] = {
-        "/v1/completions": CompletionShape(serving.tokenizer),
-        "/v1/chat/completions": ChatShape(serving.tokenizer),
+    formats: dict[str, ReplyFormat] = {
+        "/v1/completions": CompletionFormat(serving),
+        "/v1/chat/completions": ChatFormat(serving),
     }
     bodies = RequestBodies()
-    endpoints = {
-        path: GenerateEndpoint(
-            generator,
-            serving,
-            shape,
-            bodies=bodies,
-            accept_kv_transfer_params=accept_kv_transfer_params,
-        )
-        for path, shape in shapes.items()
-    }
-    routes = [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+    make_endpoint = partial(
+        GenerateEndpoint,
+        generator,
+        serving,
+        bodies=bodies,
+        accept_kv_transfer_params=accept_kv_transfer_params,
+    )
+    routes = [Route(path, make_endpoint(it), methods=["POST"]) for path, it in formats.items()]
     operations = Operations(generator, serving, metrics_registry, bodies=bodies)
     middleware = [Middleware(RequestIdEcho)]
     if api_key is not None:

@@ -1,13 +1,11 @@
-"""Replies of POST /v1/chat/completions. Knows nothing of HTTP or streaming."""
+"""Bodies and replies of POST /v1/chat/completions. Knows nothing of HTTP or streaming."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 
-from engine.api.choices import Delta
-from engine.api.json_body import convert
-from engine.api.logprobs import chat_logprobs
+from engine.api.choice_text import Delta
 from engine.api.plan import Plan, plan_chat
 from engine.api.replies import (
     ChatChoice,
@@ -17,92 +15,89 @@ from engine.api.replies import (
     ChatLogprobs,
     ChatMessage,
     ChatReply,
+    ContentLogprob,
+    TopLogprob,
     Usage,
+    finite,
 )
-from engine.api.schema import ChatRequest
 from engine.api.serving import Serving
-from engine.api.shape import envelope_fields, if_asked
-from engine.api.tally import ReplyTally, UsageTally
-from engine.api.tokenizer import Tokenizer
-from engine.types import KVTransferParams
+from engine.api.usage import UsageCounter
 
 _REPLY = "chat.completion"
 _CHUNK = "chat.completion.chunk"
 
 
-class ChatShape:
+class ChatFormat:
     """One assistant message per choice; the first chunk of a choice carries the role."""
 
     max_prompts = 1
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
 
-    def plan(
-        self, body: dict[str, Any], kv_params: KVTransferParams | None, serving: Serving
-    ) -> Plan:
-        return plan_chat(convert(body, ChatRequest), kv_params, serving)
+    def plan(self, body: bytes, *, accept_kv_transfer_params: bool) -> Plan:
+        return plan_chat(body, self._serving, accept_kv_transfer_params=accept_kv_transfer_params)
 
-    def reply(self, plan: Plan, tally: ReplyTally) -> ChatReply:
+    def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> ChatReply:
         return ChatReply(
-            **envelope_fields(plan),
-            object=_REPLY,
-            choices=[self._choice(plan, delta) for delta in tally.whole_choices()],
-            usage=tally.usage.usage(),
-            kv_transfer_params=tally.usage.kv_transfer_params,
-            prompt_token_ids=if_asked(plan, plan.prompts[0]),
+            **plan.envelope(_REPLY, counter.kv_transfer_params),
+            choices=[
+                ChatChoice(**self._fields(plan, it), message=ChatMessage(content=it.text))
+                for it in choices
+            ],
+            usage=counter.usage(),
+            prompt_token_ids=plan.if_asked(plan.prompts[0]),
         )
 
     def chunks(
         self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None
     ) -> Sequence[ChatChunk]:
+        content = ChatDelta(content=delta.text)
         chunk = ChatChunk(
-            **envelope_fields(plan),
-            object=_CHUNK,
-            choices=[self._chunk_choice(plan, delta)],
+            **plan.envelope(_CHUNK, delta.kv_transfer_params),
+            choices=[ChatChunkChoice(**self._fields(plan, delta), delta=content)],
             usage=usage,
-            kv_transfer_params=delta.kv_transfer_params or UNSET,
         )
-        return [self._opening(plan, delta.index, usage), chunk] if first else [chunk]
-
-    def closing(self, plan: Plan, tally: UsageTally) -> ChatChunk:
-        return ChatChunk(
-            **envelope_fields(plan),
-            object=_CHUNK,
-            choices=[],
-            usage=tally.usage(),
-            kv_transfer_params=tally.kv_transfer_params,
-        )
-
-    def _opening(self, plan: Plan, index: int, usage: Usage | UnsetType | None) -> ChatChunk:
+        if not first:
+            return [chunk]
         role = ChatDelta(role="assistant", content="")
-        return ChatChunk(
-            **envelope_fields(plan),
-            object=_CHUNK,
-            choices=[ChatChunkChoice(index=index, delta=role)],
+        opening = ChatChunk(
+            **plan.envelope(_CHUNK),
+            choices=[ChatChunkChoice(index=delta.index, delta=role)],
             usage=usage,
-            prompt_token_ids=if_asked(plan, plan.prompts[0]),
+            prompt_token_ids=plan.if_asked(plan.prompts[0]),
         )
+        return [opening, chunk]
 
-    def _choice(self, plan: Plan, delta: Delta) -> ChatChoice:
-        return ChatChoice(
-            index=delta.index,
-            message=ChatMessage(content=delta.text),
-            logprobs=self._logprobs(delta),
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-            token_ids=if_asked(plan, delta.token_ids),
-        )
+    def usage_chunk(self, plan: Plan, counter: UsageCounter) -> ChatChunk:
+        envelope = plan.envelope(_CHUNK, counter.kv_transfer_params)
+        return ChatChunk(**envelope, choices=[], usage=counter.usage())
 
-    def _chunk_choice(self, plan: Plan, delta: Delta) -> ChatChunkChoice:
-        return ChatChunkChoice(
-            index=delta.index,
-            delta=ChatDelta(content=delta.text),
-            logprobs=self._logprobs(delta),
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-            token_ids=if_asked(plan, delta.token_ids),
-        )
+    def _fields(self, plan: Plan, delta: Delta) -> dict[str, Any]:
+        """Fields that a whole choice and a piece of one share."""
+        return {
+            "index": delta.index,
+            "logprobs": self._logprobs(delta) if delta.logprobs else None,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+            "token_ids": plan.if_asked(delta.token_ids),
+        }
 
-    def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
-        return chat_logprobs(delta.logprobs, self._tokenizer) if delta.logprobs else None
+    def _logprobs(self, delta: Delta) -> ChatLogprobs:
+        """Log-probabilities with the exact bytes of each token."""
+        content = [
+            ContentLogprob(
+                **self._token(entry.token_id, entry.logprob),
+                top_logprobs=[TopLogprob(**self._token(*pair)) for pair in entry.top],
+            )
+            for entry in delta.logprobs
+        ]
+        return ChatLogprobs(content=content)
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        tokenizer = self._serving.tokenizer
+        return {
+            "token": tokenizer.token_text(token_id),
+            "logprob": finite(logprob),
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }

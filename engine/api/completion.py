@@ -1,77 +1,81 @@
-"""Replies of POST /v1/completions. Knows nothing of HTTP or streaming."""
+"""Bodies and replies of POST /v1/completions. Knows nothing of HTTP or streaming."""
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
 
 from msgspec import UNSET, UnsetType
 
-from engine.api.choices import Delta
-from engine.api.json_body import convert
-from engine.api.logprobs import completion_logprobs
+from engine.api.choice_text import Delta
 from engine.api.plan import Plan, plan_completion
-from engine.api.replies import CompletionChoice, CompletionReply, Usage
-from engine.api.schema import MAX_PROMPTS, CompletionRequest
+from engine.api.replies import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionReply,
+    Usage,
+    finite,
+)
+from engine.api.schema import MAX_PROMPTS
 from engine.api.serving import Serving
-from engine.api.shape import envelope_fields, if_asked
-from engine.api.tally import ReplyTally, UsageTally
-from engine.api.tokenizer import Tokenizer
-from engine.types import KVTransferParams
+from engine.api.usage import UsageCounter
+from engine.types import TokenLogprob
 
 _OBJECT = "text_completion"
 
 
-class CompletionShape:
-    """The older endpoint: one text per choice, one shape for whole replies and chunks."""
+class CompletionFormat:
+    """The older endpoint: one text per choice, one format for whole replies and chunks."""
 
     max_prompts = MAX_PROMPTS
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
 
-    def plan(
-        self, body: dict[str, Any], kv_params: KVTransferParams | None, serving: Serving
-    ) -> Plan:
-        return plan_completion(convert(body, CompletionRequest), kv_params, serving)
+    def plan(self, body: bytes, *, accept_kv_transfer_params: bool) -> Plan:
+        return plan_completion(
+            body, self._serving, accept_kv_transfer_params=accept_kv_transfer_params
+        )
 
-    def reply(self, plan: Plan, tally: ReplyTally) -> CompletionReply:
+    def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> CompletionReply:
         return CompletionReply(
-            **envelope_fields(plan),
-            object=_OBJECT,
-            choices=[self._choice(plan, delta, first=True) for delta in tally.whole_choices()],
-            usage=tally.usage.usage(),
-            kv_transfer_params=tally.usage.kv_transfer_params,
+            **plan.envelope(_OBJECT, counter.kv_transfer_params),
+            choices=[self._choice(plan, delta, first=True) for delta in choices],
+            usage=counter.usage(),
         )
 
     def chunks(
         self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None
     ) -> Sequence[CompletionReply]:
-        chunk = CompletionReply(
-            **envelope_fields(plan),
-            object=_OBJECT,
-            choices=[self._choice(plan, delta, first=first)],
-            usage=usage,
-            kv_transfer_params=delta.kv_transfer_params or UNSET,
-        )
-        return [chunk]
+        envelope = plan.envelope(_OBJECT, delta.kv_transfer_params)
+        choice = self._choice(plan, delta, first=first)
+        return [CompletionReply(**envelope, choices=[choice], usage=usage)]
 
-    def closing(self, plan: Plan, tally: UsageTally) -> CompletionReply:
-        return CompletionReply(
-            **envelope_fields(plan),
-            object=_OBJECT,
-            choices=[],
-            usage=tally.usage(),
-            kv_transfer_params=tally.kv_transfer_params,
-        )
+    def usage_chunk(self, plan: Plan, counter: UsageCounter) -> CompletionReply:
+        return self.reply(plan, [], counter)
 
     def _choice(self, plan: Plan, delta: Delta, *, first: bool) -> CompletionChoice:
-        logprobs = completion_logprobs(delta.logprobs, self._tokenizer, delta.text_offset)
-        prompt = plan.prompt_of(delta.index)
         return CompletionChoice(
             index=delta.index,
             text=delta.text,
-            logprobs=logprobs if delta.logprobs else None,
+            logprobs=self._logprobs(delta) if delta.logprobs else None,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
-            prompt_token_ids=if_asked(plan, prompt) if first else UNSET,
-            token_ids=if_asked(plan, delta.token_ids),
+            prompt_token_ids=plan.if_asked(plan.prompt_of(delta.index)) if first else UNSET,
+            token_ids=plan.if_asked(delta.token_ids),
         )
+
+    def _logprobs(self, delta: Delta) -> CompletionLogprobs:
+        """Log-probabilities; offsets count characters from the start of the choice's text."""
+        tokens = [self._serving.tokenizer.token_text(it.token_id) for it in delta.logprobs]
+        return CompletionLogprobs(
+            tokens=tokens,
+            token_logprobs=[finite(entry.logprob) for entry in delta.logprobs],
+            top_logprobs=[self._alternatives(entry) for entry in delta.logprobs],
+            text_offset=list(accumulate(map(len, tokens[:-1]), initial=delta.text_offset)),
+        )
+
+    def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
+        """The alternatives by text, best first; the chosen token is always among them."""
+        found: dict[str, float] = {}
+        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
+            found.setdefault(self._serving.tokenizer.token_text(token_id), finite(logprob))
+        return found

@@ -1,28 +1,26 @@
-"""The two generating endpoints as one ASGI app over a shape: parse, generate, reply.
-
-Knows no reply shape.
-"""
+"""The two generating endpoints: decode and plan, generate, reply whole or as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
+from typing import Protocol
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.api.choices import Delta, follow
-from engine.api.json_body import parse_object
-from engine.api.kv_params import parse_kv_transfer_params
+from engine.api.choice_text import Delta, WholeChoice
+from engine.api.choices import follow
 from engine.api.plan import Plan
+from engine.api.replies import Envelope, Usage
 from engine.api.serving import Serving, max_body_bytes
-from engine.api.shape import Shape
-from engine.api.sse import error_event, events
-from engine.api.tally import ReplyTally
-from engine.api.unsupported import without_neutral
+from engine.api.usage import UsageCounter
 from engine.errors import TandemError
 from engine.generator import Generator
+from engine.http.errors import reply_of
 from engine.http.request_bodies import RequestBodies, run_while_connected
 
 SEND_TIMEOUT_S = 300.0
@@ -34,28 +32,51 @@ _STREAM_HEADERS = [
 ]
 
 
-class GenerateEndpoint:
-    """Serves one of /v1/completions and /v1/chat/completions.
+class ReplyFormat(Protocol):
+    """Reads one endpoint's body, which holds up to `max_prompts`, and builds its replies."""
 
-    With `accept_kv_transfer_params` false (a proxy) what clients send under that key is thrown away
-    unread.
-    """
+    max_prompts: int
+
+    def plan(self, body: bytes, *, accept_kv_transfer_params: bool) -> Plan:
+        """Plan of a body; raises InvalidRequestError leaves.
+
+        Where `kv_transfer_params` are not accepted (a proxy), they are thrown away unread.
+        """
+        ...
+
+    def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> Envelope:
+        """Whole reply of a finished request."""
+        ...
+
+    def chunks(
+        self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None
+    ) -> Sequence[Envelope]:
+        """Chunks of one delta; `first` is true once per choice. Each chunk carries `usage`."""
+        ...
+
+    def usage_chunk(self, plan: Plan, counter: UsageCounter) -> Envelope:
+        """The extra chunk that has usage and no choices."""
+        ...
+
+
+class GenerateEndpoint:
+    """ASGI app of /v1/completions or /v1/chat/completions."""
 
     def __init__(
         self,
         generator: Generator,
         serving: Serving,
-        shape: Shape,
+        reply_format: ReplyFormat,
         *,
         bodies: RequestBodies,
         accept_kv_transfer_params: bool,
     ) -> None:
         self._generator = generator
-        self._serving = serving
-        self._shape = shape
+        self._tokenizer = serving.tokenizer
+        self._format = reply_format
+        self._plan = partial(reply_format.plan, accept_kv_transfer_params=accept_kv_transfer_params)
         self._bodies = bodies
-        self._max_bytes = max_body_bytes(serving, num_prompts=shape.max_prompts)
-        self._accept_kv_transfer_params = accept_kv_transfer_params
+        self._max_bytes = max_body_bytes(serving, num_prompts=reply_format.max_prompts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         plan = await self._bodies.process(scope, receive, self._plan, max_bytes=self._max_bytes)
@@ -63,52 +84,70 @@ class GenerateEndpoint:
             await run_while_connected(receive, self._serve(plan, scope, receive, send=send))
 
     async def _serve(self, plan: Plan, scope: Scope, receive: Receive, *, send: Send) -> None:
-        async with aclosing(follow(self._generator, plan, self._serving.tokenizer)) as deltas:
+        async with aclosing(follow(self._generator, plan, self._tokenizer)) as deltas:
             if plan.stream:
                 await self._stream(plan, deltas, send)
             else:
                 response = await self._whole(plan, deltas)
                 await response(scope, receive, send)
 
-    def _plan(self, body: bytes) -> Plan:
-        fields = parse_object(body, self._serving.max_model_len)
-        kv_params = fields.pop("kv_transfer_params", None)
-        if not self._accept_kv_transfer_params:
-            kv_params = None
-        fields = without_neutral(fields)
-        return self._shape.plan(fields, parse_kv_transfer_params(kv_params), self._serving)
-
-    async def _whole(self, plan: Plan, deltas: AsyncGenerator[Delta, None]) -> Response:
-        tally = ReplyTally(plan)
+    async def _whole(self, plan: Plan, deltas: AsyncIterator[Delta]) -> Response:
+        counter = UsageCounter(plan)
+        choices = [WholeChoice(index) for index in range(len(plan.requests))]
         async for delta in deltas:
-            tally.add(delta)
-        content = msgspec.json.encode(self._shape.reply(plan, tally))
-        return Response(content, media_type="application/json")
+            counter.add(delta)
+            choices[delta.index].add(delta)
+        reply = self._format.reply(plan, [choice.as_delta() for choice in choices], counter)
+        return Response(msgspec.json.encode(reply), media_type="application/json")
 
-    async def _stream(self, plan: Plan, deltas: AsyncGenerator[Delta, None], send: Send) -> None:
-        """Send events as they come; an error before the first one still becomes an HTTP status."""
-        async with aclosing(events(self._shape, plan, deltas)) as stream:
-            first = await anext(stream)
-            await _send_start(send)
+    async def _stream(self, plan: Plan, deltas: AsyncIterator[Delta], send: Send) -> None:
+        """Send events as they come.
+
+        An error before the first event becomes an HTTP status; a later one is the last event, and
+        no [DONE] follows.
+        """
+        async with aclosing(self._events(plan, deltas)) as events:
+            first = await anext(events)
+            start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
+            await send(start)
             await _send_body(send, first)
-            await _send_rest(send, stream)
+            try:
+                async for event in events:
+                    await _send_body(send, event)
+            except TandemError as error:
+                await _send_body(send, _event(reply_of(error)))
         await _send_body(send, b"", more=False)
 
+    async def _events(
+        self, plan: Plan, deltas: AsyncIterator[Delta]
+    ) -> AsyncGenerator[bytes, None]:
+        """Chunks of all deltas, then usage if asked for, then [DONE]."""
+        counter = UsageCounter(plan)
+        opened: set[int] = set()
+        async for delta in deltas:
+            counter.add(delta)
+            news = delta.text or delta.logprobs or delta.finish_reason
+            if not (news or (plan.return_token_ids and delta.token_ids)):
+                continue  # the step's text is held back
+            # Once usage is asked for it is null in every chunk, unless it is to be counted up.
+            usage = counter.usage() if plan.continuous_usage else None
+            first = delta.index not in opened
+            opened.add(delta.index)
+            for chunk in self._format.chunks(
+                plan, delta, first=first, usage=usage if plan.include_usage else UNSET
+            ):
+                yield _event(chunk)
+        if plan.include_usage:
+            yield _event(self._format.usage_chunk(plan, counter))
+        yield b"data: [DONE]\n\n"
 
-async def _send_rest(send: Send, stream: AsyncGenerator[bytes, None]) -> None:
-    """Once a byte is out, an error can only be told as the stream's last event."""
-    try:
-        async for event in stream:
-            await _send_body(send, event)
-    except TandemError as error:
-        await _send_body(send, error_event(error))
 
-
-async def _send_start(send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+def _event(message: msgspec.Struct) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(message) + b"\n\n"
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
-    """Send one piece; TimeoutError cuts a reader off that takes none for `SEND_TIMEOUT_S`."""
+    """Send one piece; TimeoutError cuts off a reader that takes none for `SEND_TIMEOUT_S`."""
     async with asyncio.timeout(SEND_TIMEOUT_S):
         await send({"type": "http.response.body", "body": body, "more_body": more})

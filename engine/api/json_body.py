@@ -1,20 +1,19 @@
-"""Turns a request's JSON body into plain values and typed structs, within bounds.
+"""JSON to typed structs, within bounds. Knows no endpoint.
 
-One call into the decoder keeps all other threads waiting, so none builds millions of objects: each
-member is decoded by itself, the large ones as what they must be. Knows no endpoint.
+One call into the decoder keeps all other threads waiting, so none may build millions of objects: of
+a large body the sizes of its members are checked before anything is built.
 """
 
 import re
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw
 
-from engine.api.schema import MAX_MESSAGES, Messages, Prompt
+from engine.api.schema import MAX_MESSAGES
 from engine.errors import InvalidRequestError, PromptTooLongError
 
-MAX_DEPTH = 64
 MAX_ITEMS = 1_048_576
 MAX_TEMPLATE_KWARGS_BYTES = 1_048_576
 MAX_OTHER_BYTES = 262_144
@@ -25,7 +24,7 @@ _PATH = re.compile(r"^(?P<text>.*) - at `\$(?P<path>.*)`$", re.S)
 
 
 class _LargeMembers(msgspec.Struct, frozen=True):
-    """The members that may be large, found without building any; all others are skipped."""
+    """The members that may be large, found without building any; the decoder skips all others."""
 
     prompt: Raw = Raw()
     messages: Raw = Raw()
@@ -34,42 +33,64 @@ class _LargeMembers(msgspec.Struct, frozen=True):
     kv_transfer_params: Raw = Raw()
 
 
-def parse_object(body: bytes, max_model_len: int) -> dict[str, Any]:
-    """The body as a JSON object; raises InvalidRequestError for all else, NaN too.
+def decode_body(body: bytes, kind: type[_T], max_model_len: int) -> _T:
+    """Decode a request's body; raises InvalidRequestError that names the wrong key and its value.
 
-    No list of ids is built that is longer than `max_model_len`. `kv_transfer_params` stay
-    undecoded: `engine.api.kv_params` reads them, or nobody does.
+    Raises PromptTooLongError before a list of more than `max_model_len` token ids is built.
     """
     if len(body) > MAX_OTHER_BYTES:
         _check_sizes(body, max_model_len)
-    members = _decode_body(body, dict[str, Raw])
-    return {name: _reader(name)(raw) for name, raw in members.items()}
+    try:
+        return _decode(body, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(error, decode_json(body, dict[str, Raw])) from error
 
 
-def decode_any(raw: Raw) -> Any:
-    """Any JSON; raises InvalidRequestError when it is nested too deep."""
-    value = _decode_body(raw, object)
-    if _deeper_than(value, MAX_DEPTH - 1):
-        raise _too_deep()
-    return value
+def decode_json(text: bytes | Raw, kind: type[_T]) -> _T:
+    """Decode JSON; raises InvalidRequestError for anything else, NaN and infinite numbers too."""
+    try:
+        return _decode(text, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError(f"the body must be a JSON object: {error}") from error
+
+
+def convert(values: object, kind: type[_T]) -> _T:
+    """Typed struct of plain values; raises InvalidRequestError that names the key."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise _explained(error, values if isinstance(values, dict) else {}) from error
+
+
+def _decode(text: bytes | Raw, kind: type[_T]) -> _T:
+    """Raises ValidationError for wrong types only; nesting is bounded by Python's own limit."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise InvalidRequestError("the body is nested deeper than any request needs") from error
 
 
 def _check_sizes(body: bytes, max_model_len: int) -> None:
-    large = msgspec.structs.asdict(_decode_body(body, _LargeMembers))
-    others = len(body) - sum(len(memoryview(raw)) for raw in large.values())
+    members = msgspec.structs.asdict(decode_json(body, _LargeMembers))
+    large = {name: bytes(memoryview(raw)) for name, raw in members.items()}
+    others = len(body) - sum(map(len, large.values()))
     if others > MAX_OTHER_BYTES:
         raise InvalidRequestError(
             f"the keys beside the prompt take {others} bytes: send at most {MAX_OTHER_BYTES}"
         )
     for name in ("prompt", "tokens"):
-        _check_items(bytes(memoryview(large[name])), name, max_model_len)
+        _check_num_items(large[name], name, max_model_len)
     # Every message has this key, and no string can hold it with bare quotes.
-    num_messages = bytes(memoryview(large["messages"])).count(b'"role"')
+    num_messages = large["messages"].count(b'"role"')
     if num_messages > MAX_MESSAGES:
         raise InvalidRequestError(
             f"messages: {num_messages} turns, at most {MAX_MESSAGES} are taken", param="messages"
         )
-    kwargs = len(memoryview(large["chat_template_kwargs"]))
+    kwargs = len(large["chat_template_kwargs"])
     if kwargs > MAX_TEMPLATE_KWARGS_BYTES:
         raise InvalidRequestError(
             f"chat_template_kwargs take {kwargs} bytes: send at most {MAX_TEMPLATE_KWARGS_BYTES}",
@@ -77,36 +98,8 @@ def _check_sizes(body: bytes, max_model_len: int) -> None:
         )
 
 
-def _read_prompt(raw: Raw) -> object:
-    return _read_typed(raw, Prompt, "prompt")
-
-
-def _read_messages(raw: Raw) -> object:
-    return _read_typed(raw, Messages, "messages")
-
-
-def _read_tokens(raw: Raw) -> object:
-    return _read_typed(raw, list[int], "tokens")
-
-
-def _keep(raw: Raw) -> object:
-    return raw
-
-
-_READERS: Final[dict[str, Callable[[Raw], object]]] = {
-    "prompt": _read_prompt,
-    "messages": _read_messages,
-    "tokens": _read_tokens,
-    "kv_transfer_params": _keep,
-}
-
-
-def _reader(name: str) -> Callable[[Raw], object]:
-    return _READERS.get(name, decode_any)
-
-
-def _check_items(text: bytes, name: str, max_model_len: int) -> None:
-    """Items of a list have commas between them, so that there are no more items than commas.
+def _check_num_items(text: bytes, name: str, max_model_len: int) -> None:
+    """Refuse a list with too many commas: there is one between any two items.
 
     Only a list that begins with a text or a list holds several prompts.
     """
@@ -123,64 +116,19 @@ def _check_items(text: bytes, name: str, max_model_len: int) -> None:
         )
 
 
-def _read_typed(raw: Raw, kind: Any, name: str) -> object:
-    try:
-        return _decode(raw, kind)
-    except msgspec.ValidationError as error:
-        message, param = _explain(str(error), None, name)
-        raise InvalidRequestError(message, param=param) from error
-
-
-def _decode_body(body: bytes | Raw, kind: type[_T]) -> _T:
-    try:
-        return _decode(body, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidRequestError(f"the body must be a JSON object: {error}") from error
-
-
-def _decode(text: bytes | Raw, kind: type[_T]) -> _T:
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.ValidationError:
-        raise
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}") from error
-    except RecursionError as error:
-        raise _too_deep() from error
-
-
-def convert(fields: object, kind: type[_T]) -> _T:
-    """Typed struct of untyped JSON; raises InvalidRequestError that names the key."""
-    try:
-        return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
-        message, param = _explain(str(error), fields)
-        raise InvalidRequestError(message, param=param) from error
-
-
-def _explain(text: str, fields: object, root: str = "") -> tuple[str, str | None]:
-    """msgspec's message led by the key that it is about and its value; and that key."""
-    at = _PATH.match(text)
-    text, path = (at["text"], at["path"]) if at else (text, "")
-    path = f"{root}{path}".lstrip(".")
-    field = _FIELD.match(text)
-    if field:
+def _explained(error: msgspec.ValidationError, values: Mapping[str, Any]) -> InvalidRequestError:
+    """msgspec's message, led by the key that it is about and that key's value."""
+    text, path = str(error), ""
+    if at := _PATH.match(text):
+        text, path = at["text"], at["path"].lstrip(".")
+    if field := _FIELD.match(text):
         path = f"{path}.{field['name'][:80]}".lstrip(".")
         text = "unknown parameter" if "unknown" in text[:24] else "required parameter is missing"
-    if isinstance(fields, dict) and isinstance(fields.get(path), str | int | float):
-        return f"{path}={repr(fields[path])[:80]}: {text}", path
-    return (f"{path}: {text}", path) if path else (text, None)
-
-
-def _deeper_than(value: object, depth: int) -> bool:
-    if isinstance(value, dict):
-        return depth == 0 or any(_deeper_than(item, depth - 1) for item in value.values())
-    if isinstance(value, list):
-        return depth == 0 or any(
-            _deeper_than(item, depth - 1) for item in value if isinstance(item, list | dict)
-        )
-    return False
-
-
-def _too_deep() -> InvalidRequestError:
-    return InvalidRequestError(f"the body is nested deeper than {MAX_DEPTH} levels")
+    if not path:
+        return InvalidRequestError(text)
+    value = values.get(path)
+    if isinstance(value, Raw):
+        is_scalar = bytes(memoryview(value)[:1]) not in (b"[", b"{")
+        value = decode_json(value, object) if is_scalar else None
+    shown = f"={repr(value)[:80]}" if isinstance(value, str | int | float) else ""
+    return InvalidRequestError(f"{path}{shown}: {text}", param=path)

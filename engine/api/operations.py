@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.api.json_body import convert, parse_object
-from engine.api.plan import check_model
+from engine.api.json_body import decode_body
+from engine.api.plan import check_model, encode_chat
 from engine.api.replies import (
     DetokenizeReply,
     ModelCard,
@@ -121,7 +121,7 @@ class Operations:
         )
 
     def _tokenize(self, body: bytes) -> TokenizeReply:
-        fields = convert(parse_object(body, self._serving.max_model_len), TokenizeRequest)
+        fields = decode_body(body, TokenizeRequest, self._serving.max_model_len)
         check_model(fields.model, self._serving)
         tokens = self._tokens(fields)
         text_of = self._serving.tokenizer.token_text
@@ -141,15 +141,10 @@ class Operations:
             )
         if fields.messages is None or fields.prompt is not None:
             raise InvalidRequestError("send either prompt or messages", param="prompt")
-        return tokenizer.encode_chat(
-            [message.for_template() for message in fields.messages],
-            add_generation_prompt=fields.add_generation_prompt is not False,
-            extra=fields.chat_template_kwargs or {},
-            max_tokens=self._serving.max_model_len,
-        )
+        return encode_chat(fields, fields.messages, self._serving)
 
     def _detokenize(self, body: bytes) -> DetokenizeReply:
-        fields = convert(parse_object(body, self._serving.max_model_len), DetokenizeRequest)
+        fields = decode_body(body, DetokenizeRequest, self._serving.max_model_len)
         check_model(fields.model, self._serving)
         if len(fields.tokens) > self._serving.max_model_len:
             raise PromptTooLongError(

@@ -1,4 +1,4 @@
-"""Turns a parsed request into sequences to generate and rules for the reply.
+"""Turns a request's body into sequences to generate and rules for the reply.
 
 Pure; knows nothing of HTTP.
 """
@@ -7,18 +7,22 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from msgspec import structs
+from msgspec import UNSET, UnsetType
 
-from engine.api.limits import requested_max_tokens, resolve_max_tokens
-from engine.api.sampling import sampling_params, with_seed_offset
+from engine.api.json_body import decode_body
+from engine.api.kv_params import decode_kv_transfer_params
+from engine.api.sampling import resolve_max_tokens, sampling_params, with_seed_offset
 from engine.api.schema import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
     ChatRequest,
     CompletionRequest,
+    Message,
     SamplingFields,
     StreamOptions,
+    TokenizeRequest,
 )
 from engine.api.serving import Serving
 from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
@@ -57,13 +61,30 @@ class Plan:
     prompt_tokens_details: bool
 
     def prompt_of(self, choice: int) -> TokenIds:
+        """The prompt of a choice, by the choice's index."""
         return self.prompts[choice // self.choices_per_prompt]
 
+    def envelope(
+        self, kind: str, kv_params: KVTransferParams | UnsetType | None = None
+    ) -> dict[str, Any]:
+        """The fields that every reply and chunk of a request repeats."""
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "kv_transfer_params": kv_params or UNSET,
+        }
 
-def plan_completion(
-    fields: CompletionRequest, kv_params: KVTransferParams | None, serving: Serving
-) -> Plan:
+    def if_asked(self, token_ids: TokenIds) -> TokenIds | UnsetType:
+        """Token ids for a caller that set `return_token_ids`."""
+        return token_ids if self.return_token_ids else UNSET
+
+
+def plan_completion(body: bytes, serving: Serving, *, accept_kv_transfer_params: bool) -> Plan:
     """Plan of POST /v1/completions; raises InvalidRequestError leaves."""
+    fields = decode_body(body, CompletionRequest, serving.max_model_len)
+    kv_params = _kv_params(fields, accept=accept_kv_transfer_params)
     check_model(fields.model, serving)
     prompts = _completion_prompts(fields, serving)
     default = None if fields.max_tokens is None else COMPLETION_MAX_TOKENS
@@ -72,18 +93,32 @@ def plan_completion(
     )
 
 
-def plan_chat(fields: ChatRequest, kv_params: KVTransferParams | None, serving: Serving) -> Plan:
+def plan_chat(body: bytes, serving: Serving, *, accept_kv_transfer_params: bool) -> Plan:
     """Plan of POST /v1/chat/completions; raises InvalidRequestError leaves."""
+    fields = decode_body(body, ChatRequest, serving.max_model_len)
+    kv_params = _kv_params(fields, accept=accept_kv_transfer_params)
     check_model(fields.model, serving)
     logprobs = _chat_logprobs(fields)
-    prompt = serving.tokenizer.encode_chat(
-        [message.for_template() for message in fields.messages],
+    prompt = encode_chat(fields, fields.messages, serving)
+    default = serving.defaults.max_new_tokens
+    return _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
+
+
+def encode_chat(
+    fields: ChatRequest | TokenizeRequest, messages: Sequence[Message], serving: Serving
+) -> TokenIds:
+    """Token ids of a conversation, by the model's chat template."""
+    return serving.tokenizer.encode_chat(
+        [message.for_template() for message in messages],
         add_generation_prompt=fields.add_generation_prompt is not False,
         extra=fields.chat_template_kwargs or {},
         max_tokens=serving.max_model_len,
     )
-    default = serving.defaults.max_new_tokens
-    return _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
+
+
+def _kv_params(fields: SamplingFields, *, accept: bool) -> KVTransferParams | None:
+    """None unless accepted: a proxy throws away unread what clients send under that key."""
+    return decode_kv_transfer_params(fields.kv_transfer_params) if accept else None
 
 
 def check_model(name: str | None, serving: Serving) -> None:
@@ -147,32 +182,39 @@ def _plan(
     for prompt in prompts:
         check_prompt(prompt, vocab_size=serving.vocab_size, max_model_len=serving.max_model_len)
     remote_decode = kv_params is not None and kv_params.do_remote_decode
-    _check_shape(fields, len(prompts), kv_params)
+    _check_combination(fields, len(prompts), kv_params)
     max_tokens = resolve_max_tokens(
-        requested_max_tokens(fields, remote_decode=remote_decode),
+        fields,
         default=default,
-        prompt_tokens=max(map(len, prompts)),
+        num_prompt_tokens=max(map(len, prompts)),
         max_model_len=serving.max_model_len,
+        remote_decode=remote_decode,
     )
     sampling = sampling_params(
         fields, serving, max_tokens, logprobs=logprobs, remote_decode=remote_decode
     )
     options = fields.stream_options or StreamOptions()
-    template = GenerateRequest(
-        request_id=_new_id(fields),
-        prompt_token_ids=(),
-        sampling=sampling,
-        kv_transfer_params=kv_params,
-        cache_salt=fields.cache_salt,
-        priority=fields.priority or 0,
-    )
+    # A fresh id: whatever the client calls its request stays a label.
+    request_id = f"{'chatcmpl' if isinstance(fields, ChatRequest) else 'cmpl'}-{uuid.uuid4().hex}"
+    n = fields.n or 1
+    sequences = [(prompt, offset) for prompt in prompts for offset in range(n)]
     return Plan(
-        id=template.request_id,
+        id=request_id,
         created=int(time.time()),
         model=serving.model_name,
         prompts=tuple(prompts),
-        requests=_requests(template, prompts, fields.n or 1),
-        choices_per_prompt=fields.n or 1,
+        requests=tuple(
+            GenerateRequest(
+                request_id=request_id if len(sequences) == 1 else f"{request_id}-{index}",
+                prompt_token_ids=prompt,
+                sampling=with_seed_offset(sampling, offset) if offset else sampling,
+                kv_transfer_params=kv_params,
+                cache_salt=fields.cache_salt,
+                priority=fields.priority or 0,
+            )
+            for index, (prompt, offset) in enumerate(sequences)
+        ),
+        choices_per_prompt=n,
         text=_text_rules(fields, serving, remote_decode=remote_decode),
         stream=fields.stream is True,
         include_usage=options.include_usage is True,
@@ -182,8 +224,10 @@ def _plan(
     )
 
 
-def _check_shape(fields: SamplingFields, prompts: int, kv_params: KVTransferParams | None) -> None:
-    """Refuse what cannot go together; a PD proxy's leftovers in a remote decode are let pass."""
+def _check_combination(
+    fields: SamplingFields, prompts: int, kv_params: KVTransferParams | None
+) -> None:
+    """Refuse what cannot go together, except what a PD proxy leaves in a remote decode."""
     n = fields.n or 1
     if n * prompts > MAX_SEQUENCES:
         raise InvalidRequestError(
@@ -200,12 +244,6 @@ def _check_shape(fields: SamplingFields, prompts: int, kv_params: KVTransferPara
         raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
 
 
-def _new_id(fields: SamplingFields) -> str:
-    """A fresh id: whatever the client calls its request stays a label."""
-    kind = "chatcmpl" if isinstance(fields, ChatRequest) else "cmpl"
-    return f"{kind}-{uuid.uuid4().hex}"
-
-
 def _text_rules(fields: SamplingFields, serving: Serving, *, remote_decode: bool) -> TextRules:
     """A remote decode ignores stop strings: the decoding node will see the same text."""
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
@@ -217,22 +255,4 @@ def _text_rules(fields: SamplingFields, serving: Serving, *, remote_decode: bool
         stop=stop,
         include_stop=fields.include_stop_str_in_output is True,
         skip_special_tokens=fields.skip_special_tokens is not False,
-    )
-
-
-def _requests(
-    template: GenerateRequest, prompts: Sequence[TokenIds], n: int
-) -> tuple[GenerateRequest, ...]:
-    """One request per choice, in the order of the choices; the seed goes up by one each."""
-    pairs = [(prompt, offset) for prompt in prompts for offset in range(n)]
-    if len(pairs) == 1:
-        return (structs.replace(template, prompt_token_ids=pairs[0][0]),)
-    return tuple(
-        structs.replace(
-            template,
-            request_id=f"{template.request_id}-{index}",
-            prompt_token_ids=prompt,
-            sampling=with_seed_offset(template.sampling, offset),
-        )
-        for index, (prompt, offset) in enumerate(pairs)
     )

@@ -3,12 +3,22 @@
 A field that is UNSET is left out; one that is None is sent as null.
 """
 
+import math
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from engine.types import KVTransferParams, KVTransferStats, TokenId
 
 TokenIds = tuple[TokenId, ...]
+
+# JSON has no -inf; this is the floor that vLLM's clients know.
+MIN_LOGPROB = -9999.0
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return MIN_LOGPROB if math.isnan(logprob) else max(logprob, MIN_LOGPROB)
 
 
 class _Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,14 +83,14 @@ class ChatLogprobs(_Reply, frozen=True, kw_only=True):
 
 
 class ChatMessage(_Reply, frozen=True, kw_only=True):
-    """The assistant's whole turn."""
+    """The assistant's whole message."""
 
     content: str
     role: str = "assistant"
 
 
 class ChatChoice(_Reply, frozen=True, kw_only=True):
-    """One whole turn of /v1/chat/completions."""
+    """One whole message of /v1/chat/completions."""
 
     index: int
     message: ChatMessage
@@ -91,14 +101,14 @@ class ChatChoice(_Reply, frozen=True, kw_only=True):
 
 
 class ChatDelta(_Reply, frozen=True, kw_only=True):
-    """A piece of the assistant's turn."""
+    """A piece of the assistant's message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(_Reply, frozen=True, kw_only=True):
-    """One piece of one turn of /v1/chat/completions."""
+    """One piece of one message of /v1/chat/completions."""
 
     index: int
     delta: ChatDelta
@@ -109,7 +119,7 @@ class ChatChunkChoice(_Reply, frozen=True, kw_only=True):
 
 
 class Envelope(_Reply, frozen=True, kw_only=True):
-    """What whole replies and stream chunks share."""
+    """Fields that whole replies and stream chunks share."""
 
     id: str
     object: str

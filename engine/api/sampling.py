@@ -6,18 +6,21 @@ from typing import Any
 
 import msgspec
 import structlog
+from msgspec import UnsetType
 
 from engine.api.json_body import convert
 from engine.api.schema import SamplingFields
-from engine.api.serving import SamplingDefaults, Serving
-from engine.errors import InvalidRequestError
+from engine.api.serving import Serving
+from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.prompt_checks import check_token_ids
 from engine.types import SamplingParams
 
 log = structlog.get_logger()
 
-_DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_GIVEN = (*_DEFAULTED, "presence_penalty", "frequency_penalty", "min_tokens", "seed")
+_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "min_tokens", "seed"),
+)
 _SEED_SPAN = 2**64
 
 
@@ -36,18 +39,26 @@ def sampling_params(
     check_token_ids(fields.stop_token_ids or (), serving.vocab_size, "stop_token_ids")
     values: dict[str, Any] = {
         "seed": secrets.randbits(63),
-        **_named(serving.defaults, _DEFAULTED),
-        **_named(fields, _GIVEN),
         "max_tokens": max_tokens,
         "stop_token_ids": fields.stop_token_ids or (),
         "ignore_eos": fields.ignore_eos is True,
         "logprobs": logprobs,
     }
+    for source in (serving.defaults, fields):
+        found = {name: getattr(source, name, None) for name in _SAMPLING}
+        values.update((name, value) for name, value in found.items() if value is not None)
     sampling = convert(values, SamplingParams)
     for name in ("temperature", "repetition_penalty"):
         if values.get(name, least := getattr(sampling, name)) < least:
             _warn_that_it_was_raised(name, least)
-    return _with_min_tokens(sampling, cut=remote_decode)
+    if sampling.min_tokens <= max_tokens:
+        return sampling
+    if remote_decode:  # a PD proxy leaves the client's `min_tokens` beside its own max_tokens=1
+        return msgspec.structs.replace(sampling, min_tokens=max_tokens)
+    raise InvalidRequestError(
+        f"min_tokens={sampling.min_tokens} is more than max_tokens={max_tokens}",
+        param="min_tokens",
+    )
 
 
 def with_seed_offset(sampling: SamplingParams, offset: int) -> SamplingParams:
@@ -62,18 +73,33 @@ def _warn_that_it_was_raised(name: str, least: float) -> None:
     log.warning("a sampling value is too small to compute with and was raised", **{name: least})
 
 
-def _named(source: SamplingFields | SamplingDefaults, names: tuple[str, ...]) -> dict[str, Any]:
-    values = {name: getattr(source, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}
+def resolve_max_tokens(
+    fields: SamplingFields,
+    *,
+    default: int | None,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    remote_decode: bool,
+) -> int:
+    """Tokens to generate: as asked, else the default cut to the room, else all the room.
 
-
-def _with_min_tokens(sampling: SamplingParams, *, cut: bool) -> SamplingParams:
-    """Cut what a PD proxy leaves: the client's `min_tokens` beside its own max_tokens=1."""
-    if sampling.min_tokens <= sampling.max_tokens:
-        return sampling
-    if cut:
-        return msgspec.structs.replace(sampling, min_tokens=sampling.max_tokens)
-    raise InvalidRequestError(
-        f"min_tokens={sampling.min_tokens} is more than max_tokens={sampling.max_tokens}",
-        param="min_tokens",
-    )
+    `num_prompt_tokens` is the length of the longest prompt, less than `max_model_len`.
+    `max_completion_tokens` goes before `max_tokens`, as in vLLM, except in a remote decode: PD
+    proxies set `max_tokens` to 1 beside whatever the client sent.
+    """
+    max_tokens = None if isinstance(fields.max_tokens, UnsetType) else fields.max_tokens
+    asked = (fields.max_completion_tokens, max_tokens)
+    requested = next((it for it in asked[:: -1 if remote_decode else 1] if it is not None), None)
+    room = max_model_len - num_prompt_tokens
+    if requested is None:
+        return room if default is None else min(default, room)
+    if requested < 1:
+        raise InvalidRequestError(f"max_tokens={requested}: must be at least 1", param="max_tokens")
+    if requested > room:
+        raise PromptTooLongError(
+            f"max_tokens={requested} does not fit: max_model_len is {max_model_len} and the prompt "
+            f"has {num_prompt_tokens} tokens; ask for at most {room} or shorten the prompt",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return requested

@@ -1,13 +1,15 @@
 """Request bodies of the OpenAI surface, field by field. Knows nothing of tokens, limits or replies.
 
-Unknown keys are errors; `engine.api.unsupported` has taken out the known ones that ask for nothing.
+Unknown keys are errors. Keys that OpenAI and vLLM know and Tandem does not serve are accepted as
+long as they ask for nothing.
 """
 
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta, Raw, UnsetType
 
+from engine.errors import InvalidRequestError
 from engine.types import MAX_LOGPROBS, MAX_STOP_STRINGS
 
 MAX_CHOICES = 64
@@ -34,7 +36,94 @@ class StreamOptions(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     include_obfuscation: bool | None = None
 
 
-class SamplingFields(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Labels(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Labels for the caller's own bookkeeping; they change no token."""
+
+    metadata: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    store: Any = None
+    user: Any = None
+
+
+class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Keys that must ask for nothing: null, false, "", [], {} or the value that `_NEUTRAL` adds."""
+
+    allowed_token_ids: Any = None
+    audio: Any = None
+    bad_words: Any = None
+    best_of: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+    detokenize: Any = None
+    documents: Any = None
+    echo: Any = None
+    ec_transfer_params: Any = None
+    function_call: Any = None
+    functions: Any = None
+    guided_choice: Any = None
+    guided_decoding_backend: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    include_reasoning: Any = None
+    length_penalty: Any = None
+    logit_bias: Any = None
+    logits_processors: Any = None
+    mm_processor_kwargs: Any = None
+    modalities: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    prompt_embeds: Any = None
+    prompt_logprobs: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+    return_tokens_as_token_ids: Any = None
+    spaces_between_special_tokens: Any = None
+    structured_outputs: Any = None
+    suffix: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+    verbosity: Any = None
+    vllm_xargs: Any = None
+    web_search_options: Any = None
+
+    def __post_init__(self) -> None:
+        """Raise InvalidRequestError that names the first key with a value that matters."""
+        for key in _Unsupported.__annotations__:
+            value = getattr(self, key)
+            if value is None:
+                continue
+            neutral = (*_EMPTY, *_NEUTRAL.get(key, ()))
+            # `==` alone would take 0 for False and 1 for True.
+            if not any(type(value) is type(it) and value == it for it in neutral):
+                raise InvalidRequestError(
+                    f"{key}={repr(value)[:80]} is not supported: leave {key} out", param=key
+                )
+
+
+_EMPTY: tuple[object, ...] = (False, "", [], {})
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "detokenize": (True,),
+    "function_call": ("none", "auto"),
+    "include_reasoning": (True,),
+    "length_penalty": (1.0,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "spaces_between_special_tokens": (True,),
+    "tool_choice": ("none", "auto"),
+    "verbosity": ("medium",),
+}
+
+
+class SamplingFields(_Unsupported, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both generating endpoints accept; bounds of sampling values live in `SamplingParams`."""
 
     model: str | None = None
@@ -64,6 +153,7 @@ class SamplingFields(_Body, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: _Int32 | None = None
     request_id: _Label | None = None
+    kv_transfer_params: Raw = Raw()
 
 
 Prompt = str | list[str | int | list[int]]
@@ -86,7 +176,7 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Message(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One turn.
+    """One message of a chat.
 
     The keys after `name` come back from the openai client's own reply objects, as null.
     """
@@ -106,7 +196,7 @@ class Message(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Python between any two messages: other threads may go on while millions are decoded."""
 
     def for_template(self) -> dict[str, str]:
-        """The turn as chat templates read it; text parts are joined by line feeds, as vLLM does."""
+        """The message as chat templates read it; line feeds join text parts, as in vLLM."""
         parts = self.content
         text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
         extras = {"name": self.name, "reasoning_content": self.reasoning_content or self.reasoning}

@@ -3,16 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
-from engine.api.chat import ChatShape
-from engine.api.completion import CompletionShape
-from engine.api.json_body import parse_object
-from engine.api.kv_params import parse_kv_transfer_params
-from engine.api.plan import Plan
+from engine.api.json_body import decode_body
+from engine.api.kv_params import decode_kv_transfer_params
+from engine.api.plan import Plan, plan_chat, plan_completion
+from engine.api.schema import ChatRequest, CompletionRequest
 from engine.api.serving import SamplingDefaults, Serving
 from engine.api.tokenizer import TokenIdsOnly
-from engine.api.unsupported import without_neutral
 from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
 from tests.api_double import tiny_serving, tiny_tokenizer
 
@@ -48,14 +47,13 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
 
 
 def complete(serving: Serving, **body: Any) -> Plan:
-    fields = {"prompt": [1, 2, 3], **body}
-    kv_params = parse_kv_transfer_params(fields.pop("kv_transfer_params", None))
-    return CompletionShape(serving.tokenizer).plan(without_neutral(fields), kv_params, serving)
+    encoded = msgspec.json.encode({"prompt": [1, 2, 3], **body})
+    return plan_completion(encoded, serving, accept_kv_transfer_params=True)
 
 
 def chat(serving: Serving, **body: Any) -> Plan:
-    fields = without_neutral({"messages": TURN, **body})
-    return ChatShape(serving.tokenizer).plan(fields, None, serving)
+    encoded = msgspec.json.encode({"messages": TURN, **body})
+    return plan_chat(encoded, serving, accept_kv_transfer_params=False)
 
 
 def test_every_sampling_value_arrives(serving: Serving) -> None:
@@ -200,7 +198,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"cache_salt": "a" * 257}, "cache_salt", "256"),
     ({"cache_salt": 5}, "cache_salt", "5"),
     ({"priority": 2**40}, "priority", "priority"),
-    ({"request_id": "a" * 1_000_000}, "request_id", "256"),
+    ({"request_id": "a" * 100_000}, "request_id", "256"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
     ({"bogus": 1}, "bogus", "unknown parameter"),
@@ -272,9 +270,14 @@ def test_prefill_reply_is_taken_as_it_is(serving: Serving) -> None:
     assert (params.remote_block_ids, params.first_token_ids) == (((1, 2), (7,)), (9,))
 
 
+def raw_of(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
 @pytest.mark.parametrize("value", [None, {}, dict.fromkeys(PREFILL_REPLY)])
 def test_params_that_ask_for_nothing_are_none(value: object) -> None:
-    assert parse_kv_transfer_params(value) is None
+    assert decode_kv_transfer_params(raw_of(value)) is None
+    assert decode_kv_transfer_params(msgspec.Raw()) is None
 
 
 @pytest.mark.parametrize(
@@ -300,7 +303,7 @@ def test_params_that_ask_for_nothing_are_none(value: object) -> None:
 )
 def test_hostile_params_are_refused(value: object) -> None:
     with pytest.raises(KVTransferParamsError) as caught:
-        parse_kv_transfer_params(value)
+        decode_kv_transfer_params(raw_of(value))
     assert caught.value.param == "kv_transfer_params"
 
 
@@ -347,18 +350,36 @@ def test_without_tokenizer_ids_work_and_text_names_the_file() -> None:
 )
 def test_bodies_that_are_no_bounded_json_object(body: bytes) -> None:
     with pytest.raises(InvalidRequestError):
-        parse_object(body, 4_194_304)
+        decode_body(body, CompletionRequest, 4_194_304)
 
 
 def test_long_lists_are_refused_before_they_are_built() -> None:
     """Several prompts may together be longer than one."""
     one, two = b"5," * 199_999 + b"5", b"[%s]" % (b"5," * 199_999 + b"5")
-    assert len(parse_object(b'{"prompt":[%s,%s]}' % (two, two), 200_000)["prompt"]) == 2
-    assert len(parse_object(b'{"prompt":[%s]}' % one, 200_000)["prompt"]) == 200_000
+    both, alone = b'{"prompt":[%s,%s]}' % (two, two), b'{"prompt":[%s]}' % one
+    assert len(decode_body(both, CompletionRequest, 200_000).prompt) == 2
+    assert len(decode_body(alone, CompletionRequest, 200_000).prompt) == 200_000
     turn = rb'{"role":"user","content":"\"role\" \"role\""}'
     turns = b'{"messages":[%s]}'
-    assert len(parse_object(turns % b",".join([turn] * 16_384), 1)["messages"]) == 16_384
+    most = turns % b",".join([turn] * 16_384)
+    assert len(decode_body(most, ChatRequest, 1).messages) == 16_384
     with pytest.raises(InvalidRequestError, match="16385 turns"):
-        parse_object(turns % b",".join([turn] * 16_385), 1)
+        decode_body(turns % b",".join([turn] * 16_385), ChatRequest, 1)
     with pytest.raises(InvalidRequestError, match="context length is 199999 tokens"):
-        parse_object(b'{"prompt": [%s-%s]}' % (b" " * 100, one), 199_999)
+        decode_body(b'{"prompt": [%s-%s]}' % (b" " * 100, one), CompletionRequest, 199_999)
+
+
+def test_unsupported_keys_are_named_in_one_order(serving: Serving) -> None:
+    """However the client orders them, and whatever this process's hashes are."""
+    for body in ({"tools": [1], "echo": True}, {"echo": True, "tools": [1]}):
+        with pytest.raises(InvalidRequestError, match="echo=True is not supported"):
+            complete(serving, **body)
+
+
+def test_deep_values_are_refused_and_never_break_the_server(serving: Serving) -> None:
+    for depth in (100, 900, 980, 990, 2000, 200_000):
+        deep = b"[" * depth + b"]" * depth
+        for key in (b"tools", b"bogus", b"kv_transfer_params", b"stop"):
+            body = b'{"prompt":[5],"%s":%s}' % (key, deep)
+            with pytest.raises(InvalidRequestError):
+                plan_completion(body, serving, accept_kv_transfer_params=True)

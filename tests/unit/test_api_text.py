@@ -10,8 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from engine.api.chat_template import ChatTemplate
-from engine.api.detokenizer import Detokenizer
-from engine.api.stop import StopMatcher
+from engine.api.choice_text import Detokenizer, StopMatcher
 from engine.api.tokenizer import TextTokenizer, Tokenizer, load_tokenizer
 from engine.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 from tests.api_double import tiny_tokenizer, write_model_folder
@@ -90,8 +89,8 @@ def test_stop_does_not_depend_on_how_the_text_is_cut(
     for start in range(0, len(text), size):
         fed = matcher.feed(text[start : start + size])
         seen += fed.text
-        if fed.matched:
-            assert (seen, fed.matched) == (shown, matched)
+        if fed.stop:
+            assert (seen, fed.stop) == (shown, matched)
             return
     assert (seen + matcher.flush(), None) == (shown, matched)
 

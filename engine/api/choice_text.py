@@ -1,0 +1,218 @@
+"""Tokens of one choice to text, step by step: detokenized, and cut at a stop string."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+from engine.api.plan import Plan
+from engine.api.tokenizer import Tokenizer
+from engine.types import (
+    FinishReason,
+    GenerateOutput,
+    KVTransferParams,
+    KVTransferStats,
+    TokenId,
+    TokenLogprob,
+)
+
+_REPLACEMENT = "\ufffd"
+_MAX_UNSETTLED = 3
+_KEEP = 8
+_LIMIT = 24
+
+
+class Detokenizer:
+    """Decodes a bounded window of the last tokens; returns text that is new and final.
+
+    The window starts with the end of the prompt, because decoders treat the first token of a text
+    differently. A character of four bytes may arrive in four tokens: up to three replacement
+    characters at the end are held until the next token or `flush` settles them.
+    """
+
+    __slots__ = ("_decode", "_shown", "_window")
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(context[-_KEEP:])
+        self._shown = len(decode(self._window)) if self._window else 0
+
+    def push(self, token_id: int) -> str:
+        """Add one token; returns the text that it completes, possibly empty."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        #  text:  0 .. shown         | shown .. settled | settled .. end
+        #         returned earlier   | returned now     | held: may be half a character
+        settled = len(text)
+        while len(text) - settled < _MAX_UNSETTLED and text.endswith(_REPLACEMENT, 0, settled):
+            settled -= 1
+        piece = text[self._shown : settled]
+        self._shown += len(piece)
+        if len(self._window) >= _LIMIT:
+            held = max(0, len(text) - self._shown)
+            del self._window[:-_KEEP]
+            self._shown = max(0, len(self._decode(self._window)) - held)
+        return piece
+
+    def flush(self) -> str:
+        """Return what was held; the stream has ended."""
+        text = self._decode(self._window) if self._window else ""
+        piece = text[self._shown :]
+        self._shown += len(piece)
+        return piece
+
+
+class Matched(NamedTuple):
+    """Text that may be shown now, and the stop string that ended the stream, if one did."""
+
+    text: str
+    stop: str | None
+
+
+class StopMatcher:
+    """Holds back text that could begin a stop string and cuts the stream at the first match.
+
+    The first match is the one that ends first; of several that end together, the longest. With
+    `include` the stop string itself is shown.
+    """
+
+    __slots__ = ("_held", "_include", "_stops")
+
+    def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._held = ""
+
+    def feed(self, text: str, *, armed: bool = True) -> Matched:
+        """Add text; a match that ends in it counts only while `armed`.
+
+        The matcher must not be fed after a match.
+        """
+        seen, text = len(self._held), self._held + text
+        if armed:
+            # The held part was searched before: a new match ends after it.
+            starts = ((text.find(it, max(0, seen - len(it) + 1)), it) for it in self._stops)
+            ends = [(at + len(it), -len(it), it) for at, it in starts if at >= 0]
+            if ends:
+                end, length, stop = min(ends)
+                self._held = ""
+                return Matched(text[: end if self._include else end + length], stop)
+        visible = min((self._possible_start(text, stop) for stop in self._stops), default=len(text))
+        self._held = text[visible:]
+        return Matched(text[:visible], None)
+
+    def flush(self) -> str:
+        """Return what was held back; the stream ended and no stop string came."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _possible_start(text: str, stop: str) -> int:
+        """Where the end of `text` begins that `stop` begins with; the text's length if nowhere."""
+        at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while at >= 0 and not stop.startswith(text[at:]):
+            at = text.find(stop[0], at + 1)
+        return at if at >= 0 else len(text)
+
+
+@dataclass(slots=True, frozen=True)
+class Delta:
+    """News of one choice. `text_offset` is where `text` begins in the choice's whole text."""
+
+    index: int
+    text: str
+    text_offset: int
+    token_ids: tuple[TokenId, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: TokenId | str | None = None
+    num_cached_tokens: int = 0
+    kv_transfer_params: KVTransferParams | None = None
+    kv_transfer: KVTransferStats | None = None
+
+
+class ChoiceText:
+    """Turns the outputs of one choice into deltas."""
+
+    def __init__(self, plan: Plan, index: int, tokenizer: Tokenizer) -> None:
+        decode = partial(tokenizer.decode, skip_special_tokens=plan.text.skip_special_tokens)
+        self._index = index
+        self._show_stop = plan.text.include_stop
+        self._wants_logprobs = plan.requests[index].sampling.logprobs is not None
+        self._min_tokens = plan.requests[index].sampling.min_tokens
+        self._detokenizer = Detokenizer(decode, plan.prompt_of(index))
+        self._matcher = StopMatcher(plan.text.stop, include=plan.text.include_stop)
+        self._num_tokens = 0
+        self._num_chars = 0
+
+    def take(self, output: GenerateOutput) -> Delta:
+        """Delta of one output; a stop string ends the choice although the output does not."""
+        text, num_used, stop = self._read(output)
+        offset, self._num_chars = self._num_chars, self._num_chars + len(text)
+        logprobs = (output.logprobs or ()) if self._wants_logprobs else ()
+        return Delta(
+            index=self._index,
+            text=text,
+            text_offset=offset,
+            token_ids=output.token_ids[:num_used],
+            logprobs=logprobs[:num_used],
+            finish_reason=output.finish_reason if stop is None else FinishReason.STOP,
+            stop_reason=output.stop_reason if stop is None else stop,
+            num_cached_tokens=output.num_cached_tokens,
+            kv_transfer_params=output.kv_transfer_params,
+            kv_transfer=output.kv_transfer,
+        )
+
+    def _read(self, output: GenerateOutput) -> tuple[str, int, str | None]:
+        """Text of the output, number of tokens used, and the stop string that cut them."""
+        shown = output.token_ids
+        if output.finish_reason is FinishReason.STOP and not self._show_stop:
+            shown = shown[:-1]  # the token that stopped the choice
+        text = ""
+        for num_used, token_id in enumerate(shown, start=1):
+            self._num_tokens += 1
+            matched = self._match(self._detokenizer.push(token_id))
+            text += matched.text
+            if matched.stop is not None:
+                return text, num_used, matched.stop
+        if output.finish_reason is None:
+            return text, len(output.token_ids), None
+        matched = self._match(self._detokenizer.flush())
+        text += matched.text + self._matcher.flush()
+        return text, len(output.token_ids), matched.stop
+
+    def _match(self, text: str) -> Matched:
+        """Stop strings count only in text after the first `min_tokens` tokens."""
+        return self._matcher.feed(text, armed=self._num_tokens > self._min_tokens)
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """All deltas of one choice, joined."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[TokenId] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: TokenId | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Append one delta; the last one says why the choice ended."""
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+
+    def as_delta(self) -> Delta:
+        """The choice as if it had come in one piece."""
+        return Delta(
+            index=self.index,
+            text="".join(self.texts),
+            text_offset=0,
+            token_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
