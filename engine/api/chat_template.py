@@ -16,6 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from engine.errors import CheckpointError, InvalidRequestError
 
@@ -24,20 +25,13 @@ MAX_RENDER_S = 2.0
 _MAX_BITS = 4096
 
 # What fills up to a width that the template names; templates of models do without.
-_WIDE_GLOBALS = ("cycler", "joiner", "lipsum")
 _WIDE_FILTERS = ("batch", "center", "format", "slice", "wordwrap")
 _WIDE_METHODS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
 _WIDE_FORMAT = re.compile(r"\d{5}|\*|:[^}]*\{")
 
 _TEMPLATE_FAULTS = (
-    jinja2.TemplateError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    MemoryError,
-    RecursionError,
-    TypeError,
-    ValueError,
+    *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError),
+    *(MemoryError, RecursionError, TypeError, ValueError),
 )
 
 
@@ -55,11 +49,30 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose loops, macros and growing operators look at the limits.
+class _Checks(NodeTransformer):
+    """Puts checks into the syntax tree, where a template can neither see nor replace them.
 
-    The checks are put into the syntax tree, where a template can neither see nor replace them.
+    A loop or macro that writes nothing gives the renderer no other chance to look at the clock, and
+    Jinja's sandbox does not intercept `~`.
     """
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        node.body.insert(0, nodes.ExprStmt(_call("check_time", [], node.lineno)))
+        return self.generic_visit(node)
+
+    visit_Macro = visit_CallBlock = visit_For
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("joined", node.nodes, node.lineno)
+
+
+def _call(name: str, arguments: list[nodes.Expr], lineno: int) -> nodes.Call:
+    return nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None, lineno=lineno)
+
+
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox whose loops, macros and growing operators look at the limits."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
     deadline: float = 0.0
@@ -67,20 +80,21 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
-        block: Any
-        for block in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-            block.body.insert(0, _check_node(block.lineno))
-        _replace_concats(tree)
+        _Checks().visit(tree)
+        tree.set_environment(self)
         return tree
 
-    def check_time(self) -> str:
+    def check_time(self) -> None:
         if time.monotonic() > self.deadline:
             raise _LimitError("it runs too long")
-        return ""
 
     def check_size(self, size: int) -> None:
         if size > self.max_chars:
             raise _LimitError(f"it grows beyond {self.max_chars} characters")
+
+    def check_format(self, layout: object) -> None:
+        if isinstance(layout, str) and _WIDE_FORMAT.search(layout):
+            raise _LimitError(f"its format {layout[:40]!r} has a wide or a computed width")
 
     def joined(self, *parts: object) -> str:
         texts = [str(part) for part in parts]
@@ -97,61 +111,19 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.check_format(value.__self__)
         return wrapped
 
-    def check_format(self, layout: object) -> None:
-        if isinstance(layout, str) and _WIDE_FORMAT.search(layout):
-            raise _LimitError(f"its format {layout[:40]!r} has a wide or a computed width")
-
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "*":
-            self.check_size(_product_size(left, right))
+        numbers = [it for it in (left, right) if isinstance(it, int)]
+        sequences = [it for it in (left, right) if isinstance(it, str | list | tuple)]
+        if operator == "*" and numbers and sequences:
+            self.check_size(len(sequences[0]) * numbers[0])
+        if operator == "**" and len(numbers) == 2 and left.bit_length() * abs(right) > _MAX_BITS:
+            self.check_size(self.max_chars + 1)
         if operator == "%":
             self.check_format(left)
-        if operator == "**":
-            self.check_size(_power_size(left, right, self.max_chars))
         result = super().call_binop(context, operator, left, right)
         if isinstance(result, str | list | tuple):
             self.check_size(len(result))
         return result
-
-
-def _check_node(lineno: int) -> nodes.Node:
-    call = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
-    return nodes.ExprStmt(call).set_lineno(lineno)
-
-
-def _replace_concats(node: nodes.Node) -> None:
-    """Turn every `a ~ b` below `node` into a call that looks at the size first."""
-    for key, value in node.iter_fields():
-        if isinstance(value, list):
-            value[:] = [_without_concat(item) for item in value]
-        else:
-            setattr(node, key, _without_concat(value))
-
-
-def _without_concat(value: Any) -> Any:
-    if not isinstance(value, nodes.Node):
-        return value
-    _replace_concats(value)
-    if not isinstance(value, nodes.Concat):
-        return value
-    joined = nodes.EnvironmentAttribute("joined", lineno=value.lineno)
-    return nodes.Call(
-        joined, value.nodes, [], None, None, lineno=value.lineno, environment=value.environment
-    )
-
-
-def _product_size(left: Any, right: Any) -> int:
-    """Length of `left * right` where one is a text or list, else 0."""
-    for sequence, count in ((left, right), (right, left)):
-        if isinstance(sequence, str | list | tuple) and isinstance(count, int):
-            return len(sequence) * max(count, 0)
-    return 0
-
-
-def _power_size(left: Any, right: Any, too_much: int) -> int:
-    if not (isinstance(left, int) and isinstance(right, int)):
-        return 0
-    return too_much + 1 if left.bit_length() * abs(right) > _MAX_BITS else 0
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -181,11 +153,19 @@ class ChatTemplate:
         max_chars: int = MAX_RENDERED_CHARS,
         max_seconds: float = MAX_RENDER_S,
     ) -> None:
-        self._environment = _make_environment(max_chars)
+        self._environment = environment = _BoundedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.max_chars = max_chars
+        del environment.globals["lipsum"]
+        for name in _WIDE_FILTERS:
+            del environment.filters[name]
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
         self._max_seconds = max_seconds
         self._special_tokens = dict(special_tokens or {})
         try:
-            self._code = self._environment.compile(source)
+            self._code = environment.compile(source)
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             raise CheckpointError(f"the chat template is not valid Jinja: {error}") from error
 
@@ -211,6 +191,7 @@ class ChatTemplate:
             ) from error
 
     def _write(self, names: Mapping[str, Any]) -> str:
+        # Each rendering has a deadline of its own: an overlay shares all but its attributes.
         bounded = self._environment.overlay()
         bounded.deadline = time.monotonic() + self._max_seconds
         template = jinja2.Template.from_code(bounded, self._code, bounded.make_globals(None))
@@ -222,18 +203,3 @@ class ChatTemplate:
             bounded.check_time()
             parts.append(part)
         return "".join(parts)
-
-
-def _make_environment(max_chars: int) -> _BoundedEnvironment:
-    environment = _BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.max_chars = max_chars
-    for name in _WIDE_GLOBALS:
-        del environment.globals[name]
-    for name in _WIDE_FILTERS:
-        del environment.filters[name]
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
