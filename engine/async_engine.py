@@ -126,7 +126,7 @@ class AsyncEngine:
                 yield output
             all_taken = True
         except (EngineGenerateError, KVLoadError):
-            self._metrics.finished(FinishReason.ERROR)
+            self._metrics.finished(FinishReason.ERROR).inc()
             raise
         finally:
             del self._streams[unique.request_id]

@@ -1,10 +1,14 @@
-"""Every metric of a node, declared once, under vLLM's name where vLLM has one.
+"""The metrics of a node's engine, declared once, under vLLM's name where vLLM has one.
 
-Numbers that a component counts anyway are read when Prometheus asks; nothing is updated per step.
+A connector declares its own beside them (`connector/pd/metrics.py`). Numbers that a component
+counts anyway are read when Prometheus asks; nothing is updated per step.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -13,22 +17,85 @@ from prometheus_client.registry import Collector
 from engine.types import GenerateOutput, GenerateRequest
 
 LABELS = ("model_name", "engine")
-LATENCY_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0,
-)  # fmt: skip
-BYTES_BUCKETS = tuple(float(4**power) for power in range(6, 18))
-SHARE_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
-COUNT_BUCKETS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 512.0, 2048.0)
 
-Metric = GaugeMetricFamily | CounterMetricFamily
+# vLLM's buckets for vLLM's names (vllm/v1/metrics/loggers.py), in seconds. Histograms of nodes, of
+# the proxy and of vLLM can be added up only if all of them have the same buckets.
+TTFT_BUCKETS: Final = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+ITL_BUCKETS: Final = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+E2E_BUCKETS: Final = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+SHARE_BUCKETS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+
+Table = Mapping[str, tuple[str, ...]]
+NO_ROWS: Final[Table] = {}
+
+# What an `engine.sched.scheduler.Scheduler` counts, as tables for `NodeMetrics.read`.
+SCHEDULER_GAUGES: Final[Table] = {
+    "vllm:num_requests_running": ("num_running", "Requests with blocks."),
+    "vllm:num_requests_waiting": ("num_waiting", "Requests without blocks."),
+    "vllm:kv_cache_usage_perc": ("cache.usage", "Share of units in use."),
+    "tandem:held_requests": ("num_held", "Finished requests held under a lease."),
+    "tandem:mamba_states": ("cache.num_states", "Units with a Mamba state in use."),
+    "tandem:mamba_idle_states": (
+        "cache.num_idle_states",
+        "Units with a Mamba state that is kept for reuse and not in use.",
+    ),
+}
+SCHEDULER_COUNTERS: Final[Table] = {
+    "vllm:prefix_cache_queries": (
+        "stats.prefix_queries",
+        "Prompt tokens looked up in the prefix cache.",
+    ),
+    "vllm:prefix_cache_hits": ("stats.prefix_hits", "Prompt tokens found in the prefix cache."),
+    "vllm:external_prefix_cache_queries": (
+        "stats.external_queries",
+        "Prompt tokens of remote prefills that were not here.",
+    ),
+    "vllm:external_prefix_cache_hits": (
+        "stats.external_hits",
+        "Prompt tokens that were pulled, or are being pulled.",
+    ),
+    "tandem:mamba_checkpoint_hits": (
+        "stats.checkpoint_hits",
+        "Requests that started from a kept Mamba state.",
+    ),
+    "tandem:mamba_checkpoints_written": (
+        "stats.checkpoints_written",
+        "Mamba states copied for reuse, by the phase of their request.",
+        "phase",
+    ),
+    "vllm:prompt_tokens_recomputed": (
+        "stats.recomputed_tokens",
+        "Tokens computed again, by cause; no_checkpoint: their attention blocks were here.",
+        "cause",
+    ),
+    "vllm:num_preemptions": (
+        "stats.preemptions",
+        "Requests that lost their blocks.",
+        "reason",
+    ),
+}
+
+Family = GaugeMetricFamily | CounterMetricFamily
+Read = Callable[[], float | Mapping[str, float]]
 
 
-class NodeMetrics:
-    """The registry of one node; `labels` are (served model name, engine id)."""
+class NodeMetrics(Collector):
+    """The registry of one node; every sample has its served model name and its engine id."""
 
     def __init__(self, model_name: str, engine_id: str) -> None:
         self.registry = CollectorRegistry()
         self.labels = (model_name, engine_id)
+        self._readings: list[tuple[Callable[[], Family], Read]] = []
+        self.registry.register(self)
 
     def histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
         """A histogram with this node's labels bound."""
@@ -39,79 +106,46 @@ class NodeMetrics:
         """A counter with this node's labels bound."""
         return Counter(name, help_text, LABELS, registry=self.registry).labels(*self.labels)
 
-    def labelled_counter(self, name: str, help_text: str, label: str) -> Counter:
-        """A counter with one more label, to be bound with `.labels(*metrics.labels, value)`."""
-        return Counter(name, help_text, (*LABELS, label), registry=self.registry)
+    def counter_by(self, label: str, name: str, help_text: str) -> Callable[[str], Counter]:
+        """A counter with one more label: call it with a value of `label`."""
+        counter = Counter(name, help_text, (*LABELS, label), registry=self.registry)
+        return partial(counter.labels, *self.labels)
 
-    def read_gauge(self, name: str, help_text: str, read: Callable[[], float]) -> None:
-        """A gauge that is read when it is scraped."""
+    def read(self, source: object, *, gauges: Table = NO_ROWS, counters: Table = NO_ROWS) -> None:
+        """Reads attributes of `source` at each scrape.
 
-        def collect() -> Iterable[Metric]:
-            family = GaugeMetricFamily(name, help_text, labels=LABELS)
-            family.add_metric(self.labels, read())
+        Rows are metric name -> (attribute path, help[, label]). With a label the attribute is a
+        mapping, one number per value of the label.
+        """
+        for kind, table in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (path, help_text, *label) in table.items():
+                family = partial(kind, name, help_text, labels=(*LABELS, *label))
+                self._readings.append((family, partial(attrgetter(path), source)))
+
+    def collect(self) -> Iterable[Family]:
+        for make_family, read in self._readings:
+            family, value = make_family(), read()
+            if isinstance(value, Mapping):
+                # A copy, since the engine thread may add a key meanwhile.
+                for label, number in dict(value).items():
+                    family.add_metric((*self.labels, label), number)
+            else:
+                family.add_metric(self.labels, value)
             yield family
-
-        self.registry.register(_Reader(collect))
-
-    def read_total(self, name: str, help_text: str, read: Callable[[], int]) -> None:
-        """A counter that is read when it is scraped."""
-
-        def collect() -> Iterable[Metric]:
-            family = CounterMetricFamily(name, help_text, labels=LABELS)
-            family.add_metric(self.labels, read())
-            yield family
-
-        self.registry.register(_Reader(collect))
-
-    def read_labelled_gauge(
-        self, name: str, help_text: str, label: str, *, read: Callable[[], dict[str, int]]
-    ) -> None:
-        """A gauge with one more label whose values are read when it is scraped."""
-
-        def collect() -> Iterable[Metric]:
-            family = GaugeMetricFamily(name, help_text, labels=(*LABELS, label))
-            for value, count in read().items():
-                family.add_metric((*self.labels, value), count)
-            yield family
-
-        self.registry.register(_Reader(collect))
-
-    def read_counter(
-        self, name: str, help_text: str, label: str, *, read: Callable[[], dict[str, int]]
-    ) -> None:
-        """A counter with one more label whose values are read when it is scraped."""
-
-        def collect() -> Iterable[Metric]:
-            family = CounterMetricFamily(name, help_text, labels=(*LABELS, label))
-            for value, count in read().items():
-                family.add_metric((*self.labels, value), count)
-            yield family
-
-        self.registry.register(_Reader(collect))
-
-
-class _Reader(Collector):
-    def __init__(self, collect: Callable[[], Iterable[Metric]]) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterable[Metric]:
-        """What Prometheus reads."""
-        return self._collect()
 
 
 class RequestMetrics:
     """Latencies and token counts of requests, as seen where their outputs leave the engine."""
 
     def __init__(self, metrics: NodeMetrics) -> None:
-        self._labels = metrics.labels
         self.ttft = metrics.histogram(
-            "vllm:time_to_first_token_seconds", "Arrival to first token.", LATENCY_BUCKETS
+            "vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS
         )
         self.itl = metrics.histogram(
-            "vllm:inter_token_latency_seconds", "Time between tokens.", LATENCY_BUCKETS
+            "vllm:inter_token_latency_seconds", "Time between tokens.", ITL_BUCKETS
         )
         self.e2e = metrics.histogram(
-            "vllm:e2e_request_latency_seconds", "Arrival to last token.", LATENCY_BUCKETS
+            "vllm:e2e_request_latency_seconds", "Arrival to last token.", E2E_BUCKETS
         )
         self.prompt_tokens = metrics.counter("vllm:prompt_tokens", "Prompt tokens of requests.")
         self.generation_tokens = metrics.counter("vllm:generation_tokens", "Tokens generated.")
@@ -120,18 +154,14 @@ class RequestMetrics:
             "Part of the time from arrival to the first token computed here that the pull took.",
             SHARE_BUCKETS,
         )
-        self._success = metrics.labelled_counter(
-            "vllm:request_success", "Requests that ended, by reason.", "finished_reason"
+        self.finished = metrics.counter_by(
+            "finished_reason", "vllm:request_success", "Requests that ended, by reason."
         )
 
     def start(self, request: GenerateRequest) -> "RequestTimer":
         """Begins the clock of one request."""
         self.prompt_tokens.inc(len(request.prompt_token_ids))
         return RequestTimer(self)
-
-    def finished(self, reason: str) -> None:
-        """Counts one ended request."""
-        self._success.labels(*self._labels, reason).inc()
 
 
 class RequestTimer:
@@ -144,7 +174,7 @@ class RequestTimer:
         self._second: float | None = None
 
     def observe(self, output: GenerateOutput) -> None:
-        """Books one output."""
+        """Records one output."""
         now = time.monotonic()
         if self._last is None:
             self._metrics.ttft.observe(now - self._start)
@@ -155,7 +185,7 @@ class RequestTimer:
         self._metrics.generation_tokens.inc(len(output.token_ids))
         if output.finish_reason is not None:
             self._metrics.e2e.observe(now - self._start)
-            self._metrics.finished(output.finish_reason)
+            self._metrics.finished(output.finish_reason).inc()
             if output.kv_transfer is not None and self._second is not None:
                 seconds = output.kv_transfer.transfer_ms / 1e3
                 self._metrics.transfer_share.observe(seconds / (self._second - self._start))

@@ -1,24 +1,11 @@
 """Every counter and histogram of the proxy, declared once. vLLM's names where vLLM has one."""
 
 import time
-from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from engine.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS
 from engine.types import GenerateOutput
-
-_TTFT_BUCKETS: Final = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0),
-)
-_ITL_BUCKETS: Final = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5),
-    *(0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-_E2E_BUCKETS: Final = (
-    *(0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
-    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0),
-)
 
 
 class ProxyMetrics:
@@ -57,19 +44,19 @@ class ProxyMetrics:
         self.time_to_first_token = _latency(
             "vllm:time_to_first_token_seconds",
             "From the request's arrival to its first token.",
-            _TTFT_BUCKETS,
+            TTFT_BUCKETS,
             registry=registry,
         )
         self.inter_token_latency = _latency(
             "vllm:inter_token_latency_seconds",
             "Between two outputs of one request.",
-            _ITL_BUCKETS,
+            ITL_BUCKETS,
             registry=registry,
         )
         self.e2e_request_latency = _latency(
             "vllm:e2e_request_latency_seconds",
             "From the request's arrival to its last token.",
-            _E2E_BUCKETS,
+            E2E_BUCKETS,
             registry=registry,
         )
 

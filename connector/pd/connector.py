@@ -14,7 +14,7 @@ from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader
 from connector.pd.decode.remote_prefills import RemotePrefills
 from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.lease_records import LeaseRecords
-from connector.pd.metrics import TransferMetrics
+from connector.pd.metrics import LEASE_COUNTERS, LEASE_GAUGES, PULL_GAUGES, TransferMetrics
 from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
@@ -23,7 +23,6 @@ from connector.pd.prefill.producer import (
     AdvertisedAddress,
     ProducerScheduler,
     ProducerWorker,
-    held_bytes,
 )
 from connector.pd.wire.geometry import describe_geometry
 from connector.pd.wire.messages import Handshake
@@ -110,7 +109,7 @@ class PdBuilder:
         identity = partial(
             _identity, settings, plan, digests, extra=extra, records=records, transport=transport
         )
-        leases = _watched_leases(extra.kv_lease_duration, plan, metrics, records=records)
+        leases = LeaseTable(extra.kv_lease_duration, time.monotonic, records)
         token = settings.cluster_token
         signer = ParamsSigner(None if token is None else signing_key(token))
         peers = _peers(settings, identity(), transport, extra=extra, faults=faults)
@@ -132,6 +131,9 @@ class PdBuilder:
             claims, recompute_threshold=extra.kv_recompute_threshold, metrics=transfers
         )
         puller = ConsumerWorker(plan, reader, claims, metrics=transfers, config=extra, wake=wake)
+        metrics.read(producer, gauges=LEASE_GAUGES)
+        metrics.read(leases, counters=LEASE_COUNTERS)
+        metrics.read(puller, gauges=PULL_GAUGES)
         return PdConnector(
             Connector(
                 PdAdmission(signer, claims, settings.config, extra=extra, metrics=transfers),
@@ -164,33 +166,6 @@ def _peers(
         control_timeout_s=extra.control_timeout,
         faults=faults,
     )
-
-
-def _watched_leases(
-    duration_s: float, plan: ArenaPlan, metrics: NodeMetrics, *, records: LeaseRecords
-) -> LeaseTable:
-    leases = LeaseTable(duration_s, time.monotonic, records)
-    metrics.read_gauge(
-        "tandem:held_lease_bytes",
-        "Bytes of finished requests that are held under a lease.",
-        lambda: held_bytes(plan, leases),
-    )
-    metrics.read_total(
-        "vllm:nixl_num_kv_expired_reqs",
-        "Leases that ended before anybody released them.",
-        lambda: leases.num_expired,
-    )
-    metrics.read_total(
-        "vllm:nixl_num_notifications_after_expiry",
-        "Releases of leases that had ended, or never were.",
-        lambda: leases.num_late_releases,
-    )
-    metrics.read_total(
-        "tandem:held_turns_taken_back",
-        "Requests held for a next turn that were let go early because memory was short.",
-        lambda: leases.num_taken_back,
-    )
-    return leases
 
 
 def _identity(

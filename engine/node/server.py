@@ -26,7 +26,7 @@ from engine.http.server import HttpServer
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.report import plan_report
-from engine.metrics import NodeMetrics, RequestMetrics
+from engine.metrics import SCHEDULER_COUNTERS, SCHEDULER_GAUGES, NodeMetrics, RequestMetrics
 from engine.model_configs.base import ModelConfig
 from engine.model_configs.folder import resolve_folder
 from engine.model_configs.generation import read_eos_token_ids
@@ -34,7 +34,6 @@ from engine.model_configs.registry import read_config
 from engine.models.fingerprint import model_fingerprint
 from engine.models.loader import load_model
 from engine.node.connector import BuilderOf, ConnectorSettings, NodeConnector
-from engine.node.gauges import register_gauges
 from engine.node.incarnation import new_engine_id
 from engine.node.limits import (
     check_decode_checkpoints,
@@ -214,7 +213,7 @@ class NodeServer:
             recompute_failed_loads=policy == "recompute",
         )
         core = EngineCore(scheduler, runner, connector.connector)
-        register_gauges(self.metrics, core)
+        self.metrics.read(scheduler, gauges=SCHEDULER_GAUGES, counters=SCHEDULER_COUNTERS)
         engine = AsyncEngine(
             core, connector.connector.admission, limits, metrics=RequestMetrics(self.metrics)
         )

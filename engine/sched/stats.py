@@ -30,6 +30,11 @@ class SchedulerStats:
     checkpoints_written: dict[str, int] = field(default_factory=dict)
     recomputed_tokens: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def preemptions(self) -> dict[str, int]:
+        """Preemptions by reason."""
+        return {"no_free_units": self.num_preemptions}
+
     def started(self, request: Request, num_hit: int, num_external: int) -> None:
         """Books where the prompt of a starting request comes from."""
         self.prefix_queries += request.num_prompt_tokens

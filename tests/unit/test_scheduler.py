@@ -1,18 +1,14 @@
 """The scheduler without a model: what a step asks of the cache, and what it counts."""
 
-from typing import Any, cast
-
 import pytest
 
 from engine.config import SchedulerConfig
-from engine.core import EngineCore
 from engine.kv_cache.checkpoints import decode_positions
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
-from engine.kv_connector import LocalScheduler, SchedulerConnector, local_connector
-from engine.metrics import NodeMetrics
-from engine.node.gauges import register_gauges
+from engine.kv_connector import LocalScheduler, SchedulerConnector
+from engine.metrics import SCHEDULER_COUNTERS, SCHEDULER_GAUGES, NodeMetrics
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.step import ConnectorOutput, ModelRunnerOutput, SampledToken, SchedulerOutput
@@ -198,7 +194,7 @@ def test_a_failed_load_tells_how_much_was_here_and_how_much_was_computed() -> No
 def test_a_scrape_shows_what_the_scheduler_counted() -> None:
     scheduler = scheduler_of(interval=32)
     metrics = NodeMetrics("m", "e")
-    register_gauges(metrics, EngineCore(scheduler, cast(Any, None), local_connector()))
+    metrics.read(scheduler, gauges=SCHEDULER_GAUGES, counters=SCHEDULER_COUNTERS)
     for name, tail in (("first", 500), ("second", 600), ("third", 700)):
         add(scheduler, name, [*tokens(80), *tokens(20, tail)], max_tokens=40)
         run(scheduler)
@@ -214,5 +210,6 @@ def test_a_scrape_shows_what_the_scheduler_counted() -> None:
     assert sample("tandem:mamba_checkpoint_hits_total") == 1
     assert sample("tandem:mamba_checkpoints_written_total", phase="prefill") == 4
     assert sample("tandem:mamba_checkpoints_written_total", phase="decode") == 3
+    assert sample("vllm:num_preemptions_total", reason="no_free_units") == 0
     assert sample("tandem:mamba_states") == 0
     assert sample("tandem:mamba_idle_states") == 4 + 3 + 3

@@ -103,7 +103,7 @@ class PdAdmission(AdmissionConnector):
         try:
             self._signer.verify(params)
         except KVTransferParamsError as error:
-            self._metrics.hand_over_failed("refused")
+            self._metrics.hand_over_failures("refused").inc()
             self._claims.problems.note("refused", str(error))
             raise
 
@@ -114,7 +114,7 @@ class PdAdmission(AdmissionConnector):
         claim = PrefillClaim(request.request_id, params)
         if cause is not None:
             self._claims.decline(claim)
-            self._metrics.not_pulled(cause)
+            self._metrics.return_pulls_skipped(cause).inc()
             return
         try:
             await self._ask(claim)
@@ -136,7 +136,7 @@ class PdAdmission(AdmissionConnector):
     def _compute_here(self, request: GenerateRequest, error: BaseException) -> None:
         cause = causes.of_question(error)
         log.info("the turn before cannot be pulled", cause=cause, error=str(error))
-        self._metrics.not_pulled(cause)
+        self._metrics.return_pulls_skipped(cause).inc()
         self.withdraw(request.request_id)
 
     def _cannot_be_had(self, claim: PrefillClaim, error: BaseException) -> None:

@@ -78,7 +78,7 @@ class ConsumerScheduler(SchedulerConnector):
             request.lose(claim.num_tokens, claim.failure)
         if claim is not None and claim.stands:
             if claim.params.is_return_pull:
-                self._metrics.not_pulled("below_threshold")
+                self._metrics.return_pulls_skipped("below_threshold").inc()
             claim.stats = _stats(claim, None, request.num_computed_tokens)
             self._claims.settle(claim)
 
@@ -131,7 +131,6 @@ class ConsumerWorker(WorkerConnector):
         )
         self._pool = FairPool(limits, "kv-pull")
         self._stopping = threading.Event()
-        metrics.read_stages(self._stages)
 
     def start_load_kv(self, meta: ConnectorMeta) -> None:
         """Hands each pull to the pull threads, which serve peers in turn; refused pulls fail."""
@@ -165,7 +164,8 @@ class ConsumerWorker(WorkerConnector):
         self._pool.close()
         self._reader.close()
 
-    def _stages(self) -> dict[str, int]:
+    @property
+    def pulls_by_stage(self) -> dict[str, int]:
         """Pulls by stage, in vLLM's words."""
         return {
             "waiting_to_start": self._pool.num_waiting,

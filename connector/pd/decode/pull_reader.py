@@ -237,8 +237,8 @@ class PullReader:
         if wrong:
             is_state = [group.is_state for group in plan.groups for _ in group.blocks]
             states = sum(is_state[number] for number in wrong)
-            self._metrics.differed("state", states)
-            self._metrics.differed("attention", len(wrong) - states)
+            self._metrics.differing("state").inc(states)
+            self._metrics.differing("attention").inc(len(wrong) - states)
         return wrong
 
     def _read_blocks(

@@ -191,7 +191,7 @@ class RemotePrefills:
         """
         claim.fail(cause)
         self._metrics.failed.inc()
-        self._metrics.hand_over_failed(cause)
+        self._metrics.hand_over_failures(cause).inc()
         about = {"engine_id": claim.engine_id, "address": join_host_port(*claim.address)}
         if cause in causes.OF_ONE_OBJECT:
             self.problems.note(cause, str(error), **about)

@@ -56,6 +56,15 @@ class ProducerScheduler(SchedulerConnector):
         self._signer = signer
         self._turn_ttl_s = turn_ttl_s
 
+    @property
+    def num_held_bytes(self) -> int:
+        """Bytes that leases keep in use; a block that several leases hold counts once for each."""
+        return sum(
+            self._plan.block_bytes(group) * len(offsets)
+            for lease in self._leases.all_held()
+            for group, offsets in enumerate(lease.offsets)
+        )
+
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """A producer loads nothing."""
         return 0
@@ -144,18 +153,6 @@ def _for_decode(params: KVTransferParams, request: Request, lease: Lease) -> KVT
         remote_generation=lease.generation,
         first_token_ids=(request.token_ids[-1],),
         first_token_logprobs=(request.last_logprob,) if request.last_logprob else None,
-    )
-
-
-def held_bytes(plan: ArenaPlan, leases: LeaseTable) -> int:
-    """Bytes of blocks and states that leases keep from being used for anything else.
-
-    A block that several leases hold counts once for each.
-    """
-    return sum(
-        plan.block_bytes(group) * len(offsets)
-        for lease in leases.all_held()
-        for group, offsets in enumerate(lease.offsets)
     )
 
 
