@@ -144,7 +144,7 @@ class NodeClient:
 
     async def describe(self, timeout_s: float) -> NodeInfo:
         reply = await self._call(self._node.Describe, pb.DescribeRequest(), timeout_s)
-        return convert.node_info_from_pb(reply)
+        return convert.from_pb(reply, NodeInfo)
 
     async def get_tokenizer(self, timeout_s: float) -> Mapping[str, bytes]:
         """File name to content, as the node has them."""

@@ -38,7 +38,7 @@ class NodeService(NodeServicer):
                 await context.write(convert.output_to_pb(output))
 
     async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.NodeInfo:
-        return convert.node_info_to_pb(self._describe())
+        return convert.to_pb(self._describe(), pb.NodeInfo)
 
     async def GetTokenizer(
         self, request: pb.GetTokenizerRequest, context: object

@@ -7,8 +7,9 @@ from typing import Protocol
 
 from grpc import aio
 
-from connector.pd.wire import convert
+from connector.pd.wire.convert import digests_to_pb, held_blocks_to_pb
 from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
+from engine.rpc.convert import from_pb, to_pb
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import KvControlServicer, add_KvControlServicer_to_server
 
@@ -60,13 +61,13 @@ class ControlService(KvControlServicer):
 
     async def Handshake(self, request: pb.HandshakeRequest, context: object) -> pb.HandshakeReply:
         reply = await asyncio.to_thread(self._handler.handshake, request.engine_id)
-        return convert.handshake_to_pb(reply)
+        return to_pb(reply, pb.HandshakeReply)
 
     async def Claim(self, request: pb.ClaimRequest, context: object) -> pb.ClaimReply:
         claim = await asyncio.to_thread(
             self._handler.claim, request.engine_id, request.request_id, request.caller_engine_id
         )
-        return convert.held_blocks_to_pb(claim)
+        return held_blocks_to_pb(claim)
 
     async def Renew(self, request: pb.RenewRequest, context: object) -> pb.RenewReply:
         lost = await asyncio.to_thread(
@@ -97,9 +98,9 @@ class ControlService(KvControlServicer):
                     request.engine_id,
                     request.request_id,
                     request.generation,
-                    ranges=convert.ranges_from_pb(request.ranges),
+                    ranges=[from_pb(asked, BlockRange) for asked in request.ranges],
                     left=left,
                 )
             finally:
                 left.set()
-        return convert.digests_to_pb(digests)
+        return digests_to_pb(digests)

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from connector.pd.wire import convert
+from connector.pd.wire.convert import digests_from_pb, held_blocks_from_pb
 from connector.pd.wire.messages import (
     ANY_GENERATION,
     Digests,
@@ -20,6 +20,7 @@ from connector.pd.wire.messages import (
 )
 from engine.errors import AuthenticationError, TandemError
 from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, credentials, no_proof
+from engine.rpc.convert import from_pb, to_pb
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub
 from engine.rpc.proof import NOT_NEEDED, CallerProof, Proven, unproven
@@ -62,7 +63,7 @@ class ControlClient:
     def handshake(self, *, timeout_s: float) -> Handshake:
         request = pb.HandshakeRequest(engine_id=self._caller_engine_id)
         reply: pb.HandshakeReply = self._call(self._stub.Handshake, request, timeout_s)
-        return convert.handshake_from_pb(reply)
+        return from_pb(reply, Handshake)
 
     def claim(self, engine_id: str, request_id: str, *, timeout_s: float) -> HeldBlocks:
         """`engine_id` is the incarnation that is meant; another one at the same address refuses."""
@@ -70,7 +71,7 @@ class ControlClient:
             engine_id=engine_id, request_id=request_id, caller_engine_id=self._caller_engine_id
         )
         reply: pb.ClaimReply = self._call(self._stub.Claim, request, timeout_s)
-        return convert.held_blocks_from_pb(reply)
+        return held_blocks_from_pb(reply)
 
     def renew(
         self,
@@ -108,9 +109,9 @@ class ControlClient:
 
     def digests(self, question: DigestsQuestion, *, timeout_s: float) -> Digests:
         """What the bytes of a held prefill are; refused once it is not held any more."""
-        request = convert.digests_question_to_pb(question)
+        request = to_pb(question, pb.DigestsRequest)
         reply: pb.DigestsReply = self._call(self._stub.Digests, request, timeout_s)
-        return convert.digests_from_pb(reply)
+        return digests_from_pb(reply)
 
     @contextmanager
     def asking_digests(
@@ -120,7 +121,7 @@ class ControlClient:
 
         Costs a third of a millisecond, for a thread of gRPC's.
         """
-        message = convert.digests_question_to_pb(question)
+        message = to_pb(question, pb.DigestsRequest)
         proven = self._proof(timeout_s)
         call = self._stub.Digests.future(message, timeout=timeout_s, metadata=proven.metadata)
 
@@ -129,7 +130,7 @@ class ControlClient:
                 with _errors_of(self.address):
                     reply = call.result()
                     self._check(call, proven)
-                    return convert.digests_from_pb(reply)
+                    return digests_from_pb(reply)
             except AuthenticationError:
                 return self.digests(question, timeout_s=timeout_s)
 
