@@ -12,8 +12,9 @@ from starlette.routing import Route
 
 from engine.api.chat import ChatFormat
 from engine.api.completion import CompletionFormat
-from engine.api.endpoint import GenerateEndpoint, ReplyFormat
+from engine.api.endpoint import GenerateEndpoint
 from engine.api.operations import PROBE_PATHS, Operations
+from engine.api.plan import plan_chat, plan_completion
 from engine.api.serving import Serving
 from engine.errors import TandemError
 from engine.generator import Generator
@@ -36,19 +37,26 @@ def create_app(
     `api_key` guards all but probes, metrics and `open_routes`; None guards nothing. A node sets
     `accept_kv_transfer_params`; without it the key is ignored. The caller closes the generator.
     """
-    formats: dict[str, ReplyFormat] = {
-        "/v1/completions": CompletionFormat(serving),
-        "/v1/chat/completions": ChatFormat(serving),
-    }
     bodies = RequestBodies()
-    make_endpoint = partial(
-        GenerateEndpoint,
-        generator,
-        serving,
-        bodies=bodies,
-        accept_kv_transfer_params=accept_kv_transfer_params,
-    )
-    routes = [Route(path, make_endpoint(it), methods=["POST"]) for path, it in formats.items()]
+    routes = [
+        Route(
+            path,
+            GenerateEndpoint(
+                generator,
+                serving,
+                reply_format,
+                plan=partial(
+                    plan, serving=serving, accept_kv_transfer_params=accept_kv_transfer_params
+                ),
+                bodies=bodies,
+            ),
+            methods=["POST"],
+        )
+        for path, plan, reply_format in (
+            ("/v1/completions", plan_completion, CompletionFormat(serving.tokenizer)),
+            ("/v1/chat/completions", plan_chat, ChatFormat(serving.tokenizer)),
+        )
+    ]
     operations = Operations(generator, serving, metrics_registry, bodies=bodies)
     middleware = [Middleware(RequestIdEcho)]
     if api_key is not None:

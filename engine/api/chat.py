@@ -1,4 +1,4 @@
-"""Bodies and replies of POST /v1/chat/completions. Knows nothing of HTTP or streaming."""
+"""Replies of POST /v1/chat/completions. Knows nothing of HTTP or streaming."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from msgspec import UnsetType
 
 from engine.api.choice_text import Delta
-from engine.api.plan import Plan, plan_chat
+from engine.api.plan import Plan
 from engine.api.replies import (
     ChatChoice,
     ChatChunk,
@@ -20,7 +20,7 @@ from engine.api.replies import (
     Usage,
     finite,
 )
-from engine.api.serving import Serving
+from engine.api.tokenizer import Tokenizer
 from engine.api.usage import UsageCounter
 
 _REPLY = "chat.completion"
@@ -32,11 +32,8 @@ class ChatFormat:
 
     max_prompts = 1
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-
-    def plan(self, body: bytes, *, accept_kv_transfer_params: bool) -> Plan:
-        return plan_chat(body, self._serving, accept_kv_transfer_params=accept_kv_transfer_params)
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> ChatReply:
         return ChatReply(
@@ -95,9 +92,8 @@ class ChatFormat:
         return ChatLogprobs(content=content)
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        tokenizer = self._serving.tokenizer
         return {
-            "token": tokenizer.token_text(token_id),
+            "token": self._tokenizer.token_text(token_id),
             "logprob": finite(logprob),
-            "bytes": list(tokenizer.token_bytes(token_id)),
+            "bytes": list(self._tokenizer.token_bytes(token_id)),
         }

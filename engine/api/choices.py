@@ -13,7 +13,6 @@ from engine.generator import Generator
 from engine.types import FinishReason, GenerateOutput
 
 _T = TypeVar("_T")
-_Waiting = dict[asyncio.Future[tuple[_T, ...]], AsyncGenerator[_T, None]]
 
 
 class EndedEarlyError(TandemError):
@@ -53,47 +52,38 @@ def _refuse_failure(output: GenerateOutput) -> None:
 
 def follow(generator: Generator, plan: Plan, tokenizer: Tokenizer) -> AsyncGenerator[Delta, None]:
     """Deltas of all choices of a plan, as they come."""
-    streams = [
-        follow_choice(generator, plan, index, tokenizer=tokenizer)
-        for index in range(len(plan.requests))
-    ]
+    indices = range(len(plan.requests))
+    streams = [follow_choice(generator, plan, index, tokenizer=tokenizer) for index in indices]
     return streams[0] if len(streams) == 1 else merge(streams)
 
 
 async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
     """Items of all streams as they come, at most one ahead each; the first error ends all."""
-    waiting: _Waiting[_T] = {asyncio.ensure_future(_next_item(s)): s for s in streams}
+    # One task for each stream that has not ended, the one that was read last at the end.
+    reading = {_read(stream): stream for stream in streams}
     try:
-        async with aclosing(_as_they_come(waiting)) as items:
-            async for item in items:
-                yield item
-    finally:
-        await _close_all(list(waiting), streams)
-
-
-async def _as_they_come(waiting: _Waiting[_T]) -> AsyncGenerator[_T, None]:
-    """Keeps `waiting` true: it holds one task for each stream that has not ended."""
-    while waiting:
-        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in [task for task in waiting if task in done]:
-            stream = waiting.pop(task)
+        while reading:
+            task = next((task for task in reading if task.done()), None)
+            if task is None:
+                await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                continue
+            stream = reading.pop(task)
             for item in task.result():
                 yield item
-                waiting[asyncio.ensure_future(_next_item(stream))] = stream
+                reading[_read(stream)] = stream
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        await asyncio.gather(*(stream.aclose() for stream in streams), return_exceptions=True)
 
 
-async def _next_item(stream: AsyncGenerator[_T, None]) -> tuple[_T, ...]:
-    """The next item alone, or nothing when the stream has ended."""
-    try:
-        return (await anext(stream),)
-    except StopAsyncIteration:
+def _read(stream: AsyncGenerator[_T, None]) -> asyncio.Task[tuple[_T, ...]]:
+    """A task that ends with the next item alone, or with nothing when the stream has ended."""
+
+    async def read() -> tuple[_T, ...]:
+        async for item in stream:
+            return (item,)
         return ()
 
-
-async def _close_all(
-    tasks: Sequence[asyncio.Future[tuple[_T, ...]]], streams: Sequence[AsyncGenerator[_T, None]]
-) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.gather(*(stream.aclose() for stream in streams), return_exceptions=True)
+    return asyncio.create_task(read())

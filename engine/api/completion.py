@@ -1,4 +1,4 @@
-"""Bodies and replies of POST /v1/completions. Knows nothing of HTTP or streaming."""
+"""Replies of POST /v1/completions. Knows nothing of HTTP or streaming."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -6,7 +6,7 @@ from itertools import accumulate
 from msgspec import UNSET, UnsetType
 
 from engine.api.choice_text import Delta
-from engine.api.plan import Plan, plan_completion
+from engine.api.plan import Plan
 from engine.api.replies import (
     CompletionChoice,
     CompletionLogprobs,
@@ -15,7 +15,7 @@ from engine.api.replies import (
     finite,
 )
 from engine.api.schema import MAX_PROMPTS
-from engine.api.serving import Serving
+from engine.api.tokenizer import Tokenizer
 from engine.api.usage import UsageCounter
 from engine.types import TokenLogprob
 
@@ -27,13 +27,8 @@ class CompletionFormat:
 
     max_prompts = MAX_PROMPTS
 
-    def __init__(self, serving: Serving) -> None:
-        self._serving = serving
-
-    def plan(self, body: bytes, *, accept_kv_transfer_params: bool) -> Plan:
-        return plan_completion(
-            body, self._serving, accept_kv_transfer_params=accept_kv_transfer_params
-        )
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
 
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> CompletionReply:
         return CompletionReply(
@@ -65,7 +60,7 @@ class CompletionFormat:
 
     def _logprobs(self, delta: Delta) -> CompletionLogprobs:
         """Log-probabilities; offsets count characters from the start of the choice's text."""
-        tokens = [self._serving.tokenizer.token_text(it.token_id) for it in delta.logprobs]
+        tokens = [self._tokenizer.token_text(it.token_id) for it in delta.logprobs]
         return CompletionLogprobs(
             tokens=tokens,
             token_logprobs=[finite(entry.logprob) for entry in delta.logprobs],
@@ -77,5 +72,5 @@ class CompletionFormat:
         """The alternatives by text, best first; the chosen token is always among them."""
         found: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            found.setdefault(self._serving.tokenizer.token_text(token_id), finite(logprob))
+            found.setdefault(self._tokenizer.token_text(token_id), finite(logprob))
         return found

@@ -1,9 +1,8 @@
 """The two generating endpoints: decode and plan, generate, reply whole or as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, suppress
-from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -33,16 +32,9 @@ _STREAM_HEADERS = [
 
 
 class ReplyFormat(Protocol):
-    """Reads one endpoint's body, which holds up to `max_prompts`, and builds its replies."""
+    """Builds the replies of one endpoint, whose requests hold up to `max_prompts`."""
 
     max_prompts: int
-
-    def plan(self, body: bytes, *, accept_kv_transfer_params: bool) -> Plan:
-        """Plan of a body; raises InvalidRequestError leaves.
-
-        Where `kv_transfer_params` are not accepted (a proxy), they are thrown away unread.
-        """
-        ...
 
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> Envelope:
         """Whole reply of a finished request."""
@@ -60,7 +52,10 @@ class ReplyFormat(Protocol):
 
 
 class GenerateEndpoint:
-    """ASGI app of /v1/completions or /v1/chat/completions."""
+    """ASGI app of /v1/completions or /v1/chat/completions.
+
+    `plan` reads a request's body, on a thread, and raises InvalidRequestError leaves.
+    """
 
     def __init__(
         self,
@@ -68,13 +63,13 @@ class GenerateEndpoint:
         serving: Serving,
         reply_format: ReplyFormat,
         *,
+        plan: Callable[[bytes], Plan],
         bodies: RequestBodies,
-        accept_kv_transfer_params: bool,
     ) -> None:
         self._generator = generator
         self._tokenizer = serving.tokenizer
         self._format = reply_format
-        self._plan = partial(reply_format.plan, accept_kv_transfer_params=accept_kv_transfer_params)
+        self._plan = plan
         self._bodies = bodies
         self._max_bytes = max_body_bytes(serving, num_prompts=reply_format.max_prompts)
 

@@ -14,12 +14,9 @@ from starlette.routing import Route
 from engine.api.json_body import decode_body
 from engine.api.plan import check_model, encode_chat
 from engine.api.replies import (
-    DetokenizeReply,
     ModelCard,
     ModelList,
-    ReadyReply,
     TokenizeReply,
-    VersionReply,
 )
 from engine.api.schema import DetokenizeRequest, TokenizeRequest
 from engine.api.serving import Serving, max_body_bytes
@@ -77,10 +74,10 @@ class Operations:
     async def ready(self, request: Request) -> Response:
         """200 where traffic is welcome; `degraded` where it costs more than it should."""
         reasons = await _probe(self._generator.check_ready)
-        return _json(ReadyReply(status="degraded" if reasons else "ready", reasons=reasons))
+        return _json({"status": "degraded" if reasons else "ready", "reasons": reasons})
 
     async def version(self, request: Request) -> Response:
-        return _json(VersionReply(version=self._serving.version))
+        return _json({"version": self._serving.version})
 
     async def metrics(self, request: Request) -> Response:
         return await metrics_response(self._registry)
@@ -99,9 +96,7 @@ class Operations:
     async def detokenize(self, request: Request) -> Response:
         return await self._in_thread(request, self._detokenize)
 
-    async def _in_thread(
-        self, request: Request, work: Callable[[bytes], msgspec.Struct]
-    ) -> Response:
+    async def _in_thread(self, request: Request, work: Callable[[bytes], object]) -> Response:
         """The reply is encoded on the thread too: it may be as long as the request."""
         content = await self._bodies.process(
             request.scope,
@@ -143,7 +138,7 @@ class Operations:
             raise InvalidRequestError("send either prompt or messages", param="prompt")
         return encode_chat(fields, fields.messages, self._serving)
 
-    def _detokenize(self, body: bytes) -> DetokenizeReply:
+    def _detokenize(self, body: bytes) -> object:
         fields = decode_body(body, DetokenizeRequest, self._serving.max_model_len)
         check_model(fields.model, self._serving)
         if len(fields.tokens) > self._serving.max_model_len:
@@ -156,7 +151,7 @@ class Operations:
         check_token_ids(fields.tokens, self._serving.vocab_size, "tokens")
         self._serving.tokenizer.require_text("/detokenize")
         text = self._serving.tokenizer.decode(fields.tokens, skip_special_tokens=False)
-        return DetokenizeReply(prompt=text)
+        return {"prompt": text}
 
 
 async def metrics_response(registry: CollectorRegistry) -> Response:
@@ -178,5 +173,5 @@ async def _probe(check: Callable[[], Awaitable[Checked]]) -> Checked:
         raise UnavailableError(str(error)) from error
 
 
-def _json(reply: msgspec.Struct) -> Response:
+def _json(reply: object) -> Response:
     return Response(msgspec.json.encode(reply), media_type="application/json")

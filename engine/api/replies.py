@@ -175,22 +175,3 @@ class TokenizeReply(_Reply, frozen=True, kw_only=True):
     max_model_len: int
     tokens: TokenIds
     token_strs: list[str] | None = None
-
-
-class DetokenizeReply(_Reply, frozen=True, kw_only=True):
-    """POST /detokenize, in vLLM's shape."""
-
-    prompt: str
-
-
-class ReadyReply(_Reply, frozen=True, kw_only=True):
-    """GET /ready, where traffic is welcome: `ready`, or `degraded` with the reasons."""
-
-    status: str
-    reasons: tuple[str, ...]
-
-
-class VersionReply(_Reply, frozen=True, kw_only=True):
-    """GET /version."""
-
-    version: str

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 
@@ -20,63 +20,26 @@ LONG_IDS = 1024  # decoded without Python's global lock, which costs some time t
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
-class Tokenizer(Protocol):
-    """What the API needs of a tokenizer; methods may be called from any thread.
+class Tokenizer:
+    """Text side of a model; this one is for a folder without tokenizer.json, token ids only.
 
-    Long work leaves Python's global lock alone, so that other threads go on.
+    Methods may be called from any thread. Long work leaves Python's global lock alone, so that
+    other threads go on.
     """
 
     @property
     def chars_per_token(self) -> int | None:
         """The most characters that one token stands for; None: any number of them."""
-        ...
+        return 0
 
     def encode(
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
     ) -> tuple[int, ...]:
         """Token ids of a text; raises InvalidRequestError when the model folder cannot tell.
 
-        Raises PromptTooLongError, before any work, for a text that is no `max_tokens` tokens or
-        less; a text that passes may still turn out to have more of them.
+        Raises PromptTooLongError, before any work, for a text that cannot be `max_tokens` tokens or
+        fewer; a text that passes may still turn out to have more of them.
         """
-        ...
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        extra: Mapping[str, Any],
-        max_tokens: int | None = None,
-    ) -> tuple[int, ...]:
-        """Token ids of a conversation; raises InvalidRequestError without a chat template."""
-        ...
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids, with U+FFFD for bytes that are no character."""
-        ...
-
-    def token_text(self, token_id: int) -> str:
-        """One token as text, special tokens included."""
-        ...
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, also where they are only part of a character."""
-        ...
-
-    def require_text(self, what: str) -> None:
-        """Raise InvalidRequestError when `what` needs text and there is none."""
-        ...
-
-
-class TokenIdsOnly:
-    """Stands for a model folder without tokenizer.json: token ids go in and out, text does not."""
-
-    chars_per_token = 0
-
-    def encode(
-        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
-    ) -> tuple[int, ...]:
         raise _no_tokenizer("a text prompt")
 
     def encode_chat(
@@ -87,22 +50,27 @@ class TokenIdsOnly:
         extra: Mapping[str, Any],
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
+        """Token ids of a conversation; raises InvalidRequestError without a chat template."""
         raise _no_tokenizer("a chat")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids, with U+FFFD for bytes that are no character."""
         return ""
 
     def token_text(self, token_id: int) -> str:
+        """One token as text, special tokens included."""
         return f"token_id:{token_id}"
 
     def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, also where they are only part of a character."""
         return self.token_text(token_id).encode()
 
     def require_text(self, what: str) -> None:
+        """Raise InvalidRequestError when `what` needs text and there is none."""
         raise _no_tokenizer(what)
 
 
-class TextTokenizer:
+class TextTokenizer(Tokenizer):
     """A tokenizer.json and, for chats, the model's chat template."""
 
     def __init__(self, core: tokenizers.Tokenizer, template: ChatTemplate | None = None) -> None:
@@ -166,7 +134,7 @@ class TextTokenizer:
         return token.replace("\u2581", " ").encode()
 
     def require_text(self, what: str) -> None:
-        """Text is at hand."""
+        pass
 
     def _check_length(self, text: str, max_tokens: int, max_chars: int) -> None:
         """vLLM's rule: no text is tokenized that cannot fit, however well it would be cut."""
@@ -188,7 +156,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        return TokenIdsOnly()
+        return Tokenizer()
     _read_object(path)
     try:
         core = tokenizers.Tokenizer.from_file(str(path))

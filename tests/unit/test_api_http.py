@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from engine.api.serving import Serving
-from engine.api.tokenizer import TokenIdsOnly
+from engine.api.tokenizer import Tokenizer
 from engine.errors import (
     DeadlineExceededError,
     EngineDeadError,
@@ -352,7 +352,7 @@ async def test_one_failing_choice_ends_the_others(serving: Serving, ids: tuple[i
 
 
 async def test_token_ids_work_without_tokenizer() -> None:
-    async with running(ScriptedGenerator(outputs_of([9, 8])), tiny_serving(TokenIdsOnly())) as base:
+    async with running(ScriptedGenerator(outputs_of([9, 8])), tiny_serving(Tokenizer())) as base:
         completions = client_of(base).completions
         reply: Any = await completions.create(
             model="tiny", prompt=[1], logprobs=0, extra_body={"return_token_ids": True}

@@ -11,7 +11,7 @@ from engine.api.kv_params import decode_kv_transfer_params
 from engine.api.plan import Plan, plan_chat, plan_completion
 from engine.api.schema import ChatRequest, CompletionRequest
 from engine.api.serving import SamplingDefaults, Serving
-from engine.api.tokenizer import TokenIdsOnly
+from engine.api.tokenizer import Tokenizer
 from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
 from tests.api_double import tiny_serving, tiny_tokenizer
 
@@ -314,7 +314,7 @@ def test_params_describe_one_sequence(serving: Serving, body: dict[str, Any]) ->
 
 
 def test_without_tokenizer_ids_work_and_text_names_the_file() -> None:
-    bare = tiny_serving(TokenIdsOnly())
+    bare = tiny_serving(Tokenizer())
     assert complete(bare).prompts == ((1, 2, 3),)
     wrong: list[Callable[[], Plan]] = [
         lambda: complete(bare, prompt="hi"),
