@@ -1,6 +1,6 @@
-"""Which hand-overs keep failing, with whom and why: one log line per cause, and when to try again.
+"""Hand-overs that keep failing, by peer and cause: one log line per cause, and when to try again.
 
-Kept by the node that takes hand-overs, for its peers, and by the proxy, for what a node refuses.
+A D node records failures of its peers, and the proxy what a node refuses.
 """
 
 import threading
@@ -12,8 +12,7 @@ import structlog
 
 from engine.types import HandOverProblem
 
-ENOUGH = 2
-"""Failures in a row that make a problem, unless the first one says that it will last."""
+MIN_FAILURES = 2  # in a row make a problem, unless the first one says that it will last
 LOG_AGAIN_S = 60.0
 FORGET_S = 300.0
 RETRY_MIN_S, RETRY_MAX_S = 5.0, 60.0
@@ -25,7 +24,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Failures:
-    """Those in a row with one incarnation of a peer, at `address`."""
+    """Failures in a row with one incarnation of a peer, at `address`; times in seconds."""
 
     address: str
     since: float
@@ -37,20 +36,20 @@ class _Failures:
 
     @property
     def retry_at(self) -> float:
-        """As long again as they have lasted: the pause doubles while every try fails."""
+        """The pause is as long as the failures have lasted: it doubles while every try fails."""
         return self.last + min(max(self.last - self.since, RETRY_MIN_S), RETRY_MAX_S)
 
 
 @dataclass(slots=True)
 class _Line:
-    """When one cause was logged last, and how often it came up since then."""
+    """Time of the last log line of one cause, and the number of failures since then."""
 
     at: float
-    unsaid: int = 0
+    suppressed: int = 0
 
 
 class HandOverProblems:
-    """Written by any thread. A success ends a problem, and so do five minutes without a try."""
+    """Thread-safe. A success ends a problem, and so do five minutes without a failure."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -61,7 +60,7 @@ class HandOverProblems:
     def failed(
         self, engine_id: str, address: str, cause: str, *, detail: str, lasting: bool = False
     ) -> None:
-        """One hand-over from `engine_id` at `address` did not work, for a `cause` of few."""
+        """Record a failed hand-over from `engine_id`; `cause` is one of a few, `detail` any text."""
         now = self._clock()
         with self._lock:
             self._forget(now)
@@ -73,14 +72,14 @@ class HandOverProblems:
         self.note(cause, detail, engine_id=engine_id, address=address)
 
     def note(self, cause: str, detail: str, *, engine_id: str = "", address: str = "") -> None:
-        """Logs a failure that is nobody's in particular: at once, and then once a minute."""
+        """Log a failure, which may be no peer's, at once and then at most once a minute."""
         now = self._clock()
         with self._lock:
             line = self._lines.get((engine_id, cause))
             if line is not None and now < line.at + LOG_AGAIN_S:
-                line.unsaid += 1
+                line.suppressed += 1
                 return
-            more = 0 if line is None else line.unsaid
+            more = 0 if line is None else line.suppressed
             if len(self._lines) < 2 * MAX_PEERS or line is not None:
                 self._lines[engine_id, cause] = _Line(now)
         log.warning(
@@ -93,7 +92,7 @@ class HandOverProblems:
         )
 
     def worked(self, engine_id: str, address: str) -> None:
-        """Ends the problem of this peer, and of earlier incarnations at its address."""
+        """End the problem of this peer, and of earlier incarnations at its address."""
         if not self._failures:
             return
         with self._lock:
@@ -102,7 +101,7 @@ class HandOverProblems:
             self._failures.pop(engine_id, None)
 
     def present(self) -> tuple[HandOverProblem, ...]:
-        """All that keep failing."""
+        """The peers whose hand-overs keep failing."""
         now = self._clock()
         with self._lock:
             self._forget(now)
@@ -117,7 +116,7 @@ class HandOverProblems:
                     retry_in_s=max(0.0, found.retry_at - now),
                 )
                 for engine_id, found in self._failures.items()
-                if found.lasting or found.count >= ENOUGH
+                if found.lasting or found.count >= MIN_FAILURES
             )
 
     def _forget(self, now: float) -> None:

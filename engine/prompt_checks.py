@@ -1,4 +1,4 @@
-"""Whether a request fits the model: the same checks at HTTP's border and at the engine's. Pure."""
+"""Checks that a request fits the model, for the border of HTTP and that of the engine. Pure."""
 
 from collections.abc import Sequence
 

@@ -36,6 +36,7 @@ class ChatFormat:
         self._tokenizer = tokenizer
 
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> ChatReply:
+        """Whole reply of a finished request."""
         return ChatReply(
             **plan.envelope(_REPLY, counter.kv_transfer_params),
             choices=[
@@ -49,6 +50,7 @@ class ChatFormat:
     def chunks(
         self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None
     ) -> Sequence[ChatChunk]:
+        """Chunks of one delta; `first` is true once per choice. Each chunk carries `usage`."""
         content = ChatDelta(content=delta.text)
         chunk = ChatChunk(
             **plan.envelope(_CHUNK, delta.kv_transfer_params),
@@ -67,6 +69,7 @@ class ChatFormat:
         return [opening, chunk]
 
     def usage_chunk(self, plan: Plan, counter: UsageCounter) -> ChatChunk:
+        """The extra chunk that has usage and no choices."""
         envelope = plan.envelope(_CHUNK, counter.kv_transfer_params)
         return ChatChunk(**envelope, choices=[], usage=counter.usage())
 

@@ -24,7 +24,7 @@ MAX_RENDERED_CHARS = 33_554_432
 MAX_RENDER_S = 2.0
 _MAX_BITS = 4096
 
-# What fills up to a width that the template names; templates of models do without.
+# These fill up to a width that the template names; templates of models do without.
 _WIDE_FILTERS = ("batch", "center", "format", "slice", "wordwrap")
 _WIDE_METHODS = frozenset({"center", "expandtabs", "ljust", "rjust", "zfill"})
 _WIDE_FORMAT = re.compile(r"\d{5}|\*|:[^}]*\{")

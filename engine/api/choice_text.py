@@ -135,13 +135,13 @@ class ChoiceText:
     """Turns the outputs of one choice into deltas."""
 
     def __init__(self, plan: Plan, index: int, tokenizer: Tokenizer) -> None:
-        decode = partial(tokenizer.decode, skip_special_tokens=plan.text.skip_special_tokens)
+        decode = partial(tokenizer.decode, skip_special_tokens=plan.skip_special_tokens)
         self._index = index
-        self._show_stop = plan.text.include_stop
+        self._show_stop = plan.include_stop
         self._wants_logprobs = plan.requests[index].sampling.logprobs is not None
         self._min_tokens = plan.requests[index].sampling.min_tokens
         self._detokenizer = Detokenizer(decode, plan.prompt_of(index))
-        self._matcher = StopMatcher(plan.text.stop, include=plan.text.include_stop)
+        self._matcher = StopMatcher(plan.stop, include=plan.include_stop)
         self._num_tokens = 0
         self._num_chars = 0
 

@@ -31,6 +31,7 @@ class CompletionFormat:
         self._tokenizer = tokenizer
 
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> CompletionReply:
+        """Whole reply of a finished request."""
         return CompletionReply(
             **plan.envelope(_OBJECT, counter.kv_transfer_params),
             choices=[self._choice(plan, delta, first=True) for delta in choices],
@@ -40,11 +41,13 @@ class CompletionFormat:
     def chunks(
         self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None
     ) -> Sequence[CompletionReply]:
+        """Chunks of one delta; `first` is true once per choice. Each chunk carries `usage`."""
         envelope = plan.envelope(_OBJECT, delta.kv_transfer_params)
         choice = self._choice(plan, delta, first=first)
         return [CompletionReply(**envelope, choices=[choice], usage=usage)]
 
     def usage_chunk(self, plan: Plan, counter: UsageCounter) -> CompletionReply:
+        """The extra chunk that has usage and no choices."""
         return self.reply(plan, [], counter)
 
     def _choice(self, plan: Plan, delta: Delta, *, first: bool) -> CompletionChoice:

@@ -1,20 +1,20 @@
-"""The two generating endpoints: decode and plan, generate, reply whole or as server-sent events."""
+"""The generating endpoints: decode and plan, generate, reply whole or as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
-from typing import Protocol
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.api.chat import ChatFormat
 from engine.api.choice_text import Delta, WholeChoice
 from engine.api.choices import follow
+from engine.api.completion import CompletionFormat
 from engine.api.plan import Plan
-from engine.api.replies import Envelope, Usage
 from engine.api.serving import Serving, max_body_bytes
 from engine.api.usage import UsageCounter
 from engine.errors import TandemError
@@ -31,26 +31,6 @@ _STREAM_HEADERS = [
 ]
 
 
-class ReplyFormat(Protocol):
-    """Builds the replies of one endpoint, whose requests hold up to `max_prompts`."""
-
-    max_prompts: int
-
-    def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> Envelope:
-        """Whole reply of a finished request."""
-        ...
-
-    def chunks(
-        self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None
-    ) -> Sequence[Envelope]:
-        """Chunks of one delta; `first` is true once per choice. Each chunk carries `usage`."""
-        ...
-
-    def usage_chunk(self, plan: Plan, counter: UsageCounter) -> Envelope:
-        """The extra chunk that has usage and no choices."""
-        ...
-
-
 class GenerateEndpoint:
     """ASGI app of /v1/completions or /v1/chat/completions.
 
@@ -61,7 +41,7 @@ class GenerateEndpoint:
         self,
         generator: Generator,
         serving: Serving,
-        reply_format: ReplyFormat,
+        reply_format: ChatFormat | CompletionFormat,
         *,
         plan: Callable[[bytes], Plan],
         bodies: RequestBodies,
@@ -121,8 +101,8 @@ class GenerateEndpoint:
         opened: set[int] = set()
         async for delta in deltas:
             counter.add(delta)
-            news = delta.text or delta.logprobs or delta.finish_reason
-            if not (news or (plan.return_token_ids and delta.token_ids)):
+            has_news = delta.text or delta.logprobs or delta.finish_reason
+            if not (has_news or (plan.return_token_ids and delta.token_ids)):
                 continue  # the step's text is held back
             # Once usage is asked for it is null in every chunk, unless it is to be counted up.
             usage = counter.usage() if plan.continuous_usage else None

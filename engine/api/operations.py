@@ -161,7 +161,7 @@ async def metrics_response(registry: CollectorRegistry) -> Response:
 
 
 async def _probe(check: Callable[[], Awaitable[Checked]]) -> Checked:
-    """What the check says; 503 for every reason not to be well, a slow answer included."""
+    """Result of the check; raises UnavailableError for any failure, a slow answer included."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             return await check()

@@ -35,15 +35,6 @@ TokenIds = tuple[TokenId, ...]
 
 
 @dataclass(slots=True, frozen=True)
-class TextRules:
-    """How the tokens of a reply become text."""
-
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False
-    skip_special_tokens: bool = True
-
-
-@dataclass(slots=True, frozen=True)
 class Plan:
     """One HTTP request: `requests[i]` makes choice i from prompt `i // choices_per_prompt`."""
 
@@ -53,7 +44,9 @@ class Plan:
     prompts: tuple[TokenIds, ...]
     requests: tuple[GenerateRequest, ...]
     choices_per_prompt: int
-    text: TextRules
+    stop: tuple[str, ...]
+    include_stop: bool
+    skip_special_tokens: bool
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -215,7 +208,9 @@ def _plan(
             for index, (prompt, offset) in enumerate(sequences)
         ),
         choices_per_prompt=n,
-        text=_text_rules(fields, serving, remote_decode=remote_decode),
+        stop=() if remote_decode else _stop_strings(fields, serving),
+        include_stop=fields.include_stop_str_in_output is True,
+        skip_special_tokens=fields.skip_special_tokens is not False,
         stream=fields.stream is True,
         include_usage=options.include_usage is True,
         continuous_usage=options.include_usage is True and options.continuous_usage_stats is True,
@@ -244,15 +239,9 @@ def _check_combination(
         raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
 
 
-def _text_rules(fields: SamplingFields, serving: Serving, *, remote_decode: bool) -> TextRules:
-    """A remote decode ignores stop strings: the decoding node will see the same text."""
+def _stop_strings(fields: SamplingFields, serving: Serving) -> tuple[str, ...]:
+    """Not for a remote decode: the decoding node sees the same text and stops itself."""
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
-    if remote_decode:
-        stop = ()
     if stop:
         serving.tokenizer.require_text("stop")
-    return TextRules(
-        stop=stop,
-        include_stop=fields.include_stop_str_in_output is True,
-        skip_special_tokens=fields.skip_special_tokens is not False,
-    )
+    return stop

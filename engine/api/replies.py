@@ -26,7 +26,7 @@ class _Reply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptTokensDetails(_Reply, frozen=True, kw_only=True):
-    """How many prompt tokens came out of a cache."""
+    """Number of prompt tokens that came out of a cache."""
 
     cached_tokens: int
 

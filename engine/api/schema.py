@@ -29,7 +29,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class StreamOptions(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a stream tells besides tokens; `continuous_usage_stats` is vLLM's."""
+    """Options of a stream; `continuous_usage_stats` is vLLM's."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -124,7 +124,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 
 class SamplingFields(_Unsupported, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both generating endpoints accept; bounds of sampling values live in `SamplingParams`."""
+    """Fields of both generating endpoints; `SamplingParams` has the bounds of sampling values."""
 
     model: str | None = None
     max_tokens: int | UnsetType | None = UNSET

@@ -1,4 +1,4 @@
-"""What one server serves: names, limits, sampling defaults and tokenizer. Knows nothing of how."""
+"""The model that a server serves: names, limits, sampling defaults and tokenizer."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""How many characters one token can stand for at most, read from a tokenizer. Knows no requests.
+"""The most characters that one token can stand for, read from a tokenizer.
 
 A text with more characters than a context of such tokens holds is refused before it is tokenized.
-That is only sound for tokenizers that drop no characters; for all others there is no such number.
+That is only sound for tokenizers that drop no characters; all others have no such number.
 """
 
 import json
@@ -73,7 +73,7 @@ def _keeps_all(part: dict[str, Any]) -> bool:
 def _has_all_bytes(
     core: tokenizers.Tokenizer, vocabulary: dict[str, int], parts: list[dict[str, Any]]
 ) -> bool:
-    """Whether unknown characters become byte tokens, and not one token or none."""
+    """True where unknown characters become byte tokens, and not one token or none."""
     if not isinstance(core.model, models.BPE):
         return False
     if any(part["type"] == "ByteLevel" for part in parts):

@@ -1,7 +1,11 @@
 """One HTTP/1.1 connection: uvicorn's, with deadlines, bounds and JSON errors. Knows no app.
 
-A connection waits for its client until a whole request is there. Whoever keeps a server waiting is
-the first to go: at a deadline, or when somebody else needs the room.
+A connection waits for its client until a whole request has arrived. A client that keeps the server
+waiting is cut off: at a deadline, or earlier when another connection needs the room.
+
+    opened, headers        body    reply   idle, headers           body ..
+    | header_timeout_s    |       |       | keep_alive_timeout_s  |
+    | may be dropped              | safe  | may be dropped
 """
 
 import asyncio
@@ -16,16 +20,16 @@ from uvicorn.server import ServerState
 
 from engine.http.errors import http_error_body
 
-# A body may come in chunks of a byte each; what is sent beside it is little.
+# Bytes of framing that a byte of the body pays for: a body may come in chunks of a byte each.
 OVERHEAD_PER_BODY_BYTE: Final = 16
 
 
 @dataclass(slots=True, frozen=True)
 class ConnectionLimits:
-    """What clients are waited for, in seconds, and how much of them is taken.
+    """Seconds that the server waits for a client, and how much it takes from one.
 
     `header_timeout_s` begins with the connection, and with the first byte of each request;
-    `linger_timeout_s` is for the rest of a body that nobody wants. `max_connections` None: what the
+    `linger_timeout_s` is for the rest of a refused body. `max_connections` None: as many as the
     descriptors of the process allow.
     """
 
@@ -37,7 +41,7 @@ class ConnectionLimits:
 
 
 class Connections:
-    """All connections of one server, and which of them wait for their clients."""
+    """All connections of one server; those that wait for their clients in order of waiting."""
 
     def __init__(self, limit: int, state: ServerState) -> None:
         self.limit = limit
@@ -47,7 +51,7 @@ class Connections:
         self._waiting: dict[object, Callable[[], object]] = {}
 
     def make_room(self) -> bool:
-        """Whether there is room for one more; the one that waits longest for its client goes."""
+        """Drop the connection that waits longest if the server is full; False if none waits."""
         if len(self.opening) + len(self._established) < self.limit:
             return True
         self.num_dropped += 1
@@ -58,17 +62,17 @@ class Connections:
         return True
 
     def waits(self, who: object, drop: Callable[[], object]) -> None:
-        """It waits for its client from now on, and `drop` ends it."""
+        """`who` waits for its client from now on, and `drop` ends it."""
         self._waiting.pop(who, None)
         self._waiting[who] = drop
 
     def settled(self, who: object) -> None:
-        """It does not wait for its client: it has a request, or is gone."""
+        """`who` no longer waits for its client: it has a request, or is gone."""
         self._waiting.pop(who, None)
 
 
 class Connection(HttpToolsProtocol):
-    """Reads requests, hands them to the app and writes the answers."""
+    """Reads requests, hands them to the app and writes the replies."""
 
     def __init__(
         self,
@@ -108,7 +112,7 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            pass  # no protocol is offered; the request is answered as it is
+            pass  # no other protocol is offered: answer the request as it is
         except httptools.HttpParserError:
             self._refuse(400, "this is no valid HTTP/1.1 request")
             return
@@ -123,7 +127,7 @@ class Connection(HttpToolsProtocol):
         self._expect(self._limits.header_timeout_s)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # and not in the trailers of a chunked body, which nobody reads
+        if self._in_headers:  # else a trailer of a chunked body, which nobody reads
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -136,7 +140,7 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._chunk = 0  # what follows in it is counted when more comes
+        self._chunk = 0  # the next request counts what follows in it when more comes
         self._has_begun = False
         self._in_headers = True
         super().on_message_complete()
@@ -154,7 +158,7 @@ class Connection(HttpToolsProtocol):
         elif self._in_headers:
             self._keep_alive()
         else:
-            # Closing now would reset the connection, and the answer might get lost with it.
+            # Closing now would reset the connection, and the reply might get lost with it.
             self._unset_keepalive_if_required()
             self._connections.waits(self, self.transport.abort)
             self._expect(self._limits.linger_timeout_s)
@@ -164,7 +168,7 @@ class Connection(HttpToolsProtocol):
         self._expect(self._limits.keep_alive_timeout_s)
 
     def _expect(self, seconds: float | None) -> None:
-        """The connection ends after `seconds` unless something else is expected before."""
+        """Restart the connection's one timer; None stops it."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, self._give_up)
@@ -174,7 +178,7 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             self.transport.abort()
         elif not self._is_free:
-            return  # half of the next request must not end this one; it is waited for once more
+            return  # half of the next request must not end this one: the reply's end starts a timer
         elif self.transport.get_write_buffer_size():
             self.transport.abort()
         elif self._has_begun and self._in_headers and not self._is_refused:
@@ -188,9 +192,10 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete or self.cycle.disconnected
 
     def _refuse(self, status: int, message: str) -> None:
-        """The last that is said here; an answer that has begun is cut, and not continued by it.
+        """Write a last reply with an error, or cut a reply that has begun.
 
-        What still comes is thrown away for a while: closing now would reset the connection.
+        The connection stays open for a while and ignores what arrives: closing it now would reset
+        it before the client has read the error.
         """
         if not self._is_free and self.cycle.response_started:
             self.transport.abort()

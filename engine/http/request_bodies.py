@@ -57,18 +57,18 @@ class RequestBodies:
         """
         request = Request(scope, receive)
         _check_media_type(request)
-        share = _Share(self)
+        body = await self._receive(request, max_bytes)
+        size = len(body)
+        threads = self._small if size <= SMALL_BYTES else self._large
         try:
-            body = await self._receive(request, share, max_bytes)
-            threads = self._small if len(body) <= SMALL_BYTES else self._large
             await run_while_connected(receive, self._wait_for(threads))
         except BaseException:
-            share.give_back()
+            self._resize(size, 0)
             raise
 
         def on_end(working: asyncio.Future[_T]) -> None:
             threads.release()
-            share.give_back()
+            self._resize(size, 0)
             if not working.cancelled():
                 working.exception()  # asyncio logs an exception that nobody has looked at
 
@@ -78,16 +78,40 @@ class RequestBodies:
         del body
         return await run_while_connected(receive, self._finish(working))
 
-    async def _receive(self, request: Request, share: "_Share", max_bytes: int) -> bytes:
+    async def _receive(self, request: Request, max_bytes: int) -> bytes:
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > max_bytes:
             raise _too_large(max_bytes)
         try:
             async with asyncio.timeout(self._limits.body_timeout_s):
-                return await _collect(request, share, max_bytes)
+                return await self._collect(request, max_bytes)
         except TimeoutError as error:
             seconds = self._limits.body_timeout_s
             raise HTTPException(408, f"the body did not arrive within {seconds:g} s") from error
+
+    async def _collect(self, request: Request, max_bytes: int) -> bytes:
+        chunks: list[bytes] = []
+        size = 0
+        try:
+            async for chunk in request.stream():
+                self._resize(size, size + len(chunk))
+                size += len(chunk)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
+                chunks.append(chunk)
+            return b"".join(chunks)
+        except BaseException:
+            self._resize(size, 0)
+            raise
+
+    def _resize(self, old: int, new: int) -> None:
+        """Count a body that grows or goes; raises OverloadedError and leaves the count as it is."""
+        more = max(0, new - SMALL_BYTES) - max(0, old - SMALL_BYTES)
+        if self._bytes_in_flight + more > self._limits.max_bytes_in_flight:
+            raise OverloadedError(
+                f"bodies of {self._bytes_in_flight} bytes are under way, {more} more do not fit"
+            )
+        self._bytes_in_flight += more
 
     async def _wait_for(self, threads: asyncio.Semaphore) -> None:
         try:
@@ -107,45 +131,6 @@ class RequestBodies:
             raise DeadlineExceededError(
                 f"the request was not tokenized within {self._limits.work_timeout_s:g} s"
             ) from error
-
-    def reserve(self, num_bytes: int) -> None:
-        """Count more bytes, or fewer when negative; raises OverloadedError."""
-        if self._bytes_in_flight + num_bytes > self._limits.max_bytes_in_flight:
-            raise OverloadedError(
-                f"bodies of {self._bytes_in_flight} bytes are under way, {num_bytes} more do not "
-                "fit"
-            )
-        self._bytes_in_flight += num_bytes
-
-
-class _Share:
-    """What one body has reserved of the bytes in flight."""
-
-    def __init__(self, bodies: RequestBodies) -> None:
-        self._bodies = bodies
-        self._size = 0
-        self._reserved = 0
-
-    def grow(self, num_bytes: int) -> int:
-        """Size of the body so far; raises OverloadedError."""
-        self._size += num_bytes
-        more = max(0, self._size - SMALL_BYTES) - self._reserved
-        self._bodies.reserve(more)
-        self._reserved += more
-        return self._size
-
-    def give_back(self) -> None:
-        self._bodies.reserve(-self._reserved)
-        self._reserved = 0
-
-
-async def _collect(request: Request, share: _Share, max_bytes: int) -> bytes:
-    chunks: list[bytes] = []
-    async for chunk in request.stream():
-        if share.grow(len(chunk)) > max_bytes:
-            raise _too_large(max_bytes)
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _too_large(max_bytes: int) -> HTTPException:

@@ -1,7 +1,7 @@
 """uvicorn in a running event loop: own socket, no signal handlers, graceful end. Knows no app.
 
-Connections are accepted one by one: asyncio would take a whole backlog before it looks, and log a
-traceback for each that no descriptor is left for.
+The server accepts connections one by one: asyncio would take a whole backlog at once, and log a
+traceback for each connection that no descriptor is left for.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process's `__main__`: the server may run in an actor or a test."""
+    """uvicorn's server without signal handlers: it may run in an actor or a test."""
 
     def __init__(
         self, config: uvicorn.Config, listening: socket.socket, limits: ConnectionLimits
@@ -78,13 +78,13 @@ class _Server(uvicorn.Server):
             else:
                 accepted.close()
             self._warn()
-            await asyncio.sleep(0)  # others come first, however many connect
+            await asyncio.sleep(0)  # other tasks go on, however many clients connect
 
     async def _open(self, accepted: socket.socket) -> None:
-        """Hands a connection to its protocol; with TLS, after the handshake."""
+        """Hand a connection to its protocol; with TLS, after the handshake."""
         tls = self.config.ssl
         timeout_s = None if tls is None else self._limits.header_timeout_s
-        with suppress(OSError):  # whoever leaves now, or fails the handshake, is gone
+        with suppress(OSError):  # the client has left, or failed the handshake
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make_connection, accepted, ssl=tls, ssl_handshake_timeout=timeout_s
             )
@@ -97,7 +97,7 @@ class _Server(uvicorn.Server):
         self._connections.settled(task)
 
     def _warn(self) -> None:
-        """One line a minute says how many connections had to go."""
+        """Log how many connections were dropped, at most once a minute."""
         now = time.monotonic()
         if self._connections.num_dropped and now >= self._next_warning:
             log.warning(
@@ -110,7 +110,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Owns the listening socket from construction on; ConfigError when it cannot be bound."""
+    """An HTTP server that binds its socket when constructed; raises ConfigError if it cannot."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class HttpServer:
         await self._server.accepting.wait()
 
     async def close(self) -> None:
-        """Accept no more, let running requests end, cancel those that outlast the drain timeout."""
+        """Stop accepting, let running requests end, cancel those that outlast the drain timeout."""
         self._server.should_exit = True
         if self._serving is not None:
             await asyncio.wait({self._serving}, timeout=self._drain_timeout_s + CANCEL_GRACE_S)
@@ -145,10 +145,7 @@ class HttpServer:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Without Nagle's delay, which costs a stream's first token 40 ms; connections inherit it.
-
-    asyncio would switch it off, but does not recognise sockets whose protocol is left at 0.
-    """
+    """A listening socket; raises ConfigError when the address cannot be bound."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server(
@@ -157,6 +154,8 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"cannot listen for HTTP on {host}:{port}: {error.strerror}") from error
     listening.setblocking(False)
+    # Nagle's delay costs a stream's first token 40 ms. Connections inherit this option; asyncio
+    # would set it, but does not recognise sockets whose protocol is left at 0.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
@@ -176,6 +175,6 @@ def _uvicorn_config(app: ASGIApp, drain_timeout_s: float, tls: ServerTls | None)
 
 
 def _room_for_connections() -> int:
-    """Fewer than the process may have descriptors: it needs some for everything else."""
+    """Number of connections that leaves descriptors for everything else in the process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(MAX_CONNECTIONS, soft - max(OTHER_DESCRIPTORS, soft // 4)))

@@ -259,7 +259,7 @@ def test_body_of_a_sequential_pd_proxy_is_tolerated(serving: Serving) -> None:
         kv_transfer_params=PROXY_PARAMS,
     )
     sampling = plan.requests[0].sampling
-    assert (sampling.max_tokens, sampling.min_tokens, plan.text.stop) == (1, 1, ())
+    assert (sampling.max_tokens, sampling.min_tokens, plan.stop) == (1, 1, ())
     params = plan.requests[0].kv_transfer_params
     assert params is not None and params.do_remote_decode
 
