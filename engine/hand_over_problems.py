@@ -60,7 +60,7 @@ class HandOverProblems:
     def failed(
         self, engine_id: str, address: str, cause: str, *, detail: str, lasting: bool = False
     ) -> None:
-        """Record a failed hand-over from `engine_id`; `cause` is one of a few, `detail` any text."""
+        """Record a failed hand-over from `engine_id`; `cause` is one of a few, `detail` free."""
         now = self._clock()
         with self._lock:
             self._forget(now)
