@@ -1,7 +1,6 @@
-"""What a forward pass is given besides weights: the packed batch, and views of the arena per layer.
+"""The input of a forward pass besides weights: the packed batch, and views of the arena per layer.
 
-Passed as an argument everywhere; there is no ambient context. Layers know nothing of requests or
-units.
+Passed as an argument everywhere; there is no ambient context. Nothing here knows requests.
 
 A batch is packed: first `num_decodes` sequences of one token each, then the prefill segments, end
 to end.
@@ -107,3 +106,21 @@ class ForwardBatch:
     context_lens: list[int]
     group_index: tuple[GroupIndex, ...]
     logits_rows: Tensor
+
+
+@dataclass(slots=True, frozen=True)
+class PagedKV:
+    """The K and V of the batch's sequences in one layer."""
+
+    cache: AttentionCache
+    index: AttentionIndex
+    batch: ForwardBatch
+
+
+@dataclass(slots=True, frozen=True)
+class StatePool:
+    """One kind of state of the batch's sequences in one layer: `pool` is [units, ...], by unit."""
+
+    pool: Tensor
+    index: StateIndex
+    batch: ForwardBatch

@@ -1,37 +1,27 @@
-"""A random model with five KV cache groups, interleaved, built from the product's own layers.
+"""A random model with five KV cache groups, interleaved, built as the product builds its families.
 
 Full attention in blocks of 32 tokens, two sliding windows in blocks of 16, Mamba2 of two sizes.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from engine.forward import AttentionCache, AttentionIndex, ForwardBatch, LayerCaches
-from engine.kv_cache.spec import (
-    FullAttentionSpec,
-    KVCacheGroup,
-    LayerSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-    form_groups,
-)
-from engine.layers.attention_layer import AttentionLayer
-from engine.layers.embedding import Embedding, output_head
-from engine.layers.mixers import ForwardPass, MambaMixer
-from engine.layers.norm import load_norm
-from engine.layers.qk_norm_attention import AttentionShape
-from engine.layers.rotary import Rotary
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, form_groups
 from engine.layers.weights import Weights
+from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.mamba2 import Mamba2Config
+from engine.model_configs.model_config import MixerConfig, MLPConfig, ModelConfig
 from engine.model_configs.rope import RopeConfig
-from engine.ops.scratch import Scratch
+from engine.models import qwen3
+from engine.models.hybrid import HybridModel
+from engine.ops.backend import ops_for
 from tests.oracle import spread
 
-VOCABULARY, HIDDEN, EPS = 512, 48, 1e-6
+VOCABULARY, HIDDEN = 512, 48
 FULL_BLOCK = 32
 FULL = FullAttentionSpec(2, 16, "float32")
 NEAR = SlidingWindowSpec(2, 16, "float32", window=20)
@@ -52,18 +42,30 @@ def _mamba(heads: int, head_dim: int, state_size: int) -> Mamba2Config:
     )
 
 
+def _attention(kv_heads: int, head_dim: int, window: int | None = None) -> AttentionConfig:
+    return AttentionConfig(
+        num_heads=4,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=RopeConfig(10_000.0, 16),
+        window=window,
+        qk_norm=True,
+    )
+
+
 SMALL, LARGE = _mamba(4, 16, 16), _mamba(6, 16, 24)
-STATES = {config.spec("float32", "float32"): config for config in (SMALL, LARGE)}
-SMALL_STATE, LARGE_STATE = STATES
-LAYERS: tuple[LayerSpec, ...] = (
-    *(SMALL_STATE, NEAR, LARGE_STATE, FULL, FAR),
-    *(LARGE_STATE, NEAR, SMALL_STATE, FULL),
+ALL, NEARBY, FARTHER = _attention(2, 16), _attention(2, 16, window=20), _attention(1, 32, window=70)
+LAYERS: tuple[MixerConfig, ...] = (
+    *(SMALL, NEARBY, LARGE, ALL, FARTHER),
+    *(LARGE, NEARBY, SMALL, ALL),
 )
+SMALL_STATE, LARGE_STATE = (config.spec("float32") for config in (SMALL, LARGE))
 
 
 def groups_in(order: Sequence[int]) -> tuple[KVCacheGroup, ...]:
     """The five groups, by their places in order of first appearance."""
-    formed = form_groups(tuple((spec,) for spec in LAYERS))
+    formed = form_groups(tuple((mixer.spec("float32"),) for mixer in LAYERS))
     return tuple(
         replace(formed[place], block_size=FULL_BLOCK if formed[place].spec == FULL else None)
         for place in order
@@ -75,71 +77,41 @@ class DrawnWeights(Weights):
 
     def __init__(self) -> None:
         self.dtype, self.device = torch.float32, torch.device("cpu")
+        self.ops = ops_for(self.device)
+        self._prefix = ""
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """A random tensor, spread as those of `widen`."""
+        name = self._prefix + name
         draw = torch.Generator().manual_seed(crc32(name.encode()))
         tensor = spread(name, torch.ones(shape), draw)
         return 0.1 * tensor if "embed" in name else tensor
 
 
-class FiveGroups:
+@dataclass(slots=True, frozen=True, kw_only=True)
+class _Config(ModelConfig):
+    """Of the model whose groups are in the order of `own_groups`."""
+
+    own_groups: tuple[KVCacheGroup, ...]
+
+    @property
+    def groups(self) -> tuple[KVCacheGroup, ...]:
+        """Not in order of first appearance."""
+        return self.own_groups
+
+
+def five_groups(groups: tuple[KVCacheGroup, ...]) -> HybridModel:
     """The model; `groups` are those of its arena's plan, in any order."""
-
-    def __init__(self, groups: tuple[KVCacheGroup, ...]) -> None:
-        weights, scratch = DrawnWeights(), Scratch()
-        group_of = {group.spec: number for number, group in enumerate(groups)}
-        self.keys = [(group_of[spec], layer) for layer, spec in enumerate(LAYERS)]
-        self.embed = Embedding(weights.take("embed.weight", (VOCABULARY, HIDDEN)))
-        self.rotary = Rotary(RopeConfig(10_000.0, 16), weights.dtype, weights.device)
-        self.norms = [
-            load_norm(weights, f"{layer}.norm", HIDDEN, eps=EPS) for layer in range(len(LAYERS))
-        ]
-        self.layers = [
-            _layer(spec, key, weights, scratch=scratch)
-            for spec, key in zip(LAYERS, self.keys, strict=True)
-        ]
-        self.norm = load_norm(weights, "norm", HIDDEN, eps=EPS)
-        self.head = output_head(weights, self.embed, tied=False)
-
-    def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
-        """Hidden states [T, hidden] after the last norm."""
-        x = self.embed(batch.token_ids)
-        step = ForwardPass(batch, caches, self.rotary.select(batch))
-        for layer, norm, key in zip(self.layers, self.norms, self.keys, strict=True):
-            if isinstance(layer, MambaMixer):
-                x = layer(norm(x), x, step)
-            else:
-                x = _attend(layer, x, step, key)
-        return self.norm(x)
-
-    def logits(self, hidden_rows: Tensor) -> Tensor:
-        """[n, hidden] -> float32 [n, vocab]."""
-        return self.head(hidden_rows)
-
-
-def _layer(
-    spec: LayerSpec, key: tuple[int, int], weights: Weights, *, scratch: Scratch
-) -> AttentionLayer | MambaMixer:
-    prefix = str(key[1])
-    if isinstance(spec, MambaSpec):
-        return MambaMixer(STATES[spec], weights, prefix, key=key, hidden=HIDDEN, eps=EPS)
-    shape = AttentionShape(
-        hidden=HIDDEN,
-        heads=4,
-        kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        eps=EPS,
-        gated=False,
-        norm_offset=0.0,
-        window=spec.window if isinstance(spec, SlidingWindowSpec) else None,
+    config = _Config(
+        family="five_groups",
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        rms_norm_eps=1e-6,
+        dtype="float32",
+        mixers=tuple((mixer,) for mixer in LAYERS),
+        mlp=MLPConfig(intermediate_size=2 * HIDDEN),
+        own_groups=groups,
     )
-    return AttentionLayer(shape, weights, prefix, intermediate=2 * HIDDEN, scratch=scratch)
-
-
-def _attend(layer: AttentionLayer, x: Tensor, step: ForwardPass, key: tuple[int, int]) -> Tensor:
-    cache, index = step.caches[key], step.batch.group_index[key[0]]
-    assert isinstance(cache, AttentionCache)
-    assert isinstance(index, AttentionIndex)
-    assert step.rotary is not None
-    return layer(x, step.rotary, cache, index=index, batch=step.batch)
+    return qwen3.build(config, DrawnWeights())

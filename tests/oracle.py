@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.forward import (
-    TORCH_DTYPES,
     AttentionCache,
     AttentionIndex,
     ForwardBatch,
@@ -23,9 +22,10 @@ from engine.forward import (
 )
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
-from engine.layers.weights import Weights
-from engine.model_configs.base import ConfigReader, ModelConfig
-from engine.models.registry import CausalLM, Family
+from engine.model_configs.model_config import ModelConfig
+from engine.model_configs.registry import read_config
+from engine.models.loader import load_model
+from engine.models.registry import CausalLM
 from engine.worker.kv_caches import layer_caches, page_row
 
 BLOCK_SIZE = 16
@@ -61,14 +61,10 @@ def spread(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
     return noise if "embed" in leaf else noise * weight.shape[-1] ** -0.5
 
 
-def load(family: Family, folder: Path, dtype: str | None = None) -> tuple[ModelConfig, CausalLM]:
+def load(folder: Path, dtype: str | None = None) -> tuple[ModelConfig, CausalLM]:
     """Our model of the checkpoint in `folder`; every tensor must have been taken."""
-    config = family.from_reader(ConfigReader.from_folder(folder), dtype)
-    kind = TORCH_DTYPES[config.dtype]
-    with Weights(folder, kind, torch.device("cpu"), rename=family.rename) as weights:
-        model = family.build(config, weights)
-        weights.finish()
-    return config, model
+    config = read_config(folder, dtype)
+    return config, load_model(folder, config, torch.device("cpu"))
 
 
 @dataclass(slots=True)

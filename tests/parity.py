@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine.model_configs.base import ModelConfig
-from engine.models.registry import CausalLM, Family
+from engine.model_configs.model_config import ModelConfig
+from engine.models.registry import CausalLM
 from tests.oracle import (
     Runner,
     first_wrong_choice,
@@ -33,12 +33,11 @@ LENGTH = 300
 
 @dataclass(slots=True, frozen=True)
 class Case:
-    """A family, a random model of it, and perhaps what to change in the saved folder.
+    """A random model of a family, and perhaps what to change in the saved folder.
 
     `seed` and `embed` (see `widen`) are chosen so that greedy text wanders instead of looping.
     """
 
-    family: Family
     build: Callable[[], PreTrainedModel]
     edit: Callable[[Path], None] | None = None
     seed: int = 7
@@ -50,7 +49,6 @@ class Pair:
     """A reference and our model of the same folder, and what the reference says of a sequence."""
 
     folder: Path
-    family: Family
     reference: PreTrainedModel
     config: ModelConfig
     model: CausalLM
@@ -71,12 +69,12 @@ def open_pair(case: Case, folder: Path) -> Iterator[Pair]:
     reference = type(case.build()).from_pretrained(folder).eval()
     if case.edit is not None:
         case.edit(folder)
-    config, model = load(case.family, folder)
+    config, model = load(folder)
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (LENGTH,), generator=draw).tolist()
     tolerance = 8 * rounding_error(reference, tokens[:100])
     logits = reference_logits(reference, tokens)
-    yield Pair(folder, case.family, reference, config, model, tokens, logits, tolerance)
+    yield Pair(folder, reference, config, model, tokens, logits, tolerance)
     torch.set_num_threads(threads)
 
 
@@ -131,7 +129,7 @@ class ParityTests:
             assert first_wrong_choice(pair.reference, prompts[key], chosen, margin=margin) is None
 
     def test_bfloat16_is_as_near_to_float32_as_the_reference_is(self, pair: Pair) -> None:
-        config, model = load(pair.family, pair.folder, "bfloat16")
+        config, model = load(pair.folder, "bfloat16")
         runner = Runner(config, model)
         parts = [runner.step({}, {0: pair.tokens[:90]})[0]]
         parts += [runner.step({0: token})[0] for token in pair.tokens[90:110]]

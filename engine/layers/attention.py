@@ -1,80 +1,82 @@
-"""Causal attention of a packed batch over paged K and V; knows no projections or positions."""
+"""Attention of any family: one input product, perhaps norms, rotary and gate, paged attention."""
 
 import torch
 from torch import Tensor
 
-from engine.forward import AttentionCache, AttentionIndex, ForwardBatch
-from engine.ops.paged_attention import fast
-from engine.ops.scratch import Scratch
+from engine.layers.linear import load_linear
+from engine.layers.mixer import CacheKey, ForwardPass
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import rotate_
+from engine.layers.weights import Weights
+from engine.model_configs.attention import AttentionConfig
 
 
-class PagedAttention:
-    """Writes the batch's K and V, then attends: decodes together, prefill segments one by one.
+class Attention:
+    """Tensors `{q,k,v,o}_proj.{weight,bias}` and, with `qk_norm`, `{q,k}_norm.weight`.
 
-    Layers that run one after another may share `scratch`; it grows to one layer's gathered K and V.
-    `window`: tokens read themselves and the `window` - 1 tokens before them (None: all of them).
+    `norm_offset` is added to the stored norms.
     """
 
     def __init__(
         self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float,
+        config: AttentionConfig,
+        weights: Weights,
+        key: CacheKey,
         *,
-        scratch: Scratch | None = None,
-        window: int | None = None,
+        hidden: int,
+        eps: float,
+        norm_offset: float = 0.0,
     ) -> None:
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.scale = scale
-        self.scratch = scratch or Scratch()
-        self.window = window
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: AttentionCache,
-        index: AttentionIndex,
-        batch: ForwardBatch,
-    ) -> Tensor:
-        """q [T, H, D], k and v [T, Hkv, D] -> [T, H * D]."""
-        fast.write_tokens(k, v, cache, index.slot_mapping)
-        decodes = batch.num_decodes
-        parts = [self._decode(q[:decodes], cache, index, batch=batch)] if decodes else []
-        start = decodes
-        for segment in range(decodes, len(batch.query_lens)):
-            end = start + batch.query_lens[segment]
-            row = index.block_tables[segment]
-            context = batch.context_lens[segment]
-            parts.append(self._prefill(q[start:end], cache, row, context=context))
-            start = end
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined.reshape(q.shape[0], -1)
-
-    def _decode(
-        self, q: Tensor, cache: AttentionCache, index: AttentionIndex, *, batch: ForwardBatch
-    ) -> Tensor:
-        return fast.decode(
-            q,
-            cache,
-            index.block_tables[: q.shape[0]],
-            lens=[context + 1 for context in batch.context_lens[: q.shape[0]]],
-            scale=self.scale,
-            scratch=self.scratch,
-            window=self.window,
+        self.config = config
+        self.key = key
+        width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        q_width = 2 * width if config.gated else width
+        self.in_proj = load_linear(
+            weights,
+            {"q_proj": q_width, "k_proj": kv_width, "v_proj": kv_width},
+            inputs=hidden,
+            bias=config.bias,
+            input_scale=config.input_scale,
+            order=_gate_last(config) if config.gated else None,
         )
-
-    def _prefill(self, q: Tensor, cache: AttentionCache, row: Tensor, *, context: int) -> Tensor:
-        return fast.prefill(
-            q,
-            cache,
-            row,
-            context=context,
-            scale=self.scale,
-            scratch=self.scratch,
-            window=self.window,
+        self.out_proj = load_linear(
+            weights,
+            {"o_proj": hidden},
+            inputs=width,
+            bias=config.bias,
+            output_scale=config.output_scale,
         )
+        self.norm = _qk_norm(config, weights, eps, norm_offset) if config.qk_norm else None
+        self.attend = weights.ops.paged_attention
+        self._splits = [width + kv_width, kv_width, q_width - width]
+
+    def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
+        config, rows = self.config, x.shape[0]
+        qk, v, gate = self.in_proj(x).split_with_sizes(self._splits, dim=-1)
+        qk = qk.view(rows, -1, config.head_dim)
+        if self.norm is not None:
+            qk = self.norm(qk)
+        if config.rope is not None:
+            rotate_(qk, step.rotary[config.rope])
+        q, k = qk.split_with_sizes([config.num_heads, config.num_kv_heads], dim=1)
+        v = v.view(rows, config.num_kv_heads, config.head_dim)
+        out = self.attend(q, k, v, step.kv(self.key), scale=config.scale, window=config.window)
+        return self.out_proj(out * gate.sigmoid() if config.gated else out, residual)
+
+
+def _gate_last(config: AttentionConfig) -> Tensor:
+    """The order that takes q | gate | q | gate | ... | k | v, by heads, to q | k | v | gate."""
+    heads, dim = config.num_heads, config.head_dim
+    q, gate = torch.arange(2 * heads * dim).view(heads, 2, dim).unbind(1)
+    kv = torch.arange(2 * heads * dim, 2 * (heads + config.num_kv_heads) * dim)
+    return torch.cat([q.flatten(), kv, gate.flatten()])
+
+
+def _qk_norm(config: AttentionConfig, weights: Weights, eps: float, offset: float) -> RMSNorm:
+    """[heads + kv_heads, head_dim]: q's norm weight for each query head, k's for each key head."""
+    q, k = (
+        weights.take(f"{name}_norm.weight", (config.head_dim,)).float() + offset
+        for name in ("q", "k")
+    )
+    weight = torch.cat([q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)])
+    return RMSNorm(weight, eps, weights.dtype)

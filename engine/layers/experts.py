@@ -7,38 +7,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.linear import Linear
-from engine.layers.projection import scaled
+from engine.layers.linear import Linear, scaled
+from engine.layers.mixer import ForwardPass
 from engine.layers.weights import Weights
-from engine.model_configs.experts import ExpertsConfig
+from engine.model_configs.model_config import ExpertsConfig
 
 
 class Experts:
-    """Tensors `<prefix>.{router.layer,input_linear,output_linear}.weight`, the last two stacked.
+    """Tensors `{router.layer,input_linear,output_linear}.weight`, the last two stacked.
 
     input_linear [experts, 2 * intermediate, hidden] gives gate and up. A token's weights are a
-    softmax over the router's `top_k` largest logits; `output_scale` multiplies the result.
+    softmax over the router's `top_k` largest logits.
     """
 
-    def __init__(
-        self,
-        config: ExpertsConfig,
-        weights: Weights,
-        prefix: str,
-        *,
-        hidden: int,
-        output_scale: float,
-    ) -> None:
+    def __init__(self, config: ExpertsConfig, weights: Weights, hidden: int) -> None:
         count, inner = config.count, config.intermediate_size
         self.top_k = config.top_k
-        self.router = Linear(weights.take(f"{prefix}.router.layer.weight", (count, hidden)))
-        gate_up = weights.take(f"{prefix}.input_linear.weight", (count, 2 * inner, hidden))
+        self.router = Linear(weights.take("router.layer.weight", (count, hidden)))
+        gate_up = weights.take("input_linear.weight", (count, 2 * inner, hidden))
         self.gate_up = [Linear(matrix) for matrix in gate_up]
-        down = weights.take(f"{prefix}.output_linear.weight", (count, hidden, inner))
-        self.down = [Linear(matrix) for matrix in scaled(down, output_scale)]
+        down = weights.take("output_linear.weight", (count, hidden, inner))
+        self.down = [Linear(matrix) for matrix in scaled(down, config.output_scale)]
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + experts(x), both [T, hidden]; sums over experts are float32."""
+    def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
+        """Sums over experts, and with the residual, are float32."""
+        # The host must know each expert's rows: the one synchronising copy in a forward pass.
         logits, chosen = self.router(x).float().topk(self.top_k, dim=-1)
         shares = torch.softmax(logits, dim=-1).flatten()
         by_expert = chosen.flatten().argsort(stable=True)
@@ -50,7 +43,8 @@ class Experts:
             if rows.shape[0]
         ]
         weighted = torch.cat(parts).float().mul_(shares[by_expert].unsqueeze(1))
-        return residual.float().index_add(0, tokens, weighted).to(residual.dtype)
+        base = torch.zeros_like(x) if residual is None else residual
+        return base.float().index_add(0, tokens, weighted).to(base.dtype)
 
     def _run(self, expert: int, rows: Tensor) -> Tensor:
         gate, up = self.gate_up[expert](rows).chunk(2, dim=-1)

@@ -1,10 +1,12 @@
-"""Matrix products with weights stored [out, in], and merging of several into one.
+"""Matrix products with weights stored [out, in], several merged into one, multipliers folded in.
 
-Knows nothing of names in a checkpoint; callers take the tensors.
+Folding costs nothing at run time; it rounds the weights once more where they are 16-bit.
 """
 
 import torch
 from torch import Tensor
+
+from engine.layers.weights import Weights
 
 # From this many rows on, oneDNN's packed product beats MKL's; below, its set-up does not pay.
 PACKED_ROWS = 2
@@ -27,31 +29,65 @@ class Linear:
         long_rows = outputs > inputs and self._packed is not None
         self._matrix = weight.t().contiguous() if long_rows else weight.t()
 
-    @classmethod
-    def merged(cls, weights: list[Tensor], biases: list[Tensor] | None = None) -> "Linear":
-        """One product instead of several over the same input; outputs lie side by side in order."""
-        return cls(torch.cat(weights), None if biases is None else torch.cat(biases))
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out]."""
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """x [T, in] -> x W^T + b [T, out], added to `residual` [T, out] in the same call."""
+        y: Tensor
         if self._packed is not None and x.shape[0] >= PACKED_ROWS:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, self._packed, self.bias, "none", [], ""
-            )
+            products = torch.ops.mkldnn._linear_pointwise
+            if residual is None:
+                y = products(x, self._packed, self.bias, "none", [], "")
+            else:
+                y = products.binary(x, residual, self._packed, self.bias, "add")
             return y
-        if self.bias is None:
-            return torch.mm(x, self._matrix)
-        return torch.addmm(self.bias, x, self._matrix)
+        if residual is not None:
+            y = torch.addmm(residual, x, self._matrix)
+            return y if self.bias is None else y.add_(self.bias)
+        if self.bias is not None:
+            return torch.addmm(self.bias, x, self._matrix)
+        return torch.mm(x, self._matrix)
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + x W^T + b in one call, x [T, in], residual [T, out]."""
-        if self._packed is not None and x.shape[0] >= PACKED_ROWS:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
-                x, residual, self._packed, self.bias, "add"
-            )
-            return y
-        y = torch.addmm(residual, x, self._matrix)
-        return y if self.bias is None else y.add_(self.bias)
+
+def load_linear(
+    weights: Weights,
+    sizes: dict[str, int],
+    *,
+    inputs: int,
+    bias: bool = False,
+    input_scale: float = 1.0,
+    output_scale: float | Tensor = 1.0,
+    order: Tensor | None = None,
+) -> Linear:
+    """y = output_scale * (W (input_scale * x) + b), for stored matrices side by side.
+
+    `sizes`: outputs by name; tensors are `<name>.{weight,bias}`. `output_scale` is one number or
+    one per output. `order` int64 [out] then puts the outputs in another order.
+    """
+    matrix = torch.cat([weights.take(f"{name}.weight", (n, inputs)) for name, n in sizes.items()])
+    columns = output_scale.unsqueeze(1) if isinstance(output_scale, Tensor) else output_scale
+    matrix = scaled(matrix, columns * input_scale)
+    biases = None
+    if bias:
+        parts = [weights.take(f"{name}.bias", (n,)) for name, n in sizes.items()]
+        biases = scaled(torch.cat(parts), output_scale)
+    if order is not None:
+        order = order.to(weights.device)
+        matrix, biases = matrix[order], None if biases is None else biases[order]
+    return Linear(matrix, biases)
+
+
+def scaled(stored: Tensor, scale: float | Tensor) -> Tensor:
+    """stored * scale, multiplied in float32, in the dtype of `stored`."""
+    if isinstance(scale, float) and scale == 1.0:
+        return stored
+    return (stored.float() * scale).to(stored.dtype)
+
+
+def per_output(runs: list[tuple[float, int]], device: torch.device) -> float | Tensor:
+    """(scale, outputs) runs as one float32 number per output, or as one number where all agree."""
+    scales = {scale for scale, _ in runs}
+    if len(scales) == 1:
+        return scales.pop()
+    return torch.cat([torch.full((outputs,), scale, device=device) for scale, outputs in runs])
 
 
 def _pack(weight: Tensor) -> Tensor | None:

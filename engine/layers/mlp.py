@@ -1,73 +1,49 @@
 """The gated feed-forward block: down(act(gate(x)) * up(x)), gate and up in one product."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.projection import load_linear, per_output
+from engine.layers.linear import load_linear, per_output
+from engine.layers.mixer import ForwardPass
 from engine.layers.weights import Weights
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class MLPStyle:
-    """In what a family's block differs from the common one.
-
-    `bias` is for all projections; `gate_scale` multiplies gate(x), `output_scale` the result.
-    `gate_up`: the stored matrices that hold gate and then up; `down`: the last one's name.
-    """
-
-    activation: Callable[[Tensor], Tensor] = F.silu
-    bias: bool = False
-    gate_scale: float = 1.0
-    output_scale: float = 1.0
-    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    down: str = "down_proj"
-
-
-COMMON = MLPStyle()
+from engine.model_configs.model_config import MLPConfig
 
 
 class GatedMLP:
-    """Tensors `<prefix>.{gate_proj,up_proj,down_proj}.weight`, or as `style` says."""
+    """Tensors `{gate_proj,up_proj,down_proj}.{weight,bias}`.
+
+    `gate_up`: the stored matrices that hold gate and then up; `down`: the last one's name.
+    """
 
     def __init__(
         self,
+        config: MLPConfig,
         weights: Weights,
-        prefix: str,
         hidden: int,
-        intermediate: int,
         *,
-        style: MLPStyle = COMMON,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+        gate_up: tuple[str, ...] = ("gate_proj", "up_proj"),
+        down: str = "down_proj",
     ) -> None:
-        self.activation = style.activation
-        runs = [(style.gate_scale, intermediate), (1.0, intermediate)]
+        self.activation = activation
+        inner = config.intermediate_size
         self.gate_up = load_linear(
             weights,
-            prefix,
-            {name: 2 * intermediate // len(style.gate_up) for name in style.gate_up},
+            {name: 2 * inner // len(gate_up) for name in gate_up},
             inputs=hidden,
-            bias=style.bias,
-            output_scale=1.0 if style.gate_scale == 1.0 else per_output(runs, weights.device),
+            bias=config.bias,
+            output_scale=per_output([(config.gate_scale, inner), (1.0, inner)], weights.device),
         )
         self.down = load_linear(
             weights,
-            prefix,
-            {style.down: hidden},
-            inputs=intermediate,
-            bias=style.bias,
-            output_scale=style.output_scale,
+            {down: hidden},
+            inputs=inner,
+            bias=config.bias,
+            output_scale=config.output_scale,
         )
 
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + mlp(x), both [T, hidden]."""
-        return self.down.add_to(residual, self._inner(x))
-
-    def alone(self, x: Tensor) -> Tensor:
-        """mlp(x), [T, hidden]."""
-        return self.down(self._inner(x))
-
-    def _inner(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.activation(gate).mul_(up)
+        return self.down(self.activation(gate).mul_(up), residual)

@@ -6,6 +6,7 @@ Reads safetensors, single or sharded. Knows nothing of architectures.
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from copy import copy
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError
+from engine.ops.backend import ops_for
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -28,7 +30,8 @@ class Weights:
     """The tensors of one model folder, opened lazily; use as a context manager.
 
     `rename` maps a stored name to the name the model asks for, or to None for a tensor that is
-    skipped by design (vision towers, `mtp.*` heads).
+    skipped by design (vision towers, `mtp.*` heads). `ops` are the operators of `device`, the same
+    for all layers that are built from these weights.
     """
 
     def __init__(
@@ -41,18 +44,27 @@ class Weights:
     ) -> None:
         self.dtype = dtype
         self.device = device
+        self.ops = ops_for(device)
+        self._prefix = ""
         self._files = ExitStack()
         self._where: dict[str, tuple[Any, str]] = {}
         for path in _shards(folder):
             self._open(path, rename)
         self._untaken = set(self._where)
-        self._told = time.monotonic()
+        self._progress = _Progress()
+
+    def below(self, name: str) -> Self:
+        """The same tensors by shorter names: `take("x")` of it takes `<name>.x`."""
+        part = copy(self)
+        part._prefix = f"{self._prefix}{name}."
+        return part
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """The tensor `name`, converted to `dtype` (default: the model's), on the model's device.
 
         Raises CheckpointError when it is missing or its shape is not `shape`.
         """
+        name = self._prefix + name
         if name not in self._where:
             raise CheckpointError(f"the checkpoint has no tensor {name!r}")
         file, stored = self._where[name]
@@ -62,12 +74,11 @@ class Weights:
                 f"tensor {stored!r} has shape {tuple(tensor.shape)}, config.json implies {shape}"
             )
         self._untaken.discard(name)
-        self._tell()
+        self._progress.tell(len(self._where) - len(self._untaken), len(self._where))
         return tensor.to(device=self.device, dtype=dtype or self.dtype)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the tensor `name` is stored."""
-        return name in self._where
+        return self._prefix + name in self._where
 
     def finish(self) -> None:
         """Raises CheckpointError naming the tensors that nobody took."""
@@ -76,12 +87,6 @@ class Weights:
             raise CheckpointError(
                 f"{len(self._untaken)} tensors are not part of this architecture: {some}"
             )
-
-    def _tell(self) -> None:
-        """Large models take minutes."""
-        if time.monotonic() - self._told > TELL_S:
-            self._told = time.monotonic()
-            log.info("loading", tensors=len(self._where) - len(self._untaken), of=len(self._where))
 
     def __enter__(self) -> Self:
         return self
@@ -98,6 +103,18 @@ class Weights:
             name = rename(stored)
             if name is not None:
                 self._where[name] = (file, stored)
+
+
+class _Progress:
+    """Large models take minutes to load: says now and then how far it is."""
+
+    def __init__(self) -> None:
+        self._told = time.monotonic()
+
+    def tell(self, done: int, total: int) -> None:
+        if time.monotonic() - self._told > TELL_S:
+            self._told = time.monotonic()
+            log.info("loading", tensors=done, of=total)
 
 
 class _ShardIndex(msgspec.Struct, frozen=True):

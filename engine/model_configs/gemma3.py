@@ -3,18 +3,12 @@
 Hub files leave out what equals the class defaults of transformers, so every field has its default.
 """
 
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import replace
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
-from engine.model_configs.base import ConfigReader, ModelConfig
-from engine.model_configs.checks import (
-    compute_dtype,
-    reject_quantization,
-    require_divisor,
-    require_one_of,
-)
+from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.config_reader import ConfigReader
+from engine.model_configs.model_config import MLPConfig, ModelConfig
 from engine.model_configs.rope import RopeConfig, require_rope_type
 
 SLIDING = "sliding_attention"
@@ -24,76 +18,38 @@ GLOBAL_THETA = 1_000_000.0
 LOCAL_THETA = 10_000.0
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class Gemma3Config(ModelConfig):
-    """Architectures Gemma3ForCausalLM and Gemma3ForConditionalGeneration (text part).
-
-    Layers of sliding attention read the last `window` tokens and rotate by `local_rope`, the others
-    read all tokens and rotate by `global_rope`. Scores are multiplied by `scale`; logits x become
-    cap * tanh(x / cap) where `logit_softcap` is set.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    scale: float
-    layer_types: tuple[str, ...]
-    window: int
-    local_rope: RopeConfig
-    global_rope: RopeConfig
-    logit_softcap: float | None
-
-    @classmethod
-    def from_reader(cls, reader: ConfigReader, dtype: str | None = None) -> Self:
-        """Reads config.json; `dtype` overrides the file's.
-
-        Raises CheckpointError for unsupported settings.
-        """
-        reject_quantization(reader)
-        wrapped = "text_config" in reader.fields
-        text = reader.section("text_config") if wrapped else reader
-        _check(text)
-        dtype = compute_dtype(text, dtype or reader.get("dtype", str, _old_dtype(reader)))
-        heads, kv_heads = _heads(text)
-        head_dim = text.get("head_dim", int, 256)
-        layer_types = _layer_types(text)
-        window = text.get("sliding_window", int, 4096)
-        tied = text.get("tie_word_embeddings", bool, True)
-        specs: dict[str, LayerSpec] = {
-            FULL: FullAttentionSpec(kv_heads, head_dim, dtype),
-            SLIDING: SlidingWindowSpec(kv_heads, head_dim, dtype, window),
-        }
-        return cls(
-            architecture=f"Gemma3For{'ConditionalGeneration' if wrapped else 'CausalLM'}",
-            vocab_size=text.get("vocab_size", int, 262_208),
-            hidden_size=text.get("hidden_size", int, 2304),
-            num_layers=len(layer_types),
-            max_position_embeddings=text.get("max_position_embeddings", int, 131_072),
-            tie_word_embeddings=reader.get("tie_word_embeddings", bool, tied),
-            rms_norm_eps=text.get("rms_norm_eps", float, 1e-6),
-            dtype=dtype,
-            layer_specs=tuple((specs[kind],) for kind in layer_types),
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=text.get("intermediate_size", int, 9216),
-            scale=_scale(text),
-            layer_types=layer_types,
-            window=window,
-            local_rope=_rope(text, SLIDING, head_dim),
-            global_rope=_rope(text, FULL, head_dim),
-            logit_softcap=text.get("final_logit_softcapping", float, None),
-        )
+def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
+    """Raises CheckpointError for unsupported settings; `dtype` overrides the file's."""
+    reader.reject_quantization()
+    text = reader.section("text_config") if "text_config" in reader.fields else reader
+    _check(text)
+    full = _attention(text)
+    window = text.get("sliding_window", int, 4096)
+    local_rope = _rope(text, SLIDING, full.head_dim)
+    mixers = {FULL: (full,), SLIDING: (replace(full, rope=local_rope, window=window),)}
+    tied = text.get("tie_word_embeddings", bool, True)
+    return ModelConfig(
+        family="gemma3",
+        vocab_size=text.get("vocab_size", int, 262_208),
+        hidden_size=text.get("hidden_size", int, 2304),
+        max_position_embeddings=text.get("max_position_embeddings", int, 131_072),
+        tie_word_embeddings=reader.get("tie_word_embeddings", bool, tied),
+        rms_norm_eps=text.get("rms_norm_eps", float, 1e-6),
+        dtype=text.compute_dtype(dtype or reader.get("dtype", str, _old_dtype(reader))),
+        mixers=tuple(mixers[kind] for kind in _layer_types(text)),
+        mlp=MLPConfig(intermediate_size=text.get("intermediate_size", int, 9216)),
+        norm_offset=1.0,
+        logit_softcap=text.get("final_logit_softcapping", float, None),
+    )
 
 
 def _check(text: ConfigReader) -> None:
-    reject_quantization(text)
-    require_one_of(text, "model_type", ["gemma3_text"])
-    require_one_of(text, "hidden_activation", ["gelu_pytorch_tanh"])
-    require_one_of(text, "attention_bias", [False])
-    require_one_of(text, "attn_logit_softcapping", [])
-    require_one_of(text, "use_bidirectional_attention", [False])
+    text.reject_quantization()
+    text.require_one_of("model_type", ["gemma3_text"])
+    text.require_one_of("hidden_activation", ["gelu_pytorch_tanh"])
+    text.require_one_of("attention_bias", [False])
+    text.require_one_of("attn_logit_softcapping", [])
+    text.require_one_of("use_bidirectional_attention", [False])
     if text.get("sliding_window", int, 1) < 1:
         raise CheckpointError(f"{text.source}: 'sliding_window' must be positive")
     if text.get("final_logit_softcapping", float, 1.0) <= 0.0:
@@ -105,18 +61,23 @@ def _old_dtype(reader: ConfigReader) -> str | None:
     return found
 
 
-def _heads(text: ConfigReader) -> tuple[int, int]:
+def _attention(text: ConfigReader) -> AttentionConfig:
+    """Of the layers that read all tokens."""
     heads = text.get("num_attention_heads", int, 8)
     kv_heads = text.get("num_key_value_heads", int, 4)
-    require_divisor(text, ("num_attention_heads", heads), ("num_key_value_heads", kv_heads))
-    return heads, kv_heads
-
-
-def _scale(text: ConfigReader) -> float:
+    text.require_divisor(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))
     scalar: float = text.get("query_pre_attn_scalar", float, 256.0)
     if scalar <= 0.0:
         raise CheckpointError(f"{text.source}: 'query_pre_attn_scalar' is {scalar}, not positive")
-    return float(scalar**-0.5)
+    head_dim = text.get("head_dim", int, 256)
+    return AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        scale=scalar**-0.5,
+        rope=_rope(text, FULL, head_dim),
+        qk_norm=True,
+    )
 
 
 def _layer_types(text: ConfigReader) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from engine.errors import CheckpointError
-from engine.model_configs.base import ConfigReader
+from engine.model_configs.config_reader import ConfigReader
 
 
 def read_eos_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:

@@ -5,8 +5,7 @@ from enum import StrEnum
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import DTYPE_BYTES, MambaSpec
-from engine.model_configs.base import ConfigReader
-from engine.model_configs.checks import require_divisor, require_one_of
+from engine.model_configs.config_reader import ConfigReader
 
 
 class Gating(StrEnum):
@@ -21,8 +20,9 @@ class Gating(StrEnum):
 class Mamba2Config:
     """One mixer: `num_heads` heads of `head_dim` channels; each of `n_groups` has its B and C.
 
-    `time_step_limit` clamps dt after softplus. `input_scale` and `output_scale` multiply what goes
-    in and comes out; `projected_scales` multiply z, x, B, C and dt as in_proj gives them.
+    `time_step_limit` clamps dt after softplus. `temporal_dtype`: of the states in the cache.
+    `input_scale` and `output_scale` multiply what goes in and comes out, `projected_scales` z, x,
+    B, C and dt as in_proj gives them.
     """
 
     num_heads: int
@@ -34,6 +34,7 @@ class Mamba2Config:
     in_proj_bias: bool
     out_proj_bias: bool
     time_step_limit: tuple[float, float]
+    temporal_dtype: str = "float32"
     gating: Gating = Gating.GATE_THEN_NORM
     input_scale: float = 1.0
     projected_scales: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
@@ -55,14 +56,14 @@ class Mamba2Config:
         shared = self.n_groups * self.state_size
         return (self.inner_size, self.inner_size, shared, shared, self.num_heads)
 
-    def spec(self, conv_dtype: str, temporal_dtype: str) -> MambaSpec:
+    def spec(self, dtype: str) -> MambaSpec:
         """What one such layer keeps for one sequence."""
         return MambaSpec(
             kind="mamba2",
             conv_shape=(self.conv_kernel - 1, self.conv_dim),
-            conv_dtype=conv_dtype,
+            conv_dtype=dtype,
             temporal_shape=(self.num_heads, self.head_dim, self.state_size),
-            temporal_dtype=temporal_dtype,
+            temporal_dtype=self.temporal_dtype,
         )
 
 
@@ -76,9 +77,9 @@ def read_mamba2(reader: ConfigReader, inner_key: str | None = None) -> Mamba2Con
     inner = expanded if inner_key is None else reader.require(inner_key, int)
     heads = reader.get("mamba_n_heads", int, 128)
     groups = reader.get("mamba_n_groups", int, 1)
-    require_divisor(reader, ("mamba_n_heads", heads), ("mamba_n_groups", groups))
+    reader.require_divisor(("mamba_n_heads", heads), ("mamba_n_groups", groups))
     channels = inner_key or "mamba_expand * hidden_size"
-    require_divisor(reader, (channels, inner), ("mamba_n_heads", heads))
+    reader.require_divisor((channels, inner), ("mamba_n_heads", heads))
     bias = reader.get("mamba_proj_bias", bool, False)
     return Mamba2Config(
         num_heads=heads,
@@ -90,17 +91,18 @@ def read_mamba2(reader: ConfigReader, inner_key: str | None = None) -> Mamba2Con
         in_proj_bias=bias,
         out_proj_bias=bias,
         time_step_limit=read_time_step_limit(reader, "time_step_limit"),
+        temporal_dtype=read_temporal_dtype(reader),
     )
 
 
 def _head_dim(reader: ConfigReader, implied: int) -> int:
-    require_one_of(reader, "mamba_d_head", ["auto", implied])
+    reader.require_one_of("mamba_d_head", ["auto", implied])
     return implied
 
 
 def read_temporal_dtype(reader: ConfigReader) -> str:
     """The dtype that states are kept in: `mamba_ssm_cache_dtype`, by default float32."""
-    require_one_of(reader, "mamba_ssm_cache_dtype", ["auto", *DTYPE_BYTES])
+    reader.require_one_of("mamba_ssm_cache_dtype", ["auto", *DTYPE_BYTES])
     stored: str = reader.get("mamba_ssm_cache_dtype", str, "auto")
     return "float32" if stored == "auto" else stored
 

@@ -1,94 +1,57 @@
 """config.json of NemotronHForCausalLM, spelled as on the hub or as transformers 5 saves it."""
 
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Self
-
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import LayerSpec
-from engine.model_configs.attention import AttentionConfig, read_attention
-from engine.model_configs.base import ConfigReader, ModelConfig
-from engine.model_configs.checks import (
-    compute_dtype,
-    reject_quantization,
-    require_divisor,
-    require_one_of,
-)
+from engine.model_configs.attention import read_attention
+from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.mamba2 import Mamba2Config, read_temporal_dtype, read_time_step_limit
+from engine.model_configs.model_config import MixerConfig, MLPConfig, ModelConfig, read_model
 
-
-class LayerKind(StrEnum):
-    """What one layer is; each has a norm, one mixer and a residual."""
-
-    MAMBA = "mamba"
-    ATTENTION = "attention"
-    MLP = "mlp"
-
-
+MAMBA, ATTENTION, MLP = "mamba", "attention", "mlp"
 # Characters of `hybrid_override_pattern`, and names in `layers_block_type`, old and new.
 LAYER_NAMES = {
-    "M": LayerKind.MAMBA,
-    "*": LayerKind.ATTENTION,
-    "-": LayerKind.MLP,
-    "mamba": LayerKind.MAMBA,
-    "attention": LayerKind.ATTENTION,
-    "mlp": LayerKind.MLP,
-    "linear_attention": LayerKind.MAMBA,
-    "full_attention": LayerKind.ATTENTION,
+    "M": MAMBA,
+    "*": ATTENTION,
+    "-": MLP,
+    "mamba": MAMBA,
+    "attention": ATTENTION,
+    "mlp": MLP,
+    "linear_attention": MAMBA,
+    "full_attention": ATTENTION,
 }
 MOE_NAMES = ("E", "moe")
 
 
-@dataclass(slots=True, frozen=True, kw_only=True)
-class NemotronHConfig(ModelConfig):
-    """Nemotron-H: `layer_kinds[i]` says what layer i is. Attention has no positional encoding."""
+def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
+    """Raises CheckpointError for what is missing, mistyped or not supported (MoE layers).
 
-    layer_kinds: tuple[LayerKind, ...]
-    mamba: Mamba2Config
-    attention: AttentionConfig
-    intermediate_size: int
-    mlp_bias: bool
-    residual_in_fp32: bool
-
-    @classmethod
-    def from_reader(cls, reader: ConfigReader, dtype: str | None = None) -> Self:
-        """Raises CheckpointError for what is missing, mistyped or not supported (MoE layers)."""
-        _check(reader)
-        dtype = compute_dtype(reader, dtype)
-        kinds = _layer_kinds(reader)
-        mamba, attention = _mamba(reader), read_attention(reader)
-        specs: dict[LayerKind, tuple[LayerSpec, ...]] = {
-            LayerKind.MAMBA: (mamba.spec(dtype, read_temporal_dtype(reader)),),
-            LayerKind.ATTENTION: (attention.spec(dtype),),
-            LayerKind.MLP: (),
-        }
-        has_mlp = LayerKind.MLP in kinds
-        return cls(
-            architecture="NemotronHForCausalLM",
-            vocab_size=reader.require("vocab_size", int),
-            hidden_size=reader.require("hidden_size", int),
-            num_layers=len(kinds),
-            max_position_embeddings=reader.get("max_position_embeddings", int, 4096),
-            tie_word_embeddings=reader.get("tie_word_embeddings", bool, False),
-            rms_norm_eps=_norm_eps(reader),
-            dtype=dtype,
-            layer_specs=tuple(specs[kind] for kind in kinds),
-            layer_kinds=kinds,
-            mamba=mamba,
-            attention=attention,
-            intermediate_size=reader.require("intermediate_size", int) if has_mlp else 0,
-            mlp_bias=reader.get("mlp_bias", bool, False),
-            residual_in_fp32=reader.get("residual_in_fp32", bool, False),
-        )
+    A layer is one mixer or one MLP; attention has no positional encoding.
+    """
+    reader.reject_quantization()
+    reader.require_one_of("mlp_hidden_act", ["relu2"])
+    reader.require_one_of("mamba_hidden_act", ["silu"])
+    kinds = _layer_kinds(reader)
+    mixers: dict[str, tuple[MixerConfig, ...]] = {
+        MAMBA: (_mamba(reader),),
+        ATTENTION: (read_attention(reader),),
+        MLP: (),
+    }
+    return read_model(
+        reader,
+        family="nemotron_h",
+        positions=4096,
+        eps=1e-5,
+        rms_norm_eps=_norm_eps(reader),
+        dtype=reader.compute_dtype(dtype),
+        mixers=tuple(mixers[kind] for kind in kinds),
+        mlp=MLPConfig(
+            intermediate_size=reader.require("intermediate_size", int) if MLP in kinds else 0,
+            bias=reader.get("mlp_bias", bool, False),
+        ),
+        residual_in_fp32=reader.get("residual_in_fp32", bool, False),
+    )
 
 
-def _check(reader: ConfigReader) -> None:
-    reject_quantization(reader)
-    require_one_of(reader, "mlp_hidden_act", ["relu2"])
-    require_one_of(reader, "mamba_hidden_act", ["silu"])
-
-
-def _layer_kinds(reader: ConfigReader) -> tuple[LayerKind, ...]:
+def _layer_kinds(reader: ConfigReader) -> tuple[str, ...]:
     names: str | list[str] = reader.get("hybrid_override_pattern", str, "")
     for key in ("layers_block_type", "layer_types"):
         names = reader.get(key, list, names)
@@ -104,7 +67,7 @@ def _layer_kinds(reader: ConfigReader) -> tuple[LayerKind, ...]:
     return tuple(_layer_kind(reader, index, name) for index, name in enumerate(names))
 
 
-def _layer_kind(reader: ConfigReader, index: int, name: str) -> LayerKind:
+def _layer_kind(reader: ConfigReader, index: int, name: str) -> str:
     if name in MOE_NAMES:
         raise CheckpointError(
             f"{reader.source}: layer {index} is a mixture of experts ({name!r}): not supported"
@@ -130,8 +93,9 @@ def _mamba(reader: ConfigReader) -> Mamba2Config:
         in_proj_bias=bias,
         out_proj_bias=bias,
         time_step_limit=read_time_step_limit(reader, limit),
+        temporal_dtype=read_temporal_dtype(reader),
     )
-    require_divisor(reader, ("mamba_num_heads", config.num_heads), ("n_groups", config.n_groups))
+    reader.require_divisor(("mamba_num_heads", config.num_heads), ("n_groups", config.n_groups))
     return config
 
 

@@ -6,28 +6,29 @@ from pathlib import Path
 from types import MappingProxyType
 
 from engine.errors import CheckpointError
-from engine.model_configs.bamba import BambaConfig
-from engine.model_configs.base import ConfigReader, ModelConfig
-from engine.model_configs.falcon_h1 import FalconH1Config
-from engine.model_configs.gemma3 import Gemma3Config
-from engine.model_configs.granite_moe_hybrid import GraniteMoeHybridConfig
-from engine.model_configs.nemotron_h import NemotronHConfig
-from engine.model_configs.qwen3 import Qwen3Config
-from engine.model_configs.qwen3_5 import Qwen3_5Config
+from engine.model_configs import (
+    bamba,
+    falcon_h1,
+    gemma3,
+    granite_moe_hybrid,
+    nemotron_h,
+    qwen3,
+    qwen3_5,
+)
+from engine.model_configs.config_reader import ConfigReader
+from engine.model_configs.model_config import ModelConfig
 
-FromReader = Callable[[ConfigReader, str | None], ModelConfig]
-
-CONFIGS: Mapping[str, FromReader] = MappingProxyType(
+ARCHITECTURES: Mapping[str, Callable[[ConfigReader, str | None], ModelConfig]] = MappingProxyType(
     {
-        "Qwen3ForCausalLM": Qwen3Config.from_reader,
-        "Qwen3_5ForCausalLM": Qwen3_5Config.from_reader,
-        "Qwen3_5ForConditionalGeneration": Qwen3_5Config.from_reader,
-        "NemotronHForCausalLM": NemotronHConfig.from_reader,
-        "Gemma3ForCausalLM": Gemma3Config.from_reader,
-        "Gemma3ForConditionalGeneration": Gemma3Config.from_reader,
-        "GraniteMoeHybridForCausalLM": GraniteMoeHybridConfig.from_reader,
-        "FalconH1ForCausalLM": FalconH1Config.from_reader,
-        "BambaForCausalLM": BambaConfig.from_reader,
+        "Qwen3ForCausalLM": qwen3.read,
+        "Qwen3_5ForCausalLM": qwen3_5.read,
+        "Qwen3_5ForConditionalGeneration": qwen3_5.read,
+        "NemotronHForCausalLM": nemotron_h.read,
+        "Gemma3ForCausalLM": gemma3.read,
+        "Gemma3ForConditionalGeneration": gemma3.read,
+        "GraniteMoeHybridForCausalLM": granite_moe_hybrid.read,
+        "FalconH1ForCausalLM": falcon_h1.read,
+        "BambaForCausalLM": bamba.read,
     }
 )
 
@@ -51,11 +52,11 @@ def read_config(folder: Path, dtype: str | None = None, *, device: str = "cpu") 
 def _config_of(reader: ConfigReader, dtype: str | None) -> ModelConfig:
     names = reader.require("architectures", list)
     for name in names:
-        if name in CONFIGS:
-            return CONFIGS[name](reader, dtype)
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name](reader, dtype)
     raise CheckpointError(
         f"{reader.source}: architectures {names!r} are not supported; "
-        f"supported: {', '.join(sorted(CONFIGS))}"
+        f"supported: {', '.join(sorted(ARCHITECTURES))}"
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from engine.errors import CheckpointError
-from engine.model_configs.base import ConfigReader
+from engine.model_configs.config_reader import ConfigReader
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,38 +1,31 @@
-"""Bamba: Mamba2 or attention, then an MLP, in every layer; attention rotates half of each head."""
+"""Bamba (Mamba2 or attention, then an MLP) and Falcon-H1 (both at once, then an MLP).
 
-from functools import partial
+Falcon-H1's multipliers are folded into weights, except where embeddings are looked up and at the
+logits.
+"""
 
-from engine.layers.hybrid_layer import HybridLayer
-from engine.layers.mixers import Mixer
-from engine.layers.mlp import GatedMLP, MLPStyle
-from engine.layers.norm import load_norm
+from collections.abc import Sequence
+
+from engine.layers.mixer import Part, ResidualBlock
+from engine.layers.mlp import GatedMLP
 from engine.layers.weights import Weights
-from engine.model_configs.bamba import BambaConfig
-from engine.models.hybrid import HybridModel, build_hybrid
+from engine.model_configs.model_config import ModelConfig
+from engine.models.hybrid import HybridModel, Names, build_hybrid, norm_of
 
 
 def rename(stored_name: str) -> str | None:
     """The name asked for by this file, or None for tensors that are computed, not loaded."""
-    return None if stored_name.endswith("rotary_emb.inv_freq") else stored_name
+    return None if stored_name.endswith(("rotary_emb.inv_freq", "mup_vector")) else stored_name
 
 
-def build(config: BambaConfig, weights: Weights) -> HybridModel:
+def build(config: ModelConfig, weights: Weights) -> HybridModel:
     """From `model.*` and `lm_head.weight`."""
-    layer = partial(_layer, config, weights)
-    return build_hybrid(config, weights, layer, last_norm="model.final_layernorm")
+    return build_hybrid(config, weights, _layer, Names(norm="model.final_layernorm"))
 
 
-def _layer(config: BambaConfig, weights: Weights, index: int, mixers: list[Mixer]) -> HybridLayer:
-    prefix, hidden = f"model.layers.{index}", config.hidden_size
-    norm = partial(load_norm, weights, size=hidden, eps=config.rms_norm_eps)
-    style = MLPStyle(bias=config.mlp_bias)
-    return HybridLayer(
-        norm=norm(name=f"{prefix}.input_layernorm"),
-        mixers=mixers,
-        mlp_norm=norm(name=f"{prefix}.pre_ff_layernorm"),
-        blocks=[
-            GatedMLP(
-                weights, f"{prefix}.feed_forward", hidden, config.intermediate_size, style=style
-            )
-        ],
-    )
+def _layer(config: ModelConfig, weights: Weights, mixers: Sequence[Part]) -> list[ResidualBlock]:
+    mlp = GatedMLP(config.mlp, weights.below("feed_forward"), config.hidden_size)
+    return [
+        ResidualBlock(norm_of(config, weights, "input_layernorm"), mixers),
+        ResidualBlock(norm_of(config, weights, "pre_ff_layernorm"), [mlp]),
+    ]

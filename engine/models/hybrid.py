@@ -1,99 +1,124 @@
-"""The model around hybrid layers: embedding, layers, last norm, head. Families say what is inside.
+"""The model that all families are: embedding, residual blocks, last norm, head.
 
-Mixers are `model.layers.<i>.{mamba,self_attn}`; which of them a layer has follows from what it
-keeps in the cache.
+A family says how its tensors are named and which blocks make up a layer; which mixers a layer has
+is its config's business.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from engine.forward import TORCH_DTYPES, ForwardBatch, LayerCaches
-from engine.kv_cache.spec import AttentionSpec, LayerSpec, MambaSpec
+from engine.forward import ForwardBatch, LayerCaches
+from engine.layers.attention import Attention
 from engine.layers.embedding import Embedding, output_head
-from engine.layers.hybrid_layer import HybridLayer
+from engine.layers.gated_delta_net import GatedDeltaNet
 from engine.layers.linear import Linear
-from engine.layers.mixers import AttentionMixer, ForwardPass, MambaMixer, Mixer
+from engine.layers.mamba2 import Mamba2
+from engine.layers.mixer import CacheKey, ForwardPass, Part, ResidualBlock
 from engine.layers.norm import RMSNorm, load_norm
 from engine.layers.rotary import Rotary
 from engine.layers.weights import Weights
-from engine.model_configs.hybrid import HybridConfig
-from engine.ops.scratch import Scratch
+from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.mamba2 import Mamba2Config
+from engine.model_configs.model_config import MixerConfig, ModelConfig
+from engine.model_configs.rope import RopeConfig
 
-MakeLayer = Callable[[int, list[Mixer]], HybridLayer]
+MakeLayer = Callable[[ModelConfig, Weights, Sequence[Part]], list[ResidualBlock]]
+"""The blocks of one layer, from the weights below its name and its mixers."""
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Names:
+    """Where a family's checkpoints keep what all models have; `mixer`: one name for all kinds."""
+
+    embeddings: str = "model.embed_tokens"
+    layers: str = "model.layers"
+    norm: str = "model.norm"
+    mixer: str | None = None
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class HybridModel:
-    """`rotary` None: no layer has positions. Logits are multiplied by `logits_scale`."""
+    """Implements `registry.CausalLM`. `dtype`: of the residual between blocks."""
 
-    embed: Embedding
-    layers: Sequence[HybridLayer]
+    config: ModelConfig
+    embeddings: Embedding
+    dtype: torch.dtype
+    blocks: Sequence[ResidualBlock]
     norm: RMSNorm
-    lm_head: Linear
-    rotary: Rotary | None
-    logits_scale: float
+    head: Linear
+    rotary: Mapping[RopeConfig, Rotary]
 
     def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
-        """Hidden states [T, hidden] after the last norm; keeps K/V and states in `caches`."""
-        rotary = None if self.rotary is None else self.rotary.select(batch)
+        rotary = {rope: table.select(batch) for rope, table in self.rotary.items()}
         step = ForwardPass(batch, caches, rotary)
-        x = self.embed(batch.token_ids)
-        for layer in self.layers:
-            x = layer(x, step)
+        x = self.embeddings(batch.token_ids).to(self.dtype)
+        for block in self.blocks:
+            x = block(x, step)
         return self.norm(x)
 
     def logits(self, hidden_rows: Tensor) -> Tensor:
-        """[n, hidden] -> float32 [n, vocab]."""
-        logits = self.lm_head(hidden_rows).to(torch.float32)
-        return logits if self.logits_scale == 1.0 else logits.mul_(self.logits_scale)
+        logits = self.head(hidden_rows).to(torch.float32)
+        if self.config.logits_scale != 1.0:
+            logits = logits.mul_(self.config.logits_scale)
+        cap = self.config.logit_softcap
+        return logits if cap is None else (logits / cap).tanh() * cap
 
 
 def build_hybrid(
-    config: HybridConfig, weights: Weights, make_layer: MakeLayer, *, last_norm: str
+    config: ModelConfig, weights: Weights, make_layer: MakeLayer, names: Names = Names()
 ) -> HybridModel:
-    """The model of layers from `make_layer`, which is given an index and that layer's mixers."""
-    hidden = config.hidden_size
-    table = weights.take("model.embed_tokens.weight", (config.vocab_size, hidden))
-    embed = Embedding(table, config.embedding_scale)
-    scratch, rope = Scratch(), config.attention.rope
+    """The model of `config`, with the layers that `make_layer` builds.
+
+    Raises CheckpointError for tensors that are missing or misshapen.
+    """
+    table = weights.take(f"{names.embeddings}.weight", (config.vocab_size, config.hidden_size))
+    embeddings = Embedding(table, config.embedding_scale)
+    group_of = {group.spec: number for number, group in enumerate(config.groups)}
+    blocks: list[ResidualBlock] = []
+    for layer, configs in enumerate(config.mixers):
+        own = weights.below(f"{names.layers}.{layer}")
+        mixers = [
+            _mixer(config, mixer, own, (group_of[mixer.spec(config.dtype)], layer), names.mixer)
+            for mixer in configs
+        ]
+        blocks += make_layer(config, own, mixers)
     return HybridModel(
-        embed=embed,
-        layers=[
-            make_layer(
-                layer,
-                [_mixer(config, weights, layer, spec=spec, scratch=scratch) for spec in specs],
-            )
-            for layer, specs in enumerate(config.layer_specs)
-        ],
-        norm=load_norm(weights, last_norm, hidden, eps=config.rms_norm_eps),
-        lm_head=output_head(weights, embed, tied=config.tie_word_embeddings),
-        rotary=None if rope is None else Rotary(rope, TORCH_DTYPES[config.dtype], weights.device),
-        logits_scale=config.logits_scale,
+        config=config,
+        embeddings=embeddings,
+        dtype=torch.float32 if config.residual_in_fp32 else weights.dtype,
+        blocks=blocks,
+        norm=norm_of(config, weights, names.norm),
+        head=output_head(weights, embeddings, tied=config.tie_word_embeddings),
+        rotary={rope: Rotary(rope, weights.dtype, weights.device) for rope in _ropes(config)},
     )
+
+
+def norm_of(config: ModelConfig, weights: Weights, name: str) -> RMSNorm:
+    """A norm over the hidden channels."""
+    offset = config.norm_offset
+    return load_norm(weights, name, config.hidden_size, eps=config.rms_norm_eps, offset=offset)
 
 
 def _mixer(
-    config: HybridConfig, weights: Weights, layer: int, *, spec: LayerSpec, scratch: Scratch
-) -> Mixer:
-    prefix, hidden = f"model.layers.{layer}", config.hidden_size
-    if isinstance(spec, MambaSpec):
-        assert config.mamba is not None
-        return MambaMixer(
-            config.mamba,
-            weights,
-            f"{prefix}.mamba",
-            key=(config.group_of(layer, MambaSpec), layer),
-            hidden=hidden,
-            eps=config.rms_norm_eps,
-        )
-    return AttentionMixer(
-        config.attention,
-        weights,
-        f"{prefix}.self_attn",
-        key=(config.group_of(layer, AttentionSpec), layer),
-        hidden=hidden,
-        scratch=scratch,
-    )
+    model: ModelConfig, config: MixerConfig, weights: Weights, key: CacheKey, name: str | None
+) -> Part:
+    hidden, eps = model.hidden_size, model.rms_norm_eps
+    match config:
+        case AttentionConfig():
+            own, offset = weights.below(name or "self_attn"), model.norm_offset
+            return Attention(config, own, key, hidden=hidden, eps=eps, norm_offset=offset)
+        case Mamba2Config():
+            return Mamba2(config, weights.below(name or "mamba"), key, hidden=hidden, eps=eps)
+        case _:
+            own = weights.below(name or "linear_attn")
+            return GatedDeltaNet(config, own, key, hidden=hidden, eps=eps)
+
+
+def _ropes(config: ModelConfig) -> set[RopeConfig]:
+    """Every rotary setting that a layer has."""
+    attention = (mixer for own in config.mixers for mixer in own)
+    ropes = (mixer.rope for mixer in attention if isinstance(mixer, AttentionConfig))
+    return {rope for rope in ropes if rope is not None}

@@ -8,7 +8,7 @@ import torch
 
 from engine.forward import TORCH_DTYPES
 from engine.layers.weights import Weights
-from engine.model_configs.base import ModelConfig
+from engine.model_configs.model_config import ModelConfig
 from engine.models.registry import FAMILIES, CausalLM
 
 log = structlog.get_logger()
@@ -19,7 +19,7 @@ def load_model(folder: Path, config: ModelConfig, device: torch.device) -> Causa
 
     Raises CheckpointError for tensors that are missing, misshapen or not part of the architecture.
     """
-    family, start = FAMILIES[config.architecture], time.monotonic()
+    family, start = FAMILIES[config.family], time.monotonic()
     log.info("loading the model", folder=str(folder), dtype=config.dtype)
     with Weights(folder, TORCH_DTYPES[config.dtype], device, rename=family.rename) as weights:
         model = family.build(config, weights)

@@ -3,18 +3,22 @@
 Checkpoint names are the hub's (`backbone.*`), which transformers writes too.
 """
 
-import torch
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from engine.forward import ForwardBatch, LayerCaches
-from engine.kv_cache.spec import AttentionSpec, MambaSpec
-from engine.layers.embedding import Embedding, output_head
-from engine.layers.mixers import AttentionMixer, ForwardPass, MambaMixer, Mixer
-from engine.layers.norm import RMSNorm
-from engine.layers.projection import load_linear
+from engine.layers.linear import load_linear
+from engine.layers.mixer import ForwardPass, Part, ResidualBlock
 from engine.layers.weights import Weights
-from engine.model_configs.nemotron_h import LayerKind, NemotronHConfig
-from engine.ops.scratch import Scratch
+from engine.model_configs.model_config import MLPConfig, ModelConfig
+from engine.models.hybrid import HybridModel, Names, build_hybrid, norm_of
+
+NAMES = Names(
+    embeddings="backbone.embeddings",
+    layers="backbone.layers",
+    norm="backbone.norm_f",
+    mixer="mixer",
+)
 
 
 def rename(stored: str) -> str | None:
@@ -24,78 +28,23 @@ def rename(stored: str) -> str | None:
     return stored.replace("model.", "backbone.", 1) if stored.startswith("model.") else stored
 
 
-class NemotronH:
-    """Hidden states and logits of a packed batch; keeps K/V and states in `caches`."""
-
-    def __init__(self, config: NemotronHConfig, weights: Weights) -> None:
-        hidden = config.hidden_size
-        self.dtype = weights.dtype
-        self.residual_dtype = torch.float32 if config.residual_in_fp32 else weights.dtype
-        self.embeddings = Embedding(
-            weights.take("backbone.embeddings.weight", (config.vocab_size, hidden))
-        )
-        scratch = Scratch()
-        self.layers = [
-            _Layer(config, weights, index, scratch=scratch) for index in range(config.num_layers)
-        ]
-        self.norm = RMSNorm(weights.take("backbone.norm_f.weight", (hidden,)), config.rms_norm_eps)
-        self.head = output_head(weights, self.embeddings, tied=config.tie_word_embeddings)
-
-    def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
-        """Hidden states [T, hidden] after the last norm."""
-        step = ForwardPass(batch, caches, None)
-        hidden = self.embeddings(batch.token_ids).to(self.residual_dtype)
-        for layer in self.layers:
-            hidden = layer(hidden, step)
-        return self.norm(hidden).to(self.dtype)
-
-    def logits(self, hidden_rows: Tensor) -> Tensor:
-        """float32 logits [rows, vocab] of some rows of hidden states."""
-        return self.head(hidden_rows).float()
+def build(config: ModelConfig, weights: Weights) -> HybridModel:
+    """From `backbone.*` and `lm_head.weight`."""
+    return build_hybrid(config, weights, _layer, NAMES)
 
 
-class _Layer:
-    """residual + mixer(norm(residual))."""
-
-    def __init__(
-        self, config: NemotronHConfig, weights: Weights, index: int, *, scratch: Scratch
-    ) -> None:
-        prefix = f"backbone.layers.{index}"
-        eps = config.rms_norm_eps
-        self.norm = RMSNorm(weights.take(f"{prefix}.norm.weight", (config.hidden_size,)), eps)
-        self.mixer = _mixer(config, weights, index, scratch=scratch)
-        self.dtype = weights.dtype
-
-    def __call__(self, residual: Tensor, step: ForwardPass) -> Tensor:
-        x = self.norm(residual).to(self.dtype)
-        if residual.dtype == x.dtype:
-            return self.mixer(x, residual, step)
-        return residual + self.mixer(x, torch.zeros_like(x), step)
+def _layer(config: ModelConfig, weights: Weights, mixers: Sequence[Part]) -> list[ResidualBlock]:
+    mlp = () if mixers else [_MLP(config.mlp, weights.below("mixer"), config.hidden_size)]
+    return [ResidualBlock(norm_of(config, weights, "norm"), mixers or mlp)]
 
 
-class _MlpMixer:
+class _MLP:
     """down(relu(up(x))^2)."""
 
-    def __init__(self, config: NemotronHConfig, weights: Weights, prefix: str) -> None:
-        inner, hidden, bias = config.intermediate_size, config.hidden_size, config.mlp_bias
-        self.up = load_linear(weights, prefix, {"up_proj": inner}, inputs=hidden, bias=bias)
-        self.down = load_linear(weights, prefix, {"down_proj": hidden}, inputs=inner, bias=bias)
+    def __init__(self, config: MLPConfig, weights: Weights, hidden: int) -> None:
+        inner, bias = config.intermediate_size, config.bias
+        self.up = load_linear(weights, {"up_proj": inner}, inputs=hidden, bias=bias)
+        self.down = load_linear(weights, {"down_proj": hidden}, inputs=inner, bias=bias)
 
-    def __call__(self, x: Tensor, residual: Tensor, step: ForwardPass) -> Tensor:
-        return self.down.add_to(residual, self.up(x).relu_().square_())
-
-
-def _mixer(config: NemotronHConfig, weights: Weights, index: int, *, scratch: Scratch) -> Mixer:
-    prefix, hidden = f"backbone.layers.{index}.mixer", config.hidden_size
-    match config.layer_kinds[index]:
-        case LayerKind.MAMBA:
-            key = (config.group_of(index, MambaSpec), index)
-            eps = config.rms_norm_eps
-            return MambaMixer(config.mamba, weights, prefix, key=key, hidden=hidden, eps=eps)
-        case LayerKind.ATTENTION:
-            key = (config.group_of(index, AttentionSpec), index)
-            return AttentionMixer(
-                config.attention, weights, prefix, key=key, hidden=hidden, scratch=scratch
-            )
-        case LayerKind.MLP:
-            return _MlpMixer(config, weights, prefix)
+    def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
+        return self.down(self.up(x).relu_().square_(), residual)

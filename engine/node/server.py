@@ -27,9 +27,9 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.report import plan_report
 from engine.metrics import SCHEDULER_COUNTERS, SCHEDULER_GAUGES, NodeMetrics, RequestMetrics
-from engine.model_configs.base import ModelConfig
 from engine.model_configs.folder import resolve_folder
 from engine.model_configs.generation import read_eos_token_ids
+from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.registry import read_config
 from engine.models.fingerprint import model_fingerprint
 from engine.models.loader import load_model

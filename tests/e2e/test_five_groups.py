@@ -9,7 +9,7 @@ from engine.types import GenerateRequest
 from tests.bare_engine import BareEngine
 from tests.cluster import CONTEXT, Generation
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of
-from tests.five_groups import FiveGroups, groups_in
+from tests.five_groups import five_groups, groups_in
 
 FORMED = tuple(range(5))
 ORDERS = [(4, 3, 2, 1, 0), (3, 0, 4, 1, 2), (1, 4, 0, 3, 2)]
@@ -31,7 +31,7 @@ def one_by_one(
     order: tuple[int, ...], requests: list[GenerateRequest], *, prefix_caching: bool = True
 ) -> list[Generation]:
     plan = plan_of(order)
-    with BareEngine(FiveGroups(plan.groups), plan, prefix_caching=prefix_caching) as engine:
+    with BareEngine(five_groups(plan.groups), plan, prefix_caching=prefix_caching) as engine:
         return [engine.generate(request)[0] for request in requests]
 
 
@@ -59,7 +59,7 @@ def test_a_hit_changes_no_token() -> None:
 def test_an_equal_prompt_hits_where_blocks_of_all_groups_end(length: int, joint: int) -> None:
     prompt = tuple(2 + 7 * place % 500 for place in range(length))
     plan = plan_of(FORMED)
-    with BareEngine(FiveGroups(plan.groups), plan) as engine:
+    with BareEngine(five_groups(plan.groups), plan) as engine:
         hits = hits_of([engine.generate(request_of(prompt))[0] for _ in range(2)])
     assert hits == [0, joint]
 
@@ -69,7 +69,7 @@ def test_nor_do_evictions_and_preemptions() -> None:
     preempted, hits = 0, 0
     for share, at_once in ((1.5, 6), (1.75, 6), (2, 4)):
         tight = plan_of(FORMED, num_units=int(share * plan_of(FORMED).units_for(CONTEXT)))
-        with BareEngine(FiveGroups(tight.groups), tight, max_num_seqs=at_once) as engine:
+        with BareEngine(five_groups(tight.groups), tight, max_num_seqs=at_once) as engine:
             together = engine.generate(*ANSWERS)
             preempted += engine.scheduler.stats.num_preemptions
         hits += sum(hits_of(together))

@@ -12,10 +12,10 @@ from torch import Tensor
 from engine.forward import ForwardBatch, StateCache, StateExport, StateIndex
 from engine.layers.gated_delta_net import GatedDeltaNet
 from engine.layers.mamba2 import Mamba2
+from engine.layers.mixer import ForwardPass
 from engine.layers.weights import Weights
+from engine.model_configs.gated_delta_net import GatedDeltaNetConfig
 from engine.model_configs.mamba2 import Mamba2Config
-from engine.model_configs.qwen3_5 import GatedDeltaNetShape
-from engine.ops.scratch import Scratch
 
 HIDDEN, HEADS, DIM, KERNEL, UNITS = 16, 4, 8, 4, 9
 CONV = 64  # channels through the convolution, in both layers
@@ -24,16 +24,10 @@ Layer = GatedDeltaNet | Mamba2
 
 
 def gated_delta_net(weights: Weights) -> Layer:
-    shape = GatedDeltaNetShape(
-        hidden=HIDDEN,
-        key_heads=2,
-        value_heads=HEADS,
-        key_dim=DIM,
-        value_dim=DIM,
-        kernel=KERNEL,
-        eps=1e-6,
+    config = GatedDeltaNetConfig(
+        key_heads=2, value_heads=HEADS, key_dim=DIM, value_dim=DIM, conv_kernel=KERNEL
     )
-    return GatedDeltaNet(shape, weights, "m", scratch=Scratch())
+    return GatedDeltaNet(config, weights.below("m"), (0, 0), hidden=HIDDEN, eps=1e-6)
 
 
 def mamba2(weights: Weights) -> Layer:
@@ -48,7 +42,7 @@ def mamba2(weights: Weights) -> Layer:
         out_proj_bias=False,
         time_step_limit=(0.0, inf),
     )
-    return Mamba2(config, weights, "m", hidden=HIDDEN, eps=1e-6)
+    return Mamba2(config, weights.below("m"), (0, 0), hidden=HIDDEN, eps=1e-6)
 
 
 SHAPES: dict[Callable[[Weights], Layer], dict[str, tuple[int, ...]]] = {
@@ -103,9 +97,9 @@ def step(
     """One forward pass; as everywhere, sequences of one token are the decodes and come first."""
     none = torch.zeros(0, dtype=torch.int64)
     decodes = lens.count(1)
-    batch = ForwardBatch(none, none, decodes, lens, [], (), none)
     index = StateIndex(torch.tensor(units), None, exports)
-    return layer(x, torch.zeros_like(x), cache, index=index, batch=batch)
+    batch = ForwardBatch(none, none, decodes, lens, [], (index,), none)
+    return layer(x, None, ForwardPass(batch, {(0, 0): cache}, {}))
 
 
 def assert_unit(ours: StateCache, unit: int, truth: StateCache, source: int) -> None:

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.forward import AttentionCache, AttentionIndex, ForwardBatch
-from engine.layers.attention import PagedAttention
+from engine.forward import AttentionCache, AttentionIndex, ForwardBatch, PagedKV
 from engine.ops.paged_attention import fast, naive
 from engine.ops.scratch import Scratch
 
@@ -147,13 +146,14 @@ def test_a_mixed_batch_is_attention_over_each_sequence() -> None:
     new = [slice(end - n, end) for end, n in zip(_ends(totals), lens, strict=True)]
     pages = [_slots(tables[i], contexts[i], totals[i]) for i in range(len(totals))]
     q = queries(sum(lens), 4)
-    got = PagedAttention(4, 2, DIM, SCALE)(
+    got = fast.paged_attention(
         q,
         torch.cat([k[rows] for rows in new]),
         torch.cat([v[rows] for rows in new]),
-        cache,
-        AttentionIndex(tables, torch.cat(pages)),
-        _batch(contexts, lens),
+        PagedKV(cache, AttentionIndex(tables, torch.cat(pages)), _batch(contexts, lens)),
+        scale=SCALE,
+        window=None,
+        scratch=Scratch(),
     )
     expected = [
         _plain(q_one, k_one, v_one)

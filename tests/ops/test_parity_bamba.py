@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 from transformers import BambaConfig, BambaForCausalLM, PreTrainedModel
 
-from engine.models.registry import FAMILIES
 from tests.parity import VOCAB, Case, Pair, ParityTests, open_pair
 
-FAMILY = FAMILIES["BambaForCausalLM"]
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -61,9 +59,9 @@ def biased() -> PreTrainedModel:
 
 
 CASES = {
-    "plain": Case(FAMILY, plain),
-    "odd": Case(FAMILY, odd),
-    "biased": Case(FAMILY, biased, seed=10),
+    "plain": Case(plain),
+    "odd": Case(odd),
+    "biased": Case(biased, seed=10),
 }
 
 

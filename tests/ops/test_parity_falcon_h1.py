@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 from transformers import FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
 
-from engine.models.registry import FAMILIES
 from tests.parity import VOCAB, Case, Pair, ParityTests, open_pair
 
-FAMILY = FAMILIES["FalconH1ForCausalLM"]
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -76,9 +74,9 @@ def norm_then_gate() -> PreTrainedModel:
 
 
 CASES = {
-    "plain": Case(FAMILY, plain, seed=11),
-    "gate-then-norm": Case(FAMILY, gate_then_norm, seed=9),
-    "norm-then-gate": Case(FAMILY, norm_then_gate),
+    "plain": Case(plain, seed=11),
+    "gate-then-norm": Case(gate_then_norm, seed=9),
+    "norm-then-gate": Case(norm_then_gate),
 }
 
 

@@ -10,10 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, PreTrainedModel
 
 from engine.models.granite_moe_hybrid import NEW_NAMES
-from engine.models.registry import FAMILIES
 from tests.parity import VOCAB, Case, Pair, ParityTests, open_pair
 
-FAMILY = FAMILIES["GraniteMoeHybridForCausalLM"]
 MAMBA, ATTENTION = "linear_attention", "full_attention"
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -115,10 +113,10 @@ def name_as_in_memory(folder: Path) -> None:
 
 
 CASES = {
-    "dense": Case(FAMILY, dense, spell_as_on_the_hub),
-    "experts": Case(FAMILY, experts, seed=4, embed=0.01),
-    "attention-only": Case(FAMILY, attention_only, seed=6),
-    "biased": Case(FAMILY, biased, name_as_in_memory, seed=2),
+    "dense": Case(dense, spell_as_on_the_hub),
+    "experts": Case(experts, seed=4, embed=0.01),
+    "attention-only": Case(attention_only, seed=6),
+    "biased": Case(biased, name_as_in_memory, seed=2),
 }
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
-from engine.model_configs.base import ModelConfig
-from engine.models.registry import FAMILIES, CausalLM
+from engine.model_configs.model_config import ModelConfig
+from engine.models.registry import CausalLM
 from tests.oracle import Runner, load, widen
 
 # float32 on both sides, logits up to 6. Measured differences are 4e-6 to 6e-5 and in each case no
@@ -118,7 +118,7 @@ def save_checkpoint(case: dict[str, Any], folder: Path, seed: int) -> NemotronHF
 
 
 def load_ours(folder: Path, dtype: str | None = None) -> tuple[ModelConfig, CausalLM]:
-    return load(FAMILIES["NemotronHForCausalLM"], folder, dtype)
+    return load(folder, dtype)
 
 
 def reference_logits(model: NemotronHForCausalLM, tokens: list[int]) -> Tensor:

@@ -28,7 +28,7 @@ def rand(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-WEIGHT, BIAS = fast_conv.tap_major(rand(DIM, KERNEL, seed=1)), rand(DIM, seed=2)
+WEIGHT, BIAS = rand(KERNEL, DIM, seed=1), rand(DIM, seed=2)
 RATES = -torch.linspace(0.02, 4.0, HEADS)
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
-from engine.model_configs.nemotron_h import LayerKind, NemotronHConfig
-from engine.model_configs.registry import CONFIGS, read_config
+from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.mamba2 import Mamba2Config
+from engine.model_configs.registry import ARCHITECTURES, read_config
+from engine.models.hybrid import HybridModel
 from engine.models.loader import load_model
-from engine.models.nemotron_h import NemotronH
 from engine.models.registry import FAMILIES
 
 CPU = torch.device("cpu")
@@ -106,13 +107,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def load(folder: Path, dtype: str | None = None) -> NemotronH:
+def load(folder: Path, dtype: str | None = None) -> HybridModel:
     model = load_model(folder, read_config(folder, dtype), CPU)
-    assert isinstance(model, NemotronH)
+    assert isinstance(model, HybridModel)
     return model
 
 
-def logits_of(model: NemotronH) -> Tensor:
+def logits_of(model: HybridModel) -> Tensor:
     """Enough to tell whether the same head and embeddings were read; needs no cache."""
     return model.logits(model.embeddings(torch.arange(32)))
 
@@ -162,12 +163,13 @@ def test_both_spellings_of_the_config_mean_the_same(tmp_path: Path) -> None:
     hub = read_config(tmp_path)
     write_config(tmp_path, SAVED_CONFIG)
     assert read_config(tmp_path) == hub
-    assert isinstance(hub, NemotronHConfig)
-    kinds = (LayerKind.MAMBA, LayerKind.MLP, LayerKind.ATTENTION, LayerKind.MAMBA)
-    assert hub.layer_kinds == kinds
-    assert hub.attention.head_dim == 12
+    (mamba,), mlp, (attention,), (last,) = hub.mixers
+    assert isinstance(mamba, Mamba2Config)
+    assert isinstance(attention, AttentionConfig)
+    assert (mlp, last) == ((), mamba)
+    assert attention.head_dim == 12
     assert hub.rms_norm_eps == 1e-6
-    assert hub.mamba.time_step_limit == (0.0, float("inf"))
+    assert mamba.time_step_limit == (0.0, float("inf"))
 
 
 def test_layers_keep_what_the_config_says(tmp_path: Path) -> None:
@@ -231,8 +233,9 @@ def test_folder_without_config_is_named(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_every_architecture_has_both_halves() -> None:
-    assert set(FAMILIES) == set(CONFIGS)
+def test_every_family_has_both_halves() -> None:
+    readers = {read.__module__.rpartition(".")[2] for read in ARCHITECTURES.values()}
+    assert set(FAMILIES) == readers
 
 
 def drop(stored: dict[str, Tensor]) -> None:

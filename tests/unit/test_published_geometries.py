@@ -12,8 +12,8 @@ import pytest
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.report import plan_report
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
-from engine.model_configs.base import ConfigReader
-from engine.model_configs.qwen3_5 import Qwen3_5Config
+from engine.model_configs import qwen3_5
+from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.registry import read_config
 
 QWEN3_5_4B = """{
@@ -110,4 +110,4 @@ def test_small_blocks_and_little_waste(tmp_path: Path, name: str) -> None:
 def test_small_blocks_and_little_waste_of_qwen3_next() -> None:
     """Its layers keep what those of Qwen3.5 keep, and its config names them alike."""
     reader = ConfigReader(json.loads(QWEN3_NEXT_80B_A3B), "config.json")
-    check(Qwen3_5Config.from_reader(reader).groups, (36, 12, 2_146_304, 2048))
+    check(qwen3_5.read(reader).groups, (36, 12, 2_146_304, 2048))

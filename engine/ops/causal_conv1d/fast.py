@@ -1,7 +1,6 @@
 """Depthwise causal convolution with SiLU as K shifted multiply-adds over token-major rows.
 
-Same signatures as `naive.py`. Fastest when `weight` is a [D, K] view of [K, D] storage (see
-`tap_major`).
+`conv_step` and `conv_chunk` have the signatures of `naive.py`.
 """
 
 from collections.abc import Sequence
@@ -11,22 +10,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.forward import StatePool
+from engine.ops.state_pool import move_states
+
 # Rows handled at a time: a block of a few hundred channels stays in a core's second-level cache.
 ROWS = 128
 
 
-def tap_major(weight: Tensor) -> Tensor:
-    """The same [D, K] weight, stored [K, D], so that each tap is a contiguous row."""
-    return weight.t().contiguous().t()
+def causal_conv1d(x: Tensor, states: StatePool, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See `backend.CausalConv1d`."""
+    return move_states(
+        [x],
+        states,
+        lambda rows, state: conv_step(rows[0], state, weight, bias),
+        lambda rows, initial, lens, exports: conv_chunk(
+            rows[0], lens, initial, weight, bias, exports=exports
+        ),
+    )
 
 
 def conv_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One token of every sequence: x [S, D], state [S, K-1, D] (updated IN PLACE), weight [D, K].
+    """One token of every sequence: x [S, D], state [S, K-1, D] (updated IN PLACE), weight [K, D].
 
     Returns silu(conv) [S, D] in the dtype of x; sums are float32.
     """
     rows = [*state.unbind(1), x]
-    first, *others = weight.t().float().unbind()
+    first, *others = weight.float().unbind()
     y = rows[0].float() * first
     for row, tap in zip(rows[1:], others, strict=True):
         y.addcmul_(row.float(), tap)
@@ -46,7 +55,7 @@ def conv_chunk(
     *,
     exports: Sequence[tuple[int, int]] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Segments end to end: x [T, D], T = sum(query_lens), initial [S, K-1, D], weight [D, K].
+    """Segments end to end: x [T, D], T = sum(query_lens), initial [S, K-1, D], weight [K, D].
 
     `exports`: (segment, tokens of it), ascending. Returns silu(conv) [T, D], the final states
     [S, K-1, D] and the states at the exports [E, K-1, D]; `initial` is not changed.
@@ -54,7 +63,7 @@ def conv_chunk(
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     final = torch.empty_like(initial)
     exported = [initial[:0]]
-    taps = weight.t().float()
+    taps = weight.float()
     start = 0
     for segment, length in enumerate(query_lens):
         rows = x[start : start + length]

@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 def conv_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """One token of every sequence: x [S, D], state [S, K-1, D] (updated IN PLACE), weight [D, K].
+    """One token of every sequence: x [S, D], state [S, K-1, D] (updated IN PLACE), weight [K, D].
 
     Returns silu(conv) [S, D] in the dtype of x; sums are float32.
     """
     window = torch.cat([state, x.unsqueeze(1)], dim=1)
-    y = torch.einsum("skd,dk->sd", window.float(), weight.float())
+    y = torch.einsum("skd,kd->sd", window.float(), weight.float())
     state.copy_(window[:, 1:])
     return F.silu(y if bias is None else y + bias.float()).to(x.dtype)
 
@@ -30,7 +30,7 @@ def conv_chunk(
     *,
     exports: Sequence[tuple[int, int]] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Segments end to end: x [T, D], T = sum(query_lens), initial [S, K-1, D], weight [D, K].
+    """Segments end to end: x [T, D], T = sum(query_lens), initial [S, K-1, D], weight [K, D].
 
     `exports`: (segment, tokens of it), ascending. Returns silu(conv) [T, D], the final states
     [S, K-1, D] and the states at the exports [E, K-1, D]; `initial` is not changed.

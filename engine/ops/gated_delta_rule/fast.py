@@ -1,7 +1,8 @@
 """The gated delta rule in chunks (prefill) and as one rank-1 update (decode), in float32.
 
-Signatures as in `naive.py`, and `scratch`. The chunk form is the UT transform of arXiv 2412.06464:
-work inside chunks is one batch over all chunks of all segments, a short scan carries the state.
+`step` and `chunk` have the signatures of `naive.py`, and `scratch`. The chunk form is the UT
+transform of arXiv 2412.06464: work inside chunks is one batch over all chunks of all segments, a
+short scan carries the state.
 """
 
 from collections.abc import Sequence
@@ -10,12 +11,35 @@ from math import log
 import torch
 from torch import Tensor
 
+from engine.forward import StatePool
 from engine.ops.chunk_grid import ChunkGrid
 from engine.ops.gated_delta_rule.naive import NORM_EPS
 from engine.ops.scratch import Scratch
+from engine.ops.state_pool import move_states
 
 # Decays are powers of 2: on CPU torch's exp is 20 to 60 times slower where results underflow.
 LOG2_E = 1.0 / log(2.0)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: StatePool,
+    *,
+    scratch: Scratch,
+) -> Tensor:
+    """See `backend.GatedDeltaRule`."""
+    return move_states(
+        [q, k, v, g, beta],
+        states,
+        lambda rows, state: step(*rows[:4], beta=rows[4], state=state, scratch=scratch),
+        lambda rows, initial, lens, exports: chunk(
+            *rows[:4], beta=rows[4], query_lens=lens, initial=initial, exports=exports
+        ),
+    )
 
 
 def step(

@@ -1,20 +1,54 @@
 """Attention over pages: batched products for decodes, torch's fused attention for prefill segments.
 
-Signatures as in `naive.py`, and `scratch`. Head-major pages gather by whole (page, head) rows
-straight into a batched product. With a `window`, blocks wholly before it are not read.
+The parts have the signatures of `naive.py`, and `scratch`. Head-major pages gather by whole (page,
+head) rows straight into a batched product. With a `window`, blocks wholly before it are not read.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.forward import AttentionCache
+from engine.forward import AttentionCache, PagedKV
 from engine.ops.scratch import Scratch
 
 # Beyond this ratio of padded to real tokens, decodes of uneven lengths are done one by one.
 MAX_PADDING = 4
 # Prefill segments longer than their window are done in tiles of the window, but not of less.
 MIN_TILE = 128
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: PagedKV,
+    *,
+    scale: float,
+    window: int | None,
+    scratch: Scratch,
+) -> Tensor:
+    """See `backend.PagedAttention`: decodes together, prefill segments one by one.
+
+    `scratch` grows to one layer's gathered K and V.
+    """
+    cache, tables, batch = kv.cache, kv.index.block_tables, kv.batch
+    write_tokens(k, v, cache, kv.index.slot_mapping)
+    decode_all = partial(decode, scale=scale, scratch=scratch, window=window)
+    prefill_one = partial(prefill, scale=scale, scratch=scratch, window=window)
+    start = batch.num_decodes
+    parts = []
+    if start:
+        lens = [context + 1 for context in batch.context_lens[:start]]
+        parts.append(decode_all(q[:start], cache, tables[:start], lens=lens))
+    for segment in range(start, len(batch.query_lens)):
+        end = start + batch.query_lens[segment]
+        context = batch.context_lens[segment]
+        parts.append(prefill_one(q[start:end], cache, tables[segment], context=context))
+        start = end
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined.reshape(q.shape[0], -1)
 
 
 def write_tokens(k: Tensor, v: Tensor, cache: AttentionCache, slot_mapping: Tensor) -> None:
@@ -159,10 +193,12 @@ def _weigh(weights: Tensor, v: Tensor, beyond: Tensor | None) -> Tensor:
     left there can well read as NaN in 16 bits; in 32 bits only a request that failed leaves NaN,
     and looking for it in the product is cheaper than clearing.
     """
-    if beyond is not None and v.dtype != torch.float32:
+    # On a device the look would wait for everything that is queued there.
+    may_look = v.dtype == torch.float32 and v.device.type == "cpu"
+    if beyond is not None and not may_look:
         _clear(v, beyond)
     product = torch.bmm(weights, v)
-    if beyond is not None and v.dtype == torch.float32 and product.sum().isnan():
+    if beyond is not None and may_look and product.sum().isnan():
         _clear(v, beyond)
         product = torch.bmm(weights, v)
     return product
@@ -175,7 +211,7 @@ def _gather(
     heads, block_size, dim = cache.k_pages.shape[1:]
     blocks = -(-length // block_size)
     tables = block_tables[:, :blocks]
-    if tables.numel() == 1:
+    if tables.numel() == 1 and tables.device.type == "cpu":
         row = int(tables)
         return cache.k_pages[row, :, :length], cache.v_pages[row, :, :length]
     offsets = torch.arange(heads, device=tables.device).view(1, heads, 1)

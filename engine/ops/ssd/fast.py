@@ -1,7 +1,7 @@
 """State space duality (Mamba-2): matrix products over chunks, and an in-place step for decode.
 
-Same signatures as `naive.py`. The chunk form is the block decomposition of Dao & Gu 2024, section
-6: products inside chunks, then a short recurrence over them.
+`ssd_step` and `ssd_chunk` have the signatures of `naive.py`. The chunk form is the block
+decomposition of Dao & Gu 2024, section 6: products inside chunks, a short recurrence over them.
 """
 
 from collections.abc import Sequence
@@ -11,10 +11,28 @@ from math import log
 import torch
 from torch import Tensor
 
+from engine.forward import StatePool
 from engine.ops.chunk_grid import ChunkGrid
+from engine.ops.state_pool import move_states
 
 # Decays are powers of 2: on CPU torch's exp is 20 to 60 times slower where results underflow.
 LOG2_E = 1.0 / log(2.0)
+
+
+def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: StatePool) -> Tensor:
+    """See `backend.StateSpaceDuality`."""
+
+    def step(rows: Sequence[Tensor], state: Tensor) -> Tensor:
+        x, dt, b, c = rows
+        return ssd_step(x, dt, a, b, c, state)
+
+    def chunk(
+        rows: Sequence[Tensor], initial: Tensor, lens: list[int], exports: list[tuple[int, int]]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x, dt, b, c = rows
+        return ssd_chunk(x, dt, a, b, c, query_lens=lens, initial=initial, exports=exports)
+
+    return move_states([x, dt, b, c], states, step, chunk, wide=True)
 
 
 def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:

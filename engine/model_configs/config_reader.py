@@ -1,53 +1,12 @@
-"""Reading config.json without torch: typed fields, clear errors, what every family must tell.
-
-Knows no family; `engine/models/registry.py` maps architecture names to families.
-"""
+"""Reading config.json: typed fields, clear errors, unsupported settings refused. Torch-free."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import (
-    AttentionSpec,
-    KVCacheGroup,
-    LayerSpec,
-    MambaSpec,
-    form_groups,
-)
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class ModelConfig:
-    """What engine and planner need of any family; each family extends it with its own numbers.
-
-    `layer_specs[i]` lists what layer i keeps in the cache; `dtype` is the compute dtype ("float32",
-    ...).
-    """
-
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    max_position_embeddings: int
-    tie_word_embeddings: bool
-    rms_norm_eps: float
-    dtype: str
-    layer_specs: tuple[tuple[LayerSpec, ...], ...]
-
-    @property
-    def groups(self) -> tuple[KVCacheGroup, ...]:
-        """KV cache groups of the model, in order of first appearance."""
-        return form_groups(self.layer_specs)
-
-    def group_of(self, layer: int, kind: type[AttentionSpec] | type[MambaSpec]) -> int:
-        """The KV cache group of what `layer` keeps of `kind`; a layer may keep one of each."""
-        return next(
-            number
-            for number, group in enumerate(self.groups)
-            if layer in group.layers and isinstance(group.spec, kind)
-        )
+from engine.kv_cache.spec import DTYPE_BYTES
 
 
 class ConfigReader:
@@ -102,6 +61,36 @@ class ConfigReader:
         if len(values) != count:
             raise CheckpointError(f"{self.source}: {key!r} is {values!r}, expected {count} numbers")
         return tuple(self._typed(key, value, float) for value in values)
+
+    def require_one_of(self, key: str, allowed: Collection[Any]) -> None:
+        """Raises CheckpointError when `key` is there, not null, and not one of `allowed`."""
+        value = self.fields.get(key)
+        if value is not None and value not in allowed:
+            options = ", ".join(repr(option) for option in allowed) or "null"
+            raise CheckpointError(f"{self.source}: {key!r} is {value!r}; supported: {options}")
+
+    def require_divisor(self, whole: tuple[str, int], part: tuple[str, int]) -> None:
+        """Raises CheckpointError unless `part` divides `whole`, both (key, value) and positive."""
+        if part[1] < 1 or whole[1] < 1 or whole[1] % part[1]:
+            raise CheckpointError(
+                f"{self.source}: {part[0]!r} {part[1]} does not divide {whole[0]!r} {whole[1]}"
+            )
+
+    def reject_quantization(self) -> None:
+        """Raises CheckpointError for quantized checkpoints; tensors are read as they are stored."""
+        found = self.fields.get("quantization_config")
+        if found is not None:
+            raise CheckpointError(
+                f"{self.source}: 'quantization_config' {found!r} is not supported"
+            )
+
+    def compute_dtype(self, dtype: str | None) -> str:
+        """`dtype` when given, else the file's `dtype` or `torch_dtype`, else float32."""
+        chosen = dtype or self.get("dtype", str, self.get("torch_dtype", str, "float32"))
+        if chosen not in DTYPE_BYTES:
+            options = ", ".join(DTYPE_BYTES)
+            raise CheckpointError(f"{self.source}: dtype {chosen!r} is not one of {options}")
+        return str(chosen)
 
     def _typed(self, key: str, value: Any, kind: type) -> Any:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):

@@ -1,0 +1,81 @@
+"""The one calling convention of a layer's parts, and the residual block around them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.forward import (
+    AttentionCache,
+    AttentionIndex,
+    ForwardBatch,
+    LayerCaches,
+    PagedKV,
+    StateCache,
+    StateIndex,
+    StatePool,
+)
+from engine.layers.norm import RMSNorm
+from engine.model_configs.rope import RopeConfig
+
+CacheKey = tuple[int, int]
+"""(KV cache group, layer index in the model)."""
+
+
+@dataclass(slots=True, frozen=True)
+class ForwardPass:
+    """One pass, shared by all parts; `rotary` holds what `Rotary.select` gave for each setting."""
+
+    batch: ForwardBatch
+    caches: LayerCaches
+    rotary: Mapping[RopeConfig, Tensor]
+
+    def kv(self, key: CacheKey) -> PagedKV:
+        """K and V of an attention layer."""
+        cache, index = self.caches[key], self.batch.group_index[key[0]]
+        assert isinstance(cache, AttentionCache)
+        assert isinstance(index, AttentionIndex)
+        return PagedKV(cache, index, self.batch)
+
+    def states(self, key: CacheKey) -> tuple[StatePool, StatePool]:
+        """Conv and temporal states of a recurrent layer."""
+        cache, index = self.caches[key], self.batch.group_index[key[0]]
+        assert isinstance(cache, StateCache)
+        assert isinstance(index, StateIndex)
+        conv = StatePool(cache.conv, index, self.batch)
+        return conv, StatePool(cache.temporal, index, self.batch)
+
+
+class Part(Protocol):
+    """A token mixer or a feed-forward block: [T, hidden] -> [T, hidden].
+
+    With `residual` [T, hidden] the result is added to it, in the same product where that is faster.
+    """
+
+    def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor: ...
+
+
+@dataclass(slots=True, frozen=True)
+class ResidualBlock:
+    """x + every part(norm(x)). Parts are in parallel: they read the same input.
+
+    With `post_norm` a part's result is normed before it is added. The residual may be wider than
+    the parts compute (float32 over bfloat16).
+    """
+
+    norm: RMSNorm
+    parts: Sequence[Part]
+    post_norm: RMSNorm | None = None
+
+    def __call__(self, x: Tensor, step: ForwardPass) -> Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        normed = self.norm(x)
+        for part in self.parts:
+            if self.post_norm is not None:
+                x = x + self.post_norm(part(normed, None, step))
+            elif x.dtype != normed.dtype:
+                x = x + part(normed, None, step)
+            else:
+                x = part(normed, x, step)
+        return x

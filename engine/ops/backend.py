@@ -1,0 +1,97 @@
+"""The operators of each kind of device, in one table. Layers take theirs when they are built.
+
+Another backend is another column: a function that returns `Ops`. The truth that any of them is
+tested against is `naive.py` beside each operator.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.forward import PagedKV, StatePool
+from engine.ops.causal_conv1d.fast import causal_conv1d
+from engine.ops.gated_delta_rule.fast import gated_delta_rule
+from engine.ops.paged_attention.fast import paged_attention
+from engine.ops.scratch import Scratch
+from engine.ops.ssd.fast import ssd
+
+
+class PagedAttention(Protocol):
+    """Writes the batch's K and V into their pages, then attends causally.
+
+    q [T, H, D], k and v [T, Hkv, D] -> [T, H * D]. A token reads itself and the `window` - 1 tokens
+    before it (None: all); scores are q k^T * `scale`.
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, *, scale: float, window: int | None
+    ) -> Tensor: ...
+
+
+class CausalConv1d(Protocol):
+    """Depthwise causal convolution and SiLU: x [T, D], weight [K, D], bias [D] -> [T, D].
+
+    A state is the last K-1 inputs [K-1, D]; sums are float32, the result has the dtype of x.
+    """
+
+    def __call__(
+        self, x: Tensor, states: StatePool, weight: Tensor, bias: Tensor | None
+    ) -> Tensor: ...
+
+
+class GatedDeltaRule(Protocol):
+    """arXiv 2412.06464: q, k [T, Hk, dk], v [T, Hv, dv], g and beta float32 [T, Hv].
+
+    `g` is the log of the decay; q and k are normed here. A state is float32 [Hv, dk, dv]. Returns
+    float32 [T, Hv, dv].
+    """
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: StatePool
+    ) -> Tensor: ...
+
+
+class StateSpaceDuality(Protocol):
+    """Mamba2 (Dao & Gu 2024): x [T, H, P], dt float32 [T, H], a [H], b and c [T, G, N].
+
+    dt is after softplus, a is negative. A state is [H, P, N], computed in float32. Returns float32
+    [T, H, P].
+    """
+
+    def __call__(
+        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: StatePool
+    ) -> Tensor: ...
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Ops:
+    """One column of the table. States in pools move on in place."""
+
+    paged_attention: PagedAttention
+    causal_conv1d: CausalConv1d
+    gated_delta_rule: GatedDeltaRule
+    ssd: StateSpaceDuality
+
+
+def torch_ops() -> Ops:
+    """Torch's own operators: right on any device, fast on CPUs. All layers share temporaries."""
+    scratch = Scratch()
+    return Ops(
+        paged_attention=partial(paged_attention, scratch=scratch),
+        causal_conv1d=causal_conv1d,
+        gated_delta_rule=partial(gated_delta_rule, scratch=scratch),
+        ssd=ssd,
+    )
+
+
+BACKENDS: Mapping[str, Callable[[], Ops]] = MappingProxyType({"cpu": torch_ops, "cuda": torch_ops})
+
+
+def ops_for(device: torch.device) -> Ops:
+    """The operators of a model on `device`; one table for all of its layers."""
+    return BACKENDS[device.type]()

@@ -1,0 +1,70 @@
+"""The states of a packed batch, taken out of their pool for an operator and put back.
+
+rows    decode 0 .. d-1 | segment 0     | segment 1 ...
+units   u0 .. u(d-1)    | u(d)          | u(d+1)
+        one step each   | chunked scans, which may export states from inside
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.forward import StatePool
+
+Step = Callable[[Sequence[Tensor], Tensor], Tensor]
+"""(rows [S, ...], states [S, ...] updated IN PLACE) -> y [S, ...]."""
+Chunk = Callable[
+    [Sequence[Tensor], Tensor, list[int], list[tuple[int, int]]], tuple[Tensor, Tensor, Tensor]
+]
+"""(rows [T, ...], initial states, query lengths, exports) -> (y [T, ...], final, exported)."""
+
+
+def move_states(
+    rows: Sequence[Tensor], states: StatePool, step: Step, chunk: Chunk, *, wide: bool = False
+) -> Tensor:
+    """y [T, ...] of all rows; the sequences' states move on in the pool, exports are written.
+
+    `wide`: the operator computes on float32 states, whatever the pool keeps.
+    """
+    decodes = states.batch.num_decodes
+    lens = states.batch.query_lens[decodes:]
+    parts = []
+    if decodes:
+        parts.append(_decode([x[:decodes] for x in rows], states, step, wide=wide))
+    if lens:
+        parts.append(_prefill([x[decodes:] for x in rows], states, lens, chunk=chunk, wide=wide))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _decode(rows: Sequence[Tensor], states: StatePool, step: Step, *, wide: bool) -> Tensor:
+    pool, run = states.pool, states.index.decode_run
+    units = states.index.units[: states.batch.num_decodes]
+    # Consecutive units are a view: their states are updated where they lie.
+    kept = _gather(pool, units) if run is None else pool[run]
+    used = kept.float() if wide else kept
+    y = step(rows, used)
+    if run is None:
+        pool.index_copy_(0, units, used.to(pool.dtype))
+    elif used is not kept:
+        kept.copy_(used)
+    return y
+
+
+def _prefill(
+    rows: Sequence[Tensor], states: StatePool, lens: list[int], *, chunk: Chunk, wide: bool
+) -> Tensor:
+    pool, index = states.pool, states.index
+    units = index.units[-len(lens) :]
+    initial = _gather(pool, units)
+    exports = [(export.segment, export.offset) for export in index.exports]
+    y, final, exported = chunk(rows, initial.float() if wide else initial, lens, exports)
+    pool.index_copy_(0, units, final.to(pool.dtype))
+    for export, state in zip(index.exports, exported, strict=True):
+        pool[export.unit] = state
+    return y
+
+
+def _gather(pool: Tensor, units: Tensor) -> Tensor:
+    """Copies of some units; a flat row per unit makes it a plain copy on CPU."""
+    return pool.flatten(1).index_select(0, units).view(-1, *pool.shape[1:])
