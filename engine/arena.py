@@ -1,12 +1,16 @@
 """The one contiguous allocation that holds a node's KV blocks and Mamba states.
 
-Knows bytes only: what lies where is the arena plan's business, who reads it is the transport's.
+Knows bytes only: the arena plan says what lies where. It may lie on a device, so nothing but the
+model's operators (by `tensor`) and transports that register addresses (by `data_ptr`) touches it;
+everything else asks for bytes on the host by `read` and `writable`.
 """
 
 import fcntl
 import mmap
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -57,6 +61,27 @@ class ArenaMemory:
         """Address of byte 0. Raises ValueError once closed."""
         return self.tensor.data_ptr()
 
+    def read(self, offset: int, length: int) -> memoryview:
+        """Bytes from `offset` on, for the host: a view of a host arena, a copy of a device's.
+
+        A copy waits for what is queued on the device. Raises ValueError once closed.
+        """
+        part = self.tensor[offset : offset + length]
+        return part.cpu().numpy().data
+
+    @contextmanager
+    def writable(self, offset: int, length: int) -> Iterator[memoryview]:
+        """Host memory to fill; the arena has its bytes from `offset` on when the block ends.
+
+        A host arena gives the bytes themselves, a device's an empty buffer that is copied at the
+        end; after an exception a device's bytes stay as they were. Raises ValueError once closed.
+        """
+        part = self.tensor[offset : offset + length]
+        buffer = torch.empty_like(part, device="cpu") if self.device_index is not None else part
+        yield buffer.numpy().data
+        if buffer is not part:
+            part.copy_(buffer)
+
     def host_bytes(self) -> memoryview:
         """All bytes, writable and without a copy. Raises ValueError on a device or once closed."""
         if self.device_index is not None:
@@ -64,7 +89,7 @@ class ArenaMemory:
         return self.tensor.numpy().data
 
     def close(self) -> None:
-        """Give back the descriptor now, the bytes with the last tensor over them. Idempotent."""
+        """Gives back the descriptor now, the bytes with the last tensor over them. Idempotent."""
         self._tensor = None
         if self.fd is not None:
             os.close(self.fd)
