@@ -54,10 +54,10 @@ def due(positions: Sequence[int], start: int, end: int) -> tuple[int, ...]:
     return tuple(p for p in positions if start < p <= end)
 
 
-def worth_per_token(plan: ArenaPlan) -> float:
+def value_per_token(plan: ArenaPlan) -> float:
     """What a checkpoint saves per byte for each token since the one before it.
 
-    Relative to an attention block, which is worth 1.
+    Relative to an attention block, whose value is 1.
     """
     sizes = {True: 0.0, False: 0.0}
     for group, members in enumerate(plan.groups):

@@ -9,13 +9,29 @@ Reads only: nothing is referenced, moved or evicted.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.kv_cache.attention_group import GroupHit
-from engine.kv_cache.attention_kinds import attention_kinds
-from engine.kv_cache.block_pool import BlockPool, Share
+from engine.kv_cache.block_pool import BlockPool, Path
 from engine.kv_cache.coverage import Coverage
+from engine.kv_cache.full_attention import FullAttentionLookup, FullAttentionTable
 from engine.kv_cache.mamba_states import MambaStates
+from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests
+from engine.kv_cache.sliding_window import SlidingWindowLookup, SlidingWindowTable
+from engine.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
+from engine.kv_cache.tables import GroupHit, GroupTable, Lookup
 
+
+@dataclass(slots=True, frozen=True)
+class AttentionKind:
+    """How groups with one type of spec are looked up, and the table of a request's blocks."""
+
+    lookup: Callable[[BlockPool, PrefixDigests, int], Lookup]
+    table: Callable[[BlockPool, int, GroupHit], GroupTable]
+
+
+KINDS: dict[type[LayerSpec], AttentionKind] = {
+    FullAttentionSpec: AttentionKind(FullAttentionLookup, FullAttentionTable),
+    SlidingWindowSpec: AttentionKind(SlidingWindowLookup, SlidingWindowTable),
+}
 Longest = Callable[[int], int]  # the most tokens, at most so many, that a group can resume after
 
 
@@ -42,10 +58,10 @@ class PrefixHit:
         return min((self.local[group] for group in self.attention), default=self.num_tokens)
 
     @property
-    def needs(self) -> list[Share]:
-        """All runs that must be in use to start from this hit."""
+    def needs(self) -> list[Path]:
+        """All that must be in use to start from this hit."""
         hits = (*self.attention.values(), self.states)
-        return [share for hit in hits for share in hit.needs]
+        return [path for hit in hits for path in hit.needs]
 
 
 class Coordinator:
@@ -98,6 +114,12 @@ class Coordinator:
     def _whole_blocks(self, limit: int) -> int:
         size = self._pool.plan.joint_block_size
         return limit // size * size
+
+
+def attention_kinds(plan: ArenaPlan) -> dict[int, AttentionKind]:
+    """The kind of every attention group of a plan; Mamba groups are `MambaStates`."""
+    specs = enumerate(type(group.spec) for group in plan.groups)
+    return {group: KINDS[spec] for group, spec in specs if spec in KINDS}
 
 
 def _either(local: Longest, external: Longest) -> Longest:

@@ -1,83 +1,91 @@
 """What is idle, in the order in which it is to be evicted. Knows no blocks and frees nothing.
 
-GreedyDual (Young 1991): an idle run ranks at the clock plus what it saves per byte, and the clock
-moves up to the rank of what goes; so recency and value both count.
+GreedyDual (Young 1991): an idle node ranks at the clock plus its value, the tokens it saves per
+byte, and the clock moves up to the rank of what goes; so recency and value both count.
 """
 
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from engine.kv_cache.idle_queue import IdleQueue
-from engine.kv_cache.run import Rank, Run
+from engine.kv_cache.radix_tree import Node, Rank
 
-BLOCK_WORTH = (
-    1.0  # of all blocks, so that the order in which they become idle is that of their rank
-)
+BLOCK_VALUE = 1.0  # of all blocks; so units rank in the order in which they become idle
+
+
+class IdleQueue:
+    """A heap whose members may leave from anywhere; what has left is skipped when it comes up.
+
+    A node's rank is new each time it comes in, and no two are equal.
+    """
+
+    def __init__(self) -> None:
+        self.members: set[Node] = set()
+        self._heap: list[tuple[Rank, Node]] = []
+
+    def add(self, node: Node) -> None:
+        """Takes a node in, at its rank."""
+        self.members.add(node)
+        heapq.heappush(self._heap, (node.rank, node))
+        if len(self._heap) > 2 * len(self.members) + 1000:  # most of them have left
+            self._heap = [entry for entry in self._heap if self._is_current(entry)]
+            heapq.heapify(self._heap)
+
+    def first(self) -> Node | None:
+        """The member with the least rank."""
+        while self._heap and not self._is_current(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][1] if self._heap else None
+
+    def _is_current(self, entry: tuple[Rank, Node]) -> bool:
+        rank, node = entry
+        return node in self.members and node.rank == rank
 
 
 class EvictionOrder:
-    """Idle blocks per group, idle units that hold blocks, and idle checkpoints."""
+    """Idle nodes per group, and idle units of attention groups.
+
+    `units`: those that became idle, first to last; many are in use again.
+    """
 
     def __init__(self, num_groups: int) -> None:
-        self.checkpoints = IdleQueue()
-        self._runs: tuple[OrderedDict[Run, None], ...] = tuple(
-            OrderedDict() for _ in range(num_groups)
-        )
-        self._units: OrderedDict[int, Rank] = OrderedDict()
+        self.idle = tuple(IdleQueue() for _ in range(num_groups))
+        self.units: OrderedDict[int, Rank] = OrderedDict()
         self._clock = 0.0
         self._arrivals = 0
 
-    def add_checkpoint(self, run: Run) -> None:
-        """Nobody uses a checkpoint any more."""
-        run.rank = self._next_rank(run.worth)
-        self.checkpoints.offer(run)
+    def add(self, node: Node) -> None:
+        """Nobody uses a node from now on."""
+        node.rank = self._next_rank(node.value)
+        self.idle[node.group].add(node)
 
-    def add_blocks(self, run: Run, idle_units: Sequence[int]) -> None:
-        """Nobody uses a run any more, nor anything else in these units, first to last."""
-        run.rank = self._next_rank(BLOCK_WORTH)
-        self._runs[run.group][run] = None
-        for unit in reversed(idle_units):  # ends before roots
-            self._units.pop(unit, None)
-            self._units[unit] = run.rank
+    def add_units(self, units: Sequence[int]) -> None:
+        """Nothing in these units, in token order, is used from now on, but some is findable."""
+        for unit in reversed(units):  # ends before roots
+            self.units.pop(unit, None)
+            self.units[unit] = self._next_rank(BLOCK_VALUE)
 
-    def add_unit(self, unit: int) -> None:
-        """Nothing in a unit is used any more, but some of it is findable."""
-        self._units.pop(unit, None)
-        self._units[unit] = self._next_rank(BLOCK_WORTH)
+    def remove(self, node: Node) -> None:
+        """A node is used again, or gone."""
+        self.idle[node.group].members.discard(node)
 
-    def remove_blocks(self, run: Run) -> None:
-        """A run is used again, or gone."""
-        self._runs[run.group].pop(run, None)
-
-    def note_evicted(self, run: Run) -> None:
-        """Time goes on."""
-        self._clock = max(self._clock, run.rank[0])
-
-    def first_of(self, group: int) -> Run | None:
-        """The idle run of a group that is to go first."""
-        return next(iter(self._runs[group]), None)
+    def advance(self, node: Node) -> None:
+        """A node is evicted: the clock moves up to its rank."""
+        self._clock = max(self._clock, node.rank[0])
 
     def first_unit_before(
         self, ranks: Sequence[Rank], is_idle: Callable[[int], bool]
     ) -> int | None:
-        """The idle unit that is to go first, if it is before all these.
+        """The idle unit that is to go first, if it is before all these ranks.
 
         Units leave this order only here: many are used again before anybody asks for one.
         """
-        while (unit := next(iter(self._units), None)) is not None and not is_idle(unit):
-            del self._units[unit]
-        if unit is None or any(rank <= self._units[unit] for rank in ranks):
+        while (unit := next(iter(self.units), None)) is not None and not is_idle(unit):
+            del self.units[unit]
+        if unit is None or any(rank <= self.units[unit] for rank in ranks):
             return None
         return unit
 
-    def check(self, group: int, idle: set[Run], idle_units: set[int]) -> None:
-        """Recounts one attention group; raises AssertionError."""
-        runs = self._runs[group]
-        assert idle == runs.keys()
-        ranks = [run.rank for run in runs]
-        assert ranks == sorted(ranks)
-        assert idle_units <= self._units.keys()
-
-    def _next_rank(self, worth: float) -> Rank:
+    def _next_rank(self, value: float) -> Rank:
         self._arrivals += 1
-        return self._clock + worth, self._arrivals
+        return self._clock + value, self._arrivals

@@ -7,37 +7,38 @@ and evicted as a whole. Idle checkpoints have a budget of units.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.kv_cache.attention_group import GroupHit, Lookup
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.checkpoints import worth_per_token
-from engine.kv_cache.plan import ArenaPlan
-from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.prefix_index import partial_key
-from engine.kv_cache.run import PartialKey, Run, Units
-from engine.kv_cache.tables import BlockTables
-from engine.kv_cache.unit_allocator import Wants
+from engine.kv_cache.checkpoints import value_per_token
+from engine.kv_cache.prefix import PrefixDigests, PrefixKey
+from engine.kv_cache.radix_tree import Node, RadixTree
+from engine.kv_cache.tables import BlockTables, GroupHit, Lookup
+from engine.kv_cache.unit_allocator import NewBlocks
 
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """Room for the states of all Mamba `groups` after `num_tokens` tokens."""
+    """Room for the states of all Mamba `groups` after the tokens of `key`."""
 
-    num_tokens: int
+    key: PrefixKey
     groups: tuple[int, ...]
-    run: Run
-    key: PartialKey
+    node: Node
+
+    @property
+    def num_tokens(self) -> int:
+        """The position: tokens that the states have seen."""
+        return self.key.num_tokens
 
     @property
     def states(self) -> dict[int, int]:
         """The worker writes the state of Mamba group g into `states[g]`."""
-        return dict(zip(self.groups, self.run.blocks, strict=True))
+        return dict(zip(self.groups, self.node.blocks, strict=True))
 
 
 class StateLookup(Lookup):
     """Can resume where a checkpoint stands; the empty prefix needs none."""
 
-    def __init__(self, pool: BlockPool, prefix: PrefixDigests, group: int) -> None:
-        self._index = pool.indexes[group]
+    def __init__(self, tree: RadixTree, prefix: PrefixDigests) -> None:
+        self._tree = tree
         self._prefix = prefix
 
     def longest(self, limit: int) -> int:
@@ -48,86 +49,77 @@ class StateLookup(Lookup):
         found = self._find(num_tokens)
         return GroupHit() if found is None else GroupHit(source=(found[1], found[1].end))
 
-    def _find(self, limit: int) -> tuple[int, Run] | None:
-        return self._index.longest_partial(self._prefix, 0, limit) if self._index.partial else None
+    def _find(self, limit: int) -> tuple[int, Node] | None:
+        return self._tree.longest_partial(self._prefix, 0, limit) if self._tree.partial else None
 
 
 class MambaStates:
     """All Mamba groups of one arena. `max_idle_units`: what idle checkpoints may fill.
 
-    `wants`: the room that one set needs.
+    `one_set`: the room that one set needs. `reserved`: checkpoints that are not dropped yet.
     """
 
-    def __init__(self, plan: ArenaPlan, pool: BlockPool, *, max_idle_units: int) -> None:
-        self.groups = plan.state_groups
-        self.wants: Wants = {self.groups[0]: (len(self.groups), None)}
-        self.reserved: dict[Checkpoint, Run] = {}
-        self._worth_per_token = worth_per_token(plan)
+    def __init__(self, pool: BlockPool, *, max_idle_units: int) -> None:
+        self.groups = pool.plan.state_groups
+        self.one_set: NewBlocks = {self.groups[0]: (len(self.groups), None)}
+        self.reserved: set[Checkpoint] = set()
+        self._value_per_token = value_per_token(pool.plan)
         self._pool = pool
+        self._tree = pool.trees[self.groups[0]]
         self._max_idle = max_idle_units // len(self.groups)
-        self._new: list[Run] = []
+        self._new: list[Node] = []
 
     def lookup(self, prefix: PrefixDigests) -> StateLookup:
         """Starts the lookup of one prefix."""
-        return StateLookup(self._pool, prefix, self.groups[0])
+        return StateLookup(self._tree, prefix)
 
-    def begin(self, states: list[int], units: Units, *, is_new: bool) -> Run:
+    def begin(self, states: list[int], *, is_new: bool) -> Node:
         """The states of a request, in use once; new ones have to be zeroed."""
-        run = self._pool.form_states(states, units)
+        node = self._pool.add_node(self.groups[0], 0, states)
         if is_new:
-            self._new.append(run)
-        return run
+            self._new.append(node)
+        return node
 
     def take_new(self) -> tuple[tuple[int, int], ...]:
-        """(group, state) that start from nothing."""
+        """(group, state) that start from nothing; each is returned once."""
         if not self._new:
             return ()
-        runs, self._new = self._new, []
-        return tuple(state for run in runs for state in zip(self.groups, run.blocks, strict=True))
+        new, self._new = self._new, []
+        return tuple(state for node in new for state in zip(self.groups, node.blocks, strict=True))
 
     def reserve(self, prefix: PrefixDigests, num_tokens: int) -> Checkpoint | None:
         """Room for the states after `num_tokens` tokens; None if kept already, or without room."""
-        key = partial_key(prefix, num_tokens)
-        if self._pool.indexes[self.groups[0]].find(key) is not None:
+        key = prefix.key(num_tokens)
+        if self._tree.find(key) is not None:
             return None
         self.trim()
-        new = self._pool.allocate(self.wants)
+        new = self._pool.allocate(self.one_set)
         if new is None:
             return None
-        run = self._pool.form_states(*new[self.groups[0]])
-        checkpoint = Checkpoint(num_tokens, self.groups, run, key)
-        self.reserved[checkpoint] = run
+        node = self._pool.add_node(self.groups[0], 0, new[self.groups[0]])
+        checkpoint = Checkpoint(key, self.groups, node)
+        self.reserved.add(checkpoint)
         return checkpoint
 
-    def publish(self, tables: BlockTables, checkpoint: Checkpoint) -> None:
-        """The states of a reserved checkpoint are complete."""
-        self._publish(checkpoint.run, tables, checkpoint.key, num_tokens=checkpoint.num_tokens)
-
-    def retire(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
-        """A request writes its own states no more: they become a checkpoint as they are."""
-        assert tables.state is not None
-        key = partial_key(prefix, num_tokens)
-        self._publish(tables.state, tables, key, num_tokens=num_tokens)
+    def publish(self, tables: BlockTables, node: Node, key: PrefixKey) -> None:
+        """Complete states become a checkpoint, of value for the tokens since the one before it."""
+        saved = max(0, key.num_tokens - tables.num_checkpointed)
+        tables.num_checkpointed = key.num_tokens
+        self._pool.publish_states(node, key, saved * self._value_per_token)
 
     def drop(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Gives reserved rooms back; what is published stays as long as nobody needs its room."""
         for checkpoint in checkpoints:
-            del self.reserved[checkpoint]
-            self._pool.release(checkpoint.run)
+            self.reserved.remove(checkpoint)
+            self._pool.release(checkpoint.node)
 
-    def free(self, run: Run) -> None:
-        """A request needs its states no more."""
-        self._new = [new for new in self._new if new is not run]
-        self._pool.release(run)
+    def free(self, node: Node) -> None:
+        """A request needs its states no longer."""
+        self._new = [new for new in self._new if new is not node]
+        self._pool.release(node)
         self.trim()
 
     def trim(self) -> None:
         """Evicts idle checkpoints over the budget."""
         while self._pool.num_idle_checkpoints > self._max_idle:
-            self._pool.drop_idle_checkpoint()
-
-    def _publish(self, run: Run, tables: BlockTables, key: PartialKey, *, num_tokens: int) -> None:
-        """Worth the tokens since the last checkpoint on the way."""
-        saved = max(0, num_tokens - tables.num_checkpointed)
-        tables.num_checkpointed = num_tokens
-        self._pool.publish_partial(run, key, worth=saved * self._worth_per_token)
+            self._pool.evict_checkpoint()

@@ -5,20 +5,20 @@ its bytes are complete, and a shared one is never written: who extends it gets a
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.kv_cache.attention_group import GroupTable
-from engine.kv_cache.attention_kinds import attention_kinds
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.coordinator import Coordinator, PrefixHit
+from engine.kv_cache.coordinator import Coordinator, PrefixHit, attention_kinds
 from engine.kv_cache.coverage import NOTHING, Coverage
+from engine.kv_cache.listener import CacheListener
 from engine.kv_cache.mamba_states import Checkpoint, MambaStates
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.run import Run, Units
-from engine.kv_cache.tables import BlockCopy, BlockTables
-from engine.kv_cache.unit_allocator import Wants
+from engine.kv_cache.radix_tree import Node
+from engine.kv_cache.recount import recount
+from engine.kv_cache.tables import BlockCopy, BlockTables, GroupTable
+from engine.kv_cache.unit_allocator import NewBlocks
 
 
 @dataclass(slots=True)
@@ -29,17 +29,25 @@ class _Pending:
     `checkpoint` of pulled states.
     """
 
-    source: Run
+    source: Node
     targets: list[int]
     owner: BlockTables
     checkpoint: Checkpoint | None = None
+
+
+@dataclass(slots=True, eq=False, frozen=True)
+class Pin:
+    """Cached blocks and states that stay where they are until `KVCacheManager.unpin`."""
+
+    nodes: tuple[Node, ...]
 
 
 class KVCacheManager:
     """Owner of all units of one arena.
 
     `hash_seed`: equal on all nodes of a cluster. Without `prefix_caching` nothing is ever findable.
-    `checkpoint_share`: the part of all units that idle checkpoints may fill.
+    `checkpoint_share`: the part of all units that idle checkpoints may fill. `listener`: hears what
+    becomes findable, and what goes.
     """
 
     def __init__(
@@ -49,20 +57,20 @@ class KVCacheManager:
         hash_seed: str = "",
         prefix_caching: bool = True,
         checkpoint_share: float = 0.5,
+        listener: CacheListener | None = None,
     ) -> None:
         self.plan = plan
         self.hasher = PrefixHasher(plan.hash_block_size, hash_seed)
-        self.pool = BlockPool(plan)
+        self.pool = BlockPool(plan, listener)
         self._caches_prefixes = prefix_caching
         self._no_prefix = PrefixDigests(self.hasher, [], None)
         self._attention = attention_kinds(plan)
         budget = int(checkpoint_share * plan.num_units)
-        self._states = (
-            MambaStates(plan, self.pool, max_idle_units=budget) if plan.state_groups else None
-        )
+        self._states = MambaStates(self.pool, max_idle_units=budget) if plan.state_groups else None
         self._coordinator = Coordinator(self.pool, self._states)
         self._live: dict[int, BlockTables] = {}
         self._pending: list[_Pending] = []
+        self._pins: set[Pin] = set()
 
     @property
     def usage(self) -> float:
@@ -77,7 +85,7 @@ class KVCacheManager:
     @property
     def num_states(self) -> int:
         """Mamba states in use."""
-        return self.pool.num_used(self._states.groups[0]) if self._states else 0
+        return self.pool.units.num_used[self._states.groups[0]] if self._states else 0
 
     @property
     def num_idle_states(self) -> int:
@@ -103,34 +111,35 @@ class KVCacheManager:
 
     def start(self, hit: PrefixHit, num_tokens: int) -> BlockTables | None:
         """Tables of a new request that starts from `hit` and holds `num_tokens` tokens, or None."""
-        wants = self._wants(hit, num_tokens)
-        if not (self.pool.has_room(wants) or self.pool.fits(wants, hit.needs)):
+        needed = self._new_blocks(hit, num_tokens)
+        if not (self.pool.units.can_allocate(needed) or self.pool.fits(needed, hit.needs)):
             return None
+        # All hits are in use before anything is allocated, so that none is evicted for the rest.
         attention = {
             group: kind.table(self.pool, group, hit.attention[group])
             for group, kind in self._attention.items()
         }
         parts = (*hit.attention.values(), hit.states)
         sources = [self.pool.share(*part.source) for part in parts if part.source is not None]
-        new = self.pool.allocate(wants)
+        new = self.pool.allocate(needed)
         assert new is not None
         tables = self._tables(attention, new, hit)
         self._live[id(tables)] = tables
-        self._pending += [_Pending(source, new[source.group][0], tables) for source in sources]
+        self._pending += [_Pending(source, new[source.group], tables) for source in sources]
         return tables
 
     def grow(self, tables: BlockTables, num_tokens: int) -> bool:
         """Makes room for `num_tokens` tokens; False, and nothing done, when there is none."""
-        wants: Wants = {}
+        missing: NewBlocks = {}
         for table in tables.attention.values():
-            wants.update(table.wants(num_tokens))
-        if not wants:
+            missing.update(table.missing(num_tokens))
+        if not missing:
             return True
-        new = self.pool.allocate(wants)
+        new = self.pool.allocate(missing)
         if new is None:
             return False
-        for group, (blocks, units) in new.items():
-            tables.attention[group].extend(blocks, units)
+        for group, blocks in new.items():
+            tables.attention[group].blocks += blocks
         return True
 
     def reserve_checkpoints(
@@ -153,7 +162,7 @@ class KVCacheManager:
         """The worker has written these states: they become checkpoints."""
         if self._states is not None:
             for checkpoint in checkpoints:
-                self._states.publish(tables, checkpoint)
+                self._states.publish(tables, checkpoint.node, checkpoint.key)
             self._states.drop(checkpoints)
 
     def drop_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
@@ -167,7 +176,7 @@ class KVCacheManager:
         for checkpoint in self.reserve_checkpoints(prefix, [num_tokens]):
             assert tables.state is not None
             source = self.pool.share(tables.state, tables.state.end)
-            targets = checkpoint.run.blocks
+            targets = checkpoint.node.blocks
             self._pending.append(_Pending(source, targets, tables, checkpoint))
 
     def retire(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
@@ -176,7 +185,8 @@ class KVCacheManager:
             return
         self._publish_all(tables, prefix, num_tokens)
         if self._states is not None:
-            self._states.retire(tables, prefix, num_tokens)
+            assert tables.state is not None
+            self._states.publish(tables, tables.state, prefix.key(num_tokens))
 
     def free(self, tables: BlockTables) -> None:
         """Gives all blocks and states of one request back, last ones first."""
@@ -186,10 +196,10 @@ class KVCacheManager:
         for pending in cancelled:
             self.pool.release(pending.source)
         for group, table in tables.attention.items():
-            runs, own = table.held()
-            self.pool.drop(group, own)
-            for run in reversed(runs):
-                self.pool.release(run)
+            nodes, own = table.held()
+            self.pool.free(group, own)
+            for node in reversed(nodes):
+                self.pool.release(node)
         if self._states is not None and tables.state is not None:
             self._states.free(tables.state)
 
@@ -209,6 +219,29 @@ class KVCacheManager:
             if pending.checkpoint is not None:
                 self.publish_checkpoints(pending.owner, [pending.checkpoint])
 
+    def pin(self, blocks: Mapping[int, Sequence[int]]) -> Pin:
+        """Keeps findable blocks and states (ids by group) while a save reads them.
+
+        Counts as a use of each, and of the blocks before it. Raises LookupError, and pins nothing,
+        if one of them is free or private to a request.
+        """
+        ends: dict[Node, int] = {}
+        for group, ids in blocks.items():
+            for block in ids:
+                node = self.pool.find_node(group, block)
+                is_state = group in self.plan.state_groups  # the states of all groups stay together
+                end = node.end if is_state else node.start + node.blocks.index(block) + 1
+                ends[node] = max(ends.get(node, 0), end)
+        pin = Pin(tuple(self.pool.share(node, end) for node, end in ends.items()))
+        self._pins.add(pin)
+        return pin
+
+    def unpin(self, pin: Pin) -> None:
+        """The save has read what `pin` kept."""
+        self._pins.remove(pin)
+        for node in reversed(pin.nodes):
+            self.pool.release(node)
+
     def reset(self) -> None:
         """Forgets everything that nobody uses."""
         self.pool.clear()
@@ -216,15 +249,16 @@ class KVCacheManager:
     def check(self) -> None:
         """Recounts every unit, block, reference and digest; AssertionError on a difference."""
         users = Counter(pending.source for pending in self._pending)
-        users.update(self._states.reserved.values() if self._states else ())
+        users.update(node for pin in self._pins for node in pin.nodes)
+        users.update(c.node for c in (self._states.reserved if self._states else ()))
         private: list[list[int]] = [[] for _ in self.plan.groups]
         for tables in self._live.values():
             users.update([tables.state] if tables.state else ())
             for group, table in tables.attention.items():
-                runs, own = table.held()
-                users.update(runs)
+                nodes, own = table.held()
+                users.update(nodes)
                 private[group] += own
-        self.pool.check(users, private)
+        recount(self.pool, users, private)
 
     def _publish_all(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         self.publish(tables, prefix, num_tokens)
@@ -232,31 +266,28 @@ class KVCacheManager:
             if self._caches_prefixes:
                 table.publish_partial(prefix, num_tokens)
 
-    def _wants(self, hit: PrefixHit, num_tokens: int) -> Wants:
-        """The room for a request that starts from `hit`."""
-        wants: Wants = dict(self._states.wants) if self._states else {}
+    def _new_blocks(self, hit: PrefixHit, num_tokens: int) -> NewBlocks:
+        """What a request that starts from `hit` needs beside it."""
+        new: NewBlocks = dict(self._states.one_set) if self._states else {}
         for group, part in hit.attention.items():
             count = self.plan.blocks_for(group, num_tokens) - len(part.blocks)
-            wants[group] = count, part.blocks[-1] if part.shares and part.blocks else None
-        return wants
+            new[group] = count, part.blocks[-1] if part.shares and part.blocks else None
+        return new
 
     def _tables(
-        self,
-        attention: dict[int, GroupTable],
-        new: dict[int, tuple[list[int], Units]],
-        hit: PrefixHit,
+        self, attention: dict[int, GroupTable], new: dict[int, list[int]], hit: PrefixHit
     ) -> BlockTables:
         groups: list[list[int]] = [[] for _ in self.plan.groups]
         for group, table in attention.items():
-            table.extend(*new[group])
+            table.blocks += new[group]
             groups[group] = table.blocks
-        state, num_checkpointed = None, hit.num_tokens if hit.states.source else hit.num_local
+        has_states, state = hit.states.source is not None, None
         if self._states is not None:
-            is_new = hit.states.source is None
-            state = self._states.begin(*new[self._states.groups[0]], is_new=is_new)
+            state = self._states.begin(new[self._states.groups[0]], is_new=not has_states)
             for group, unit in zip(self._states.groups, state.blocks, strict=True):
                 groups[group] = [unit]
-        return BlockTables(tuple(groups), attention, state, num_checkpointed=num_checkpointed)
+        num_checkpointed = hit.num_tokens if has_states else hit.num_local
+        return BlockTables(tuple(groups), attention, state, num_checkpointed)
 
     def _copies_of(self, pending: _Pending) -> Iterator[BlockCopy]:
         source, targets = pending.source, pending.targets

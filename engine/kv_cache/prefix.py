@@ -1,17 +1,33 @@
-"""Digests of token prefixes: what blocks and checkpoints are found by, on every node and machine.
+"""Digests of token prefixes: the names of blocks and checkpoints, on every node and machine.
 
-The digest of a prefix is SHA-256 over the cluster's seed, the request's salt and its tokens, so
-equal text under different salts never meets. One running hash gives the digests of all prefixes
-that end at hash boundaries (every `hash_block_size` tokens) in one pass. Torch-free.
+The digest of a prefix that ends at a hash boundary (every `hash_block_size` tokens) is SHA-256 over
+the cluster's seed, the request's salt and its tokens, so equal text under different salts never
+meets; one running hash gives all of them in one pass. A prefix that ends between two boundaries has
+the SHA-256 over the boundary's digest and the tokens after it. Torch-free.
 """
 
 from array import array
+from collections.abc import Sequence
 from hashlib import sha256
+from typing import NamedTuple
 
 from engine.types import TokenId
 
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
+
+
+class PrefixKey(NamedTuple):
+    """A prefix of any length: its last hash boundary, and the tokens after that."""
+
+    num_tokens: int
+    boundary: bytes
+    tail: tuple[TokenId, ...]
+
+    @property
+    def digest(self) -> bytes:
+        """The digest of the whole prefix, `DIGEST_BYTES` long."""
+        return sha256(self.boundary + _bytes(self.tail)).digest() if self.tail else self.boundary
 
 
 class PrefixHasher:
@@ -22,9 +38,15 @@ class PrefixHasher:
         self._seed = seed
 
     def root(self, cache_salt: str | None) -> bytes:
-        """What stands before the tokens of every prefix under `cache_salt`; 64 bytes."""
+        """64 bytes that precede the tokens of every prefix under `cache_salt`."""
         salt = b"" if cache_salt is None else b"=" + cache_salt.encode()
         return b"".join(sha256(part).digest() for part in (self._seed.encode(), salt))
+
+    def digest(self, token_ids: Sequence[TokenId], cache_salt: str | None = None) -> bytes:
+        """The digest of a whole prompt; equal to `PrefixDigests.key(len(token_ids)).digest`."""
+        end = len(token_ids) - len(token_ids) % self.hash_block_size
+        boundary = sha256(self.root(cache_salt) + _bytes(token_ids[:end])).digest()
+        return PrefixKey(len(token_ids), boundary, tuple(token_ids[end:])).digest
 
 
 class PrefixDigests:
@@ -48,19 +70,29 @@ class PrefixDigests:
         return len(self._token_ids)
 
     def boundaries(self) -> list[bytes]:
-        """Digests of the known prefixes of 0, 1, 2, ... whole hash blocks; read it, keep it not."""
+        """Digests of the known prefixes of 0, 1, 2, ... whole hash blocks; read-only, and grows."""
         size, digests = self.hash_block_size, self._boundaries
         if len(self._token_ids) - self._num_hashed < size:
             return digests
         start = self._num_hashed
         self._num_hashed = end = len(self._token_ids) // size * size
         block_bytes, running = size * TOKEN_BYTES, self._hash
-        tokens = array("I", self._token_ids[start:end]).tobytes()
+        tokens = _bytes(self._token_ids[start:end])
         for offset in range(0, len(tokens), block_bytes):
             running.update(tokens[offset : offset + block_bytes])
             digests.append(running.digest())
         return digests
 
-    def tail(self, boundary: int, num_tokens: int) -> tuple[TokenId, ...]:
-        """The tokens of the first `num_tokens` that lie behind the first `boundary`."""
-        return tuple(self._token_ids[boundary:num_tokens])
+    def tokens(self, start: int, end: int) -> tuple[TokenId, ...]:
+        """The tokens at positions `start` to `end` - 1."""
+        return tuple(self._token_ids[start:end])
+
+    def key(self, num_tokens: int) -> PrefixKey:
+        """The key of the first `num_tokens` tokens."""
+        num_whole = num_tokens // self.hash_block_size
+        tail = self.tokens(num_whole * self.hash_block_size, num_tokens)
+        return PrefixKey(num_tokens, self.boundaries()[num_whole], tail)
+
+
+def _bytes(token_ids: Sequence[TokenId]) -> bytes:
+    return array("I", token_ids).tobytes()

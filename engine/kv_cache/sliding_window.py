@@ -1,23 +1,23 @@
 """Sliding-window attention: a token reads only the last ones, so blocks are found one by one.
 
-Blocks behind the window are let go while the request goes on; what is cached may have holes.
+Blocks before the window are freed while the request goes on; what is cached may have holes.
 """
 
-from engine.kv_cache.attention_group import NULL_BLOCK, BlockLookup, GroupHit, GroupTable
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.prefix_index import partial_key
-from engine.kv_cache.run import Run
+from engine.kv_cache.radix_tree import Node
 from engine.kv_cache.spec import SlidingWindowSpec
+from engine.kv_cache.tables import NULL_BLOCK, GroupHit, GroupTable, Lookup
 
 
-class SlidingWindowLookup(BlockLookup):
+class SlidingWindowLookup(Lookup):
     """Can resume where all blocks that the next token's window reaches are cached far enough."""
 
     def __init__(self, pool: BlockPool, prefix: PrefixDigests, group: int) -> None:
-        super().__init__(pool, prefix, group)
+        self._tree, self._prefix = pool.trees[group], prefix
+        self._size = pool.plan.block_size_of(group)
         self._spec = _spec(pool, group)
-        self._found: dict[int, tuple[int, Run] | None] = {}
+        self._found: dict[int, tuple[int, Node] | None] = {}
 
     def longest(self, limit: int) -> int:
         while limit and (gap := self._last_gap(limit)) is not None:
@@ -26,82 +26,83 @@ class SlidingWindowLookup(BlockLookup):
 
     def hit(self, num_tokens: int) -> GroupHit:
         num_whole, rest = divmod(num_tokens, self._size)
-        first = self._first(num_tokens)
-        runs = [self._run(place) for place in range(first, num_whole)]
-        blocks = [NULL_BLOCK] * first + [run.blocks[0] for run in runs]
-        shares = tuple((run, run.end) for run in runs)
-        return GroupHit(blocks, shares, (self._run(num_whole), num_whole + 1) if rest else None)
+        first = self._spec.first_needed(num_tokens) // self._size
+        nodes = [self._node(index) for index in range(first, num_whole)]
+        blocks = [NULL_BLOCK] * first + [node.blocks[0] for node in nodes]
+        shares = tuple((node, node.end) for node in nodes)
+        return GroupHit(blocks, shares, (self._node(num_whole), num_whole + 1) if rest else None)
 
     def _last_gap(self, num_tokens: int) -> int | None:
         """Where the last block that is not cached far enough for `num_tokens` tokens ends."""
-        for place in range((num_tokens - 1) // self._size, self._first(num_tokens) - 1, -1):
-            reach = self._reach(place)
-            if reach < min(num_tokens, (place + 1) * self._size):
-                return reach
+        first = self._spec.first_needed(num_tokens) // self._size
+        for index in range((num_tokens - 1) // self._size, first - 1, -1):
+            found = self._find(index)
+            end = index * self._size if found is None else found[0]
+            if end < min(num_tokens, (index + 1) * self._size):
+                return end
         return None
 
-    def _first(self, num_tokens: int) -> int:
-        return self._spec.first_needed(num_tokens) // self._size
+    def _find(self, index: int) -> tuple[int, Node] | None:
+        """(tokens up to which the block at `index` is cached, its node); looked up once."""
+        if index not in self._found:
+            self._found[index] = self._look_up(index)
+        return self._found[index]
 
-    def _find_once(self, place: int) -> tuple[int, Run] | None:
-        if place not in self._found:
-            self._found[place] = self._find(place)
-        return self._found[place]
+    def _look_up(self, index: int) -> tuple[int, Node] | None:
+        start, end, known = index * self._size, (index + 1) * self._size, self._prefix.num_tokens
+        if end <= known:
+            digests = self._tree.digests(self._prefix, index, index + 1)
+            if (node := self._tree.whole.get(digests[-1])) is not None:
+                return end, node
+        return self._tree.longest_partial(self._prefix, start, min(end - 1, known))
 
-    def _reach(self, place: int) -> int:
-        found = self._find_once(place)
-        return place * self._size if found is None else found[0]
-
-    def _run(self, place: int) -> Run:
-        found = self._find_once(place)
-        assert found is not None, f"block {place} is not cached"
+    def _node(self, index: int) -> Node:
+        found = self._find(index)
+        assert found is not None, f"block {index} is not cached"
         return found[1]
 
 
 class SlidingWindowTable(GroupTable):
-    """Uses the run of each of its blocks that is findable; `_runs` has them by place."""
+    """Uses the node of each of its blocks that is findable; `_nodes` has them by block index."""
 
     def __init__(self, pool: BlockPool, group: int, hit: GroupHit) -> None:
         super().__init__(pool, group, hit)
         self._spec = _spec(pool, group)
-        self._runs = {run.start: pool.share(run, end) for run, end in hit.shares}
+        self._nodes = {node.start: pool.share(node, end) for node, end in hit.shares}
         self.num_passed = len(hit.blocks) - len(hit.shares)
 
     def publish(self, prefix: PrefixDigests, num_tokens: int) -> None:
-        digests, stride = prefix.boundaries(), self._size // prefix.hash_block_size
-        whole = self._pool.indexes[self._group].whole
-        for place in range(self.num_published, num_tokens // self._size):
-            digest = digests[(place + 1) * stride]
-            if digest not in whole:
-                self._pool.publish(self._own_run(place), digest)
+        for index in range(self.num_published, num_tokens // self._size):
+            digests = self._tree.digests(prefix, index, index + 1)
+            if digests[-1] not in self._tree.whole:
+                self._pool.complete(self._own_node(index), prefix)
         self.num_published = max(self.num_published, num_tokens // self._size)
 
     def publish_partial(self, prefix: PrefixDigests, num_tokens: int) -> None:
-        place, rest = divmod(num_tokens, self._size)
-        key = partial_key(prefix, num_tokens)
-        if rest and self._pool.indexes[self._group].find(key) is None:
-            self._pool.publish_partial(self._own_run(place), key)
+        index, rest = divmod(num_tokens, self._size)
+        if rest and self._tree.find(prefix.key(num_tokens)) is None:
+            self._pool.publish_partial(self._own_node(index), prefix, num_tokens)
 
     def leave(self, num_tokens: int) -> None:
         num_passed = self._spec.first_needed(num_tokens) // self._size
-        for place in range(self.num_passed, num_passed):
-            block, self.blocks[place] = self.blocks[place], NULL_BLOCK
-            run = self._runs.pop(place, None)
-            if run is None:
-                self._pool.drop(self._group, [block])
+        for index in range(self.num_passed, num_passed):
+            block, self.blocks[index] = self.blocks[index], NULL_BLOCK
+            node = self._nodes.pop(index, None)
+            if node is None:
+                self._pool.free(self._group, [block])
             else:
-                self._pool.release(run)
+                self._pool.release(node)
         self.num_passed = max(self.num_passed, num_passed)
 
-    def held(self) -> tuple[list[Run], list[int]]:
-        places = range(self.num_passed, len(self.blocks))
-        own = [self.blocks[place] for place in places if place not in self._runs]
-        return [self._runs[place] for place in sorted(self._runs)], own
+    def held(self) -> tuple[list[Node], list[int]]:
+        indexes = range(self.num_passed, len(self.blocks))
+        own = [self.blocks[index] for index in indexes if index not in self._nodes]
+        return [self._nodes[index] for index in sorted(self._nodes)], own
 
-    def _own_run(self, place: int) -> Run:
-        if place not in self._runs:
-            self._runs[place] = self._pool.form_run(self._group, place, [self.blocks[place]])
-        return self._runs[place]
+    def _own_node(self, index: int) -> Node:
+        if index not in self._nodes:
+            self._nodes[index] = self._pool.add_node(self._group, index, [self.blocks[index]])
+        return self._nodes[index]
 
 
 def _spec(pool: BlockPool, group: int) -> SlidingWindowSpec:

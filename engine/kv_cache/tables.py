@@ -1,10 +1,16 @@
-"""Which blocks and states one request uses, per KV cache group."""
+"""What a request uses of each KV cache group, and what each kind of attention group answers."""
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.kv_cache.attention_group import NULL_BLOCK, GroupTable
-from engine.kv_cache.run import Run
+from engine.kv_cache.block_pool import BlockPool, Path
+from engine.kv_cache.prefix import PrefixDigests
+from engine.kv_cache.radix_tree import Node
+from engine.kv_cache.unit_allocator import NewBlocks
+
+NULL_BLOCK = -1  # a block that lies wholly before its group's window
 
 
 class BlockCopy(NamedTuple):
@@ -15,20 +21,93 @@ class BlockCopy(NamedTuple):
     target: int
 
 
+@dataclass(slots=True, frozen=True)
+class GroupHit:
+    """What one group has to start from.
+
+    `blocks`: whole blocks in token order, NULL_BLOCK before a window. `shares`: the paths with
+    them. `source`: the path to a block of which only a part is wanted, or to states: the request
+    gets a copy of its last block, or of the states.
+    """
+
+    blocks: Sequence[int] = ()
+    shares: tuple[Path, ...] = ()
+    source: Path | None = None
+
+    @property
+    def needs(self) -> tuple[Path, ...]:
+        """All that must be in use to start from this hit."""
+        return self.shares if self.source is None else (*self.shares, self.source)
+
+
+class Lookup(ABC):
+    """One group's part in the lookup of one request's prefix; reads only."""
+
+    @abstractmethod
+    def longest(self, limit: int) -> int:
+        """The most tokens, at most `limit`, that this group can resume after."""
+
+    @abstractmethod
+    def hit(self, num_tokens: int) -> GroupHit:
+        """What to resume from; call only for lengths that `longest` returns unchanged."""
+
+
+class GroupTable(ABC):
+    """One request's blocks of one attention group, in token order.
+
+    `num_published`: whole blocks that are findable, here or as somebody else's equal ones.
+    `num_passed`: blocks before the window.
+    """
+
+    def __init__(self, pool: BlockPool, group: int, hit: GroupHit) -> None:
+        """Uses what is hit; the request's own blocks are appended to `blocks` after it."""
+        self.blocks = [*hit.blocks]
+        self.num_published = len(self.blocks)
+        self.num_passed = 0
+        self._pool = pool
+        self._tree = pool.trees[group]
+        self._group = group
+        self._size = pool.plan.block_size_of(group)
+
+    def missing(self, num_tokens: int) -> NewBlocks:
+        """The new blocks that `num_tokens` tokens need."""
+        count = -(-num_tokens // self._size) - len(self.blocks)
+        if count <= 0:
+            return {}
+        has_last = len(self.blocks) > self.num_passed
+        return {self._group: (count, self.blocks[-1] if has_last else None)}
+
+    @abstractmethod
+    def publish(self, prefix: PrefixDigests, num_tokens: int) -> None:
+        """The first `num_tokens` tokens are computed: whole blocks become findable."""
+
+    @abstractmethod
+    def publish_partial(self, prefix: PrefixDigests, num_tokens: int) -> None:
+        """The last block becomes findable at its exact length, if it is not whole."""
+
+    @abstractmethod
+    def leave(self, num_tokens: int) -> None:
+        """Frees what no token after the first `num_tokens` reads."""
+
+    @abstractmethod
+    def held(self) -> tuple[list[Node], list[int]]:
+        """The nodes in use, roots first, and the blocks that no node holds."""
+
+
 @dataclass(slots=True)
 class BlockTables:
-    """What the worker and the connector read, and what the manager books.
+    """One request's blocks and states, which the worker and the connector read.
 
     `groups[g]` lists an attention group's blocks in token order, or a Mamba group's state.
-    `attention[g]`: the books of an attention group. `state`: the states of all Mamba groups.
+    `attention[g]`: the table of attention group g. `state`: the states of all Mamba groups.
     `num_checkpointed`: tokens up to the last checkpoint that the request started from or made.
     """
 
     groups: tuple[list[int], ...]
     attention: dict[int, GroupTable]
-    state: Run | None
+    state: Node | None
     num_checkpointed: int = 0
 
     def used(self, group: int) -> list[int]:
-        """The group's blocks without those that a window has left behind."""
+        """The group's blocks without those that lie before its window."""
         return [block for block in self.groups[group] if block != NULL_BLOCK]

@@ -5,7 +5,7 @@ and copies it when the manager asks for copies. A hit is right if every slot tha
 exactly the request's own prefix, and longest if a search over plain sets finds none longer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from engine.kv_cache.attention_group import NULL_BLOCK
 from engine.kv_cache.checkpoints import checkpoint_positions, due
 from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.mamba_states import Checkpoint
-from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.manager import KVCacheManager, Pin
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.spec import (
@@ -30,7 +29,8 @@ from engine.kv_cache.spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from engine.kv_cache.tables import BlockTables
+from engine.kv_cache.tables import NULL_BLOCK, BlockTables
+from tests.heard_cache import HeardCache, Item, Text
 
 Tokens = tuple[int, ...]
 SMALL_STATE = MambaSpec("gdn", (3, 16), "float32", (2, 8, 8))
@@ -79,20 +79,23 @@ class CacheMachine(RuleBasedStateMachine):
         self.groups = tuple(GROUPS[name] for name in order)
         size = plan_arena(self.groups, 4, 1 << 22).unit_bytes
         self.plan = plan_arena(self.groups, 4, units * size)
+        self.heard = HeardCache(self.plan, self.check_bytes)
         self.cache = KVCacheManager(
-            self.plan, checkpoint_share=data.draw(st.sampled_from([0.2, 1.0]))
+            self.plan,
+            checkpoint_share=data.draw(st.sampled_from([0.2, 1.0])),
+            listener=self.heard,
         )
         self.hasher = PrefixHasher(4)
         self.content: dict[tuple[int, int], Any] = {}
-        self.known: dict[bytes, tuple[str | None, Tokens]] = {}
-        self.texts: list[tuple[str | None, Tokens]] = []
+        self.pins: list[tuple[Pin, list[tuple[int, Text]]]] = []
+        self.texts: list[Text] = []
         self.waiting: list[Live] = []
         self.live: list[Live] = []
 
     def note(self, request: Live) -> None:
         for i, digest in enumerate(request.prefix.boundaries()):
             text = (request.salt, tuple(request.tokens[: 4 * i]))
-            assert self.known.setdefault(digest, text) == text
+            self.heard.learn(digest, text)
         self.texts.append((request.salt, tuple(request.tokens)))
 
     @rule(
@@ -137,14 +140,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.check_states(request, self.local_states(hit), hit.num_tokens)
 
     def held(self) -> tuple[int, ...]:
-        return self.cache.pool.num_free_units, *map(len, self.cache.pool.indexes)
+        return self.cache.pool.units.num_free_units, *map(len, self.published())
 
     def fits(self, hit: PrefixHit, num_tokens: int) -> bool:
         """By definition: units in use with the hit shared, and units for what is missing."""
         units, missing = 0, 0
         for group, spec in enumerate(group.spec for group in self.groups):
             used = {b for r in self.live if r.tables for b in r.tables.used(group)}
-            used |= self.hit_blocks(hit, group)
+            used |= self.hit_blocks(hit, group) | self.pinned(group)
             used |= {
                 b for c in self.cache.copies() if c.group == group for b in (c.source, c.target)
             }
@@ -277,7 +280,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
+        self.heard.resets = True
         self.cache.reset()
+        self.heard.resets = False
 
     @invariant()
     def nobody_writes_into_others(self) -> None:
@@ -303,22 +308,54 @@ class CacheMachine(RuleBasedStateMachine):
                 slots = self.content[group, blocks[position // size]]
                 assert slots[position % size] == tuple(request.tokens[: position + 1])
 
-    def published(self) -> list[set[tuple[str | None, Tokens]]]:
-        sets: list[set[tuple[str | None, Tokens]]] = []
-        for index in self.cache.pool.indexes:
-            in_tree = index.root.following
-            for run in in_tree:
-                in_tree += run.following
-            texts = {
-                self.known[d] for d in (*index.whole, *(d for r in in_tree for d in r.digests))
-            }
-            for boundary, tails in index.partial.items():
-                salt, base = self.known[boundary]
-                texts |= {(salt, base + tail) for tail in tails}
-            sets.append(texts)
-        for group in self.plan.state_groups:
-            sets[group] = sets[self.plan.state_groups[0]]
-        return sets
+    def check_bytes(self, item: Item, text: Text) -> None:
+        """A block or state that the cache names holds what it says."""
+        tokens = text[1]
+        if self.is_state(item.group):
+            for group, state in zip(self.plan.state_groups, item.ids, strict=True):
+                assert self.content[group, state] == tokens
+            return
+        slots, size = self.content[item.group, item.ids[0]], self.plan.block_size_of(item.group)
+        for position in range(item.start, item.end):
+            assert slots[position % size] == tokens[: position + 1]
+
+    def published(self) -> list[dict[Text, Item]]:
+        """By group, what the listener has heard of."""
+        states = self.plan.state_groups
+        items = [*self.heard.items]
+        for group in states:
+            items[group] = items[states[0]]
+        return items
+
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        cached = [(group, text) for group, items in enumerate(self.heard.items) for text in items]
+        if not cached:
+            return
+        chosen = data.draw(st.lists(st.sampled_from(cached), min_size=1, max_size=4))
+        blocks: dict[int, list[int]] = {}
+        for group, text in chosen:
+            blocks.setdefault(group, []).append(self.heard.items[group][text].ids[0])
+        self.pins.append((self.cache.pin(blocks), chosen))
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        pin, _ = self.pins.pop(data.draw(st.integers(0, len(self.pins) - 1)))
+        self.cache.unpin(pin)
+
+    @invariant()
+    def what_is_pinned_stays(self) -> None:
+        for _, chosen in self.pins:
+            for group, text in chosen:
+                self.check_bytes(self.heard.items[group][text], text)
+
+    def pinned(self, group: int) -> set[int]:
+        chosen = [each for _, every in self.pins for each in every]
+        if not self.is_state(group):
+            return {b for g, text in chosen if g == group for b in self.heard.path(g, text)}
+        first, place = self.plan.state_groups[0], self.plan.state_groups.index(group)
+        return {self.heard.items[g][text].ids[place] for g, text in chosen if g == first}
 
     def check_longest(self, request: Live, hit: PrefixHit, limit: int, external: Coverage) -> None:
         sets = self.published()
@@ -350,7 +387,7 @@ class CacheMachine(RuleBasedStateMachine):
         spec = self.groups[group].spec
         return max(0, n + 1 - spec.window) if isinstance(spec, SlidingWindowSpec) else 0
 
-    def resumes(self, found: set[Any], group: int, request: Live, n: int) -> bool:
+    def resumes(self, found: Collection[Text], group: int, request: Live, n: int) -> bool:
         """By definition: the state of these n tokens, or all blocks whose tokens are still read."""
         tokens = tuple(request.tokens)
         if self.is_state(group):
@@ -376,11 +413,14 @@ class CacheMachine(RuleBasedStateMachine):
             assert request.tables is not None
             self.cache.free(request.tables)
         self.work()
+        for pin, _ in self.pins:
+            self.cache.unpin(pin)
         self.cache.check()
         assert self.cache.num_free_units == self.plan.num_units
+        self.heard.resets = True
         self.cache.reset()
-        assert self.cache.pool.num_free_units == self.plan.num_units
-        assert not any(map(len, self.cache.pool.indexes))
+        assert self.cache.pool.units.num_free_units == self.plan.num_units
+        assert not any(self.published())
 
 
 # Everyday examples are the same each time; `make test-long` draws others.

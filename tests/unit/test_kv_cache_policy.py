@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from engine.kv_cache.checkpoints import checkpoint_positions, due, worth_per_token
+from engine.kv_cache.checkpoints import checkpoint_positions, due, value_per_token
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
@@ -105,7 +105,7 @@ def test_the_least_valuable_checkpoint_goes_first() -> None:
         serve(cache, prompt)
     assert cache.pool.num_idle_checkpoints <= 4
     assert serve(cache, (*long, 1)) >= 304
-    assert worth_per_token(cache.plan) > 0
+    assert value_per_token(cache.plan) > 0
 
 
 @pytest.mark.parametrize("units", [400])
@@ -186,4 +186,4 @@ def test_without_prefix_caching_nothing_is_hashed_or_found() -> None:
         cache.retire(tables, prefix, 100)
         cache.free(tables)
     cache.check()
-    assert cache.pool.num_free_units == 16
+    assert cache.pool.units.num_free_units == 16

@@ -1,0 +1,216 @@
+"""The radix tree of one group's cached blocks. Knows no units, no users and no order of eviction.
+
+A node is a stretch of blocks in token order that are shared, kept and evicted together. Nodes of
+full attention form a tree: a prompt that leaves a cached one inside a node splits it there, so a
+long shared prefix costs a few steps, not one per block. Blocks of a window and checkpoints stand
+alone, and are found by digest.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.kv_cache.prefix import PrefixDigests, PrefixKey
+from engine.types import TokenId
+
+Rank = tuple[float, int]
+Units = dict[int, int]  # how many blocks lie in each unit
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """Blocks of an attention group, or the states of one checkpoint (one unit per Mamba group).
+
+    `start`: index of its first block in a block table. `digests`: of the prefixes that end at each
+    hash boundary in its whole blocks. `keys`: prefixes that end inside its only block, or at its
+    states. `children`: nodes after its end, by the digest of their first block; `partials`: nodes
+    of one partly filled block there. `refs`: users, and nodes in use right after it. `value`:
+    tokens saved per byte; `rank`: its place in the order of eviction while idle.
+    """
+
+    group: int
+    start: int
+    blocks: list[int]
+    units: Units = field(default_factory=dict)
+    digests: list[bytes] = field(default_factory=list)
+    keys: list[PrefixKey] = field(default_factory=list)
+    parent: "Node | None" = None
+    children: dict[bytes, "Node"] = field(default_factory=dict)
+    partials: set["Node"] = field(default_factory=set)
+    refs: int = 1
+    value: float = 1.0
+    rank: Rank = (0.0, 0)
+
+    @property
+    def end(self) -> int:
+        """The index after its last block."""
+        return self.start + len(self.blocks)
+
+    @property
+    def is_findable(self) -> bool:
+        """Whether any prefix leads here."""
+        return bool(self.digests or self.keys)
+
+    def following(self) -> list["Node"]:
+        """The nodes right after its end."""
+        return [*self.children.values(), *self.partials]
+
+    def descendants(self) -> list["Node"]:
+        """All nodes after its end, parents before children."""
+        nodes = self.following()
+        for node in nodes:  # grows while it is read
+            nodes += node.following()
+        return nodes
+
+    def path(self, end: int) -> list[int]:
+        """The blocks from the root up to index `end`."""
+        parts: list[list[int]] = []
+        node: Node | None = self
+        while node is not None:
+            parts.append(node.blocks[: end - node.start])
+            end, node = node.start, node.parent
+        return [block for part in reversed(parts) for block in part]
+
+
+class RadixTree:
+    """The findable content of one group; of equal prefixes, the first published stays.
+
+    `stride`: hash blocks per block. `root`: the node before all blocks, always in use. `whole`: the
+    single blocks of a window, by digest. `partial`: boundary digest to tail to node, for prefixes
+    that end elsewhere, so that a lookup tries the lengths that exist instead of all.
+    """
+
+    def __init__(self, group: int, stride: int) -> None:
+        self.stride = stride
+        self.root = Node(group, 0, [])
+        self.whole: dict[bytes, Node] = {}
+        self.partial: dict[bytes, dict[tuple[TokenId, ...], Node]] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is findable."""
+        return not (self.whole or self.partial or self.root.children)
+
+    def digests(self, prefix: PrefixDigests, start: int, end: int) -> list[bytes]:
+        """Digests of the hash blocks in the blocks from index `start` to `end` - 1."""
+        return prefix.boundaries()[start * self.stride + 1 : end * self.stride + 1]
+
+    def find(self, key: PrefixKey) -> Node | None:
+        """The node with a block or state that ends exactly there."""
+        return self.partial.get(key.boundary, {}).get(key.tail)
+
+    def longest_partial(
+        self, prefix: PrefixDigests, above: int, limit: int
+    ) -> tuple[int, Node] | None:
+        """The longest prefix of more than `above`, at most `limit` tokens that a key names."""
+        size, digests = prefix.hash_block_size, prefix.boundaries()
+        for whole in range(min(limit // size, len(digests) - 1), above // size - 1, -1):
+            tails = self.partial.get(digests[whole])
+            if tails is None:
+                continue
+            known = prefix.tokens(whole * size, min(limit, (whole + 1) * size - 1))
+            fitting = [tail for tail in tails if known[: len(tail)] == tail]
+            if fitting:
+                longest = max(fitting, key=len)
+                if whole * size + len(longest) > above:
+                    return whole * size + len(longest), tails[longest]
+        return None
+
+    def descend(self, node: Node, digests: Sequence[bytes]) -> tuple[Node, int]:
+        """(deepest node, number of blocks found) on the way down from a node's end.
+
+        `digests`: of the hash boundaries after that end, whole blocks of them.
+        """
+        found = 0
+        while found < len(digests):
+            child = node.children.get(digests[found + self.stride - 1])
+            if child is None:
+                break
+            node, known = child, digests[found : found + len(child.digests)]
+            if known[-1] == child.digests[len(known) - 1]:
+                found += len(known)
+                continue
+            # A digest stands for all tokens before it: up to the first that differs, all are equal.
+            theirs = child.digests
+            found += bisect_left(range(len(known)), True, key=lambda i: known[i] != theirs[i])
+            break
+        return node, found // self.stride
+
+    def append(self, node: Node, blocks: list[int], digests: list[bytes]) -> Node:
+        """Adds whole blocks after a node's end, for its one user; returns the node they are in."""
+        if node.refs > 1 or node.children or node.partials or node.keys:
+            child = Node(node.group, node.end, [], parent=node)
+            node.children[digests[self.stride - 1]] = child
+            node = child
+        node.blocks += blocks
+        node.digests += digests
+        return node
+
+    def add_partial(self, node: Node, block: int) -> Node:
+        """Adds a partly filled block after a node's end."""
+        partial = Node(node.group, node.end, [block], parent=node)
+        node.partials.add(partial)
+        return partial
+
+    def complete(self, partial: Node, digests: list[bytes]) -> None:
+        """The block of a node is whole now."""
+        if partial.parent is None:
+            self.whole[digests[-1]] = partial
+        else:
+            partial.parent.partials.remove(partial)
+            partial.parent.children[digests[-1]] = partial
+        partial.digests += digests
+
+    def add_key(self, node: Node, key: PrefixKey) -> None:
+        """A prefix that ends in a node, and that no other node has, leads to it."""
+        self.partial.setdefault(key.boundary, {})[key.tail] = node
+        node.keys.append(key)
+
+    def split(self, node: Node) -> Node:
+        """A new node without blocks between a node and its parent; `move_front` fills it.
+
+        parent [0 1 2] --> node [3 4 5 6]    becomes    parent [0 1 2] --> [] --> node [3 4 5 6]
+        """
+        assert node.parent is not None
+        first = node.digests[self.stride - 1]
+        between = Node(node.group, node.start, [], parent=node.parent, children={first: node})
+        between.refs, between.rank, between.value = int(node.refs > 0), node.rank, node.value
+        node.parent.children[first] = between
+        node.parent = between
+        return between
+
+    def move_front(self, node: Node, count: int) -> None:
+        """The first `count` blocks of a node, but not all, move to the end of its parent.
+
+        parent [0 1 2] --> node [3 4 5 6]    becomes, for 2,    parent [0 1 2 3 4] --> node [5 6]
+        """
+        parent, moved = node.parent, count * self.stride
+        assert parent is not None
+        del parent.children[node.digests[self.stride - 1]]
+        parent.blocks += node.blocks[:count]
+        parent.digests += node.digests[:moved]
+        del node.blocks[:count], node.digests[:moved]
+        node.start += count
+        parent.children[node.digests[self.stride - 1]] = node
+
+    def may_move_end(self, node: Node, child: Node) -> bool:
+        """Whether a node's end matters only to `child` and to one user of the node."""
+        is_alone = len(node.children) == 1 and not (node.partials or node.keys)
+        is_one_user = node.refs == 1 + (child.refs > 0)
+        return is_alone and is_one_user and child.parent is node
+
+    def remove(self, node: Node) -> None:
+        """Nothing leads to a node from now on; it must have nothing after it."""
+        for key in node.keys:
+            tails = self.partial[key.boundary]
+            del tails[key.tail]
+            if not tails:
+                del self.partial[key.boundary]
+        node.keys.clear()
+        if node.parent is None:
+            if node.digests:
+                del self.whole[node.digests[-1]]
+        elif node.digests:
+            del node.parent.children[node.digests[self.stride - 1]]
+        else:
+            node.parent.partials.remove(node)

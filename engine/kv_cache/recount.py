@@ -1,0 +1,90 @@
+"""Recounts a block pool from scratch and compares: tests, and nodes that are asked to, call it."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.radix_tree import Node, RadixTree
+from engine.kv_cache.unit_allocator import UnitAllocator
+
+
+def recount(pool: BlockPool, users: Counter[Node], private: Sequence[Sequence[int]]) -> None:
+    """Compares a pool with its users per node and private blocks per group.
+
+    Raises AssertionError on any difference.
+    """
+    roots = {tree.root for tree in pool.trees}
+    nodes = set(users).union(*pool.nodes_in.values()) - roots
+    for node in nodes:
+        _check_node(pool, node, users[node])
+    units: set[int] = set()
+    for group, tree in enumerate(pool.trees):
+        mine = {node for node in nodes if node.group == group}
+        assert _num_findable(tree) == sum(bool(node.digests) + len(node.keys) for node in mine)
+        assert tree.root.refs == 1 + users[tree.root] + _num_used(tree.root.following())
+        _check_idle(pool, group, {node for node in mine if not node.refs})
+        used = [*private[group], *(b for node in mine if node.refs for b in node.blocks)]
+        owned = [*private[group], *(b for node in mine for b in node.blocks)]
+        started = _check_units(pool.units, group, owned=owned, used=used)
+        assert not units & started, f"group {group} shares units {units & started}"
+        units |= started
+    free = {unit for unit in range(pool.plan.num_units) if pool.units.free_units >> unit & 1}
+    assert free == set(range(pool.plan.num_units)) - units, "free units are miscounted"
+    assert len(free) == pool.units.num_free_units
+
+
+def _check_node(pool: BlockPool, node: Node, num_users: int) -> None:
+    assert node.refs == num_users + _num_used(node.following())
+    assert node.refs or node.is_findable, "a node is idle and cannot be found"
+    assert node.units == pool.units.units_of(node.group, node.blocks)
+    assert all(node in pool.nodes_in[unit] for unit in node.units)
+    tree = pool.trees[node.group]
+    assert all(tree.find(key) is node for key in node.keys)
+    num_whole = len(node.digests) / tree.stride
+    assert num_whole in ((0, 1) if node.keys else (0, len(node.blocks)))
+    for child in node.following():
+        assert child.parent is node and child.start == node.end
+        assert node.refs or node.rank > child.rank, "a root would be evicted before its end"
+        assert num_whole == len(node.blocks), "something follows a block that is not whole"
+    for digest, child in node.children.items():
+        assert child.digests[tree.stride - 1] == digest
+    if node.parent is not None:
+        assert node in node.parent.following()
+    elif node.digests:
+        assert tree.whole[node.digests[-1]] is node
+
+
+def _num_used(nodes: Sequence[Node]) -> int:
+    return sum(node.refs > 0 for node in nodes)
+
+
+def _num_findable(tree: RadixTree) -> int:
+    """Findable nodes of a tree or a window, and partial keys."""
+    in_tree = sum(bool(node.digests) for node in tree.root.descendants())
+    return in_tree + len(tree.whole) + sum(map(len, tree.partial.values()))
+
+
+def _check_idle(pool: BlockPool, group: int, idle: set[Node]) -> None:
+    assert idle == pool.order.idle[group].members
+    if group not in pool.plan.state_groups:
+        units = {unit for node in idle for unit in node.units}
+        assert {u for u in units if not pool.units.is_used(u)} <= pool.order.units.keys()
+
+
+def _check_units(
+    units: UnitAllocator, group: int, *, owned: Sequence[int], used: Sequence[int]
+) -> set[int]:
+    """The units of a group, after a look at its slots and uses."""
+    started = units.units_of(group, owned).keys()
+    assert len(set(owned)) == len(owned), f"group {group}: a block has two owners"
+    assert units.used[group] == units.units_of(group, used), f"group {group}: uses are miscounted"
+    assert units.num_used[group] == len(used)
+    if group in units.slots:
+        per_unit, slots = units.plan.blocks_per_unit[group], units.slots[group]
+        free = dict.fromkeys(started, (1 << per_unit) - 1)
+        for block in owned:
+            free[block // per_unit] &= ~(1 << block % per_unit)
+        assert slots.num_free == sum(map(int.bit_count, free.values()))
+        partly_free = {unit: bits for unit, bits in free.items() if bits}
+        assert slots.free_bits == partly_free, f"group {group}: slots are miscounted"
+    return set(started)
