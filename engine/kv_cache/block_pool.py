@@ -23,7 +23,7 @@ Path = tuple[Node, int]  # the blocks of a node and all before it, up to this in
 class BlockPool:
     """Owner of all blocks and states of one arena and of the trees that find them.
 
-    `nodes_in[u]`: the nodes with blocks or states in unit u. `num_releases` grows with everything
+    `nodes_in[u]`: the nodes with blocks in unit u. `num_releases` grows with everything
     that is let go.
     """
 
@@ -92,6 +92,11 @@ class BlockPool:
         node = Node(group, start, blocks)
         self._enter(node, self.units.units_of(group, blocks))
         return node
+
+    def add_states(self, states: list[int]) -> Node:
+        """Private states, one per Mamba group, become a node, as `add_node`."""
+        assert self._state_group is not None
+        return Node(self._state_group, 0, states, dict.fromkeys(states, 1))
 
     def append(self, last: Node, blocks: list[int], prefix: PrefixDigests) -> Node:
         """Private blocks, all complete, join the tree; moves a use from `last` to their node."""
@@ -176,7 +181,11 @@ class BlockPool:
 
     def find_node(self, group: int, block: int) -> Node:
         """The findable node with this block or state; raises LookupError without one."""
-        for node in self.nodes_in.get(block // self.plan.blocks_per_unit[group], ()):
+        nodes: Iterable[Node] = self.nodes_in.get(block // self.plan.blocks_per_unit[group], ())
+        if group in self.plan.state_groups:
+            tails = self.trees[self.plan.state_groups[0]].partial.values()
+            nodes = (node for by_tail in tails for node in by_tail.values())
+        for node in nodes:
             if block in node.blocks and node.is_findable:
                 return node
         raise LookupError(f"group {group}: block {block} is not cached")
@@ -236,9 +245,7 @@ class BlockPool:
 
     def _is_idle(self, unit: int) -> bool:
         """Whether a unit holds blocks, none of which is in use."""
-        return not self.units.is_used(unit) and any(
-            node.group != self._state_group for node in self.nodes_in.get(unit, ())
-        )
+        return unit in self.nodes_in and not self.units.is_used(unit)
 
     def _evict(self, node: Node, keep: int, *, resets: bool = False) -> None:
         """Frees all but the first `keep` blocks of an idle node, and first all that follows it."""
@@ -263,7 +270,8 @@ class BlockPool:
     def _free_blocks(self, node: Node, keep: int) -> None:
         gone = node.blocks[keep:]
         del node.blocks[keep:]
-        self._leave(node, self.units.units_of(node.group, gone))
+        if node.group != self._state_group:
+            self._leave(node, self.units.units_of(node.group, gone))
         self.units.free(node.group, gone)
 
     def _enter(self, node: Node, units: Units) -> None:

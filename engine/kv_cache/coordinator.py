@@ -92,7 +92,8 @@ class Coordinator:
             every = [_either(longest, external.attention_up_to) for longest in local]
             if states is not None:
                 every.append(_either(states.longest, external.state_up_to))
-            num_tokens = _longest(limit, every)
+            farthest = max(branch_point, external.attention_up_to(limit))
+            num_tokens = _longest(farthest, every)
             if states is not None and states.longest(num_tokens) < num_tokens:
                 states = None
             num_local = _longest(num_tokens, local)

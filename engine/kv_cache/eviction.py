@@ -61,9 +61,10 @@ class EvictionOrder:
 
     def add_units(self, units: Sequence[int]) -> None:
         """Nothing in these units, in token order, is used from now on, but some is findable."""
+        rank = self._next_rank(BLOCK_VALUE)
         for unit in reversed(units):  # ends before roots
-            self.units.pop(unit, None)
-            self.units[unit] = self._next_rank(BLOCK_VALUE)
+            self.units[unit] = rank
+            self.units.move_to_end(unit)
 
     def remove(self, node: Node) -> None:
         """A node is used again, or gone."""

@@ -75,7 +75,7 @@ class MambaStates:
 
     def begin(self, states: list[int], *, is_new: bool) -> Node:
         """The states of a request, in use once; new ones have to be zeroed."""
-        node = self._pool.add_node(self.groups[0], 0, states)
+        node = self._pool.add_states(states)
         if is_new:
             self._new.append(node)
         return node
@@ -96,7 +96,7 @@ class MambaStates:
         new = self._pool.allocate(self.one_set)
         if new is None:
             return None
-        node = self._pool.add_node(self.groups[0], 0, new[self.groups[0]])
+        node = self._pool.add_states(new[self.groups[0]])
         checkpoint = Checkpoint(key, self.groups, node)
         self.reserved.add(checkpoint)
         return checkpoint

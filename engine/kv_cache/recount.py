@@ -14,7 +14,7 @@ def recount(pool: BlockPool, users: Counter[Node], private: Sequence[Sequence[in
     Raises AssertionError on any difference.
     """
     roots = {tree.root for tree in pool.trees}
-    nodes = set(users).union(*pool.nodes_in.values()) - roots
+    nodes = set(users).union(*pool.nodes_in.values(), *(q.members for q in pool.order.idle)) - roots
     for node in nodes:
         _check_node(pool, node, users[node])
     units: set[int] = set()
@@ -37,7 +37,8 @@ def _check_node(pool: BlockPool, node: Node, num_users: int) -> None:
     assert node.refs == num_users + _num_used(node.following())
     assert node.refs or node.is_findable, "a node is idle and cannot be found"
     assert node.units == pool.units.units_of(node.group, node.blocks)
-    assert all(node in pool.nodes_in[unit] for unit in node.units)
+    is_state = node.group in pool.plan.state_groups
+    assert is_state or all(node in pool.nodes_in[unit] for unit in node.units)
     tree = pool.trees[node.group]
     assert all(tree.find(key) is node for key in node.keys)
     num_whole = len(node.digests) / tree.stride

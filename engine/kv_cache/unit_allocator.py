@@ -7,7 +7,6 @@ updates them without copies), and so do one request's blocks (they then move as 
 states of all Mamba groups count under the first of them.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 
 from engine.kv_cache.plan import ArenaPlan
@@ -117,7 +116,11 @@ class UnitAllocator:
         per_unit = self.plan.blocks_per_unit[group]
         if _are_consecutive(blocks):
             return {unit: count for unit, _, count in _spans(blocks, per_unit)}
-        return dict(Counter([block // per_unit for block in blocks]))
+        units: Units = {}
+        for block in blocks:
+            unit = block // per_unit
+            units[unit] = units.get(unit, 0) + 1
+        return units
 
     def num_missing_slots(self, group: int, count: int) -> int:
         """How many of `count` blocks the units that an attention group has started cannot hold."""
@@ -175,15 +178,15 @@ class UnitAllocator:
     def use(self, group: int, units: Units) -> None:
         """Idle blocks come into use."""
         used = self.used[group]
+        self.num_used[group] += sum(units.values())
         for unit, count in units.items():
-            self.num_used[group] += count
             used[unit] = used.get(unit, 0) + count
 
     def unuse(self, group: int, units: Units) -> list[int]:
         """Blocks become idle; returns the units of which nothing is in use any longer."""
         used, idle = self.used[group], []
+        self.num_used[group] -= sum(units.values())
         for unit, count in units.items():
-            self.num_used[group] -= count
             left = used[unit] - count
             if left:
                 used[unit] = left

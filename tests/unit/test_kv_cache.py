@@ -5,7 +5,7 @@ import pytest
 from engine.errors import ConfigError
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
-from engine.kv_cache.prefix import PrefixDigests
+from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, form_groups
 from engine.kv_cache.tables import BlockTables
 
@@ -72,6 +72,26 @@ def test_new_states_are_reported_once_and_not_after_free() -> None:
     cache.free(gone)
     assert cache.take_new_states() == ((0, kept.groups[0][0]),)
     assert cache.take_new_states() == ()
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 48])
+def test_a_whole_prompt_has_one_digest_however_it_is_asked_for(num_tokens: int) -> None:
+    hasher, tokens = PrefixHasher(16, "seed"), list(range(60))
+    digest = hasher.digest(tokens[:num_tokens], "salt")
+    assert digest == PrefixDigests(hasher, tokens, "salt").key(num_tokens).digest
+    others = (tokens[:num_tokens], None), (tokens[: num_tokens + 1], "salt")
+    assert digest not in {hasher.digest(*other) for other in others}
+    assert digest != PrefixHasher(16).digest(tokens[:num_tokens], "salt")
+
+
+def test_a_private_block_cannot_be_pinned() -> None:
+    cache = small_cache()
+    tables = reserve(cache, 16)
+    assert tables is not None
+    for group in (0, 1):
+        with pytest.raises(LookupError, match="is not cached"):
+            cache.pin({group: tables.groups[group]})
+    cache.check()
 
 
 def test_too_little_memory_names_what_is_needed() -> None:

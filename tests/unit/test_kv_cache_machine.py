@@ -6,9 +6,7 @@ exactly the request's own prefix, and longest if a search over plain sets finds 
 """
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from math import lcm
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -29,8 +27,8 @@ from engine.kv_cache.spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
-from engine.kv_cache.tables import NULL_BLOCK, BlockTables
-from tests.heard_cache import HeardCache, Item, Text
+from engine.kv_cache.tables import NULL_BLOCK
+from tests.cache_model import Contents, HeardCache, Item, Live, Text
 
 Tokens = tuple[int, ...]
 SMALL_STATE = MambaSpec("gdn", (3, 16), "float32", (2, 8, 8))
@@ -57,19 +55,6 @@ SOMETHING = st.builds(Coverage, POSITIONS, st.lists(POSITIONS, max_size=3).map(t
 NOT_EXTERNAL, WHOLE_PROMPT = "nothing", "whole prompt"
 
 
-@dataclass(eq=False)
-class Live:
-    tokens: list[int]
-    salt: str | None
-    prefix: PrefixDigests
-    num_prompt: int
-    tables: BlockTables | None = None
-    computed: int = 0
-    branch_point: int = 0
-    hit: int = 0
-    loading: PrefixHit | None = None
-
-
 class CacheMachine(RuleBasedStateMachine):
     """Requests arrive, compute, are pulled, fail, end and are preempted in any order."""
 
@@ -79,14 +64,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.groups = tuple(GROUPS[name] for name in order)
         size = plan_arena(self.groups, 4, 1 << 22).unit_bytes
         self.plan = plan_arena(self.groups, 4, units * size)
-        self.heard = HeardCache(self.plan, self.check_bytes)
+        self.contents = Contents(self.plan)
+        self.heard = HeardCache(self.plan, self.contents.check_item)
         self.cache = KVCacheManager(
             self.plan,
             checkpoint_share=data.draw(st.sampled_from([0.2, 1.0])),
             listener=self.heard,
         )
         self.hasher = PrefixHasher(4)
-        self.content: dict[tuple[int, int], Any] = {}
         self.pins: list[tuple[Pin, list[tuple[int, Text]]]] = []
         self.texts: list[Text] = []
         self.waiting: list[Live] = []
@@ -136,8 +121,8 @@ class CacheMachine(RuleBasedStateMachine):
         request.loading = None if is_here else hit
         self.live.append(request)
         self.work()
-        self.check_attention(request)
-        self.check_states(request, self.local_states(hit), hit.num_tokens)
+        self.contents.check_attention(request)
+        self.contents.check_states(request, self.local_states(hit), hit.num_tokens)
 
     def held(self) -> tuple[int, ...]:
         return self.cache.pool.units.num_free_units, *map(len, self.published())
@@ -163,49 +148,22 @@ class CacheMachine(RuleBasedStateMachine):
 
     def hit_blocks(self, hit: PrefixHit, group: int) -> set[int]:
         """What of one group is used when a request starts from this hit."""
-        part = hit.states if self.is_state(group) else hit.attention[group]
+        part = hit.states if self.contents.is_state(group) else hit.attention[group]
         blocks = {block for block in part.blocks if block != NULL_BLOCK}
         if part.source is None:
             return blocks
         run, end = part.source
-        if self.is_state(group):
+        if self.contents.is_state(group):
             return {run.blocks[self.plan.state_groups.index(group)]}
         return blocks | {run.blocks[end - run.start - 1]}
 
     def work(self) -> None:
         """The worker's part of a step: zero, then copy."""
-        for group, state in self.cache.take_new_states():
-            self.content[group, state] = ()
-        for copy in self.cache.copies():
-            held = self.content[copy.group, copy.source]
-            self.content[copy.group, copy.target] = dict(held) if isinstance(held, dict) else held
+        self.contents.zero_and_copy(self.cache.take_new_states(), self.cache.copies())
         self.cache.copies_done()
-
-    def is_state(self, group: int) -> bool:
-        return isinstance(self.groups[group].spec, MambaSpec)
 
     def local_states(self, hit: PrefixHit) -> list[int]:
         return [g for g in self.plan.state_groups if hit.local[g] == hit.num_tokens]
-
-    def write_states(self, request: Live, groups: Iterable[int], end: int) -> None:
-        assert request.tables is not None
-        for group in groups:
-            self.content[group, request.tables.groups[group][0]] = tuple(request.tokens[:end])
-
-    def write_attention(self, request: Live, start: int, end: int) -> None:
-        assert request.tables is not None
-        for group, blocks in enumerate(request.tables.groups):
-            if self.is_state(group):
-                continue
-            size = self.plan.block_size_of(group)
-            for position in range(start, end):
-                block = blocks[position // size]
-                if block == NULL_BLOCK:
-                    continue
-                slots = self.content.setdefault((group, block), {})
-                if not isinstance(slots, dict):
-                    slots = self.content[group, block] = {}
-                slots[position % size] = tuple(request.tokens[: position + 1])
 
     @precondition(lambda self: any(not r.loading for r in self.live))
     @rule(data=st.data(), count=st.integers(1, 25))
@@ -221,11 +179,11 @@ class CacheMachine(RuleBasedStateMachine):
             return
         checkpoints = self.reserve(request, end)
         self.work()
-        self.write_attention(request, request.computed, end)
-        self.write_states(request, self.plan.state_groups, end)
+        self.contents.write_attention(request, request.computed, end)
+        self.contents.write_states(request, self.plan.state_groups, end)
         for checkpoint in checkpoints:
             for group, state in checkpoint.states.items():
-                self.content[group, state] = tuple(request.tokens[: checkpoint.num_tokens])
+                self.contents.write_state(group, state, request.tokens[: checkpoint.num_tokens])
         request.computed = end
         self.cache.publish(request.tables, request.prefix, end)
         self.check_published(request)
@@ -236,7 +194,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     def check_published(self, request: Live) -> None:
         """All whole blocks of a request can be found while it lives, unless a window passed."""
-        specs = {g: self.groups[g].spec for g in range(len(self.groups)) if not self.is_state(g)}
+        specs = {
+            g: self.groups[g].spec for g in range(len(self.groups)) if not self.contents.is_state(g)
+        }
         if not any(isinstance(spec, SlidingWindowSpec) for spec in specs.values()):
             hit = self.cache.find_hit(request.prefix, request.computed)
             unit = lcm(*map(self.plan.block_size_of, specs))
@@ -259,9 +219,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.free(request.tables)
             self.admit(request, NOTHING)
             return
-        self.write_attention(request, hit.num_local, hit.num_tokens)
+        self.contents.write_attention(request, hit.num_local, hit.num_tokens)
         missing = set(self.plan.state_groups) - set(self.local_states(hit))
-        self.write_states(request, missing, hit.num_tokens)
+        self.contents.write_states(request, missing, hit.num_tokens)
         request.loading, request.computed = None, hit.num_tokens
         self.cache.keep_loaded(request.tables, request.prefix, hit.num_tokens)
         if data.draw(st.booleans()):
@@ -287,37 +247,9 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_writes_into_others(self) -> None:
         for request in self.live:
-            self.check_attention(request)
+            self.contents.check_attention(request)
             if not request.loading:
-                self.check_states(request, self.plan.state_groups, request.computed)
-
-    def check_states(self, request: Live, groups: Iterable[int], num_tokens: int) -> None:
-        assert request.tables is not None
-        for group in groups:
-            state = request.tables.groups[group][0]
-            assert self.content[group, state] == tuple(request.tokens[:num_tokens])
-
-    def check_attention(self, request: Live) -> None:
-        assert request.tables is not None
-        for group, blocks in enumerate(request.tables.groups):
-            if self.is_state(group):
-                continue
-            size = self.plan.block_size_of(group)
-            first = self.first_read(group, request.computed)
-            for position in range(first, request.computed):
-                slots = self.content[group, blocks[position // size]]
-                assert slots[position % size] == tuple(request.tokens[: position + 1])
-
-    def check_bytes(self, item: Item, text: Text) -> None:
-        """A block or state that the cache names holds what it says."""
-        tokens = text[1]
-        if self.is_state(item.group):
-            for group, state in zip(self.plan.state_groups, item.ids, strict=True):
-                assert self.content[group, state] == tokens
-            return
-        slots, size = self.content[item.group, item.ids[0]], self.plan.block_size_of(item.group)
-        for position in range(item.start, item.end):
-            assert slots[position % size] == tokens[: position + 1]
+                self.contents.check_states(request, self.plan.state_groups, request.computed)
 
     def published(self) -> list[dict[Text, Item]]:
         """By group, what the listener has heard of."""
@@ -348,18 +280,18 @@ class CacheMachine(RuleBasedStateMachine):
     def what_is_pinned_stays(self) -> None:
         for _, chosen in self.pins:
             for group, text in chosen:
-                self.check_bytes(self.heard.items[group][text], text)
+                self.contents.check_item(self.heard.items[group][text], text)
 
     def pinned(self, group: int) -> set[int]:
         chosen = [each for _, every in self.pins for each in every]
-        if not self.is_state(group):
+        if not self.contents.is_state(group):
             return {b for g, text in chosen if g == group for b in self.heard.path(g, text)}
         first, place = self.plan.state_groups[0], self.plan.state_groups.index(group)
         return {self.heard.items[g][text].ids[place] for g, text in chosen if g == first}
 
     def check_longest(self, request: Live, hit: PrefixHit, limit: int, external: Coverage) -> None:
         sets = self.published()
-        attention = [g for g in range(len(self.groups)) if not self.is_state(g)]
+        attention = [g for g in range(len(self.groups)) if not self.contents.is_state(g)]
 
         def local(groups: Iterable[int], n: int) -> bool:
             return all(self.resumes(sets[g], g, request, n) for g in groups)
@@ -378,23 +310,18 @@ class CacheMachine(RuleBasedStateMachine):
             unit = lcm(*map(self.plan.block_size_of, attention))
             num_local = max(n for n in range(0, num_local, unit) if local(attention, n))
         assert hit.local == tuple(
-            (hit.num_tokens if has_states else 0) if self.is_state(g) else num_local
+            (hit.num_tokens if has_states else 0) if self.contents.is_state(g) else num_local
             for g in range(len(self.groups))
         )
-
-    def first_read(self, group: int, n: int) -> int:
-        """The next token, at position n, reads positions n - window + 1 to n."""
-        spec = self.groups[group].spec
-        return max(0, n + 1 - spec.window) if isinstance(spec, SlidingWindowSpec) else 0
 
     def resumes(self, found: Collection[Text], group: int, request: Live, n: int) -> bool:
         """By definition: the state of these n tokens, or all blocks whose tokens are still read."""
         tokens = tuple(request.tokens)
-        if self.is_state(group):
+        if self.contents.is_state(group):
             return n == 0 or (request.salt, tokens[:n]) in found
         size = self.plan.block_size_of(group)
         needed: dict[int, int] = {}  # how many tokens the block at each place must hold at least
-        for position in range(self.first_read(group, n), n):
+        for position in range(self.contents.first_read(group, n), n):
             needed[position // size] = position + 1
         return all(
             any(
