@@ -17,17 +17,15 @@ class ProxyMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self.model_name = ""
-        self.node_requests = Counter(
+        self.node_requests = self._counter(
             "tandem_proxy_node_requests",
             "Requests sent to nodes, retries included, by how they ended there.",
-            ("policy", "kind", "node", "outcome"),
-            registry=registry,
+            *("policy", "kind", "node", "outcome"),
         )
-        self.local_prefills = Counter(
+        self.local_prefills = self._counter(
             "tandem_proxy_local_prefills",
             "Requests that a decode node prefilled itself, by reason.",
-            ("reason",),
-            registry=registry,
+            "reason",
         )
         self.available_nodes = Gauge(
             "tandem_proxy_available_nodes",
@@ -35,30 +33,26 @@ class ProxyMetrics:
             ("kind",),
             registry=registry,
         )
-        self.request_success = Counter(
+        self.request_success = self._counter(
             "vllm:request_success",
             "Requests that ended with a finish reason.",
-            ("model_name", "finished_reason"),
-            registry=registry,
+            *("model_name", "finished_reason"),
         )
-        self.time_to_first_token = _latency(
-            "vllm:time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
-            TTFT_BUCKETS,
-            registry=registry,
+        self.time_to_first_token = self._latency(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
         )
-        self.inter_token_latency = _latency(
-            "vllm:inter_token_latency_seconds",
-            "Between two outputs of one request.",
-            ITL_BUCKETS,
-            registry=registry,
+        self.inter_token_latency = self._latency(
+            "vllm:inter_token_latency_seconds", "Between two outputs of a request.", ITL_BUCKETS
         )
-        self.e2e_request_latency = _latency(
-            "vllm:e2e_request_latency_seconds",
-            "From the request's arrival to its last token.",
-            E2E_BUCKETS,
-            registry=registry,
+        self.e2e_request_latency = self._latency(
+            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", E2E_BUCKETS
         )
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+    def _latency(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
 
 
 class RequestTimer:
@@ -81,9 +75,3 @@ class RequestTimer:
         if output.finish_reason is not None:
             metrics.e2e_request_latency.labels(model_name).observe(now - self._started)
             metrics.request_success.labels(model_name, output.finish_reason).inc()
-
-
-def _latency(
-    name: str, text: str, buckets: tuple[float, ...], *, registry: CollectorRegistry
-) -> Histogram:
-    return Histogram(name, text, ("model_name",), buckets=buckets, registry=registry)
