@@ -1,4 +1,4 @@
-"""How a host and a port are written as one address, and who can reach it."""
+"""Addresses: host and port as one text, and whether one is a loopback address."""
 
 import ipaddress
 
@@ -9,7 +9,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`, an IP address or a name."""
+    """True where only this machine can reach `host`, an IP address or a name."""
     if host == "localhost":
         return True
     try:

@@ -1,4 +1,4 @@
-"""What all channels to peers share: bounds, keepalive, quick reconnects."""
+"""Bounds of messages, and the options of all channels to peers: keepalive, quick reconnects."""
 
 from typing import Final
 
@@ -6,9 +6,11 @@ import grpc
 
 from engine.errors import TandemError
 from engine.rpc.proof import unproven
-from engine.rpc.server import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from engine.rpc.status import error_from_status
 from engine.tls import ClientTls
+
+MAX_REQUEST_BYTES: Final = 32 * 2**20
+MAX_REPLY_BYTES: Final = 64 * 2**20
 
 OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_send_message_length", MAX_REQUEST_BYTES),
@@ -33,12 +35,12 @@ _OF_THE_LINK: Final = (
 
 
 def credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """For channels to servers with TLS; the host of their address must be in the certificate."""
+    """For servers with TLS; their certificate must name the host of their address."""
     return grpc.ssl_channel_credentials(tls.authorities)
 
 
 def no_proof(code: grpc.StatusCode, details: str | None, address: str) -> TandemError:
-    """The error for a question for the server's proof that ended without a reply."""
+    """The error where a server's proof was asked for and did not come."""
     if code in _OF_THE_LINK:
         return error_from_status(code, f"{details} (node {address})", ())
     return unproven(address, f"{code.name}: {details}")

@@ -5,13 +5,7 @@ nodes.
 """
 
 import asyncio
-from collections.abc import (
-    AsyncGenerator,
-    Awaitable,
-    Callable,
-    Iterator,
-    Mapping,
-)
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,18 +22,23 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.rpc import convert
-from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, credentials, no_proof
+from engine.rpc.channel import (
+    MAX_REQUEST_BYTES,
+    OPTIONS,
+    PROVE_TIMEOUT_S,
+    credentials,
+    no_proof,
+)
 from engine.rpc.messages import NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub, NodeStub
 from engine.rpc.proof import NOT_NEEDED, CallerProof, Metadata, Proven
-from engine.rpc.server import MAX_REQUEST_BYTES
 from engine.rpc.status import DETAIL_KEY, error_from_status
 from engine.tls import ClientTls
 from engine.types import GenerateOutput, GenerateRequest
 
 END_OF_CALL_S: Final = 1.0
-"""For the status behind a last output; a node that does not send it is cut off."""
+"""For the status after a last output; `close` cuts off a node that does not send it."""
 
 NO_CONNECTION: Final = "failed to connect to all addresses"
 
@@ -57,10 +56,10 @@ class StreamDeadlines:
 
 
 class NodeClient:
-    """One channel to one node. Owned by whoever made it, who must `close` it.
+    """One channel to one node. Its owner must `close` it.
 
-    With a token, nothing is sent to a server that has not proven on this connection that it knows
-    the token too: every method raises `UnprovenPeerError` then.
+    With a token, every method first makes the server prove, once per connection, that it knows the
+    token too, and raises `UnprovenPeerError` if it does not.
     """
 
     def __init__(self, address: str, *, token: str | None, tls: ClientTls | None = None) -> None:
@@ -92,20 +91,25 @@ class NodeClient:
     ) -> AsyncGenerator[GenerateOutput]:
         """Outputs of `request`, the last with a `finish_reason`; `aclose` cancels it on the node.
 
-        Behind the last output the call ends by itself, within its deadline: nobody has to wait for
-        its status, and to drop it would look like a cancellation to the node. Raises what the node
-        raised, `DeadlineExceededError`, or `UnavailableError` when the node is away or its stream
-        ends early.
+        Raises what the node raised, `DeadlineExceededError`, or `UnavailableError` when the node is
+        away or its stream ends early.
         """
         message = convert.request_to_pb(request)
-        _check_size(message)
+        # The peer would refuse it, and the request's fault must not look like the peer's.
+        if (size := message.ByteSize()) > MAX_REQUEST_BYTES:
+            raise InvalidRequestError(
+                f"the request has {size} bytes; {MAX_REQUEST_BYTES} are allowed"
+            )
         begin = partial(self._begin, message, deadlines)
         call, output = await self._with_proof(begin, deadlines.first_output_s)
         try:
             while output.finish_reason is None:
                 yield output
                 output = await self._read(call, deadlines.next_output_s)
-            self._let_end(call)
+            # Nobody waits for the status, which comes within the call's deadline. But gRPC cancels
+            # a call that is collected, and the node would count a cancelled request.
+            self._ending.add(call)
+            call.add_done_callback(self._ending.discard)
             yield output
         finally:
             if output.finish_reason is None:
@@ -129,11 +133,6 @@ class NodeClient:
         for call in list(self._running):
             call.cancel()
 
-    def _let_end(self, call: OutputCall) -> None:
-        """Keeps `call`, which is cancelled when it is collected, until its status is here."""
-        self._ending.add(call)
-        call.add_done_callback(self._ending.discard)
-
     async def _read(self, call: OutputCall, limit_s: float) -> GenerateOutput:
         with self._errors_of_peer():
             async with asyncio.timeout(limit_s):
@@ -154,7 +153,7 @@ class NodeClient:
     async def release(
         self, engine_id: str, request_id: str, *, reason: str, timeout_s: float
     ) -> bool:
-        """Give up a finished prefill that nobody will pull; true when its lease was still alive."""
+        """Gives up a finished prefill that nobody will pull; true when its lease was alive."""
         message = pb.ReleaseRequest(engine_id=engine_id, request_id=request_id, reason=reason)
         reply = await self._call(self._control.Release, message, timeout_s)
         return bool(reply.was_alive)
@@ -171,18 +170,19 @@ class NodeClient:
     async def _with_proof(
         self, call: Callable[[Metadata], Awaitable[_Reply]], timeout_s: float
     ) -> _Reply:
-        """What `call` returns; a node that has been started anew meanwhile is asked once more."""
+        """The result of `call`, which gets a second try at a node that has restarted meanwhile."""
         proven = await self._proof(timeout_s)
         try:
             return await call(proven.metadata)
         except AuthenticationError:
             if self._token is None:
                 raise
+            # Another call may have proven the new process already: its proof is kept.
             self._proven = None if self._proven is proven else self._proven
         return await call((await self._proof(timeout_s)).metadata)
 
     async def _proof(self, timeout_s: float) -> Proven:
-        """For the connection that stands; on a new one another process may answer."""
+        """The proof for the present connection; another process may answer on a new one."""
         if self._token is None:
             return NOT_NEEDED
         with self._errors_of_peer():
@@ -210,7 +210,9 @@ class NodeClient:
         except aio.AioRpcError as error:
             raise self._named(error) from error
         except asyncio.CancelledError as error:
-            if _is_this_task_cancelled():
+            # gRPC also answers reads on a closed channel with CancelledError.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
                 raise
             raise NodeLostError(f"the stream of node {self.address} was cut off") from error
 
@@ -222,21 +224,8 @@ class NodeClient:
         return named
 
 
-def _check_size(message: pb.GenerateRequest) -> None:
-    """What the peer would refuse anyway is the request's fault, not the peer's."""
-    size = message.ByteSize()
-    if size > MAX_REQUEST_BYTES:
-        raise InvalidRequestError(f"the request has {size} bytes; {MAX_REQUEST_BYTES} are allowed")
-
-
 def _was_sent(error: aio.AioRpcError) -> bool:
-    """False where the node has refused the call, or gRPC says that it never had a connection."""
+    """False where the node refused the call, or gRPC says that it never had a connection."""
     if any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ()):
         return False
     return not (error.details() or "").startswith(NO_CONNECTION)
-
-
-def _is_this_task_cancelled() -> bool:
-    """Also without a cancellation gRPC answers reads on a closed channel with CancelledError."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0

@@ -1,7 +1,4 @@
-"""What nodes tell the proxy besides tokens: the structs behind protobuf.
-
-Knows neither protobuf nor sockets; `convert.py` translates.
-"""
+"""A node's description of itself to the proxy. Knows neither protobuf nor sockets."""
 
 from typing import Final
 
@@ -15,15 +12,15 @@ TOKENIZER_FILES: Final = (
     "chat_template.jinja",
     "generation_config.json",
 )
-"""What a proxy needs of a model folder; a node sends those of them that it has."""
+"""The files of a model folder that a proxy needs; a node sends those of them that it has."""
 
 
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One node's self-description: `engine_id` is its incarnation, `kv_cache_usage` 0 to 1.
 
-    `kind` ("prefill" or "decode") says how the node was started, not what it may be asked.
-    `reason` tells why the node is not ready, `hand_over_problems` from whom it cannot take
-    prefills at present.
+    `kind` ("prefill" or "decode") says how the node was started; it answers the same calls either
+    way. `reason` is empty when the node is ready. `hand_over_problems` name the peers whose
+    prefills it fails to take.
     """
 
     engine_id: str

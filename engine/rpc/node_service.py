@@ -13,7 +13,7 @@ from engine.rpc.pb.node_pb2_grpc import NodeServicer, add_NodeServicer_to_server
 
 
 class NodeService(NodeServicer):
-    """Maps calls to `source`; a cancelled call closes its iterator at once."""
+    """Maps calls to `source`; a cancelled call closes its stream at once."""
 
     def __init__(
         self,

@@ -1,14 +1,16 @@
-"""How both ends of a connection prove that they know the cluster token, without telling it.
+"""Both ends of a connection prove that they know the cluster token, without sending it.
 
-The caller sends a random nonce. The node answers with its own, which is new in every life of the
-process, and with a MAC of both. Only if that is right the caller makes calls, each with the other
-MAC of the two nonces. The node checks it and keeps nothing, and ends every reply with a third one,
-for callers that cannot see whether their connection is still the same. So what a caller sends is
-worth nothing to any other process, and who does not know the token neither learns it nor passes for
-a node.
+    caller -> node    nonce c                            Prove
+    node -> caller    nonce n, MAC(node, c, n, port)     the caller checks it before any call
+    caller -> node    c, MAC(caller, c, n, port)         with every call; the node keeps no state
+    node -> caller    MAC(reply, c, n, port)             with every reply
 
-All MACs also name the port on which the node listens: a process that took over the port of a dead
-node cannot have another node answer for it.
+The node's nonce is new at every start of the process. The last MAC is for callers that cannot see
+whether their connection is still the same. No message is of use to another process, and nobody
+learns the token or passes for a node without it.
+
+The MACs include the port on which the node listens, so a process that took over the port of a dead
+node cannot forward the question to a living one.
 """
 
 import hashlib
@@ -36,13 +38,13 @@ Received: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 @dataclass(slots=True, frozen=True)
 class Proven:
-    """What goes with every call to a node that has proven itself, and with its replies."""
+    """Metadata of every call to a node that has proven itself, and the proof in its replies."""
 
     metadata: Metadata = ()
     reply: bytes = b""
 
     def is_reply(self, metadata: Received) -> bool:
-        """Whether that node ended a reply with this metadata."""
+        """True if `metadata` ends a reply of that node."""
         return hmac.compare_digest(_only(metadata, PROOF_KEY), self.reply)
 
 
@@ -67,14 +69,14 @@ class NodeProof:
         return pb.ProveReply(server_nonce=self._nonce, proof=proof)
 
     def is_known(self, metadata: Received) -> bool:
-        """Whether the caller has proven that it knows the token, to this life of this node."""
+        """True if the caller has proven, to this process, that it knows the token."""
         entries = tuple(metadata)
         nonce = _only(entries, NONCE_KEY)
         expected = _mac(self._key, OF_CALLER, nonce + self._nonce, port=self.port)
         return hmac.compare_digest(_only(entries, PROOF_KEY), expected)
 
     def of_reply(self, metadata: Received) -> Metadata:
-        """Ends a reply to the caller that sent this."""
+        """Trailing metadata of a reply to the caller that sent `metadata`."""
         nonces = _only(metadata, NONCE_KEY) + self._nonce
         return ((PROOF_KEY, _mac(self._key, OF_REPLY, nonces, port=self.port)),)
 
@@ -90,7 +92,7 @@ class CallerProof:
 
     @property
     def question(self) -> Metadata:
-        """Goes with the call that asks for the node's proof."""
+        """Metadata of the call that asks for the node's proof."""
         return ((NONCE_KEY, self._nonce),)
 
     def check(self, reply: pb.ProveReply) -> Proven:
@@ -105,7 +107,7 @@ class CallerProof:
 
 
 def unproven(address: str, cause: str) -> UnprovenPeerError:
-    """For a server that did not prove that it knows the token."""
+    """The error for a server that did not prove that it knows the token."""
     return UnprovenPeerError(
         f"{address} did not prove that it knows the cluster token ({cause}); {SAME_TOKEN}, and "
         "reach each node by the very port on which it listens"
@@ -113,7 +115,7 @@ def unproven(address: str, cause: str) -> UnprovenPeerError:
 
 
 def _mac(key: bytes, label: bytes, nonces: bytes, *, port: int) -> bytes:
-    """Nonces and ports have fixed lengths, so that no two messages are the same bytes."""
+    # Nonces and ports have fixed lengths, so no two different messages are the same bytes.
     return hmac.digest(key, label + port.to_bytes(2) + nonces, hashlib.sha256)
 
 

@@ -14,6 +14,7 @@ from grpc import aio
 
 from engine.errors import AuthenticationError, ConfigError, InvalidRequestError, TandemError
 from engine.rpc.address import join_host_port
+from engine.rpc.channel import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
 from engine.rpc.cluster_token import SAME_TOKEN
 from engine.rpc.proof import PROVE_METHOD, NodeProof
 from engine.rpc.status import DETAIL_KEY, error_to_detail, status_code
@@ -21,8 +22,6 @@ from engine.tls import ServerTls
 
 log = structlog.get_logger()
 
-MAX_REQUEST_BYTES: Final = 32 * 2**20
-MAX_REPLY_BYTES: Final = 64 * 2**20
 MAX_CONCURRENT_CALLS: Final = 4096
 CANCEL_GRACE_S: Final = 1.0
 
@@ -43,7 +42,7 @@ Method: TypeAlias = Callable[[Any, Context], Awaitable[Any]]
 
 
 class RpcService(Protocol):
-    """What a server serves.
+    """A service that registers itself.
 
     Streaming methods are coroutines that call `context.write`, never generators: a cancelled
     coroutine closes what it iterates at once, an abandoned generator when it is collected.
@@ -53,14 +52,14 @@ class RpcService(Protocol):
 
 
 class CallBorder(aio.ServerInterceptor):
-    """Every call passes here: none without a proof, no exception without a typed detail."""
+    """All calls pass here: callers prove themselves, and exceptions get a typed detail."""
 
     def __init__(self, token: str | None) -> None:
         self._proof = None if token is None else NodeProof(token)
         self.num_refused = 0
 
     def listens_on(self, port: int) -> None:
-        """Before the first call: proofs name the port."""
+        """Must be called before the first call arrives, since proofs name the port."""
         if self._proof is not None:
             self._proof.port = port
 
@@ -96,10 +95,8 @@ async def _refuse(request: object, context: Context) -> None:
 
 
 def _unread(method: Method) -> Handler:
-    """A handler that does not ask for the caller's message, so that no stranger's is taken in.
-
-    Of a message that nobody asks for gRPC holds no more than the stream's window.
-    """
+    """A handler that never reads the caller's message, so that strangers cannot send large ones."""
+    # gRPC holds no more than the stream's window of a message that no handler reads.
     return grpc.stream_unary_rpc_method_handler(_with_border(method))
 
 
@@ -115,7 +112,7 @@ def _guarded(handler: Handler, ends_reply: Callable[[Context], None]) -> Handler
 
 
 def _readable(read: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """What cannot be read becomes an error instead of a message: the border raises it."""
+    """Turns an unreadable message into an error in its place, which `_with_border` raises."""
 
     def read_or_error(data: bytes) -> Any:
         try:
@@ -137,7 +134,7 @@ def _with_border(method: Any, ends_reply: Callable[[Context], None] = lambda _: 
         except TandemError as error:
             await _abort(context, error)
         except aio.InternalError as error:
-            # What gRPC answers to a write when the caller's cancellation has not reached us yet.
+            # gRPC raises it from a write if the caller left and its cancellation is not here yet.
             log.info("a caller left during its answer", error=str(error))
             raise asyncio.CancelledError from error
         except Exception:
@@ -166,11 +163,11 @@ class RpcServer:
         return self._border.num_refused
 
     async def drain(self, deadline_s: float) -> None:
-        """Refuse new calls, let running ones end, cancel those that run after `deadline_s`."""
+        """Refuses new calls, lets running ones end, and cancels the rest after `deadline_s`."""
         await self._server.stop(deadline_s)
 
     async def close(self) -> None:
-        """Cancel every call and give the port back."""
+        """Cancels every call and frees the port."""
         await self._server.stop(0)
         await self._server.wait_for_termination(CANCEL_GRACE_S)
 
@@ -183,9 +180,9 @@ async def start_server(
     token: str | None,
     tls: ServerTls | None = None,
 ) -> RpcServer:
-    """Serve on `host:port` (0 picks a port); raises ConfigError when it cannot be bound.
+    """Serves on `host:port` (0 picks a port); raises ConfigError when it cannot be bound.
 
-    With `tls` callers need no certificate: who they are they prove with the token.
+    With `tls` callers need no certificate: they prove themselves with the token.
     """
     border = CallBorder(token)
     server = aio.server(

@@ -1,11 +1,11 @@
 """Errors <-> gRPC status codes, only here: the peer raises the same leaf with the same fields.
 
-The leaf's name and fields travel as an `ErrorDetail` in the trailing metadata. A failed call
-without one was not answered by a service of ours, so the link or the process behind it is to
-blame.
+The leaf's name and fields travel as an `ErrorDetail` in the trailing metadata. If a failed call has
+none, no service of ours answered it: the link or the other process failed.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Final
 
 from google.protobuf.message import DecodeError
@@ -17,6 +17,8 @@ from engine.rpc.pb import node_pb2 as pb
 
 DETAIL_KEY: Final = "tandem-error-bin"
 _MAX_MESSAGE_CHARS: Final = 2000
+_FIELDS: Final = ("param", "code", "retry_after_s")
+"""Attributes of errors, and fields of `ErrorDetail`."""
 
 # RequestAbortedError is ABORTED, not CANCELLED: gRPC reports its own cancellations with that code.
 _STATUS: Final[Mapping[type[TandemError], StatusCode]] = {
@@ -59,18 +61,12 @@ def status_code(error: TandemError) -> StatusCode:
 
 
 def error_to_detail(error: TandemError) -> bytes:
-    """Serialized `ErrorDetail`; long messages are cut, since metadata is bounded by the peer."""
+    """Serialized `ErrorDetail`; long messages are cut, since peers bound metadata."""
     detail = pb.ErrorDetail(
         error=next(cls.__name__ for cls in type(error).__mro__ if cls in _STATUS),
         message=str(error)[:_MAX_MESSAGE_CHARS],
+        **{name: value for name, value in vars(error).items() if name in _FIELDS},
     )
-    match error:
-        case errors.InvalidRequestError(param=param, code=code):
-            detail.MergeFrom(pb.ErrorDetail(param=param, code=code))
-        case errors.OverloadedError(retry_after_s=seconds):
-            detail.retry_after_s = seconds
-        case errors.UnavailableError(retry_after_s=seconds):
-            detail.retry_after_s = seconds
     return detail.SerializeToString()
 
 
@@ -78,39 +74,16 @@ def error_from_status(
     code: StatusCode, message: str, metadata: Iterable[tuple[str, str | bytes]]
 ) -> TandemError:
     """The error that the peer raised, or the nearest one where only gRPC itself spoke."""
-    detail = _find_detail(metadata)
-    if detail is not None:
-        return _rebuild(detail)
+    for key, value in metadata:
+        if key == DETAIL_KEY and isinstance(value, bytes):
+            with suppress(DecodeError):
+                return _error_of(pb.ErrorDetail.FromString(value))
     return _WITHOUT_DETAIL.get(code, errors.UnavailableError)(f"{code.name}: {message}")
 
 
-def _find_detail(metadata: Iterable[tuple[str, str | bytes]]) -> pb.ErrorDetail | None:
-    for key, value in metadata:
-        if key == DETAIL_KEY and isinstance(value, bytes):
-            return _parse_detail(value)
-    return None
-
-
-def _parse_detail(data: bytes) -> pb.ErrorDetail | None:
-    try:
-        return pb.ErrorDetail.FromString(data)
-    except DecodeError:
-        return None
-
-
-def _rebuild(detail: pb.ErrorDetail) -> TandemError:
-    cls = _BY_NAME.get(detail.error, TandemError)
-    if issubclass(cls, errors.InvalidRequestError):
-        return _rebuild_invalid(cls, detail)
-    if issubclass(cls, errors.OverloadedError | errors.UnavailableError):
-        return cls(detail.message, retry_after_s=detail.retry_after_s)
-    return cls(detail.message)
-
-
-def _rebuild_invalid(
-    cls: type[errors.InvalidRequestError], detail: pb.ErrorDetail
-) -> errors.InvalidRequestError:
-    code = detail.code if detail.HasField("code") else None
-    if issubclass(cls, errors.KVTransferParamsError):
-        return cls(detail.message) if code is None else cls(detail.message, code=code)
-    return cls(detail.message, param=detail.param if detail.HasField("param") else None, code=code)
+def _error_of(detail: pb.ErrorDetail) -> TandemError:
+    error = _BY_NAME.get(detail.error, TandemError)(detail.message)
+    for name in vars(error).keys() & set(_FIELDS):
+        if detail.HasField(name):
+            setattr(error, name, getattr(detail, name))
+    return error
