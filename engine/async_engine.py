@@ -1,6 +1,6 @@
-"""asyncio in front of the engine thread: generate, health, close; the bridge between two worlds.
+"""asyncio in front of the engine thread: generate, health, close.
 
-Messages go in through a bounded-by-admission queue and come out once per step. Knows nothing of
+Messages go in through a queue that admission bounds, and come out once per step. Knows nothing of
 HTTP or gRPC.
 """
 
@@ -45,7 +45,7 @@ log = structlog.get_logger()
 
 @dataclass(slots=True, frozen=True)
 class EngineLimits:
-    """What a request must respect, and which tokens end one."""
+    """The bounds of a request, and the tokens that end one."""
 
     max_model_len: int
     vocab_size: int
@@ -135,7 +135,7 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine thread runs and takes requests."""
+        """True while the engine thread runs and takes requests."""
         return self._dead is None and not self._stopping
 
     async def check_health(self) -> None:
@@ -144,7 +144,7 @@ class AsyncEngine:
             raise _dead_engine()
 
     async def check_ready(self) -> tuple[str, ...]:
-        """What works at present only by computing again what a peer has computed.
+        """One line for each peer whose hand-overs fail, so that this node computes them again.
 
         Raises UnavailableError when this node must not get traffic.
         """
@@ -154,12 +154,12 @@ class AsyncEngine:
 
     @property
     def hand_over_problems(self) -> tuple[HandOverProblem, ...]:
-        """Peers from which this node takes hand-overs in vain at present."""
+        """The peers whose hand-overs fail at present."""
         return self._admission.problems()
 
     @property
     def problem(self) -> str:
-        """Why this node must not get traffic; empty when it may."""
+        """The reason for this node to get no traffic; empty when it may."""
         if not self.is_alive:
             return "the engine is not running"
         return SHUTTING_DOWN if self._refuses_new else ""
@@ -170,22 +170,22 @@ class AsyncEngine:
         return self._num_admitting + len(self._streams)
 
     def refuse_new(self) -> None:
-        """From now on no request is taken and the node is not ready; what is under way goes on."""
+        """Refuses new requests and fails /ready from now on; requests under way continue."""
         self._refuses_new = True
 
     def end_open(self) -> None:
-        """What is under way ends with an error that its callers see."""
+        """Ends the requests under way with an error that their callers see."""
         self._refuses_new = self._is_over = True
         self._fail_all(UnavailableError(SHUTTING_DOWN))
 
     async def wait(self) -> None:
-        """Returns when the engine was closed. Raises EngineDeadError when its thread died."""
+        """Returns when the engine is closed. Raises EngineDeadError when its thread died."""
         await self._ended.wait()
         if self._dead is not None:
             raise EngineDeadError(f"the engine died: {self._dead!r}")
 
     async def close(self) -> None:
-        """Stops the engine thread after its current step and gives its memory back."""
+        """Stops the engine thread after its current step and frees its memory."""
         if self._stopping:
             return
         self._stopping = True
@@ -224,7 +224,7 @@ class AsyncEngine:
             self._num_admitting -= 1
 
     def _with_unique_id(self, request: GenerateRequest) -> GenerateRequest:
-        """Callers' ids are labels: two callers may use the same one at the same time."""
+        # Callers' ids are labels: two callers may use the same one at the same time.
         self._counter += 1
         unique = unique_id(request.request_id, self._counter)
         return msgspec.structs.replace(request, request_id=unique)
@@ -262,7 +262,8 @@ class AsyncEngine:
                     return
 
     def _run(self) -> None:
-        """The engine thread. Its guard is a named broad except: it must not die silently."""
+        """The engine thread."""
+        # The broad except is on purpose: the thread must not die in silence.
         try:
             while not self._stopping:
                 self._drain_inbox()
@@ -276,7 +277,7 @@ class AsyncEngine:
             self._on_loop(self._bury)
 
     def _bury(self) -> None:
-        """Whoever waits for tokens hears of it before whoever ends the process."""
+        # Callers get their error before `wait` returns and the process ends.
         self._fail_all(_dead_engine())
         self._ended.set()
 
@@ -295,7 +296,7 @@ class AsyncEngine:
             message()
 
     def _idle_seconds(self) -> float | None:
-        """Until the next lease ends; waiting requests without room are looked at again soon."""
+        """Seconds until the next lease ends, less while requests wait for room; None: no limit."""
         if self.core.scheduler.has_work:
             return IDLE_POLL_S
         deadline = self.core.next_deadline()
@@ -323,5 +324,5 @@ class AsyncEngine:
 
 
 def _dead_engine() -> EngineDeadError:
-    """For clients; the cause is for the log."""
+    """The error for clients, without the cause, which the log has."""
     return EngineDeadError("the engine of this node has stopped; its log says why")

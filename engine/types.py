@@ -1,4 +1,4 @@
-"""What a request is and what comes back: plain frozen structs shared by API, engine, RPC and proxy.
+"""Requests and their outputs: plain frozen structs shared by API, engine, RPC and proxy.
 
 Knows nothing of tensors, sockets or HTTP. Everything here may cross a process.
 """
@@ -23,7 +23,7 @@ BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Label = Annotated[str, Meta(min_length=1, max_length=256)]
 
 MIN_TEMPERATURE = 0.01
-"""vLLM raises what lies between 0 and this to it; logits divided by less may overflow."""
+"""vLLM raises smaller positive values to it; logits divided by less may overflow."""
 MIN_REPETITION_PENALTY = 1e-6
 """So that the largest float32 logit, divided by it and by the temperature, is a finite float64."""
 
@@ -38,7 +38,7 @@ class FinishReason(StrEnum):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen; names and meanings are vLLM's.
+    """The rules for choosing tokens; names and meanings are vLLM's.
 
     `seed` feeds a counter-based generator (seed, position), so a token depends on nothing else: not
     on the batch, not on the node. `logprobs` asks for that many alternatives besides the chosen
@@ -60,7 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
     def __post_init__(self) -> None:
-        """Here, so that every node and proxy computes with the same values."""
+        """Raises small values here, so that all nodes and proxies compute with the same ones."""
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             force_setattr(self, "temperature", MIN_TEMPERATURE)
         if 0.0 < self.repetition_penalty < MIN_REPETITION_PENALTY:
@@ -76,14 +76,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What P tells D about a finished prefill, in vLLM's words; hostile input until verified.
+    """P's description of a finished prefill for D, in vLLM's words; hostile input until verified.
 
-    A client or PD proxy sends `do_remote_decode` to P; P answers with `do_remote_prefill` and all
-    the rest; D gets that answer unchanged. `signature` is P's keyed digest of every other field, so
-    that D talks only to hosts that a node of its own cluster named.
+    A client or PD proxy sends `do_remote_decode` to P. P answers with `do_remote_prefill` and the
+    other fields. D gets that answer unchanged. `signature` is P's keyed digest of every other
+    field, so that D talks only to hosts that a node of its own cluster named.
 
-    And back (vLLM's bidirectional mode): D may answer with `do_remote_decode` and where it keeps
-    the `remote_num_tokens` tokens that it has computed, for P to start the next turn from.
+    In vLLM's bidirectional mode D may answer with `do_remote_decode` and the place of the
+    `remote_num_tokens` tokens that it has computed, from which P can start the next turn.
     """
 
     do_remote_decode: bool = False
@@ -114,7 +114,7 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     @property
     def is_return_pull(self) -> bool:
-        """Whether P may start from what D keeps of the turn before."""
+        """True if P may start from the tokens of the previous turn that D keeps."""
         return self.do_remote_decode and self.remote_engine_id is not None
 
 
@@ -130,10 +130,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What one pull cost: bytes by kind, milliseconds, cached tokens on both sides.
+    """The cost of one pull: bytes by kind, milliseconds, cached tokens on both sides.
 
-    Of a remote prefill, on D; or on P, of the turn before, of which P had `prefill_cached_tokens`.
-    `verified`: what was read is known to be the other side's.
+    D pulls a remote prefill; P pulls a previous turn, of which it had `prefill_cached_tokens`.
+    `verified`: the bytes that arrived are known to be those of the other side.
     """
 
     attention_bytes: int = 0
@@ -147,8 +147,8 @@ class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
 class HandOverProblem(msgspec.Struct, frozen=True, kw_only=True):
     """Hand-overs from incarnation `engine_id` that keep failing, `count` times in a row.
 
-    `address`: where it is, in words. `since_s`: seconds since the first failure. `retry_in_s`:
-    seconds for which nobody should try again; 0: now.
+    `address` is for people. `since_s`: seconds since the first failure. `retry_in_s`: seconds
+    until the next try is welcome; 0: now.
     """
 
     engine_id: str
@@ -160,7 +160,7 @@ class HandOverProblem(msgspec.Struct, frozen=True, kw_only=True):
     retry_in_s: float
 
     def reason(self, to: str) -> str:
-        """For /ready, where anybody may ask: no address and no detail, which logs have."""
+        """One line for /ready, which anybody may read: without address and detail."""
         return (
             f"hand-overs from {self.engine_id} to {to} fail ({self.count} in a row for "
             f"{self.since_s:.0f} s): {self.cause}; the log of {to} says more"
@@ -168,11 +168,10 @@ class HandOverProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """News of one request: the tokens of one step, and at the end why it ended.
+    """One request's tokens of one step; the last output says why the request ended.
 
-    `kv_transfer_params` comes with the last output of a remote decode (P's answer); `kv_transfer`
-    with the last output of a remote prefill on D. When D keeps the request for the next turn, the
-    first is D's answer too; when P has pulled such a turn, the second is P's.
+    `kv_transfer_params` come with the last output of a remote decode on P, or of a request that D
+    keeps for the next turn. `kv_transfer` comes with the last output where this node pulled.
     """
 
     token_ids: tuple[TokenId, ...] = ()

@@ -168,7 +168,7 @@ class Node:
         return await self.client.describe(timeout_s)
 
     async def _connect(self, timeout_s: float) -> None:
-        """Keeps the channel while the address is the same: streams may still run on it."""
+        # The same address keeps its channel: streams may still run on it.
         address = await resolve_grpc_address(self._url, timeout_s=timeout_s, tls=self._tls)
         if self._client is not None and self._client.address == address:
             return
@@ -177,6 +177,7 @@ class Node:
 
     def _on_late_answer(self, error: DeadlineExceededError) -> None:
         self._num_late += 1
+        # One late answer is no absence, but a node that never answered was never there.
         if self._num_late >= MAX_LATE_ANSWERS or self.info is None:
             self.set_problem(str(error))
             self.cut_off()
