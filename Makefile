@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help setup demo serve test test-long check proto bench clean
+.PHONY: help setup demo serve test test-long check proto model bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -41,6 +41,9 @@ check: $(STAMP) ## lint, types, architecture
 proto: $(STAMP) ## regenerate engine/rpc/pb from proto/node.proto
 	$(BIN)/python -m grpc_tools.protoc -Iengine/rpc/pb=proto --python_out=. --pyi_out=. \
 		--grpc_python_out=. proto/node.proto
+
+model: $(STAMP) ## train the small model that the demo serves, half an hour
+	$(BIN)/python -m benchmarks.demo_model.train --out deploy/demo/model
 
 bench: $(STAMP) ## all benchmarks, about a quarter of an hour on an idle machine
 	$(BIN)/python -m benchmarks.decode_overhead

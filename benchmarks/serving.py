@@ -28,10 +28,10 @@ from openai.types import CompletionUsage
 from rich.console import Console
 
 from benchmarks import machine, report
+from benchmarks.demo_model.text import NAMES, story
 from benchmarks.pairs import Spread, alternate
 from benchmarks.plots import grouped_bars
 from benchmarks.processes import servers
-from deploy.demo.text import NAMES, story
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo" / "model"
 NAME = "bench"

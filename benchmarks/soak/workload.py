@@ -7,7 +7,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from deploy.demo.text import NAMES, story
+from benchmarks.demo_model.text import NAMES, story
 
 NAME = "soak"
 MAX_STORIES = 24

@@ -10,9 +10,10 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from deploy.demo import text
+from benchmarks.demo_model import text
+from deploy.config import load_cluster
 
-FOLDER = Path(text.__file__).parent / "model"
+FOLDER = Path(load_cluster().model)
 FREE_WORDS = set(text.NUMBERS)
 
 

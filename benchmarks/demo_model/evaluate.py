@@ -1,7 +1,7 @@
 """How often the demo model answers exactly, intact and with parts of its cache wiped.
 
-`python -m deploy.demo.evaluate deploy/demo/model [--card]`. Runs on `transformers` alone, so the
-numbers say what a correct (or a broken) hand-off looks like; knows nothing of the cluster.
+`python -m benchmarks.demo_model.evaluate deploy/demo/model [--card]`. Runs on `transformers` alone,
+so the numbers say what a correct (or a broken) hand-off looks like; knows nothing of the cluster.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3_5ForCausalLM
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-from deploy.demo.text import FreshPrompt, fresh_prompts
+from benchmarks.demo_model.text import FreshPrompt, fresh_prompts
 
 WIPES = ("nothing", "K/V", "conv states", "temporal states")
 RESULTS_START, RESULTS_END = "<!-- results -->", "<!-- /results -->"

@@ -1,7 +1,8 @@
 """Trains the demo model on generated text and writes a Hugging Face checkpoint folder.
 
-`python -m deploy.demo.train --minutes 28 --seed 0 --out deploy/demo/model`. Knows nothing of the
-cluster. On a busy machine start it with OMP_WAIT_POLICY=PASSIVE, else threads spin for each other.
+`python -m benchmarks.demo_model.train --minutes 28 --seed 0 --out deploy/demo/model`. Knows nothing
+of the cluster. On a busy machine start it with OMP_WAIT_POLICY=PASSIVE, else threads spin for each
+other.
 """
 
 import argparse
@@ -22,8 +23,8 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from deploy.demo import text
-from deploy.demo.evaluate import RESULTS_END, RESULTS_START, measure, update_card
+from benchmarks.demo_model import text
+from benchmarks.demo_model.evaluate import RESULTS_END, RESULTS_START, measure, update_card
 
 VOCAB_SIZE = 832
 END_OF_TEXT, TURN_START, TURN_END = SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -41,7 +42,7 @@ full-attention layer; 2.04 M parameters, fp16) for demonstrations and tests. It 
 stories and answers questions whose answers stand in the chat. A broken hand-off of K/V or Mamba
 states between nodes shows as plainly wrong answers. It knows nothing of the world.
 
-All text comes from `deploy/demo/text.py`; no outside data or weights were used.
+All text comes from `benchmarks/demo_model/text.py`; no outside data or weights were used.
 
 | Training | |
 | --- | --- |
@@ -56,9 +57,9 @@ All text comes from `deploy/demo/text.py`; no outside data or weights were used.
 
 ## Rebuild
 
-    python -m deploy.demo.train --minutes {facts.minutes:g} --seed {facts.seed} \\
+    python -m benchmarks.demo_model.train --minutes {facts.minutes:g} --seed {facts.seed} \\
         --threads {facts.threads} --out deploy/demo/model
-    python -m deploy.demo.evaluate deploy/demo/model --card
+    python -m benchmarks.demo_model.evaluate deploy/demo/model --card
 
 Training stops by the clock, so a rebuild gives a similar model, not the same bytes.
 The text and the tokenizer depend on the seed alone.
