@@ -30,7 +30,7 @@ from connector.pd.wire.control_client import ControlClient
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import MARGIN_BYTES, ArenaMemory
-from engine.logs import configure_logging
+from engine.process import configure_logging
 
 SPEED, COST = 0.8, 0.15
 WIDTH = 150

@@ -16,7 +16,7 @@ from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.wire.messages import Handshake
 from connector.transports.choose import open_transport
 from engine.arena import MARGIN_BYTES, ArenaMemory
-from engine.logs import configure_logging
+from engine.process import configure_logging
 from engine.rpc.server import start_server
 
 FILL = 7

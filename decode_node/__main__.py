@@ -1,7 +1,7 @@
 """`python -m decode_node MODEL ...`: one decode node in this process."""
 
 from decode_node.server import decode_server
-from engine.node.cli import node_app
+from engine.cli import node_app
 
 DEFAULT_PORT = 8200
 

@@ -23,8 +23,7 @@ from deploy.config import MAX_DRAIN_S, OWN_HOST
 from deploy.process_tree import ProcessId, process_id
 from engine.config import NodeConfig
 from engine.errors import UnavailableError
-from engine.logs import configure_logging
-from engine.process import Server, raise_descriptor_limit
+from engine.process import Server, configure_logging, raise_descriptor_limit
 from engine.rpc.address import join_host_port
 from engine.tls import client_tls
 from proxy.config import ProxyConfig

@@ -1,11 +1,14 @@
-"""Every option of a node, frozen; names are vLLM's flags with underscores, unknown keys are errors.
+"""Every option of a server, written once: name, type, bounds, default, and the help of its flag.
 
-Composed by `engine/node/cli.py` from flags and file; nobody changes a config after construction.
+Names are vLLM's flags with underscores; unknown keys are errors. `engine/cli.py` makes flags of the
+fields, `load_config` puts flags over a file over defaults; a config never changes afterwards.
 """
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -16,26 +19,19 @@ from engine.errors import ConfigError
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
-DRAIN_TIMEOUT_S = 20.0
-"""Leaves a third of the 30 s after which Kubernetes kills, for the end of what is cut."""
 ListenPort = Annotated[int, Meta(ge=0, le=65_535)]
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of all configuration structs."""
+    """Base of all configuration structs.
 
-
-def check_secrets(**secrets: str | None) -> None:
-    """Raises ValueError, which decoding reports as a ConfigError; None was not given.
-
-    An empty secret would be no secret, and what ends a line comes from the file that it was in.
+    Of a field, `Meta(description=)` is the help of its flag; in `Meta(extra=)`, `envvar` names a
+    variable that gives it too, and `argument` makes it a positional argument.
     """
-    for name, secret in secrets.items():
-        if secret is not None and not secret.strip():
-            raise ValueError(f"{name} is empty: give it a value, or do not give it at all")
-        if secret is not None and not secret.isprintable():
-            raise ValueError(f"{name} has line ends or control characters: remove them")
+
+    def check(self) -> None:
+        """Raises ConfigError for options that do not go together, or that are missing."""
 
 
 class KVTransferConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,63 +55,156 @@ class KVEventsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     topic: str = ""
 
 
-class SchedulerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How much one step does, who is next, and where decoding keeps states.
+class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options that nodes and the proxy spell alike."""
 
-    With the policy `fcfs` no request may bring a priority.
-    """
-
-    max_model_len: Positive
-    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
-    max_num_waiting: Positive = 1024
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    mamba_decode_checkpoint_interval: NotNegative = 0
-
-
-class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prefill or decode node, flag for flag.
-
-    `mamba_decode_checkpoint_interval`: a request that decodes keeps its Mamba states for others
-    whenever prompt and output together reach a multiple of so many tokens; 0: never.
-    `advertise_host`: where peers find what listens on `host`, when that is a wildcard.
-    `device`: where weights and arena live and the model runs.
-    """
-
-    model: str
-    host: str = "127.0.0.1"
-    advertise_host: str | None = None
-    port: ListenPort = 8000
-    grpc_port: ListenPort = 0
-    served_model_name: tuple[str, ...] = ()
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$")] = "cpu"
-    max_model_len: Positive | None = None
-    max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 64
-    max_num_batched_tokens: Annotated[int, Meta(ge=1, le=1_048_576)] = 2048
-    block_size: Annotated[int, Meta(ge=1, le=65_536)] = 16
-    kv_cache_memory_bytes: Positive = 512 << 20
-    scheduling_policy: SchedulingPolicy = "fcfs"
-    enable_prefix_caching: bool = True
-    prefix_hash_seed: str = ""
-    mamba_checkpoint_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.5
-    mamba_decode_checkpoint_interval: NotNegative = 0
-    kv_transfer_config: KVTransferConfig = KVTransferConfig()
-    kv_events_config: KVEventsConfig = KVEventsConfig()
-    enable_prompt_tokens_details: bool = False
-    api_key: str | None = None
-    cluster_token: str | None = None
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    ssl_ca_certs: str | None = None
-    num_threads: Annotated[int, Meta(ge=1, le=1024)] = 1
-    drain_timeout: Seconds = DRAIN_TIMEOUT_S
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[ListenPort, Meta(description="HTTP port, 0 for any.")] = 8000
+    served_model_name: Annotated[
+        tuple[str, ...], Meta(description="Model name(s) in the API. Default: the model's own.")
+    ] = ()
+    enable_prompt_tokens_details: Annotated[
+        bool, Meta(description="Tell clients in `usage` how many prompt tokens were cached.")
+    ] = False
+    api_key: Annotated[
+        str | None,
+        Meta(description="Key that HTTP clients must send.", extra={"envvar": "VLLM_API_KEY"}),
+    ] = None
+    cluster_token: Annotated[
+        str | None,
+        Meta(
+            description="Shared secret of all nodes and the proxy, long and random. It is never "
+            "sent. Without it gRPC serves this machine only.",
+            extra={"envvar": "TANDEM_CLUSTER_TOKEN"},
+        ),
+    ] = None
+    ssl_certfile: Annotated[
+        str | None,
+        Meta(
+            description="Certificates (PEM) to serve TLS with: HTTP, and gRPC of nodes; with "
+            "--ssl-keyfile. What transports move (blocks, states) is not encrypted by it."
+        ),
+    ] = None
+    ssl_keyfile: Annotated[str | None, Meta(description="The key of --ssl-certfile (PEM).")] = None
+    ssl_ca_certs: Annotated[
+        str | None,
+        Meta(description="Authorities (PEM) that nodes are verified with. Default: the machine's."),
+    ] = None
+    # A third of the 30 s after which Kubernetes kills is left for the end of what is cut off.
+    drain_timeout: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds that running requests get after SIGTERM, before they end with an "
+            "error."
+        ),
+    ] = 20.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which decoding reports as a ConfigError."""
-        check_secrets(api_key=self.api_key, cluster_token=self.cluster_token)
+        """Raises ValueError, which decoding reports as a ConfigError.
 
-    def scheduler(self, max_model_len: int) -> SchedulerConfig:
+        An empty secret would be no secret, and the end of a line comes from the file it was in.
+        """
+        for name, secret in (("api_key", self.api_key), ("cluster_token", self.cluster_token)):
+            if secret is not None and not secret.strip():
+                raise ValueError(f"{name} is empty: give it a value, or do not give it at all")
+            if secret is not None and not secret.isprintable():
+                raise ValueError(f"{name} has line ends or control characters: remove them")
+
+
+class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One prefill or decode node, flag for flag."""
+
+    model: Annotated[
+        str, Meta(description="Hugging Face folder, or hub name.", extra={"argument": True})
+    ] = ""
+    advertise_host: Annotated[
+        str | None,
+        Meta(
+            description="Address of this machine that peers are told. Default: --host; where that "
+            "is 0.0.0.0 or ::, the address of the default route."
+        ),
+    ] = None
+    grpc_port: Annotated[
+        ListenPort, Meta(description="Port of control and token streams, 0 for any.")
+    ] = 0
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Meta(description="auto, float32, bfloat16 or float16."),
+    ] = "auto"
+    device: Annotated[
+        str,
+        Meta(
+            pattern=r"^(cpu|cuda(:[0-9]{1,3})?)$",
+            description="Where weights and arena are and the model runs: cpu, cuda or cuda:N.",
+        ),
+    ] = "cpu"
+    max_model_len: Annotated[
+        Positive | None,
+        Meta(description="Context in tokens. Default: what model and memory allow."),
+    ] = None
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="Requests in a batch.")] = 64
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=1, le=1_048_576, description="Tokens computed in one step.")
+    ] = 2048
+    block_size: Annotated[
+        int, Meta(ge=1, le=65_536, description="Tokens in an attention block.")
+    ] = 16
+    kv_cache_memory_bytes: Annotated[Positive, Meta(description="Size of the KV arena.")] = (
+        512 << 20
+    )
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        Meta(
+            description="fcfs: first come, first served; priority: a request's `priority` counts "
+            "first, lower is sooner, and any client may set it."
+        ),
+    ] = "fcfs"
+    enable_prefix_caching: Annotated[
+        bool,
+        Meta(description="Keep blocks and Mamba states of served prefixes for later requests."),
+    ] = True
+    prefix_hash_seed: Annotated[
+        str,
+        Meta(
+            description="Keys the digests of prefixes; the same on all nodes of a cluster. "
+            "Default: none."
+        ),
+    ] = ""
+    mamba_checkpoint_share: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=1.0,
+            description="Part of the arena that unused kept Mamba states may fill, 0 to 1.",
+        ),
+    ] = 0.5
+    mamba_decode_checkpoint_interval: Annotated[
+        NotNegative,
+        Meta(
+            description="While decoding, keep Mamba states for reuse every so many tokens of "
+            "prompt and output, a multiple of --block-size; 0: never."
+        ),
+    ] = 0
+    kv_transfer_config: Annotated[
+        KVTransferConfig,
+        Meta(
+            description='JSON: kv_connector ("PdConnector"), kv_role (kv_both, kv_producer, '
+            "kv_consumer), kv_load_failure_policy (recompute, fail), kv_connector_extra_config "
+            "(transport: auto, shm, nixl, ucx, zmq; kv_lease_duration; bidirectional_kv_xfer; ...)."
+        ),
+    ] = KVTransferConfig()
+    kv_events_config: Annotated[
+        KVEventsConfig, Meta(description="JSON: enable_kv_cache_events, endpoint, topic, ...")
+    ] = KVEventsConfig()
+    num_threads: Annotated[
+        int, Meta(ge=1, le=1024, description="torch threads; more than cores is far slower.")
+    ] = 1
+
+    def check(self) -> None:
+        if not self.model:
+            raise ConfigError("no model: give a folder or hub name as first argument")
+
+    def scheduler(self, max_model_len: int) -> "SchedulerConfig":
         """The part that the scheduler reads."""
         return SchedulerConfig(
             max_model_len=max_model_len,
@@ -124,6 +213,24 @@ class NodeConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
             scheduling_policy=self.scheduling_policy,
             mamba_decode_checkpoint_interval=self.mamba_decode_checkpoint_interval,
         )
+
+
+DEFAULTS = NodeConfig()
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class SchedulerConfig:
+    """How much one step does, who is next, and where decoding keeps states.
+
+    With the policy `fcfs` no request may bring a priority.
+    """
+
+    max_model_len: int
+    max_num_waiting: int = 1024
+    max_num_seqs: int = DEFAULTS.max_num_seqs
+    max_num_batched_tokens: int = DEFAULTS.max_num_batched_tokens
+    scheduling_policy: SchedulingPolicy = DEFAULTS.scheduling_policy
+    mamba_decode_checkpoint_interval: int = DEFAULTS.mamba_decode_checkpoint_interval
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -137,8 +244,32 @@ def decode_config(fields: Mapping[str, object], kind: type[ConfigT], source: str
         raise ConfigError(f"{source}: {error}") from error
 
 
-def parse_json_object(text: str, flag: str) -> dict[str, Any]:
-    """The JSON object given to `flag`; raises ConfigError when it is anything else."""
+def load_config(
+    kind: type[ConfigT],
+    file: Path | None,
+    flags: Mapping[str, object],
+    *,
+    defaults: Mapping[str, object] = MappingProxyType({}),
+) -> ConfigT:
+    """`flags` over `file` over `defaults` over the defaults of `kind`; flags of None are not given.
+
+    A text where `kind` has a struct is JSON. The file is YAML; its keys are the flags' names, with
+    - or _. Raises ConfigError naming the file or flag, the key and the value.
+    """
+    fields = dict(defaults)
+    if file is not None:
+        fields |= {str(key).replace("-", "_"): value for key, value in read_yaml(file).items()}
+    fields |= {key: value for key, value in flags.items() if value is not None}
+    for field in msgspec.structs.fields(kind):
+        if isinstance(field.default, Config) and isinstance(text := flags.get(field.name), str):
+            fields[field.name] = _json_object(text, field.name)
+    config = decode_config(fields, kind, str(file) if file else "flags")
+    config.check()
+    return config
+
+
+def _json_object(text: str, field: str) -> dict[str, Any]:
+    flag = "--" + field.replace("_", "-")
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -146,14 +277,6 @@ def parse_json_object(text: str, flag: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{flag} must be a JSON object, got {text!r}")
     return value
-
-
-def read_flags_file(file: Path) -> dict[str, Any]:
-    """The YAML behind `--config`: its keys are the flags' names, with - or _.
-
-    Raises ConfigError naming the file when it cannot be read or is no mapping.
-    """
-    return {str(key).replace("-", "_"): value for key, value in read_yaml(file).items()}
 
 
 def read_yaml(file: Path) -> dict[Any, Any]:

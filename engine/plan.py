@@ -4,6 +4,8 @@ from typing import Annotated
 
 import typer
 
+from engine.cli import option
+from engine.config import DEFAULTS, NodeConfig
 from engine.errors import TandemError
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.report import plan_report
@@ -12,11 +14,13 @@ from engine.model_configs.registry import read_config
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="Hugging Face folder, or hub name.")],
-    block_size: Annotated[int, typer.Option(help="Tokens in an attention block.")] = 16,
+    model: Annotated[str, option(NodeConfig, "model")],
+    block_size: Annotated[int, option(NodeConfig, "block_size")] = DEFAULTS.block_size,
     *,
-    kv_cache_memory_bytes: Annotated[int, typer.Option(help="Size of the arena.")] = 512 << 20,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_cache_memory_bytes: Annotated[
+        int, option(NodeConfig, "kv_cache_memory_bytes")
+    ] = DEFAULTS.kv_cache_memory_bytes,
+    dtype: Annotated[str, option(NodeConfig, "dtype")] = DEFAULTS.dtype,
 ) -> None:
     """Prints what fits, KV cache groups, unit size, blocks per unit and waste."""
     try:

@@ -4,16 +4,18 @@ Knows no server by name and no option.
 """
 
 import asyncio
+import logging
 import resource
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, NoReturn, Protocol
 
+import structlog
 import typer
 import uvloop
 
 from engine.errors import EngineDeadError, TandemError
-from engine.logs import configure_logging
 
 MAX_DESCRIPTORS: Final = 65_536
 POLL_S: Final = 0.02
@@ -52,6 +54,27 @@ def run_server(make: Callable[[], Server]) -> None:
         _fail(error, DIED)
     except TandemError as error:
         _fail(error, WRONG_OPTION)
+
+
+def configure_logging(level: str = "INFO") -> None:
+    """Structured lines on standard error: key=value on a terminal, JSON elsewhere."""
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer()
+        if sys.stderr.isatty()
+        else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level)),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
 
 
 def raise_descriptor_limit() -> None:

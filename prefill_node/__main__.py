@@ -1,6 +1,6 @@
 """`python -m prefill_node MODEL ...`: one prefill node in this process."""
 
-from engine.node.cli import node_app
+from engine.cli import node_app
 from prefill_node.server import prefill_server
 
 DEFAULT_PORT = 8100

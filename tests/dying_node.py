@@ -4,8 +4,8 @@ import asyncio
 import signal
 
 from connector.registry import builder_of
+from engine.cli import node_app
 from engine.config import NodeConfig
-from engine.node.cli import node_app
 from engine.node.server import NodeServer
 
 

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from connector.pd.prefill.control_service import ControlService
 from connector.pd.prefill.lease_table import Lease
 from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
+from engine.config import load_config
 from engine.errors import KVTransferParamsError, TandemError
 from engine.rpc.messages import NodeInfo
 from engine.rpc.node_service import NodeService
@@ -26,7 +27,7 @@ from engine.types import (
     KVTransferParams,
     KVTransferStats,
 )
-from proxy.config import ProxyConfig, load_config
+from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
 
 VOCAB_SIZE = 300
@@ -273,7 +274,7 @@ def cluster_config(
         "decode": tuple(node.url for node in decode),
     }
     own = {"port": 0, "drain_timeout": 0.5, "enable_prompt_tokens_details": True}
-    return load_config(None, {**urls, **own, **options})
+    return load_config(ProxyConfig, None, {**urls, **own, **options})
 
 
 @asynccontextmanager

@@ -56,12 +56,7 @@ MIN_COMMENTS_PER_FILE = 0.01
 LONG_FILE = 150
 ROLES = {"kv_producer", "kv_consumer", "kv_both"}
 
-COMMANDS = {
-    "engine/node/cli.py::run": "a command's parameters are its flags",
-    "proxy/__main__.py::run": "a command's parameters are its flags",
-}
 TOO_MANY_PARAMETERS = {
-    **COMMANDS,
     "engine/ops/gated_delta_rule/fast.py::chunk": "the operands of the recurrence",
     "engine/ops/gated_delta_rule/naive.py::chunk": "the operands of the recurrence",
     "engine/ops/ssd/fast.py::ssd_chunk": "the operands of the recurrence",
@@ -70,7 +65,6 @@ TOO_MANY_PARAMETERS = {
 # Operators, layers and models take tensors in the order in which papers and torch write them.
 POSITIONAL_TENSORS = ("engine/ops/", "engine/layers/", "engine/models/")
 MANY_POSITIONAL = {
-    **COMMANDS,
     "engine/api/chat_template.py::call_binop": "the signature is Jinja's",
 }
 BROAD_EXCEPTS = {
@@ -242,7 +236,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
             PRODUCT,
             {
                 "connector/transports/nixl_owner.py": "a program of its own, with its own __main__",
-                "engine/flags.py": "an empty variable of a flag, which click takes for none",
+                "engine/cli.py": "an empty variable of a flag, which click takes for none",
             },
         ),
         ({"hasattr", "setattr(self", "globals", "eval", "exec"}, PRODUCT, {}),

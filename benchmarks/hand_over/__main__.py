@@ -31,7 +31,7 @@ from benchmarks.hand_over.overlap import Overlap, measure_overlap
 from benchmarks.hand_over.pd_pair import Pair, pair
 from benchmarks.models import WIDE, save_random
 from benchmarks.plots import grouped_bars
-from engine.logs import configure_logging
+from engine.process import configure_logging
 
 TRANSPORTS = ("shm", "nixl")
 TARGET_MS = 5.0

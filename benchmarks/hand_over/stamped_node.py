@@ -27,9 +27,9 @@ from engine.kv_connector import (
     SchedulerConnector,
     WorkerConnector,
 )
-from engine.logs import configure_logging
 from engine.node.connector import ConnectorBuilder
 from engine.node.server import NodeServer
+from engine.process import configure_logging
 from engine.request import Request
 from engine.rpc.server import RpcService
 from engine.step import BlockPull, ConnectorMeta, ConnectorOutput

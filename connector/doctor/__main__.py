@@ -10,8 +10,9 @@ from connector.doctor.canary import fly
 from connector.doctor.compare import compare
 from connector.doctor.findings import Finding, Verdict
 from connector.doctor.probe import probe
+from engine.cli import option
+from engine.config import ServerConfig
 from engine.errors import ConfigError
-from engine.flags import ApiKey, ClusterToken, SslCaCerts
 from engine.rpc.node_http import HttpNode
 
 PURPOSE = (
@@ -21,6 +22,9 @@ PURPOSE = (
 )
 Prefill = Annotated[str, typer.Argument(help="http(s)://host:port of the prefill node.")]
 Decode = Annotated[str, typer.Argument(help="http(s)://host:port of the decode node.")]
+ClusterToken = Annotated[str | None, option(ServerConfig, "cluster_token")]
+ApiKey = Annotated[str | None, option(ServerConfig, "api_key")]
+SslCaCerts = Annotated[str | None, option(ServerConfig, "ssl_ca_certs")]
 Canary = Annotated[bool, typer.Option(help="Run the small hand-over.")]
 Timeout = Annotated[float, typer.Option(min=0.1, help="Seconds that each question may take.")]
 

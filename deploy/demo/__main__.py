@@ -22,7 +22,7 @@ from deploy.session import new_session
 from deploy.signals import stop_on_signals
 from deploy.state import shown_session, state_file
 from engine.errors import TandemError
-from engine.logs import configure_logging
+from engine.process import configure_logging
 
 NAME = "tandem-demo"
 EXAMPLES = """[bold]The cluster serves {url}/v1[/]

@@ -13,10 +13,11 @@ import pytest
 import trustme
 
 from connector.pd.wire.control_client import ControlClient
+from engine.config import load_config
 from engine.errors import ConfigError, UnavailableError
 from engine.rpc.client import NodeClient
 from engine.tls import client_tls, server_tls
-from proxy.config import load_config
+from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
 from tests.cluster import Cluster, transfer_config, until
 from tests.pairs import prompt_of
@@ -72,8 +73,10 @@ async def test_a_hand_over_through_the_proxy_over_tls(
         for kind in ("prefill", "decode")
     ]
     nodes = {"prefill": (p.url,), "decode": (d.url,), "port": 0, "cluster_token": TOKEN}
-    proxy = ProxyServer(load_config(None, {**nodes, **ours.flags, "drain_timeout": 0.5}))
-    stranger = ProxyServer(load_config(None, {**nodes, "ssl_ca_certs": theirs.ca}))
+    proxy = ProxyServer(
+        load_config(ProxyConfig, None, {**nodes, **ours.flags, "drain_timeout": 0.5})
+    )
+    stranger = ProxyServer(load_config(ProxyConfig, None, {**nodes, "ssl_ca_certs": theirs.ca}))
     await proxy.start()
     await stranger.start()
     try:

@@ -11,21 +11,20 @@ from typer.testing import CliRunner
 from connector.pd.config import PdConnectorConfig
 from connector.registry import builder_of
 from deploy.config import load_cluster
-from engine.config import KVTransferConfig, NodeConfig, decode_config
+from engine.cli import node_app
+from engine.config import KVTransferConfig, NodeConfig, decode_config, load_config
 from engine.errors import ConfigError
-from engine.node.cli import node_app
 from engine.node.membership import token_for_calls
-from engine.node.settings import node_config
 from engine.process import Server
-from proxy.config import load_config
+from proxy.config import ProxyConfig
 
 
 def test_prefixes_are_cached_unless_told_otherwise(tmp_path: Path) -> None:
     file = tmp_path / "node.yaml"
     file.write_text("model: m\nenable-prefix-caching: false\n")
     assert NodeConfig(model="m").enable_prefix_caching
-    assert not node_config({}, file, {}).enable_prefix_caching
-    assert node_config({"enable_prefix_caching": True}, file, {}).enable_prefix_caching
+    assert not load_config(NodeConfig, file, {}).enable_prefix_caching
+    assert load_config(NodeConfig, file, {"enable_prefix_caching": True}).enable_prefix_caching
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
@@ -112,10 +111,10 @@ def test_a_secret_that_is_none_is_refused_by_name(name: str, value: str, tmp_pat
     file = tmp_path / "flags.yaml"
     file.write_text(json.dumps({name.replace("_", "-"): value}))
     for read in (
-        lambda: node_config({"model": "m", name: value}, None, {}),
-        lambda: node_config({"model": "m"}, file, {}),
-        lambda: load_config(None, {"decode": ("grpc://h:1",), name: value}),
-        lambda: load_config(file, {"decode": ("grpc://h:1",)}),
+        lambda: load_config(NodeConfig, None, {"model": "m", name: value}),
+        lambda: load_config(NodeConfig, file, {"model": "m"}),
+        lambda: load_config(ProxyConfig, None, {"decode": ("grpc://h:1",), name: value}),
+        lambda: load_config(ProxyConfig, file, {"decode": ("grpc://h:1",)}),
     ):
         with pytest.raises(ConfigError, match=f"{name} (is empty|has line ends)"):
             read()

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.config import load_config
 from engine.errors import ConfigError
-from proxy.config import load_config
+from proxy.config import ProxyConfig
 
 D = "http://127.0.0.1:8200"
 
@@ -17,7 +18,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     file.write_text(
         f"decode: [{D}]\nrequest-timeout: 5\nport: 9000\nrouting_policy: least_loaded\n"
     )
-    config = load_config(file, {"port": 9001, "host": None})
+    config = load_config(ProxyConfig, file, {"port": 9001, "host": None})
     assert config.decode == (D,)
     assert (config.port, config.request_timeout) == (9001, 5.0)
     assert (config.host, config.routing_policy) == ("127.0.0.1", "least_loaded")
@@ -40,12 +41,12 @@ def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, names: str) 
     file = tmp_path / "proxy.yaml"
     file.write_text(text)
     with pytest.raises(ConfigError, match=names):
-        load_config(file, {"decode": (D,)} if "decode" not in text else {})
+        load_config(ProxyConfig, file, {"decode": (D,)} if "decode" not in text else {})
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.yaml"):
-        load_config(tmp_path / "absent.yaml", {})
+        load_config(ProxyConfig, tmp_path / "absent.yaml", {})
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
 )
 def test_flags_that_cannot_be_are_refused(flags: dict[str, object], names: str) -> None:
     with pytest.raises(ConfigError, match=names):
-        load_config(None, flags)
+        load_config(ProxyConfig, None, flags)
 
 
 def test_the_command_line_reports_a_wrong_flag_in_one_line() -> None:

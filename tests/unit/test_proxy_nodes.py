@@ -11,10 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.config import load_config
 from engine.errors import UnavailableError
 from engine.http.server import HttpServer
 from engine.rpc.node_http import parse_node_url, resolve_grpc_address
-from proxy.config import load_config
+from proxy.config import ProxyConfig
 from tests.node_double import (
     ScriptedNode,
     client_of,
@@ -95,7 +96,7 @@ async def test_a_cluster_of_http_urls_serves() -> None:
     async with running_nodes(d):
         answer = b'{"grpc_port": %d, "engine_id": "d-1", "kind": "decode"}' % d.port
         async with http_node(answer) as url:
-            config = load_config(None, {"decode": (url,), "port": 0})
+            config = load_config(ProxyConfig, None, {"decode": (url,), "port": 0})
             async with running_proxy(config) as base:
                 await until_status(f"{base}/ready", 200)
 
@@ -155,7 +156,9 @@ async def test_a_node_that_moves_to_another_port_is_found_again() -> None:
     await http.start()
     async with running_nodes(d):
         port["now"] = d.port
-        config = load_config(None, {"decode": (f"http://127.0.0.1:{http.port}",), "port": 0})
+        config = load_config(
+            ProxyConfig, None, {"decode": (f"http://127.0.0.1:{http.port}",), "port": 0}
+        )
         async with running_proxy(config) as base:
             await until_status(f"{base}/ready", 200)
             await d.close()
