@@ -1,8 +1,9 @@
 """Tokens of one choice to text, step by step: detokenized, and cut at a stop string."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from engine.api.plan import Plan
@@ -186,33 +187,12 @@ class ChoiceText:
         return self._matcher.feed(text, armed=self._num_tokens > self._min_tokens)
 
 
-@dataclass(slots=True)
-class WholeChoice:
-    """All deltas of one choice, joined."""
-
-    index: int
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[TokenId] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: TokenId | str | None = None
-
-    def add(self, delta: Delta) -> None:
-        """Append one delta; the last one says why the choice ended."""
-        self.texts.append(delta.text)
-        self.token_ids.extend(delta.token_ids)
-        self.logprobs.extend(delta.logprobs)
-        self.finish_reason = delta.finish_reason
-        self.stop_reason = delta.stop_reason
-
-    def as_delta(self) -> Delta:
-        """The choice as if it had come in one piece."""
-        return Delta(
-            index=self.index,
-            text="".join(self.texts),
-            text_offset=0,
-            token_ids=tuple(self.token_ids),
-            logprobs=tuple(self.logprobs),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
+def joined(deltas: Sequence[Delta]) -> Delta:
+    """All deltas of a choice in one; the last one says why the choice ended."""
+    return replace(
+        deltas[-1],
+        text="".join(delta.text for delta in deltas),
+        text_offset=0,
+        token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
+        logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+    )

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.api.chat import ChatFormat
-from engine.api.choice_text import Delta, WholeChoice
+from engine.api.choice_text import Delta, joined
 from engine.api.choices import follow
 from engine.api.completion import CompletionFormat
 from engine.api.plan import Plan
@@ -19,7 +19,7 @@ from engine.api.serving import Serving, max_body_bytes
 from engine.api.usage import UsageCounter
 from engine.errors import TandemError
 from engine.generator import Generator
-from engine.http.errors import reply_of
+from engine.http.errors import status_and_body
 from engine.http.request_bodies import RequestBodies, run_while_connected
 
 SEND_TIMEOUT_S = 300.0
@@ -68,11 +68,11 @@ class GenerateEndpoint:
 
     async def _whole(self, plan: Plan, deltas: AsyncIterator[Delta]) -> Response:
         counter = UsageCounter(plan)
-        choices = [WholeChoice(index) for index in range(len(plan.requests))]
+        choices: list[list[Delta]] = [[] for _ in plan.requests]
         async for delta in deltas:
             counter.add(delta)
-            choices[delta.index].add(delta)
-        reply = self._format.reply(plan, [choice.as_delta() for choice in choices], counter)
+            choices[delta.index].append(delta)
+        reply = self._format.reply(plan, list(map(joined, choices)), counter)
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     async def _stream(self, plan: Plan, deltas: AsyncIterator[Delta], send: Send) -> None:
@@ -90,7 +90,7 @@ class GenerateEndpoint:
                 async for event in events:
                     await _send_body(send, event)
             except TandemError as error:
-                await _send_body(send, _event(reply_of(error)))
+                await _send_body(send, _event(status_and_body(error)[1]))
         await _send_body(send, b"", more=False)
 
     async def _events(
@@ -111,15 +111,15 @@ class GenerateEndpoint:
             for chunk in self._format.chunks(
                 plan, delta, first=first, usage=usage if plan.include_usage else UNSET
             ):
-                yield _event(chunk)
+                yield _event(msgspec.json.encode(chunk))
         if plan.include_usage:
-            yield _event(self._format.usage_chunk(plan, counter))
-        yield b"data: [DONE]\n\n"
+            yield _event(msgspec.json.encode(self._format.usage_chunk(plan, counter)))
+        yield _event(b"[DONE]")
 
 
-def _event(message: msgspec.Struct) -> bytes:
+def _event(data: bytes) -> bytes:
     """One server-sent event."""
-    return b"data: " + msgspec.json.encode(message) + b"\n\n"
+    return b"data: " + data + b"\n\n"
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:

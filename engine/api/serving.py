@@ -71,14 +71,10 @@ def load_sampling_defaults(folder: Path) -> SamplingDefaults:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     for name, value in msgspec.structs.asdict(defaults).items():
-        if name in SamplingParams.__struct_fields__ and value is not None:
-            _check_default(path.name, name, value)
+        if value is None or name not in SamplingParams.__struct_fields__:
+            continue
+        try:  # else every request that is silent about it would be refused
+            msgspec.convert({name: value}, SamplingParams)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"{path.name}: {name!r} is {value}: {error}") from error
     return defaults
-
-
-def _check_default(file: str, name: str, value: float) -> None:
-    """Every request that is silent would be refused for it."""
-    try:
-        msgspec.convert({name: value}, SamplingParams)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"{file}: {name!r} is {value}: {error}") from error

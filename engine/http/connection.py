@@ -18,7 +18,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from engine.http.errors import http_error_body
+from engine.http.errors import error_body
 
 # Bytes of framing that a byte of the body pays for: a body may come in chunks of a byte each.
 OVERHEAD_PER_BODY_BYTE: Final = 16
@@ -200,7 +200,7 @@ class Connection(HttpToolsProtocol):
         if not self._is_free and self.cycle.response_started:
             self.transport.abort()
             return
-        body = http_error_body(status, message)
+        body = error_body(status, message)
         head = b"content-type: application/json\r\nconnection: close\r\n"
         length = b"content-length: %d\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + length + body)

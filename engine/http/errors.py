@@ -28,38 +28,26 @@ _STATUSES: tuple[tuple[type[TandemError], int, str], ...] = (
 )
 
 
-class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The value of `error`; `code` is the HTTP status where there is no better one."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | int
-
-
-class ErrorReply(msgspec.Struct, frozen=True):
-    """The whole JSON body of a failed request, and the data of a failed stream's last event."""
-
-    error: ErrorBody
+def error_body(
+    status: int,
+    message: str,
+    kind: str = "invalid_request_error",
+    *,
+    param: str | None = None,
+    code: str | None = None,
+) -> bytes:
+    """JSON of an error; `code` is the HTTP status where there is no better one."""
+    error = {"message": message, "type": kind, "param": param, "code": code or status}
+    return msgspec.json.encode({"error": error})
 
 
-def status_of(error: TandemError) -> int:
-    """HTTP status of an error."""
-    return _classify(error)[0]
-
-
-def reply_of(error: TandemError) -> ErrorReply:
-    """The body that a client reads."""
-    status, kind = _classify(error)
-    invalid = error if isinstance(error, errors.InvalidRequestError) else None
-    return ErrorReply(
-        ErrorBody(
-            message=str(error)[:MAX_MESSAGE_CHARS],
-            type=kind,
-            param=invalid.param if invalid else None,
-            code=(invalid.code if invalid else None) or status,
-        )
-    )
+def status_and_body(error: TandemError) -> tuple[int, bytes]:
+    """HTTP status and JSON body of an error."""
+    status, kind = next((status, kind) for cls, status, kind in _STATUSES if isinstance(error, cls))
+    message = str(error)[:MAX_MESSAGE_CHARS]
+    if isinstance(error, errors.InvalidRequestError):
+        return status, error_body(status, message, kind, param=error.param, code=error.code)
+    return status, error_body(status, message, kind)
 
 
 def error_response(error: TandemError) -> Response:
@@ -71,7 +59,8 @@ def error_response(error: TandemError) -> Response:
         headers["retry-after"] = "1"
     if isinstance(error, errors.AuthenticationError):
         headers["www-authenticate"] = "Bearer"
-    return _json(reply_of(error), status_of(error), headers)
+    status, body = status_and_body(error)
+    return Response(body, status, headers, media_type="application/json")
 
 
 async def on_tandem_error(request: Request, error: Exception) -> Response:
@@ -83,33 +72,16 @@ async def on_tandem_error(request: Request, error: Exception) -> Response:
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Starlette handler for wrong paths and methods, and for bodies refused unparsed."""
     assert isinstance(error, HTTPException)
-    content = http_error_body(error.status_code, error.detail)
-    headers = dict(error.headers or {})
-    return Response(content, error.status_code, headers=headers, media_type="application/json")
-
-
-def http_error_body(status: int, message: str) -> bytes:
-    """JSON of an error that is HTTP's own and not the model's."""
-    body = ErrorBody(message=message, type="invalid_request_error", param=None, code=status)
-    return msgspec.json.encode(ErrorReply(body))
+    body = error_body(error.status_code, error.detail)
+    return Response(body, error.status_code, error.headers, media_type="application/json")
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
-    """Starlette handler for a client that left while it sent its body; nobody reads this answer."""
+    """Starlette handler for a client that left while it sent its body; nobody reads this reply."""
     return Response(status_code=499)
 
 
 async def on_unexpected(request: Request, error: Exception) -> Response:
     """Starlette handler for bugs: the client learns nothing, the server logs the traceback."""
-    body = ErrorBody(message="internal error", type="server_error", param=None, code=500)
-    return _json(ErrorReply(body), 500, {})
-
-
-def _classify(error: TandemError) -> tuple[int, str]:
-    return next((status, kind) for cls, status, kind in _STATUSES if isinstance(error, cls))
-
-
-def _json(reply: ErrorReply, status: int, headers: dict[str, str]) -> Response:
-    return Response(
-        msgspec.json.encode(reply), status, headers=headers, media_type="application/json"
-    )
+    body = error_body(500, "internal error", "server_error")
+    return Response(body, 500, media_type="application/json")
