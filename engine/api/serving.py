@@ -7,8 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from engine.api.text_length import MAX_COMPOSED
-from engine.api.tokenizer import Tokenizer
+from engine.api.tokenizer import MAX_COMPOSED, Tokenizer
 from engine.errors import CheckpointError
 from engine.types import SamplingParams
 

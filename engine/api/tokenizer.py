@@ -5,19 +5,28 @@ Knows nothing of requests or models.
 
 import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import models
 
 from engine.api.chat_template import ChatTemplate
-from engine.api.text_length import TextLength, byte_alphabet, parts_of
 from engine.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 LONG_IDS = 1024  # decoded without Python's global lock, which costs some time to give back
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+# A composed character has at most four code points: omega with breathing, accent and iota.
+MAX_COMPOSED = 4
+
+_KEEPS_ALL = frozenset(
+    {"NFC", "NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"}
+)
+_SPLITS = frozenset({"Split", "Punctuation"})
 
 
 class Tokenizer:
@@ -81,8 +90,8 @@ class TextTokenizer(Tokenizer):
         self._added = {
             index: token.content for index, token in core.get_added_tokens_decoder().items()
         }
-        self._byte_of = byte_alphabet() if _is_byte_level(core) else {}
-        self._length = TextLength(core)
+        self._byte_of = _byte_alphabet() if _is_byte_level(core) else {}
+        self._length = _TextLength(core)
 
     @property
     def chars_per_token(self) -> int | None:
@@ -214,7 +223,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_byte_level(core: tokenizers.Tokenizer) -> bool:
-    return any(part["type"] == "ByteLevel" for part in parts_of(core.decoder))
+    return any(part["type"] == "ByteLevel" for part in _parts_of(core.decoder))
 
 
 def _no_tokenizer(what: str) -> InvalidRequestError:
@@ -222,3 +231,69 @@ def _no_tokenizer(what: str) -> InvalidRequestError:
         f"{what} needs a tokenizer and this model folder has no tokenizer.json: send token ids",
         code="no_tokenizer",
     )
+
+
+class _TextLength:
+    """The most characters that one token of a tokenizer can stand for: `chars_per_token`.
+
+    A text with more characters than a context of such tokens holds is refused before it is
+    tokenized. That is only sound for tokenizers that drop no characters; for all others
+    `chars_per_token` is None.
+    """
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        parts = [*_parts_of(core.normalizer), *_parts_of(core.pre_tokenizer)]
+        added = core.get_added_tokens_decoder().values()
+        vocabulary = core.get_vocab()
+        sound = (
+            all(map(_keeps_all, parts))
+            and not any(token.lstrip or token.rstrip for token in added)
+            and _has_all_bytes(core, vocabulary, parts)
+        )
+        self.chars_per_token = max(map(len, vocabulary)) if sound else None
+        self._composes = any(part["type"] == "NFC" for part in parts)
+
+    def exceeds(self, text: str, max_chars: int) -> bool:
+        """Whether `text` is longer, also once its accents are composed as the tokenizer does."""
+        if len(text) <= max_chars:
+            return False
+        if not self._composes or text.isascii() or len(text) > MAX_COMPOSED * max_chars:
+            return True
+        return len(unicodedata.normalize("NFC", text)) > max_chars
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's stand-ins for bytes: printable ones stand for themselves, others follow U+0100."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    stand_ins = {chr(byte): byte for byte in printable}
+    return stand_ins | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def _parts_of(step: Any) -> list[dict[str, Any]]:
+    """A normalizer, pre-tokenizer or decoder as JSON, and those of a sequence one by one."""
+    if step is None:
+        return []
+    state = json.loads(step.__getstate__())
+    lists = (state.get(key) for key in ("normalizers", "pretokenizers", "decoders"))
+    return next(filter(None, lists), [state])
+
+
+def _keeps_all(part: dict[str, Any]) -> bool:
+    kind = part["type"]
+    if kind in _SPLITS:
+        return part.get("behavior") != "Removed"
+    if kind == "Replace":
+        return len(part["content"]) >= len(part["pattern"].get("String", part["content"] + "*"))
+    return kind in _KEEPS_ALL
+
+
+def _has_all_bytes(
+    core: tokenizers.Tokenizer, vocabulary: dict[str, int], parts: list[dict[str, Any]]
+) -> bool:
+    """True where unknown characters become byte tokens, and not one token or none."""
+    if not isinstance(core.model, models.BPE):
+        return False
+    if any(part["type"] == "ByteLevel" for part in parts):
+        return _byte_alphabet().keys() <= vocabulary.keys()
+    return core.model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Final
 
 import structlog
@@ -84,13 +85,13 @@ class _Server(uvicorn.Server):
         """Hand a connection to its protocol; with TLS, after the handshake."""
         tls = self.config.ssl
         timeout_s = None if tls is None else self._limits.header_timeout_s
+        make_connection = partial(
+            Connection, self._connections, self._limits, self.config, state=self.server_state
+        )
         with suppress(OSError):  # the client has left, or failed the handshake
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._make_connection, accepted, ssl=tls, ssl_handshake_timeout=timeout_s
+                make_connection, accepted, ssl=tls, ssl_handshake_timeout=timeout_s
             )
-
-    def _make_connection(self) -> Connection:
-        return Connection(self._connections, self._limits, self.config, state=self.server_state)
 
     def _on_opened(self, task: asyncio.Task[None]) -> None:
         self._connections.opening.discard(task)
@@ -125,7 +126,17 @@ class HttpServer:
         self._socket = _listen(host, port)
         self.port: int = self._socket.getsockname()[1]
         self._drain_timeout_s = drain_timeout_s
-        config = _uvicorn_config(app, drain_timeout_s, tls)
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            ssl_certfile=None if tls is None else tls.certfile,
+            ssl_keyfile=None if tls is None else tls.keyfile,
+            ws="none",
+            timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
+        )
         self._server = _Server(config, self._socket, limits or ConnectionLimits())
         self._serving: asyncio.Task[None] | None = None
 
@@ -158,20 +169,6 @@ def _listen(host: str, port: int) -> socket.socket:
     # would set it, but does not recognise sockets whose protocol is left at 0.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
-
-
-def _uvicorn_config(app: ASGIApp, drain_timeout_s: float, tls: ServerTls | None) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ssl_certfile=None if tls is None else tls.certfile,
-        ssl_keyfile=None if tls is None else tls.keyfile,
-        ws="none",
-        timeout_graceful_shutdown=max(1, round(drain_timeout_s)),
-    )
 
 
 def _room_for_connections() -> int:
