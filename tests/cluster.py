@@ -4,10 +4,11 @@ import asyncio
 import gc
 import json
 import shutil
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import msgspec
 import pytest
@@ -24,8 +25,10 @@ from engine.node.server import NodeServer
 from engine.types import GenerateOutput, GenerateRequest, TokenLogprob
 from prefill_node.server import prefill_server
 from tests.api_double import write_model_folder
-from tests.leaks import Holdings, assert_no_orphans_but, excess, held_here, orphans
+from tests.leaks import Holdings, excess, held_here
 from tests.oracle import widen
+
+Sample = tuple[str, frozenset[tuple[str, str]]]
 
 CONTEXT = 400
 VOCABULARY = 512
@@ -205,13 +208,33 @@ def transfer_config(
     return msgspec.convert(fields, KVTransferConfig)
 
 
+_COUNTED_FROM: WeakKeyDictionary[NodeServer, dict[Sample, float]] = WeakKeyDictionary()
+
+
+def count_from_here(node: NodeServer) -> None:
+    """Counters of this node are zero now, for `sample` and all that uses it."""
+    _COUNTED_FROM[node] = {
+        (one.name, frozenset(one.labels.items())): one.value
+        for family in node.metrics.registry.collect()
+        for one in family.samples
+        if family.type in ("counter", "histogram")
+    }
+
+
 def sample(node: NodeServer, name: str, **labels: str) -> float:
     """One number as Prometheus would read it now."""
+    found = sample_or_none(node, name, **labels)
+    assert found is not None, name
+    return found
+
+
+def sample_or_none(node: NodeServer, name: str, **labels: str) -> float | None:
+    """None where nothing was counted yet."""
     model_name, engine = node.metrics.labels
     every = {"model_name": model_name, "engine": engine, **labels}
     found = node.metrics.registry.get_sample_value(name, every)
-    assert found is not None, name
-    return found
+    start = _COUNTED_FROM.get(node, {}).get((name, frozenset(every.items())), 0.0)
+    return None if found is None else found - start
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -235,20 +258,6 @@ async def settled(node: NodeServer) -> None:
     await node.engine.run_in_engine(core.scheduler.check)
     assert (core.scheduler.num_running, core.scheduler.num_waiting) == (0, 0)
     assert core.scheduler.num_held == 0
-
-
-@pytest.fixture
-async def cluster(warm: None) -> AsyncIterator[Cluster]:
-    """A cluster whose nodes must be empty at the end, and gone after it."""
-    before, names = held_here(), orphans()
-    made = Cluster([])
-    try:
-        yield made
-    finally:
-        await close_all(made.nodes)
-        made.nodes.clear()
-    await all_back(before)
-    assert_no_orphans_but(names)
 
 
 @pytest.fixture(scope="session")

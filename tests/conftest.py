@@ -27,14 +27,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 terminalreporter.write_line(f"{name}: {value} in {report.nodeid}")
 
 
-def _place(item: pytest.Item) -> tuple[bool, int]:
+def _place(item: pytest.Item) -> tuple[bool, int, str, bool]:
     """Tests of ucx come last: once ucxx has brought its own UCX, NIXL in the same process uses TCP.
 
     A node has one transport; only a test process opens both. Contract tests come first in both
     halves: UCX reads the routes once per process, and their second host must be up by then.
     """
     path = "/".join(item.path.parts[-2:])
-    return _opens_ucx(item), next(n for n, tier in enumerate(TIERS) if path.startswith(tier))
+    tier = next(n for n, tier in enumerate(TIERS) if path.startswith(tier))
+    # Nodes that tests share are closed before a test whose nodes are its own.
+    return _opens_ucx(item), tier, path, "shared" in getattr(item, "fixturenames", ())
 
 
 def _opens_ucx(item: pytest.Item) -> bool:

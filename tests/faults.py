@@ -7,6 +7,7 @@ from random import Random
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from engine.errors import TandemError
 from engine.node.server import NodeServer
+from tests.cluster import sample, sample_or_none
 
 Span = tuple[int, int, int]
 Damage = Callable[[memoryview, Sequence[Span]], None]
@@ -29,19 +30,15 @@ class DamagedReads(FaultInjector):
 
 
 class LateBytes(FaultInjector):
-    """The first read is said to have ended while the memory still holds what it held before."""
+    """The first read is said to have ended while the memory is still that of a new arena."""
 
     def __init__(self) -> None:
-        self._before: bytes | None = None
         self.hits = 0
 
     def at(self, point: FaultPoint, scene: FaultScene) -> None:
-        if point is FaultPoint.BEFORE_READ and self._before is None:
-            self._before = bytes(scene.memory)
         if point is FaultPoint.AFTER_READ and self.hits == 0:
-            assert self._before is not None
             for _, start, length in scene.spans:
-                scene.memory[start : start + length] = self._before[start : start + length]
+                drop(scene.memory, start, length)
             self.hits += 1
 
 
@@ -171,11 +168,12 @@ def place_in(rng: Random, spans: Sequence[Span]) -> tuple[int, int]:
 
 def counted(node: NodeServer, name: str, **labels: str) -> float:
     """A counter of a node, as Prometheus would read it."""
-    model_name, engine = node.metrics.labels
-    every = {"model_name": model_name, "engine": engine, **labels}
-    return node.metrics.registry.get_sample_value(f"{name}_total", every) or 0.0
+    return sample_or_none(node, f"{name}_total", **labels) or 0.0
 
 
-def recomputed(node: NodeServer) -> dict[str, int]:
+def recomputed(node: NodeServer) -> dict[str, float]:
     """Tokens that a node has computed again, by cause."""
-    return dict(node.engine.core.scheduler.stats.recomputed_tokens)
+    name = "vllm:prompt_tokens_recomputed_total"
+    causes = {cause for cause in node.engine.core.scheduler.stats.recomputed_tokens}
+    found = {cause: sample(node, name, cause=cause) for cause in causes}
+    return {cause: number for cause, number in found.items() if number}

@@ -1,7 +1,8 @@
 """Fixtures of the end-to-end tests; their parts are in tests/cluster.py and tests/processes.py."""
 
-from tests.cluster import checkpoints, cluster, one_thread, warm
+from tests.cluster import checkpoints, one_thread, warm
 from tests.processes import real, served, served_by_processes
+from tests.shared_nodes import cluster, shared, shared_nodes
 
 __all__ = [
     "checkpoints",
@@ -10,5 +11,7 @@ __all__ = [
     "real",
     "served",
     "served_by_processes",
+    "shared",
+    "shared_nodes",
     "warm",
 ]

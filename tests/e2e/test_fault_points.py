@@ -96,10 +96,10 @@ FAILURES = (
 
 
 async def test_a_handshake_that_fails_costs_a_recompute_and_the_next_one_pulls(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], lease_s=0.6, on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], lease_s=0.6, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -113,10 +113,10 @@ async def test_a_handshake_that_fails_costs_a_recompute_and_the_next_one_pulls(
 
 
 async def test_a_handshake_that_fails_is_a_typed_error_where_nothing_may_be_recomputed(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     faults, model = Armed(), checkpoints[FAMILY]
-    p, d = await pair_of_nodes(cluster, model, policy="fail", lease_s=0.6, on_d=faults)
+    p, d = await pair_of_nodes(shared, model, policy="fail", lease_s=0.6, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -134,10 +134,10 @@ async def test_a_handshake_that_fails_is_a_typed_error_where_nothing_may_be_reco
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_byte_flipped_after_the_nth_stage_is_read_again(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     for nth in range(1, NUM_STAGES + 1):
         flipping = faults.nth(FaultPoint.AFTER_READ, lambda s: flip(s.memory, s.spans[0][1]), nth)
@@ -149,10 +149,10 @@ async def test_a_byte_flipped_after_the_nth_stage_is_read_again(
 
 
 async def test_a_read_that_fails_at_any_stage_costs_a_recompute(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -170,11 +170,11 @@ async def test_a_read_that_fails_at_any_stage_costs_a_recompute(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_blocks_that_p_uses_again_after_the_nth_stage_reach_no_answer(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
     """What was read before may be right: only the record of the lease tells."""
     faults = Armed()
-    p, d = await tight_pair(cluster, checkpoints[FAMILY], transfer_config(transport), faults)
+    p, d = await tight_pair(shared, checkpoints[FAMILY], transfer_config(transport), faults)
     for nth in range(1, NUM_STAGES + 1):
         cause = await read_while_p_uses_the_blocks_again(p, d, faults, FaultPoint.AFTER_READ, nth)
         assert cause == "late_read"
@@ -182,10 +182,10 @@ async def test_blocks_that_p_uses_again_after_the_nth_stage_reach_no_answer(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_blocks_that_p_uses_again_reach_no_answer_without_verification_either(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
     faults, config = Armed(), transfer_config(transport, verify=False)
-    p, d = await tight_pair(cluster, checkpoints[FAMILY], config, faults)
+    p, d = await tight_pair(shared, checkpoints[FAMILY], config, faults)
     for point in (FaultPoint.BEFORE_READ, FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM):
         assert await read_while_p_uses_the_blocks_again(p, d, faults, point, 1) == "late_read"
 
@@ -254,10 +254,10 @@ async def test_p_killed_after_the_nth_stage_costs_a_recompute_and_no_token(
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 async def test_a_read_that_is_never_confirmed_is_not_used(
-    cluster: Cluster, checkpoints: dict[str, Path], policy: str
+    shared: Cluster, checkpoints: dict[str, Path], policy: str
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], policy=policy, on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], policy=policy, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -270,12 +270,12 @@ async def test_a_read_that_is_never_confirmed_is_not_used(
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 async def test_a_lost_answer_to_the_release_frees_p_and_changes_nothing(
-    cluster: Cluster, checkpoints: dict[str, Path], verify: bool
+    shared: Cluster, checkpoints: dict[str, Path], verify: bool
 ) -> None:
     """D has read the record of the lease before: nothing depends on the release."""
     faults, config = Armed(), transfer_config("shm", verify=verify)
-    p = await cluster.start("prefill", checkpoints[FAMILY], faults=faults)
-    d = await cluster.start("decode", checkpoints[FAMILY], kv_transfer_config=config)
+    p = await shared.start("prefill", checkpoints[FAMILY], faults=faults)
+    d = await shared.start("decode", checkpoints[FAMILY], kv_transfer_config=config)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -309,12 +309,12 @@ RELEASES = (FaultPoint.BEFORE_RELEASE, FaultPoint.AFTER_RELEASE)
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_hand_over_held_at_any_point_changes_nothing_and_delays_nobody_else(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
     """Only other hand-overs between the same nodes wait for their first handshake."""
     faults, model = Armed(), checkpoints[FAMILY]
     p, d = await pair_of_nodes(
-        cluster,
+        shared,
         model,
         transport,
         control_s=30.0,

@@ -111,9 +111,9 @@ def assert_equal(pair: Generation, alone: Generation) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_without_faults_all_that_was_pulled_is_verified(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport)
     pair = await hand_over(p, d, PROMPT)
     stats = pair.last.kv_transfer
     assert stats is not None
@@ -124,13 +124,19 @@ async def test_without_faults_all_that_was_pulled_is_verified(
     assert counted(d, RETRIES) == counted(d, "tandem:kv_unverified_transfers") == 0
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+# Damage is done where D has read to: what brought the bytes does not know of it.
+DAMAGED = pytest.mark.parametrize(
+    ("transport", "damage"),
+    [("shm", damage) for damage in DAMAGES] + [(each, "permute") for each in TRANSPORTS[1:]],
+)
+
+
+@DAMAGED
 async def test_damage_is_found_and_only_what_it_hit_is_read_again(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str, damage: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str, damage: str
 ) -> None:
     faults = DamagedReads(getattr(Places(checkpoints[FAMILY]), damage))
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
@@ -143,10 +149,9 @@ async def test_damage_is_found_and_only_what_it_hit_is_read_again(
     await settled(d)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@DAMAGED
 async def test_damage_that_comes_again_costs_a_recompute_and_no_token(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str, damage: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str, damage: str
 ) -> None:
     """The second read brings only what differed; of that, one byte is wrong again."""
     first = getattr(Places(checkpoints[FAMILY]), damage)
@@ -158,7 +163,7 @@ async def test_damage_that_comes_again_costs_a_recompute_and_no_token(
             flip(memory, spans[0][1])
 
     faults = DamagedReads(each_time, times=2)
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
@@ -172,10 +177,10 @@ async def test_damage_that_comes_again_costs_a_recompute_and_no_token(
 
 
 async def test_policy_fail_turns_damage_into_an_error(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], policy="fail", on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], policy="fail", on_d=faults)
     with pytest.raises(KVLoadError, match="could not be loaded: verification_failed"):
         await hand_over(p, d, PROMPT)
     await settled(p)
@@ -184,10 +189,10 @@ async def test_policy_fail_turns_damage_into_an_error(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_bytes_that_become_visible_late_are_read_again(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
     faults = LateBytes()
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
@@ -204,10 +209,10 @@ HELD_AT = pytest.mark.parametrize(
 @HELD_AT
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_read_that_outlives_its_lease_is_not_believed(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str, point: FaultPoint
+    shared: Cluster, checkpoints: dict[str, Path], transport: str, point: FaultPoint
 ) -> None:
     faults = HeldPull(point)
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     params = await prefill(p, PROMPT)
     held = params.remote_request_id
@@ -224,10 +229,10 @@ async def test_a_read_that_outlives_its_lease_is_not_believed(
 
 
 async def test_a_pull_ends_with_its_own_cause_whatever_a_heartbeat_finds_meanwhile(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     faults = HeldPull(FaultPoint.BEFORE_CONFIRM)
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], on_d=faults)
     params = await prefill(p, PROMPT)
     held = params.remote_request_id
     assert held is not None
@@ -245,10 +250,10 @@ async def test_a_pull_ends_with_its_own_cause_whatever_a_heartbeat_finds_meanwhi
 
 @HELD_AT
 async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
-    cluster: Cluster, checkpoints: dict[str, Path], point: FaultPoint
+    shared: Cluster, checkpoints: dict[str, Path], point: FaultPoint
 ) -> None:
     faults = HeldPull(point)
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     params = await prefill(p, PROMPT)
     held = params.remote_request_id
@@ -268,11 +273,11 @@ async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_p_that_does_not_vouch_for_a_read_costs_a_recompute(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
     faults = Refusing(FaultPoint.BEFORE_DIGESTS, TransportError)
     p, d = await pair_of_nodes(
-        cluster, checkpoints[FAMILY], transport, lease_s=0.6, on_p=faults, d_block_size=OTHER_SIZE
+        shared, checkpoints[FAMILY], transport, lease_s=0.6, on_p=faults, d_block_size=OTHER_SIZE
     )
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
@@ -283,11 +288,11 @@ async def test_p_that_does_not_vouch_for_a_read_costs_a_recompute(
 
 
 async def test_a_p_that_cannot_be_asked_is_met_anew(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """It is read without a question only while it answers."""
     faults = Refusing(FaultPoint.BEFORE_DIGESTS, UnavailableError)
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], on_p=faults, d_block_size=OTHER_SIZE)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], on_p=faults, d_block_size=OTHER_SIZE)
     alone = await generate(p, request_of(PROMPT))
     assert_equal(await hand_over(p, d, PROMPT), alone)
     assert recomputed(d) == {"transfer_failed": len(PROMPT)}
@@ -297,11 +302,11 @@ async def test_a_p_that_cannot_be_asked_is_met_anew(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_what_p_has_hashed_is_verified_without_a_question(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
     """P would not answer one."""
     faults = Refusing(FaultPoint.BEFORE_DIGESTS, TransportError)
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport, on_p=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_p=faults)
     alone = await generate(p, request_of(PROMPT))
     params = await prefill(p, PROMPT)
     leases = p.engine.core.scheduler._connector._children[0]._leases  # type: ignore[attr-defined]
@@ -316,11 +321,11 @@ async def test_what_p_has_hashed_is_verified_without_a_question(
 
 
 async def test_once_p_has_vouched_a_release_that_it_does_not_hear_costs_nothing(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """But its memory, until the lease runs out."""
     faults = Refusing(FaultPoint.BEFORE_RELEASE, KVTransferParamsError)
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], lease_s=0.6, on_p=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], lease_s=0.6, on_p=faults)
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
@@ -331,13 +336,13 @@ async def test_once_p_has_vouched_a_release_that_it_does_not_hear_costs_nothing(
 
 
 async def test_verification_can_be_switched_off(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """And is what finds the damage: without it nothing is retried or recomputed."""
     faults = DamagedReads(Places(checkpoints[FAMILY]).flip_attention)
     config = transfer_config("shm", verify=False)
-    p = await cluster.start("prefill", checkpoints[FAMILY])
-    d = await cluster.start("decode", checkpoints[FAMILY], faults=faults, kv_transfer_config=config)
+    p = await shared.start("prefill", checkpoints[FAMILY])
+    d = await shared.start("decode", checkpoints[FAMILY], faults=faults, kv_transfer_config=config)
     pair = await hand_over(p, d, PROMPT)
     assert pair.last.kv_transfer is not None
     assert faults.hits == counted(d, "tandem:kv_unverified_transfers") == 1

@@ -36,19 +36,19 @@ from tests.pairs import (
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_tokens_and_logprobs_are_bit_equal_to_one_node(
-    cluster: Cluster, checkpoints: dict[str, Path], family: str, transport: str
+    shared: Cluster, checkpoints: dict[str, Path], family: str, transport: str
 ) -> None:
     config = transfer_config(transport)
-    p = await cluster.start("prefill", checkpoints[family], kv_transfer_config=config)
-    d = await cluster.start("decode", checkpoints[family], kv_transfer_config=config)
+    p = await shared.start("prefill", checkpoints[family], kv_transfer_config=config)
+    d = await shared.start("decode", checkpoints[family], kv_transfer_config=config)
     await check_tokens_and_logprobs(p, d)
 
 
 async def test_the_first_token_may_be_the_last_and_then_nothing_is_pulled(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p = await cluster.start("prefill", checkpoints["qwen3_5"])
-    d = await cluster.start("decode", checkpoints["qwen3_5"])
+    p = await shared.start("prefill", checkpoints["qwen3_5"])
+    d = await shared.start("decode", checkpoints["qwen3_5"])
     await check_one_token_moves_nothing(p, d)
     await settled(p)
 
@@ -77,26 +77,26 @@ async def test_policy_fail_turns_an_unreachable_peer_into_an_error(
 
 
 async def test_a_lease_that_nobody_claims_ends_and_gives_its_memory_back(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     config = transfer_config(lease_s=0.3)
-    p = await cluster.start("prefill", checkpoints["qwen3_5"], kv_transfer_config=config)
+    p = await shared.start("prefill", checkpoints["qwen3_5"], kv_transfer_config=config)
     params = await prefill(p, prompt_of(30))
     assert p.engine.core.scheduler.num_held == 1
     await settled(p)
-    d = await cluster.start("decode", checkpoints["qwen3_5"])
+    d = await shared.start("decode", checkpoints["qwen3_5"])
     late = await generate(d, request_of(prompt_of(30), GREEDY, params))
     assert late.token_ids == (await generate(p, request_of(prompt_of(30)))).token_ids
     assert late.last.kv_transfer is None
 
 
 async def test_a_lease_is_renewed_while_its_request_waits(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """As often as P's lease needs, whatever D would grant; D is full for two leases of P's."""
     model = checkpoints["qwen3_5"]
-    p = await cluster.start("prefill", model, kv_transfer_config=transfer_config(lease_s=1.5))
-    d = await cluster.start(
+    p = await shared.start("prefill", model, kv_transfer_config=transfer_config(lease_s=1.5))
+    d = await shared.start(
         "decode",
         model,
         kv_transfer_config=transfer_config(lease_s=600.0),
@@ -112,9 +112,9 @@ async def test_a_lease_is_renewed_while_its_request_waits(
 
 
 async def test_an_answer_of_p_that_nobody_takes_ends_its_lease(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p = await cluster.start("prefill", checkpoints["qwen3_5"])
+    p = await shared.start("prefill", checkpoints["qwen3_5"])
     request = request_of(prompt_of(40), GREEDY, REMOTE_DECODE)
     asked = asyncio.ensure_future(anext(p.engine.generate(request)))
     await asyncio.sleep(0)
@@ -129,10 +129,10 @@ async def test_an_answer_of_p_that_nobody_takes_ends_its_lease(
 
 
 async def test_cancelled_requests_leave_nothing_on_either_node(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p = await cluster.start("prefill", checkpoints["qwen3_5"])
-    d = await cluster.start("decode", checkpoints["qwen3_5"])
+    p = await shared.start("prefill", checkpoints["qwen3_5"])
+    d = await shared.start("decode", checkpoints["qwen3_5"])
     await cancel_behind_the_first_token(p, d)
     await settled(d)
     await settled(p)
@@ -140,21 +140,21 @@ async def test_cancelled_requests_leave_nothing_on_either_node(
 
 @pytest.mark.parametrize(("change", "code"), CHANGES)
 async def test_changed_parameters_are_refused_and_nothing_leaks(
-    cluster: Cluster, checkpoints: dict[str, Path], change: dict[str, object], code: str
+    shared: Cluster, checkpoints: dict[str, Path], change: dict[str, object], code: str
 ) -> None:
     config = transfer_config(lease_s=0.3)
-    p = await cluster.start("prefill", checkpoints["qwen3"], kv_transfer_config=config)
+    p = await shared.start("prefill", checkpoints["qwen3"], kv_transfer_config=config)
     params = await prefill(p, prompt_of(30))
     await check_refused(p, msgspec.structs.replace(params, **change), code)
 
 
 async def test_nodes_that_keep_different_types_do_not_exchange_them(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """And P has its memory back at once, not when the lease runs out."""
-    p = await cluster.start("prefill", checkpoints["qwen3"])
+    p = await shared.start("prefill", checkpoints["qwen3"])
     config = transfer_config(policy="fail")
-    d = await cluster.start(
+    d = await shared.start(
         "decode", checkpoints["qwen3"], dtype="bfloat16", kv_transfer_config=config
     )
     params = await prefill(p, prompt_of(30))
@@ -183,13 +183,13 @@ async def test_the_arena_of_a_dead_peer_does_not_stay_mapped(
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_eight_at_once_agree_with_one_at_a_time(
-    cluster: Cluster,
+    shared: Cluster,
     checkpoints: dict[str, Path],
     record_property: Callable[[str, object], None],
     family: str,
     transport: str,
 ) -> None:
     config = transfer_config(transport)
-    p = await cluster.start("prefill", checkpoints[family], kv_transfer_config=config)
-    d = await cluster.start("decode", checkpoints[family], kv_transfer_config=config)
+    p = await shared.start("prefill", checkpoints[family], kv_transfer_config=config)
+    d = await shared.start("decode", checkpoints[family], kv_transfer_config=config)
     record_property("near-ties", await check_eight_at_once(p, d))

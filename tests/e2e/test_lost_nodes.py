@@ -19,6 +19,7 @@ from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import BASE, Cluster, generate, settled, transfer_config
+from tests.faults import recomputed
 from tests.pairs import GREEDY, arena_for, prefill, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag
 
@@ -75,7 +76,7 @@ async def test_p_killed_during_the_pull_costs_a_recompute_and_no_token(
     assert (await pair).token_ids == alone.token_ids
     assert pair.result().logprobs == alone.logprobs
     assert pair.result().last.kv_transfer is None
-    assert d.engine.core.scheduler.stats.recomputed_tokens == {"transfer_failed": len(PROMPT)}
+    assert recomputed(d) == {"transfer_failed": len(PROMPT)}
     error = (await refused).error(502)
     assert "could not be loaded: transfer_failed" in error["message"]
     assert (await generate(strict, request_of(PROMPT))).token_ids == alone.token_ids

@@ -56,9 +56,9 @@ def prompt_of(length: int, seed: int = 3) -> tuple[int, ...]:
 @pytest.mark.parametrize("length", [16, 40, 64, 100])
 @pytest.mark.parametrize("family", HYBRIDS)
 async def test_an_identical_second_request_pulls_nothing(
-    cluster: Cluster, checkpoints: dict[str, Path], family: str, length: int
+    shared: Cluster, checkpoints: dict[str, Path], family: str, length: int
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[family])
+    p, d = await pair_of_nodes(shared, checkpoints[family])
     first, second = [await hand_over(p, d, prompt_of(length)) for _ in range(2)]
     assert moved(first).attention_bytes > 0 < moved(first).state_bytes
     assert (moved(second).attention_bytes, moved(second).state_bytes) == (0, 0)
@@ -69,9 +69,9 @@ async def test_an_identical_second_request_pulls_nothing(
 
 @pytest.mark.parametrize("family", HYBRIDS)
 async def test_the_attention_prefix_on_d_survives_and_only_the_tail_moves(
-    cluster: Cluster, checkpoints: dict[str, Path], family: str
+    shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[family])
+    p, d = await pair_of_nodes(shared, checkpoints[family])
     prompt = prompt_of(100)
     whole = await hand_over(p, d, prompt)
     longer = await hand_over(p, d, (*prompt[:90], *prompt_of(20, seed=8)))
@@ -83,10 +83,10 @@ async def test_the_attention_prefix_on_d_survives_and_only_the_tail_moves(
 
 @pytest.mark.parametrize("family", HYBRIDS)
 async def test_random_hand_overs_equal_one_node_without_caching(
-    cluster: Cluster, checkpoints: dict[str, Path], family: str
+    shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[family], memory=1 << 20)
-    alone = await cluster.start("prefill", checkpoints[family])
+    p, d = await pair_of_nodes(shared, checkpoints[family], memory=1 << 20)
+    alone = await shared.start("prefill", checkpoints[family])
     prompts = conversation_prompts(Random(4), 30)
     pairs = await asyncio.gather(*(hand_over(p, d, prompt) for prompt in prompts))
     ties = 0
@@ -120,11 +120,11 @@ async def test_hand_overs_under_pressure_equal_one_node_without_caching(
 
 
 async def test_local_and_remote_requests_meet_on_one_node(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """The skip belongs to a request: on D, in the same batch, local ones keep every Mamba rule."""
-    p, d = await pair_of_nodes(cluster, checkpoints["qwen3_5"])
-    alone = await cluster.start("prefill", checkpoints["qwen3_5"])
+    p, d = await pair_of_nodes(shared, checkpoints["qwen3_5"])
+    alone = await shared.start("prefill", checkpoints["qwen3_5"])
     prompt = prompt_of(100)
     await hand_over(p, d, prompt)
     tails = [(*prompt[:96], *prompt_of(9, seed)) for seed in range(6)]

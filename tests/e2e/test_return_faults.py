@@ -15,7 +15,7 @@ from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.accounts import at_rest
 from tests.cluster import BASE, Cluster, Generation, generate, settled
-from tests.faults import Damage, DamagedReads, HeldPull, Span, counted, flip
+from tests.faults import Damage, DamagedReads, HeldPull, Span, counted, flip, recomputed
 from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
 from tests.turns import (
     Turn,
@@ -92,13 +92,13 @@ OTHER_PROMPTS: dict[Callable[[Turn], tuple[int, ...]], str] = {
 @pytest.mark.parametrize("make", OTHER_PROMPTS, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("family", HYBRIDS)
 async def test_a_prompt_that_does_not_go_on_from_there_is_computed(
-    cluster: Cluster,
+    shared: Cluster,
     checkpoints: dict[str, Path],
     family: str,
     make: Callable[[Turn], tuple[int, ...]],
 ) -> None:
     """And D keeps the turn no longer, although its time would last."""
-    p, d = await nodes(cluster, checkpoints[family], both_ways())
+    p, d = await nodes(shared, checkpoints[family], both_ways())
     turn = await first_turn(p, d)
     prompt = make(turn)
     prefilled = await generate(p, request_of(prompt, GREEDY, turn.kept))
@@ -106,17 +106,15 @@ async def test_a_prompt_that_does_not_go_on_from_there_is_computed(
     await settled(d)
     assert skipped(p) == {OTHER_PROMPTS[make]: 1}
     decoded = await generate(d, request_of(prompt, GREEDY, prefilled.last.kv_transfer_params))
-    assert_equal(decoded, await alone(cluster, checkpoints[family], prompt))
+    assert_equal(decoded, await alone(shared, checkpoints[family], prompt))
     await end_hold(d, decoded)
 
 
 async def test_without_the_option_p_computes_and_d_keeps_it_no_longer(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p, d = await nodes(cluster, checkpoints[FAMILY], both_ways())
-    off = await cluster.start(
-        "prefill", checkpoints[FAMILY], kv_transfer_config=both_ways(on=False)
-    )
+    p, d = await nodes(shared, checkpoints[FAMILY], both_ways())
+    off = await shared.start("prefill", checkpoints[FAMILY], kv_transfer_config=both_ways(on=False))
     turn = await first_turn(p, d)
     prompt = next_prompt(turn)
     done = await generate(off, request_of(prompt, GREEDY, turn.kept))
@@ -125,9 +123,9 @@ async def test_without_the_option_p_computes_and_d_keeps_it_no_longer(
     await end_hold(off, done)
 
 
-async def test_an_expired_turn_is_computed(cluster: Cluster, checkpoints: dict[str, Path]) -> None:
+async def test_an_expired_turn_is_computed(shared: Cluster, checkpoints: dict[str, Path]) -> None:
     model = checkpoints[FAMILY]
-    p, d = await nodes(cluster, model, both_ways(decoder_kv_blocks_ttl=0.2))
+    p, d = await nodes(shared, model, both_ways(decoder_kv_blocks_ttl=0.2))
     turn = await take_turn(p, d, prompt_of(90))
     await settled(d)
     assert counted(d, "vllm:nixl_num_kv_expired_reqs") == 1
@@ -135,18 +133,18 @@ async def test_an_expired_turn_is_computed(cluster: Cluster, checkpoints: dict[s
     prompt = next_prompt(turn)
     done = await computed_here(p, d, prompt, turn.kept)
     assert skipped(p) == {"expired": 1}
-    assert_equal(done, await alone(cluster, model, prompt))
+    assert_equal(done, await alone(shared, model, prompt))
     await at_rest(p)
     await at_rest(d)
 
 
 async def test_a_turn_is_kept_for_its_time_and_once_claimed_for_as_long_as_p_needs(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """The pull is held back for longer than the turn would have been kept unclaimed."""
     faults = HeldPull(FaultPoint.BEFORE_CONFIRM)
     config = both_ways(decoder_kv_blocks_ttl=1.0, kv_lease_duration=1.0)
-    p, d = await nodes(cluster, checkpoints[FAMILY], config, on_p=faults)
+    p, d = await nodes(shared, checkpoints[FAMILY], config, on_p=faults)
     turn = await first_turn(p, d)
     prompt = next_prompt(turn)
     asked = asyncio.create_task(take_turn(p, d, prompt, GREEDY, turn))
@@ -205,12 +203,14 @@ def damage_of(model: Path, kind: str) -> Damage:
     return damage
 
 
+# Every family with both kinds, and another transport, which does not know of the damage.
+FLIPPED = [(family, "shm", kind) for family in HYBRIDS for kind in ("state", "attention")]
+
+
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("kind", ["state", "attention"])
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize(("family", "transport", "kind"), [*FLIPPED, (FAMILY, "nixl", "state")])
 async def test_a_flipped_bit_is_read_again_and_then_computed(
-    cluster: Cluster,
+    shared: Cluster,
     checkpoints: dict[str, Path],
     family: str,
     transport: str,
@@ -219,8 +219,8 @@ async def test_a_flipped_bit_is_read_again_and_then_computed(
 ) -> None:
     model = checkpoints[family]
     faults = DamagedReads(damage_of(model, kind), times=times)
-    p, d = await nodes(cluster, model, both_ways(transport), on_p=faults)
-    one = await cluster.start("decode", model, enable_prefix_caching=True)
+    p, d = await nodes(shared, model, both_ways(transport), on_p=faults)
+    one = await shared.start("decode", model, enable_prefix_caching=True)
     turn = await first_turn(p, d)
     if times == 1:  # otherwise the one node computes all of it, too
         await generate(one, request_of(turn.prompt))
@@ -232,17 +232,17 @@ async def test_a_flipped_bit_is_read_again_and_then_computed(
     assert counted(p, RETRIES) == 1
     assert counted(p, FAILURES, kind=kind) == times
     lost = {"verification_failed": turn.num_kept} if times == 2 else {}
-    assert p.engine.core.scheduler.stats.recomputed_tokens == lost
+    assert recomputed(p) == lost
     await end_hold(d, second.decoded)
     await settled(p)
     await settled(d)
 
 
 async def test_policy_fail_ends_a_request_whose_pull_failed_and_keeps_nothing(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
-    p, d = await nodes(cluster, checkpoints[FAMILY], both_ways(policy="fail"), on_p=faults)
+    p, d = await nodes(shared, checkpoints[FAMILY], both_ways(policy="fail"), on_p=faults)
     turn = await first_turn(p, d)
     with pytest.raises(KVLoadError, match="could not be loaded: verification_failed"):
         await generate(p, request_of(next_prompt(turn), GREEDY, turn.kept))
@@ -253,11 +253,11 @@ async def test_policy_fail_ends_a_request_whose_pull_failed_and_keeps_nothing(
 
 @pytest.mark.parametrize("transport", ["shm", "nixl"])
 async def test_a_turn_that_d_lets_go_during_the_read_is_not_believed(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
     faults = HeldPull(FaultPoint.BEFORE_CONFIRM)
     model = checkpoints[FAMILY]
-    p, d = await nodes(cluster, model, both_ways(transport), on_p=faults)
+    p, d = await nodes(shared, model, both_ways(transport), on_p=faults)
     turn = await first_turn(p, d)
     prompt = next_prompt(turn)
     asked = asyncio.create_task(take_turn(p, d, prompt, GREEDY, turn))
@@ -266,18 +266,18 @@ async def test_a_turn_that_d_lets_go_during_the_read_is_not_believed(
     await settled(d)
     faults.go.set()
     second = await asked
-    assert_equal(second.decoded, await alone(cluster, model, prompt))
-    assert p.engine.core.scheduler.stats.recomputed_tokens == {"late_read": turn.num_kept}
+    assert_equal(second.decoded, await alone(shared, model, prompt))
+    assert recomputed(p) == {"late_read": turn.num_kept}
     assert counted(p, "tandem:kv_late_reads") == 1
     await end_hold(d, second.decoded)
 
 
 @pytest.mark.parametrize("point", [FaultPoint.BEFORE_READ, FaultPoint.BEFORE_CONFIRM])
 async def test_who_leaves_while_p_pulls_leaves_nothing_on_either_node(
-    cluster: Cluster, checkpoints: dict[str, Path], point: FaultPoint
+    shared: Cluster, checkpoints: dict[str, Path], point: FaultPoint
 ) -> None:
     faults = HeldPull(point)
-    p, d = await nodes(cluster, checkpoints[FAMILY], both_ways(), on_p=faults)
+    p, d = await nodes(shared, checkpoints[FAMILY], both_ways(), on_p=faults)
     turn = await first_turn(p, d)
     asked = asyncio.create_task(generate(p, request_of(next_prompt(turn), GREEDY, turn.kept)))
     assert await asyncio.to_thread(faults.reached.wait, 20)
@@ -288,12 +288,12 @@ async def test_who_leaves_while_p_pulls_leaves_nothing_on_either_node(
 
 
 async def test_two_next_turns_at_once_are_both_right(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """One lease serves one of them for certain."""
     model = checkpoints[FAMILY]
-    p, d = await nodes(cluster, model, both_ways())
-    one = await cluster.start("decode", model, enable_prefix_caching=True)
+    p, d = await nodes(shared, model, both_ways())
+    one = await shared.start("decode", model, enable_prefix_caching=True)
     turn = await first_turn(p, d)
     prompts = [next_prompt(turn, salt=salt) for salt in (1, 2)]
     both = await asyncio.gather(*(take_turn(p, d, prompt, GREEDY, turn) for prompt in prompts))

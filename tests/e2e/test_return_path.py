@@ -12,7 +12,7 @@ import pytest
 
 from engine.types import FinishReason, SamplingParams
 from tests.cluster import Cluster, generate, sample, settled, until
-from tests.faults import DamagedReads, flip
+from tests.faults import DamagedReads, flip, recomputed
 from tests.pairs import (
     FAMILIES,
     GREEDY,
@@ -47,14 +47,14 @@ SAMPLED = SamplingParams(
 @pytest.mark.parametrize("transport", ["shm", "nixl"])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_three_turns_are_bit_equal_to_one_node(
-    cluster: Cluster,
+    shared: Cluster,
     checkpoints: dict[str, Path],
     family: str,
     transport: str,
     sampling: SamplingParams,
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[family], both_ways(transport))
-    one = await cluster.start("decode", checkpoints[family], enable_prefix_caching=True)
+    p, d = await pair_of_nodes(shared, checkpoints[family], both_ways(transport))
+    one = await shared.start("decode", checkpoints[family], enable_prefix_caching=True)
     prompt, before, computed = prompt_of(90), None, 0
     for _ in range(3):
         alone = await generate(one, request_of(prompt, sampling))
@@ -73,12 +73,12 @@ async def test_three_turns_are_bit_equal_to_one_node(
 @pytest.mark.parametrize("transport", ["shm", "nixl"])
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_what_p_has_stays_and_only_the_rest_moves(
-    cluster: Cluster, checkpoints: dict[str, Path], family: str, transport: str
+    shared: Cluster, checkpoints: dict[str, Path], family: str, transport: str
 ) -> None:
     """Of 109 tokens P has 90, five whole blocks; D has all but the new question."""
     config = both_ways(transport, kv_recompute_threshold=1)
-    p, d = await pair_of_nodes(cluster, checkpoints[family], config)
-    one = await cluster.start("decode", checkpoints[family], enable_prefix_caching=True)
+    p, d = await pair_of_nodes(shared, checkpoints[family], config)
+    one = await shared.start("decode", checkpoints[family], enable_prefix_caching=True)
     first = await take_turn(p, d, prompt_of(90), LONG)
     assert_equal(first.decoded, await generate(one, request_of(first.prompt, LONG)))
     second = await take_turn(p, d, next_prompt(first), LONG, first)
@@ -98,11 +98,11 @@ async def test_what_p_has_stays_and_only_the_rest_moves(
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_behind_what_was_pulled_the_prompt_goes_on_in_chunks_and_keeps_states(
-    cluster: Cluster, checkpoints: dict[str, Path], family: str
+    shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
     """Three chunks; the same prompt again starts from the last boundary."""
-    p, d = await pair_of_nodes(cluster, checkpoints[family], both_ways())
-    one = await cluster.start("decode", checkpoints[family], enable_prefix_caching=True)
+    p, d = await pair_of_nodes(shared, checkpoints[family], both_ways())
+    one = await shared.start("decode", checkpoints[family], enable_prefix_caching=True)
     first = await take_turn(p, d, prompt_of(90), LONG)
     await generate(one, request_of(first.prompt, LONG))
     await forget(p)
@@ -117,11 +117,11 @@ async def test_behind_what_was_pulled_the_prompt_goes_on_in_chunks_and_keeps_sta
 @pytest.mark.parametrize("length", [16, 77, 78, 79, 80, 81])
 @pytest.mark.parametrize("max_tokens", [2, 3, 17])
 async def test_around_block_boundaries(
-    cluster: Cluster, checkpoints: dict[str, Path], length: int, max_tokens: int
+    shared: Cluster, checkpoints: dict[str, Path], length: int, max_tokens: int
 ) -> None:
     """The shortest answer that is kept has two tokens; the shortest new question, none but it."""
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], both_ways(kv_recompute_threshold=1))
-    one = await cluster.start("decode", checkpoints[FAMILY], enable_prefix_caching=True)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], both_ways(kv_recompute_threshold=1))
+    one = await shared.start("decode", checkpoints[FAMILY], enable_prefix_caching=True)
     sampling = msgspec.structs.replace(GREEDY, max_tokens=max_tokens)
     first = await take_turn(p, d, prompt_of(length), sampling)
     await generate(one, request_of(first.prompt, sampling))
@@ -135,11 +135,11 @@ async def test_around_block_boundaries(
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_a_stop_token_ends_what_is_kept_before_itself(
-    cluster: Cluster, checkpoints: dict[str, Path], family: str
+    shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
     """The next prompt may leave the stop token out: it belongs to the answer, not to the state."""
-    p, d = await pair_of_nodes(cluster, checkpoints[family], both_ways())
-    one = await cluster.start("decode", checkpoints[family], enable_prefix_caching=True)
+    p, d = await pair_of_nodes(shared, checkpoints[family], both_ways())
+    one = await shared.start("decode", checkpoints[family], enable_prefix_caching=True)
     prompt = prompt_of(90)
     stop = (await generate(one, request_of(prompt, LONG))).token_ids[7]
     await forget(one)
@@ -159,13 +159,13 @@ async def test_a_stop_token_ends_what_is_kept_before_itself(
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_what_d_had_to_compute_again_is_kept_as_well(
-    cluster: Cluster, checkpoints: dict[str, Path], family: str
+    shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
     damage = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
-    p, d = await pair_of_nodes(cluster, checkpoints[family], both_ways(), on_d=damage)
-    one = await cluster.start("decode", checkpoints[family], enable_prefix_caching=True)
+    p, d = await pair_of_nodes(shared, checkpoints[family], both_ways(), on_d=damage)
+    one = await shared.start("decode", checkpoints[family], enable_prefix_caching=True)
     first = await take_turn(p, d, prompt_of(90), LONG)
-    assert d.engine.core.scheduler.stats.recomputed_tokens == {"verification_failed": 90}
+    assert recomputed(d) == {"verification_failed": 90}
     await forget(p)
     second = await take_turn(p, d, next_prompt(first), LONG, first)
     assert second.prefilled.last.kv_transfer is not None
@@ -175,20 +175,20 @@ async def test_what_d_had_to_compute_again_is_kept_as_well(
 
 
 async def test_an_answer_of_one_token_is_not_kept(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], both_ways())
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], both_ways())
     turn = await take_turn(p, d, prompt_of(40), msgspec.structs.replace(GREEDY, max_tokens=1))
     assert turn.decoded.last.kv_transfer_params is None
     await settled(d)
 
 
 async def test_nothing_is_kept_that_nobody_heard_of_or_asked_for(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """A caller who left, an answer of D's own, and a node without the option."""
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], both_ways())
-    off = await cluster.start("decode", checkpoints[FAMILY])
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], both_ways())
+    off = await shared.start("decode", checkpoints[FAMILY])
     for num_taken in (1, 12):
         params = await prefill(p, prompt_of(40))
         stream = d.engine.generate(request_of(prompt_of(40), GREEDY, params))
@@ -206,12 +206,12 @@ async def test_nothing_is_kept_that_nobody_heard_of_or_asked_for(
 
 @pytest.mark.parametrize(("threshold", "causes"), [(20, {"below_threshold": 1}), (19, {})])
 async def test_a_pull_that_saves_too_little_is_not_made(
-    cluster: Cluster, checkpoints: dict[str, Path], threshold: int, causes: dict[str, float]
+    shared: Cluster, checkpoints: dict[str, Path], threshold: int, causes: dict[str, float]
 ) -> None:
     """P has the state behind its 90 tokens; D's is 19 further."""
     config = both_ways(kv_recompute_threshold=threshold)
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], config)
-    off = await cluster.start("decode", checkpoints[FAMILY], enable_prefix_caching=True)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], config)
+    off = await shared.start("decode", checkpoints[FAMILY], enable_prefix_caching=True)
     first = await take_turn(p, d, prompt_of(90), LONG)
     prompt = next_prompt(first)
     second = await take_turn(p, d, prompt, LONG, first)
@@ -227,10 +227,10 @@ async def test_a_pull_that_saves_too_little_is_not_made(
 
 
 async def test_a_state_that_is_here_beats_the_pull(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """P answered the same question itself: it is as far as D, and further."""
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], both_ways(kv_recompute_threshold=1))
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], both_ways(kv_recompute_threshold=1))
     first = await take_turn(p, d, prompt_of(90), LONG)
     assert_equal(await generate(p, request_of(first.prompt, LONG)), first.decoded)
     second = await take_turn(p, d, next_prompt(first), LONG, first)
@@ -242,11 +242,11 @@ async def test_a_state_that_is_here_beats_the_pull(
 
 
 async def test_a_producer_may_pull_and_a_consumer_may_keep(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     model = checkpoints[FAMILY]
-    p = await cluster.start("prefill", model, kv_transfer_config=both_ways(role="kv_producer"))
-    d = await cluster.start("decode", model, kv_transfer_config=both_ways(role="kv_consumer"))
+    p = await shared.start("prefill", model, kv_transfer_config=both_ways(role="kv_producer"))
+    d = await shared.start("decode", model, kv_transfer_config=both_ways(role="kv_consumer"))
     first = await take_turn(p, d, prompt_of(90), LONG)
     second = await take_turn(p, d, next_prompt(first), LONG, first)
     stats = second.prefilled.last.kv_transfer
@@ -255,16 +255,14 @@ async def test_a_producer_may_pull_and_a_consumer_may_keep(
 
 
 async def test_short_memory_takes_back_what_nobody_has_claimed(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     """D has room for two such turns; the oldest goes, and its next turn is computed on P."""
     model = checkpoints[FAMILY]
     config = both_ways(kv_recompute_threshold=1)
-    p = await cluster.start("prefill", model, kv_transfer_config=config)
+    p = await shared.start("prefill", model, kv_transfer_config=config)
     memory = arena_for(model, 130, requests=2)
-    d = await cluster.start(
-        "decode", model, kv_transfer_config=config, kv_cache_memory_bytes=memory
-    )
+    d = await shared.start("decode", model, kv_transfer_config=config, kv_cache_memory_bytes=memory)
     turns = [await take_turn(p, d, prompt_of(100, salt), LONG) for salt in range(3)]
     await until(lambda: d.engine.core.scheduler.num_held == 2)
     assert sample(d, "tandem:held_turns_taken_back_total") == 1
