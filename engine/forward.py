@@ -52,7 +52,7 @@ LayerCaches = dict[tuple[int, int], LayerCache]
 
 @dataclass(slots=True, frozen=True)
 class AttentionIndex:
-    """Where an attention group's tokens live: rows of pages to read, and rows of tokens to write.
+    """The places of an attention group's tokens: rows of pages to read, rows of tokens to write.
 
     `block_tables` int64 [sequences, max_blocks] (unused tail entries point at any valid row);
     `slot_mapping` int64 [tokens * num_kv_heads], heads fastest.
@@ -76,7 +76,7 @@ class StateExport:
 
 @dataclass(slots=True, frozen=True)
 class StateIndex:
-    """Which unit holds each sequence's state: `units` int64 [sequences].
+    """The unit that holds each sequence's state: `units` int64 [sequences].
 
     `decode_run` is the same information for the decodes when their units are consecutive and
     ascending: then states are updated in place through a slice, without gather and scatter.

@@ -29,7 +29,7 @@ class AttentionConfig:
     output_scale: float = 1.0
 
     def spec(self, dtype: str) -> FullAttentionSpec | SlidingWindowSpec:
-        """What one such layer keeps per token."""
+        """The cache contents of one such layer per token."""
         if self.window is None:
             return FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype)
         return SlidingWindowSpec(self.num_kv_heads, self.head_dim, dtype, self.window)

@@ -1,4 +1,4 @@
-"""Where a model's files are: a local folder, or the hub's cache. Torch-free."""
+"""The folder of a model's files: a local one, or the hub's cache. Torch-free."""
 
 from pathlib import Path
 

@@ -32,7 +32,7 @@ class GatedDeltaNetConfig:
         return 2 * self.keys + self.values
 
     def spec(self, dtype: str) -> MambaSpec:
-        """What one such layer keeps for one sequence."""
+        """The cache contents of one such layer for one sequence."""
         return MambaSpec(
             kind="gated_delta_net",
             conv_shape=(self.conv_kernel - 1, self.conv_dim),

@@ -1,4 +1,4 @@
-"""Which token ids end a sequence, as a model folder says. Torch-free."""
+"""The token ids that end a sequence, read from a model folder. Torch-free."""
 
 from pathlib import Path
 

@@ -9,7 +9,7 @@ from engine.model_configs.config_reader import ConfigReader
 
 
 class Gating(StrEnum):
-    """What happens to the scan's output y and the gate z; norms are over each group by itself."""
+    """The order of norm and gate z after the scan's output y; each group has its own norm."""
 
     GATE_THEN_NORM = "norm(y * silu(z))"
     NORM_THEN_GATE = "norm(y) * silu(z)"
@@ -57,7 +57,7 @@ class Mamba2Config:
         return (self.inner_size, self.inner_size, shared, shared, self.num_heads)
 
     def spec(self, dtype: str) -> MambaSpec:
-        """What one such layer keeps for one sequence."""
+        """The cache contents of one such layer for one sequence."""
         return MambaSpec(
             kind="mamba2",
             conv_shape=(self.conv_kernel - 1, self.conv_dim),

@@ -64,7 +64,7 @@ class ModelConfig:
 
     @property
     def layer_specs(self) -> tuple[tuple[LayerSpec, ...], ...]:
-        """What each layer keeps in the cache."""
+        """The cache contents of each layer."""
         return tuple(tuple(mixer.spec(self.dtype) for mixer in own) for own in self.mixers)
 
     @property

@@ -1,4 +1,4 @@
-"""Which architectures are supported, and reading config.json as one of them. Torch-free."""
+"""The supported architectures, and config.json read as one of them. Torch-free."""
 
 from collections.abc import Callable, Mapping
 from math import inf

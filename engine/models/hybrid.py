@@ -31,7 +31,7 @@ MakeLayer = Callable[[ModelConfig, Weights, Sequence[Part]], list[ResidualBlock]
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Names:
-    """Where a family's checkpoints keep what all models have; `mixer`: one name for all kinds."""
+    """Names of the tensors that all models have; `mixer`: one name for mixers of any kind."""
 
     embeddings: str = "model.embed_tokens"
     layers: str = "model.layers"

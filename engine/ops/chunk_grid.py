@@ -1,12 +1,17 @@
 """Packed segments on a grid of equal chunks: work inside chunks is one batch over all segments.
 
-Chunks are ordered by step: chunk 0 of every segment, then chunk 1 of those that have one, and so
-on, longest segment first; so a sequential scan touches one run of chunks per step. A chunk ends
-early where a state is exported, so that the scan passes it anyway. Pads are zeros.
+Chunks are ordered by step of the scan, the segment with most chunks first, so that a sequential
+scan touches consecutive chunks. A chunk ends early where a state is exported, so that the scan
+passes it anyway. Pads are zeros.
+
+    segments   A: 65 tokens    B: 130 tokens, of which state 100 is exported
+    step            0           |       1          |    2
+    chunks     B 0-63 | A 0-63  | B 64-99 | A 64   | B 100-129
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -35,7 +40,7 @@ class _Rows:
 class ChunkGrid:
     """`active[i]`: segments with a chunk at step i; `order`: most chunks first (None: as given).
 
-    `rows`: where the tokens are (None: in order from the first row on, all pads behind them).
+    `rows`: where the tokens are (None: in order from the first row on, all pads after them).
     `exports`: segment of each export and the chunk that starts there (None: the segment ends).
     """
 
@@ -57,19 +62,7 @@ class ChunkGrid:
         `exports`: (segment, offset) of each asked-for state. Raises ValueError for one that is
         not inside of a segment.
         """
-        cuts = _cuts(query_lens, exports)
-        starts = [_chunk_starts(n, own) for n, own in zip(query_lens, cuts, strict=True)]
-        order = sorted(range(len(starts)), key=lambda one: (-len(starts[one]), -query_lens[one]))
-        active = [sum(len(own) > step for own in starts) for step in range(len(starts[order[0]]))]
-        chunks = _places(starts, order, active)
-        of_tokens = _token_rows(query_lens, chunks)
-        return cls(
-            sum(query_lens),
-            active,
-            None if len(order) == 1 else torch.tensor(order, device=device),
-            None if of_tokens is None else _Rows.of(of_tokens, sum(active) * CHUNK, device),
-            [(segment, chunks[segment].get(offset)) for segment, offset in exports],
-        )
+        return _grid(tuple(query_lens), device, tuple(exports))
 
     def spread(self, x: Tensor) -> Tensor:
         """x [T, H, ...] -> a new float32 [chunks, H, CHUNK, ...], zeros in the pads."""
@@ -108,14 +101,34 @@ class ChunkGrid:
         return torch.cat([final[:0], *states])
 
 
-def _cuts(query_lens: list[int], exports: Sequence[tuple[int, int]]) -> list[list[int]]:
+# All recurrent layers of a step ask for the same grid, and on a device each would copy it there.
+@lru_cache(maxsize=4)
+def _grid(
+    query_lens: tuple[int, ...], device: torch.device, exports: tuple[tuple[int, int], ...]
+) -> ChunkGrid:
+    cuts = _cuts(query_lens, exports)
+    starts = [_chunk_starts(n, own) for n, own in zip(query_lens, cuts, strict=True)]
+    order = sorted(range(len(starts)), key=lambda one: (-len(starts[one]), -query_lens[one]))
+    active = [sum(len(own) > step for own in starts) for step in range(len(starts[order[0]]))]
+    chunks = _places(starts, order, active)
+    of_tokens = _token_rows(query_lens, chunks)
+    return ChunkGrid(
+        sum(query_lens),
+        active,
+        None if len(order) == 1 else torch.tensor(order, device=device),
+        None if of_tokens is None else _Rows.of(of_tokens, sum(active) * CHUNK, device),
+        [(segment, chunks[segment].get(offset)) for segment, offset in exports],
+    )
+
+
+def _cuts(query_lens: Sequence[int], exports: Sequence[tuple[int, int]]) -> list[list[int]]:
     """The offsets of each segment's exports."""
     cuts: list[list[int]] = [[] for _ in query_lens]
     for segment, offset in exports:
         if not (0 <= segment < len(cuts) and 0 < offset <= query_lens[segment]):
             raise ValueError(
-                f"export ({segment}, {offset}) is in none of the segments of {query_lens} tokens; "
-                "an offset counts the segment's tokens before it, from 1 to all"
+                f"export ({segment}, {offset}) is in none of the segments of {[*query_lens]} "
+                "tokens; an offset counts the segment's tokens before it, from 1 to all"
             )
         cuts[segment].append(offset)
     return cuts
@@ -137,7 +150,7 @@ def _places(starts: list[list[int]], order: list[int], active: list[int]) -> lis
     ]
 
 
-def _token_rows(query_lens: list[int], chunks: list[dict[int, int]]) -> Tensor | None:
+def _token_rows(query_lens: Sequence[int], chunks: list[dict[int, int]]) -> Tensor | None:
     """The grid row of each token; None where that is the token's own number."""
     sizes, shifts, base = [], [], 0
     for length, own in zip(query_lens, chunks, strict=True):

@@ -33,49 +33,30 @@ def _page_bytes(plan: ArenaPlan, group: int) -> int:
 
 
 def _view(arena: Tensor, plan: ArenaPlan, group: int, *, place: int) -> LayerCache:
+    """The cache of the layer that is number `place` in its group."""
     spec = plan.groups[group].spec
     if isinstance(spec, MambaSpec):
-        return _state_view(arena, plan, spec, place=place)
-    return _attention_view(arena, plan.block_size_of(group), spec, place=place)
+        start = place * spec.layer_bytes
+        conv = _states(arena, plan, start, shape=spec.conv_shape, dtype=spec.conv_dtype)
+        start += spec.conv_bytes
+        shape, dtype = spec.temporal_shape, spec.temporal_dtype
+        return StateCache(conv, _states(arena, plan, start, shape=shape, dtype=dtype))
+    # The arena as rows of half a page. The view of a layer starts where its K (or V) is in the
+    # first block, so a block has the same row number in the views of all layers:
+    #
+    #   block of two layers    | K of 0 | V of 0 | K of 1 | V of 1 |
+    #   row r of its views       k: r     v: r+1   k: r+2   v: r+3
+    page = (spec.num_kv_heads, plan.block_size_of(group), spec.head_dim)
+    rows = arena.view(TORCH_DTYPES[spec.dtype])
+    rows = rows[: rows.numel() // prod(page) * prod(page)].view(-1, *page)
+    k, v = rows[2 * place :], rows[2 * place + 1 :]
+    return AttentionCache(k, v, k.view(-1, spec.head_dim), v.view(-1, spec.head_dim))
 
 
-def _attention_view(
-    arena: Tensor, block_size: int, spec: AttentionSpec, *, place: int
-) -> AttentionCache:
-    typed = arena.view(TORCH_DTYPES[spec.dtype])
-    page = (spec.num_kv_heads, block_size, spec.head_dim)
-    half = prod(page)
-    k_pages, v_pages = (
-        typed[(2 * place + half_index) * half :][
-            : _whole(typed, half, 2 * place + half_index)
-        ].view(-1, *page)
-        for half_index in (0, 1)
-    )
-    return AttentionCache(
-        k_pages, v_pages, k_pages.view(-1, spec.head_dim), v_pages.view(-1, spec.head_dim)
-    )
-
-
-def _whole(typed: Tensor, half: int, skipped: int) -> int:
-    return (typed.numel() // half - skipped) * half
-
-
-def _state_view(arena: Tensor, plan: ArenaPlan, spec: MambaSpec, *, place: int) -> StateCache:
-    start = place * spec.layer_bytes
-    conv = _strided(arena, plan, start, shape=spec.conv_shape, dtype=spec.conv_dtype)
-    temporal = _strided(
-        arena,
-        plan,
-        start + spec.conv_bytes,
-        shape=spec.temporal_shape,
-        dtype=spec.temporal_dtype,
-    )
-    return StateCache(conv, temporal)
-
-
-def _strided(
+def _states(
     arena: Tensor, plan: ArenaPlan, start: int, *, shape: tuple[int, ...], dtype: str
 ) -> Tensor:
+    """[units, *shape]: one tensor of a layer's state, `start` bytes into each unit."""
     size = DTYPE_BYTES[dtype]
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return arena.view(TORCH_DTYPES[dtype]).as_strided(

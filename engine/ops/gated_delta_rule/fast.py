@@ -93,12 +93,16 @@ def chunk(
     # Strong decays add up to thousands; float32 would blur the difference of two neighbours there.
     log_decay = grid.spread(g).cumsum(-1, dtype=torch.float64).mul_(LOG2_E)
     keys = k.transpose(-1, -2)
+    # Decay from token j to token i of a chunk. Above the diagonal nobody reads it, but unclamped it
+    # would overflow.
     pairs = (log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)).float().clamp_(max=0).exp2_()
     attention = (_per_value_head(q @ keys, repeats) * pairs).tril_()
     system = pairs.mul_(_per_value_head(k @ keys, repeats)).mul_(rate)
     q, k = (_per_value_head(x, repeats) for x in (q, k))
     decay = log_decay.exp2().float().unsqueeze(-1)
     to_end = (log_decay[..., -1:] - log_decay).exp2_().float().unsqueeze(-1)
+    # Inside a chunk each token's write depends on all before it: one triangular system per chunk
+    # gives what would be written from a zero state, and how a real one changes that.
     new_v, reads = _solve(system, v.mul_(rate)), _solve(system, k * (decay * rate))
     writes = (k * to_end).transpose(-1, -2)
     starts, final = _scan(grid, decay[:, :, -1:], writes, reads=reads, new_v=new_v, initial=initial)

@@ -1,7 +1,7 @@
 """Attention over pages: batched products for decodes, torch's fused attention for prefill segments.
 
 The parts have the signatures of `naive.py`, and `scratch`. Head-major pages gather by whole (page,
-head) rows straight into a batched product. With a `window`, blocks wholly before it are not read.
+head) rows straight into a batched product. With a `window`, blocks before it are not read.
 """
 
 from functools import partial
@@ -140,7 +140,7 @@ def prefill(
 
 
 def _causal_mask(n: int, length: int, window: int | None, *, device: torch.device) -> Tensor | None:
-    """What the last n of `length` positions may read: bool [n, length].
+    """The positions that the last n of `length` may read: bool [n, length].
 
     None where that is all (one query) or plainly causal (n = length), which torch knows itself.
     """
@@ -155,9 +155,14 @@ def _causal_mask(n: int, length: int, window: int | None, *, device: torch.devic
 def _recent(
     block_tables: Tensor, lens: list[int], window: int, *, block_size: int
 ) -> tuple[Tensor, list[int], list[int]]:
-    """Tables without the blocks that lie wholly before the window, lengths in them, window starts.
+    """Tables without the blocks before the window, lengths in them, starts of the window in them.
 
-    So nothing of those blocks is read; their entries may be any valid row.
+    Nothing of those blocks is read; their entries may be any valid row.
+
+        blocks   | null | null | b2 . . . | b3 . . . | b4 .      length
+        window                      [. . . . . . . . . .]
+        tables                 | b2       | b3       | b4        length - 2 blocks
+                                    ^ start
     """
     firsts = [max(0, length - window) for length in lens]
     skipped = [first // block_size for first in firsts]

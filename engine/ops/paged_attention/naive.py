@@ -2,7 +2,7 @@
 
 Pages are [rows, num_kv_heads, block_size, head_dim]; a sequence is a row of page numbers and a
 length. With a `window`, the token at position p reads positions p - window + 1 to p only; pages
-wholly before that may be any valid row.
+before that may be any valid row.
 """
 
 import torch

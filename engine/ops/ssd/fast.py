@@ -80,6 +80,8 @@ def ssd_chunk(
     of it), ascending. Returns y [T, H, P], the final states and the states at the exports
     [E, H, P, N], all float32.
     """
+    # y of a token = (state before its chunk, decayed up to it) + (earlier tokens of its chunk):
+    # matrix products over all chunks at once, but for the states, which pass from chunk to chunk.
     grid = ChunkGrid.over(query_lens, x.device, exports)
     # Sums reach hundreds and differences near zero matter: float32 would lose four digits.
     decay = grid.spread(dt * a).cumsum(-1, dtype=torch.float64).mul_(LOG2_E)
@@ -93,7 +95,7 @@ def ssd_chunk(
 
 
 def _inside_chunks(decay: Tensor, push: Tensor, keys: Tensor, queries: Tensor) -> Tensor:
-    """What tokens of the same chunk contribute: [C, H, L, P].
+    """The contribution of tokens of the same chunk: [C, H, L, P].
 
     decay float64 [C, H, L] in powers of 2, push [C, H, L, P], keys and queries [C, G, L, N].
     Differences of decay above the diagonal are positive and must not overflow; the score there is
@@ -107,7 +109,7 @@ def _inside_chunks(decay: Tensor, push: Tensor, keys: Tensor, queries: Tensor) -
 
 
 def _chunk_states(decay: Tensor, push: Tensor, keys: Tensor) -> Tensor:
-    """What each chunk adds to the state at its end: [C, H, P, N]."""
+    """The part of the state at each chunk's end that the chunk itself adds: [C, H, P, N]."""
     chunks, groups, length, state_size = keys.shape
     heads, head_dim = push.shape[1], push.shape[3]
     left = (decay[..., -1:] - decay).exp2_().float()
@@ -129,6 +131,7 @@ def _across_chunks(
     for active, left in pairwise([*grid.active, 0]):
         rows = slice(first, first + active)
         after = torch.addcmul(own[rows], state, factors[rows])
+        # What a chunk adds is used up: its place takes the state before the chunk.
         own[rows] = state
         final[left:active] = after[left:]
         state = after[:left]
@@ -137,7 +140,7 @@ def _across_chunks(
 
 
 def _from_before(before: Tensor, queries: Tensor) -> Tensor:
-    """What the state before a chunk gives each of its tokens, not yet decayed: [C, L, H, P]."""
+    """The contribution of the state before a chunk to its tokens, not yet decayed: [C, L, H, P]."""
     chunks, heads, head_dim, state_size = before.shape
     groups, length = queries.shape[1:3]
     y = queries @ before.view(chunks, groups, -1, state_size).transpose(2, 3)
