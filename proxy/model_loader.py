@@ -28,26 +28,22 @@ async def load_serving(pool: NodePool, served_names: Sequence[str]) -> Serving:
     """
     while True:
         for node in pool.nodes:
-            serving = await _try_to_load(node, served_names)
-            if serving is not None:
+            if (serving := await _load_from(node, served_names)) is not None:
                 return serving
         await pool.wait_for_news(RETRY_INTERVAL_S)
 
 
-async def _try_to_load(node: Node, served_names: Sequence[str]) -> Serving | None:
+async def _load_from(node: Node, served_names: Sequence[str]) -> Serving | None:
     """None from a node that is out of use or has no tokenizer to give."""
-    if not node.is_available or node.info is None:
+    info = node.info
+    if not node.is_available or info is None:
         return None
     try:
-        return await _load_from(node, node.info, served_names)
+        files = await node.client.get_tokenizer(FETCH_TIMEOUT_S)
+        serving = await asyncio.to_thread(_build_serving, files, info, tuple(served_names))
     except TandemError as error:
         log.warning("no tokenizer from node", node=node.name, problem=str(error))
         return None
-
-
-async def _load_from(node: Node, info: NodeInfo, served_names: Sequence[str]) -> Serving:
-    files = await node.client.get_tokenizer(FETCH_TIMEOUT_S)
-    serving = await asyncio.to_thread(_build_serving, files, info, tuple(served_names))
     log.info("model is known", model=serving.model_name, tokenizer_of=node.name)
     return serving
 

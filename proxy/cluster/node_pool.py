@@ -30,6 +30,9 @@ class ModelIdentity:
     model_name: str
     vocab_size: int
 
+    def __str__(self) -> str:
+        return f"model {self.model_name!r} with {self.vocab_size} tokens"
+
 
 class NodePool:
     """Owns the nodes and the tasks that watch them, between `start` and `close`."""
@@ -44,9 +47,9 @@ class NodePool:
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         self.identity: ModelIdentity | None = None
-        self._nodes = [Node(url, NodeKind.DECODE, token=token, tls=tls) for url in decode]
-        self._nodes += [Node(url, NodeKind.PREFILL, token=token, tls=tls) for url in prefill]
-        self._by_name = {node.name: node for node in self._nodes}
+        urls = [(NodeKind.DECODE, url) for url in decode]
+        urls += [(NodeKind.PREFILL, url) for url in prefill]
+        self._by_name = {url.text: Node(url, kind, token=token, tls=tls) for kind, url in urls}
         self._poll_interval_s = poll_interval_s
         self._watchers: list[asyncio.Task[None]] = []
         self._news = asyncio.Event()
@@ -54,7 +57,7 @@ class NodePool:
 
     def start(self, on_end: Callable[[asyncio.Task[None]], None]) -> None:
         """Starts to watch all nodes, there or not; `on_end` gets every watcher that ends."""
-        self._watchers = [asyncio.create_task(self._watch(node)) for node in self._nodes]
+        self._watchers = [asyncio.create_task(self._watch(node)) for node in self.nodes]
         for watcher in self._watchers:
             watcher.add_done_callback(on_end)
 
@@ -62,12 +65,12 @@ class NodePool:
         for task in self._watchers:
             task.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        await asyncio.gather(*(node.close() for node in self._nodes))
+        await asyncio.gather(*(node.close() for node in self.nodes))
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         """All nodes, decode nodes first."""
-        return tuple(self._nodes)
+        return tuple(self._by_name.values())
 
     @property
     def max_model_len(self) -> int:
@@ -85,7 +88,7 @@ class NodePool:
                 await self._news.wait()
 
     def available(self, kind: NodeKind) -> tuple[Node, ...]:
-        return tuple(node for node in self._nodes if node.kind is kind and node.is_available)
+        return tuple(node for node in self.nodes if node.kind is kind and node.is_available)
 
     def num_available(self, kind: NodeKind) -> int:
         return len(self.available(kind))
@@ -114,11 +117,7 @@ class NodePool:
             self.identity = identity
         if identity == self.identity:
             return None
-        problem = f"serves {_spell(identity)} where this cluster serves {_spell(self.identity)}"
+        problem = f"serves {identity} where this cluster serves {self.identity}"
         if problem != node.problem:
             log.error("node is refused", node=node.name, problem=problem)
         return problem
-
-
-def _spell(identity: ModelIdentity) -> str:
-    return f"model {identity.model_name!r} with {identity.vocab_size} tokens"
