@@ -219,7 +219,7 @@ class ScriptedNode:
 
 
 class NoDigests:
-    """For a desk that nobody asks."""
+    """For a control handler that nobody asks for digests."""
 
     def begin(self, lease: Lease) -> None:
         """Nothing is hashed."""

@@ -150,9 +150,9 @@ async def test_latencies_and_outcomes_are_counted() -> None:
         assert await metric(base, "vllm:inter_token_latency_seconds_count") == [3]
         assert await metric(base, "vllm:e2e_request_latency_seconds_count") == [1]
         assert await metric(base, "vllm:request_success_total", finished_reason="length") == [1]
-        legs = {"policy": "round_robin", "outcome": "ok"}
-        assert await metric(base, "tandem_proxy_node_requests_total", node=p.url, **legs) == [1]
-        assert await metric(base, "tandem_proxy_node_requests_total", node=d.url, **legs) == [1]
+        labels = {"policy": "round_robin", "outcome": "ok"}
+        assert await metric(base, "tandem_proxy_node_requests_total", node=p.url, **labels) == [1]
+        assert await metric(base, "tandem_proxy_node_requests_total", node=d.url, **labels) == [1]
 
 
 async def until_first_token(client: openai.AsyncOpenAI) -> None:

@@ -1,4 +1,4 @@
-"""A prefill whose answer nobody waits for any more: P is told, by the caller's own label."""
+"""The proxy gives up waiting for a prefill and releases it at P by its own request id."""
 
 from connector.pd.prefill.control_handler import ControlHandler
 from engine.request_ids import unique_id
@@ -21,10 +21,10 @@ async def test_a_prefill_that_takes_too_long_is_released() -> None:
 
 def test_a_label_ends_the_leases_of_its_requests_and_confirms_none() -> None:
     leases = lease_table(LEASE_S, lambda: 0.0)
-    desk = ControlHandler(identity, leases, digests=NO_DIGESTS, wake=lambda: None)
+    control = ControlHandler(identity, leases, digests=NO_DIGESTS, wake=lambda: None)
     mine, other = unique_id("cmpl-1", 10), unique_id("cmpl-12", 11)
     for request_id in (mine, other):
         leases.grant(request_id, ((0,),), 16, holding=HOLDING)
-    assert not desk.release("p", "cmpl-1", "abort", generation=0)
+    assert not control.release("p", "cmpl-1", "abort", generation=0)
     assert leases.take_ended() == (mine,)
-    assert desk.release("p", other, "read", generation=0)
+    assert control.release("p", other, "read", generation=0)
