@@ -32,7 +32,7 @@ class ArenaMemory:
     `tensor`: uint8, shape (nbytes,), zero-copy. `fd` is None on a device; `label` names the memfd.
     """
 
-    __slots__ = ("_tensor", "device_index", "fd", "label", "nbytes")
+    __slots__ = ("_host", "_tensor", "device_index", "fd", "label", "nbytes")
 
     def __init__(self, nbytes: int, *, device: str = "cpu", prefault: bool = True) -> None:
         if nbytes < 1:
@@ -48,6 +48,7 @@ class ArenaMemory:
             self._tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         index = self._tensor.get_device()
         self.device_index: int | None = index if index >= 0 else None
+        self._host = self._tensor.numpy().data if self.device_index is None else None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -66,8 +67,9 @@ class ArenaMemory:
 
         A copy waits for what is queued on the device. Raises ValueError once closed.
         """
-        part = self.tensor[offset : offset + length]
-        return part.cpu().numpy().data
+        if self._host is not None:
+            return self._host[offset : offset + length]
+        return self.tensor[offset : offset + length].cpu().numpy().data
 
     @contextmanager
     def writable(self, offset: int, length: int) -> Iterator[memoryview]:
@@ -76,21 +78,23 @@ class ArenaMemory:
         A host arena gives the bytes themselves, a device's an empty buffer that is copied at the
         end; after an exception a device's bytes stay as they were. Raises ValueError once closed.
         """
+        if self._host is not None:
+            yield self._host[offset : offset + length]
+            return
         part = self.tensor[offset : offset + length]
-        buffer = torch.empty_like(part, device="cpu") if self.device_index is not None else part
+        buffer = torch.empty_like(part, device="cpu")
         yield buffer.numpy().data
-        if buffer is not part:
-            part.copy_(buffer)
+        part.copy_(buffer)
 
     def host_bytes(self) -> memoryview:
         """All bytes, writable and without a copy. Raises ValueError on a device or once closed."""
         if self.device_index is not None:
             raise ValueError(f"{self.label} is on device {self.device_index}, not on the host")
-        return self.tensor.numpy().data
+        return self.tensor.numpy().data  # `tensor` raises once closed
 
     def close(self) -> None:
         """Gives back the descriptor now, the bytes with the last tensor over them. Idempotent."""
-        self._tensor = None
+        self._tensor = self._host = None
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

@@ -26,7 +26,7 @@ class DeviceArena(ArenaMemory):
         super().__init__(nbytes, device=device, prefault=prefault)
         assert self.fd is not None
         os.close(self.fd)
-        self.fd, self.device_index = None, 0
+        self.fd, self.device_index, self._host = None, 0, None
         self._address = super().data_ptr
         self._lock = Lock()
         self._num_inside = 0
