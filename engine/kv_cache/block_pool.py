@@ -10,7 +10,7 @@ all that follows its blocks (two levels, as in Jenga, SOSP'25).
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-from engine.kv_cache.eviction import EvictionOrder
+from engine.kv_cache.eviction import EvictionOrder, IdleQueue
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates, CacheListener
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixKey
@@ -23,8 +23,8 @@ Path = tuple[Node, int]  # the blocks of a node and all before it, up to this in
 class BlockPool:
     """Owner of all blocks and states of one arena and of the trees that find them.
 
-    `nodes_in[u]`: the nodes with blocks in unit u. `num_releases` grows with everything
-    that is let go.
+    `nodes_in[u]`: the nodes with blocks in unit u. `num_releases` grows with everything that is
+    let go.
     """
 
     def __init__(self, plan: ArenaPlan, listener: CacheListener | None = None) -> None:
@@ -38,18 +38,9 @@ class BlockPool:
         self.nodes_in: dict[int, set[Node]] = {}
         self.num_releases = 0
         self._state_group = plan.state_groups[0] if plan.state_groups else None
+        state_queues = [self.order.idle[group] for group in plan.state_groups]
+        self.idle_checkpoints = state_queues[0] if state_queues else IdleQueue()
         self._listener = listener
-
-    @property
-    def num_idle_units(self) -> int:
-        """Units of which nothing is in use: free ones, and those that hold idle content only."""
-        return self.plan.num_units - self.units.num_used_units
-
-    @property
-    def num_idle_checkpoints(self) -> int:
-        """Checkpoints that nobody uses at the moment."""
-        group = self._state_group
-        return 0 if group is None else len(self.order.idle[group].members)
 
     def fits(self, new: NewBlocks, paths: Iterable[Path] = ()) -> bool:
         """Whether new blocks fit while `paths` are in use as well; exact."""
@@ -82,6 +73,8 @@ class BlockPool:
 
     def free(self, group: int, blocks: Sequence[int]) -> None:
         """Frees private blocks."""
+        if not blocks:
+            return
         self.num_releases += 1
         idle_units = self.units.unuse(group, self.units.units_of(group, blocks))
         self.units.free(group, blocks)
@@ -119,14 +112,13 @@ class BlockPool:
         tree.complete(partial, tree.digests(prefix, partial.start, partial.end))
         self._announce(partial, partial.start, prefix)
 
-    def publish_partial(self, node: Node, prefix: PrefixDigests, num_tokens: int) -> None:
-        """A node's one block, filled up to `num_tokens` tokens, becomes findable."""
-        key = prefix.key(num_tokens)
+    def publish_partial(self, node: Node, prefix: PrefixDigests, key: PrefixKey) -> None:
+        """A node's one block, filled up to the end of `key`, becomes findable."""
         self.trees[node.group].add_key(node, key)
         if self._listener is not None:
             start = node.start * self.plan.block_size_of(node.group)
             parent = prefix.boundaries()[start // prefix.hash_block_size]
-            tokens = prefix.tokens(start, num_tokens)
+            tokens = prefix.tokens(start, key.num_tokens)
             self._listener.stored(self._cached_key(node, key), parent, tokens)
 
     def publish_states(self, node: Node, key: PrefixKey, value: float) -> None:
@@ -140,13 +132,14 @@ class BlockPool:
     def share(self, node: Node, end: int) -> Node:
         """One more use of a node up to index `end`; splits it there and returns the part before."""
         if end < node.end:
+            # The user's part becomes the parent, so that those who use all of `node` still do.
             count, node = end - node.start, self.trees[node.group].split(node)
             (rest,) = node.children.values()
             self._move_front(rest, count)
         user: Node | None = node
         while user is not None:
             user.refs += 1
-            if user.refs > 1:
+            if user.refs > 1:  # then it counts at its parent already
                 break
             self.order.remove(user)
             self.units.use(user.group, user.units)
@@ -190,18 +183,11 @@ class BlockPool:
                 return node
         raise LookupError(f"group {group}: block {block} is not cached")
 
-    def evict_checkpoint(self) -> None:
-        """Evicts the least valuable idle checkpoint, if there is one."""
-        if self._state_group is not None:
-            checkpoint = self.order.idle[self._state_group].first()
-            if checkpoint is not None:
-                self._evict(checkpoint, 0)
-
     def clear(self) -> None:
         """Drops everything idle."""
         for queue in self.order.idle:
             while (node := queue.first()) is not None:
-                self._evict(node, 0, resets=True)
+                self.evict(node, resets=True)
         if self._listener is not None and all(tree.is_empty for tree in self.trees):
             self._listener.cleared()
 
@@ -217,7 +203,7 @@ class BlockPool:
         assert parent is not None
         self._enter(parent, units)
         self._leave(node, units)
-        if parent.refs and not node.refs:
+        if parent.refs and not node.refs:  # idle blocks join a node in use
             self.units.use(node.group, units)
         self.trees[node.group].move_front(node, count)
 
@@ -228,31 +214,31 @@ class BlockPool:
             missing = self.units.num_missing_slots(group, count)
             if missing > 0 and (node := self.order.idle[group].first()) is not None:
                 options.append((node.rank, node, max(0, len(node.blocks) - missing)))
-        if self._state_group is not None:
-            checkpoint = self.order.idle[self._state_group].first()
-            if checkpoint is not None:
-                options.append((checkpoint.rank, checkpoint, 0))
+        if (checkpoint := self.idle_checkpoints.first()) is not None:
+            options.append((checkpoint.rank, checkpoint, 0))
+        # Slots of a started unit help only their own group; a whole idle unit helps every group.
         unit = self.order.first_unit_before([rank for rank, _, _ in options], self._is_idle)
         if unit is None:
             _, node, keep = min(options, key=itemgetter(0))
-            self._evict(node, keep)
+            self.evict(node, keep)
             return
         for node in list(self.nodes_in[unit]):
             if unit in node.units:  # it may have gone with a node before it
                 per_unit = self.plan.blocks_per_unit[node.group]
                 places = enumerate(node.blocks)
-                self._evict(node, next(at for at, block in places if block // per_unit == unit))
+                self.evict(node, next(at for at, block in places if block // per_unit == unit))
 
     def _is_idle(self, unit: int) -> bool:
         """Whether a unit holds blocks, none of which is in use."""
         return unit in self.nodes_in and not self.units.is_used(unit)
 
-    def _evict(self, node: Node, keep: int, *, resets: bool = False) -> None:
+    def evict(self, node: Node, keep: int = 0, *, resets: bool = False) -> None:
         """Frees all but the first `keep` blocks of an idle node, and first all that follows it."""
         listener = self._listener
         ends_first = [(child, 0) for child in reversed(node.descendants())]
         for gone, num_kept in [*ends_first, (node, keep)]:
             assert not gone.refs, f"group {gone.group}: {len(gone.blocks)} blocks are in use"
+            # Described before anything changes: `removed` says the same as `evicting`.
             cached = [] if listener is None else self._cached(gone, num_kept)
             for each in cached:
                 if listener is not None and not resets:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.kv_cache.block_pool import BlockPool, Path
-from engine.kv_cache.coverage import Coverage
+from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.full_attention import FullAttentionLookup, FullAttentionTable
 from engine.kv_cache.mamba_states import MambaStates
 from engine.kv_cache.plan import ArenaPlan
@@ -67,7 +67,7 @@ class PrefixHit:
 class Coordinator:
     """Looks prefixes up in the groups of one arena."""
 
-    def __init__(self, pool: BlockPool, states: MambaStates | None) -> None:
+    def __init__(self, pool: BlockPool, states: MambaStates) -> None:
         self._pool = pool
         self._states = states
         self._kinds = attention_kinds(pool.plan)
@@ -83,32 +83,32 @@ class Coordinator:
         attention = {
             group: kind.lookup(self._pool, prefix, group) for group, kind in self._kinds.items()
         }
-        local = [lookup.longest for lookup in attention.values()]
-        states = None if skip_mamba or self._states is None else self._states.lookup(prefix)
+        local: list[Longest] = [lookup.longest for lookup in attention.values()]
+        states = self._states.lookup(prefix)
         branch_point = _longest(limit, local)
         if skip_mamba:
             num_tokens = num_local = _longest(branch_point, [*local, self._whole_blocks])
+            has_states = False
         else:
-            every = [_either(longest, external.attention_up_to) for longest in local]
-            if states is not None:
+            every: list[Longest] = [*local, states.longest]
+            if external is not NOTHING:
+                every = [_either(longest, external.attention_up_to) for longest in local]
                 every.append(_either(states.longest, external.state_up_to))
-            farthest = max(branch_point, external.attention_up_to(limit))
-            num_tokens = _longest(farthest, every)
-            if states is not None and states.longest(num_tokens) < num_tokens:
-                states = None
+            num_tokens = _longest(max(branch_point, external.attention_up_to(limit)), every)
             num_local = _longest(num_tokens, local)
-            is_here = num_local == num_tokens and (states is not None or self._states is None)
+            has_states = states.longest(num_tokens) == num_tokens
+            is_here = has_states and num_local == num_tokens
             if num_tokens <= external.attention_tokens and not is_here:
                 # A load brings whole blocks, and some attention beside the states.
                 num_local = _longest(num_tokens - 1, [*local, self._whole_blocks])
-        in_group = [num_tokens if states else 0] * len(self._pool.plan.groups)
+        in_group = [num_tokens if has_states else 0] * len(self._pool.plan.groups)
         for group in attention:
             in_group[group] = num_local
         return PrefixHit(
             num_tokens,
             branch_point,
             {group: lookup.hit(num_local) for group, lookup in attention.items()},
-            GroupHit() if states is None else states.hit(num_tokens),
+            states.hit(num_tokens) if has_states else GroupHit(),
             tuple(in_group),
         )
 

@@ -62,6 +62,7 @@ class FullAttentionTable(GroupTable):
         first, end = self.num_published, num_tokens // self._size
         if first >= end:
             return
+        # Whole blocks that others have published since then replace the request's own.
         node, num_known = self._tree.descend(self._last, self._tree.digests(prefix, first, end))
         if num_known:
             self._follow(node, first + num_known)
@@ -76,12 +77,12 @@ class FullAttentionTable(GroupTable):
 
     def publish_partial(self, prefix: PrefixDigests, num_tokens: int) -> None:
         index, rest = divmod(num_tokens, self._size)
-        if not rest or self._tree.find(prefix.key(num_tokens)) is not None:
+        if not rest or self._tree.find(key := prefix.key(num_tokens)) is not None:
             return
         if self._partial is None:
             self._partial = self._pool.add_partial(self._last, self.blocks[index])
             self._num_settled = index + 1
-        self._pool.publish_partial(self._partial, prefix, num_tokens)
+        self._pool.publish_partial(self._partial, prefix, key)
 
     def leave(self, num_tokens: int) -> None:
         """Every block is still read."""

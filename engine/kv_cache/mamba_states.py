@@ -35,13 +35,20 @@ class Checkpoint:
 
 
 class StateLookup(Lookup):
-    """Can resume where a checkpoint stands; the empty prefix needs none."""
+    """Can resume where a checkpoint stands; the empty prefix needs none.
 
-    def __init__(self, tree: RadixTree, prefix: PrefixDigests) -> None:
+    Without a tree there are no Mamba groups, and any length will do.
+    """
+
+    def __init__(self, tree: RadixTree | None, prefix: PrefixDigests) -> None:
         self._tree = tree
         self._prefix = prefix
+        self._searched = -1  # up to here `_found` is the longest
+        self._found: tuple[int, Node] | None = None
 
     def longest(self, limit: int) -> int:
+        if self._tree is None:
+            return limit
         found = self._find(limit)
         return 0 if found is None else found[0]
 
@@ -50,32 +57,51 @@ class StateLookup(Lookup):
         return GroupHit() if found is None else GroupHit(source=(found[1], found[1].end))
 
     def _find(self, limit: int) -> tuple[int, Node] | None:
-        return self._tree.longest_partial(self._prefix, 0, limit) if self._tree.partial else None
+        if self._tree is None or not self._tree.partial:
+            return None
+        position = 0 if self._found is None else self._found[0]
+        if not position <= limit <= self._searched:
+            self._searched = limit
+            self._found = self._tree.longest_partial(self._prefix, 0, limit)
+        return self._found
 
 
 class MambaStates:
-    """All Mamba groups of one arena. `max_idle_units`: what idle checkpoints may fill.
+    """All Mamba groups of one arena, which may be none.
 
-    `one_set`: the room that one set needs. `reserved`: checkpoints that are not dropped yet.
+    `max_idle_units`: what idle checkpoints may fill. `one_set`: the room that one set needs.
+    `reserved`: checkpoints that are not dropped yet.
     """
 
     def __init__(self, pool: BlockPool, *, max_idle_units: int) -> None:
         self.groups = pool.plan.state_groups
-        self.one_set: NewBlocks = {self.groups[0]: (len(self.groups), None)}
+        self.one_set: NewBlocks = {group: (len(self.groups), None) for group in self.groups[:1]}
         self.reserved: set[Checkpoint] = set()
         self._value_per_token = value_per_token(pool.plan)
         self._pool = pool
-        self._tree = pool.trees[self.groups[0]]
-        self._max_idle = max_idle_units // len(self.groups)
+        self._tree = pool.trees[self.groups[0]] if self.groups else None
+        self._max_idle = max_idle_units // max(1, len(self.groups))
         self._new: list[Node] = []
+
+    @property
+    def num_used(self) -> int:
+        """States in use, of requests and of checkpoints."""
+        return self._pool.units.num_used[self.groups[0]] if self.groups else 0
+
+    @property
+    def num_idle(self) -> int:
+        """States of checkpoints that nobody uses."""
+        return len(self._pool.idle_checkpoints.members) * len(self.groups)
 
     def lookup(self, prefix: PrefixDigests) -> StateLookup:
         """Starts the lookup of one prefix."""
         return StateLookup(self._tree, prefix)
 
-    def begin(self, states: list[int], *, is_new: bool) -> Node:
+    def begin(self, new: dict[int, list[int]], *, is_new: bool) -> Node | None:
         """The states of a request, in use once; new ones have to be zeroed."""
-        node = self._pool.add_states(states)
+        if not self.groups:
+            return None
+        node = self._pool.add_states(new[self.groups[0]])
         if is_new:
             self._new.append(node)
         return node
@@ -90,7 +116,7 @@ class MambaStates:
     def reserve(self, prefix: PrefixDigests, num_tokens: int) -> Checkpoint | None:
         """Room for the states after `num_tokens` tokens; None if kept already, or without room."""
         key = prefix.key(num_tokens)
-        if self._tree.find(key) is not None:
+        if self._tree is None or self._tree.find(key) is not None:
             return None
         self.trim()
         new = self._pool.allocate(self.one_set)
@@ -113,13 +139,15 @@ class MambaStates:
             self.reserved.remove(checkpoint)
             self._pool.release(checkpoint.node)
 
-    def free(self, node: Node) -> None:
+    def free(self, node: Node | None) -> None:
         """A request needs its states no longer."""
-        self._new = [new for new in self._new if new is not node]
-        self._pool.release(node)
-        self.trim()
+        if node is not None:
+            self._new = [new for new in self._new if new is not node]
+            self._pool.release(node)
+            self.trim()
 
     def trim(self) -> None:
         """Evicts idle checkpoints over the budget."""
-        while self._pool.num_idle_checkpoints > self._max_idle:
-            self._pool.evict_checkpoint()
+        idle = self._pool.idle_checkpoints
+        while len(idle.members) > self._max_idle and (least := idle.first()) is not None:
+            self._pool.evict(least)

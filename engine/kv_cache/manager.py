@@ -66,7 +66,7 @@ class KVCacheManager:
         self._no_prefix = PrefixDigests(self.hasher, [], None)
         self._attention = attention_kinds(plan)
         budget = int(checkpoint_share * plan.num_units)
-        self._states = MambaStates(self.pool, max_idle_units=budget) if plan.state_groups else None
+        self._states = MambaStates(self.pool, max_idle_units=budget)
         self._coordinator = Coordinator(self.pool, self._states)
         self._live: dict[int, BlockTables] = {}
         self._pending: list[_Pending] = []
@@ -75,22 +75,22 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Share of units of which something is in use, 0 to 1."""
-        return 1.0 - self.pool.num_idle_units / self.plan.num_units
+        return self.pool.units.num_used_units / self.plan.num_units
 
     @property
     def num_free_units(self) -> int:
         """Units of which nothing is in use; what they hold gives way when they are needed."""
-        return self.pool.num_idle_units
+        return self.plan.num_units - self.pool.units.num_used_units
 
     @property
     def num_states(self) -> int:
         """Mamba states in use."""
-        return self.pool.units.num_used[self._states.groups[0]] if self._states else 0
+        return self._states.num_used
 
     @property
     def num_idle_states(self) -> int:
         """Mamba states that are kept for reuse and not in use."""
-        return self.pool.num_idle_checkpoints * len(self._states.groups) if self._states else 0
+        return self._states.num_idle
 
     @property
     def num_releases(self) -> int:
@@ -146,7 +146,7 @@ class KVCacheManager:
         self, prefix: PrefixDigests, positions: Sequence[int]
     ) -> tuple[Checkpoint, ...]:
         """Rooms for the states after `positions` tokens, as far as the budget and memory allow."""
-        if not positions or self._states is None or not self._caches_prefixes:
+        if not self._caches_prefixes:
             return ()
         checkpoints = [self._states.reserve(prefix, position) for position in positions]
         return tuple(checkpoint for checkpoint in checkpoints if checkpoint is not None)
@@ -160,15 +160,13 @@ class KVCacheManager:
 
     def publish_checkpoints(self, tables: BlockTables, checkpoints: Sequence[Checkpoint]) -> None:
         """The worker has written these states: they become checkpoints."""
-        if self._states is not None:
-            for checkpoint in checkpoints:
-                self._states.publish(tables, checkpoint.node, checkpoint.key)
-            self._states.drop(checkpoints)
+        for checkpoint in checkpoints:
+            self._states.publish(tables, checkpoint.node, checkpoint.key)
+        self._states.drop(checkpoints)
 
     def drop_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Gives the rooms back; what is published stays as long as nobody needs its room."""
-        if self._states is not None:
-            self._states.drop(checkpoints)
+        self._states.drop(checkpoints)
 
     def keep_loaded(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         """What was pulled becomes findable at its exact length; the states, by a copy of them."""
@@ -184,13 +182,13 @@ class KVCacheManager:
         if num_tokens == 0 or not self._caches_prefixes:
             return
         self._publish_all(tables, prefix, num_tokens)
-        if self._states is not None:
-            assert tables.state is not None
+        if tables.state is not None:
             self._states.publish(tables, tables.state, prefix.key(num_tokens))
 
     def free(self, tables: BlockTables) -> None:
         """Gives all blocks and states of one request back, last ones first."""
         del self._live[id(tables)]
+        # A copy into a checkpoint goes on without the request; one into its own blocks does not.
         cancelled = [p for p in self._pending if p.owner is tables and p.checkpoint is None]
         self._pending = [pending for pending in self._pending if pending not in cancelled]
         for pending in cancelled:
@@ -200,12 +198,11 @@ class KVCacheManager:
             self.pool.free(group, own)
             for node in reversed(nodes):
                 self.pool.release(node)
-        if self._states is not None and tables.state is not None:
-            self._states.free(tables.state)
+        self._states.free(tables.state)
 
     def take_new_states(self) -> tuple[tuple[int, int], ...]:
         """(group, state) that start from nothing; the worker zeroes them before use."""
-        return self._states.take_new() if self._states else ()
+        return self._states.take_new()
 
     def copies(self) -> tuple[BlockCopy, ...]:
         """What the worker copies before it computes; call `copies_done` once it has."""
@@ -250,7 +247,7 @@ class KVCacheManager:
         """Recounts every unit, block, reference and digest; AssertionError on a difference."""
         users = Counter(pending.source for pending in self._pending)
         users.update(node for pin in self._pins for node in pin.nodes)
-        users.update(c.node for c in (self._states.reserved if self._states else ()))
+        users.update(checkpoint.node for checkpoint in self._states.reserved)
         private: list[list[int]] = [[] for _ in self.plan.groups]
         for tables in self._live.values():
             users.update([tables.state] if tables.state else ())
@@ -268,7 +265,7 @@ class KVCacheManager:
 
     def _new_blocks(self, hit: PrefixHit, num_tokens: int) -> NewBlocks:
         """What a request that starts from `hit` needs beside it."""
-        new: NewBlocks = dict(self._states.one_set) if self._states else {}
+        new = dict(self._states.one_set)
         for group, part in hit.attention.items():
             count = self.plan.blocks_for(group, num_tokens) - len(part.blocks)
             new[group] = count, part.blocks[-1] if part.shares and part.blocks else None
@@ -281,9 +278,9 @@ class KVCacheManager:
         for group, table in attention.items():
             table.blocks += new[group]
             groups[group] = table.blocks
-        has_states, state = hit.states.source is not None, None
-        if self._states is not None:
-            state = self._states.begin(new[self._states.groups[0]], is_new=not has_states)
+        has_states = hit.states.source is not None
+        state = self._states.begin(new, is_new=not has_states)
+        if state is not None:
             for group, unit in zip(self._states.groups, state.blocks, strict=True):
                 groups[group] = [unit]
         num_checkpointed = hit.num_tokens if has_states else hit.num_local
@@ -293,5 +290,5 @@ class KVCacheManager:
         source, targets = pending.source, pending.targets
         if source.group in self._attention:
             yield BlockCopy(source.group, source.blocks[-1], targets[0])
-        elif self._states is not None:
+        else:
             yield from map(BlockCopy, self._states.groups, source.blocks, targets)

@@ -69,7 +69,10 @@ class Node:
         while node is not None:
             parts.append(node.blocks[: end - node.start])
             end, node = node.start, node.parent
-        return [block for part in reversed(parts) for block in part]
+        blocks: list[int] = []
+        for part in reversed(parts):
+            blocks += part
+        return blocks
 
 
 class RadixTree:

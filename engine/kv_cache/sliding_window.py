@@ -80,8 +80,8 @@ class SlidingWindowTable(GroupTable):
 
     def publish_partial(self, prefix: PrefixDigests, num_tokens: int) -> None:
         index, rest = divmod(num_tokens, self._size)
-        if rest and self._tree.find(prefix.key(num_tokens)) is None:
-            self._pool.publish_partial(self._own_node(index), prefix, num_tokens)
+        if rest and self._tree.find(key := prefix.key(num_tokens)) is None:
+            self._pool.publish_partial(self._own_node(index), prefix, key)
 
     def leave(self, num_tokens: int) -> None:
         num_passed = self._spec.first_needed(num_tokens) // self._size
