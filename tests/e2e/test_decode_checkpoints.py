@@ -30,18 +30,22 @@ def branch_of(done: Generation, prompt: tuple[int, ...], seed: int = 2) -> tuple
     return (*(*prompt, *done.token_ids)[:SHARED], *text_of(9, seed))
 
 
-@pytest.mark.parametrize(("interval", "hit"), [(INTERVAL, 64), (0, 32)])
-@pytest.mark.parametrize("family", HYBRIDS)
+NO_STATE_KEPT = [("qwen3_5", 0, 32)]
+
+
+@pytest.mark.parametrize(
+    ("family", "interval", "hit"), [(each, INTERVAL, 64) for each in HYBRIDS] + NO_STATE_KEPT
+)
 async def test_a_request_starts_from_a_state_kept_while_another_decoded(
-    cluster: Cluster, checkpoints: dict[str, Path], family: str, interval: int, hit: int
+    shared: Cluster, checkpoints: dict[str, Path], family: str, interval: int, hit: int
 ) -> None:
-    on = await cluster.start(
+    on = await shared.start(
         "prefill",
         checkpoints[family],
         enable_prefix_caching=True,
         mamba_decode_checkpoint_interval=interval,
     )
-    off = await cluster.start("prefill", checkpoints[family])
+    off = await shared.start("prefill", checkpoints[family])
     prompt = text_of(PROMPT, seed=1)
     first = await generate(on, request_of(prompt, max_tokens=OUTPUT))
     branch = request_of(branch_of(first, prompt), max_tokens=OUTPUT)
@@ -52,16 +56,16 @@ async def test_a_request_starts_from_a_state_kept_while_another_decoded(
 
 @pytest.mark.parametrize(("interval", "hit"), [(INTERVAL, 64), (0, PROMPT)])
 async def test_a_decode_node_keeps_states_behind_what_it_pulled(
-    cluster: Cluster, checkpoints: dict[str, Path], interval: int, hit: int
+    shared: Cluster, checkpoints: dict[str, Path], interval: int, hit: int
 ) -> None:
-    p = await cluster.start("prefill", checkpoints["qwen3_5"], enable_prefix_caching=True)
-    d = await cluster.start(
+    p = await shared.start("prefill", checkpoints["qwen3_5"], enable_prefix_caching=True)
+    d = await shared.start(
         "decode",
         checkpoints["qwen3_5"],
         enable_prefix_caching=True,
         mamba_decode_checkpoint_interval=interval,
     )
-    off = await cluster.start("prefill", checkpoints["qwen3_5"])
+    off = await shared.start("prefill", checkpoints["qwen3_5"])
     prompt = text_of(PROMPT, seed=1)
     asked = msgspec.structs.replace(
         request_of(prompt, max_tokens=OUTPUT),

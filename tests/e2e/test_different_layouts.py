@@ -9,6 +9,7 @@ from tests.cluster import Cluster, generate, settled
 from tests.e2e.test_prefix_cache import assert_same, request_of
 from tests.e2e.test_prefix_cache_pd import hand_over, moved, prompt_of
 from tests.faults import DamagedReads, counted, flip
+from tests.tiers import l_shape
 
 FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "falcon_h1")
 
@@ -23,12 +24,13 @@ async def pair_of_nodes(
     return p, d
 
 
-@pytest.mark.parametrize(("p_size", "d_size"), [(16, 32), (64, 16), (48, 32)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "sizes"), l_shape(FAMILIES, [(16, 32), (64, 16), (48, 32)], "qwen3_5", (48, 32))
+)
 async def test_blocks_of_another_size(
-    cluster: Cluster, checkpoints: dict[str, Path], family: str, p_size: int, d_size: int
+    shared: Cluster, checkpoints: dict[str, Path], family: str, sizes: tuple[int, int]
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[family], p_size, d_size)
+    p, d = await pair_of_nodes(shared, checkpoints[family], *sizes)
     verified = 0
     for length in (1, 31, 100):
         prompt = prompt_of(length)
@@ -46,13 +48,13 @@ async def test_blocks_of_another_size(
 
 @pytest.mark.parametrize(("p_size", "d_size"), [(16, 32), (48, 16)])
 async def test_damage_is_found_by_the_blocks_of_the_reader(
-    cluster: Cluster, checkpoints: dict[str, Path], p_size: int, d_size: int
+    shared: Cluster, checkpoints: dict[str, Path], p_size: int, d_size: int
 ) -> None:
     """The last byte of the first span that is read; and of what is read again, if it is."""
     for times in (1, 2):
         faults = DamagedReads(lambda memory, spans: flip(memory, sum(spans[0][1:]) - 1), times)
-        p = await cluster.start("prefill", checkpoints["qwen3_5"], block_size=p_size)
-        d = await cluster.start("decode", checkpoints["qwen3_5"], block_size=d_size, faults=faults)
+        p = await shared.start("prefill", checkpoints["qwen3_5"], block_size=p_size)
+        d = await shared.start("decode", checkpoints["qwen3_5"], block_size=d_size, faults=faults)
         prompt = prompt_of(100)
         alone = await generate(p, request_of(prompt))
         pair = await hand_over(p, d, prompt)
@@ -65,18 +67,19 @@ async def test_damage_is_found_by_the_blocks_of_the_reader(
         assert (pair.last.kv_transfer is None) == (times == 2)
 
 
-@pytest.mark.parametrize(("p_size", "d_size"), [(16, 32), (48, 16)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "sizes"), l_shape(FAMILIES, [(16, 32), (48, 16)], "qwen3_5", (48, 16))
+)
 async def test_only_what_d_lacks_is_pulled(
-    cluster: Cluster, checkpoints: dict[str, Path], family: str, p_size: int, d_size: int
+    shared: Cluster, checkpoints: dict[str, Path], family: str, sizes: tuple[int, int]
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[family], p_size, d_size, caching=True)
-    alone = await cluster.start("prefill", checkpoints[family])
+    p, d = await pair_of_nodes(shared, checkpoints[family], *sizes, caching=True)
+    alone = await shared.start("prefill", checkpoints[family])
     prompt = prompt_of(100)
     whole = await hand_over(p, d, prompt)
     longer = (*prompt[:90], *prompt_of(20, seed=8))
     pair = await hand_over(p, d, longer)
-    assert moved(pair).decode_cached_tokens == 90 // d_size * d_size
+    assert moved(pair).decode_cached_tokens == 90 // sizes[1] * sizes[1]
     assert 0 < moved(pair).attention_bytes < moved(whole).attention_bytes
     assert_same(pair, await generate(alone, request_of(longer)))
     again = await hand_over(p, d, longer)

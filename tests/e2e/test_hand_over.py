@@ -31,6 +31,7 @@ from tests.pairs import (
     prompt_of,
     request_of,
 )
+from tests.tiers import l_shape
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -180,8 +181,7 @@ async def test_the_arena_of_a_dead_peer_does_not_stay_mapped(
     await all_back(before)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "transport"), l_shape(FAMILIES, TRANSPORTS, "qwen3_5", "shm"))
 async def test_eight_at_once_agree_with_one_at_a_time(
     shared: Cluster,
     checkpoints: dict[str, Path],

@@ -45,44 +45,52 @@ def report(checkpoints: dict[str, Path]) -> Report:
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Report)
 
 
+@pytest.mark.long
 def test_prefill_decode_and_proxy_are_on_three_raylets(report: Report) -> None:
     assert report.kinds == ["prefill", "decode", "proxy"]
     assert len(set(report.raylets)) == 3
     assert report.status == ["decode-0", "prefill-0", "proxy"]
 
 
+@pytest.mark.long
 def test_tokens_across_raylets_equal_those_of_one_node(report: Report) -> None:
     assert report.through_proxy == report.by_one_node
     assert len(report.through_proxy) == 8
     assert report.pulled_bytes > 0
 
 
+@pytest.mark.long
 def test_a_killed_node_comes_back_and_is_used_again(report: Report) -> None:
     assert report.after_restart == report.through_proxy
     assert not report.same_process
 
 
+@pytest.mark.long
 def test_a_node_whose_engine_died_comes_back_and_is_used_again(report: Report) -> None:
     assert report.after_engine_death == report.through_proxy
     assert not report.same_engine
 
 
+@pytest.mark.long
 def test_another_token_is_refused(report: Report) -> None:
     code, _, said = report.wrong_token.partition(" ")
     assert code == "2"
     assert "or another token" in said.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_machines_without_the_project_are_told_plainly(report: Report) -> None:
     assert "cannot run Tandem (ModuleNotFoundError: No module" in report.unknown_there
     assert "runtime_env" in report.unknown_there
     assert report.own_environment
 
 
+@pytest.mark.long
 def test_only_one_cluster_per_ray(report: Report) -> None:
     assert "up already (decode-0, prefill-0, proxy)" in report.second_start
 
 
+@pytest.mark.long
 def test_stopping_leaves_no_actor_and_no_process(report: Report) -> None:
     assert report.left == []
 
@@ -166,6 +174,7 @@ def test_up_status_and_down(up: Up) -> None:
         _ = up.state
 
 
+@pytest.mark.long
 def test_make_serve_is_seen_and_a_signal_to_all_its_processes_ends_it_cleanly(
     tmp_path: Path,
 ) -> None:
@@ -195,6 +204,7 @@ def test_make_serve_is_seen_and_a_signal_to_all_its_processes_ends_it_cleanly(
         _ = served.state
 
 
+@pytest.mark.long
 def test_the_demo_shows_equal_tokens_and_leaves_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "deploy.demo"],

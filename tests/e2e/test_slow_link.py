@@ -9,6 +9,7 @@ import pytest
 
 from tests.asking import REMOTE_DECODE, question
 from tests.pairs import arena_for, prompt_of
+from tests.tiers import everyday
 from tests.two_hosts import HandOvers, transfers, two_hosts
 
 FAMILY = "qwen3_5"
@@ -22,7 +23,7 @@ PAUSE_S = 1.5
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 
 
-@pytest.fixture(scope="module", params=["nixl", "ucx", "zmq"])
+@pytest.fixture(scope="module", params=everyday(("nixl", "ucx", "zmq"), ("zmq",)))
 def served(
     request: pytest.FixtureRequest,
     checkpoints: dict[str, Path],

@@ -7,6 +7,7 @@ import pytest
 
 from tests.asking import REMOTE_DECODE, question
 from tests.pairs import arena_for, prompt_of
+from tests.tiers import everyday
 from tests.two_hosts import HandOvers, transfers, two_hosts
 
 FAMILY = "qwen3_5"
@@ -16,7 +17,7 @@ TOKENS = 120
 PATIENCE = {"control_timeout": 2.0, "transfer_timeout": 2.0, "kv_lease_duration": 2.0}
 
 
-@pytest.fixture(scope="module", params=["nixl", "ucx", "zmq"])
+@pytest.fixture(scope="module", params=everyday(("nixl", "ucx", "zmq"), ("nixl",)))
 def served(
     request: pytest.FixtureRequest,
     checkpoints: dict[str, Path],

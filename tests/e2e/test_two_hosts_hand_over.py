@@ -35,7 +35,11 @@ def hosts() -> Iterator[TwoHosts]:
 
 
 # A hybrid over every transport; the other families move the same kinds of bytes.
-PAIRS = (("qwen3_5", "nixl"), ("qwen3_5", "ucx"), ("qwen3_5", "zmq"), ("nemotron_h", "nixl"))
+PAIRS = [pytest.param("qwen3_5", "nixl")]
+PAIRS += [
+    pytest.param(*pair, marks=pytest.mark.long)
+    for pair in (("qwen3_5", "ucx"), ("qwen3_5", "zmq"), ("nemotron_h", "nixl"))
+]
 
 
 @pytest.mark.parametrize(("family", "transport"), PAIRS)
