@@ -59,7 +59,7 @@ def raw_nixl_read(arena: ArenaMemory, blob: bytes) -> Read:
 
     def read(spans: Sequence[SpanPair]) -> None:
         local = descriptors(arena.data_ptr, [(span.local, span.length) for span in spans])
-        remote = descriptors(peer.base, [(span.remote, span.length) for span in spans])
+        remote = descriptors(peer.regions[0].base, [(span.remote, span.length) for span in spans])
         request = agent.initialize_xfer("READ", local, remote, peer.agent)
         status = agent.transfer(request)
         while status == "PROC":

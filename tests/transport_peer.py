@@ -23,6 +23,7 @@ from tests.relay import Relay
 
 MIB = 1 << 20
 ARENA_BYTES = 4 * MIB
+SECOND_BYTES = 8192
 DEADLINE_S = 20.0
 
 
@@ -72,14 +73,19 @@ def pattern(seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (ARENA_BYTES,), dtype=torch.uint8, generator=generator)
 
 
+def second_of(seed: int) -> torch.Tensor:
+    return 255 - pattern(seed)[:SECOND_BYTES]
+
+
 class Peer:
-    """Another process with an arena full of `pattern(seed)`."""
+    """Another process with an arena full of `pattern(seed)`, and `second_of(seed)` as region 1."""
 
     def __init__(self, kind: str, name: str, seed: int, place: Place = HERE) -> None:
         ucx = {key: value for key, value in os.environ.items() if key.startswith("UCX_")}
         life = Life(kind, name, seed, place, dict([NO_HOOKS]) | ucx)
         self.name = name
         self.bytes = pattern(seed)
+        self.second = second_of(seed)
         self._told, theirs = multiprocessing.Pipe()
         self._process: ForkServerProcess = _forks().Process(
             target=serve, args=(theirs, life), daemon=True
@@ -144,13 +150,16 @@ def serve(told: Connection, life: Life) -> None:
     arena = ArenaMemory(ARENA_BYTES)
     arena.tensor.copy_(pattern(life.seed))
     transport = open_transport(life.transport, life.name, host=life.place.address)
-    transport.register(arena)
+    second = ArenaMemory(SECOND_BYTES)
+    second.tensor.copy_(second_of(life.seed))
+    transport.register(arena, second)
     with suppress(EOFError):
         while True:
             told.send(transport.address)
             told.recv()
     transport.close()
     arena.close()
+    second.close()
 
 
 def _forks() -> ForkServerContext:

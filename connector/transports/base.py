@@ -1,27 +1,20 @@
-"""What every transport can do: move spans of bytes from a peer's arena into ours.
+"""The interface of a transport: one-sided reads of spans of bytes from a peer's memory into ours.
 
-Knows bytes, spans and peers; not blocks, requests or leases. There is no `write`, `notify` or
-`notices`: D reads and nobody pushes, and control messages travel on gRPC.
+Knows bytes, regions, spans and peers; not blocks, requests or leases. There is no `write`, `notify`
+or `notices`: D reads and nobody pushes, and control messages travel on gRPC.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
-from typing import NamedTuple, TypeVar
-
-import msgspec
+from typing import NamedTuple
 
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
-MAX_ADDRESS_BYTES = 128 * 1024
-"""Longest address blob that is decoded; NIXL's metadata is about 0.5 KiB, more with many NICs."""
-
-_Address = TypeVar("_Address", bound=msgspec.Struct)
-
 
 class SpanPair(NamedTuple):
-    """`length` bytes at `remote` in the peer's arena, wanted at `local` in ours; byte offsets."""
+    """`length` bytes at `remote` in a peer's region, wanted at `local` in ours; byte offsets."""
 
     remote: int
     local: int
@@ -67,14 +60,14 @@ class CompletedTransfer(Transfer):
         return TransferStatus.DONE
 
     def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
-        """Return at once."""
+        pass
 
     def cancel(self) -> None:
-        """Nothing is under way."""
+        pass
 
 
 class Transport(ABC):
-    """One-sided reads between one local arena and the arenas of connected peers.
+    """One-sided reads between the memory of this node and that of connected peers.
 
     Methods may be called from several threads. Every failure is a TransportError.
     """
@@ -82,13 +75,16 @@ class Transport(ABC):
     name: str
 
     @abstractmethod
-    def register(self, arena: ArenaMemory) -> None:
-        """Make `arena` the local arena (one per transport), readable by peers."""
+    def register(self, *regions: ArenaMemory) -> None:
+        """Make `regions` readable by peers; once per transport.
+
+        A read goes from a peer's region to the region of the same number here.
+        """
 
     @property
     @abstractmethod
     def address(self) -> bytes:
-        """What peers `connect` to; another one after the arena had to be served anew.
+        """What peers `connect` to; it changes when the memory had to be served anew.
 
         Raises TransportError before `register`.
         """
@@ -102,17 +98,17 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self, peer: str, address: bytes) -> None:
-        """Make `peer`'s arena readable.
+        """Make `peer`'s memory readable.
 
         The same address again changes nothing; another one (the peer restarted) replaces the old
         one and drops its mapping. `address` is untrusted: raises TransportError.
         """
 
     @abstractmethod
-    def read(self, peer: str, spans: Sequence[SpanPair]) -> Transfer:
-        """Start copying `spans` from `peer`'s arena into ours.
+    def read(self, peer: str, spans: Sequence[SpanPair], region: int = 0) -> Transfer:
+        """Start copying `spans` from `peer`'s memory into ours, within one region.
 
-        All spans are checked against both arenas before the first byte moves; the error names the
+        All spans are checked against both sides before the first byte moves; the error names the
         span. Local spans must not overlap. Cancelling a pending read may fail the transport's other
         pending reads; connections come back with the next read.
         Few large spans are fast, so join neighbours first.
@@ -124,31 +120,40 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back: transfers, mappings, registrations, handles. Idempotent."""
+        """Give back transfers, mappings, registrations and handles. Idempotent."""
 
 
 def check_spans(spans: Sequence[SpanPair], *, remote_nbytes: int, local_nbytes: int) -> None:
-    """Raise TransportError naming the first span that is not inside both arenas."""
+    """Raise TransportError naming the first span that is not inside both regions."""
     for index, span in enumerate(spans):
         if span.length < 1 or span.remote < 0 or span.local < 0:
             raise TransportError(f"span {index} {span} needs offsets >= 0 and length >= 1")
-        if span.remote + span.length > remote_nbytes:
-            raise TransportError(
-                f"span {index} {span} ends past the remote arena ({remote_nbytes} B)"
-            )
-        if span.local + span.length > local_nbytes:
-            raise TransportError(
-                f"span {index} {span} ends past the local arena ({local_nbytes} B)"
-            )
+        for side, end, nbytes in (
+            ("remote", span.remote + span.length, remote_nbytes),
+            ("local", span.local + span.length, local_nbytes),
+        ):
+            if end > nbytes:
+                raise TransportError(f"span {index} {span} ends past the {side} arena ({nbytes} B)")
 
 
-def decode_address(address: bytes, kind: type[_Address]) -> _Address:
-    """A peer's address, typed and length-limited. Raises TransportError naming what is wrong."""
-    if len(address) > MAX_ADDRESS_BYTES:
-        raise TransportError(
-            f"address of {len(address)} B is over the limit of {MAX_ADDRESS_BYTES} B"
-        )
-    try:
-        return msgspec.msgpack.decode(address, type=kind)
-    except msgspec.DecodeError as error:
-        raise TransportError(f"not a {kind.__name__} from a peer's register(): {error}") from error
+def cut(spans: Sequence[SpanPair], most: int) -> Iterator[SpanPair]:
+    """The same bytes in the same order, in spans of at most `most` bytes."""
+    for remote, local, length in spans:
+        for start in range(0, length, most):
+            yield SpanPair(remote + start, local + start, min(most, length - start))
+
+
+def gather(
+    spans: Iterator[SpanPair], *, most_bytes: int, most_spans: int
+) -> Iterator[list[SpanPair]]:
+    """Lists of consecutive spans, as long as the two limits allow; no span is over `most_bytes`."""
+    batch: list[SpanPair] = []
+    room = most_bytes
+    for span in spans:
+        if span.length > room or len(batch) == most_spans:
+            yield batch
+            batch, room = [], most_bytes
+        batch.append(span)
+        room -= span.length
+    if batch:
+        yield batch

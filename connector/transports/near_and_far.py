@@ -1,6 +1,6 @@
 """Two transports as one: shared memory for peers on this host, another one for those elsewhere.
 
-What decides is where a peer runs, and not the address by which it is reached.
+The place where a peer runs decides, not the address by which it is reached.
 """
 
 from collections.abc import Sequence
@@ -9,13 +9,8 @@ from typing import Annotated
 import msgspec
 import structlog
 
-from connector.transports.base import (
-    MAX_ADDRESS_BYTES,
-    SpanPair,
-    Transfer,
-    Transport,
-    decode_address,
-)
+from connector.transports.address import MAX_ADDRESS_BYTES, decode_address
+from connector.transports.base import SpanPair, Transfer, Transport
 from connector.transports.shm import ShmTransport, host_of, this_host, why_out_of_reach
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
@@ -27,14 +22,14 @@ _Part = Annotated[bytes, msgspec.Meta(max_length=MAX_ADDRESS_BYTES)]
 
 
 class NearAndFarAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="near and far"):
-    """Of the same arena, by shared memory and by the other transport."""
+    """Two addresses of the same memory: by shared memory and by the other transport."""
 
     near: _Part
     far: _Part
 
 
 class NearAndFar(Transport):
-    """Owner of both. Its name says both, so that only nodes with the same two are peers."""
+    """Owner of both transports. Only nodes with the same two are peers, as `name` says both."""
 
     def __init__(self, near: ShmTransport, far: Transport) -> None:
         self.name = f"{near.name}{BOTH}{far.name}"
@@ -42,9 +37,9 @@ class NearAndFar(Transport):
         self._far = far
         self._by_peer: dict[str, Transport] = {}
 
-    def register(self, arena: ArenaMemory) -> None:
-        self._near.register(arena)
-        self._far.register(arena)
+    def register(self, *regions: ArenaMemory) -> None:
+        self._near.register(*regions)
+        self._far.register(*regions)
 
     @property
     def address(self) -> bytes:
@@ -62,11 +57,11 @@ class NearAndFar(Transport):
         if before not in (None, chosen):
             before.disconnect(peer)
 
-    def read(self, peer: str, spans: Sequence[SpanPair]) -> Transfer:
+    def read(self, peer: str, spans: Sequence[SpanPair], region: int = 0) -> Transfer:
         transport = self._by_peer.get(peer)
         if transport is None:
             raise TransportError(f"peer {peer!r} is not connected")
-        return transport.read(peer, spans)
+        return transport.read(peer, spans, region)
 
     def disconnect(self, peer: str) -> None:
         transport = self._by_peer.pop(peer, None)
@@ -79,7 +74,7 @@ class NearAndFar(Transport):
         self._far.close()
 
     def _connect(self, peer: str, both: NearAndFarAddress) -> Transport:
-        """By shared memory if that can be, which needs more than one host: the same user, say."""
+        # One host is not enough to share memory: the peer may run as another user, say.
         reason = why_out_of_reach(this_host(), host_of(both.near))
         if reason is None:
             try:
@@ -95,9 +90,9 @@ class NearAndFar(Transport):
 
 
 def host_behind(name: str, address: bytes) -> str | None:
-    """Where a node with transport `name` and this address runs; None: the address does not tell.
+    """The host of a node with transport `name` and this address; None: the address does not tell.
 
-    Two of them are for `why_out_of_reach`. Raises TransportError for what is no address.
+    `why_out_of_reach` compares two of them. Raises TransportError for anything but an address.
     """
     near, _, far = name.partition(BOTH)
     if near != ShmTransport.name:

@@ -6,88 +6,52 @@ UCX reads its own settings (`UCX_TLS`) from the environment; none is needed.
 
 import secrets
 import time
-from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from threading import RLock
 
-from connector.transports.base import (
-    CompletedTransfer,
-    SpanPair,
-    Transfer,
-    TransferStatus,
-    Transport,
-    check_spans,
-    decode_address,
-)
-from connector.transports.nixl_agent import MemoryKind, NixlAddress, NixlAgent, Region, load_nixl
-from connector.transports.nixl_server import AgentHere, NixlServer, OwnerProcess
+from connector.transports.address import decode_address
+from connector.transports.arena_transport import ArenaTransport, RemoteMemory
+from connector.transports.base import SpanPair, Transfer, TransferStatus
+from connector.transports.nixl_agent import NixlAddress, NixlAgent, NixlRegion, load_nixl
+from connector.transports.nixl_server import AgentHere, OwnerProcess
+from connector.transports.polled_transfer import DrainedTransfer
 from connector.transports.ucx_worker import network_devices
 from engine.arena import ArenaMemory
-from engine.errors import TransferTimeoutError, TransportError
+from engine.errors import TransportError
 
 _BUSY_POLL_S = 50e-6
 _MIN_SLEEP_S = 20e-6
 _MAX_SLEEP_S = 500e-6
 _REQUEST_BYTES = 8 << 20
-_DRAIN_S = 1.0  # how long a cancelled read may take to end by itself
 _MAX_UNLOADED = 8  # connections that an agent may have closed before another takes its place
 
 
-@dataclass(slots=True, frozen=True)
-class _Peer:
-    blob: bytes
-    address: NixlAddress
-
-
-class NixlTransfer(Transfer):
+class NixlTransfer(DrainedTransfer[SpanPair]):
     """A read as requests, one after the other; runs under the transport's lock.
 
     A request is one span, because UCX 1.21 over TCP aborts the process that serves a queued read of
     a reader that has just died (`nixl_server` starts another). One at a time makes that rare; RDMA
     and same-host paths are free of it. Where UCX has copied all when a request is posted, on the
     same host, nothing is ever queued: there the next request is several spans.
+
+        spans   |----a----|--b--|----------c----------|
+                |  here   |arriving|     waiting      |
     """
 
-    __slots__ = (
-        "_reader", "_total", "arriving", "copies_at_once", "failure", "here", "peer", "request",
-        "status", "waiting",
-    )  # fmt: skip
-
-    def __init__(self, reader: "_Reader", peer: NixlAddress, spans: Sequence[SpanPair]) -> None:
+    def __init__(
+        self, reader: "_Reader", remote: NixlAddress, spans: Sequence[SpanPair], region: int
+    ) -> None:
+        super().__init__(remote.agent, sum(span.length for span in spans), reader.lock)
         self._reader = reader
-        self._total = sum(span.length for span in spans)
-        self.peer = peer
-        self.waiting = deque(spans)
-        self.arriving = self.here = 0  # bytes of the request under way, and of those that ended
+        self.remote = remote
+        self.region = region
+        self.waiting.extend(spans)
+        self.arriving = 0
         self.copies_at_once = False
         self.request: int | None = None
-        self.status = TransferStatus.PENDING
-        self.failure: str | None = None
-
-    def poll(self) -> TransferStatus:
-        self._has(self._total)
-        return self.status
-
-    def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
-        wanted = self._total if nbytes is None else nbytes
-        if not self._wait_until(time.monotonic() + timeout_s, wanted):
-            self.cancel()
-            raise TransferTimeoutError(f"read from {self.peer.agent} not done after {timeout_s} s")
-
-    def cancel(self) -> None:
-        with self._reader.lock:
-            if self.status is TransferStatus.DONE or self.failure is not None:
-                return
-            self.waiting.clear()
-        with suppress(TransportError):  # it may fail while it drains: cancelled is cancelled
-            self._wait_until(time.monotonic() + _DRAIN_S, self.here + self.arriving)
-        with self._reader.lock:
-            if self.status is TransferStatus.PENDING and self.failure is None:
-                self._reader.close(f"a read from {self.peer.agent} was cancelled")
-            self.failure = f"the read from {self.peer.agent} was cancelled"
 
     def next_spans(self, wanted: int) -> list[SpanPair]:
         """The next request; `wanted` bytes should be here then, if it may have several spans."""
@@ -98,34 +62,23 @@ class NixlTransfer(Transfer):
         return spans
 
     def _next_span(self, most: int) -> SpanPair:
-        """At most so many bytes of it; the rest stays."""
+        """At most `most` bytes of the next span; the rest stays."""
         remote, local, length = self.waiting.popleft()
         if length > most:
             self.waiting.appendleft(SpanPair(remote + most, local + most, length - most))
         self.arriving += min(length, most)
         return SpanPair(remote, local, min(length, most))
 
-    def _has(self, wanted: int) -> bool:
-        """Whether so many bytes are here; posts what must come before."""
-        with self._reader.lock:
-            if self.failure is not None:
-                raise TransportError(self.failure)
-            if self.status is TransferStatus.PENDING:
-                self._reader.advance(self, wanted)
-            return self.here >= wanted
+    def _advance(self, wanted: int) -> None:
+        self._reader.advance(self, wanted)
 
-    def _wait_until(self, deadline: float, wanted: int) -> bool:
-        """Busy for a moment, then with growing pauses: other threads need the core and the GIL."""
-        busy_until = time.monotonic() + _BUSY_POLL_S
-        pause = _MIN_SLEEP_S
-        while not self._has(wanted):
-            now = time.monotonic()
-            if now >= deadline:
-                return False
-            if now >= busy_until:
-                time.sleep(pause)
-                pause = min(2 * pause, _MAX_SLEEP_S)
-        return True
+    def _pause(self, waited_s: float, left_s: float) -> None:
+        # Busy for a moment, then with growing pauses: other threads need the core and the GIL.
+        if waited_s >= _BUSY_POLL_S:
+            time.sleep(min(max(waited_s / 2, _MIN_SLEEP_S), _MAX_SLEEP_S))
+
+    def _close_connection(self, reason: str) -> None:
+        self._reader.close(reason)
 
 
 class _Reader:
@@ -133,17 +86,19 @@ class _Reader:
 
     NIXL has no abort: releasing a read that is under way frees its handle, and its bytes still
     arrive (ai-dynamo/nixl#2044). So a cancelled read first drains. If the peer does not answer,
-    only closing the whole agent keeps its bytes out of the arena; the next read opens a new one,
+    only closing the whole agent keeps its bytes out of our memory; the next read opens a new one,
     and peers that read from us notice nothing. Closing it also gives sockets back: those of a
     connection to a peer that lives stay open on both sides otherwise (ai-dynamo/nixl#2025).
     """
 
-    def __init__(self, name: str, arena: ArenaMemory, lock: RLock, *, devices: str) -> None:
+    def __init__(
+        self, name: str, regions: Sequence[NixlRegion], lock: RLock, *, devices: str
+    ) -> None:
         self.lock = lock
-        self.arena = arena
         self.closed = False
+        self._regions = regions
         self._agent = NixlAgent(name, progress_thread=False, devices=devices)
-        self._registered = self._agent.register(_region(arena), _kind(arena))
+        self._registered = [self._agent.register(region) for region in regions]
         self._loaded: set[str] = set()
         self._num_unloaded = 0
         self._live: set[NixlTransfer] = set()
@@ -159,13 +114,13 @@ class _Reader:
             self._agent.load(peer.metadata, peer.agent)
             self._loaded.add(peer.agent)
 
-    def unload(self, agent: str) -> None:
+    def unload(self, agent: str, reason: str) -> None:
         """Close the connection to a peer; with a read from it under way, close the reader.
 
         Also after many connections, as soon as nothing is under way.
         """
-        if any(transfer.peer.agent == agent for transfer in self._live):
-            self.close(f"{agent} was disconnected")
+        if any(transfer.peer == agent for transfer in self._live):
+            self.close(reason)
         elif agent in self._loaded:
             self._loaded.discard(agent)
             self._agent.unload(agent)
@@ -173,10 +128,10 @@ class _Reader:
             if self._num_unloaded >= _MAX_UNLOADED and not self._live:
                 self.close("its connections have been closed")
 
-    def start(self, peer: NixlAddress, spans: Sequence[SpanPair]) -> NixlTransfer:
+    def start(self, peer: NixlAddress, spans: Sequence[SpanPair], region: int) -> NixlTransfer:
         """Post the first request. Raises TransportError with everything released."""
         self.load(peer)
-        transfer = NixlTransfer(self, peer, spans)
+        transfer = NixlTransfer(self, peer, spans, region)
         self._live.add(transfer)
         self.advance(transfer, 1)
         return transfer
@@ -184,14 +139,20 @@ class _Reader:
     def advance(self, transfer: NixlTransfer, wanted: int) -> None:
         """Progress the request under way and post the next ones, until `wanted` bytes are here."""
         try:
-            while self._is_idle(transfer) and transfer.waiting and transfer.here < wanted:
+            while True:
+                if transfer.request is not None and self._agent.is_done(transfer.request):
+                    self._arrived(transfer)
+                is_idle = transfer.request is None
+                if not is_idle or not transfer.waiting or transfer.here >= wanted:
+                    break
                 self._post(transfer, transfer.next_spans(wanted))
             if transfer.request is None and not transfer.waiting:
                 transfer.status = TransferStatus.DONE
                 self._live.discard(transfer)
         except TransportError as error:
+            # Its endpoint is dead; the next read makes a new one.
             self._fail(transfer, str(error))
-            self.unload(transfer.peer.agent)  # its endpoint is dead; the next read makes a new one
+            self.unload(transfer.peer, f"{transfer.peer} was disconnected")
             raise
 
     def close(self, reason: str) -> None:
@@ -201,19 +162,21 @@ class _Reader:
         self.closed = True
         with ExitStack() as stack:  # runs bottom up, every step even if one fails
             stack.callback(self._agent.close)
-            stack.callback(self._agent.deregister, self._registered)
+            for registered in self._registered:
+                stack.callback(self._agent.deregister, registered)
             for agent in self._loaded:
                 stack.callback(self._agent.unload, agent)
             for transfer in tuple(self._live):
                 stack.callback(self._fail, transfer, reason)
 
-    def _is_idle(self, transfer: NixlTransfer) -> bool:
-        if transfer.request is not None and self._agent.is_done(transfer.request):
-            self._arrived(transfer)
-        return transfer.request is None
-
     def _post(self, transfer: NixlTransfer, spans: Sequence[SpanPair]) -> None:
-        transfer.request = self._prepare(transfer.peer, spans)
+        ours, theirs = self._regions[transfer.region], transfer.remote.regions[transfer.region]
+        transfer.request = self._agent.prepare(
+            transfer.peer,
+            [(ours.base + span.local, span.length, ours.device) for span in spans],
+            [(theirs.base + span.remote, span.length, theirs.device) for span in spans],
+            kinds=(ours.memory, theirs.memory),
+        )
         transfer.copies_at_once = self._agent.post(transfer.request)
         if transfer.copies_at_once:
             self._arrived(transfer)
@@ -233,118 +196,81 @@ class _Reader:
         if request is not None:
             self._agent.release(request)
 
-    def _prepare(self, peer: NixlAddress, spans: Sequence[SpanPair]) -> int:
-        base, _, device = _region(self.arena)
-        local = [(base + span.local, span.length, device) for span in spans]
-        remote = [(peer.base + span.remote, span.length, peer.device) for span in spans]
-        return self._agent.prepare(
-            peer.agent, local, remote, kinds=(_kind(self.arena), peer.memory)
-        )
+
+@dataclass(slots=True)
+class _Peer(RemoteMemory):
+    address: NixlAddress
 
 
-class NixlTransport(Transport):
-    """Host or CUDA arenas, one host or many. Raises ConfigError when nixl is not installed.
-
-    `host`: the address of this machine that peers use; only its interface listens.
-    """
+class NixlTransport(ArenaTransport[_Peer]):
+    """Host or CUDA memory, one host or many. Raises ConfigError when nixl is not installed."""
 
     name = "nixl"
+    moves_devices = True
 
     def __init__(self, agent_name: str, host: str = "127.0.0.1") -> None:
+        super().__init__(agent_name, host)
         load_nixl()
         self._devices = network_devices(host).get("NET_DEVICES", "")
-        self._agent_name = agent_name
-        self._lock = RLock()
-        self._server: NixlServer | None = None
-        self._arena: ArenaMemory | None = None
+        self._server: AgentHere | OwnerProcess | None = None
         self._reader: _Reader | None = None
-        self._peers: dict[str, _Peer] = {}
 
-    def register(self, arena: ArenaMemory) -> None:
-        if self._arena is not None:
-            raise TransportError(
-                "this transport has an arena already; open one transport per arena"
-            )
-        with ExitStack() as undo:
-            undo.callback(self.close)
-            self._arena = arena
-            self._server = self._serve(arena)
-            self._open_reader()  # a process's first one takes UCX 0.4 s, which no request waits for
-            undo.pop_all()
+    def _serve(self) -> None:
+        next_name = partial(_unique, self.agent_name)
+        memfds = [(it.fd, it.nbytes) for it in self._regions if it.fd is not None]
+        if len(memfds) < len(self._regions):
+            described = list(map(_describe, self._regions))
+            self._server = AgentHere(next_name(), described, devices=self._devices)
+        else:
+            self._server = OwnerProcess(next_name, memfds, devices=self._devices)
+        self._open_reader()  # a process's first one takes UCX 0.4 s, which no request waits for
 
-    @property
-    def address(self) -> bytes:
-        if self._server is None:
-            raise TransportError("no arena is registered")
+    def _own_address(self) -> bytes:
+        assert self._server is not None
         return self._server.address
 
-    def connect(self, peer: str, address: bytes) -> None:
+    def _decode(self, peer: str, blob: bytes) -> _Peer:
+        address = decode_address(blob, NixlAddress)
+        for name, other in self._peers.items():
+            if name != peer and other.address.agent == address.agent:
+                raise TransportError(f"{peer!r} announces the agent {address.agent} of {name!r}")
+        return _Peer(blob, tuple(region.nbytes for region in address.regions), address)
+
+    def _open(self, remote: _Peer) -> None:
+        self._open_reader().load(remote.address)
+
+    def _start(self, remote: _Peer, spans: Sequence[SpanPair], region: int) -> Transfer:
+        return self._open_reader().start(remote.address, spans, region)
+
+    def _drop(self, remote: _Peer, reason: str) -> None:
         with self._lock:
-            known = self._peers.get(peer)
-            if known is not None and known.blob == address:
-                return
-            entry = _Peer(address, decode_address(address, NixlAddress))
-            self._check_name(peer, entry.address.agent)
-            self.disconnect(peer)
-            self._open_reader().load(entry.address)
-            self._peers[peer] = entry
-
-    def read(self, peer: str, spans: Sequence[SpanPair]) -> Transfer:
-        with self._lock:
-            if peer not in self._peers:
-                raise TransportError(f"peer {peer!r} is not connected")
-            address, reader = self._peers[peer].address, self._open_reader()
-            check_spans(spans, remote_nbytes=address.nbytes, local_nbytes=reader.arena.nbytes)
-            return reader.start(address, spans) if spans else CompletedTransfer()
-
-    def disconnect(self, peer: str) -> None:
-        with self._lock:
-            known = self._peers.pop(peer, None)
-            if known is not None and self._reader is not None and not self._reader.closed:
-                self._reader.unload(known.address.agent)
-
-    def close(self) -> None:
-        """Lets reads under way end first: over TCP, UCX aborts who still owes bytes."""
-        for transfer in self._under_way():
-            transfer.cancel()
-        with self._lock, ExitStack() as stack:
-            if self._server is not None:
-                stack.callback(self._server.close)
-            if self._reader is not None:
-                stack.callback(self._reader.close, "the transport was closed")
-            self._peers.clear()
-            self._arena = self._server = None
-
-    def _serve(self, arena: ArenaMemory) -> NixlServer:
-        next_name = partial(_unique, self._agent_name)
-        if arena.fd is None:
-            return AgentHere(next_name(), _region(arena), _kind(arena), devices=self._devices)
-        return OwnerProcess(next_name, arena.fd, arena.nbytes, devices=self._devices)
+            if self._reader is not None and not self._reader.closed:
+                self._reader.unload(remote.address.agent, reason)
 
     def _under_way(self) -> tuple[NixlTransfer, ...]:
         with self._lock:
             return self._reader.under_way if self._reader is not None else ()
 
+    def _stop(self) -> None:
+        server, self._server = self._server, None
+        with ExitStack() as stack:
+            if server is not None:
+                stack.callback(server.close)
+            if self._reader is not None:
+                stack.callback(self._reader.close, "the transport was closed")
+
     def _open_reader(self) -> _Reader:
-        if self._arena is None:
-            raise TransportError("register an arena before connecting to peers")
         if self._reader is None or self._reader.closed:
-            name = _unique(self._agent_name)
-            self._reader = _Reader(name, self._arena, self._lock, devices=self._devices)
+            described = list(map(_describe, self._regions))
+            name = _unique(self.agent_name)
+            self._reader = _Reader(name, described, self._lock, devices=self._devices)
         return self._reader
 
-    def _check_name(self, peer: str, agent: str) -> None:
-        owners = [name for name, entry in self._peers.items() if entry.address.agent == agent]
-        if owners and owners != [peer]:
-            raise TransportError(f"{peer!r} announces the agent {agent} of {owners[0]!r}")
 
-
-def _kind(arena: ArenaMemory) -> MemoryKind:
-    return "DRAM" if arena.device_index is None else "VRAM"
-
-
-def _region(arena: ArenaMemory) -> Region:
-    return arena.data_ptr, arena.nbytes, arena.device_index or 0
+def _describe(memory: ArenaMemory) -> NixlRegion:
+    if memory.device_index is None:
+        return NixlRegion(memory.data_ptr, memory.nbytes, "DRAM", 0)
+    return NixlRegion(memory.data_ptr, memory.nbytes, "VRAM", memory.device_index)
 
 
 def _unique(agent_name: str) -> str:

@@ -11,39 +11,30 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from connector.transports.address import Nbytes, PerRegion
 from engine.errors import ConfigError, TransportError
 
-Region = tuple[int, int, int]  # address, length in bytes, device index: NIXL's descriptor
+Descriptor = tuple[int, int, int]  # NIXL's: address, length in bytes, device index
 MemoryKind = Literal["DRAM", "VRAM"]
 
 _PROGRESS_DELAY_US = 5000  # how long the progress thread sleeps when no event wakes it
 
-# They share no base class but Exception.
-_NIXL_ERRORS = (
-    "nixlNotPostedError",
-    "nixlInvalidParamError",
-    "nixlBackendError",
-    "nixlNotFoundError",
-    "nixlMismatchError",
-    "nixlNotAllowedError",
-    "nixlRepostActiveError",
-    "nixlUnknownError",
-    "nixlNotSupportedError",
-    "nixlRemoteDisconnectError",
-    "nixlCancelledError",
-    "nixlNoTelemetryError",
-)
+
+class NixlRegion(msgspec.Struct, frozen=True):
+    """Registered memory of a peer: address of byte 0, bytes, kind, index of its device."""
+
+    base: Nbytes
+    nbytes: Nbytes
+    memory: MemoryKind
+    device: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
 
 
 class NixlAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="nixl"):
-    """A peer's agent and arena. Descriptors are built here from base + offset, never received."""
+    """A peer's agent and memory. Descriptors are built here from base + offset, never received."""
 
     agent: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
     metadata: Annotated[bytes, msgspec.Meta(max_length=64 * 1024)]
-    base: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-    nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-    memory: MemoryKind
-    device: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
+    regions: Annotated[tuple[NixlRegion, ...], PerRegion]
 
 
 class NixlAgent:
@@ -63,7 +54,9 @@ class NixlAgent:
         bindings: ModuleType | None = None,
     ) -> None:
         self._nixl = bindings or load_nixl()
-        self._errors = (RuntimeError, *(getattr(self._nixl, error) for error in _NIXL_ERRORS))
+        # NIXL's errors share no base class but Exception.
+        named = [kind for name, kind in vars(self._nixl).items() if name.endswith("Error")]
+        self._errors = (RuntimeError, *named)
         self.name = name
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = progress_thread
@@ -80,10 +73,11 @@ class NixlAgent:
     def _typed(self, action: str) -> "_Typed":
         return _Typed(self._errors, action)
 
-    def register(self, region: Region, kind: MemoryKind) -> Any:
+    def register(self, region: NixlRegion) -> Any:
         """Pin the region; the result is what `deregister` takes."""
-        registered = self._nixl.nixlRegDList(self._segment(kind), [(*region, "")])
-        with self._typed(f"register {region[1]} B of {kind}"):
+        segment, descriptor = self._segment(region.memory), (region.base, region.nbytes)
+        registered = self._nixl.nixlRegDList(segment, [(*descriptor, region.device, "")])
+        with self._typed(f"register {region.nbytes} B of {region.memory}"):
             self._agent.registerMem(registered, self._backends)
         return registered
 
@@ -92,14 +86,11 @@ class NixlAgent:
         with self._typed("deregister the arena"):
             self._agent.deregisterMem(registered, self._backends)
 
-    def address(self, region: Region, kind: MemoryKind) -> bytes:
-        """A NixlAddress of a registered region, encoded: what a peer needs to read from it."""
+    def address(self, regions: Sequence[NixlRegion]) -> bytes:
+        """A NixlAddress of registered regions, encoded: what a peer needs to read from them."""
         with self._typed("describe itself"):
             metadata = bytes(self._agent.getLocalMD())
-        base, nbytes, device = region
-        return msgspec.msgpack.encode(
-            NixlAddress(self.name, metadata, base, nbytes, memory=kind, device=device)
-        )
+        return msgspec.msgpack.encode(NixlAddress(self.name, metadata, tuple(regions)))
 
     def load(self, metadata: bytes, name: str) -> None:
         """Make a remote agent known and start connecting. Refuses metadata of any other agent."""
@@ -118,15 +109,15 @@ class NixlAgent:
     def prepare(
         self,
         name: str,
-        local: Sequence[Region],
-        remote: Sequence[Region],
+        local: Sequence[Descriptor],
+        remote: Sequence[Descriptor],
         *,
         kinds: tuple[MemoryKind, MemoryKind],
     ) -> int:
         """A read request, not yet posted; `kinds` of the local and remote memory."""
         lists = [
-            self._nixl.nixlXferDList(self._segment(kind), regions)
-            for kind, regions in zip(kinds, (local, remote), strict=True)
+            self._nixl.nixlXferDList(self._segment(kind), descriptors)
+            for kind, descriptors in zip(kinds, (local, remote), strict=True)
         ]
         with self._typed(f"prepare a read from {name}"):
             read = self._nixl.NIXL_READ
@@ -156,18 +147,17 @@ class NixlAgent:
 
 
 def _only(devices: str) -> dict[str, str]:
-    """NIXL's options that keep UCX to some devices.
-
-    One option cuts its value at the first comma, and so takes one device, the interface. The other
-    takes many, and appends `:1` to the last, which then must be the first port of an RDMA device.
-    """
+    """NIXL's options that keep UCX to some devices."""
+    # One option cuts its value at the first comma, and so takes one device, the interface. The
+    # other takes many, and appends `:1` to the last, which must be the first port of an RDMA
+    # device.
     if not devices.endswith(":1"):
         return {"engine_config": f"NET_DEVICES={devices}"} if devices else {}
     return {"device_list": devices.removesuffix(":1")}
 
 
 class _Typed:
-    """NIXL's errors become TransportErrors. Entered thrice per span, so it is no generator."""
+    """Makes TransportErrors of NIXL's errors. Entered thrice per span, so no generator does it."""
 
     __slots__ = ("_action", "_errors")
 
@@ -184,9 +174,9 @@ class _Typed:
 
 
 def load_nixl() -> ModuleType:
-    """Heavy and optional, so not imported at the top of the file. Raises ConfigError.
+    """The bindings that the package `nixl` chooses; to choose, it may import all of torch.
 
-    The bindings of the package that `nixl` chooses; to choose one, it may import all of torch.
+    Heavy and optional, so not imported at the top of the file. Raises ConfigError.
     """
     try:
         return importlib.import_module("nixl._bindings")

@@ -1,25 +1,27 @@
-"""`python -m connector.transports.nixl_owner AGENT FD NBYTES DEVICES BINDINGS`: serves one arena.
+"""`python -m connector.transports.nixl_owner AGENT DEVICES BINDINGS FD:NBYTES...`: serves memory.
 
 BINDINGS: the file that the node has loaded, without the package around it, which imports numpy.
 
 A process of its own, since UCX 1.21 over TCP aborts the one that owes bytes to a reader which has
-left: so a node loses this process, and starts another. It knows the arena by its descriptor, tells
+left: so a node loses this process, and starts another. It knows regions by their descriptors, tells
 the address on its output, and ends when its input does. Imports neither torch nor the node.
 
-It can read the arena and not write it, or whoever is told the address could: UCX asks nobody for a
-right. Who tries over TCP ends this process. A network card that may read must be given memory that
-it may write as well: where one refuses, the arena is mapped writable, and the log says so.
+It can read the memory and not write it, or whoever is told the address could: UCX asks nobody for a
+right. Whoever tries over TCP ends this process. A network card that may read must be given memory
+that it may write as well: where one refuses, a region is mapped writable, and the log says so.
 """
 
 import ctypes
 import mmap
 import os
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from types import ModuleType
+from typing import Any
 
-from connector.transports.nixl_agent import NixlAgent
+from connector.transports.nixl_agent import NixlAgent, NixlRegion
 from engine.errors import TransportError
 
 NO_HOOKS = ("UCX_MEM_EVENTS", "n")
@@ -27,28 +29,33 @@ NO_HOOKS = ("UCX_MEM_EVENTS", "n")
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
-def serve(name: str, fd: int, nbytes: int, *, devices: str, bindings: str) -> None:
+def serve(name: str, memfds: Sequence[tuple[int, int]], *, devices: str, bindings: str) -> None:
     """Returns when the node closes this process's input, or ends in any other way."""
     told = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no address
     agent = NixlAgent(name, progress_thread=True, devices=devices, bindings=_load(bindings))
-    region = (_map(fd, nbytes, mmap.PROT_READ), nbytes, 0)
-    try:
-        registered = agent.register(region, "DRAM")
-    except TransportError as error:
-        news = f"peers can write the arena, as it cannot be registered read-only: {error}"
-        print(news, file=sys.stderr, flush=True)
-        region = (_map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE), nbytes, 0)
-        registered = agent.register(region, "DRAM")
+    served = [_register(agent, fd, nbytes) for fd, nbytes in memfds]
     with os.fdopen(told, "wb") as pipe:
-        pipe.write(agent.address(region, "DRAM"))
+        pipe.write(agent.address([region for region, _ in served]))
     sys.stdin.buffer.read()
-    agent.deregister(registered)
+    for _, registered in served:
+        agent.deregister(registered)
     agent.close()
 
 
+def _register(agent: NixlAgent, fd: int, nbytes: int) -> tuple[NixlRegion, Any]:
+    region = NixlRegion(_map(fd, nbytes, mmap.PROT_READ), nbytes, "DRAM", 0)
+    try:
+        return region, agent.register(region)
+    except TransportError as error:
+        news = f"peers can write the arena, as it cannot be registered read-only: {error}"
+        print(news, file=sys.stderr, flush=True)
+    region = NixlRegion(_map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE), nbytes, "DRAM", 0)
+    return region, agent.register(region)
+
+
 def _map(fd: int, nbytes: int, protection: int) -> int:
-    """Where the arena begins. Python tells no address of memory that it may not write."""
+    """The address of byte 0. Python's mmap tells none of memory that it may not write."""
     if nbytes > os.fstat(fd).st_size:
         raise OSError(f"mmap of {nbytes} B of a file that has {os.fstat(fd).st_size}")
     libc = ctypes.CDLL(None, use_errno=True)
@@ -72,5 +79,6 @@ def _load(file: str) -> ModuleType:
 
 if __name__ == "__main__":
     os.environ.setdefault(*NO_HOOKS)
-    agent, fd, nbytes, devices, bindings = sys.argv[1:]
-    serve(agent, int(fd), int(nbytes), devices=devices, bindings=bindings)
+    agent, devices, bindings, *regions = sys.argv[1:]
+    memfds = [(int(fd), int(nbytes)) for fd, _, nbytes in (it.partition(":") for it in regions)]
+    serve(agent, memfds, devices=devices, bindings=bindings)

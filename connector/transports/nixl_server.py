@@ -1,68 +1,57 @@
-"""Who serves a node's arena to NIXL readers: a process beside the node, or the node itself.
+"""Serves a node's memory to NIXL readers: from a process beside the node, or from the node itself.
 
-Memory of a device belongs to the process that allocated it; a host arena is served from outside.
+Memory of a device belongs to the process that allocated it; host memory is served from outside.
 """
 
 import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import structlog
 
-from connector.transports.nixl_agent import MemoryKind, NixlAgent, Region, load_nixl
+from connector.transports.nixl_agent import NixlAgent, NixlRegion, load_nixl
 from engine.errors import TransportError
 
 log = structlog.get_logger()
 
 START_S = 30.0
 STOP_S = 5.0
-RESTART_S = 0.2
-"""Between the end of a process and the start of the next one, which may not live long either."""
-
-
-class NixlServer(Protocol):
-    """Serves one arena until it is closed."""
-
-    @property
-    def address(self) -> bytes:
-        """Of the arena as it is served now."""
-        ...
-
-    def close(self) -> None:
-        """Serves no more."""
-        ...
+RESTART_S = 0.2  # before the next process starts, which may not live long either
 
 
 class AgentHere:
     """An agent in this process; `devices` as of `NixlAgent`."""
 
-    def __init__(self, name: str, region: Region, kind: MemoryKind, *, devices: str) -> None:
+    def __init__(self, name: str, regions: Sequence[NixlRegion], *, devices: str) -> None:
         self._agent = NixlAgent(name, progress_thread=True, devices=devices)
-        self._registered = self._agent.register(region, kind)
-        self.address = self._agent.address(region, kind)
+        self._registered = [self._agent.register(region) for region in regions]
+        self.address = self._agent.address(regions)
 
     def close(self) -> None:
-        """Unpins the arena."""
-        self._agent.deregister(self._registered)
+        for registered in self._registered:
+            self._agent.deregister(registered)
         self._agent.close()
 
 
 class OwnerProcess:
-    """A process that serves a host arena (`nixl_owner`), and the next one when it is aborted.
+    """A process that serves host memory (`nixl_owner`), and the next one when it is aborted.
 
-    Then the address changes: readers of the old one fail, and learn the new one when they shake
-    hands again. `name_of_next` names each agent, `devices` are its network. Raises TransportError
-    when none can be started.
+    Then `address` changes: readers of the old one fail, and learn the new one when they shake
+    hands again. `name_of_next` names each agent, `memfds` are descriptors and lengths in bytes,
+    `devices` are its network. Raises TransportError when none can be started.
     """
 
     def __init__(
-        self, name_of_next: Callable[[], str], fd: int, nbytes: int, *, devices: str
+        self,
+        name_of_next: Callable[[], str],
+        memfds: Sequence[tuple[int, int]],
+        *,
+        devices: str,
     ) -> None:
         self._name_of_next = name_of_next
-        self._arena = fd, nbytes
+        self._memfds = memfds
         self._devices = devices
         self._is_over = threading.Event()
         self._process, self.address = self._start()
@@ -71,7 +60,7 @@ class OwnerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process that serves now."""
+        """Process id of the one that serves now."""
         return self._process.pid
 
     def close(self) -> None:
@@ -81,7 +70,7 @@ class OwnerProcess:
         self._watcher.join(START_S + STOP_S)
 
     def _watch(self) -> None:
-        """On a thread: another process takes the place of one that ends before it should."""
+        """On a thread: start another process for one that ends before it should."""
         while not self._is_over.is_set():
             status = _listen(self._process)
             _end(self._process)
@@ -96,22 +85,22 @@ class OwnerProcess:
                 _end(self._process)
 
     def _start(self) -> tuple[subprocess.Popen[bytes], bytes]:
-        """Not in the node's session: Ctrl-C is for the node, which has requests to finish."""
-        fd, nbytes = self._arena
+        """A process and the address that it has told. Raises TransportError."""
         module, name = "connector.transports.nixl_owner", self._name_of_next()
-        bindings = str(load_nixl().__file__)
+        regions = [f"{fd}:{nbytes}" for fd, nbytes in self._memfds]
+        arguments = [name, self._devices, str(load_nixl().__file__), *regions]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", module, name, str(fd), str(nbytes), self._devices, bindings],
+                [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                pass_fds=(fd,),
-                start_new_session=True,
+                pass_fds=[fd for fd, _ in self._memfds],
+                start_new_session=True,  # Ctrl-C is for the node, which has requests to finish
             )
         except OSError as error:
             raise TransportError(f"nixl could not serve the arena: no process: {error}") from error
-        address = _first_word(process)
+        address = _read_address(process)
         if address:
             return process, address
         _end(process)
@@ -121,8 +110,8 @@ class OwnerProcess:
         )
 
 
-def _first_word(process: subprocess.Popen[bytes]) -> bytes:
-    """All that it writes; empty if it ends or takes too long."""
+def _read_address(process: subprocess.Popen[bytes]) -> bytes:
+    """The whole output of a process; empty if it ends or takes too long."""
     assert process.stdout is not None
     news = select.poll()  # not select.select, which knows no descriptor beyond 1,023
     with process.stdout as pipe:
@@ -131,7 +120,7 @@ def _first_word(process: subprocess.Popen[bytes]) -> bytes:
 
 
 def _listen(process: subprocess.Popen[bytes]) -> int:
-    """Up to its end, with its status. What it and its libraries say goes to this node's log."""
+    """Copy its standard error to this node's log until it ends; its status."""
     if process.stderr is not None and not process.stderr.closed:
         with process.stderr as pipe:
             for said in pipe:
@@ -147,7 +136,6 @@ def _last_words(process: subprocess.Popen[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Idempotent."""
     assert process.stdin is not None
     process.stdin.close()
     try:

@@ -1,4 +1,4 @@
-"""Reads from another process's arena on the same host: map its memfd read-only and copy.
+"""Reads from another process's memory on the same host: map its memfds read-only and copy.
 
 Knows Linux: memfd, /proc and seals. A killed peer leaves our mapping whole, so a read from it still
 succeeds with the bytes it had; whether they are still wanted is for the lease to say.
@@ -11,7 +11,7 @@ import os
 import stat
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import Annotated
@@ -19,51 +19,61 @@ from typing import Annotated
 import msgspec
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from connector.transports.base import (
-    SpanPair,
-    Transfer,
-    TransferStatus,
-    Transport,
-    check_spans,
-    decode_address,
-)
+from connector.transports.address import Natural, Nbytes, PerRegion, decode_address
+from connector.transports.arena_transport import ArenaTransport, RemoteMemory
+from connector.transports.base import SpanPair, Transfer, TransferStatus
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _BLOCK_BYTES = 512  # the unit of st_blocks
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class ShmRegion(msgspec.Struct, frozen=True):
+    """One memfd, with enough of its identity to refuse a reused pid or descriptor."""
+
+    fd: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    nbytes: Nbytes
+    inode: Natural
+    device: Natural
+    label: Annotated[str, msgspec.Meta(pattern=r"^tandem-arena-[0-9a-f]{16}$")]
+
+    @classmethod
+    def of(cls, memory: ArenaMemory) -> "ShmRegion":
+        """Raises TransportError for memory that was closed."""
+        if memory.fd is None:
+            raise TransportError(f"{memory.label} is closed")
+        info = os.fstat(memory.fd)
+        return cls(memory.fd, memory.nbytes, info.st_ino, info.st_dev, memory.label)
 
 
 class ShmAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="shm"):
-    """Where a peer's memfd is, and enough of its identity to refuse a reused pid or descriptor."""
+    """A peer's process and its memfds."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
-    fd: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-    nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-    inode: _Natural
-    device: _Natural
-    label: Annotated[str, msgspec.Meta(pattern=r"^tandem-arena-[0-9a-f]{16}$")]
     host: Annotated[str, msgspec.Meta(max_length=200)]
+    regions: Annotated[tuple[ShmRegion, ...], PerRegion]
 
 
-@dataclass(slots=True, frozen=True)
-class _Mapping:
-    address: bytes
-    nbytes: int
-    data: npt.NDArray[np.uint8]  # owns the mapping: a reader that holds it can never be unmapped
+@dataclass(slots=True)
+class _Mapped(RemoteMemory):
+    """`data`: the mapped regions. A reader that holds one keeps it from being unmapped."""
+
+    address: ShmAddress
+    data: list[npt.NDArray[np.uint8]] = field(default_factory=list)
 
 
 class ShmTransfer(Transfer):
-    """Copies as far as it is waited for: whoever hashes what has come finds it in its cache."""
+    """Copies only as far as it is waited for, so that a hasher finds those bytes in its cache."""
 
-    __slots__ = ("_arena", "_here", "_lock", "_mapping", "_total", "_waiting", "_was_cancelled")
+    __slots__ = ("_here", "_lock", "_source", "_target", "_total", "_waiting", "_was_cancelled")
 
-    def __init__(self, mapping: _Mapping, arena: torch.Tensor, spans: Sequence[SpanPair]) -> None:
-        self._mapping = mapping
-        self._arena = arena
+    def __init__(
+        self, source: npt.NDArray[np.uint8], target: ArenaMemory, spans: Sequence[SpanPair]
+    ) -> None:
+        self._source = source
+        self._target = target.tensor  # keeps the memory mapped while it is written
         self._waiting = deque(spans)
         self._total = sum(span.length for span in spans)
         self._here = 0
@@ -75,10 +85,8 @@ class ShmTransfer(Transfer):
         return TransferStatus.DONE
 
     def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
-        """The copy runs here: the caller is a pull thread, and memmove lets go of the GIL.
-
-        In as few calls as possible, for long ones go past the cache.
-        """
+        # The copy runs here: the caller is a pull thread, and memmove lets go of the GIL. It takes
+        # few calls, as long ones go past the cache.
         self._copy(self._total if nbytes is None else nbytes)
 
     def cancel(self) -> None:
@@ -86,7 +94,7 @@ class ShmTransfer(Transfer):
             self._was_cancelled |= bool(self._waiting)
 
     def _copy(self, wanted: int) -> None:
-        source, target = self._mapping.data.ctypes.data, self._arena.data_ptr()
+        source, target = self._source.ctypes.data, self._target.data_ptr()
         with self._lock:
             if self._was_cancelled:
                 raise TransportError("the read was cancelled")
@@ -100,69 +108,27 @@ class ShmTransfer(Transfer):
                     self._waiting.appendleft(rest)
 
 
-class ShmTransport(Transport):
-    """Same host, CPU arenas. `agent_name` is only kept for symmetry with the other transports."""
+class ShmTransport(ArenaTransport[_Mapped]):
+    """Host memory of processes of one user on one host."""
 
     name = "shm"
 
-    def __init__(self, agent_name: str) -> None:
-        self.agent_name = agent_name
-        self._arena: ArenaMemory | None = None
-        self._peers: dict[str, _Mapping] = {}
-        self._lock = Lock()
+    def _own_address(self) -> bytes:
+        regions = tuple(map(ShmRegion.of, self._regions))
+        return msgspec.msgpack.encode(ShmAddress(os.getpid(), this_host(), regions))
 
-    def register(self, arena: ArenaMemory) -> None:
-        if self._arena is not None:
-            raise TransportError(
-                "this transport has an arena already; open one transport per arena"
-            )
-        if arena.fd is None:
-            raise TransportError(
-                "shm moves host memory only; use the nixl transport for a CUDA arena"
-            )
-        self._arena = arena
+    def _decode(self, peer: str, blob: bytes) -> _Mapped:
+        address = decode_address(blob, ShmAddress)
+        if (reason := why_out_of_reach(this_host(), address.host)) is not None:
+            raise TransportError(f"cannot map the peer's memory: {reason}")
+        return _Mapped(blob, tuple(region.nbytes for region in address.regions), address)
 
-    @property
-    def address(self) -> bytes:
-        arena = self._arena
-        if arena is None or arena.fd is None:
-            raise TransportError("no arena is registered")
-        info = os.fstat(arena.fd)
-        return msgspec.msgpack.encode(
-            ShmAddress(
-                pid=os.getpid(),
-                fd=arena.fd,
-                nbytes=arena.nbytes,
-                inode=info.st_ino,
-                device=info.st_dev,
-                label=arena.label,
-                host=this_host(),
-            )
-        )
+    def _open(self, remote: _Mapped) -> None:
+        address = remote.address
+        remote.data = [_map(address.pid, region) for region in address.regions]
 
-    def connect(self, peer: str, address: bytes) -> None:
-        with self._lock:
-            known = self._peers.get(peer)
-            if known is None or known.address != address:
-                self._peers[peer] = _open_mapping(address)
-
-    def read(self, peer: str, spans: Sequence[SpanPair]) -> Transfer:
-        mapping, arena = self._peers.get(peer), self._arena
-        if mapping is None:
-            raise TransportError(f"peer {peer!r} is not connected")
-        if arena is None:
-            raise TransportError("register an arena before reading")
-        check_spans(spans, remote_nbytes=mapping.nbytes, local_nbytes=arena.nbytes)
-        return ShmTransfer(mapping, arena.tensor, spans)
-
-    def disconnect(self, peer: str) -> None:
-        with self._lock:
-            self._peers.pop(peer, None)
-
-    def close(self) -> None:
-        with self._lock:
-            self._peers.clear()
-            self._arena = None
+    def _start(self, remote: _Mapped, spans: Sequence[SpanPair], region: int) -> Transfer:
+        return ShmTransfer(remote.data[region], self._regions[region], spans)
 
 
 def this_host() -> str:
@@ -183,51 +149,51 @@ def why_out_of_reach(here: str, there: str) -> str | None:
     return f"the peer runs on another host, or in another pid namespace: {there}, and not {here}"
 
 
-def _open_mapping(blob: bytes) -> _Mapping:
-    address = decode_address(blob, ShmAddress)
-    if (reason := why_out_of_reach(this_host(), address.host)) is not None:
-        raise TransportError(f"cannot map the peer's memory: {reason}")
-    path = f"/proc/{address.pid}/fd/{address.fd}"
+def _map(pid: int, region: ShmRegion) -> npt.NDArray[np.uint8]:
+    """All bytes of a peer's memfd, shape (nbytes,), read-only."""
+    path = f"/proc/{pid}/fd/{region.fd}"
     try:
-        fd = _open_verified(path, address)
+        fd = _open_verified(path, pid, region)
         try:
             # MAP_POPULATE: the page tables are filled now, not by faults inside the first read.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            mapped = mmap.mmap(fd, address.nbytes, flags=flags, prot=mmap.PROT_READ)
+            mapped = mmap.mmap(fd, region.nbytes, flags=flags, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
     except OSError as error:
         raise TransportError(
             f"cannot map {path} ({error.strerror}): the peer is gone, or runs as another user"
         ) from error
-    return _Mapping(blob, address.nbytes, np.frombuffer(mapped, dtype=np.uint8))
+    return np.frombuffer(mapped, dtype=np.uint8)
 
 
-def _open_verified(path: str, address: ShmAddress) -> int:
-    """Check through an O_PATH handle first: to open an unknown file may block or have effects."""
+def _open_verified(path: str, pid: int, region: ShmRegion) -> int:
+    # First through an O_PATH handle: to open an unknown file may block or have effects.
     handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
-        _check_identity(os.fstat(handle), os.readlink(path), address)
+        _check_identity(os.fstat(handle), os.readlink(path), pid, region=region)
         fd = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(handle)
+    # Without this seal a peer could shrink the file, and our next read would end in SIGBUS.
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         os.close(fd)
         raise TransportError(f"{path} is not sealed against shrinking; reading it could crash us")
     return fd
 
 
-def _check_identity(info: os.stat_result, link: str, address: ShmAddress) -> None:
+def _check_identity(info: os.stat_result, link: str, pid: int, *, region: ShmRegion) -> None:
     found = (info.st_dev, info.st_ino, info.st_size, link)
-    wanted = (address.device, address.inode, address.nbytes, f"/memfd:{address.label} (deleted)")
+    wanted = (region.device, region.inode, region.nbytes, f"/memfd:{region.label} (deleted)")
     if not stat.S_ISREG(info.st_mode) or found != wanted:
         raise TransportError(
-            f"pid {address.pid} holds another file than announced: wanted "
+            f"pid {pid} holds another file than announced: wanted "
             f"(device, inode, size, name) {wanted}, found {found}; "
             "the peer restarted, or runs elsewhere"
         )
-    if info.st_blocks * _BLOCK_BYTES < address.nbytes:
+    # A sparse file costs its owner nothing, and would cost us all of its size when it is mapped.
+    if info.st_blocks * _BLOCK_BYTES < region.nbytes:
         raise TransportError(
-            f"pid {address.pid} announces {address.nbytes} B and has {info.st_blocks} blocks of "
+            f"pid {pid} announces {region.nbytes} B and has {info.st_blocks} blocks of "
             f"{_BLOCK_BYTES} B: mapping it would take memory for the rest"
         )

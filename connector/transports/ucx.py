@@ -8,10 +8,8 @@ reading process with it, or writes into the arena after the end of a read (bench
 
 import hashlib
 import secrets
-import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from threading import RLock
 from typing import Annotated
@@ -19,15 +17,10 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from connector.transports.base import (
-    CompletedTransfer,
-    SpanPair,
-    Transfer,
-    TransferStatus,
-    Transport,
-    check_spans,
-    decode_address,
-)
+from connector.transports.address import RegionSizes, decode_address
+from connector.transports.arena_transport import ArenaTransport, RemoteMemory
+from connector.transports.base import SpanPair, Transfer, TransferStatus
+from connector.transports.polled_transfer import DrainedTransfer
 from connector.transports.ucx_parts import Part, plan_parts
 from connector.transports.ucx_server import (
     REFUSAL_BYTES,
@@ -40,16 +33,15 @@ from connector.transports.ucx_server import (
 )
 from connector.transports.ucx_worker import Bytes, Request, UcxWorker, wait_readable
 from engine.arena import ArenaMemory
-from engine.errors import TransferTimeoutError, TransportError
+from engine.errors import TransportError
 
 _PARTS_IN_FLIGHT = 4
 _NAP_S = 1e-3  # another thread may have taken the event that this one sleeps for
-_DRAIN_S = 0.5  # how long a cancelled read may take to end by itself
 _TAG_COUNTER = 2**20
 
 
 class UcxAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="ucx"):
-    """A peer's serving worker and its arena; `token` is new in each life and goes into requests.
+    """A peer's serving worker and its memory; `token` is new in each life and goes into requests.
 
     `digest` covers the rest: UCX 1.21 aborts the process that parses a damaged worker address.
     That is against damage, not against malice: addresses must come from members of the cluster.
@@ -57,11 +49,11 @@ class UcxAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="ucx"):
 
     worker: WorkerAddress
     token: Token
-    nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    nbytes: RegionSizes
     digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
     @classmethod
-    def of(cls, worker: bytes, token: bytes, nbytes: int) -> "UcxAddress":
+    def of(cls, worker: bytes, token: bytes, nbytes: tuple[int, ...]) -> "UcxAddress":
         """With its digest."""
         return cls(worker, token, nbytes, _digest(worker, token, nbytes))
 
@@ -74,8 +66,8 @@ class UcxAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="ucx"):
         return address
 
 
-def _digest(worker: bytes, token: bytes, nbytes: int) -> bytes:
-    whole = worker + token + nbytes.to_bytes(8)
+def _digest(worker: bytes, token: bytes, nbytes: tuple[int, ...]) -> bytes:
+    whole = worker + token + b"".join(size.to_bytes(8) for size in nbytes)
     return hashlib.blake2b(whole, digest_size=16).digest()
 
 
@@ -91,65 +83,43 @@ class _Flight:
     buffer: Bytes
 
 
-class UcxTransfer(Transfer):
-    """A read as parts, a few of them in flight; runs under the connection's lock."""
+class UcxTransfer(DrainedTransfer[Part]):
+    """A read as parts, a few of them in flight; runs under the connection's lock.
 
-    __slots__ = ("_connection", "failure", "flying", "status", "waiting")
+    Parts arrive in no order, so that to wait for the first bytes is to wait for all.
+    """
 
-    def __init__(self, connection: "_Connection", spans: Sequence[SpanPair]) -> None:
+    def __init__(
+        self, connection: "_Connection", peer: str, spans: Sequence[SpanPair], region: int
+    ) -> None:
+        super().__init__(peer, sum(span.length for span in spans), connection.lock)
         self._connection = connection
-        self.waiting = deque(plan_parts(spans))
+        self.region = region
+        self.waiting.extend(plan_parts(spans))
         self.flying: list[_Flight] = []
-        self.status = TransferStatus.PENDING
-        self.failure: str | None = None
 
-    def poll(self) -> TransferStatus:
-        with self._connection.lock:
-            if self.failure is None and self.status is TransferStatus.PENDING:
-                self._connection.advance()
-            if self.failure is not None:
-                raise TransportError(self.failure)
-            return self.status
+    def _advance(self, wanted: int) -> None:
+        self._connection.advance()
 
-    def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
-        """For all: parts arrive in no order."""
-        if not self._wait_until(time.monotonic() + timeout_s):
-            self.cancel()
-            raise TransferTimeoutError(f"read over ucx not done after {timeout_s} s")
+    def _pause(self, waited_s: float, left_s: float) -> None:
+        self._connection.nap(min(left_s, _NAP_S))
 
-    def cancel(self) -> None:
-        with self._connection.lock:
-            if self.status is TransferStatus.DONE or self.failure is not None:
-                return
-            self.waiting.clear()
-        with suppress(TransportError):  # it may fail while it drains: cancelled is cancelled
-            self._wait_until(time.monotonic() + _DRAIN_S)
-        with self._connection.lock:
-            if self.status is TransferStatus.PENDING and self.failure is None:
-                self._connection.close("a read from this peer was cancelled")
-            self.failure = "the read was cancelled"
-
-    def _wait_until(self, deadline: float) -> bool:
-        while self.poll() is TransferStatus.PENDING:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            self._connection.nap(min(left, _NAP_S))
-        return True
+    def _close_connection(self, reason: str) -> None:
+        self._connection.close(reason)
 
 
 class _Connection:
     """One worker that reads from one peer. Apart from all others, because it must be able to die.
 
     ucxx cancels no single message. So a cancelled read first drains; if the peer does not answer,
-    only closing the worker keeps its bytes out of the arena. The next read opens a new one.
+    only closing the worker keeps its bytes out of our memory. The next read opens a new one.
     """
 
-    def __init__(self, address: UcxAddress, arena: ArenaMemory, host: str) -> None:
+    def __init__(self, address: UcxAddress, regions: Sequence[ArenaMemory], host: str) -> None:
         self.lock = RLock()
         self.closed = False
         self._token = address.token
-        self._arena: Bytes = arena.tensor.numpy()
+        self._regions: list[Bytes] = [region.tensor.numpy() for region in regions]
         self._worker = UcxWorker(host)
         self._own_address = self._worker.address()
         self._endpoint = self._worker.connect(address.worker)
@@ -165,9 +135,9 @@ class _Connection:
         """Reads that have neither ended nor failed."""
         return tuple(self._live)
 
-    def start(self, spans: Sequence[SpanPair]) -> UcxTransfer:
-        """Ask for the first parts. Raises TransportError with everything released."""
-        transfer = UcxTransfer(self, spans)
+    def start(self, peer: str, spans: Sequence[SpanPair], region: int) -> UcxTransfer:
+        """Ask for the first parts; the transfer tells if that fails."""
+        transfer = UcxTransfer(self, peer, spans, region)
         with self.lock:
             self._live.append(transfer)
             self.advance()
@@ -228,7 +198,7 @@ class _Connection:
             if flight.messages:
                 still.append(flight)
             elif flight.part.joined:
-                flight.part.scatter(flight.buffer, self._arena)
+                flight.part.scatter(flight.buffer, self._regions[transfer.region])
         transfer.flying = still
         if not still and not transfer.waiting:
             transfer.status = TransferStatus.DONE
@@ -236,26 +206,30 @@ class _Connection:
 
     def _launch(self, transfer: UcxTransfer) -> None:
         in_flight = sum(len(other.flying) for other in self._live)
+        memory = self._regions[transfer.region]
         for _ in range(min(_PARTS_IN_FLIGHT - in_flight, len(transfer.waiting))):
             part = transfer.waiting.popleft()
+            # The tags of one part follow each other: a joined part takes the first for its buffer,
+            # the spans of others one each.
             tag = self._take_tags(len(part.spans))
-            transfer.flying.append(self._expect(part, tag))
-            spans = [(span.remote, span.length) for span in part.spans]
+            buffer = np.empty(part.nbytes if part.joined else 0, dtype=np.uint8)
+            direct = [memory[span.local : span.local + span.length] for span in part.spans]
+            messages = deque(
+                self._worker.receive(target, tag + number)
+                for number, target in enumerate([buffer] if part.joined else direct)
+            )
+            transfer.flying.append(_Flight(part, messages, buffer))
             request = PartRequest(
-                self._token, self._own_address, tag, self._tag, spans, joined=part.joined
+                self._token,
+                self._own_address,
+                tag,
+                self._tag,
+                [(span.remote, span.length) for span in part.spans],
+                joined=part.joined,
+                region=transfer.region,
             )
             frame = encode_frame(request)
             self._asking.append(self._worker.send(self._endpoint, frame, REQUEST_TAG))
-
-    def _expect(self, part: Part, tag: int) -> _Flight:
-        """A joined part comes at `tag` into a buffer, the spans of others from `tag` on."""
-        buffer = np.empty(part.nbytes if part.joined else 0, dtype=np.uint8)
-        targets = [buffer] if part.joined else [self._target(span) for span in part.spans]
-        messages = [self._worker.receive(target, tag + i) for i, target in enumerate(targets)]
-        return _Flight(part, deque(messages), buffer)
-
-    def _target(self, span: SpanPair) -> Bytes:
-        return self._arena[span.local : span.local + span.length]
 
     def _take_tags(self, count: int) -> int:
         """The first of `count` tags in a row."""
@@ -267,96 +241,58 @@ class _Connection:
 
 
 @dataclass(slots=True)
-class _Peer:
-    blob: bytes
+class _Peer(RemoteMemory):
+    """`connection`: the last one; a read opens another when that was closed."""
+
+    name: str
     address: UcxAddress
-    connection: _Connection
+    connection: _Connection | None = None
 
 
-class UcxTransport(Transport):
-    """Host arenas, one host or many. Raises ConfigError when ucxx is not installed.
-
-    `host`: the address of this machine that peers use; only its interface listens.
-    """
+class UcxTransport(ArenaTransport[_Peer]):
+    """Host memory, one host or many. Raises ConfigError when ucxx is not installed."""
 
     name = "ucx"
 
     def __init__(self, agent_name: str, host: str = "127.0.0.1") -> None:
-        self.agent_name = agent_name
-        self._host = host
-        self._lock = RLock()
-        self._arena: ArenaMemory | None = None
+        super().__init__(agent_name, host)
         self._server: ArenaServer | None = None
-        self._address: UcxAddress | None = None
-        self._peers: dict[str, _Peer] = {}
+        self._encoded = b""
 
-    def register(self, arena: ArenaMemory) -> None:
-        if self._arena is not None:
-            raise TransportError(
-                "this transport has an arena already; open one transport per arena"
-            )
-        if arena.fd is None:
-            raise TransportError(
-                "ucx moves host memory only; use the nixl transport for a CUDA arena"
-            )
-        server = ArenaServer(arena, self._host)
-        self._address = UcxAddress.of(server.start(), server.token, arena.nbytes)
-        self._server, self._arena = server, arena
+    def _serve(self) -> None:
+        self._server = ArenaServer(self._regions, self._host)
+        nbytes = tuple(region.nbytes for region in self._regions)
+        address = UcxAddress.of(self._server.start(), self._server.token, nbytes)
+        self._encoded = msgspec.msgpack.encode(address)
 
-    @property
-    def address(self) -> bytes:
-        if self._address is None:
-            raise TransportError("no arena is registered")
-        return msgspec.msgpack.encode(self._address)
+    def _own_address(self) -> bytes:
+        return self._encoded
 
-    def connect(self, peer: str, address: bytes) -> None:
+    def _decode(self, peer: str, blob: bytes) -> _Peer:
+        address = UcxAddress.decode(blob)
+        for name, other in self._peers.items():
+            if name != peer and other.address.worker == address.worker:
+                raise TransportError(f"{peer!r} announces the worker of {name!r}")
+        return _Peer(blob, address.nbytes, peer, address)
+
+    def _open(self, remote: _Peer) -> None:
+        remote.connection = _Connection(remote.address, self._regions, self._host)
+
+    def _start(self, remote: _Peer, spans: Sequence[SpanPair], region: int) -> Transfer:
+        if remote.connection is None or remote.connection.closed:
+            remote.connection = _Connection(remote.address, self._regions, self._host)
+        return remote.connection.start(remote.name, spans, region)
+
+    def _drop(self, remote: _Peer, reason: str) -> None:
+        if remote.connection is not None:
+            remote.connection.close(reason)
+
+    def _under_way(self) -> list[UcxTransfer]:
         with self._lock:
-            known = self._peers.get(peer)
-            if known is not None and known.blob == address:
-                return
-            decoded = UcxAddress.decode(address)
-            self._check_worker(peer, decoded)
-            self.disconnect(peer)
-            self._peers[peer] = _Peer(address, decoded, self._open(decoded))
+            connections = [remote.connection for remote in self._peers.values()]
+        return [transfer for it in connections if it is not None for transfer in it.under_way]
 
-    def read(self, peer: str, spans: Sequence[SpanPair]) -> Transfer:
-        with self._lock:
-            known = self._peers.get(peer)
-            if known is None or self._arena is None:
-                raise TransportError(f"peer {peer!r} is not connected")
-            nbytes = self._arena.nbytes
-            check_spans(spans, remote_nbytes=known.address.nbytes, local_nbytes=nbytes)
-            if not spans:
-                return CompletedTransfer()
-            if known.connection.closed:
-                known.connection = self._open(known.address)
-            connection = known.connection
-        return connection.start(spans)
-
-    def disconnect(self, peer: str) -> None:
-        with self._lock:
-            known = self._peers.pop(peer, None)
-        if known is not None:
-            known.connection.close(f"{peer!r} was disconnected")
-
-    def close(self) -> None:
-        """Lets reads under way end first, so that peers owe nothing to a reader that has left."""
-        with self._lock:
-            peers, self._peers = self._peers, {}
-            server, self._server, self._arena = self._server, None, None
-        for known in peers.values():
-            for transfer in known.connection.under_way:
-                transfer.cancel()
-            known.connection.close("the transport was closed")
+    def _stop(self) -> None:
+        server, self._server = self._server, None
         if server is not None:
             server.close()
-
-    def _open(self, address: UcxAddress) -> _Connection:
-        if self._arena is None:
-            raise TransportError("register an arena before connecting to peers")
-        return _Connection(address, self._arena, self._host)
-
-    def _check_worker(self, peer: str, address: UcxAddress) -> None:
-        for name, entry in self._peers.items():
-            if name != peer and entry.address.worker == address.worker:
-                raise TransportError(f"{peer!r} announces the worker of {name!r}")

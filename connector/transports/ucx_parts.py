@@ -5,9 +5,9 @@ Knows spans and sizes; no messages, peers or threads.
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from connector.transports.base import SpanPair
+from connector.transports.base import SpanPair, cut, gather
 from connector.transports.ucx_server import MAX_PART_SPANS
 from connector.transports.ucx_worker import Bytes
 
@@ -39,41 +39,13 @@ class Part:
             source += span.length
 
 
-@dataclass(slots=True)
-class _Batch:
-    """A part that still grows."""
-
-    joined: bool
-    room: int = PART_BYTES
-    spans: list[SpanPair] = field(default_factory=list)
-
-    def takes(self, piece: SpanPair) -> bool:
-        return piece.length <= self.room and len(self.spans) < MAX_PART_SPANS
-
-    def add(self, piece: SpanPair) -> None:
-        self.spans.append(piece)
-        self.room -= piece.length
-
-    def part(self) -> Part:
-        return Part(tuple(self.spans), self.joined and len(self.spans) > 1)
-
-
 def plan_parts(spans: Sequence[SpanPair]) -> Iterator[Part]:
-    """Every byte in one part of at most PART_BYTES: large spans among themselves, and small ones.
+    """Every byte in one part of at most PART_BYTES: first the large spans, then the small ones.
 
     Longer spans than PART_BYTES are cut.
     """
-    growing = {joined: _Batch(joined) for joined in (False, True)}
-    for piece in _pieces(spans):
-        joined = piece.length < DIRECT_BYTES
-        if not growing[joined].takes(piece):
-            yield growing[joined].part()
-            growing[joined] = _Batch(joined)
-        growing[joined].add(piece)
-    yield from (batch.part() for batch in growing.values() if batch.spans)
-
-
-def _pieces(spans: Sequence[SpanPair]) -> Iterator[SpanPair]:
-    for remote, local, length in spans:
-        for start in range(0, length, PART_BYTES):
-            yield SpanPair(remote + start, local + start, min(PART_BYTES, length - start))
+    pieces = list(cut(spans, PART_BYTES))
+    for joined in (False, True):
+        alike = (piece for piece in pieces if (piece.length < DIRECT_BYTES) is joined)
+        for batch in gather(alike, most_bytes=PART_BYTES, most_spans=MAX_PART_SPANS):
+            yield Part(tuple(batch), joined and len(batch) > 1)

@@ -1,7 +1,7 @@
-"""The owner's side of the ucx transport: a thread that answers requests for parts of one arena.
+"""The owner's side of the ucx transport: a thread that answers requests for parts of its memory.
 
-Knows frames and one arena; not who the readers are. Whoever has the token of this incarnation may
-read inside the arena, and nothing else is looked at before the token is right.
+Knows frames and regions, and no readers by name. Whoever has the token of this incarnation may
+read inside the regions, and nothing else is looked at before the token is right.
 """
 
 import ctypes
@@ -9,8 +9,8 @@ import hmac
 import os
 import secrets
 import struct
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import chain
 from threading import Thread
 from typing import Annotated
@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import structlog
 
+from connector.transports.address import Natural, RegionNumber
 from connector.transports.ucx_worker import Bytes, Endpoint, Request, UcxWorker, wait_readable
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
@@ -38,13 +39,11 @@ _PREFIX = struct.Struct("<I")
 
 Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 WorkerAddress = Annotated[bytes, msgspec.Meta(min_length=1, max_length=16 * 1024)]
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Length = Annotated[int, msgspec.Meta(ge=1, le=MAX_PART_BYTES)]
-_Tag = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class PartRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for `spans` (offset, length) of the owner's arena.
+    """Asks for `spans` (offset, length) of one of the owner's regions.
 
     Joined they come as one message at `tag`, else one by one at `tag`, `tag` + 1 and so on. A
     refusal goes to `refusal_tag`, as text padded with zeros to REFUSAL_BYTES.
@@ -52,16 +51,17 @@ class PartRequest(msgspec.Struct, frozen=True, array_like=True):
 
     token: Token
     reader: WorkerAddress
-    tag: _Tag
-    refusal_tag: _Tag
+    tag: Natural
+    refusal_tag: Natural
     spans: Annotated[
-        list[tuple[_Natural, _Length]], msgspec.Meta(min_length=1, max_length=MAX_PART_SPANS)
+        list[tuple[Natural, _Length]], msgspec.Meta(min_length=1, max_length=MAX_PART_SPANS)
     ]
     joined: bool
+    region: RegionNumber = 0
 
 
 class _Reader(msgspec.Struct):
-    """Who asks, and the messages under way to it, by part."""
+    """The connection to one reader, and the messages under way to it, by part."""
 
     endpoint: Endpoint
     sends: list[list[Request]] = msgspec.field(default_factory=list)
@@ -85,8 +85,14 @@ def decode_frame(frame: memoryview) -> PartRequest:
         raise TransportError(f"not a request for a part: {error}") from error
 
 
-def check_part(request: PartRequest, nbytes: int) -> None:
-    """Raises TransportError naming the first span outside the arena, or a part that is too big."""
+def check_part(request: PartRequest, sizes: Sequence[int]) -> None:
+    """Check a part against the `sizes` of all regions, in bytes.
+
+    Raises TransportError naming the first span outside the region, or a part that is too big.
+    """
+    if request.region >= len(sizes):
+        raise TransportError(f"there is no region {request.region}")
+    nbytes = sizes[request.region]
     for offset, length in request.spans:
         if offset + length > nbytes:
             raise TransportError(f"{length} B at {offset} end past the arena ({nbytes} B)")
@@ -95,24 +101,16 @@ def check_part(request: PartRequest, nbytes: int) -> None:
         raise TransportError(f"a part of {total} B is over {MAX_PART_BYTES} B")
 
 
-@dataclass(slots=True)
 class ArenaServer:
-    """Serves `arena` from its own thread until `close`; the owner's engine does nothing."""
+    """Serves `regions` from its own thread until `close`; the owner's engine does nothing."""
 
-    arena: ArenaMemory
-    host: str
-    token: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    _bytes: Bytes = field(init=False)
-    _worker: UcxWorker = field(init=False)
-    _readers: dict[bytes, _Reader] = field(default_factory=dict)
-    _leaving: list[Request] = field(default_factory=list)
-    _wake: int = field(init=False)
-    _thread: Thread = field(init=False)
-    _stopping: bool = False
-
-    def __post_init__(self) -> None:
-        self._bytes = self.arena.tensor.numpy()
-        self._worker = UcxWorker(self.host)
+    def __init__(self, regions: Sequence[ArenaMemory], host: str) -> None:
+        self.token = secrets.token_bytes(16)
+        self._regions: list[Bytes] = [region.tensor.numpy() for region in regions]
+        self._worker = UcxWorker(host)
+        self._readers: dict[bytes, _Reader] = {}
+        self._leaving: list[Request] = []
+        self._stopping = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = Thread(target=self._run, name="ucx-server", daemon=True)
 
@@ -148,7 +146,7 @@ class ArenaServer:
                     wait_readable((self._worker.event_fd, self._wake), _PATROL_S)
 
     def _take(self, inbox: Request) -> None:
-        """Answer one frame; a bad one costs a line in the log."""
+        # A bad frame costs a line in the log, and nothing else.
         try:
             self._worker.is_done(inbox)
             request = decode_frame(inbox.buffer.data)
@@ -161,7 +159,7 @@ class ArenaServer:
     def _answer(self, request: PartRequest) -> None:
         reader = self._reader(request.reader)
         try:
-            check_part(request, self.arena.nbytes)
+            check_part(request, [region.nbytes for region in self._regions])
             self._reap(reader)
             if len(reader.sends) >= MAX_PARTS_IN_FLIGHT:
                 raise TransportError(f"over {MAX_PARTS_IN_FLIGHT} parts in flight")
@@ -170,22 +168,15 @@ class ArenaServer:
             refusal = np.frombuffer(text, dtype=np.uint8)
             self._leaving.append(self._worker.send(reader.endpoint, refusal, request.refusal_tag))
             raise
-        spans = [self._bytes[offset : offset + length] for offset, length in request.spans]
-        messages = [self._gather(request.spans)] if request.joined else spans
+        memory = self._regions[request.region]
+        spans = [memory[offset : offset + length] for offset, length in request.spans]
+        messages = [_joined(memory, request.spans)] if request.joined else spans
         reader.sends.append(
             [
                 self._worker.send(reader.endpoint, message, request.tag + number)
                 for number, message in enumerate(messages)
             ]
         )
-
-    def _gather(self, spans: list[tuple[int, int]]) -> Bytes:
-        part = np.empty(sum(length for _, length in spans), dtype=np.uint8)
-        source, target = self._bytes.ctypes.data, part.ctypes.data
-        for offset, length in spans:
-            ctypes.memmove(target, source + offset, length)
-            target += length
-        return part
 
     def _reader(self, address: bytes) -> _Reader:
         known = self._readers.get(address)
@@ -209,7 +200,17 @@ class ArenaServer:
 
     @staticmethod
     def _reap(reader: _Reader) -> None:
-        """A send that failed needs no word: its reader has gone, or will ask again."""
+        # A send that failed needs no word: its reader has gone, or will ask again.
         reader.sends = [
             part for part in reader.sends if not all(send.handle.completed for send in part)
         ]
+
+
+def _joined(memory: Bytes, spans: Sequence[tuple[int, int]]) -> Bytes:
+    """A copy of all spans in one message."""
+    part = np.empty(sum(length for _, length in spans), dtype=np.uint8)
+    source, target = memory.ctypes.data, part.ctypes.data
+    for offset, length in spans:
+        ctypes.memmove(target, source + offset, length)
+        target += length
+    return part

@@ -39,14 +39,14 @@ _CLOSE_ATTEMPTS = 20
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """A message under way; it keeps its buffer alive."""
+    """A message under way; the request keeps its buffer alive."""
 
     handle: Any
     buffer: Bytes
 
 
 class Endpoint:
-    """The way to one other worker."""
+    """A connection to another worker."""
 
     __slots__ = ("handle",)
 

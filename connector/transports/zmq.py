@@ -1,123 +1,127 @@
 """Reads over ZeroMQ: plain TCP anywhere, without special hardware or settings.
 
 The reader asks and a thread of the owner answers, a bounded number of bytes at a time. Bytes reach
-the arena only inside `poll` and `wait`, so a read that was cancelled cannot write any.
+our memory only inside `poll` and `wait`, so a read that was cancelled cannot write any.
 """
 
 import ipaddress
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
-from connector.transports.base import (
-    CompletedTransfer,
-    SpanPair,
-    Transfer,
-    TransferStatus,
-    Transport,
-    check_spans,
-)
+from connector.transports.arena_transport import ArenaTransport, RemoteMemory
+from connector.transports.base import SpanPair, Transfer, TransferStatus
+from connector.transports.polled_transfer import PolledTransfer
 from connector.transports.zmq_link import Context, Link
 from connector.transports.zmq_owner import ArenaOwner
 from connector.transports.zmq_wire import WINDOW, ZmqAddress, chunks, decode_zmq_address
-from engine.arena import ArenaMemory
-from engine.errors import TransferTimeoutError, TransportError
+from engine.errors import TransportError
 
 _SLICE_S = 0.02  # how long a waiting thread may keep `cancel` of another one waiting
 _MAX_IDLE = 8  # connections kept per peer
 
 
-class ZmqTransfer(Transfer):
-    """A read over a connection of its own; `retire` takes the connection back if it is whole."""
+@dataclass(slots=True)
+class _Peer(RemoteMemory):
+    """`reads` that are under way, each with a connection of its own, and `idle` connections.
 
-    __slots__ = (
-        "_asked", "_asking", "_bytes", "_failure", "_here", "_link", "_lock", "_retire",
-        "_status", "_stop", "peer",
-    )  # fmt: skip
+    `lock` guards both. It is the last in the order of locks: a read takes it when it ends.
+    """
+
+    name: str
+    address: ZmqAddress
+    reads: "set[ZmqTransfer]" = field(default_factory=set)
+    idle: list[Link] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_dropped: bool = False
+
+    def take_link(self, context: Context) -> Link:
+        """An idle connection that still stands, else a new one."""
+        while self.idle:
+            link = self.idle.pop()
+            try:
+                link.check()
+            except TransportError:
+                link.close()
+            else:
+                return link
+        return Link(context, self.address)
+
+    def retire(self, read: "ZmqTransfer", link: Link | None) -> None:
+        """`read` has ended; `link` is whole and free again, or None."""
+        with self.lock:
+            self.reads.discard(read)
+            if link is not None and not self.is_dropped and len(self.idle) < _MAX_IDLE:
+                self.idle.append(link)
+            elif link is not None:
+                link.close()
+
+    def drop(self, reason: str) -> None:
+        """Fail the reads and close the idle connections."""
+        with self.lock:
+            self.is_dropped = True
+            reads = list(self.reads)
+        for read in reads:
+            read.end(reason)
+        while self.idle:
+            self.idle.pop().close()
+
+
+class ZmqTransfer(PolledTransfer):
+    """A read over a connection of its own, a window of requests at a time."""
 
     def __init__(
-        self,
-        peer: str,
-        link: Link,
-        spans: Sequence[SpanPair],
-        *,
-        local: "memoryview[int]",
-        retire: Callable[["ZmqTransfer", Link | None], None],
-    ) -> None:
-        self.peer = peer
+        self, source: _Peer, link: Link, spans: Sequence[SpanPair], *, local: "memoryview[int]",
+        region: int,
+    ) -> None:  # fmt: skip
+        super().__init__(source.name, sum(span.length for span in spans), threading.Lock())
+        self._source = source
         self._link = link
         self._bytes = local
-        self._retire = retire
-        self._lock = threading.Lock()
+        self._region = region
         self._asking = chunks(spans)
-        self._asked: deque[tuple[int, list[SpanPair]]] = deque()
-        self._here = 0  # bytes; answers come in order
-        self._status = TransferStatus.PENDING
+        self._asked: deque[tuple[int, list[SpanPair]]] = deque()  # answers come in order
+        self._is_idle = False  # the last step found nothing
         self._stop: str | None = None  # set without the lock: a waiting thread looks at it
-        self._failure: str | None = None
-
-    def poll(self) -> TransferStatus:
-        return self._step(0.0)
-
-    def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
-        deadline = time.monotonic() + timeout_s
-        left = timeout_s
-        while self._step(min(left, _SLICE_S)) is TransferStatus.PENDING:
-            if nbytes is not None and self._here >= nbytes:
-                return
-            left = deadline - time.monotonic()
-            if left <= 0:
-                self.end(f"the read from {self.peer} ran out of time")
-                raise TransferTimeoutError(f"read from {self.peer} not done after {timeout_s} s")
 
     def cancel(self) -> None:
         self.end(f"the read from {self.peer} was cancelled")
 
     def end(self, reason: str) -> None:
-        """Fail it with `reason`, unless it has ended."""
+        """Fail the read with `reason`, unless it has ended."""
         self._stop = reason
         with self._lock:
-            if self._is_open():
+            if self.is_open:
                 self._fail(reason)
 
-    def _step(self, pause_s: float) -> TransferStatus:
-        """Take what is here and ask for more; if nothing was, look again within `pause_s`."""
+    def _advance(self, wanted: int) -> None:
+        try:
+            if self._stop is not None:
+                raise TransportError(self._stop)
+            self._ask()
+            self._is_idle = not self._take()
+            if self._is_idle:
+                self._link.check()
+            elif not self._asked:
+                self.status = TransferStatus.DONE
+                self._source.retire(self, self._link)
+        except TransportError as error:
+            self._fail(str(error))
+
+    def _pause(self, waited_s: float, left_s: float) -> None:
         with self._lock:
-            if self._failure is not None:
-                raise TransportError(self._failure)
-            if self._is_open():
-                try:
-                    self._advance(pause_s)
-                except TransportError as error:
-                    self._fail(str(error))
-                    raise
-            return self._status
-
-    def _is_open(self) -> bool:
-        return self._status is TransferStatus.PENDING and self._failure is None
-
-    def _advance(self, pause_s: float) -> None:
-        if self._stop is not None:
-            raise TransportError(self._stop)
-        self._ask()
-        if not self._take():
-            self._link.check()
-            if pause_s > 0:
-                self._link.pause(pause_s)
-        elif not self._asked:
-            self._status = TransferStatus.DONE
-            self._retire(self, self._link)
+            if self._is_idle and self.is_open:
+                self._link.pause(min(left_s, _SLICE_S))
 
     def _ask(self) -> None:
         while len(self._asked) < WINDOW:
             chunk = next(self._asking, None)
             if chunk is None:
                 return
-            self._asked.append((self._link.ask(chunk), chunk))
+            self._asked.append((self._link.ask(chunk, self._region), chunk))
 
     def _take(self) -> bool:
         """At most one window, so that one `poll` ends; True if anything had come."""
@@ -125,127 +129,53 @@ class ZmqTransfer(Transfer):
             if not self._asked or not self._link.take(*self._asked[0], self._bytes):
                 return taken > 0
             _, pieces = self._asked.popleft()
-            self._here += sum(piece.length for piece in pieces)
+            self.here += sum(piece.length for piece in pieces)
             self._ask()
         return True
 
     def _fail(self, reason: str) -> None:
-        self._failure = reason
+        self.failure = reason
         self._link.close()
-        self._retire(self, None)
+        self._source.retire(self, None)
 
 
-@dataclass(slots=True, frozen=True)
-class _Peer:
-    blob: bytes
-    address: ZmqAddress
-    idle: list[Link] = field(default_factory=list)
-
-
-class ZmqTransport(Transport):
-    """Host arenas, any hosts. `host` is where this node's arena is served: no other address."""
+class ZmqTransport(ArenaTransport[_Peer]):
+    """Host memory, any hosts."""
 
     name = "zmq"
 
     def __init__(self, agent_name: str, host: str = "127.0.0.1") -> None:
-        self.agent_name = agent_name
-        self._host = host
-        self._lock = threading.Lock()
+        super().__init__(agent_name, host)
         self._context = Context()
         self._owner: ArenaOwner | None = None
-        self._bytes: memoryview[int] | None = None
-        self._peers: dict[str, _Peer] = {}
-        self._live: dict[ZmqTransfer, _Peer] = {}
-
-    def register(self, arena: ArenaMemory) -> None:
-        if self._owner is not None:
-            raise TransportError(
-                "this transport has an arena already; open one transport per arena"
-            )
-        if arena.device_index is not None:
-            raise TransportError(
-                "zmq moves host memory only; use the nixl transport for a CUDA arena"
-            )
-        self._owner = ArenaOwner(self._context, arena, self._host)
-        self._bytes = arena.tensor.numpy().data
-
-    @property
-    def address(self) -> bytes:
-        if self._owner is None:
-            raise TransportError("no arena is registered")
-        return msgspec.msgpack.encode(self._owner.address)
 
     def listens_at(self, address: bytes) -> str | None:
         return str(ipaddress.ip_address(decode_zmq_address(address).host))
 
-    def connect(self, peer: str, address: bytes) -> None:
-        with self._lock:
-            known = self._peers.get(peer)
-        if known is None or known.blob != address:
-            entry = _Peer(address, decode_zmq_address(address))
-            self.disconnect(peer)
-            with self._lock:
-                self._peers[peer] = entry
+    def _serve(self) -> None:
+        self._owner = ArenaOwner(self._context, self._regions, self._host)
 
-    def read(self, peer: str, spans: Sequence[SpanPair]) -> Transfer:
-        with self._lock:
-            entry, local = self._peers.get(peer), self._bytes
-            if entry is None:
-                raise TransportError(f"peer {peer!r} is not connected")
-            if local is None:
-                raise TransportError("register an arena before reading")
-            check_spans(spans, remote_nbytes=entry.address.nbytes, local_nbytes=local.nbytes)
-            if not spans:
-                return CompletedTransfer()
-            link = self._take_link(entry)
-            transfer = ZmqTransfer(peer, link, spans, local=local, retire=self._retire)
-            self._live[transfer] = entry
+    def _own_address(self) -> bytes:
+        assert self._owner is not None
+        return msgspec.msgpack.encode(self._owner.address)
+
+    def _decode(self, peer: str, blob: bytes) -> _Peer:
+        address = decode_zmq_address(blob)
+        return _Peer(blob, address.nbytes, peer, address)
+
+    def _start(self, remote: _Peer, spans: Sequence[SpanPair], region: int) -> Transfer:
+        local = self._regions[region].host_bytes()
+        with remote.lock:
+            link = remote.take_link(self._context)
+            transfer = ZmqTransfer(remote, link, spans, local=local, region=region)
+            remote.reads.add(transfer)
         transfer.poll()  # asks
         return transfer
 
-    def disconnect(self, peer: str) -> None:
-        with self._lock:
-            entry = self._peers.pop(peer, None)
-            reads = [read for read, source in self._live.items() if source is entry]
-        self._drop(entry, reads, f"{peer} was disconnected")
+    def _drop(self, remote: _Peer, reason: str) -> None:
+        remote.drop(reason)
 
-    def close(self) -> None:
-        with self._lock:
-            self._bytes = None
-            peers, self._peers = self._peers, {}
-            reads = list(self._live)
-        self._drop(None, reads, "the transport was closed")
-        for entry in peers.values():
-            self._drop(entry, [], "")
-        self._context.term()
+    def _stop(self) -> None:
+        self._context.term()  # ends the owner's thread
         if self._owner is not None:
             self._owner.join()
-
-    def _take_link(self, entry: _Peer) -> Link:
-        """An idle connection that still stands, else a new one."""
-        while entry.idle:
-            link = entry.idle.pop()
-            try:
-                link.check()
-            except TransportError:
-                link.close()
-            else:
-                return link
-        return Link(self._context, entry.address)
-
-    def _retire(self, read: ZmqTransfer, link: Link | None) -> None:
-        with self._lock:
-            entry = self._live.pop(read)
-            if link is None:
-                return
-            if self._peers.get(read.peer) is entry and len(entry.idle) < _MAX_IDLE:
-                entry.idle.append(link)
-            else:
-                link.close()
-
-    def _drop(self, entry: _Peer | None, reads: Sequence[ZmqTransfer], reason: str) -> None:
-        """Without the transport's lock, which a read takes when it ends."""
-        for read in reads:
-            read.end(reason)
-        while entry is not None and entry.idle:
-            entry.idle.pop().close()

@@ -37,7 +37,7 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 
 class Link:
-    """Connects on its own, behind the first `ask`. Not thread-safe. Every failure is for good."""
+    """Connects on its own, after the first `ask`. Not thread-safe. Every failure is for good."""
 
     def __init__(self, context: Context, address: ZmqAddress) -> None:
         self.peer = endpoint(address.host, address.port)
@@ -55,11 +55,11 @@ class Link:
                 raise TransportError(f"zmq cannot connect to {self.peer}: {error}") from error
             undo.pop_all()
 
-    def ask(self, pieces: Sequence[SpanPair]) -> int:
+    def ask(self, pieces: Sequence[SpanPair], region: int = 0) -> int:
         """Send one request, whose number is returned; at most `WINDOW` may be unanswered."""
         self._number += 1
         wanted = tuple((piece.remote, piece.length) for piece in pieces)
-        request = msgspec.msgpack.encode(PieceRequest(self._number, wanted))
+        request = msgspec.msgpack.encode(PieceRequest(self._number, wanted, region))
         try:
             # Or libzmq may call a queue full that has drained: it looks only now and then.
             self._socket.get(zmq.EVENTS)
@@ -69,8 +69,8 @@ class Link:
             raise TransportError(f"cannot ask {self.peer}: {error}") from error
         return self._number
 
-    def take(self, number: int, pieces: Sequence[SpanPair], arena: "memoryview[int]") -> bool:
-        """Copy the next answer, which must be to `number`, into `arena`; False: not here yet."""
+    def take(self, number: int, pieces: Sequence[SpanPair], local: "memoryview[int]") -> bool:
+        """Copy the next answer, which must be to `number`, into `local`; False: not here yet."""
         try:
             size = self._socket.recv_into(self._header, flags=zmq.NOBLOCK)
         except zmq.Again:
@@ -79,7 +79,7 @@ class Link:
             raise TransportError(f"cannot hear {self.peer}: {error}") from error
         self._check_header(bytes(self._header[:size]), number)
         for piece in pieces:
-            self._take_piece(arena[piece.local : piece.local + piece.length])
+            self._take_piece(local[piece.local : piece.local + piece.length])
         if self._socket.rcvmore:
             raise TransportError(f"{self.peer} sent more pieces than the {len(pieces)} asked for")
         return True
@@ -95,7 +95,7 @@ class Link:
             raise TransportError(f"{self.peer} {_explain(event)}")
 
     def close(self) -> None:
-        """Nothing that is still on its way can be taken any more. Idempotent."""
+        """Drop the connection, and all that is still on its way. Idempotent."""
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(0)
@@ -124,7 +124,7 @@ class Link:
             raise TransportError(f"{self.peer} answered {header.number} instead of {number}")
 
     def _take_piece(self, target: "memoryview[int]") -> None:
-        """A message arrives whole, so its next frame is here, or the message is too short."""
+        # A message arrives whole, so its next frame is here, or the message is too short.
         size = self._socket.recv_into(target, flags=zmq.NOBLOCK) if self._socket.rcvmore else 0
         if size != target.nbytes:
             raise TransportError(f"{self.peer} sent {size} B instead of {target.nbytes} B")

@@ -1,4 +1,4 @@
-"""The owner's side of zmq: a thread that serves one arena to whoever was told its token.
+"""The owner's side of zmq: a thread that serves regions to everybody who was told its token.
 
 Knows no readers by name. The engine has no part in it; large pieces leave from the arena itself.
 """
@@ -6,6 +6,7 @@ Knows no readers by name. The engine has no part in it; large pieces leave from 
 import secrets
 import socket
 import threading
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -37,9 +38,14 @@ class ArenaOwner:
     gets no more of them than `HIGH_WATER`: the rest is dropped.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", arena: ArenaMemory, host: str):
+    def __init__(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        regions: Sequence[ArenaMemory],
+        host: str,
+    ) -> None:
         self._token = secrets.token_hex(32)
-        self._bytes = arena.tensor.numpy().data
+        self._regions = [region.host_bytes() for region in regions]
         self._decoder = msgspec.msgpack.Decoder(PieceRequest)
         self._door = context.socket(zmq.REP)
         self._readers = context.socket(zmq.ROUTER)
@@ -52,7 +58,7 @@ class ArenaOwner:
         self._thread.start()
 
     def join(self) -> None:
-        """Return when the thread has ended; the context has to be terminated before."""
+        """Wait for the thread, which ends when the context is terminated."""
         self._thread.join()
 
     def _listen(self, host: str) -> ZmqAddress:
@@ -72,7 +78,7 @@ class ArenaOwner:
         readers.router_mandatory = True  # without it, a full queue would be no error
         readers.bind(endpoint(ip, "*"))
         port = int(readers.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        return ZmqAddress(ip, port, self._bytes.nbytes, self._token)
+        return ZmqAddress(ip, port, tuple(it.nbytes for it in self._regions), self._token)
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -81,14 +87,14 @@ class ArenaOwner:
         try:
             while True:
                 for ready, _ in poller.poll():
-                    self._judge() if ready is self._door else self._answer()
+                    self._admit() if ready is self._door else self._answer()
         except zmq.ContextTerminated:
             pass  # this is how it ends
         finally:
             self._close_sockets()
 
-    def _judge(self) -> None:
-        """Let a connection in, or not."""
+    def _admit(self) -> None:
+        """Tell libzmq whether a new connection has the token."""
         frames = self._door.recv_multipart()
         known = len(frames) == _ZAP_FRAMES and secrets.compare_digest(
             frames[-1], self._token.encode()
@@ -104,22 +110,25 @@ class ArenaOwner:
         except zmq.ContextTerminated:
             raise
         except zmq.ZMQError:
-            pass  # it left, or it asks and asks and takes nothing: both are its own loss
+            pass  # the reader left, or asks and asks and takes nothing: both are its own loss
 
     def _find(self, encoded: bytes) -> "list[bytes | memoryview[int]]":
-        """Header and pieces, or a header that refuses: no offset leads out of the arena."""
+        """Header and pieces, or a header that refuses: no offset leads out of a region."""
         try:
             request = self._decoder.decode(encoded)
         except msgspec.DecodeError as error:
             return [_refusal(0, f"not a request: {error}")]
         if sum(length for _, length in request.pieces) > CHUNK_BYTES:
             return [_refusal(request.number, f"more than {CHUNK_BYTES} B in one request")]
+        if request.region >= len(self._regions):
+            return [_refusal(request.number, f"there is no region {request.region}")]
+        memory = self._regions[request.region]
         for offset, length in request.pieces:
-            if offset + length > self._bytes.nbytes:
-                text = f"{length} B at {offset} end past the arena ({self._bytes.nbytes} B)"
+            if offset + length > memory.nbytes:
+                text = f"{length} B at {offset} end past the arena ({memory.nbytes} B)"
                 return [_refusal(request.number, text)]
         header = msgspec.msgpack.encode(AnswerHeader(request.number))
-        return [header, *(self._bytes[start : start + size] for start, size in request.pieces)]
+        return [header, *(memory[start : start + size] for start, size in request.pieces)]
 
     def _close_sockets(self) -> None:
         self._door.close(0)

@@ -1,6 +1,6 @@
-"""What the reader and the owner of an arena say to each other over ZeroMQ, and its limits.
+"""The messages between the reader and the owner of memory over ZeroMQ, and their limits.
 
-One request names pieces of the arena; its answer is a header and one frame per piece.
+One request names pieces of one region; its answer is a header and one frame per piece.
 """
 
 import ipaddress
@@ -9,7 +9,14 @@ from typing import Annotated
 
 import msgspec
 
-from connector.transports.base import SpanPair, decode_address
+from connector.transports.address import (
+    Natural,
+    PortNumber,
+    RegionNumber,
+    RegionSizes,
+    decode_address,
+)
+from connector.transports.base import SpanPair, cut, gather
 from engine.errors import TransportError
 
 CHUNK_BYTES = 1 << 20
@@ -24,33 +31,33 @@ MAX_HEADER_BYTES = 1024
 HANDSHAKE_S = 5.0
 USER = b"tandem"
 
-_Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Length = Annotated[int, msgspec.Meta(ge=1, le=CHUNK_BYTES)]
 _Token = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class ZmqAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="zmq"):
-    """Where one incarnation of an owner listens; `token` opens its connections and no other's."""
+    """The socket of one incarnation of an owner; `token` opens its connections and no other's."""
 
     host: Annotated[str, msgspec.Meta(min_length=2, max_length=45)]
-    port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
-    nbytes: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+    port: PortNumber
+    nbytes: RegionSizes
     token: _Token
 
 
 class PieceRequest(msgspec.Struct, frozen=True, array_like=True):
-    """`pieces`: offset in the owner's arena and length, in bytes."""
+    """`pieces`: offset in the owner's region and length, in bytes."""
 
-    number: _Natural
+    number: Natural
     pieces: Annotated[
-        tuple[tuple[_Natural, _Length], ...], msgspec.Meta(min_length=1, max_length=CHUNK_PIECES)
+        tuple[tuple[Natural, _Length], ...], msgspec.Meta(min_length=1, max_length=CHUNK_PIECES)
     ]
+    region: RegionNumber = 0
 
 
 class AnswerHeader(msgspec.Struct, frozen=True, array_like=True):
     """Stands before the pieces; with a `refusal` none follow."""
 
-    number: _Natural
+    number: Natural
     refusal: Annotated[str, msgspec.Meta(max_length=MAX_HEADER_BYTES // 4)] = ""
 
 
@@ -73,19 +80,4 @@ def endpoint(host: str, port: int | str) -> str:
 
 def chunks(spans: Sequence[SpanPair]) -> Iterator[list[SpanPair]]:
     """`spans` in order, cut and gathered into what one request may ask for."""
-    chunk: list[SpanPair] = []
-    room = CHUNK_BYTES
-    for piece in _pieces(spans):
-        if piece.length > room or len(chunk) == CHUNK_PIECES:
-            yield chunk
-            chunk, room = [], CHUNK_BYTES
-        chunk.append(piece)
-        room -= piece.length
-    if chunk:
-        yield chunk
-
-
-def _pieces(spans: Sequence[SpanPair]) -> Iterator[SpanPair]:
-    for remote, local, length in spans:
-        for start in range(0, length, CHUNK_BYTES):
-            yield SpanPair(remote + start, local + start, min(CHUNK_BYTES, length - start))
+    return gather(cut(spans, CHUNK_BYTES), most_bytes=CHUNK_BYTES, most_spans=CHUNK_PIECES)

@@ -14,7 +14,7 @@ from engine.arena import ArenaMemory
 from tests.netns import End, cable, namespaces, obstacle, skip_if_impossible
 from tests.reads import StartPeer
 from tests.relay import Relay
-from tests.transport_peer import ARENA_BYTES, LOCAL, Peer, Place, Road, Wire
+from tests.transport_peer import ARENA_BYTES, LOCAL, SECOND_BYTES, Peer, Place, Road, Wire
 
 BENCHMARKS = ipaddress.ip_network("198.18.0.0/15")  # RFC 2544: on no real network
 ONE_HOST = ("shm", "nixl", "nixl-tcp", "ucx", "zmq")
@@ -72,9 +72,18 @@ def arena() -> Iterator[ArenaMemory]:
 
 
 @pytest.fixture
-def transport(kind: str, road: Road, arena: ArenaMemory) -> Iterator[Transport]:
+def second() -> Iterator[ArenaMemory]:
+    memory = ArenaMemory(SECOND_BYTES)
+    yield memory
+    memory.close()
+
+
+@pytest.fixture
+def transport(
+    kind: str, road: Road, arena: ArenaMemory, second: ArenaMemory
+) -> Iterator[Transport]:
     opened = open_transport(kind, "d", host=road.near.address)
-    opened.register(arena)
+    opened.register(arena, second)
     yield opened
     opened.close()
 

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from connector.transports import nixl
-from connector.transports.base import SpanPair, Transport, decode_address
-from connector.transports.nixl_agent import NixlAddress, NixlAgent
+from connector.transports.address import decode_address
+from connector.transports.base import SpanPair, Transport
+from connector.transports.nixl_agent import NixlAddress, NixlAgent, NixlRegion
 from connector.transports.nixl_server import AgentHere, OwnerProcess
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
@@ -81,11 +82,11 @@ def write(peer: NixlAddress, noise: ArenaMemory) -> None:
     """What a program of somebody else would do, for as long as it is not stopped."""
     with closing(NixlAgent("intruder", progress_thread=False, devices="lo")) as agent:
         bindings, ours = agent._nixl, (noise.data_ptr, noise.nbytes, 0)
-        registered = agent.register(ours, "DRAM")
+        registered = agent.register(NixlRegion(noise.data_ptr, noise.nbytes, "DRAM", 0))
         agent.load(peer.metadata, peer.agent)
         lists = [
             bindings.nixlXferDList(bindings.DRAM_SEG, [region])
-            for region in (ours, (peer.base, noise.nbytes, 0))
+            for region in (ours, (peer.regions[0].base, noise.nbytes, 0))
         ]
         create = agent._agent.createXferReq
         request = create(bindings.NIXL_WRITE, *lists, peer.agent, b"", agent._backends)
@@ -122,9 +123,8 @@ def test_memory_of_a_device_is_served_by_the_node_itself(
     """In the same way as any other, which this host memory stands for."""
     with closing(ArenaMemory(ARENA_BYTES)) as served:
         served.tensor.random_(256)
-        with closing(
-            AgentHere("p", (served.data_ptr, served.nbytes, 0), "DRAM", devices="lo")
-        ) as here:
+        region = NixlRegion(served.data_ptr, served.nbytes, "DRAM", 0)
+        with closing(AgentHere("p", [region], devices="lo")) as here:
             transport.connect("p", here.address)
             pull(transport, "p", [SpanPair(0, 0, ARENA_BYTES)])
             assert torch.equal(arena.tensor, served.tensor)
@@ -148,7 +148,7 @@ def test_closing_leaves_nothing() -> None:
     before = held_by(os.getpid())
     with closing(ArenaMemory(ARENA_BYTES)) as arena:
         assert arena.fd is not None
-        owner = OwnerProcess(lambda: "p", arena.fd, arena.nbytes, devices="lo")
+        owner = OwnerProcess(lambda: "p", [(arena.fd, arena.nbytes)], devices="lo")
         assert owner.pid in children_of(os.getpid())
         owner.close()
         owner.close()
@@ -176,7 +176,7 @@ def test_what_cannot_be_served_is_an_error_that_says_why() -> None:
     with closing(ArenaMemory(ARENA_BYTES)) as arena:
         assert arena.fd is not None
         with pytest.raises(TransportError, match=r"could not serve the arena.*(mmap|length)"):
-            OwnerProcess(lambda: "p", arena.fd, 2 * ARENA_BYTES, devices="lo")
+            OwnerProcess(lambda: "p", [(arena.fd, 2 * ARENA_BYTES)], devices="lo")
     assert not excess(before, held_by(os.getpid()))
 
 
@@ -187,7 +187,7 @@ def test_a_node_with_many_descriptors_is_served_too(arena: ArenaMemory) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     taken = [os.dup(arena.fd) for _ in range(1100)]
     try:
-        with closing(OwnerProcess(lambda: "p", arena.fd, arena.nbytes, devices="lo")) as owner:
+        with closing(OwnerProcess(lambda: "p", [(arena.fd, arena.nbytes)], devices="lo")) as owner:
             assert owner.address
     finally:
         for fd in taken:
@@ -202,6 +202,6 @@ def test_no_room_for_another_process_is_a_typed_error(arena: ArenaMemory) -> Non
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
     try:
         with pytest.raises(TransportError, match=r"no process.*Too many open files"):
-            OwnerProcess(lambda: "p", arena.fd, arena.nbytes, devices="lo")
+            OwnerProcess(lambda: "p", [(arena.fd, arena.nbytes)], devices="lo")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

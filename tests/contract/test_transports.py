@@ -22,7 +22,7 @@ from connector.transports.zmq_wire import ZmqAddress
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
 from tests.reads import ODD_LENGTHS, StartPeer, expected, permuted_blocks, pull, pull_in_the_end
-from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Road
+from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, SECOND_BYTES, Road
 
 A_BYTE_APART = [SpanPair(0, 0, 8), SpanPair(9, 9, 1)]
 READS = ([SpanPair(0, 0, ARENA_BYTES)], permuted_blocks(), ODD_LENGTHS, A_BYTE_APART)
@@ -37,6 +37,22 @@ def test_exactly_the_named_bytes_arrive(
         arena.tensor.zero_()
         pull(transport, "p", spans)
         assert torch.equal(arena.tensor, expected(peer, spans)), spans
+
+
+def test_a_region_is_read_into_the_region_of_the_same_number(
+    start: StartPeer, transport: Transport, arena: ArenaMemory, second: ArenaMemory
+) -> None:
+    peer = start()
+    transport.connect("p", peer.address)
+    transport.read("p", [SpanPair(100, 7, 4000)], 1).wait(DEADLINE_S)
+    assert torch.equal(second.tensor[7:4007], peer.second[100:4100])
+    assert not second.tensor[:7].any()
+    assert not second.tensor[4007:].any()
+    assert not arena.tensor.any()
+    with pytest.raises(TransportError, match="past the remote arena"):
+        transport.read("p", [SpanPair(SECOND_BYTES - 1, 0, 2)], 1)
+    with pytest.raises(TransportError, match="region=2"):
+        transport.read("p", [SpanPair(0, 0, 1)], 2)
 
 
 def test_a_restarted_peer_replaces_the_old_one(
@@ -91,21 +107,29 @@ def test_a_forged_address_is_refused(kind: str, start: StartPeer, transport: Tra
 
 def forge(kind: str, address: bytes) -> list[bytes]:
     """Well-typed lies: other files, processes and regions than the one that was registered."""
-    changes: list[dict[str, int | str | bytes]]
+    changes: list[dict[str, object]]
+    regions: list[dict[str, object]] = []
     if kind == "shm":
         real: msgspec.Struct = msgspec.msgpack.decode(address, type=ShmAddress)
-        changes = [{"pid": 1}, {"fd": 0}, {"pid": 2**31 - 1}, {"inode": 1}]
-        changes += [{"nbytes": 2 * ARENA_BYTES}, {"label": "tandem-arena-0123456789abcdef"}]
+        changes = [{"pid": 1}, {"pid": 2**31 - 1}, {"regions": ()}]
+        regions = [{"fd": 0}, {"inode": 1}, {"nbytes": 2 * ARENA_BYTES}]
+        regions += [{"label": "tandem-arena-0123456789abcdef"}]
     elif kind == "zmq":
         real = msgspec.msgpack.decode(address, type=ZmqAddress)
-        changes = [{"token": "0" * 64}, {"port": 1}, {"token": "f"}, {"nbytes": 0}]
+        changes = [{"token": "0" * 64}, {"port": 1}, {"token": "f"}, {"nbytes": (0,)}]
+        changes += [{"nbytes": ()}]
         changes += [{"host": host} for host in ("0.0.0.0", "224.0.0.1", "localhost", "::", "*")]
     elif kind == "ucx":
         real = msgspec.msgpack.decode(address, type=UcxAddress)
-        changes = [{"worker": b"\xff" * 300}, {"token": b"\0" * 16}, {"nbytes": 2 * ARENA_BYTES}]
+        changes = [{"worker": b"\xff" * 300}, {"token": b"\0" * 16}]
+        changes += [{"nbytes": (2 * ARENA_BYTES,)}]
     else:
         real = msgspec.msgpack.decode(address, type=NixlAddress)
-        changes = [{"agent": "someone-else"}, {"base": 4096}, {"metadata": b"\0" * 400}]
+        changes = [{"agent": "someone-else"}, {"metadata": b"\0" * 400}, {"regions": ()}]
+        regions = [{"base": 4096}]
+    for change in regions:
+        first, *more = real.regions  # type: ignore[attr-defined]
+        changes.append({"regions": (msgspec.structs.replace(first, **change), *more)})
     return [msgspec.msgpack.encode(msgspec.structs.replace(real, **change)) for change in changes]
 
 
@@ -301,6 +325,8 @@ def test_an_arena_that_is_not_there_is_not_mapped() -> None:
         it.register(sparse)
         with (
             closing(ShmTransport("d")) as opened,
+            closing(ArenaMemory(ARENA_BYTES)) as memory,
             pytest.raises(TransportError, match="would take memory for the rest"),
         ):
+            opened.register(memory)
             opened.connect("p", it.address)

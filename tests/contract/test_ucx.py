@@ -151,11 +151,13 @@ def test_cut_and_oversized_frames_are_refused() -> None:
 
 
 def test_the_owner_checks_every_span() -> None:
-    check_part(asked((0, 50), (50, 50)), 100)
+    check_part(asked((0, 50), (50, 50)), [100])
     with pytest.raises(TransportError, match="50 B at 51"):
-        check_part(asked((0, 50), (51, 50)), 100)
+        check_part(asked((0, 50), (51, 50)), [100])
     with pytest.raises(TransportError, match="a part of"):
-        check_part(asked((0, MAX_PART_BYTES), (0, 1)), 2 * MAX_PART_BYTES)
+        check_part(asked((0, MAX_PART_BYTES), (0, 1)), [2 * MAX_PART_BYTES])
+    with pytest.raises(TransportError, match="no region 1"):
+        check_part(msgspec.structs.replace(asked((0, 1)), region=1), [100])
 
 
 def lie(peer: Peer, **change: object) -> bytes:
@@ -167,7 +169,7 @@ def lie(peer: Peer, **change: object) -> bytes:
 def test_the_owner_refuses_what_is_outside_its_arena(
     peer: Peer, transport: UcxTransport, arena: ArenaMemory
 ) -> None:
-    transport.connect("p", lie(peer, nbytes=2 * ARENA_BYTES))
+    transport.connect("p", lie(peer, nbytes=(2 * ARENA_BYTES,)))
     with pytest.raises(TransportError, match=r"refused a read: .* end past the arena"):
         transport.read("p", [SpanPair(ARENA_BYTES - 4, 0, 8)]).wait(DEADLINE_S)
     assert not arena.tensor.any()

@@ -53,7 +53,7 @@ def owner() -> Iterator[ZmqAddress]:
     """An owner of `pattern(1)`; it must still be serving at the end."""
     memory, context = ArenaMemory(ARENA_BYTES), Context()
     memory.tensor.copy_(pattern(1))
-    serving = ArenaOwner(context, memory, "127.0.0.1")
+    serving = ArenaOwner(context, [memory], "127.0.0.1")
     yield serving.address
     check_serves(serving.address)
     context.term()
@@ -119,6 +119,8 @@ HOSTILE = {
     "too much": [encode(1, (0, CHUNK_BYTES), (0, 1))],
     "too many": [encode(1, *[(0, 1)] * (CHUNK_PIECES + 1))],
     "two frames": [encode(1, (0, 8)), b""],
+    "another region": [msgspec.msgpack.encode((1, [(0, 8)], 1))],
+    "a negative region": [msgspec.msgpack.encode((1, [(0, 8)], -1))],
 }
 
 
@@ -231,7 +233,7 @@ class ScriptedOwner:
         self.socket.plain_server = True
         self.socket.bind("tcp://127.0.0.1:*")
         port = int(self.socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self.address = msgspec.msgpack.encode(ZmqAddress("127.0.0.1", port, ARENA_BYTES, TOKEN))
+        self.address = msgspec.msgpack.encode(ZmqAddress("127.0.0.1", port, (ARENA_BYTES,), TOKEN))
 
     def hear(self, timeout_ms: int = DEADLINE_MS) -> tuple[bytes, PieceRequest] | None:
         if not self.socket.poll(timeout_ms):
