@@ -27,9 +27,10 @@ from benchmarks.transfer_cases import ARENA_BYTES, Case, prompts, sizes
 from benchmarks.transfer_peer import ENGINE_ID, OURS, peer_addresses
 from benchmarks.transfer_ways import Baseline, Pull, Read, memcpy_read, raw_nixl_read
 from connector.pd.wire.control_client import ControlClient
+from connector.pd.wire.lease_record import REGION_BYTES
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
-from engine.arena import MARGIN_BYTES, ArenaMemory
+from engine.arena import ArenaMemory
 from engine.process import configure_logging
 
 SPEED, COST = 0.8, 0.15
@@ -71,6 +72,7 @@ def ways_of(
     arena: ArenaMemory,
     control: ControlClient,
     *,
+    records: ArenaMemory,
     plain: Mapping[str, Read],
     ours: Sequence[Transport],
 ) -> dict[str, Callable[[], float]]:
@@ -79,8 +81,8 @@ def ways_of(
     ways = {name: Baseline(arena, case, read) for name, read in plain.items()}
     for transport in ours:
         name = transport.name
-        ways[name] = Pull(arena, case, transport, control, verify=False)
-        ways[f"{name}, verified"] = Pull(arena, case, transport, control, verify=True)
+        ways[name] = Pull(arena, records, case, transport, control, verify=False)
+        ways[f"{name}, verified"] = Pull(arena, records, case, transport, control, verify=True)
     return ways
 
 
@@ -108,13 +110,14 @@ def run(cases: Sequence[Case], rounds: int, console: Console) -> list[Row]:
     """All cases, one after the other."""
     rows = []
     with ExitStack() as stack:
-        arena = stack.enter_context(closing(ArenaMemory(ARENA_BYTES + MARGIN_BYTES)))
+        arena = stack.enter_context(closing(ArenaMemory(ARENA_BYTES)))
+        records = stack.enter_context(closing(ArenaMemory(REGION_BYTES)))
         addresses, ports = stack.enter_context(peer_addresses())
         plain = {"memcpy": memcpy_read(arena)}
         ours = []
         for name in OURS:
             ours.append(stack.enter_context(closing(open_transport(name, "bench-d"))))
-            ours[-1].register(arena)
+            ours[-1].register(arena, records)
             ours[-1].connect(ENGINE_ID, addresses[name])
             if name == "nixl":  # both before ucx, whose other UCX would make them use TCP
                 plain["raw nixl"] = raw_nixl_read(arena, addresses["nixl"])
@@ -123,7 +126,7 @@ def run(cases: Sequence[Case], rounds: int, console: Console) -> list[Row]:
         for case in cases:
             address = f"127.0.0.1:{ports[case.name]}"
             with closing(ControlClient(address, token=None, caller_engine_id="d")) as control:
-                ways = ways_of(case, arena, control, plain=plain, ours=ours)
+                ways = ways_of(case, arena, control, records=records, plain=plain, ours=ours)
                 rows.append(measure(case, ways, rounds, done=tell(case.name)))
     return rows
 

@@ -8,14 +8,15 @@ from multiprocessing.connection import Connection
 from time import monotonic
 
 from benchmarks.transfer_cases import ARENA_BYTES, Case, prompts, sizes
-from connector.pd.lease_records import LeaseRecords
 from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
+from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
+from connector.pd.wire.lease_record import REGION_BYTES
 from connector.pd.wire.messages import Handshake
 from connector.transports.choose import open_transport
-from engine.arena import MARGIN_BYTES, ArenaMemory
+from engine.arena import ArenaMemory
 from engine.process import configure_logging
 from engine.rpc.server import start_server
 
@@ -47,25 +48,29 @@ def peer_addresses() -> Iterator[Addresses]:
 
 def _serve(pipe: Connection) -> None:
     configure_logging("WARNING")
-    arena = ArenaMemory(ARENA_BYTES + MARGIN_BYTES)
-    arena.tensor[:ARENA_BYTES].fill_(FILL)
+    arena, records = ArenaMemory(ARENA_BYTES), ArenaMemory(REGION_BYTES)
+    arena.tensor.fill_(FILL)
     transports = [open_transport(name, ENGINE_ID) for name in OURS]
     for transport in transports:
-        transport.register(arena)
+        transport.register(arena, records)
     addresses = {transport.name: transport.address for transport in transports}
-    asyncio.run(_answer(pipe, arena, addresses))
+    asyncio.run(
+        _answer(pipe, arena, LeaseRecords(records.host_bytes().cast("Q")), addresses=addresses)
+    )
     for transport in transports:
         transport.close()
     arena.close()
+    records.close()
 
 
-async def _answer(pipe: Connection, arena: ArenaMemory, addresses: dict[str, bytes]) -> None:
+async def _answer(
+    pipe: Connection, arena: ArenaMemory, records: LeaseRecords, *, addresses: dict[str, bytes]
+) -> None:
     """One control service per case, for each has a plan of its own."""
     ports: dict[str, int] = {}
-    records = LeaseRecords(arena)
     async with AsyncExitStack() as stack:
         for case in prompts() + sizes():
-            digests = ArenaDigests(case.plan, arena)
+            digests = ArenaDigests(case.plan, arena.read)
             stack.callback(digests.close)
             service = ControlService(_desk(case, digests, records))
             server = await start_server([service], "127.0.0.1", 0, token=None)
@@ -89,6 +94,5 @@ def _desk(case: Case, digests: ArenaDigests, records: LeaseRecords) -> ControlHa
         transport_address=b"",
         geometry={},
         lease_s=LEASE_S,
-        lease_records=ARENA_BYTES,
     )
     return ControlHandler(lambda: identity, leases, digests=digests, wake=grant)

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from benchmarks.transfer_cases import ARENA_BYTES, Case
+from benchmarks.transfer_cases import Case
 from benchmarks.transfer_peer import DEADLINE_S, ENGINE_ID, FILL, HOLDING
 from connector.pd.decode.peer_registry import Peer
 from connector.pd.decode.pull_reader import PullReader
@@ -22,7 +22,6 @@ from connector.pd.faults import NO_FAULTS
 from connector.pd.metrics import TransferMetrics
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.geometry import geometry_of
-from connector.pd.wire.messages import DIGESTS_XXH3_64
 from connector.transports.base import SpanPair, Transport
 from connector.transports.nixl_agent import NixlAddress
 from engine.arena import ArenaMemory
@@ -95,6 +94,7 @@ class Pull:
     """
 
     arena: ArenaMemory
+    records: ArenaMemory
     case: Case
     transport: Transport
     control: ControlClient
@@ -105,6 +105,7 @@ class Pull:
         self.reader = PullReader(
             self.transport,
             self.arena,
+            self.records,
             verify=self.verify,
             metrics=TransferMetrics(NodeMetrics("bench", "d")),
             faults=NO_FAULTS,
@@ -114,16 +115,7 @@ class Pull:
         """Seconds of one run, under a lease that P grants anew."""
         case, control = self.case, self.control
         geometry = geometry_of(case.plan)
-        peer = Peer(
-            ENGINE_ID,
-            ENGINE_ID,
-            control,
-            DEADLINE_S,
-            geometry,
-            DEADLINE_S,
-            ARENA_BYTES,
-            (DIGESTS_XXH3_64,),
-        )
+        peer = Peer(ENGINE_ID, ENGINE_ID, control, DEADLINE_S, geometry, DEADLINE_S)
         plan = case.pull()
         with emptied(self.arena, plan.spans):
             claim = control.claim(ENGINE_ID, case.name, timeout_s=DEADLINE_S)

@@ -15,9 +15,6 @@ from pathlib import Path
 
 import torch
 
-MARGIN_BYTES = 2 * 1024 * 1024
-"""Behind the blocks of a node: its connector's own records, readable like any other bytes."""
-
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 

@@ -14,9 +14,10 @@ from connector.pd.decode.admission import PdAdmission
 from connector.pd.decode.consumer import ConsumerWorker
 from connector.pd.decode.pull_reader import PullReader
 from connector.pd.decode.remote_prefills import CONTROL_LIMITS, FIRST_LIMITS, RemotePrefills
-from connector.pd.lease_records import NUM_PLACES, NUM_WORDS, LeaseRecords
+from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.prefill.producer import ProducerScheduler
+from connector.pd.wire.lease_record import NUM_PLACES, NUM_WORDS
 from engine.arena import ArenaMemory
 from engine.node.server import NodeServer
 from tests.cluster import all_back, sample, settled, until
@@ -45,9 +46,7 @@ def claims_of(node: NodeServer) -> RemotePrefills:
 
 def records_of(node: NodeServer) -> LeaseRecords:
     """What readers see of its leases."""
-    records = leases_of(node)._records
-    assert isinstance(records, LeaseRecords)
-    return records
+    return leases_of(node)._records
 
 
 def reader_of(node: NodeServer) -> PullReader:
@@ -102,7 +101,7 @@ async def at_rest(node: NodeServer) -> None:
     peers = claims_of(node)._peers
     await until(lambda: not any(peer.users for peer in peers.known()))
     assert (len(leases_of(node)), len(claims_of(node))) == (0, 0)
-    assert records_of(node)._free.num_free == NUM_WORDS
+    assert records_of(node).num_free == NUM_WORDS
     assert len(reader_of(node)._places._free) == NUM_PLACES
     stages = (sample(node, "vllm:num_requests_kv_fetch_by_stage", stage=name) for name in STAGES)
     assert sum(stages) == 0

@@ -12,17 +12,18 @@ from connector.pd.decode.pull_plan import PullPlan, plan_pull
 from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.layout import blocks_announced
-from connector.pd.lease_records import LeaseRecords
 from connector.pd.metrics import TransferMetrics
 from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
+from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import Lease, LeaseTable
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.geometry import geometry_of
-from connector.pd.wire.messages import DIGESTS_XXH3_64, BlockRange, Digests
+from connector.pd.wire.lease_record import REGION_BYTES
+from connector.pd.wire.messages import BlockRange, Digests
 from connector.transports.shm import ShmTransport
-from engine.arena import MARGIN_BYTES, ArenaMemory
+from engine.arena import ArenaMemory
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
 from engine.metrics import NodeMetrics
@@ -51,17 +52,17 @@ def offsets_of(tables: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ..
 
 REMOTE = offsets_of(by_group((2,), (9, 5, 6, 7)))
 LOCAL: tuple[tuple[int, ...], ...] = by_group((0,), (60, 61, 62, 63))
-RECORDS = PLAN.arena_bytes
-"""Where P's lease records begin."""
-IDENTITY = identity(RECORDS)
+IDENTITY = identity()
 
 
 @dataclass(slots=True)
 class Pair:
-    """P's and D's arenas, and what connects them."""
+    """P's and D's arenas and lease records, and what connects them."""
 
     p: ArenaMemory
     d: ArenaMemory
+    p_records: ArenaMemory
+    d_records: ArenaMemory
     leases: LeaseTable
     desk: ControlHandler
     digests: "ChangedDigests"
@@ -101,7 +102,6 @@ class Pair:
         self,
         plan: PullPlan,
         *,
-        capabilities: tuple[str, ...] = (DIGESTS_XXH3_64,),
         generation: int | None = None,
         holding: bytes = HOLDING,
         verify: bool = True,
@@ -109,12 +109,11 @@ class Pair:
         stage_bytes: int = STAGE_BYTES,
         timeout_s: float = 5.0,
     ) -> None:
-        peer = Peer(
-            "p", "p", self.control, timeout_s, geometry_of(PLAN), 30.0, RECORDS, capabilities
-        )
+        peer = Peer("p", "p", self.control, timeout_s, geometry_of(PLAN), 30.0)
         reader = PullReader(
             self.transport,
             self.d,
+            self.d_records,
             verify=verify,
             metrics=self.transfers,
             faults=faults,
@@ -144,20 +143,17 @@ class Pair:
         return self.metrics.registry.get_sample_value(f"tandem:{name}_total", every)
 
 
-@dataclass(slots=True)
-class ChangedDigests:
+class ChangedDigests(ArenaDigests):
     """What P found, changed before it answers; `num_asked` times it was asked."""
 
-    found: ArenaDigests
-    change: Callable[[Digests], Digests]
-    num_asked: int = 0
-
-    def begin(self, lease: Lease) -> None:
-        self.found.begin(lease)
+    def __init__(self, arena: ArenaMemory, change: Callable[[Digests], Digests]) -> None:
+        super().__init__(PLAN, arena.read)
+        self.change = change
+        self.num_asked = 0
 
     def of(self, lease: Lease, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:
         self.num_asked += 1
-        return self.change(self.found.of(lease, ranges, left))
+        return self.change(super().of(lease, ranges, left))
 
 
 @dataclass(slots=True)
@@ -178,22 +174,36 @@ class DamagedOnce(FaultInjector):
 @asynccontextmanager
 async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> AsyncIterator[Pair]:
     """`digest` may change what P answers."""
-    p, d = (ArenaMemory(PLAN.arena_bytes + MARGIN_BYTES) for _ in range(2))
-    p.tensor[:RECORDS].random_(256)
+    p, d = (ArenaMemory(PLAN.arena_bytes) for _ in range(2))
+    p_records, d_records = (ArenaMemory(REGION_BYTES) for _ in range(2))
+    p.tensor.random_(256)
     now = [0.0]
-    leases = LeaseTable(LEASE_S, lambda: now[0], LeaseRecords(p))
+    leases = LeaseTable(LEASE_S, lambda: now[0], LeaseRecords(p_records.host_bytes().cast("Q")))
     leases.grant("r", REMOTE, 64, holding=HOLDING)
-    digests = ChangedDigests(ArenaDigests(PLAN, p), digest)
+    digests = ChangedDigests(p, digest)
     desk = ControlHandler(lambda: IDENTITY, leases, digests=digests, wake=lambda: None)
     server = await start_server([ControlService(desk)], "127.0.0.1", 0, token=None)
     control = ControlClient(f"127.0.0.1:{server.port}", token=None, caller_engine_id="d")
     theirs, ours = ShmTransport("p"), ShmTransport("d")
-    ours.register(d)
-    theirs.register(p)
+    ours.register(d, d_records)
+    theirs.register(p, p_records)
     ours.connect("p", theirs.address)
     metrics = NodeMetrics("m", "d")
-    yield Pair(p, d, leases, desk, digests, control, metrics, TransferMetrics(metrics), ours, now)
+    yield Pair(
+        p,
+        d,
+        p_records,
+        d_records,
+        leases,
+        desk,
+        digests,
+        control,
+        metrics,
+        TransferMetrics(metrics),
+        ours,
+        now,
+    )
     control.close()
     await server.close()
-    for item in (digests.found, ours, theirs, d, p):
+    for item in (digests, ours, theirs, d, p, d_records, p_records):
         item.close()

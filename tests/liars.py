@@ -9,6 +9,7 @@ import msgspec
 
 from connector.pd.wire.messages import Digests, Handshake, HeldBlocks
 from connector.pd.wire.params import ParamsSigner
+from connector.transports.shm import ShmAddress, ShmRegion
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 
@@ -67,6 +68,19 @@ def geometry(change: Callable[[dict[str, str]], object]) -> Callable[[Handshake]
     return lie
 
 
+def regions(
+    change: Callable[[ShmRegion, ShmRegion], tuple[ShmRegion, ...]],
+) -> Callable[[Handshake], Handshake]:
+    """The true handshake over shm with its arena or its lease records somewhere else."""
+
+    def lie(true: Handshake) -> Handshake:
+        address = msgspec.msgpack.decode(true.transport_address, type=ShmAddress)
+        said = msgspec.structs.replace(address, regions=change(*address.regions))
+        return msgspec.structs.replace(true, transport_address=msgspec.msgpack.encode(said))
+
+    return lie
+
+
 GROUP = "kv_cache_group.0"
 HANDSHAKES: dict[str, Callable[[Handshake], Handshake]] = {
     "no geometry": geometry(dict.clear),
@@ -87,8 +101,9 @@ HANDSHAKES: dict[str, Callable[[Handshake], Handshake]] = {
     "another transport": lambda true: msgspec.structs.replace(true, transport="carrier pigeon"),
     "another name": lambda true: msgspec.structs.replace(true, engine_id="somebody"),
     "no name": lambda true: msgspec.structs.replace(true, engine_id=""),
-    "no records": lambda true: msgspec.structs.replace(true, lease_records=0),
-    "records of another world": lambda true: msgspec.structs.replace(true, lease_records=2**60),
+    "no records": regions(lambda arena, records: (arena,)),
+    "records in the arena": regions(lambda arena, records: (arena, arena)),
+    "an arena of records": regions(lambda arena, records: (records, records)),
     "no lease": lambda true: msgspec.structs.replace(true, lease_s=0.0),
     "an endless lease": lambda true: msgspec.structs.replace(true, lease_s=float("inf")),
     "no number": lambda true: msgspec.structs.replace(true, lease_s=float("nan")),

@@ -11,6 +11,7 @@ import aiohttp
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
+from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_service import ControlService
 from connector.pd.prefill.lease_table import Lease
 from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
@@ -178,7 +179,6 @@ class ScriptedNode:
             transport_address=b"\x00\xff" + caller_engine_id.encode(),
             geometry={"block_size": "16"},
             lease_s=30.0,
-            lease_records=4096,
         )
 
     def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
@@ -218,8 +218,11 @@ class ScriptedNode:
         return tuple((2**64 - 1 - generation,) * asked.end for asked in ranges)
 
 
-class NoDigests:
+class NoDigests(ArenaDigests):
     """For a control handler that nobody asks for digests."""
+
+    def __init__(self) -> None:
+        pass
 
     def begin(self, lease: Lease) -> None:
         """Nothing is hashed."""

@@ -83,7 +83,7 @@ def _judge(held: _Asked, pulled: _Asked, alone: _Asked) -> Finding:
         return wrong(SUBJECT, text, "send no traffic; report it with both nodes' flags")
     if not moved.verified:
         text = f"{_rate(moved)}; the tokens are right, but D did not compare digests"
-        fix = "set verify_transfers on D; digests need arenas in host memory on both nodes"
+        fix = "set verify_transfers on D"
         return wrong(SUBJECT, text, fix)
     return good(SUBJECT, f"{_rate(moved)}, verified; the tokens equal those of D alone")
 

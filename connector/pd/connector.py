@@ -13,11 +13,11 @@ from connector.pd.decode.peer_registry import PeerRegistry
 from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader
 from connector.pd.decode.remote_prefills import RemotePrefills
 from connector.pd.faults import NO_FAULTS, FaultInjector
-from connector.pd.lease_records import LeaseRecords
 from connector.pd.metrics import LEASE_COUNTERS, LEASE_GAUGES, PULL_GAUGES, TransferMetrics
 from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
+from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.prefill.producer import (
     AdvertisedAddress,
@@ -25,6 +25,7 @@ from connector.pd.prefill.producer import (
     ProducerWorker,
 )
 from connector.pd.wire.geometry import describe_geometry
+from connector.pd.wire.lease_record import REGION_BYTES
 from connector.pd.wire.messages import Handshake
 from connector.pd.wire.params import ParamsSigner
 from connector.transports.base import Transport
@@ -52,6 +53,7 @@ class PdConnector:
     peers: PeerRegistry
     transport: Transport
     digests: ArenaDigests
+    records: ArenaMemory
 
     def services(self) -> Sequence[RpcService]:
         """The control service that peers call."""
@@ -70,6 +72,7 @@ class PdConnector:
         self.peers.close()
         self.digests.close()
         self.transport.close()
+        self.records.close()
 
 
 @dataclass(slots=True, frozen=True)
@@ -103,13 +106,13 @@ class PdBuilder:
             same_host=is_loopback(settings.host),
             host=settings.host,
         )
-        digests = ArenaDigests(plan, arena)
-        transport.register(arena)
-        records = LeaseRecords(arena)
-        identity = partial(
-            _identity, settings, plan, digests, extra=extra, records=records, transport=transport
+        digests = ArenaDigests(plan, arena.read)
+        records = ArenaMemory(REGION_BYTES)
+        transport.register(arena, records)
+        identity = partial(_identity, settings, plan, extra=extra, transport=transport)
+        leases = LeaseTable(
+            extra.kv_lease_duration, time.monotonic, LeaseRecords(records.host_bytes().cast("Q"))
         )
-        leases = LeaseTable(extra.kv_lease_duration, time.monotonic, records)
         token = settings.cluster_token
         signer = ParamsSigner(None if token is None else signing_key(token))
         peers = _peers(settings, identity(), transport, extra=extra, faults=faults)
@@ -119,6 +122,7 @@ class PdBuilder:
         reader = PullReader(
             transport,
             arena,
+            records,
             verify=extra.verify_transfers,
             metrics=transfers,
             faults=faults,
@@ -147,6 +151,7 @@ class PdBuilder:
             peers,
             transport,
             digests,
+            records,
         )
 
 
@@ -171,10 +176,8 @@ def _peers(
 def _identity(
     settings: ConnectorSettings,
     plan: ArenaPlan,
-    digests: ArenaDigests,
     *,
     extra: PdConnectorConfig,
-    records: LeaseRecords,
     transport: Transport,
 ) -> Handshake:
     """What this node tells its peers about itself."""
@@ -186,6 +189,4 @@ def _identity(
             plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
         ),
         lease_s=extra.kv_lease_duration,
-        lease_records=records.offset,
-        capabilities=digests.capabilities,
     )

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from engine.api.app import create_app
 from engine.api.serving import SamplingDefaults, Serving, load_sampling_defaults
 from engine.api.tokenizer import Tokenizer, load_tokenizer
-from engine.arena import MARGIN_BYTES, ArenaMemory
+from engine.arena import ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
 from engine.core import EngineCore
@@ -137,7 +137,7 @@ class NodeServer:
         )
         log.info(f"arena planned\n{plan_report(plan, limits.max_model_len)}")
         self.metrics = NodeMetrics(model.names[0], self.engine_id)
-        arena = ArenaMemory(plan.arena_bytes + MARGIN_BYTES, device=self.config.device)
+        arena = ArenaMemory(plan.arena_bytes, device=self.config.device)
         self._resources.callback(arena.close)
         self._connector = connector = self._connect(model, plan, arena)
         runner = await self._load(model, plan, arena)

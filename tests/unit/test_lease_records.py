@@ -1,24 +1,20 @@
 """Records of leases: there as long as a lease lives, gone before its blocks can be used again."""
 
-from collections.abc import Iterator
-
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from connector.pd.lease_records import (
+from connector.pd.decode.record_places import RecordPlaces
+from connector.pd.prefill.lease_records import FreeRuns, LeaseRecord, LeaseRecords
+from connector.pd.prefill.lease_table import LeaseTable
+from connector.pd.wire.lease_record import (
     HEADER_WORDS,
     MAX_DIGESTS,
     NUM_PLACES,
     NUM_WORDS,
-    FreeRuns,
-    LeaseRecord,
-    LeaseRecords,
-    RecordPlaces,
-    offset_of,
+    REGION_BYTES,
+    start_of,
 )
-from connector.pd.prefill.lease_table import LeaseTable, Record
-from engine.arena import MARGIN_BYTES, ArenaMemory
 from tests.leases import HOLDING, LEASE_S
 
 NAMES = st.sampled_from("abcdef")
@@ -26,17 +22,15 @@ LARGEST = 2**64 - 1
 
 
 @pytest.fixture
-def arena() -> Iterator[ArenaMemory]:
-    memory = ArenaMemory(4096 + MARGIN_BYTES)
-    yield memory
-    memory.close()
+def region() -> "memoryview[int]":
+    return memoryview(bytearray(REGION_BYTES)).cast("Q")
 
 
-def words_at(arena: ArenaMemory, generation: int, num_words: int) -> list[int]:
+def words_at(region: "memoryview[int]", generation: int, num_words: int) -> list[int]:
     """As a peer reads them, less the words that tell what is held."""
-    start = offset_of(generation, arena.nbytes - MARGIN_BYTES)
+    start = start_of(generation)
     num_all = HEADER_WORDS + max(num_words - 2, 0)
-    words = list(arena.host_bytes()[start : start + 8 * num_all].cast("Q"))
+    words = region[start : start + num_all].tolist()
     return words[:num_words] if num_words < 2 else words[:2] + words[HEADER_WORDS:]
 
 
@@ -46,62 +40,59 @@ def begun(records: LeaseRecords, num_blocks: int) -> LeaseRecord:
     return record
 
 
-def test_a_record_is_where_its_reader_looks_for_it(arena: ArenaMemory) -> None:
-    records = LeaseRecords(arena)
+def test_a_record_is_where_its_reader_looks_for_it(region: "memoryview[int]") -> None:
+    records = LeaseRecords(region)
     for _ in range(3):
         record = begun(records, 3)
-        place = offset_of(record.generation, records.offset)
-        assert place % 8 == 0
-        assert place >= 4096
-        assert words_at(arena, record.generation, 5) == [record.generation, 3, 0, 0, 0]
-        assert arena.host_bytes()[place + 16 : place + 48] == HOLDING
+        place = 8 * start_of(record.generation)
+        assert words_at(region, record.generation, 5) == [record.generation, 3, 0, 0, 0]
+        assert region.cast("B")[place + 16 : place + 48] == HOLDING
         record.put(2, LARGEST)
         record.put(0, 7)
-        assert words_at(arena, record.generation, 5) == [record.generation, 3, 7, 0, LARGEST]
+        assert words_at(region, record.generation, 5) == [record.generation, 3, 7, 0, LARGEST]
         record.end()
-        assert words_at(arena, record.generation, 1) == [0]
-    assert records._free.num_free == NUM_WORDS
+        assert words_at(region, record.generation, 1) == [0]
+    assert records.num_free == NUM_WORDS
 
 
-def test_a_record_that_has_ended_is_not_written_any_more(arena: ArenaMemory) -> None:
-    records = LeaseRecords(arena)
+def test_a_record_that_has_ended_is_not_written_any_more(region: "memoryview[int]") -> None:
+    records = LeaseRecords(region)
     old = begun(records, 2)
     old.end()
     old.put(1, 7)
     new = begun(records, 2)
-    assert new.start == old.start
+    assert start_of(new.generation) == start_of(old.generation)
     old.put(0, 7)
-    assert words_at(arena, new.generation, 4) == [new.generation, 2, 0, 0]
+    assert words_at(region, new.generation, 4) == [new.generation, 2, 0, 0]
 
 
-def test_what_has_no_room_is_not_written(arena: ArenaMemory) -> None:
+def test_what_has_no_room_is_not_written(region: "memoryview[int]") -> None:
     """A lease that is too long has a header, and nothing of its neighbour's."""
-    records = LeaseRecords(arena)
+    records = LeaseRecords(region)
     long, next_one = begun(records, MAX_DIGESTS + 1), begun(records, 1)
-    assert (long.num_digests, next_one.start) == (0, HEADER_WORDS)
+    assert (long.num_digests, start_of(next_one.generation)) == (0, HEADER_WORDS)
     long.put(0, 7)
     next_one.put(1, 7)
     after = begun(records, MAX_DIGESTS)
-    assert words_at(arena, long.generation, 2) == [long.generation, 0]
-    assert words_at(arena, next_one.generation, 3) == [next_one.generation, 1, 0]
-    assert words_at(arena, after.generation, 3) == [after.generation, MAX_DIGESTS, 0]
+    assert words_at(region, long.generation, 2) == [long.generation, 0]
+    assert words_at(region, next_one.generation, 3) == [next_one.generation, 1, 0]
+    assert words_at(region, after.generation, 3) == [after.generation, MAX_DIGESTS, 0]
 
 
 def test_incarnations_share_no_generation() -> None:
     found = set()
     for _ in range(3):
-        arena = ArenaMemory(MARGIN_BYTES)
-        found.add(begun(LeaseRecords(arena), 0).generation)
-        arena.close()
+        region = memoryview(bytearray(REGION_BYTES)).cast("Q")
+        found.add(begun(LeaseRecords(region), 0).generation)
     assert len(found) == 3
     assert max(found) < 2**53
 
 
 def test_with_all_room_taken_digests_go_first_and_then_the_oldest_lease(
-    arena: ArenaMemory,
+    region: "memoryview[int]",
 ) -> None:
     now = [0.0]
-    leases = LeaseTable(LEASE_S, lambda: now[0], LeaseRecords(arena))
+    leases = LeaseTable(LEASE_S, lambda: now[0], LeaseRecords(region))
 
     def granted(name: str, num_blocks: int) -> int:
         now[0] += 1e-3
@@ -118,15 +109,15 @@ def test_with_all_room_taken_digests_go_first_and_then_the_oldest_lease(
     assert leases.take_ended() == ("0",)
 
 
-def test_places_are_lent_to_one_pull_at_a_time(arena: ArenaMemory) -> None:
-    places = RecordPlaces(arena)
+def test_places_are_lent_to_one_pull_at_a_time(region: "memoryview[int]") -> None:
+    places = RecordPlaces(region)
     lent = [places.place() for _ in range(NUM_PLACES)]
     offsets = [place.__enter__() for place in lent]
     assert len(set(offsets)) == NUM_PLACES
     size = 8 * (HEADER_WORDS + MAX_DIGESTS)
-    assert sorted(offsets) == list(range(arena.nbytes - NUM_PLACES * size, arena.nbytes, size))
-    assert min(offsets) == offset_of(NUM_WORDS - 1, 4096) + 8
-    arrived = arena.host_bytes()[offsets[0] : offsets[0] + 56]
+    assert sorted(offsets) == list(range(REGION_BYTES - NUM_PLACES * size, REGION_BYTES, size))
+    assert min(offsets) == 8 * NUM_WORDS
+    arrived = region.cast("B")[offsets[0] : offsets[0] + 56]
     words = arrived.cast("Q")
     words[0], words[1], arrived[16:48], words[6] = 7, 1, HOLDING, LARGEST
     assert places.at(offsets[0], HEADER_WORDS + 1) == ((7, 1, HOLDING), [LARGEST])
@@ -184,10 +175,10 @@ class Leases(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.arena = ArenaMemory(MARGIN_BYTES)
-        self.records = LeaseRecords(self.arena)
+        self.region = memoryview(bytearray(REGION_BYTES)).cast("Q")
+        self.records = LeaseRecords(self.region)
         self.table = LeaseTable(LEASE_S, lambda: self.now, self.records)
-        self.every: list[Record] = []
+        self.every: list[LeaseRecord] = []
         self.put: dict[tuple[int, int], int] = {}
 
     @rule(name=NAMES, is_spare=st.booleans(), num_blocks=st.integers(0, 3))
@@ -234,23 +225,20 @@ class Leases(RuleBasedStateMachine):
                 self.put.get((record.generation, block), 0) for block in range(record.num_digests)
             ]
             expected = [record.generation, record.num_digests, *digests]
-            assert words_at(self.arena, record.generation, len(expected)) == expected
+            assert words_at(self.region, record.generation, len(expected)) == expected
 
     @invariant()
     def no_other_generation_is_seen(self) -> None:
         held = {lease.generation for lease in self.table.all_held()}
         for record in self.every:
-            is_seen = words_at(self.arena, record.generation, 1) == [record.generation]
+            is_seen = words_at(self.region, record.generation, 1) == [record.generation]
             assert is_seen == (record.generation in held)
 
     @invariant()
     def room_is_taken_for_nothing_else(self) -> None:
         held = self.table.all_held()
         taken = sum(HEADER_WORDS + lease.record.num_digests for lease in held)
-        assert self.records._free.num_free == NUM_WORDS - taken
-
-    def teardown(self) -> None:
-        self.arena.close()
+        assert self.records.num_free == NUM_WORDS - taken
 
 
 TestRuns = Runs.TestCase

@@ -31,7 +31,6 @@ def node(
         transport_address=b"",
         geometry=geometry,
         lease_s=30.0,
-        lease_records=0,
     )
 
 

@@ -6,10 +6,10 @@ import pytest
 
 from connector.pd.decode import pull_reader
 from connector.pd.faults import FaultPoint, FaultScene
-from connector.pd.lease_records import HEADER_WORDS, WORD_BYTES, offset_of
+from connector.pd.wire.lease_record import HEADER_WORDS, start_of
 from connector.pd.wire.messages import Digests
 from engine.errors import LateReadError, TransportError, VerificationError
-from tests.bare_pulls import PAGES, PLAN, RECORDS, STATE, DamagedOnce, Pair, pair
+from tests.bare_pulls import PAGES, PLAN, STATE, DamagedOnce, Pair, pair
 from tests.cluster import until
 from tests.faults import AtNth
 
@@ -19,8 +19,8 @@ NUM_BLOCKS = NUM_PAGES + 1
 
 def word(nodes: Pair, number: int) -> memoryview:
     """One word of P's record."""
-    start = offset_of(nodes.generation, RECORDS) + number * WORD_BYTES
-    return nodes.p.host_bytes()[start : start + WORD_BYTES].cast("Q")
+    start = start_of(nodes.generation) + number
+    return nodes.p_records.host_bytes().cast("Q")[start : start + 1]
 
 
 def digest_of(nodes: Pair, block: int) -> memoryview:

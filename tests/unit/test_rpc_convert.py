@@ -108,8 +108,6 @@ def test_control_messages_survive_the_wire() -> None:
         transport_address=b"\xff\x00",
         geometry={"dtype": "f32"},
         lease_s=0.5,
-        lease_records=2**63,
-        capabilities=("digests:xxh3-64", "from the future"),
     )
     claim = HeldBlocks(num_tokens=3, groups=((0, 2**63), ()), generation=2**64 - 1)
     digests = ((0, 2**64 - 1), (), (7,))

@@ -47,7 +47,7 @@ def test_auto_across_hosts_takes_the_first_that_is_installed_and_says_why() -> N
 
 @pytest.mark.parametrize(
     ("change", "transport"),
-    [({}, "shm"), ({"host": "another/pid:[1]"}, "zmq"), ({"fd": 2**20}, "zmq")],
+    [({}, "shm"), ({"host": "another/pid:[1]"}, "zmq"), ({"pid": 2**31 - 1}, "zmq")],
     ids=["here", "elsewhere", "here, but out of reach"],
 )
 def test_where_a_peer_runs_decides_and_not_its_address(

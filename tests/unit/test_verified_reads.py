@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from threading import Event
 
@@ -11,6 +12,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from connector.pd import digest as digest_module
 from connector.pd.decode.pull_reader import in_stages
 from connector.pd.digest import digest
 from connector.pd.faults import FaultPoint, FaultScene
@@ -19,6 +21,7 @@ from connector.pd.prefill.held_digests import HeldDigests
 from connector.pd.wire.geometry import describe_spec, geometry_of
 from connector.pd.wire.messages import BlockRange, Digests, DigestsQuestion
 from connector.transports.base import SpanPair
+from engine.arena import ArenaMemory
 from engine.errors import (
     KVTransferParamsError,
     LateReadError,
@@ -135,15 +138,6 @@ async def test_a_lease_that_ran_out_has_no_digests() -> None:
             await nodes.read(nodes.plan())
 
 
-async def test_a_peer_without_digests_is_read_and_the_pull_counted_as_unverified() -> None:
-    async with pair() as nodes:
-        plan = nodes.plan()
-        await nodes.read(plan, capabilities=())
-        assert nodes.has_read(plan)
-        assert nodes.counted("kv_unverified_transfers") == 1
-        assert nodes.counted("kv_verified_bytes") == 0
-
-
 async def test_digests_are_those_of_the_tokens_asked_for() -> None:
     async with pair() as nodes:
         asked = [group.asked for group in nodes.plan().groups]
@@ -184,11 +178,15 @@ async def test_what_is_hashed_ahead_is_not_hashed_again() -> None:
 def test_nothing_is_hashed_ahead_of_an_answer_or_behind_the_end_of_a_lease() -> None:
     held = blocks_announced(PLAN, geometry_of(PLAN), REMOTE, num_tokens=64)
     memory = memoryview(bytes(PLAN.arena_bytes))
+
+    def read(offset: int, length: int) -> memoryview:
+        return memory[offset : offset + length]
+
     leases = lease_table(LEASE_S, lambda: 0.0)
     lease = leases.grant("r", REMOTE, 64, holding=HOLDING)
-    asked = HeldDigests(held, memory, lease.record.put)
+    asked = HeldDigests(held, read, lease.record.put)
     asked.of([HELD], Event())
-    lease.digests = ended = HeldDigests(held, memory, lease.record.put)
+    lease.digests = ended = HeldDigests(held, read, lease.record.put)
     leases.release("r")
     for digests, known in ((asked, 4), (ended, 0)):
         digests.hash_ahead()
@@ -246,11 +244,18 @@ def _halves(start: int, length: int) -> Iterator[SpanPair]:
     yield SpanPair(start + half + 7, start + half, length - half)
 
 
-@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=4))
+@given(
+    st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=4), st.sampled_from([1, 7, 999])
+)
 def test_a_digest_is_that_of_the_bytes_in_however_many_pieces(
-    content: bytes, cuts: list[int]
+    content: bytes, cuts: list[int], most: int
 ) -> None:
-    """As any other xxh3-64 finds it."""
+    """As any other xxh3-64 finds it, and of an arena on a device by copies of `most` bytes."""
     places = sorted({0, len(content), *(cut for cut in cuts if cut < len(content))})
     pieces = [(start, end - start) for start, end in pairwise(places)]
-    assert digest(memoryview(content), pieces) == xxhash.xxh3_64_intdigest(content)
+    with closing(ArenaMemory(len(content) + 1)) as arena, pytest.MonkeyPatch.context() as patch:
+        arena.host_bytes()[: len(content)] = content
+        patch.setattr(digest_module, "COPY_BYTES", most)
+        for device in (None, 0):
+            arena.device_index = device
+            assert digest(arena.read, pieces) == xxhash.xxh3_64_intdigest(content)

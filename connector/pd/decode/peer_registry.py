@@ -42,12 +42,11 @@ LEASE_S = (1.0, 86_400.0)
 
 @dataclass(slots=True)
 class Peer:
-    """One incarnation of a prefill node. `users` counts those that may touch its mapping.
+    """One incarnation of a prefill node. `users` counts the threads that may touch its mapping.
 
-    `link`: its name for the transport. Who answers at another address under the name of this one
-    has another link, and what it says of its memory changes nothing here. `lease_records`: where
-    they begin in its arena. `is_gone`: it did not answer, or another incarnation does. Gone without
-    users it is dropped.
+    `link`: its name for the transport. A node that answers at another address under the name of
+    this one has another link, and what it says of its memory changes nothing here. `is_gone`: the
+    peer did not answer, or another incarnation does. Gone without users it is dropped.
     """
 
     engine_id: str
@@ -56,8 +55,6 @@ class Peer:
     timeout_s: float
     groups: tuple[GroupGeometry, ...]
     lease_s: float
-    lease_records: int
-    capabilities: tuple[str, ...] = ()
     users: int = 1
     is_gone: bool = False
     is_dropped: bool = False
@@ -234,16 +231,7 @@ class PeerRegistry:
             control.close()
             raise
         log.info("connected to peer", peer=engine_id, host=host, port=port)
-        return Peer(
-            engine_id,
-            link,
-            control,
-            self._timeout_s,
-            groups,
-            lease_s,
-            reply.lease_records,
-            reply.capabilities,
-        )
+        return Peer(engine_id, link, control, self._timeout_s, groups, lease_s)
 
     def _check_host(self, host: str, reply: Handshake) -> None:
         """Its memory must be where it was asked, or a peer could send us to any host."""

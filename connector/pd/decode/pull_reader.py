@@ -19,19 +19,20 @@ import structlog
 
 from connector.pd.decode.peer_registry import Peer
 from connector.pd.decode.pull_plan import Block, PullPlan, coalesce
-from connector.pd.digest import digest, step_back
+from connector.pd.decode.record_places import RecordPlaces
+from connector.pd.digest import ReadBytes, digest, step_back
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
-from connector.pd.lease_records import (
+from connector.pd.metrics import TransferMetrics
+from connector.pd.wire.lease_record import (
     HEADER_WORDS,
     MAX_DIGESTS,
     NUM_PLACES,
+    REGION,
     UNKNOWN,
     WORD_BYTES,
-    RecordPlaces,
-    offset_of,
+    start_of,
 )
-from connector.pd.metrics import TransferMetrics
-from connector.pd.wire.messages import DIGESTS_XXH3_64, Digests, DigestsQuestion
+from connector.pd.wire.messages import Digests, DigestsQuestion
 from connector.transports.base import SpanPair, Transport
 from engine.arena import ArenaMemory
 from engine.errors import (
@@ -133,6 +134,7 @@ class PullReader:
         self,
         transport: Transport,
         arena: ArenaMemory,
+        records: ArenaMemory,
         *,
         verify: bool,
         metrics: TransferMetrics,
@@ -141,7 +143,7 @@ class PullReader:
     ) -> None:
         self._transport = transport
         self._arena = arena
-        self._places = RecordPlaces(arena)
+        self._places = RecordPlaces(records.host_bytes().cast("Q"))
         self._verify = verify
         self._metrics = metrics
         self._faults = faults
@@ -170,8 +172,7 @@ class PullReader:
         """
         deadline = time.monotonic() + timeout_s
         reading = Reading(peer, request_id, generation, holding, deadline)
-        verifies = self._verify and not self._cannot_verify(peer)
-        if verifies:
+        if self._verify:
             self._read_verified(reading, plan)
         else:
             self._metrics.unverified.inc()
@@ -179,18 +180,7 @@ class PullReader:
             self._fetch(reading, plan.spans, [whole], arrived=lambda stage: None)
             self._confirm(reading)
         self._metrics.post_seconds.observe(reading.post_s)
-        return verifies
-
-    def _cannot_verify(self, peer: Peer) -> bool:
-        """There are no two digests to compare; the reason is logged."""
-        reasons = {
-            "this node's arena is on a device": self._arena.device_index is not None,
-            "the peer computes no digests": DIGESTS_XXH3_64 not in peer.capabilities,
-        }
-        found = [reason for reason, holds in reasons.items() if holds]
-        if found:
-            log.warning("a pull is not verified", peer=peer.engine_id, reasons=found)
-        return bool(found)
+        return self._verify
 
     def _read_verified(self, reading: Reading, plan: PullPlan) -> None:
         """What differs is read once more, and compared with what P, which still holds it, says."""
@@ -247,7 +237,7 @@ class PullReader:
         """Digests of what has arrived; another thread hashes a stage while the next one is read."""
         stages = list(in_stages(blocks, self._stage_bytes))
         come: SimpleQueue[Stage | None] = SimpleQueue()
-        hash_all = partial(_hash_as_they_come, self._arena.host_bytes(), come)
+        hash_all = partial(_hash_as_they_come, self._arena.read, come)
         hashing = self._hashing.submit(hash_all) if len(stages) > 1 else None
         try:
             self._fetch(reading, spans, stages, arrived=come.put)
@@ -288,9 +278,9 @@ class PullReader:
         self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
         peer, num_words = reading.peer, HEADER_WORDS + num_held
         with self._places.place() as place:
-            start = offset_of(reading.generation, peer.lease_records)
+            start = start_of(reading.generation) * WORD_BYTES
             record = SpanPair(start, place, num_words * WORD_BYTES)
-            self._transport.read(peer.link, [record]).wait(reading.time_left())
+            self._transport.read(peer.link, [record], REGION).wait(reading.time_left())
             header, digests = self._places.at(place, num_words)
         if header.generation != reading.generation:
             raise LateReadError(
@@ -323,11 +313,11 @@ def in_stages(blocks: Iterable[Block], limit: int) -> Iterator[Stage]:
         yield Stage(stage, end)
 
 
-def _hash_as_they_come(memory: memoryview, come: "SimpleQueue[Stage | None]") -> list[int]:
+def _hash_as_they_come(read: ReadBytes, come: "SimpleQueue[Stage | None]") -> list[int]:
     """Digests of all blocks of all stages, until None comes."""
     stages = iter(come.get, None)
     return [
-        digest(memory, [(piece.local, piece.length) for piece in block])
+        digest(read, [(piece.local, piece.length) for piece in block])
         for stage in stages
         for block in stage.blocks
     ]

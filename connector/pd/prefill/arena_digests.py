@@ -1,4 +1,4 @@
-"""P hashes what a reader will compare, on a thread of its own, before it has come.
+"""P hashes what a reader will compare, on a thread of its own, before the reader has come.
 
 Between P's answer and the end of the read lie a proxy, D's queue, one of its steps and the read; D
 has to ask only for what is not hashed by then, or cut differently. Knows no cuts but P's own.
@@ -9,14 +9,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from connector.pd.digest import step_back
+from connector.pd.digest import ReadBytes, step_back
 from connector.pd.layout import blocks_announced
 from connector.pd.prefill.held_digests import HeldDigests
 from connector.pd.prefill.lease_table import Lease
 from connector.pd.wire.geometry import geometry_of
-from connector.pd.wire.messages import DIGESTS_XXH3_64, BlockRange, Digests
-from engine.arena import ArenaMemory
-from engine.errors import TransportError
+from connector.pd.wire.messages import BlockRange, Digests
 from engine.kv_cache.plan import ArenaPlan
 
 ANSWER_S = 0.003
@@ -26,33 +24,23 @@ ANSWER_S = 0.003
 class ArenaDigests:
     """Owner of the thread. It waits for no more leases than there are, and stops with theirs."""
 
-    def __init__(self, plan: ArenaPlan, arena: ArenaMemory) -> None:
+    def __init__(self, plan: ArenaPlan, read: ReadBytes) -> None:
         self._plan = plan
         self._geometry = geometry_of(plan)
-        self._arena = arena
+        self._read = read
         self._thread = ThreadPoolExecutor(1, "kv-digests", initializer=step_back)
 
-    @property
-    def capabilities(self) -> tuple[str, ...]:
-        """Of an arena on a device no digests can be computed yet."""
-        return (DIGESTS_XXH3_64,) if self._arena.device_index is None else ()
-
     def begin(self, lease: Lease) -> None:
-        """A reader will come for what `lease` holds."""
-        if self.capabilities and lease.digests is None:
+        """Hash what `lease` holds, as a reader will come for it."""
+        if lease.digests is None:
             lease.digests = self._held(lease)
             self._thread.submit(lease.digests.hash_ahead, time.monotonic() + ANSWER_S)
 
     def of(self, lease: Lease, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:
         """Digests of every block of every range, until the caller has `left`.
 
-        Raises TransportError for ranges that the lease does not hold, and on a device.
+        Raises TransportError for ranges that the lease does not hold.
         """
-        if not self.capabilities:
-            raise TransportError(
-                f"digests of an arena on device {self._arena.device_index} are not computed yet; "
-                "the reader must go without them"
-            )
         return (lease.digests or self._held(lease)).of(ranges, left)
 
     def close(self) -> None:
@@ -63,4 +51,4 @@ class ArenaDigests:
         held = blocks_announced(
             self._plan, self._geometry, lease.offsets, num_tokens=lease.num_tokens
         )
-        return HeldDigests(held, self._arena.host_bytes(), lease.record.put)
+        return HeldDigests(held, self._read, lease.record.put)

@@ -6,20 +6,12 @@ Knows nothing of gRPC; `connector/pd/prefill/control_service.py` serves it.
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
+from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.lease_table import Lease, LeaseTable
 from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
 from engine.errors import KVTransferParamsError
-
-
-class LeaseDigests(Protocol):
-    """Digests of what leases hold: `begin` when a reader will come, `of` when it asks."""
-
-    def begin(self, lease: Lease) -> None: ...
-
-    def of(self, lease: Lease, ranges: Sequence[BlockRange], left: threading.Event) -> Digests: ...
 
 
 class ControlHandler:
@@ -34,7 +26,7 @@ class ControlHandler:
         identity: Callable[[], Handshake],
         leases: LeaseTable,
         *,
-        digests: LeaseDigests,
+        digests: ArenaDigests,
         wake: Callable[[], None],
         faults: FaultInjector = NO_FAULTS,
     ) -> None:

@@ -5,7 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from connector.pd.digest import digest
+from connector.pd.digest import ReadBytes, digest
 from connector.pd.layout import Piece, SequenceBlocks
 from connector.pd.wire.messages import BlockRange, Digests
 from engine.errors import TransportError
@@ -22,10 +22,10 @@ class HeldDigests:
     """
 
     def __init__(
-        self, held: SequenceBlocks, memory: memoryview, put: Callable[[int, int], None]
+        self, held: SequenceBlocks, read: ReadBytes, put: Callable[[int, int], None]
     ) -> None:
         self._held = held
-        self._memory = memory
+        self._read = read
         self._put = put
         self._known: dict[tuple[int, int], int] = {}
         self._is_over = threading.Event()
@@ -42,7 +42,7 @@ class HeldDigests:
         for number, block in reversed(numbered):
             if self._is_over.is_set():
                 return
-            self._known[block] = digest(self._memory, (block,))
+            self._known[block] = digest(self._read, (block,))
             self._put(number, self._known[block])
 
     def stop(self) -> None:
@@ -81,7 +81,7 @@ class HeldDigests:
 
     def _block(self, pieces: tuple[Piece, ...]) -> int:
         if len(pieces) > 1:
-            return digest(self._memory, pieces)
+            return digest(self._read, pieces)
         if pieces[0] not in self._known:
-            self._known[pieces[0]] = digest(self._memory, pieces)
+            self._known[pieces[0]] = digest(self._read, pieces)
         return self._known[pieces[0]]

@@ -8,9 +8,9 @@ tensors or sockets.
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from connector.pd.prefill.held_digests import HeldDigests
+from connector.pd.prefill.lease_records import LeaseRecord, LeaseRecords
 from connector.pd.wire.messages import ANY_GENERATION
 from engine.request_ids import has_label
 
@@ -31,7 +31,7 @@ class Lease:
     num_tokens: int
     deadline: float
     last_deadline: float
-    record: "Record"
+    record: LeaseRecord
     is_spare: bool = False
     digests: HeldDigests | None = None
 
@@ -41,39 +41,15 @@ class Lease:
         return self.record.generation
 
 
-class Record(Protocol):
-    """What readers see of one lease: its generation, and digests of its blocks."""
-
-    @property
-    def generation(self) -> int: ...
-
-    @property
-    def num_digests(self) -> int: ...
-
-    def put(self, block: int, digest: int) -> None:
-        """Readers may compare `block` from now on; nothing happens once the record has ended."""
-        ...
-
-    def end(self) -> None:
-        """Readers see it no more."""
-        ...
-
-
-class Records(Protocol):
-    """What readers see of leases."""
-
-    def begin(self, num_blocks: int, holding: bytes) -> Record | None:
-        """Of a new lease, seen by readers from now on; None when there is no room."""
-        ...
-
-
 class LeaseTable:
     """Owner of all leases of one node. A lease ends once: by release, by running out, as spare.
 
     `num_taken_back`: spare leases that ended because memory was short.
     """
 
-    def __init__(self, duration_s: float, clock: Callable[[], float], records: Records) -> None:
+    def __init__(
+        self, duration_s: float, clock: Callable[[], float], records: LeaseRecords
+    ) -> None:
         self.duration_s = duration_s
         self.num_expired = 0
         self.num_late_releases = 0
@@ -209,7 +185,7 @@ class LeaseTable:
             self._end(request_id)
         return bool(found)
 
-    def _record_for(self, request_id: str, num_blocks: int, holding: bytes) -> Record:
+    def _record_for(self, request_id: str, num_blocks: int, holding: bytes) -> LeaseRecord:
         """One lease per request, and a record for each: the oldest end if there are too many."""
         if request_id in self._leases:
             self._remove(request_id)

@@ -11,18 +11,15 @@ import msgspec
 ANY_GENERATION: Final = 0
 """Names whichever lease a request has; no lease has it."""
 
-DIGESTS_XXH3_64: Final = "digests:xxh3-64"
-"""Capability: the node answers `Digests`."""
-
 Digests = tuple[tuple[int, ...], ...]
 """By range, one unsigned 64-bit number per block or state."""
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):
-    """How to reach a node's registered memory, what its bytes look like, what the node can do.
+    """How to reach a node's registered memory, and what its bytes look like.
 
-    `lease_s`: seconds for which it holds a finished request that nobody renews. `lease_records`:
-    where in its arena the records of living leases are, in bytes.
+    `transport_address` leads to two regions, the arena and the lease records. `lease_s`: seconds
+    for which the node holds a finished request that nobody renews.
     """
 
     engine_id: str
@@ -30,8 +27,6 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True):
     transport_address: bytes
     geometry: Mapping[str, str]
     lease_s: float
-    lease_records: int
-    capabilities: tuple[str, ...] = ()
 
 
 class BlockRange(msgspec.Struct, frozen=True, kw_only=True):

@@ -194,7 +194,7 @@ class HandshakeRequest(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("engine_id", "transport", "transport_address", "geometry", "capabilities", "lease_s", "lease_records")
+    __slots__ = ("engine_id", "transport", "transport_address", "geometry", "lease_s")
     class GeometryEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -206,17 +206,13 @@ class HandshakeReply(_message.Message):
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     GEOMETRY_FIELD_NUMBER: _ClassVar[int]
-    CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
-    LEASE_RECORDS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     transport: str
     transport_address: bytes
     geometry: _containers.ScalarMap[str, str]
-    capabilities: _containers.RepeatedScalarFieldContainer[str]
     lease_s: float
-    lease_records: int
-    def __init__(self, engine_id: _Optional[str] = ..., transport: _Optional[str] = ..., transport_address: _Optional[bytes] = ..., geometry: _Optional[_Mapping[str, str]] = ..., capabilities: _Optional[_Iterable[str]] = ..., lease_s: _Optional[float] = ..., lease_records: _Optional[int] = ...) -> None: ...
+    def __init__(self, engine_id: _Optional[str] = ..., transport: _Optional[str] = ..., transport_address: _Optional[bytes] = ..., geometry: _Optional[_Mapping[str, str]] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class ClaimRequest(_message.Message):
     __slots__ = ("engine_id", "request_id", "caller_engine_id")
