@@ -29,12 +29,12 @@ def move_states(
     """
     decodes = states.batch.num_decodes
     lens = states.batch.query_lens[decodes:]
-    parts = []
-    if decodes:
-        parts.append(_decode([x[:decodes] for x in rows], states, step, wide=wide))
-    if lens:
-        parts.append(_prefill([x[decodes:] for x in rows], states, lens, chunk=chunk, wide=wide))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if not lens:
+        return _decode(rows, states, step, wide=wide)
+    tail = _prefill([x[decodes:] for x in rows], states, lens, chunk=chunk, wide=wide)
+    if not decodes:
+        return tail
+    return torch.cat([_decode([x[:decodes] for x in rows], states, step, wide=wide), tail])
 
 
 def _decode(rows: Sequence[Tensor], states: StatePool, step: Step, *, wide: bool) -> Tensor:
