@@ -42,7 +42,9 @@ class Case:
         """What a pull thread plans."""
         plan, tokens = self.plan, self.num_tokens
         remote = blocks_announced(plan, geometry_of(plan), self.remote, num_tokens=tokens)
-        return plan_pull(plan, remote, self.local, num_tokens=tokens, num_local_tokens=0)
+        return plan_pull(
+            plan, remote, self.local, num_tokens=tokens, ranges=[(0, tokens)] * len(plan.groups)
+        )
 
     @cached_property
     def nbytes(self) -> int:

@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Final
 
+from connector.multi.connector import MultiBuilder
 from connector.pd.connector import PdBuilder
 from engine.config import KVTransferConfig
 from engine.errors import ConfigError
 from engine.node.connector import BuilderOf, ConnectorBuilder
-
-CONNECTORS: Final[Mapping[str, BuilderOf]] = {"PdConnector": PdBuilder.of}
 
 
 def builder_of(config: KVTransferConfig) -> ConnectorBuilder:
@@ -19,3 +18,9 @@ def builder_of(config: KVTransferConfig) -> ConnectorBuilder:
             f"kv_connector {config.kv_connector!r} is not known; use one of {', '.join(CONNECTORS)}"
         )
     return found(config)
+
+
+CONNECTORS: Final[Mapping[str, BuilderOf]] = {
+    "PdConnector": PdBuilder.of,
+    "MultiConnector": lambda config: MultiBuilder.of(config, builder_of),
+}

@@ -22,18 +22,12 @@ from engine.errors import (
     TandemError,
     UnavailableError,
 )
-from engine.kv_connector import AdmissionConnector
+from engine.kv_connector import AdmissionConnector, Admitted, FirstToken
 from engine.metrics import RequestMetrics
-from engine.prompt_checks import (
-    check_details,
-    check_first_token,
-    check_priority,
-    check_prompt,
-    check_token_ids,
-)
+from engine.prompt_checks import check_priority, check_prompt, check_token_ids
 from engine.request import Request
 from engine.request_ids import unique_id
-from engine.sched.scheduler import StepNews
+from engine.step import StepNews
 from engine.types import FinishReason, GenerateOutput, GenerateRequest, HandOverProblem
 
 IDLE_POLL_S = 0.02
@@ -115,12 +109,13 @@ class AsyncEngine:
         if self._refuses_new:
             raise UnavailableError(SHUTTING_DOWN)
         self._validate(request)
-        unique = await self._admit(request)
-        stream = self._streams[unique.request_id] = _Stream()
-        timer = self._metrics.start(unique)
+        admitted = await self._admit(request)
+        request_id = admitted.request.request_id
+        stream = self._streams[request_id] = _Stream()
+        timer = self._metrics.start(admitted.request)
         all_taken = False
         try:
-            self._submit(unique)
+            self._submit(admitted)
             async for output in self._outputs(stream):
                 timer.observe(output)
                 yield output
@@ -129,9 +124,9 @@ class AsyncEngine:
             self._metrics.finished(FinishReason.ERROR).inc()
             raise
         finally:
-            del self._streams[unique.request_id]
+            del self._streams[request_id]
             if not all_taken:
-                self._inbox.put(lambda: self.core.scheduler.abort(unique.request_id))
+                self._inbox.put(lambda: self.core.scheduler.abort(request_id))
 
     @property
     def is_alive(self) -> bool:
@@ -212,11 +207,8 @@ class AsyncEngine:
         check_prompt(request.prompt_token_ids, vocab_size=vocab_size, max_model_len=max_model_len)
         check_token_ids(request.sampling.stop_token_ids, vocab_size, "stop_token_ids")
         check_priority(request.priority, self.core.scheduler.config.scheduling_policy)
-        if request.kv_transfer_params is not None:
-            check_details(request.kv_transfer_params)
-            check_first_token(request.kv_transfer_params, vocab_size)
 
-    async def _admit(self, request: GenerateRequest) -> GenerateRequest:
+    async def _admit(self, request: GenerateRequest) -> Admitted:
         self._num_admitting += 1
         try:
             return await self._admission.admit(self._with_unique_id(request))
@@ -229,7 +221,8 @@ class AsyncEngine:
         unique = unique_id(request.request_id, self._counter)
         return msgspec.structs.replace(request, request_id=unique)
 
-    def _submit(self, origin: GenerateRequest) -> None:
+    def _submit(self, admitted: Admitted) -> None:
+        origin = admitted.request
         if not self.is_alive:
             self._admission.withdraw(origin.request_id)
             raise _dead_engine()
@@ -242,12 +235,12 @@ class AsyncEngine:
             max_model_len=self.limits.max_model_len,
             eos_token_ids=self.limits.eos_token_ids,
         )
-        self._inbox.put(lambda: self._add(request))
+        self._inbox.put(lambda: self._add(request, admitted.first_token))
 
-    def _add(self, request: Request) -> None:
+    def _add(self, request: Request, first_token: FirstToken | None) -> None:
         """In the engine thread."""
         try:
-            self.core.scheduler.add(request)
+            self.core.scheduler.add(request, first_token)
         except TandemError as error:
             self._admission.withdraw(request.request_id)
             self._emit(StepNews(errors=[(request.request_id, error)]))

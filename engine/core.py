@@ -5,7 +5,8 @@ business.
 """
 
 from engine.kv_connector import Connector
-from engine.sched.scheduler import Scheduler, StepNews
+from engine.sched.scheduler import Scheduler
+from engine.step import StepNews
 from engine.worker.model_runner import ModelRunner
 
 
@@ -23,13 +24,14 @@ class EngineCore:
         What has just been loaded decodes from the next step on, which nothing else would start.
         """
         output = self.scheduler.schedule()
+        worker = self._connector.worker
+        worker.start_save(output.connector)  # reads evicted blocks before they are written to
         self._runner.prepare(output)
-        self._connector.worker.start_load_kv(output.connector)
+        worker.start_load(output.connector)
         computed = self._runner.execute(output)
-        transfers = self._connector.worker.get_finished()
-        news = self.scheduler.update(output, computed, transfers)
-        ended = transfers.loaded or transfers.failed or transfers.released
-        return news, bool(output.scheduled or ended)
+        transfers = worker.get_finished()
+        news = self.scheduler.update(computed, transfers)
+        return news, bool(output.scheduled) or transfers.is_news
 
     def next_deadline(self) -> float | None:
         """Monotonic time by which an idle engine must step again, if any."""

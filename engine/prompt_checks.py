@@ -3,11 +3,7 @@
 from collections.abc import Sequence
 
 from engine.config import SchedulingPolicy
-from engine.errors import InvalidRequestError, KVTransferParamsError, PromptTooLongError
-from engine.types import KVTransferParams
-
-FLAGS = frozenset({"do_remote_decode", "do_remote_prefill"})
-FIRST_TOKEN = frozenset({"first_token_ids", "first_token_logprobs"})
+from engine.errors import InvalidRequestError, PromptTooLongError
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -42,28 +38,3 @@ def check_priority(priority: int, policy: SchedulingPolicy) -> None:
             "leave it out",
             param="priority",
         )
-
-
-def check_details(params: KVTransferParams) -> None:
-    """Raise KVTransferParamsError for details of a remote prefill that is not asked for.
-
-    What D keeps for the next turn comes with all of them but the first token.
-    """
-    if params.do_remote_prefill:
-        return
-    every = frozenset(params.__struct_fields__)
-    for name in FIRST_TOKEN if params.is_return_pull else sorted(every - FLAGS):
-        if getattr(params, name) is not None:
-            raise KVTransferParamsError(f"{name} is only accepted with do_remote_prefill=true")
-
-
-def check_first_token(params: KVTransferParams, vocab_size: int) -> None:
-    """Raise KVTransferParamsError when P's first token, or one beside it, is none of the model."""
-    logprobs = params.first_token_logprobs or ()
-    beside = [token for entry in logprobs for token, _ in entry.top]
-    chosen = [entry.token_id for entry in logprobs]
-    try:
-        check_token_ids(params.first_token_ids or (), vocab_size, "first_token_ids")
-        check_token_ids([*chosen, *beside], vocab_size, "first_token_logprobs")
-    except InvalidRequestError as error:
-        raise KVTransferParamsError(f"kv_transfer_params: {error}") from error

@@ -8,7 +8,14 @@ from enum import Enum, auto
 
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.tables import BlockTables
-from engine.types import FinishReason, GenerateRequest, SamplingParams, TokenId, TokenLogprob
+from engine.types import (
+    FinishReason,
+    GenerateRequest,
+    KVTransferParams,
+    SamplingParams,
+    TokenId,
+    TokenLogprob,
+)
 
 
 class RequestStatus(Enum):
@@ -48,10 +55,9 @@ class Request:
         token_ids  [ prompt .................... | output ....... ]
         computed   [ ..................>                           ]
 
-    `prefix` gives the digests of its tokens. While `skip_mamba_align` holds, Mamba groups take no
-    part in its local hit, because its states come from another node (vLLM #42524); a failed load
-    ends it. While it loads, `num_loading_tokens` will be here when the load is done, and the rest
-    of the prompt is computed. `checkpoints`: prompt tokens after which states are kept.
+    `prefix` gives the digests of its tokens. While it loads, `num_loading_tokens` will be here when
+    the load is done, and the rest of the prompt is computed. `checkpoints`: prompt tokens after
+    which states are kept. `kv_transfer_params` are the connector's alone.
 
     The first `num_known_tokens` were computed before, here or by another request, and what is
     computed of them is computed again because of `recompute_cause`.
@@ -63,15 +69,15 @@ class Request:
     sampling: SamplingParams
     eos_token_ids: frozenset[TokenId]
     max_total_tokens: int
-    origin: GenerateRequest
     prefix: PrefixDigests
-    skip_mamba_align: bool = False
+    kv_transfer_params: KVTransferParams | None = None
     checkpoints: tuple[int, ...] = ()
     priority: int = 0
     arrival: int = 0
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_loading_tokens: int = 0
+    num_failed_loads: int = 0
     num_cached_tokens: int = 0
     num_known_tokens: int = 0
     recompute_cause: str = ""
@@ -92,7 +98,6 @@ class Request:
     ) -> "Request":
         """The engine's view of `origin`; the output ends at the context limit at the latest."""
         num_prompt = len(origin.prompt_token_ids)
-        num_output = 1 if is_remote_decode(origin) else origin.sampling.max_tokens
         token_ids = list(origin.prompt_token_ids)
         return cls(
             request_id=origin.request_id,
@@ -100,10 +105,9 @@ class Request:
             num_prompt_tokens=num_prompt,
             sampling=origin.sampling,
             eos_token_ids=frozenset() if origin.sampling.ignore_eos else eos_token_ids,
-            max_total_tokens=min(num_prompt + num_output, max_model_len),
-            origin=origin,
+            max_total_tokens=min(num_prompt + origin.sampling.max_tokens, max_model_len),
             prefix=PrefixDigests(hasher, token_ids, origin.cache_salt),
-            skip_mamba_align=names_a_peer(origin),
+            kv_transfer_params=origin.kv_transfer_params,
             priority=origin.priority,
         )
 
@@ -121,12 +125,6 @@ class Request:
     def is_finished(self) -> bool:
         """Whether the request has ended."""
         return self.status is RequestStatus.FINISHED
-
-    @property
-    def wants_remote_prefill(self) -> bool:
-        """Whether another node computed the prompt, and its first token counts."""
-        params = self.origin.kv_transfer_params
-        return params is not None and params.do_remote_prefill and bool(params.first_token_ids)
 
     def move(self, status: RequestStatus) -> None:
         """Enters `status`; a transition that the table does not list raises ValueError."""
@@ -161,15 +159,3 @@ class Request:
                 self.stop_token = token_id
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None
-
-
-def is_remote_decode(origin: GenerateRequest) -> bool:
-    """Whether another node will decode: this one computes the prompt and samples one token."""
-    params = origin.kv_transfer_params
-    return params is not None and params.do_remote_decode
-
-
-def names_a_peer(origin: GenerateRequest) -> bool:
-    """Whether tokens may come from another node: a remote prefill, or the turn before."""
-    params = origin.kv_transfer_params
-    return params is not None and (params.do_remote_prefill or params.is_return_pull)

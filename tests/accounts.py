@@ -8,15 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from connector.multi import MultiScheduler, MultiWorker
 from connector.pd.config import PdConnectorConfig
-from connector.pd.decode.admission import PdAdmission
-from connector.pd.decode.consumer import ConsumerWorker
+from connector.pd.connector import PdConnector
 from connector.pd.decode.pull_reader import PullReader
 from connector.pd.decode.remote_prefills import CONTROL_LIMITS, FIRST_LIMITS, RemotePrefills
 from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
-from connector.pd.prefill.producer import ProducerScheduler
 from connector.pd.wire.lease_record import NUM_PLACES, NUM_WORDS
 from engine.arena import ArenaMemory
 from engine.node.server import NodeServer
@@ -28,20 +25,20 @@ THREADS_PER_NODE = 3 + CONTROL_THREADS + 2 * PdConnectorConfig().max_concurrent_
 STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 
 
+def pd_of(node: NodeServer) -> PdConnector:
+    """The node's connector, which is not one of several."""
+    assert isinstance(node.connector, PdConnector)
+    return node.connector
+
+
 def leases_of(node: NodeServer) -> LeaseTable:
     """What the node has promised to others."""
-    connector = node.engine.core.scheduler._connector
-    assert isinstance(connector, MultiScheduler)
-    producer = connector._children[0]
-    assert isinstance(producer, ProducerScheduler)
-    return producer._leases
+    return pd_of(node).leases
 
 
 def claims_of(node: NodeServer) -> RemotePrefills:
     """What others have promised to the node."""
-    admission = node.engine._admission
-    assert isinstance(admission, PdAdmission)
-    return admission._claims
+    return pd_of(node).remote
 
 
 def records_of(node: NodeServer) -> LeaseRecords:
@@ -51,11 +48,7 @@ def records_of(node: NodeServer) -> LeaseRecords:
 
 def reader_of(node: NodeServer) -> PullReader:
     """What fills the node's blocks from its peers'."""
-    connector = node.engine.core._connector.worker
-    assert isinstance(connector, MultiWorker)
-    consumer = connector._children[1]
-    assert isinstance(consumer, ConsumerWorker)
-    return consumer._reader
+    return pd_of(node).reader
 
 
 def arena_of(node: NodeServer) -> ArenaMemory:

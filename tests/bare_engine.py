@@ -1,6 +1,6 @@
 """An engine without a node: real scheduler, cache, worker and model, stepped by the test itself."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -16,7 +16,7 @@ from engine.kv_connector import Connector, LocalAdmission, LocalScheduler, Local
 from engine.models.registry import CausalLM
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.step import ConnectorMeta
+from engine.step import ConnectorMeta, ScheduledRequest
 from engine.types import GenerateOutput, GenerateRequest
 from engine.worker.model_runner import ModelRunner
 from tests.cluster import Generation
@@ -30,8 +30,7 @@ class _Watch(LocalScheduler):
     def __init__(self, look: Callable[[], None]) -> None:
         self._look = look
 
-    def build_connector_meta(self) -> ConnectorMeta:
-        """Always empty."""
+    def build_meta(self, scheduled: Sequence[ScheduledRequest]) -> ConnectorMeta:
         self._look()
         return ConnectorMeta()
 

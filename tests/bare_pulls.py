@@ -95,7 +95,7 @@ class Pair:
             blocks_announced(PLAN, geometry_of(PLAN), REMOTE, num_tokens=64),
             LOCAL,
             num_tokens=64,
-            num_local_tokens=num_local_tokens,
+            ranges=[(0 if group == STATE else num_local_tokens, 64) for group in (0, 1)],
         )
 
     async def read(

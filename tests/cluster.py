@@ -252,7 +252,7 @@ async def settled(node: NodeServer) -> None:
         if scheduler.cache.num_free_units == scheduler.cache.plan.num_units:
             break
         await asyncio.sleep(0.02)
-    held, loading = list(scheduler._held), list(scheduler._loading)
+    held, loading = list(scheduler.holds.requests()), list(scheduler.loads.requests())
     assert not (held or loading or scheduler.num_running), (node.kind, held, loading)
     assert scheduler.cache.num_free_units == scheduler.cache.plan.num_units
     await node.engine.run_in_engine(core.scheduler.check)

@@ -22,8 +22,10 @@ from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlock
 from engine.config import KVTransferConfig, NodeConfig
 from engine.kv_connector import (
     AdmissionConnector,
+    Admitted,
     Connector,
     FinishDecision,
+    Match,
     SchedulerConnector,
     WorkerConnector,
 )
@@ -32,7 +34,7 @@ from engine.node.server import NodeServer
 from engine.process import configure_logging
 from engine.request import Request
 from engine.rpc.server import RpcService
-from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
+from engine.step import BlockLoad, ConnectorMeta, ConnectorOutput, ScheduledRequest
 from engine.types import GenerateRequest, HandOverProblem
 
 START_S = 120.0
@@ -74,19 +76,16 @@ class StampedAdmission(AdmissionConnector):
     inner: AdmissionConnector
     stamps: Stamps
 
-    async def admit(self, request: GenerateRequest) -> GenerateRequest:
-        """As the inner one."""
+    async def admit(self, request: GenerateRequest) -> Admitted:
         self.stamps.note("admit")
         admitted = await self.inner.admit(request)
         self.stamps.note("admitted")
         return admitted
 
     def withdraw(self, request_id: str) -> None:
-        """As the inner one."""
         self.inner.withdraw(request_id)
 
     def problems(self) -> tuple[HandOverProblem, ...]:
-        """As the inner one."""
         return self.inner.problems()
 
 
@@ -97,34 +96,27 @@ class StampedScheduler(SchedulerConnector):
     inner: SchedulerConnector
     stamps: Stamps
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """As the inner one."""
-        return self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
+    def match(self, request: Request, num_local_tokens: int) -> Match | None:
+        return self.inner.match(request, num_local_tokens)
 
-    def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
-        """As the inner one."""
-        self.inner.update_state_after_alloc(request, pull)
+    def start_load(self, request: Request, load: BlockLoad | None) -> int:
+        return self.inner.start_load(request, load)
 
-    def build_connector_meta(self) -> ConnectorMeta:
-        """As the inner one."""
-        return self.inner.build_connector_meta()
+    def build_meta(self, scheduled: Sequence[ScheduledRequest]) -> ConnectorMeta:
+        return self.inner.build_meta(scheduled)
+
+    def update(self, output: ConnectorOutput) -> None:
+        self.inner.update(output)
 
     def request_finished(self, request: Request) -> FinishDecision:
-        """As the inner one."""
         decision = self.inner.request_finished(request)
         self.stamps.note("finished", request.request_id)
         return decision
 
-    def give_up(self, request_id: str) -> None:
-        """As the inner one."""
-        self.inner.give_up(request_id)
-
-    def make_room(self) -> str | None:
-        """As the inner one."""
-        return self.inner.make_room()
+    def end_hold(self, request_id: str | None) -> str | None:
+        return self.inner.end_hold(request_id)
 
     def close(self) -> None:
-        """As the inner one."""
         self.inner.close()
 
 
@@ -135,15 +127,13 @@ class StampedWorker(WorkerConnector):
     inner: WorkerConnector
     stamps: Stamps
 
-    def start_load_kv(self, meta: ConnectorMeta) -> None:
-        """As the inner one."""
-        for _ in meta.pulls:
+    def start_load(self, message: Any) -> None:
+        for _ in message:
             self.stamps.note("pull")
-        self.inner.start_load_kv(meta)
+        self.inner.start_load(message)
         self.stamps.note("execute")
 
     def get_finished(self) -> ConnectorOutput:
-        """As the inner one."""
         self.stamps.note("executed")
         output = self.inner.get_finished()
         for _ in output.loaded:
@@ -151,27 +141,23 @@ class StampedWorker(WorkerConnector):
         return output
 
     def next_deadline(self) -> float | None:
-        """As the inner one."""
         return self.inner.next_deadline()
 
     def close(self) -> None:
-        """As the inner one."""
         self.inner.close()
 
 
 @dataclass(slots=True, frozen=True)
-class StampedDesk:
+class StampedControl:
     """P's answers: `claim` and `claimed`, `digests` and `digested`, `release` and `released`."""
 
     inner: KvControl
     stamps: Stamps
 
     def handshake(self, caller_engine_id: str) -> Handshake:
-        """As the inner one."""
         return self.inner.handshake(caller_engine_id)
 
     def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
-        """As the inner one."""
         self.stamps.note("claim")
         claim = self.inner.claim(engine_id, request_id, caller_engine_id)
         self.stamps.note("claimed")
@@ -185,11 +171,9 @@ class StampedDesk:
         *,
         generations: Sequence[int],
     ) -> Sequence[str]:
-        """As the inner one."""
         return self.inner.renew(engine_id, caller_engine_id, request_ids, generations=generations)
 
     def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool:
-        """As the inner one."""
         self.stamps.note("release")
         was_alive = self.inner.release(engine_id, request_id, reason, generation=generation)
         self.stamps.note("released")
@@ -204,7 +188,6 @@ class StampedDesk:
         ranges: Sequence[BlockRange],
         left: threading.Event,
     ) -> Digests:
-        """As the inner one."""
         self.stamps.note("digests")
         digests = self.inner.digests(engine_id, request_id, generation, ranges=ranges, left=left)
         self.stamps.note("digested")
@@ -230,18 +213,15 @@ class StampedConnector:
 
     def services(self) -> Sequence[RpcService]:
         """The control service."""
-        return [ControlService(StampedDesk(self.inner.desk, self.stamps))]
+        return [ControlService(StampedControl(self.inner.control, self.stamps))]
 
     def advertise(self, port: int) -> None:
-        """As the inner one."""
         self.inner.advertise(port)
 
     def is_awaited(self) -> bool:
-        """As the inner one."""
         return self.inner.is_awaited()
 
     def close(self) -> None:
-        """As the inner one."""
         self.inner.close()
 
 

@@ -60,7 +60,7 @@ class DecodeNode:
                 blocks_announced(cache.plan, geometry_of(cache.plan), nowhere, num_tokens=size),
                 tables.groups,
                 num_tokens=size,
-                num_local_tokens=hit.num_local,
+                ranges=[(local, size) for local in hit.local],
             )
             cache.keep_loaded(tables, request.prefix, size)
             cache.copies_done()

@@ -26,6 +26,8 @@ class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields
     which a finished request is kept; it pins its blocks and states, so size the arena for the
     turns that end in that time. When memory is short, those that nobody has claimed go first, the
     oldest first. `kv_recompute_threshold`: a pull that would save P fewer tokens is not made.
+
+    `load_weight`: under a MultiConnector, what a token from a peer is worth beside others'.
     """
 
     transport: Literal["auto", "shm", "nixl", "ucx", "zmq"] = "auto"
@@ -39,6 +41,7 @@ class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields
     bidirectional_kv_xfer: bool = False
     decoder_kv_blocks_ttl: Seconds = 480.0
     kv_recompute_threshold: NotNegative = 64
+    load_weight: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding reports as a ConfigError."""

@@ -1,16 +1,15 @@
-"""The one assembly list of a node's connector: which classes make up a producer and a consumer."""
+"""PdConnector: the one assembly list of what hands prefills over between nodes."""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from connector.multi import MultiScheduler, MultiWorker
 from connector.pd.config import PdConnectorConfig
 from connector.pd.decode.admission import PdAdmission
-from connector.pd.decode.consumer import ConsumerScheduler, ConsumerWorker
 from connector.pd.decode.peer_registry import PeerRegistry
 from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader
+from connector.pd.decode.puller import Puller
 from connector.pd.decode.remote_prefills import RemotePrefills
 from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.metrics import LEASE_COUNTERS, LEASE_GAUGES, PULL_GAUGES, TransferMetrics
@@ -19,15 +18,13 @@ from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
 from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
-from connector.pd.prefill.producer import (
-    AdvertisedAddress,
-    ProducerScheduler,
-    ProducerWorker,
-)
+from connector.pd.prefill.producer import AdvertisedAddress, Producer
+from connector.pd.scheduler import PdScheduler
 from connector.pd.wire.geometry import describe_geometry
 from connector.pd.wire.lease_record import REGION_BYTES
 from connector.pd.wire.messages import Handshake
 from connector.pd.wire.params import ParamsSigner
+from connector.pd.worker import PdWorker
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
@@ -46,10 +43,11 @@ class PdConnector:
     """A node's prefill/decode connector; see `engine.node.connector.NodeConnector`."""
 
     connector: Connector
-    desk: ControlHandler
+    control: ControlHandler
     address: AdvertisedAddress
     leases: LeaseTable
-    claims: RemotePrefills
+    remote: RemotePrefills
+    reader: PullReader
     peers: PeerRegistry
     transport: Transport
     digests: ArenaDigests
@@ -57,14 +55,14 @@ class PdConnector:
 
     def services(self) -> Sequence[RpcService]:
         """The control service that peers call."""
-        return [ControlService(self.desk)]
+        return [ControlService(self.control)]
 
     def advertise(self, port: int) -> None:
         """The control service listens on `port`; goes into every `kv_transfer_params`."""
         self.address.port = port
 
     def is_awaited(self) -> bool:
-        """Whether a lease lives that is no spare one."""
+        """Whether a peer may still come: turns kept for nobody in particular do not count."""
         return any(not lease.is_spare for lease in self.leases.all_held())
 
     def close(self) -> None:
@@ -128,26 +126,22 @@ class PdBuilder:
             faults=faults,
             stage_bytes=self.stage_bytes,
         )
-        producer = ProducerScheduler(
+        producer = Producer(
             advertised, plan, leases, digests=digests, signer=signer, turn_ttl_s=extra.turn_ttl_s
         )
-        consumer = ConsumerScheduler(
-            claims, recompute_threshold=extra.kv_recompute_threshold, metrics=transfers
-        )
-        puller = ConsumerWorker(plan, reader, claims, metrics=transfers, config=extra, wake=wake)
+        scheduler = PdScheduler(producer, leases, claims, config=extra, metrics=transfers)
+        puller = Puller(plan, reader, claims, metrics=transfers, config=extra, wake=wake)
+        admission = PdAdmission(signer, claims, settings, extra=extra, metrics=transfers)
         metrics.read(producer, gauges=LEASE_GAUGES)
         metrics.read(leases, counters=LEASE_COUNTERS)
         metrics.read(puller, gauges=PULL_GAUGES)
         return PdConnector(
-            Connector(
-                PdAdmission(signer, claims, settings.config, extra=extra, metrics=transfers),
-                MultiScheduler([producer, consumer]),
-                MultiWorker([ProducerWorker(leases), puller]),
-            ),
+            Connector(admission, scheduler, PdWorker(puller, leases)),
             ControlHandler(identity, leases, digests=digests, wake=wake, faults=faults),
             advertised,
             leases,
             claims,
+            reader,
             peers,
             transport,
             digests,

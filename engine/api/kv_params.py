@@ -9,17 +9,17 @@ from msgspec import Raw
 
 from engine.api.json_body import MAX_ITEMS, convert, decode_json
 from engine.errors import InvalidRequestError, KVTransferParamsError
-from engine.prompt_checks import FLAGS, check_details
 from engine.types import MAX_KV_TRANSFER_PARAMS_BYTES, KVTransferParams
 
 MAX_COLONS: Final = 4096
+FLAGS: Final = frozenset({"do_remote_decode", "do_remote_prefill"})
 
 
 def decode_kv_transfer_params(raw: Raw) -> KVTransferParams | None:
     """Typed parameters, or None when they ask for nothing (absent, null, {}, flags false).
 
-    Raises KVTransferParamsError for wrong types, unknown keys and details without a request for a
-    remote prefill; whether a remote prefill can be believed is for the connector to say.
+    Raises KVTransferParamsError for wrong types and unknown keys; what they mean, and whether they
+    can be believed, is for the connector to say.
     """
     text = bytes(memoryview(raw))
     if len(text) > MAX_KV_TRANSFER_PARAMS_BYTES:
@@ -40,5 +40,4 @@ def decode_kv_transfer_params(raw: Raw) -> KVTransferParams | None:
         params = convert(value, KVTransferParams)
     except InvalidRequestError as error:
         raise KVTransferParamsError(f"kv_transfer_params: {error}") from error
-    check_details(params)
-    return params if params.do_remote_prefill or params.do_remote_decode else None
+    return None if params == KVTransferParams() else params

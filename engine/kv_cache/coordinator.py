@@ -72,13 +72,11 @@ class Coordinator:
         self._states = states
         self._kinds = attention_kinds(pool.plan)
 
-    def find(
-        self, prefix: PrefixDigests, limit: int, external: Coverage, *, skip_mamba: bool
-    ) -> PrefixHit:
+    def find(self, prefix: PrefixDigests, limit: int, external: Coverage) -> PrefixHit:
         """The longest joint hit of at most `limit` tokens, with what `external` can fill in.
 
-        `skip_mamba` (vLLM #42524): Mamba groups neither constrain nor join it, because their states
-        come from elsewhere; with them comes what is missing of attention, in whole blocks.
+        Where `external` has the states, Mamba groups do not shorten what attention hits (vLLM's
+        per-request `skip_mamba_align`, #42524).
         """
         attention = {
             group: kind.lookup(self._pool, prefix, group) for group, kind in self._kinds.items()
@@ -86,21 +84,17 @@ class Coordinator:
         local: list[Longest] = [lookup.longest for lookup in attention.values()]
         states = self._states.lookup(prefix)
         branch_point = _longest(limit, local)
-        if skip_mamba:
-            num_tokens = num_local = _longest(branch_point, [*local, self._whole_blocks])
-            has_states = False
-        else:
-            every: list[Longest] = [*local, states.longest]
-            if external is not NOTHING:
-                every = [_either(longest, external.attention_up_to) for longest in local]
-                every.append(_either(states.longest, external.state_up_to))
-            num_tokens = _longest(max(branch_point, external.attention_up_to(limit)), every)
-            num_local = _longest(num_tokens, local)
-            has_states = states.longest(num_tokens) == num_tokens
-            is_here = has_states and num_local == num_tokens
-            if num_tokens <= external.attention_tokens and not is_here:
-                # A load brings whole blocks, and some attention beside the states.
-                num_local = _longest(num_tokens - 1, [*local, self._whole_blocks])
+        every: list[Longest] = [*local, states.longest]
+        if external is not NOTHING:
+            every = [_either(longest, external.attention_up_to) for longest in local]
+            every.append(_either(states.longest, external.state_up_to))
+        num_tokens = _longest(max(branch_point, external.attention_up_to(limit)), every)
+        num_local = _longest(num_tokens, local)
+        has_states = states.longest(num_tokens) == num_tokens
+        is_here = has_states and num_local == num_tokens
+        if num_tokens <= external.attention_tokens and not is_here:
+            # A load brings whole blocks, and some attention beside the states.
+            num_local = _longest(num_tokens - 1, [*local, self._whole_blocks])
         in_group = [num_tokens if has_states else 0] * len(self._pool.plan.groups)
         for group in attention:
             in_group[group] = num_local

@@ -103,11 +103,14 @@ class KVCacheManager:
         limit: int,
         external: Coverage = NOTHING,
         *,
-        skip_mamba: bool = False,
+        reuse: bool = True,
     ) -> PrefixHit:
-        """The best start within `limit` tokens, here or from `external`; `Coordinator.find`."""
-        known = prefix if self._caches_prefixes else self._no_prefix
-        return self._coordinator.find(known, limit, external, skip_mamba=skip_mamba)
+        """The best start within `limit` tokens, here or from `external`; `Coordinator.find`.
+
+        Without `reuse` nothing that is here counts.
+        """
+        known = prefix if self._caches_prefixes and reuse else self._no_prefix
+        return self._coordinator.find(known, limit, external)
 
     def start(self, hit: PrefixHit, num_tokens: int) -> BlockTables | None:
         """Tables of a new request that starts from `hit` and holds `num_tokens` tokens, or None."""

@@ -23,6 +23,7 @@ class ConnectorSettings:
     cluster_token: str | None
     tls: ClientTls | None
     model_fingerprint: str
+    vocab_size: int
     prefix_hash_seed: str
 
 

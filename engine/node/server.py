@@ -109,7 +109,7 @@ class NodeServer:
         )
 
     def _is_needed(self) -> bool:
-        return bool(self.engine.num_open) or self._connector.is_awaited()
+        return bool(self.engine.num_open) or self.connector.is_awaited()
 
     async def wait(self) -> None:
         """Returns when the node was closed. Raises EngineDeadError when its engine died."""
@@ -139,7 +139,7 @@ class NodeServer:
         self.metrics = NodeMetrics(model.names[0], self.engine_id)
         arena = ArenaMemory(plan.arena_bytes, device=self.config.device)
         self._resources.callback(arena.close)
-        self._connector = connector = self._connect(model, plan, arena)
+        self.connector = connector = self._connect(model, plan, arena)
         runner = await self._load(model, plan, arena)
         self.engine = self._start_engine(limits, runner, plan, connector=connector)
         self.rpc = await self._start_rpc(model, connector)
@@ -181,6 +181,7 @@ class NodeServer:
             cluster_token=self._token,
             tls=tls_to_peers(self.config),
             model_fingerprint=model_fingerprint(model.path),
+            vocab_size=model.config.vocab_size,
             prefix_hash_seed=self.config.prefix_hash_seed,
         )
         connector = self._build_connector(

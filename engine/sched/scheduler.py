@@ -1,41 +1,33 @@
 """Continuous batching: which requests run in the next step, and what their results mean.
 
-Torch-free. Knows that tokens may come from outside (the seam), never from whom. All decisions
-that need no state are in `chunk.py`, `start.py` and `request_queue.py`.
+Torch-free. Knows that tokens may come from outside (the seam), never from whom.
 """
-
-from dataclasses import dataclass, field
 
 import msgspec
 
 from engine.config import SchedulerConfig
 from engine.errors import KVLoadError, OverloadedError, TandemError
 from engine.kv_cache.checkpoints import decode_positions, due
-from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.manager import KVCacheManager, Pin
 from engine.kv_cache.spec import MambaSpec
 from engine.kv_cache.tables import BlockTables
-from engine.kv_connector import FinishDecision, SchedulerConnector
+from engine.kv_connector import FirstToken, SchedulerConnector
 from engine.request import Request, RequestStatus
 from engine.sched.chunk import plan_prefill_chunk
+from engine.sched.loads import Holds, Load, Loads
+from engine.sched.planned import Planned
 from engine.sched.request_queue import RequestQueue
 from engine.sched.start import Start, find_start
 from engine.sched.stats import NO_CHECKPOINT, SchedulerStats
 from engine.step import (
-    BlockPull,
+    BlockLoad,
     ConnectorOutput,
+    LoadFailure,
     ModelRunnerOutput,
-    ScheduledRequest,
     SchedulerOutput,
+    StepNews,
 )
 from engine.types import FinishReason, GenerateOutput, TokenId, TokenLogprob
-
-
-@dataclass(slots=True, frozen=True)
-class StepNews:
-    """What one step tells the outside: outputs per request, and errors that end requests."""
-
-    outputs: list[tuple[str, GenerateOutput]] = field(default_factory=list)
-    errors: list[tuple[str, TandemError]] = field(default_factory=list)
 
 
 class Scheduler:
@@ -56,9 +48,12 @@ class Scheduler:
         self._recompute_failed_loads = recompute_failed_loads
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
-        self._loading: dict[str, Request] = {}
+        self._unresolved: list[Request] = []  # waits for the connector, not for room
+        self.loads = Loads()
         self._running: list[Request] = []
-        self._held: dict[str, Request] = {}
+        self.holds = Holds()
+        self._saving: dict[str, Pin] = {}
+        self._planned: list[Planned] = []
         self._news = StepNews()
         self._arrivals = 0
         self._without_room: tuple[str, int] | None = None
@@ -67,7 +62,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests with blocks: computing or loading."""
-        return len(self._running) + len(self._loading)
+        return len(self._running) + len(self.loads)
 
     @property
     def num_waiting(self) -> int:
@@ -76,34 +71,33 @@ class Scheduler:
 
     @property
     def num_held(self) -> int:
-        """Finished requests whose blocks a lease keeps."""
-        return len(self._held)
+        return len(self.holds)
 
     @property
     def has_work(self) -> bool:
         """Whether a step could do something now; loads and leases wake the engine by themselves."""
         return bool(self._running or self._waiting or self._news.outputs or self._news.errors)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, first_token: FirstToken | None = None) -> None:
         """Takes a request in. Raises OverloadedError when too many wait.
 
-        A remote prefill brings its first token: it is news at once, and when it ends the request
-        nothing is pulled.
+        A first token that is known already is news at once; when it ends the request, nothing is
+        loaded.
         """
         if len(self._waiting) >= self.config.max_num_waiting:
             raise OverloadedError(f"{len(self._waiting)} requests wait already; try again later")
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request
-        if request.wants_remote_prefill:
-            self._take_first_token(request)
+        if first_token is not None:
+            self._take_token(request, first_token.token_id, first_token.logprob)
         if not request.is_finished:
             self._waiting.push(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it stands, and what holds its blocks; ignores unknown ones."""
-        if request_id in self._held:
-            self._connector.give_up(request_id)
+        if request_id in self.holds:
+            self._release(self._connector.end_hold(request_id))
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -115,67 +109,73 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """The next step's work: running requests, then waiting ones as budget and room allow."""
         budget = self.config.max_num_batched_tokens
-        scheduled: list[ScheduledRequest] = []
+        self._planned = []
         preemptions = self.stats.num_preemptions
         for request in list(self._running):
             if request.status is RequestStatus.RUNNING and budget:
-                budget -= self._schedule_running(request, budget, scheduled)
+                budget -= self._schedule_running(request, budget)
         nobody_lost_blocks = self.stats.num_preemptions == preemptions
         while nobody_lost_blocks and budget and self._may_start_another():
-            used = self._schedule_waiting(self._waiting.peek(), budget, scheduled)
+            used = self._schedule_waiting(self._waiting.peek(), budget)
             if used is None:
                 break
             budget -= used
-        return SchedulerOutput(
-            tuple(self._without_preempted(scheduled)),
-            self.cache.take_new_states(),
-            self.cache.copies(),
-            self._connector.build_connector_meta(),
-        )
+        while self._unresolved:
+            self._waiting.push(self._unresolved.pop())
+        scheduled = tuple(item.worker_input() for item in self._still_planned())
+        # After the last block was reserved: the connector hears what this step evicts.
+        meta = self._connector.build_meta(scheduled)
+        for save in meta.saves:
+            self._saving[save.save_id] = self.cache.pin(save.blocks)
+        new_states, copies = self.cache.take_new_states(), self.cache.copies()
+        return SchedulerOutput(scheduled, new_states, copies, meta.message)
 
-    def update(
-        self, output: SchedulerOutput, computed: ModelRunnerOutput, transfers: ConnectorOutput
-    ) -> StepNews:
-        """Books one step's results; returns what the outside must hear."""
+    def update(self, computed: ModelRunnerOutput, transfers: ConnectorOutput) -> StepNews:
+        """Counts the results of the step under way; returns what the outside must hear."""
         self.cache.copies_done()
-        for item in output.scheduled:
-            name = item.request.request_id
+        planned, self._planned = self._planned, []
+        for item in planned:
+            request, name = item.request, item.request.request_id
             if name in computed.failed:
                 self.cache.drop_checkpoints(item.checkpoints)
-                self._fail(item.request, computed.failed[name])
+                self._fail(request, computed.failed[name])
                 continue
-            self._book_computed(item)
-            if item.samples:
+            self._publish_computed(item)
+            if request.num_computed_tokens == request.num_tokens:
                 sample = computed.sampled[name]
-                self._take_token(item.request, sample.token_id, sample.logprob)
+                self._take_token(request, sample.token_id, sample.logprob)
         self.update_transfers(transfers)
         news, self._news = self._news, StepNews()
         return news
 
     def update_transfers(self, transfers: ConnectorOutput) -> None:
-        """Books what the connector reports: loads done, loads failed, leases that ended."""
+        """Acts on what the connector reports: loads and saves that ended, holds that ended."""
+        self._connector.update(transfers)
         for request_id in transfers.loaded:
-            self._load_done(request_id)
-        for request_id, cause in transfers.failed.items():
-            self._load_failed(request_id, cause)
+            self._load_ended(request_id)
+        for failure in transfers.failed:
+            self._load_ended(failure.request_id, failure)
         for request_id in transfers.released:
-            self._free(self._held.pop(request_id))
+            self._release(request_id)
+        for save_id in transfers.saved:
+            self.cache.unpin(self._saving.pop(save_id))
 
     def check(self) -> None:
         """Recounts requests and blocks; raises AssertionError on any difference."""
         self.cache.check()
-        owners = [*self._running, *self._loading.values(), *self._held.values()]
+        owners = [*self._running, *self.loads.requests(), *self.holds.requests()]
         assert all(request.blocks is not None for request in owners)
-        assert len(self._requests) == len(self._running) + len(self._loading) + len(self._waiting)
+        assert len(self._requests) == self.num_running + len(self._waiting)
 
-    def _without_preempted(self, scheduled: list[ScheduledRequest]) -> list[ScheduledRequest]:
-        """What later arrivals in the same step have not pushed out again."""
-        for item in scheduled:
+    def _still_planned(self) -> list[Planned]:
+        """Leaves out what later arrivals in the same step have preempted."""
+        for item in self._planned:
             if item.request.status is not RequestStatus.RUNNING:
                 self.cache.drop_checkpoints(item.checkpoints)
-        return [item for item in scheduled if item.request.status is RequestStatus.RUNNING]
+        self._planned = [p for p in self._planned if p.request.status is RequestStatus.RUNNING]
+        return self._planned
 
-    def _book_computed(self, item: ScheduledRequest) -> None:
+    def _publish_computed(self, item: Planned) -> None:
         """The bytes of these tokens are complete: they may be found from now on."""
         request = item.request
         assert request.blocks is not None
@@ -192,85 +192,95 @@ class Scheduler:
         first = self._waiting.peek().request_id, self.cache.num_releases
         return first != self._without_room
 
-    def _schedule_running(
-        self, request: Request, budget: int, scheduled: list[ScheduledRequest]
-    ) -> int:
+    def _schedule_running(self, request: Request, budget: int) -> int:
         num_tokens = _next_chunk(request, request.num_computed_tokens, budget)
         assert request.blocks is not None
         while not self.cache.grow(request.blocks, request.num_computed_tokens + num_tokens):
-            if self._take_back():
+            if self._end_a_hold():
                 continue
             victim = max(self._running, key=lambda other: (other.priority, other.arrival))
             self._preempt(victim)
             if victim is request:
                 return 0
-        scheduled.append(self._scheduled(request, num_tokens))
+        self._plan(request, num_tokens)
         return num_tokens
 
-    def _schedule_waiting(
-        self, request: Request, budget: int, scheduled: list[ScheduledRequest]
-    ) -> int | None:
-        """Tokens of budget used, or None when the request has to go on waiting."""
-        start, tables = self._try_start(request, request.num_tokens - 1, budget)
-        while tables is None and self._take_back():
-            start, tables = self._try_start(request, request.num_tokens - 1, budget)
-        if tables is None and self.cache.num_free_units == self.cache.plan.num_units:
-            start, tables = self._try_start(request, 0, budget)  # what it hits takes too many units
+    def _schedule_waiting(self, request: Request, budget: int) -> int | None:
+        """Tokens of budget used, or None when the request has to wait for room."""
+        start, tables = self._try_start(request, budget)
+        while start and not tables and self._end_a_hold():
+            start, tables = self._try_start(request, budget)
+        if start and not tables and self.cache.num_free_units == self.cache.plan.num_units:
+            # What it hits takes more units than its tokens alone would.
+            start, tables = self._try_start(request, budget, reuse=False)
+        if start is None:
+            self._waiting.pop()
+            self._unresolved.append(request)
+            return 0
         if tables is None:
             self._without_room = request.request_id, self.cache.num_releases
             return None
         self._waiting.pop()
         self._begin(request, tables, start)
-        if start.num_external:
+        if start.needs_load:
             self._start_load(request, start)
             return 0
-        if request.skip_mamba_align:
-            self._connector.update_state_after_alloc(request, None)
-        num_tokens = _next_chunk(request, start.num_tokens, budget)
+        if start.match is not None:
+            if start.match.lost is not None:
+                request.lose(*start.match.lost)
+            self._connector.start_load(request, None)
+        num_tokens = _next_chunk(request, request.num_computed_tokens, budget)
         request.move(RequestStatus.RUNNING)
         self._running.append(request)
-        scheduled.append(self._scheduled(request, num_tokens))
+        self._plan(request, num_tokens)
         return num_tokens
 
     def _try_start(
-        self, request: Request, limit: int, budget: int
-    ) -> tuple[Start, BlockTables | None]:
-        start = find_start(request, limit, cache=self.cache, connector=self._connector)
-        num_new = 0 if start.num_external else _next_chunk(request, start.num_tokens, budget)
-        return start, self.cache.start(start.hit, start.num_tokens + num_new)
+        self, request: Request, budget: int, *, reuse: bool = True
+    ) -> tuple[Start | None, BlockTables | None]:
+        start = find_start(request, cache=self.cache, connector=self._connector, reuse=reuse)
+        if start is None:
+            return None, None
+        num_tokens = start.hit.num_tokens
+        if not start.needs_load:
+            num_tokens += _next_chunk(request, num_tokens, budget)
+        return start, self.cache.start(start.hit, num_tokens)
 
-    def _take_back(self) -> bool:
-        """Frees what is held for somebody who has not asked for it yet; whether there was any."""
-        request_id = self._connector.make_room()
-        if request_id is not None:
-            self._free(self._held.pop(request_id))
+    def _end_a_hold(self) -> bool:
+        """Frees blocks that are kept for somebody who has not asked for them yet, if there are."""
+        self._release(request_id := self._connector.end_hold(None))
         return request_id is not None
+
+    def _release(self, request_id: str | None) -> None:
+        """One hold of a finished request has ended."""
+        request = None if request_id is None else self.holds.end(request_id)
+        if request is not None:
+            self._free(request)
 
     def _begin(self, request: Request, tables: BlockTables, start: Start) -> None:
         hit, block_size = start.hit, self.cache.plan.joint_block_size
         request.blocks = tables
-        request.num_computed_tokens = hit.num_tokens
+        request.num_computed_tokens = num_here = start.num_computed_tokens
         request.checkpoints = start.checkpoints(request.num_prompt_tokens, block_size)
         if request.status is not RequestStatus.WAITING:
             return
-        request.num_cached_tokens = hit.num_tokens
+        request.num_cached_tokens = num_here
         if not request.num_known_tokens:  # a failed load comes here again
-            self.stats.started(request, hit.num_tokens, start.num_external)
-        if start.num_external or not self._keeps_states:
+            num_external = hit.num_tokens - num_here if start.match else None
+            self.stats.started(request, num_here, num_external)
+        if start.needs_load or not self._keeps_states:
             return
-        self.stats.checkpoint_hits += hit.num_tokens > 0
-        if hit.branch_point > max(hit.num_tokens, request.num_known_tokens):
+        self.stats.checkpoint_hits += num_here > 0
+        if hit.branch_point > max(num_here, request.num_known_tokens):
             request.lose(hit.branch_point, NO_CHECKPOINT)
 
-    def _scheduled(self, request: Request, num_tokens: int) -> ScheduledRequest:
+    def _plan(self, request: Request, num_tokens: int) -> None:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
         interval = self.config.mamba_decode_checkpoint_interval
         decoded = decode_positions(request.num_prompt_tokens, start, end, interval=interval)
         positions = (*due(request.checkpoints, start, end), *decoded)
         checkpoints = self.cache.reserve_checkpoints(request.prefix, positions)
-        return ScheduledRequest(
-            request, num_tokens, samples=end == request.num_tokens, checkpoints=checkpoints
-        )
+        self._planned.append(Planned(request, num_tokens, checkpoints))
 
     def _preempt(self, request: Request) -> None:
         """Frees everything; the request will be computed again from its first token."""
@@ -288,42 +298,50 @@ class Scheduler:
 
     def _start_load(self, request: Request, start: Start) -> None:
         assert request.blocks is not None
-        request.num_loading_tokens = start.num_tokens
+        num_tokens = start.hit.num_tokens
+        request.num_loading_tokens = num_tokens
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
-        self._loading[request.request_id] = request
-        tables = tuple(tuple(blocks) for blocks in request.blocks.groups)
-        pull = BlockPull(request.request_id, tables, request.num_computed_tokens)
-        self._connector.update_state_after_alloc(request, pull)
+        load = BlockLoad(
+            request.request_id,
+            tuple(map(tuple, request.blocks.groups)),
+            num_tokens,
+            tuple((local, num_tokens) for local in start.hit.local),
+        )
+        self.loads.add(request, self._connector.start_load(request, load))
 
-    def _load_done(self, request_id: str) -> None:
-        request = self._loading.pop(request_id)
-        if request.is_finished:
-            self._free(request)
+    def _load_ended(self, request_id: str, failure: LoadFailure | None = None) -> None:
+        """One part of a load has ended; what it means is decided when none is under way."""
+        load = self.loads.end_part(request_id, failure)
+        if load is None:
             return
+        if load.request.is_finished:
+            self._free(load.request)
+        elif load.failures:
+            self._load_failed(load)
+        else:
+            self._load_done(load.request)
+
+    def _load_done(self, request: Request) -> None:
         assert request.blocks is not None
         request.num_computed_tokens = request.num_loading_tokens
         self.cache.keep_loaded(request.blocks, request.prefix, request.num_computed_tokens)
         request.move(RequestStatus.RUNNING)
         self._running.append(request)
 
-    def _load_failed(self, request_id: str, cause: str) -> None:
-        request = self._loading.pop(request_id)
-        if request.is_finished:
-            self._free(request)
+    def _load_failed(self, load: Load) -> None:
+        """What was loaded before the first bad token stays findable; the rest is had otherwise."""
+        request, cause = load.request, load.failures[0].cause
+        if not self._recompute_failed_loads:
+            self._fail(request, KVLoadError(f"the remote prefill could not be loaded: {cause}"))
             return
-        request.skip_mamba_align = False
-        if self._recompute_failed_loads:
-            request.move(RequestStatus.WAITING)
-            request.lose(request.num_loading_tokens, cause)
-            self._restart(request)
-            return
-        self._fail(request, KVLoadError(f"the remote prefill could not be loaded: {cause}"))
-
-    def _take_first_token(self, request: Request) -> None:
-        params = request.origin.kv_transfer_params
-        assert params is not None and params.first_token_ids is not None
-        logprob = params.first_token_logprobs[0] if params.first_token_logprobs else None
-        self._take_token(request, params.first_token_ids[0], logprob)
+        assert request.blocks is not None
+        good = load.num_good_tokens(self.cache.plan)
+        if good > request.num_computed_tokens:
+            self.cache.publish(request.blocks, request.prefix, good)
+        request.num_failed_loads += 1
+        request.move(RequestStatus.WAITING)
+        request.lose(request.num_loading_tokens, cause)
+        self._restart(request)
 
     def _take_token(
         self, request: Request, token_id: TokenId, logprob: TokenLogprob | None
@@ -353,13 +371,20 @@ class Scheduler:
                 self._retire(request)
         request.move(RequestStatus.FINISHED)
         decision = self._connector.request_finished(request)
-        if decision.hold:
-            self._held[request.request_id] = request
-            self._without_room = None  # it may be taken back for who waits
-        elif request.request_id not in self._loading:
+        if decision.num_holds:
+            self.holds.add(request, decision.num_holds)
+            self._without_room = None  # its hold may be ended for who waits
+        elif request.request_id not in self.loads:
             self._free(request)
         if last is not None:
-            self._news.outputs.append((request.request_id, _final(request, last, decision)))
+            output = msgspec.structs.replace(
+                last,
+                finish_reason=request.finish_reason,
+                stop_reason=request.stop_token,
+                kv_transfer_params=decision.kv_transfer_params,
+                kv_transfer=decision.kv_transfer,
+            )
+            self._news.outputs.append((request.request_id, output))
 
     def _retire(self, request: Request) -> None:
         assert request.blocks is not None
@@ -373,13 +398,3 @@ class Scheduler:
 
 def _next_chunk(request: Request, start: int, budget: int) -> int:
     return plan_prefill_chunk(start, request.num_prompt_tokens, request.num_tokens, budget=budget)
-
-
-def _final(request: Request, last: GenerateOutput, decision: FinishDecision) -> GenerateOutput:
-    return msgspec.structs.replace(
-        last,
-        finish_reason=request.finish_reason,
-        stop_reason=request.stop_token,
-        kv_transfer_params=decision.kv_transfer_params,
-        kv_transfer=decision.kv_transfer,
-    )

@@ -6,7 +6,7 @@ Knows no metric by name and nobody who reads.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.request import Request, names_a_peer
+from engine.request import Request
 
 NO_CHECKPOINT = "no_checkpoint"
 
@@ -15,8 +15,8 @@ NO_CHECKPOINT = "no_checkpoint"
 class SchedulerStats:
     """Counters since start; the node's metrics read differences.
 
-    `prefix_queries`, `prefix_hits`: prompt tokens looked up and found here; `external_*`: of those
-    with a peer, tokens not found here, and to be pulled; all at a request's first start.
+    `prefix_queries`, `prefix_hits`: prompt tokens looked up and found here; `external_*`: where
+    the connector had an answer, tokens not found here, and to be loaded; all at a first start.
     `checkpoint_hits`: requests that started from a kept state. `checkpoints_written`: states copied
     for reuse, by the phase of the request. `recomputed_tokens`: by cause, once they are computed.
     """
@@ -35,16 +35,16 @@ class SchedulerStats:
         """Preemptions by reason."""
         return {"no_free_units": self.num_preemptions}
 
-    def started(self, request: Request, num_hit: int, num_external: int) -> None:
-        """Books where the prompt of a starting request comes from."""
+    def started(self, request: Request, num_hit: int, num_external: int | None) -> None:
+        """Counts where a starting request's prompt comes from; None: no connector was asked."""
         self.prefix_queries += request.num_prompt_tokens
         self.prefix_hits += num_hit
-        if names_a_peer(request.origin):
+        if num_external is not None:
             self.external_queries += request.num_prompt_tokens - num_hit
             self.external_hits += num_external
 
     def computed(self, request: Request, num_tokens: int) -> None:
-        """Books `num_tokens` more of `request`, before it counts them as computed itself."""
+        """Counts `num_tokens` more of `request`, before it counts them as computed itself."""
         end = min(request.num_computed_tokens + num_tokens, request.num_known_tokens)
         again = end - request.num_computed_tokens
         if again > 0:
@@ -52,7 +52,7 @@ class SchedulerStats:
             self.recomputed_tokens[cause] = self.recomputed_tokens.get(cause, 0) + again
 
     def wrote(self, request: Request, positions: Iterable[int]) -> None:
-        """Books states of `request` that were kept after so many tokens."""
+        """Counts states of `request` that were kept after so many tokens."""
         for position in positions:
             phase = "decode" if position > request.num_prompt_tokens else "prefill"
             self.checkpoints_written[phase] = self.checkpoints_written.get(phase, 0) + 1

@@ -48,7 +48,7 @@ class InputBatcher:
     def build(self, ordered: Sequence[ScheduledRequest]) -> ForwardBatch:
         """The packed batch of `ordered` (decodes first)."""
         query_lens = [item.num_tokens for item in ordered]
-        context_lens = [item.request.num_computed_tokens for item in ordered]
+        context_lens = [item.num_computed_tokens for item in ordered]
         num_decodes = sum(count == 1 for count in query_lens)
         positions = _positions(context_lens, query_lens)
         indexes = tuple(
@@ -66,9 +66,7 @@ class InputBatcher:
         )
 
     def _place(self, item: ScheduledRequest) -> tuple[bool, int]:
-        blocks = item.request.blocks
-        assert blocks is not None
-        state = 0 if self._state_group is None else blocks.groups[self._state_group][0]
+        state = 0 if self._state_group is None else item.tables[self._state_group][0]
         return item.num_tokens != 1, state
 
     def _group_index(
@@ -79,7 +77,7 @@ class InputBatcher:
         *,
         num_decodes: int,
     ) -> GroupIndex:
-        tables = [item.request.blocks.groups[group] for item in ordered if item.request.blocks]
+        tables = [item.tables[group] for item in ordered]
         if isinstance(self._plan.groups[group].spec, MambaSpec):
             exports = _state_exports(group, ordered[num_decodes:])
             return self._state_index([table[0] for table in tables], num_decodes, exports)
@@ -95,12 +93,12 @@ class InputBatcher:
         self,
         group: int,
         ordered: Sequence[ScheduledRequest],
-        tables: Sequence[list[int]],
+        tables: Sequence[Sequence[int]],
         *,
         positions: IntArray,
     ) -> AttentionIndex:
         block_size = self._plan.block_size_of(group)
-        lens = [-(-(i.request.num_computed_tokens + i.num_tokens) // block_size) for i in ordered]
+        lens = [-(-item.end // block_size) for item in ordered]
         padded = np.zeros((len(tables), max(lens)), np.int64)
         for row, (table, length) in enumerate(zip(tables, lens, strict=True)):
             padded[row, :length] = table[:length]
@@ -157,14 +155,13 @@ def _positions(context_lens: Sequence[int], query_lens: Sequence[int]) -> IntArr
 def _token_ids(ordered: Sequence[ScheduledRequest]) -> IntArray:
     tokens: list[int] = []
     for item in ordered:
-        start = item.request.num_computed_tokens
-        tokens += item.request.token_ids[start : start + item.num_tokens]
+        tokens += item.token_ids
     return np.asarray(tokens, np.int64)
 
 
 def _logits_rows(ordered: Sequence[ScheduledRequest]) -> IntArray:
     ends = np.cumsum([item.num_tokens for item in ordered]) - 1
-    rows: IntArray = ends[[item.samples for item in ordered]].astype(np.int64)
+    rows: IntArray = ends[[item.sampling is not None for item in ordered]].astype(np.int64)
     return rows
 
 
@@ -173,10 +170,10 @@ def _state_exports(group: int, segments: Sequence[ScheduledRequest]) -> tuple[St
     return tuple(
         StateExport(
             index,
-            checkpoint.num_tokens - item.request.num_computed_tokens,
-            checkpoint.states[group],
+            save.num_tokens - item.num_computed_tokens,
+            save.states[group],
         )
         for index, item in enumerate(segments)
-        for checkpoint in item.checkpoints
-        if checkpoint.num_tokens < item.request.num_computed_tokens + item.num_tokens
+        for save in item.saves
+        if save.num_tokens < item.end
     )

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from engine.arena import ArenaMemory
 from engine.errors import EngineGenerateError
-from engine.kv_cache.mamba_states import Checkpoint
 from engine.kv_cache.plan import ArenaPlan
 from engine.models.registry import CausalLM
-from engine.request import Request
 from engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from engine.worker.input_batch import InputBatcher
 from engine.worker.kv_caches import layer_caches
@@ -52,7 +50,7 @@ class ModelRunner:
         if not output.scheduled:
             return ModelRunnerOutput()
         ordered = self._batcher.order(output.scheduled)
-        sampling = [item.request for item in ordered if item.samples]
+        sampling = {item.request_id: item.sampling for item in ordered if item.sampling}
         try:
             logits = self._forward(ordered)
             self._num_failed = 0
@@ -62,7 +60,7 @@ class ModelRunner:
                 raise
             log.exception("a forward pass failed", num_requests=len(ordered))
             error = EngineGenerateError("the forward pass failed; the node's log says why")
-            return ModelRunnerOutput(failed={one.request.request_id: error for one in ordered})
+            return ModelRunnerOutput(failed={item.request_id: error for item in ordered})
         return sample(logits, sampling) if sampling else ModelRunnerOutput()
 
     def _forward(self, ordered: list[ScheduledRequest]) -> Tensor:
@@ -74,16 +72,10 @@ class ModelRunner:
 
     def _keep_final_states(self, ordered: list[ScheduledRequest]) -> None:
         """A checkpoint at a chunk's end is a copy; the layers have written those inside it."""
-        for item in ordered:
-            end = item.request.num_computed_tokens + item.num_tokens
-            for checkpoint in item.checkpoints:
-                if checkpoint.num_tokens == end:
-                    self._copy_states(item.request, checkpoint)
-
-    def _copy_states(self, request: Request, checkpoint: Checkpoint) -> None:
-        assert request.blocks is not None
-        for group, target in checkpoint.states.items():
-            self._bytes(group, target).copy_(self._bytes(group, request.blocks.groups[group][0]))
+        final = ((i.tables, save) for i in ordered for save in i.saves if save.num_tokens == i.end)
+        for tables, save in final:
+            for group, target in save.states.items():
+                self._bytes(group, target).copy_(self._bytes(group, tables[group][0]))
 
     def _bytes(self, group: int, block: int) -> Tensor:
         start = self._plan.block_offset(group, block)

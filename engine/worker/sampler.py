@@ -6,7 +6,7 @@ temperature. What goes wrong with one request is that request's error.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from math import isfinite, isnan
 
 import structlog
@@ -14,22 +14,20 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineGenerateError
-from engine.request import Request
-from engine.step import ModelRunnerOutput, SampledToken
+from engine.step import ModelRunnerOutput, SampledToken, SamplingInput
 from engine.types import SamplingParams, TokenLogprob
 
 log = structlog.get_logger()
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> ModelRunnerOutput:
-    """One token per request, or its error, from float32 `logits` [requests, vocab]."""
+def sample(logits: Tensor, inputs: Mapping[str, SamplingInput]) -> ModelRunnerOutput:
+    """One token per request id, or its error, from float32 `logits` [requests, vocab]."""
     output = ModelRunnerOutput()
     highest, greedy = (values.tolist() for values in logits.max(dim=-1))
-    for row, request in enumerate(requests):
-        name = request.request_id
+    for row, (name, item) in enumerate(inputs.items()):
         try:
             _check(highest[row])
-            output.sampled[name] = _sample_one(logits, row, request, greedy=greedy[row])
+            output.sampled[name] = _sample_one(logits, row, item, greedy=greedy[row])
         except EngineGenerateError as error:
             log.error("a request failed", request_id=name, cause=str(error))
             output.failed[name] = error
@@ -53,15 +51,15 @@ def _check(highest: float) -> None:
         raise EngineGenerateError(f"the model produced {kind} logits")
 
 
-def _sample_one(logits: Tensor, row: int, request: Request, *, greedy: int) -> SampledToken:
-    token = _choose(logits[row], request) if _needs_own_pass(request) else greedy
-    count = request.sampling.logprobs
+def _sample_one(logits: Tensor, row: int, item: SamplingInput, *, greedy: int) -> SampledToken:
+    token = _choose(logits[row], item) if _needs_own_pass(item) else greedy
+    count = item.params.logprobs
     return SampledToken(token, None if count is None else _token_logprob(logits[row], token, count))
 
 
-def _needs_own_pass(request: Request) -> bool:
-    params = request.sampling
-    return bool(params.temperature > 0.0 or _has_penalties(params) or request.forbidden_tokens())
+def _needs_own_pass(item: SamplingInput) -> bool:
+    params = item.params
+    return bool(params.temperature > 0.0 or _has_penalties(params) or item.forbidden)
 
 
 def _has_penalties(params: SamplingParams) -> bool:
@@ -72,33 +70,31 @@ def _has_penalties(params: SamplingParams) -> bool:
     )
 
 
-def _choose(row: Tensor, request: Request) -> int:
+def _choose(row: Tensor, item: SamplingInput) -> int:
     scores = row.to(torch.float64, copy=True)
-    params = request.sampling
+    params = item.params
     if _has_penalties(params):
-        _penalise(scores, request)
-    if forbidden := request.forbidden_tokens():
-        scores[[token for token in forbidden if token < scores.numel()]] = -torch.inf
+        _penalise(scores, item)
+    if item.forbidden:
+        scores[[token for token in item.forbidden if token < scores.numel()]] = -torch.inf
     if params.temperature == 0.0:
         return int(scores.argmax())
-    return _draw(scores / params.temperature, params, uniform(params.seed, request.num_tokens))
+    return _draw(scores / params.temperature, params, uniform(params.seed, item.position))
 
 
-def _penalise(scores: Tensor, request: Request) -> None:
+def _penalise(scores: Tensor, item: SamplingInput) -> None:
     """OpenAI's two penalties on the output, repetition penalty on prompt and output."""
-    params = request.sampling
+    params = item.params
     if params.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted(set(request.token_ids)), device=scores.device)
+        seen = torch.tensor(sorted(item.seen), device=scores.device)
         values = scores[seen]
         scaled = torch.where(
             values > 0, values / params.repetition_penalty, values * params.repetition_penalty
         )
         scores[seen] = scaled
-    if request.token_counts:
-        tokens = torch.tensor(list(request.token_counts), device=scores.device)
-        counts = torch.tensor(
-            list(request.token_counts.values()), dtype=scores.dtype, device=scores.device
-        )
+    if item.counts:
+        tokens = torch.tensor(list(item.counts), device=scores.device)
+        counts = torch.tensor(list(item.counts.values()), dtype=scores.dtype, device=scores.device)
         scores[tokens] -= params.frequency_penalty * counts + params.presence_penalty
 
 

@@ -19,8 +19,6 @@ from connector.doctor.canary import _Asked, _judge
 from connector.doctor.compare import compare
 from connector.doctor.findings import Finding, Verdict
 from connector.doctor.probe import probe
-from connector.multi import MultiScheduler
-from connector.pd.prefill.producer import ProducerScheduler
 from connector.transports.shm import ShmAddress
 from engine.errors import ConfigError
 from engine.node.server import NodeServer
@@ -207,10 +205,7 @@ def test_a_finding_is_one_line_whatever_it_quotes() -> None:
 
 
 def advertise_wrongly(p: NodeServer) -> None:
-    every = p.engine.core.scheduler._connector
-    assert isinstance(every, MultiScheduler)
-    (producer,) = (child for child in every._children if isinstance(child, ProducerScheduler))
-    producer._address.port = 1
+    p.connector.advertise(1)
 
 
 async def ask_doctor(p_url: str, d_url: str) -> list[Finding]:

@@ -19,7 +19,7 @@ from engine.errors import (
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.model_configs.registry import read_config
 from engine.node.server import NodeServer
-from tests.accounts import claims_of
+from tests.accounts import claims_of, leases_of
 from tests.cluster import BASE, Cluster, Generation, generate, settled, transfer_config, until
 from tests.faults import (
     DamagedReads,
@@ -260,8 +260,9 @@ async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
     assert held is not None
     asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
     assert await asyncio.to_thread(faults.reached.wait, 20)
-    leases = p.engine.core.scheduler._connector._children[0]._leases  # type: ignore[attr-defined]
+    leases = leases_of(p)
     lease = leases.claim(held)
+    assert lease is not None
     leases.grant(held, lease.offsets, lease.num_tokens, holding=HOLDING)
     faults.go.set()
     assert_equal(await asked, alone)
@@ -309,9 +310,11 @@ async def test_what_p_has_hashed_is_verified_without_a_question(
     p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_p=faults)
     alone = await generate(p, request_of(PROMPT))
     params = await prefill(p, PROMPT)
-    leases = p.engine.core.scheduler._connector._children[0]._leases  # type: ignore[attr-defined]
+    leases = leases_of(p)
     (lease,) = leases.all_held()
-    await until(lambda: lease.digests.num_known == sum(map(len, lease.offsets)))
+    digests = lease.digests
+    assert digests is not None
+    await until(lambda: digests.num_known == sum(map(len, lease.offsets)))
     pair = await generate(d, request_of(PROMPT, GREEDY, params))
     assert_equal(pair, alone)
     assert pair.last.kv_transfer is not None

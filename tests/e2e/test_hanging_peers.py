@@ -65,7 +65,7 @@ async def test_pulls_from_a_peer_that_hangs_delay_no_other_pull(
     async with stopped(hung):
         go_on.set()
         await engine_waits
-        await until(lambda: len(d.engine.core.scheduler._loading) == NUM_HANGING)
+        await until(lambda: len(d.engine.core.scheduler.loads) == NUM_HANGING)
         await until(lambda: stages(d) == (NUM_HANGING - PER_PEER, PER_PEER))
         await check_others(d, healthy, alone)
         assert not any(task.done() for task in waiting)

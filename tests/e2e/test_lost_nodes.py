@@ -164,7 +164,7 @@ async def until_waiting(node: NodeServer) -> None:
 
 
 async def until_loading(node: NodeServer) -> None:
-    await until(lambda: len(node.engine.core.scheduler._loading) == 1)
+    await until(lambda: len(node.engine.core.scheduler.loads) == 1)
 
 
 async def until(condition: Callable[[], bool]) -> None:

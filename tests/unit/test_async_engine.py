@@ -14,7 +14,8 @@ from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
 from engine.kv_connector import local_connector
 from engine.metrics import NodeMetrics, RequestMetrics
-from engine.sched.scheduler import Scheduler, StepNews
+from engine.sched.scheduler import Scheduler
+from engine.step import StepNews
 from engine.types import GenerateRequest
 
 

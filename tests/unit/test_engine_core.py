@@ -4,21 +4,32 @@ from typing import Any, cast
 
 from engine.config import SchedulerConfig
 from engine.core import EngineCore
+from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
-from engine.kv_connector import Connector, LocalAdmission, LocalScheduler, LocalWorker
+from engine.kv_connector import (
+    Connector,
+    FirstToken,
+    LocalAdmission,
+    LocalScheduler,
+    LocalWorker,
+    Match,
+)
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.step import ConnectorOutput, ModelRunnerOutput, SampledToken, SchedulerOutput
-from engine.types import GenerateRequest, KVTransferParams, SamplingParams
+from engine.step import BlockLoad, ConnectorOutput, ModelRunnerOutput, SampledToken, SchedulerOutput
+from engine.types import GenerateRequest, SamplingParams
 
 
 class _Elsewhere(LocalScheduler):
     """Every prompt is computed elsewhere."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        return request.num_prompt_tokens - num_computed_tokens
+    def match(self, request: Request, num_local_tokens: int) -> Match | None:
+        return Match(Coverage(request.num_prompt_tokens))
+
+    def start_load(self, request: Request, load: BlockLoad | None) -> int:
+        return 1
 
 
 class _Loads(LocalWorker):
@@ -39,7 +50,7 @@ class _NoModel:
         """Nothing to prepare."""
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        names = [item.request.request_id for item in output.scheduled]
+        names = [item.request_id for item in output.scheduled]
         return ModelRunnerOutput(dict.fromkeys(names, SampledToken(7, None)))
 
 
@@ -49,13 +60,11 @@ def test_a_finished_load_is_followed_by_a_step_although_none_was_computed() -> N
     sides = Connector(LocalAdmission(), _Elsewhere(), loads := _Loads())
     scheduler = Scheduler(SchedulerConfig(max_model_len=64), cache, sides.scheduler)
     core = EngineCore(scheduler, cast(Any, _NoModel()), sides)
-    params = KVTransferParams(do_remote_prefill=True, first_token_ids=(3,))
     sampling = SamplingParams(max_tokens=2)
-    origin = GenerateRequest(
-        request_id="r", prompt_token_ids=(1, 2), sampling=sampling, kv_transfer_params=params
-    )
+    origin = GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=sampling)
     scheduler.add(
-        Request.from_generate(origin, cache.hasher, max_model_len=64, eos_token_ids=frozenset())
+        Request.from_generate(origin, cache.hasher, max_model_len=64, eos_token_ids=frozenset()),
+        FirstToken(3),
     )
     news, may_go_on = core.step()
     assert [name for name, _ in news.outputs] == ["r"]  # its first token came with it

@@ -4,12 +4,9 @@ import torch
 
 from engine.forward import StateIndex
 from engine.kv_cache.plan import plan_arena
-from engine.kv_cache.prefix import PrefixHasher
 from engine.kv_cache.spec import MambaSpec, form_groups
-from engine.kv_cache.tables import BlockTables
-from engine.request import Request
-from engine.step import ScheduledRequest
-from engine.types import GenerateRequest
+from engine.step import SamplingInput, ScheduledRequest
+from engine.types import SamplingParams
 from engine.worker.input_batch import InputBatcher
 
 SMALL = MambaSpec("mamba2", (3, 64), "float32", (2, 16, 16))
@@ -19,12 +16,7 @@ PLAN = plan_arena(form_groups(((SMALL,), (LARGE,))), 16, 1 << 20)
 
 def decode(small: int, large: int) -> ScheduledRequest:
     """One token of a request with these two states."""
-    origin = GenerateRequest(request_id="r", prompt_token_ids=(5,))
-    request = Request.from_generate(
-        origin, PrefixHasher(16), max_model_len=100, eos_token_ids=frozenset()
-    )
-    request.blocks = BlockTables(([small], [large]), {}, None)
-    return ScheduledRequest(request, 1, samples=True)
+    return ScheduledRequest("r", (5,), 0, ([small], [large]), SamplingInput(SamplingParams(), 1))
 
 
 def runs_of(*decodes: ScheduledRequest) -> list[slice | None]:

@@ -7,13 +7,13 @@ from connector.pd.wire.params import (
     REQUIRED,
     REQUIRED_TO_RETURN,
     ParamsSigner,
+    check_details,
     check_remote_prefill,
     check_return_pull,
     prompt_digest,
     why_not_from,
 )
 from engine.errors import KVTransferParamsError
-from engine.prompt_checks import check_details
 from engine.rpc.cluster_token import signing_key
 from engine.types import GenerateRequest, KVTransferParams
 

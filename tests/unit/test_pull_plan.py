@@ -118,6 +118,12 @@ def copy(spans: tuple[SpanPair, ...], source: Arena, target: Arena) -> None:
         target[local // 4 : (local + length) // 4] = source[remote // 4 : (remote + length) // 4]
 
 
+def missing(plan: ArenaPlan, num_tokens: int, num_local: int) -> list[tuple[int, int]]:
+    """Attention after what is here, and every state."""
+    states = [isinstance(group.spec, MambaSpec) for group in plan.groups]
+    return [(0 if state else num_local, num_tokens) for state in states]
+
+
 def pull(p: ArenaPlan, d: ArenaPlan, num_tokens: int, num_local: int, seed: int) -> PullPlan:
     """Plans, copies and compares every float that D has to get."""
     rng = Random(seed)
@@ -127,7 +133,8 @@ def pull(p: ArenaPlan, d: ArenaPlan, num_tokens: int, num_local: int, seed: int)
     for offset, what in words_of(p, there, num_tokens):
         source[offset // 4] = names[what]
     remote = announced(p, there, num_tokens)
-    plan = plan_pull(d, remote, here, num_tokens=num_tokens, num_local_tokens=num_local)
+    ranges = missing(d, num_tokens, num_local)
+    plan = plan_pull(d, remote, here, num_tokens=num_tokens, ranges=ranges)
     copy(plan.spans, source, target)
     wrong = [
         what
@@ -204,7 +211,7 @@ def test_neighbours_on_both_sides_become_one_span_and_local_blocks_stay() -> Non
     block, state = plan.block_bytes(1), plan.block_bytes(0)
     offsets = [(5000,), (0, 7000, 7000 + block, 90_000)]
     remote = blocks_announced(plan, geometry_of(plan), offsets, num_tokens=64)
-    found = plan_pull(plan, remote, [[3], [0, 1, 2, 3]], num_tokens=64, num_local_tokens=16)
+    found = plan_pull(plan, remote, [[3], [0, 1, 2, 3]], num_tokens=64, ranges=[(16, 64)] * 2)
     assert set(found.spans) == {
         SpanPair(5000, plan.block_offset(0, 3), state),
         SpanPair(7000, plan.block_offset(1, 1), 2 * block),
@@ -220,7 +227,7 @@ def test_a_prompt_that_ends_within_a_block_still_moves_whole_blocks() -> None:
     blocks = list(range(plan.blocks_for(1, 1_700)))
     offsets = [(0,), tuple(plan.block_offset(1, block) for block in blocks)]
     remote = blocks_announced(plan, geometry_of(plan), offsets, num_tokens=1_700)
-    found = plan_pull(plan, remote, [[0], blocks], num_tokens=1_700, num_local_tokens=0)
+    found = plan_pull(plan, remote, [[0], blocks], num_tokens=1_700, ranges=[(0, 1_700)] * 2)
     assert found.num_pieces == 1 + len(blocks)
     assert len(found.spans) <= 4
     assert found.attention_bytes == len(blocks) * plan.block_bytes(1)
@@ -250,7 +257,7 @@ def test_what_no_layer_here_keeps_is_refused() -> None:
         blocks_announced(plan, [foreign], [(0, 1)], num_tokens=32)
     remote = SequenceBlocks(blocks_here(plan, [[3], [0, 1]]).groups[:1])
     with pytest.raises(TransportError, match="layer 1 keeps no"):
-        plan_pull(plan, remote, [[3], [0, 1]], num_tokens=32, num_local_tokens=0)
+        plan_pull(plan, remote, [[3], [0, 1]], num_tokens=32, ranges=[(0, 32)] * 2)
 
 
 @example([3], [5])

@@ -4,14 +4,22 @@ import pytest
 
 from engine.config import SchedulerConfig
 from engine.kv_cache.checkpoints import decode_positions
+from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
-from engine.kv_connector import LocalScheduler, SchedulerConnector
+from engine.kv_connector import FirstToken, LocalScheduler, Match, SchedulerConnector
 from engine.metrics import SCHEDULER_COUNTERS, SCHEDULER_GAUGES, NodeMetrics
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.step import ConnectorOutput, ModelRunnerOutput, SampledToken, SchedulerOutput
+from engine.step import (
+    BlockLoad,
+    ConnectorOutput,
+    LoadFailure,
+    ModelRunnerOutput,
+    SampledToken,
+    SchedulerOutput,
+)
 from engine.types import GenerateRequest, KVTransferParams, SamplingParams
 
 BLOCK = 16
@@ -46,6 +54,7 @@ def add(
     *,
     max_tokens: int = 1,
     params: KVTransferParams | None = None,
+    first: FirstToken | None = None,
 ) -> Request:
     origin = GenerateRequest(
         request_id=name,
@@ -56,7 +65,7 @@ def add(
     request = Request.from_generate(
         origin, scheduler.cache.hasher, max_model_len=1000, eos_token_ids=frozenset()
     )
-    scheduler.add(request)
+    scheduler.add(request, first)
     return request
 
 
@@ -65,12 +74,12 @@ def step(scheduler: Scheduler) -> SchedulerOutput:
     output = scheduler.schedule()
     computed = ModelRunnerOutput(
         {
-            item.request.request_id: SampledToken(NEW_TOKEN, None)
+            item.request_id: SampledToken(NEW_TOKEN, None)
             for item in output.scheduled
-            if item.samples
+            if item.sampling is not None
         }
     )
-    scheduler.update(output, computed, ConnectorOutput())
+    scheduler.update(computed, ConnectorOutput())
     scheduler.check()
     return output
 
@@ -112,7 +121,7 @@ def test_states_are_kept_while_decoding_only_when_asked_for(interval: int, kept:
     add(scheduler, "r", tokens(40), max_tokens=60)
     steps = run(scheduler)
     items = [item for output in steps for item in output.scheduled]
-    assert [c.num_tokens for item in items for c in item.checkpoints] == kept
+    assert [c.num_tokens for item in items for c in item.saves] == kept
 
 
 @pytest.mark.parametrize("caching", [False, True])
@@ -166,8 +175,15 @@ def test_a_request_that_ends_early_counts_only_what_was_computed_again() -> None
 class Elsewhere(LocalScheduler):
     """Another node has every prompt."""
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        return request.num_prompt_tokens - num_computed_tokens if request.skip_mamba_align else 0
+    def match(self, request: Request, num_local_tokens: int) -> Match | None:
+        if request.kv_transfer_params is None:
+            return None
+        if request.num_failed_loads:
+            return Match()
+        return Match(Coverage(request.num_prompt_tokens, (request.num_prompt_tokens,)))
+
+    def start_load(self, request: Request, load: BlockLoad | None) -> int:
+        return 1
 
 
 def test_a_failed_load_tells_how_much_was_here_and_how_much_was_computed() -> None:
@@ -176,13 +192,16 @@ def test_a_failed_load_tells_how_much_was_here_and_how_much_was_computed() -> No
     shared = tokens(80)
     add(scheduler, "local", [*shared, *tokens(50, 500)])
     run(scheduler)
-    remote = KVTransferParams(do_remote_prefill=True, first_token_ids=(NEW_TOKEN,))
-    pulled = add(scheduler, "pulled", [*shared, *tokens(30, 600)], max_tokens=9, params=remote)
+    remote = KVTransferParams(do_remote_prefill=True)
+    prompt = [*shared, *tokens(30, 600)]
+    pulled = add(
+        scheduler, "pulled", prompt, max_tokens=9, params=remote, first=FirstToken(NEW_TOKEN)
+    )
     step(scheduler)
     assert pulled.num_cached_tokens == 80
     stats = scheduler.stats
     assert (stats.external_queries, stats.external_hits, stats.prefix_hits) == (30, 30, 80)
-    scheduler.update_transfers(ConnectorOutput(failed={"pulled": "transfer_failed"}))
+    scheduler.update_transfers(ConnectorOutput(failed=(LoadFailure("pulled", "transfer_failed"),)))
     run(scheduler)
     assert pulled.is_finished
     assert pulled.num_cached_tokens == 0

@@ -2,10 +2,11 @@
 
 import pytest
 
-from engine.kv_connector import FinishDecision, LocalScheduler
+from engine.kv_cache.coverage import Coverage
+from engine.kv_connector import FinishDecision, LocalScheduler, Match
 from engine.request import Request, RequestStatus
 from engine.sched.scheduler import Scheduler
-from engine.step import BlockPull, ConnectorOutput
+from engine.step import BlockLoad, ConnectorOutput, LoadFailure
 from engine.types import KVTransferParams
 from tests.unit.test_scheduler import add, run, scheduler_of, step, tokens
 
@@ -18,14 +19,18 @@ class KeptElsewhere(LocalScheduler):
 
     def __init__(self, least: int = 1) -> None:
         self.least = least
-        self.told: list[BlockPull | None] = []
+        self.told: list[BlockLoad | None] = []
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        missing = THERE - num_computed_tokens
-        return missing if request.skip_mamba_align and missing >= self.least else 0
+    def match(self, request: Request, num_local_tokens: int) -> Match | None:
+        if request.kv_transfer_params is None:
+            return None
+        if request.num_failed_loads or THERE - num_local_tokens < self.least:
+            return Match()
+        return Match(Coverage(THERE, (THERE,)))
 
-    def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
-        self.told.append(pull)
+    def start_load(self, request: Request, load: BlockLoad | None) -> int:
+        self.told.append(load)
+        return int(load is not None)
 
 
 def test_behind_a_load_the_prompt_is_computed_in_chunks_with_checkpoints() -> None:
@@ -37,7 +42,7 @@ def test_behind_a_load_the_prompt_is_computed_in_chunks_with_checkpoints() -> No
     assert request.num_computed_tokens == THERE
     items = [item for output in run(scheduler) for item in output.scheduled]
     assert [item.num_tokens for item in items] == [64, 64, 2]
-    assert [kept.num_tokens for item in items for kept in item.checkpoints] == [192]
+    assert [kept.num_tokens for item in items for kept in item.saves] == [192]
     assert request.is_finished and request.num_output_tokens == 1
     scheduler.check()
 
@@ -47,11 +52,11 @@ def test_a_request_is_given_blocks_for_what_is_loaded_and_no_more() -> None:
     scheduler = scheduler_of(connector=connector)
     add(scheduler, "r", tokens(200), params=RETURN)
     step(scheduler)
-    (pull,) = connector.told
-    assert pull is not None and pull.num_local_tokens == 0
-    assert [len(blocks) for blocks in pull.tables] == [1, 5]
+    (load,) = connector.told
+    assert load is not None and load.ranges == ((0, THERE), (0, THERE))
+    assert [len(blocks) for blocks in load.tables] == [1, 5]
     scheduler.abort("r")
-    scheduler.update_transfers(ConnectorOutput(failed={"r": "request_ended"}))
+    scheduler.update_transfers(ConnectorOutput(failed=(LoadFailure("r", "request_ended"),)))
     scheduler.check()
 
 
@@ -59,7 +64,7 @@ def test_a_failed_load_costs_what_was_to_be_loaded() -> None:
     scheduler = scheduler_of(connector=KeptElsewhere())
     request = add(scheduler, "r", tokens(200), params=RETURN)
     step(scheduler)
-    scheduler.update_transfers(ConnectorOutput(failed={"r": "transfer_failed"}))
+    scheduler.update_transfers(ConnectorOutput(failed=(LoadFailure("r", "transfer_failed"),)))
     run(scheduler)
     assert request.is_finished
     assert scheduler.stats.recomputed_tokens == {"transfer_failed": THERE}
@@ -97,9 +102,9 @@ class Keeper(LocalScheduler):
 
     def request_finished(self, request: Request) -> FinishDecision:
         self.kept.append(request.request_id)
-        return FinishDecision(hold=True)
+        return FinishDecision(num_holds=1)
 
-    def make_room(self) -> str | None:
+    def end_hold(self, request_id: str | None) -> str | None:
         return self.kept.pop(0) if self.kept else None
 
 

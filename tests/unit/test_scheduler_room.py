@@ -29,10 +29,10 @@ class CountingCache(KVCacheManager):
         limit: int,
         external: Coverage = NOTHING,
         *,
-        skip_mamba: bool = False,
+        reuse: bool = True,
     ) -> PrefixHit:
         self.num_lookups += 1
-        return super().find_hit(prefix, limit, external, skip_mamba=skip_mamba)
+        return super().find_hit(prefix, limit, external, reuse=reuse)
 
 
 def small_cache() -> CountingCache:
@@ -97,6 +97,6 @@ def test_who_waits_is_looked_up_again_only_when_something_was_let_go() -> None:
     scheduler.schedule()
     assert cache.num_lookups == num_lookups
     scheduler.abort("first")
-    assert [item.request.request_id for item in scheduler.schedule().scheduled] == ["second"]
+    assert [item.request_id for item in scheduler.schedule().scheduled] == ["second"]
     scheduler.abort("second")
     scheduler.check()

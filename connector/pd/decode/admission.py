@@ -14,13 +14,15 @@ from connector.pd.decode.remote_prefills import PrefillClaim, RemotePrefills
 from connector.pd.metrics import TransferMetrics
 from connector.pd.wire.params import (
     ParamsSigner,
+    check_details,
     check_remote_prefill,
     check_return_pull,
+    first_token_of,
     why_not_from,
 )
-from engine.config import KVTransferConfig
 from engine.errors import KVLoadError, KVTransferParamsError, TandemError, TransportError
-from engine.kv_connector import AdmissionConnector
+from engine.kv_connector import AdmissionConnector, Admitted
+from engine.node.connector import ConnectorSettings
 from engine.types import GenerateRequest, HandOverProblem, KVTransferParams
 
 log = structlog.get_logger()
@@ -40,20 +42,21 @@ class PdAdmission(AdmissionConnector):
         self,
         signer: ParamsSigner,
         claims: RemotePrefills,
-        config: KVTransferConfig,
+        settings: ConnectorSettings,
         *,
         extra: PdConnectorConfig,
         metrics: TransferMetrics,
     ) -> None:
         self._signer = signer
         self._claims = claims
-        self._config = config
+        self._config = settings.config
+        self._vocab_size = settings.vocab_size
         self._is_bidirectional = extra.bidirectional_kv_xfer
         self._metrics = metrics
         # A claim is at most a handshake and the claim itself.
         self._timeout_s = 3 * extra.control_timeout
 
-    async def admit(self, request: GenerateRequest) -> GenerateRequest:
+    async def admit(self, request: GenerateRequest) -> Admitted:
         """Claims the remote prefill or the turn before, if `request` names one.
 
         Returns it without P's answer when P does not fit: its first token is another model's.
@@ -66,17 +69,26 @@ class PdAdmission(AdmissionConnector):
         """
         params = request.kv_transfer_params
         if params is None:
-            return request
+            return Admitted(request)
+        check_details(params)
+        first_token = first_token_of(params, self._vocab_size)
         refused = REFUSED_BY_ROLE.get(self._config.kv_role)
         if refused is not None and getattr(params, refused):
             raise KVTransferParamsError(
                 f"this node's kv_role is {self._config.kv_role}: it refuses {refused}"
             )
-        if params.do_remote_prefill and not await self._claim(request, params):
-            return msgspec.structs.replace(request, kv_transfer_params=FAILED_PREFILL)
+        if params.do_remote_prefill:
+            if await self._claim(request, params):
+                return Admitted(request, first_token)
+            failed = msgspec.structs.replace(request, kv_transfer_params=FAILED_PREFILL)
+            return Admitted(failed)
         if params.is_return_pull:
             await self._claim_turn(request, params)
-        return request
+        if not params.do_remote_decode:
+            return Admitted(request)
+        # Another node decodes: this one computes the prompt and samples one token.
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=1)
+        return Admitted(msgspec.structs.replace(request, sampling=sampling))
 
     def problems(self) -> tuple[HandOverProblem, ...]:
         """Peers from which this node takes hand-overs in vain at present."""

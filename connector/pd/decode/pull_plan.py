@@ -77,16 +77,19 @@ def plan_pull(
     local_tables: Sequence[Sequence[int]],
     *,
     num_tokens: int,
-    num_local_tokens: int,
+    ranges: Sequence[tuple[int, int]],
 ) -> PullPlan:
-    """Spans that fill `local_tables` with `num_tokens` tokens, of which the first are here already.
+    """Spans that fill `ranges[g]` of group g in `local_tables`, for a start after `num_tokens`.
 
-    Raises TransportError when P lacks something that a layer here keeps (`check_geometry`).
+    An empty range fills nothing; any other of a Mamba group stands for its state. Raises
+    TransportError when P lacks something that a layer here keeps (`check_geometry`).
     """
     local = blocks_here(plan, local_tables)
     groups = []
-    for group in local.groups:
-        asked = _range(group, remote, num_tokens=num_tokens, num_local_tokens=num_local_tokens)
+    for group, tokens in zip(local.groups, ranges, strict=True):
+        if tokens[0] >= tokens[1]:
+            continue
+        asked = _range(group, remote, tokens, num_tokens=num_tokens)
         pairs = zip(remote.blocks(asked), local.blocks(asked), strict=True)
         blocks = tuple(pair_up(there, here) for there, here in pairs)
         groups.append(GroupPull(asked, blocks, group.is_state))
@@ -107,8 +110,8 @@ def _cut_at_both(remote: Sequence[Piece], local: Sequence[Piece]) -> Iterator[Sp
         source, target = there.pop(), here.pop()
         length = min(source.length, target.length)
         yield SpanPair(source.offset, target.offset, length)
-        there += _behind(source, length)
-        here += _behind(target, length)
+        there += _rest(source, length)
+        here += _rest(target, length)
 
 
 def coalesce(pieces: Iterable[SpanPair]) -> list[SpanPair]:
@@ -128,27 +131,31 @@ def coalesce(pieces: Iterable[SpanPair]) -> list[SpanPair]:
 
 
 def _range(
-    group: GroupBlocks, remote: SequenceBlocks, *, num_tokens: int, num_local_tokens: int
+    group: GroupBlocks, remote: SequenceBlocks, tokens: tuple[int, int], *, num_tokens: int
 ) -> BlockRange:
-    """From the first block that is not here to the end of the last, as far as P's blocks reach.
+    """Whole blocks of D around `tokens`, as far as P's blocks reach.
 
-    To a block's end, also behind the last token: then whole blocks move where both cut alike.
+        tokens  0    16    32    48    64        asked for 20 to 50, D's blocks of 16
+        D       |     |==^==|=====|=^===|        16 to 64: whole blocks move where both cut alike
+        P       |       |=======|=======|        P's blocks of 24 end at 72, so 64 it is
+
+    A sliding window needs nothing before its first token.
     """
     name = BlockRange(kept=group.kept, layers=group.layers, block_size=group.block_size)
     if group.is_state:
         return name
     spec, size = group.spec, group.block_size
     needed = spec.first_needed(num_tokens) if isinstance(spec, SlidingWindowSpec) else 0
-    first = max(needed, num_local_tokens) // size * size
+    first = max(needed, tokens[0]) // size * size
     owners = remote.owners(name)
     return BlockRange(
         kept=group.kept,
         layers=group.layers,
         block_size=size,
         start=max(first, *(owner.start for owner in owners)),
-        end=min(group.end, *(owner.end for owner in owners)),
+        end=min(-(-tokens[1] // size) * size, *(owner.end for owner in owners)),
     )
 
 
-def _behind(piece: Piece, used: int) -> tuple[Piece, ...]:
+def _rest(piece: Piece, used: int) -> tuple[Piece, ...]:
     return (Piece(piece.offset + used, piece.length - used),) if used < piece.length else ()

@@ -12,9 +12,7 @@ from connector.pd.prefill.lease_table import Lease, LeaseTable
 from connector.pd.wire.params import ParamsSigner, holding_of, prompt_digest
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.tables import BlockTables
-from engine.kv_connector import FinishDecision, SchedulerConnector, WorkerConnector
-from engine.request import Request, is_remote_decode
-from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
+from engine.request import Request
 from engine.types import FinishReason, KVTransferParams
 
 
@@ -28,11 +26,11 @@ class AdvertisedAddress:
 
 
 MAX_NAMED_BLOCKS = 4096
-"""The object passes through clients and proxies: of a longer prompt D asks for them."""
+"""kv_transfer_params travel through clients, so longer lists are left out and D asks P for them."""
 ENDED_WELL = (FinishReason.STOP, FinishReason.LENGTH)
 
 
-class ProducerScheduler(SchedulerConnector):
+class Producer:
     """Keeps the blocks of requests that another node goes on with.
 
     Those that it will decode, and those of a remote prefill that ended here, for `turn_ttl_s`
@@ -65,50 +63,27 @@ class ProducerScheduler(SchedulerConnector):
             for group, offsets in enumerate(lease.offsets)
         )
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """A producer loads nothing."""
-        return 0
+    def hold(self, request: Request) -> KVTransferParams | None:
+        """Holds what another node goes on with until the lease ends, and says where it is.
 
-    def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
-        """A producer promised nothing."""
-
-    def build_connector_meta(self) -> ConnectorMeta:
-        """The worker side needs no message: blocks stay where they are."""
-        return ConnectorMeta()
-
-    def request_finished(self, request: Request) -> FinishDecision:
-        """Holds what another node goes on with until the lease ends; anything else is not ours.
-
-        Whose first token was its last was never pulled, and has no blocks.
+        A request that ended with its first token was never pulled and has no blocks.
         """
-        tables, spare_s = request.blocks, None
-        if request.finish_reason not in ENDED_WELL or tables is None:
-            return FinishDecision()
-        if not is_remote_decode(request.origin):
+        params, tables, spare_s = request.kv_transfer_params, request.blocks, None
+        if params is None or request.finish_reason not in ENDED_WELL or tables is None:
+            return None
+        if not params.do_remote_decode:
             spare_s = self._turn_ttl_s
-            if spare_s is None or not request.wants_remote_prefill:
-                return FinishDecision()
+            if spare_s is None or not params.first_token_ids:
+                return None
         digest = prompt_digest(request.token_ids[: request.num_computed_tokens])
-        lease = self._hold(request, tables, digest, spare_s=spare_s)
+        lease = self._grant(request, tables, digest, spare_s=spare_s)
         params = self._params(request, tables, digest)
         if spare_s is None:
             params = _for_decode(params, request, lease)
             self._digests.begin(lease)
-        return FinishDecision(hold=True, kv_transfer_params=self._signer.sign(params))
+        return self._signer.sign(params)
 
-    def give_up(self, request_id: str) -> None:
-        """Ends the lease now instead of letting it run out."""
-        self._leases.release(request_id)
-
-    def make_room(self) -> str | None:
-        """The answer whose next turn is the least likely to come in time."""
-        return self._leases.take_back()
-
-    def close(self) -> None:
-        """Every lease ends: readers may still see this memory when the node is gone."""
-        self._leases.close()
-
-    def _hold(
+    def _grant(
         self, request: Request, tables: BlockTables, digest: str, *, spare_s: float | None
     ) -> Lease:
         offsets = tuple(
@@ -154,25 +129,3 @@ def _for_decode(params: KVTransferParams, request: Request, lease: Lease) -> KVT
         first_token_ids=(request.token_ids[-1],),
         first_token_logprobs=(request.last_logprob,) if request.last_logprob else None,
     )
-
-
-class ProducerWorker(WorkerConnector):
-    """Reports leases that ended; bytes are read one-sidedly by peers."""
-
-    def __init__(self, leases: LeaseTable) -> None:
-        self._leases = leases
-
-    def start_load_kv(self, meta: ConnectorMeta) -> None:
-        """A producer loads nothing."""
-
-    def get_finished(self) -> ConnectorOutput:
-        """Requests whose lease was released or ran out."""
-        released = self._leases.take_ended()
-        return ConnectorOutput(released=released)
-
-    def next_deadline(self) -> float | None:
-        """When the earliest lease runs out."""
-        return self._leases.next_deadline()
-
-    def close(self) -> None:
-        """Nothing is held here."""

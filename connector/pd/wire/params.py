@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.errors import KVTransferParamsError, TransportError
+from engine.errors import InvalidRequestError, KVTransferParamsError, TransportError
+from engine.kv_connector import FirstToken
+from engine.prompt_checks import check_token_ids
 from engine.rpc.address import is_loopback
 from engine.types import GenerateRequest, KVTransferParams, TokenId
 
@@ -26,6 +28,8 @@ REQUIRED_TO_RETURN = (
     "signature",
 )
 REQUIRED = (*REQUIRED_TO_RETURN, "remote_generation", "first_token_ids")
+FLAGS = frozenset({"do_remote_decode", "do_remote_prefill"})
+FIRST_TOKEN = frozenset({"first_token_ids", "first_token_logprobs"})
 
 
 class ParamsSigner:
@@ -77,6 +81,34 @@ def holding_of(prompt_digest: str, offsets: Sequence[Sequence[int]]) -> bytes:
     except (ValueError, OverflowError) as error:
         raise TransportError(f"no node holds such blocks: {error}") from error
     return hashed.digest()
+
+
+def check_details(params: KVTransferParams) -> None:
+    """Raises KVTransferParamsError for details of a remote prefill that is not asked for.
+
+    What D keeps for the next turn comes with all of them but the first token.
+    """
+    if params.do_remote_prefill:
+        return
+    every = frozenset(params.__struct_fields__)
+    for name in FIRST_TOKEN if params.is_return_pull else sorted(every - FLAGS):
+        if getattr(params, name) is not None:
+            raise KVTransferParamsError(f"{name} is only accepted with do_remote_prefill=true")
+
+
+def first_token_of(params: KVTransferParams, vocab_size: int) -> FirstToken | None:
+    """P's first token; raises KVTransferParamsError for tokens that the model does not have."""
+    logprobs = params.first_token_logprobs or ()
+    beside = [token for entry in logprobs for token, _ in entry.top]
+    chosen = [entry.token_id for entry in logprobs]
+    try:
+        check_token_ids(params.first_token_ids or (), vocab_size, "first_token_ids")
+        check_token_ids([*chosen, *beside], vocab_size, "first_token_logprobs")
+    except InvalidRequestError as error:
+        raise KVTransferParamsError(f"kv_transfer_params: {error}") from error
+    if not params.first_token_ids:
+        return None
+    return FirstToken(params.first_token_ids[0], logprobs[0] if logprobs else None)
 
 
 def check_remote_prefill(request: GenerateRequest, params: KVTransferParams) -> None:

@@ -1,14 +1,13 @@
-"""D's side of a hand-over: pull what P holds into blocks of this node, verify, publish.
+"""D's side of a hand-over: pull what P holds into blocks of this node, and verify it.
 
-And P's side of the way back, where D holds the turn before: the same claims, plans and reads. The
-scheduler side decides and never waits; the worker side moves bytes on threads of its own, so a slow
-peer delays neither the engine step nor other requests.
+And P's side of the way back, where D holds the turn before: the same claims, plans and reads. Bytes
+move on threads of their own, so a slow peer delays neither the engine step nor other requests.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import structlog
@@ -34,77 +33,14 @@ from engine.errors import (
     VerificationError,
 )
 from engine.kv_cache.plan import ArenaPlan
-from engine.kv_connector import FinishDecision, SchedulerConnector, WorkerConnector
-from engine.request import Request
-from engine.step import BlockPull, ConnectorMeta, ConnectorOutput
+from engine.kv_cache.spec import MambaSpec
+from engine.step import BlockLoad, LoadFailure
 from engine.types import KVTransferStats
 
 log = structlog.get_logger()
 
 
-class ConsumerScheduler(SchedulerConnector):
-    """Tells the scheduler which tokens are computed elsewhere.
-
-    Of the turn before, at least `recompute_threshold` must be missing here, or it is not pulled.
-    """
-
-    def __init__(
-        self, claims: RemotePrefills, *, recompute_threshold: int, metrics: TransferMetrics
-    ) -> None:
-        self._claims = claims
-        self._recompute_threshold = recompute_threshold
-        self._metrics = metrics
-        self._pulls: list[BlockPull] = []
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> int:
-        """All that the peer has computed and that is not here, while its claim stands."""
-        claim = self._claims.get(request.request_id)
-        if claim is None or not claim.stands:
-            return 0
-        missing = claim.num_tokens - num_computed_tokens
-        worth_it = self._recompute_threshold if claim.params.is_return_pull else 1
-        return missing if missing >= max(worth_it, 1) else 0
-
-    def update_state_after_alloc(self, request: Request, pull: BlockPull | None) -> None:
-        """Queues the pull for the next step; if nothing is needed, the peer may forget it now.
-
-        What a peer has computed and cannot be had is computed again.
-        """
-        if pull is not None:
-            self._pulls.append(pull)
-            return
-        claim = self._claims.get(request.request_id)
-        if claim is not None and claim.failure and not claim.params.is_return_pull:
-            request.lose(claim.num_tokens, claim.failure)
-        if claim is not None and claim.stands:
-            if claim.params.is_return_pull:
-                self._metrics.return_pulls_skipped("below_threshold").inc()
-            claim.stats = _stats(claim, None, request.num_computed_tokens)
-            self._claims.settle(claim)
-
-    def build_connector_meta(self) -> ConnectorMeta:
-        """The pulls queued since the last step."""
-        pulls, self._pulls = tuple(self._pulls), []
-        return ConnectorMeta(pulls)
-
-    def request_finished(self, request: Request) -> FinishDecision:
-        """Ends the claim, if there is one left, and reports what the pull cost."""
-        claim = self._claims.end(request.request_id)
-        return FinishDecision(kv_transfer=claim.stats if claim else None)
-
-    def give_up(self, request_id: str) -> None:
-        """A consumer holds nothing."""
-
-    def make_room(self) -> str | None:
-        """A consumer holds nothing."""
-        return None
-
-    def close(self) -> None:
-        """Gives every claim up."""
-        self._claims.close()
-
-
-class ConsumerWorker(WorkerConnector):
+class Puller:
     """Owner of the reader and the pull threads. Results wait until the engine thread asks."""
 
     def __init__(
@@ -132,31 +68,27 @@ class ConsumerWorker(WorkerConnector):
         self._pool = FairPool(limits, "kv-pull")
         self._stopping = threading.Event()
 
-    def start_load_kv(self, meta: ConnectorMeta) -> None:
-        """Hands each pull to the pull threads, which serve peers in turn; refused pulls fail."""
-        for pull in meta.pulls:
-            claim = self._claims.get(pull.request_id)
+    def start(self, loads: Iterable[BlockLoad]) -> None:
+        """Hands each load to the pull threads, which serve peers in turn; refused ones fail."""
+        for load in loads:
+            claim = self._claims.get(load.request_id)
             peer = claim.peer.engine_id if claim and claim.peer else ""
             try:
-                self._pool.submit(peer, partial(self._pull, pull))
+                self._pool.submit(peer, partial(self._pull, load))
             except OverloadedError as error:
-                self._refuse(pull, claim, error)
+                self._refuse(load, claim, error)
 
-    def get_finished(self) -> ConnectorOutput:
-        """Pulls that ended since the last call."""
+    def take_ended(self) -> tuple[tuple[str, ...], tuple[LoadFailure, ...]]:
+        """Request ids of the pulls that succeeded since the last call, and those that failed."""
         loaded: list[str] = []
-        failed: dict[str, str] = {}
+        failed: list[LoadFailure] = []
         while not self._results.empty():
             request_id, cause = self._results.get_nowait()
             if cause is None:
                 loaded.append(request_id)
             else:
-                failed[request_id] = cause
-        return ConnectorOutput(tuple(loaded), failed)
-
-    def next_deadline(self) -> float | None:
-        """None: a finished pull wakes the engine."""
-        return None
+                failed.append(LoadFailure(request_id, cause))
+        return tuple(loaded), tuple(failed)
 
     def close(self) -> None:
         """Waits for pulls in flight (each is bounded) and stops the threads; no more begin."""
@@ -173,36 +105,36 @@ class ConsumerWorker(WorkerConnector):
             "completed_waiting": self._results.qsize(),
         }
 
-    def _refuse(self, pull: BlockPull, claim: PrefillClaim | None, error: OverloadedError) -> None:
+    def _refuse(self, load: BlockLoad, claim: PrefillClaim | None, error: OverloadedError) -> None:
         """Nobody will read: P hears it now, and the request is computed here or fails."""
         log.warning("a pull was refused", error=str(error))
         if claim is not None:
             self._metrics.failed.inc()
             claim.fail(causes.TOO_MANY_PULLS)
             self._claims.settle(claim)
-        self._results.put((pull.request_id, causes.TOO_MANY_PULLS))
+        self._results.put((load.request_id, causes.TOO_MANY_PULLS))
         self._wake()
 
-    def _pull(self, pull: BlockPull) -> None:
+    def _pull(self, load: BlockLoad) -> None:
         """On a pull thread: every outcome becomes a result, or a request would wait for ever.
 
         The engine hears of it first, and P, whose lease ends, after that.
         """
-        claim = self._claims.get(pull.request_id)
+        claim = self._claims.get(load.request_id)
         cause: str | None = causes.TRANSFER_FAILED
         try:
-            cause = self._try_pull(claim, pull)
+            cause = self._try_pull(claim, load)
         finally:
-            self._results.put((pull.request_id, cause))
+            self._results.put((load.request_id, cause))
             self._wake()
             if claim is not None:
                 self._claims.settle(claim, "read" if cause is None else "given up")
 
-    def _try_pull(self, claim: PrefillClaim | None, pull: BlockPull) -> str | None:
+    def _try_pull(self, claim: PrefillClaim | None, load: BlockLoad) -> str | None:
         if claim is None or claim.peer is None or self._stopping.is_set():
             return causes.REQUEST_ENDED
         try:
-            self._load(claim, claim.peer, pull)
+            self._read_into(claim, claim.peer, load)
         except TandemError as error:
             cause = causes.of_read(error)
             if cause == causes.LATE_READ:
@@ -212,25 +144,32 @@ class ConsumerWorker(WorkerConnector):
         self._claims.worked(claim)
         return None
 
-    def _load(self, claim: PrefillClaim, peer: Peer, pull: BlockPull) -> None:
+    def _read_into(self, claim: PrefillClaim, peer: Peer, load: BlockLoad) -> None:
         started = time.monotonic()
         num_tokens, offsets = claim.num_tokens, claim.offsets(peer)
         spans = plan_pull(
             self._plan,
             blocks_announced(self._plan, peer.groups, offsets, num_tokens=num_tokens),
-            pull.tables,
-            num_tokens=num_tokens,
-            num_local_tokens=pull.num_local_tokens,
+            load.tables,
+            num_tokens=load.num_tokens,
+            ranges=load.ranges,
         )
         verified = self._read(claim, peer, spans, holding=holding_of(claim.prompt_digest, offsets))
         seconds = time.monotonic() - started
-        self._book(spans, seconds)
-        claim.stats = _stats(
-            claim, spans, pull.num_local_tokens, transfer_ms=1e3 * seconds, verified=verified
+        self._metrics.pulled(
+            seconds,
+            spans=len(spans.spans),
+            attention_bytes=spans.attention_bytes,
+            state_bytes=spans.state_bytes,
+        )
+        kept = zip(self._plan.groups, load.ranges, strict=True)
+        local = [start for group, (start, _) in kept if not isinstance(group.spec, MambaSpec)]
+        claim.stats = stats_of(
+            claim, spans, min(local, default=0), transfer_ms=1e3 * seconds, verified=verified
         )
 
     def _read(self, claim: PrefillClaim, peer: Peer, spans: PullPlan, *, holding: bytes) -> bool:
-        """Behind a failed read, or a P that cannot be asked, the next claim shakes hands again."""
+        """After a failed read, or if P does not answer, the next claim repeats the handshake."""
         try:
             return self._reader.read(
                 peer,
@@ -246,16 +185,8 @@ class ConsumerWorker(WorkerConnector):
             self._claims.forget(peer)
             raise
 
-    def _book(self, spans: PullPlan, seconds: float) -> None:
-        self._metrics.pulled(
-            seconds,
-            spans=len(spans.spans),
-            attention_bytes=spans.attention_bytes,
-            state_bytes=spans.state_bytes,
-        )
 
-
-def _stats(
+def stats_of(
     claim: PrefillClaim,
     spans: PullPlan | None,
     num_local_tokens: int,
@@ -263,6 +194,7 @@ def _stats(
     transfer_ms: float = 0.0,
     verified: bool = False,
 ) -> KVTransferStats:
+    """What a hand-over has moved: `spans`, after `num_local_tokens` that were here already."""
     there = claim.params.remote_num_cached_tokens or 0
     is_back = claim.params.is_return_pull
     return KVTransferStats(

@@ -1,0 +1,111 @@
+"""MultiConnector: several connectors behind one seam, from vLLM's configuration of that name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from msgspec.structs import asdict
+
+from connector.multi.scheduler import MultiScheduler
+from connector.multi.worker import MultiWorker
+from engine.arena import ArenaMemory
+from engine.config import Config, KVTransferConfig, decode_config
+from engine.errors import ConfigError
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_connector import AdmissionConnector, Connector, LocalAdmission
+from engine.metrics import NodeMetrics
+from engine.node.connector import (
+    BuilderOf,
+    ConnectorBuilder,
+    ConnectorSettings,
+    NodeConnector,
+)
+from engine.rpc.server import RpcService
+
+SOURCE = "kv_transfer_config.kv_connector_extra_config"
+
+
+class MultiConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`connectors`: each a `kv_transfer_config`; role and failure policy default to the node's."""
+
+    connectors: tuple[dict[str, Any], ...]
+
+
+@dataclass(slots=True, frozen=True)
+class MultiConnector:
+    """A node's connectors as one; see `engine.node.connector.NodeConnector`."""
+
+    connector: Connector
+    children: Mapping[str, NodeConnector]
+
+    def services(self) -> Sequence[RpcService]:
+        return [service for child in self.children.values() for service in child.services()]
+
+    def advertise(self, port: int) -> None:
+        for child in self.children.values():
+            child.advertise(port)
+
+    def is_awaited(self) -> bool:
+        return any(child.is_awaited() for child in self.children.values())
+
+    def close(self) -> None:
+        for child in self.children.values():
+            child.close()
+
+
+@dataclass(slots=True, frozen=True)
+class MultiBuilder:
+    """Builds the children of one node, in the order of the configuration, under their names."""
+
+    builders: Mapping[str, tuple[KVTransferConfig, ConnectorBuilder]]
+
+    @classmethod
+    def of(cls, config: KVTransferConfig, builder_of: BuilderOf) -> "MultiBuilder":
+        """Raises ConfigError naming the child that cannot be built."""
+        extra = decode_config(config.kv_connector_extra_config, MultiConnectorConfig, SOURCE)
+        inherited = asdict(config)
+        del inherited["kv_connector"], inherited["kv_connector_extra_config"]
+        builders: dict[str, tuple[KVTransferConfig, ConnectorBuilder]] = {}
+        for number, fields in enumerate(extra.connectors):
+            source = f"{SOURCE}.connectors[{number}]"
+            own = decode_config({**inherited, **fields}, KVTransferConfig, source)
+            if own.kv_connector in builders:
+                raise ConfigError(f"{SOURCE}: {own.kv_connector} is there twice; leave one out")
+            builders[own.kv_connector] = own, builder_of(own)
+        if not builders:
+            raise ConfigError(f"{SOURCE}: connectors is empty; name at least one")
+        return cls(builders)
+
+    def __call__(
+        self,
+        settings: ConnectorSettings,
+        plan: ArenaPlan,
+        arena: ArenaMemory,
+        *,
+        metrics: NodeMetrics,
+        wake: Callable[[], None],
+    ) -> MultiConnector:
+        """A child that cannot be built leaves none of those before it."""
+        children: dict[str, NodeConnector] = {}
+        with ExitStack() as stack:
+            for name, (config, build) in self.builders.items():
+                own = replace(settings, config=config)
+                children[name] = build(own, plan, arena, metrics=metrics, wake=wake)
+                stack.callback(children[name].close)
+            sides = {name: child.connector for name, child in children.items()}
+            made = Connector(
+                _admission([side.admission for side in sides.values()]),
+                MultiScheduler(plan, {name: side.scheduler for name, side in sides.items()}),
+                MultiWorker({name: side.worker for name, side in sides.items()}),
+            )
+            stack.pop_all()
+        return MultiConnector(made, children)
+
+
+def _admission(children: Sequence[AdmissionConnector]) -> AdmissionConnector:
+    """Transfer parameters are for one connector: that which talks to peers, if there is one."""
+    judges = [child for child in children if not isinstance(child, LocalAdmission)]
+    if len(judges) > 1:
+        raise ConfigError(f"{SOURCE}: two connectors take kv_transfer_params; leave one out")
+    return judges[0] if judges else LocalAdmission()

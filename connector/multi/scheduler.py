@@ -1,0 +1,156 @@
+"""The scheduler side of several connectors: asks all, and gives each a part of a load."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from engine.kv_cache.coverage import Coverage
+from engine.kv_cache.listener import Cached, CacheListener
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.spec import MambaSpec
+from engine.kv_connector import FinishDecision, Match, SchedulerConnector
+from engine.request import Request
+from engine.step import BlockLoad, BlockSave, ConnectorMeta, ConnectorOutput, ScheduledRequest
+from engine.types import TokenId
+
+
+class MultiScheduler(SchedulerConnector):
+    """One connector to the engine. Messages and save ids carry the child's name.
+
+    A load may be put together: the child whose tokens are worth most fills in all it has, the next
+    one what is missing after that, and one of those that have the state brings it.
+
+        tokens      0 ......... local ............... 96 ............ 130 = num_tokens
+        tier (2.0)              |==== attention =====|
+        peer (1.0)                                   |== attention ==| and the state after 130
+    """
+
+    def __init__(self, plan: ArenaPlan, children: Mapping[str, SchedulerConnector]) -> None:
+        self._plan = plan
+        self._children = children
+        self._matches: dict[str, dict[str, Match]] = {}  # by request, of its last answer
+        listeners = [c.cache_listener for c in children.values() if c.cache_listener is not None]
+        self.cache_listener = _Listeners(listeners) if listeners else None
+
+    def match(self, request: Request, num_local_tokens: int) -> Match | None:
+        """What the children can load together; a pending child keeps nobody else waiting."""
+        asked = {
+            name: child.match(request, num_local_tokens) for name, child in self._children.items()
+        }
+        matches = {name: match for name, match in asked.items() if match is not None}
+        self._matches[request.request_id] = matches
+        if not matches:
+            return None
+        known = [match for match in matches.values() if not match.is_pending]
+        covered = [match.coverage for match in known]
+        best = max((one.attention_tokens for one in covered), default=0)
+        if best <= num_local_tokens and len(known) < len(matches):
+            return Match(is_pending=True)
+        return Match(
+            Coverage(best, tuple({at for one in covered for at in one.states_at})),
+            max((match.weight for match in known), default=1.0),
+            lost=next((match.lost for match in known if match.lost), None),
+        )
+
+    def start_load(self, request: Request, load: BlockLoad | None) -> int:
+        """Gives each child its part; one that has none hears that its match is not needed."""
+        matches = self._matches.pop(request.request_id, {})
+        parts = {} if load is None else self._parts(load, matches)
+        return sum(self._children[name].start_load(request, parts.get(name)) for name in matches)
+
+    def build_meta(self, scheduled: Sequence[ScheduledRequest]) -> ConnectorMeta:
+        metas = {name: child.build_meta(scheduled) for name, child in self._children.items()}
+        return ConnectorMeta(
+            {name: meta.message for name, meta in metas.items()},
+            tuple(
+                BlockSave(f"{name}/{save.save_id}", save.blocks)
+                for name, meta in metas.items()
+                for save in meta.saves
+            ),
+        )
+
+    def update(self, output: ConnectorOutput) -> None:
+        """Each child hears what its own worker side reported."""
+        outputs: dict[str, Any] = output.message or {}
+        for name, own in outputs.items():
+            self._children[name].update(own)
+
+    def request_finished(self, request: Request) -> FinishDecision:
+        """Every child hears of the end; each may hold."""
+        self._matches.pop(request.request_id, None)
+        decisions = [child.request_finished(request) for child in self._children.values()]
+        params = [one.kv_transfer_params for one in decisions]
+        stats = [one.kv_transfer for one in decisions]
+        return FinishDecision(
+            sum(one.num_holds for one in decisions),
+            next((one for one in params if one is not None), None),
+            next((one for one in stats if one is not None), None),
+        )
+
+    def end_hold(self, request_id: str | None) -> str | None:
+        """A named request may be held by any child; of the least needed, the first child's goes."""
+        for child in self._children.values():
+            ended = child.end_hold(request_id)
+            if ended is not None:
+                return ended
+        return None
+
+    def close(self) -> None:
+        for child in self._children.values():
+            child.close()
+
+    def _parts(self, load: BlockLoad, matches: Mapping[str, Match]) -> dict[str, BlockLoad]:
+        by_weight = sorted(matches, key=lambda name: -matches[name].weight)
+        known = [name for name in by_weight if not matches[name].is_pending]
+        ranges = {name: list(_nothing(load)) for name in known}
+        for group, (start, end) in enumerate(load.ranges):
+            if isinstance(self._plan.groups[group].spec, MambaSpec):
+                having = [n for n in known if end in matches[n].coverage.states_at]
+                if start < end and having:
+                    ranges[having[0]][group] = (start, end)
+                continue
+            for name in known:
+                stop = self._stop(matches[name].coverage.attention_tokens, end)
+                if start < stop:
+                    ranges[name][group] = (start, stop)
+                    start = stop
+        return {
+            name: replace(load, ranges=tuple(own))
+            for name, own in ranges.items()
+            if any(start < end for start, end in own)
+        }
+
+    def _stop(self, covered: int, end: int) -> int:
+        """Two children never write into one block: between them, whole blocks only."""
+        return (
+            end
+            if covered >= end
+            else covered // self._plan.joint_block_size * (self._plan.joint_block_size)
+        )
+
+
+def _nothing(load: BlockLoad) -> list[tuple[int, int]]:
+    return [(load.num_tokens, load.num_tokens)] * len(load.ranges)
+
+
+class _Listeners:
+    """Passes every call on, in the order of the children."""
+
+    def __init__(self, listeners: Sequence[CacheListener]) -> None:
+        self._listeners = listeners
+
+    def stored(self, cached: Cached, parent: bytes, token_ids: tuple[TokenId, ...]) -> None:
+        for listener in self._listeners:
+            listener.stored(cached, parent, token_ids)
+
+    def evicting(self, cached: Cached) -> None:
+        for listener in self._listeners:
+            listener.evicting(cached)
+
+    def removed(self, cached: Cached) -> None:
+        for listener in self._listeners:
+            listener.removed(cached)
+
+    def cleared(self) -> None:
+        for listener in self._listeners:
+            listener.cleared()
