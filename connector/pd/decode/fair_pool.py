@@ -1,4 +1,4 @@
-"""Threads shared by peers in turn: whatever one peer does, it takes only its own part of them.
+"""Threads shared by peers round-robin: whatever one peer does, it takes only its part of them.
 
     waiting  a: 3 2 1   b: 1   c: 2 1        at most `total` run, at most `per_peer` of one peer;
     next     a1, b1, c1, a2, c2, a3          a full pool refuses instead of growing
@@ -45,7 +45,7 @@ class FairPool:
         self._limits = limits
         self._threads = ThreadPoolExecutor(limits.total, thread_name_prefix=name)
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # whose turn is next, first
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # the next peer first
         self._running: Counter[str] = Counter()
         self._num_waiting = 0
 
@@ -61,7 +61,7 @@ class FairPool:
             return self._running.total()
 
     def submit(self, peer: str, call: Callable[[], _Result]) -> Future[_Result]:
-        """Runs `call` on a thread when `peer` has its turn; never waits.
+        """Runs `call` on a thread when `peer` is next; never waits.
 
         Raises OverloadedError when too many calls wait already, or calls for too many peers.
         """

@@ -1,8 +1,14 @@
 """D's reads: the spans of a plan, hashed in stages, while they are still in the CPU's cache.
 
-Behind the last one comes the record of P's lease, which proves that P held them all and has their
-digests. P is asked for digests only where its record has none: for blocks that are cut differently,
-or not hashed yet. What differs is read once more. Knows nothing of requests and leases but names.
+    time         --------------------------------------------------------------->
+    pull thread  | stage 1 | stage 2 | stage 3 |          | record |  compare  |
+    hash thread            | hash 1  | hash 2  |  hash 3  |
+    P's lease    |== its blocks stay as they are ==...====|   ^ generation unchanged?
+
+The record of P's lease comes last, after every byte: if its generation is still there, P has held
+all blocks throughout the read (`wire/lease_record.py`). The record also has P's digests. D asks P
+for digests only where the record has none: for blocks that are cut differently, or not hashed yet.
+Blocks that differ are read once more. Knows nothing of requests and leases but names.
 """
 
 import time
@@ -53,7 +59,7 @@ Smaller stages wake the hashing thread too often.
 
 
 class Stage(NamedTuple):
-    """Blocks that are waited for together; they end `end` bytes behind the first byte of all."""
+    """Blocks that are waited for together; `end`: bytes from the first of all to their last."""
 
     blocks: Sequence[Block]
     end: int
@@ -61,10 +67,10 @@ class Stage(NamedTuple):
 
 @dataclass(slots=True)
 class Reading:
-    """One pull: from whom, under which lease, and until which monotonic time.
+    """One pull: its peer, the lease it reads under, and a monotonic `deadline`.
 
-    `holding`: what that lease must be for (`params.holding_of`). `post_s`: what posting its reads
-    has taken.
+    `holding`: the digest that the lease must have (`params.holding_of`). `post_s`: seconds that
+    posting its reads has taken.
     """
 
     peer: Peer
@@ -89,7 +95,7 @@ class Reading:
 
     @contextmanager
     def asking(self, plan: PullPlan) -> Iterator[Callable[[], list[int]]]:
-        """The same, of a P that hashes while D reads: whoever calls for the answer waits."""
+        """The same, of a P that hashes while D reads: the call for the answer waits."""
         control, question = self.peer.control, self._question(plan)
         with (
             _late_if_refused(),
@@ -268,9 +274,9 @@ class PullReader:
             transfer.cancel()
 
     def _confirm(self, reading: Reading, num_held: int = 0) -> list[int]:
-        """Reads the record of P's lease, behind all blocks: what P holds now, it has held till now.
+        """Reads the record of P's lease, after all blocks: what P holds now, it has held till now.
 
-        And P says there what it is, so that nothing else can be read under this prompt's name.
+        The record also names what P holds, so that no other prompt is read under this one's name.
 
         Returns the digests of its `num_held` blocks, or none where it has no room for just them.
         Raises LateReadError when P holds it no more, OtherPromptError when it holds something else.

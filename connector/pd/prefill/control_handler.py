@@ -1,4 +1,4 @@
-"""P's side of the control plane: what peers may ask about this node's arena and leases.
+"""P's side of the control plane: answers questions of peers about this node's arena and leases.
 
 Answers from the lease table alone, never from the engine thread, so a long forward delays nobody.
 Knows nothing of gRPC; `connector/pd/prefill/control_service.py` serves it.
@@ -17,8 +17,8 @@ from engine.errors import KVTransferParamsError
 class ControlHandler:
     """Answers handshakes, claims, renewals, releases and questions about bytes.
 
-    `identity`: who this node is now; the address of its arena may change. `wake` tells the engine
-    that a lease has ended.
+    `identity` describes this node as it is now; the address of its arena may change. `wake` tells
+    the engine that a lease has ended.
     """
 
     def __init__(
@@ -38,11 +38,11 @@ class ControlHandler:
         self._faults = faults
 
     def handshake(self, caller_engine_id: str) -> Handshake:
-        """Who this node is, how its arena is reached and what its blocks look like."""
+        """The node's name, the address of its memory and the geometry of its blocks."""
         return self._identity()
 
     def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
-        """Where the blocks of a held request lie; renews its lease, which is a spare one no more.
+        """The places of the blocks of a held request; renews its lease, which no longer is spare.
 
         Raises KVTransferParamsError when this is another incarnation or the lease has ended.
         """

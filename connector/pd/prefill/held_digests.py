@@ -17,8 +17,8 @@ MAX_CUT = 64
 class HeldDigests:
     """Digests of one held prefill. Whole blocks are hashed ahead, until one asks.
 
-    States first, then from the last block on: that is what a reader lacks who has all others.
-    `put` hears of each one by its number.
+    States first, then from the last block on: a reader with a long prefix lacks only those.
+    `put(number, digest)` is called for each block that was hashed ahead.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A node's promises: which finished requests stay readable, until when, and how they end.
+"""Leases: finished requests that stay readable for peers until their lease ends.
 
 Durations and an injected monotonic clock, never wall time (vLLM #41383). Thread-safe: control
 messages arrive while the engine thread is in a long forward, and must count. Knows nothing of
@@ -24,7 +24,7 @@ class Lease:
     """One held request: byte offsets of its blocks per group, its computed tokens, its end.
 
     `last_deadline`: no renewal leads beyond it. `is_spare`: kept for a next turn that may never
-    come, and nobody has claimed it. `digests`: of its bytes, once a reader will come.
+    come, and nobody has claimed it. `digests`: digests of its bytes, once a reader will come.
     """
 
     offsets: tuple[tuple[int, ...], ...]
@@ -104,7 +104,7 @@ class LeaseTable:
             return self._live(request_id, generation)
 
     def renew(self, leases: Iterable[tuple[str, int]]) -> list[str]:
-        """Extends leases by id and generation; returns the ids that have none (any more)."""
+        """Extends leases by id and generation; returns the ids whose lease has ended."""
         lost = []
         with self._lock:
             for request_id, generation in leases:
@@ -198,7 +198,7 @@ class LeaseTable:
         self._ended.append(request_id)
 
     def _remove(self, request_id: str) -> None:
-        """Its readers see it before its blocks can be used for anything else."""
+        # Order: the record first, so that readers see the end before the blocks are used again.
         lease = self._leases.pop(request_id)
         lease.record.end()
         if lease.digests is not None:
