@@ -102,6 +102,7 @@ class PdBuilder:
             extra.transport,
             settings.engine_id,
             same_host=is_loopback(settings.host),
+            on_device=arena.device_index is not None,
             host=settings.host,
         )
         digests = ArenaDigests(plan, arena.read)

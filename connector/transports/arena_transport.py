@@ -59,7 +59,7 @@ class ArenaTransport(Transport, Generic[_Remote]):
             )
         if not self.moves_devices and any(it.device_index is not None for it in regions):
             raise TransportError(
-                f"{self.name} moves host memory only; use the nixl transport for a CUDA arena"
+                f"{self.name} moves host memory only; use nixl or zmq for an arena on a device"
             )
         with ExitStack() as undo:
             undo.callback(self.close)

@@ -18,6 +18,7 @@ from connector.transports.polled_transfer import PolledTransfer
 from connector.transports.zmq_link import Context, Link
 from connector.transports.zmq_owner import ArenaOwner
 from connector.transports.zmq_wire import WINDOW, ZmqAddress, chunks, decode_zmq_address
+from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
 _SLICE_S = 0.02  # how long a waiting thread may keep `cancel` of another one waiting
@@ -74,13 +75,13 @@ class ZmqTransfer(PolledTransfer):
     """A read over a connection of its own, a window of requests at a time."""
 
     def __init__(
-        self, source: _Peer, link: Link, spans: Sequence[SpanPair], *, local: "memoryview[int]",
+        self, source: _Peer, link: Link, spans: Sequence[SpanPair], *, local: ArenaMemory,
         region: int,
     ) -> None:  # fmt: skip
         super().__init__(source.name, sum(span.length for span in spans), threading.Lock())
         self._source = source
         self._link = link
-        self._bytes = local
+        self._local = local
         self._region = region
         self._asking = chunks(spans)
         self._asked: deque[tuple[int, list[SpanPair]]] = deque()  # answers come in order
@@ -126,7 +127,7 @@ class ZmqTransfer(PolledTransfer):
     def _take(self) -> bool:
         """At most one window, so that one `poll` ends; True if anything had come."""
         for taken in range(WINDOW):
-            if not self._asked or not self._link.take(*self._asked[0], self._bytes):
+            if not self._asked or not self._link.take(*self._asked[0], self._local):
                 return taken > 0
             _, pieces = self._asked.popleft()
             self.here += sum(piece.length for piece in pieces)
@@ -140,9 +141,10 @@ class ZmqTransfer(PolledTransfer):
 
 
 class ZmqTransport(ArenaTransport[_Peer]):
-    """Host memory, any hosts."""
+    """Any memory, any hosts; bytes of a device pass through the host."""
 
     name = "zmq"
+    moves_devices = True
 
     def __init__(self, agent_name: str, host: str = "127.0.0.1") -> None:
         super().__init__(agent_name, host)
@@ -164,7 +166,7 @@ class ZmqTransport(ArenaTransport[_Peer]):
         return _Peer(blob, address.nbytes, peer, address)
 
     def _start(self, remote: _Peer, spans: Sequence[SpanPair], region: int) -> Transfer:
-        local = self._regions[region].host_bytes()
+        local = self._regions[region]
         with remote.lock:
             link = remote.take_link(self._context)
             transfer = ZmqTransfer(remote, link, spans, local=local, region=region)

@@ -22,6 +22,7 @@ from connector.transports.zmq_wire import (
     ZmqAddress,
     endpoint,
 )
+from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
 _REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH
@@ -69,7 +70,7 @@ class Link:
             raise TransportError(f"cannot ask {self.peer}: {error}") from error
         return self._number
 
-    def take(self, number: int, pieces: Sequence[SpanPair], local: "memoryview[int]") -> bool:
+    def take(self, number: int, pieces: Sequence[SpanPair], local: ArenaMemory) -> bool:
         """Copy the next answer, which must be to `number`, into `local`; False: not here yet."""
         try:
             size = self._socket.recv_into(self._header, flags=zmq.NOBLOCK)
@@ -79,7 +80,8 @@ class Link:
             raise TransportError(f"cannot hear {self.peer}: {error}") from error
         self._check_header(bytes(self._header[:size]), number)
         for piece in pieces:
-            self._take_piece(local[piece.local : piece.local + piece.length])
+            with local.writable(piece.local, piece.length) as target:
+                self._take_piece(target)
         if self._socket.rcvmore:
             raise TransportError(f"{self.peer} sent more pieces than the {len(pieces)} asked for")
         return True

@@ -45,7 +45,7 @@ class ArenaOwner:
         host: str,
     ) -> None:
         self._token = secrets.token_hex(32)
-        self._regions = [region.host_bytes() for region in regions]
+        self._regions = regions
         self._decoder = msgspec.msgpack.Decoder(PieceRequest)
         self._door = context.socket(zmq.REP)
         self._readers = context.socket(zmq.ROUTER)
@@ -128,7 +128,7 @@ class ArenaOwner:
                 text = f"{length} B at {offset} end past the arena ({memory.nbytes} B)"
                 return [_refusal(request.number, text)]
         header = msgspec.msgpack.encode(AnswerHeader(request.number))
-        return [header, *(memory[start : start + size] for start, size in request.pieces)]
+        return [header, *(memory.read(start, size) for start, size in request.pieces)]
 
     def _close_sockets(self) -> None:
         self._door.close(0)

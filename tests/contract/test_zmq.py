@@ -70,16 +70,16 @@ def transport(arena: ArenaMemory) -> Iterator[ZmqTransport]:
 
 
 def check_serves(address: ZmqAddress) -> None:
-    context, target = Context(), bytearray(64)
+    context, target = Context(), ArenaMemory(64)
     link = Link(context, address)
-    piece = [SpanPair(ARENA_BYTES - 64, 0, 64)]
-    number = link.ask(piece)
-    while not link.take(number, piece, memoryview(target)):
+    number = link.ask(piece := [SpanPair(ARENA_BYTES - 64, 0, 64)])
+    while not link.take(number, piece, target):
         link.check()
         link.pause(DEADLINE_S)
     link.close()
     context.term()
-    assert target == pattern(1)[-64:].numpy().tobytes()
+    assert torch.equal(target.tensor, pattern(1)[-64:])
+    target.close()
 
 
 def dial(

@@ -45,6 +45,19 @@ def test_auto_across_hosts_takes_the_first_that_is_installed_and_says_why() -> N
     assert choose_transport(same_host=True, is_installed=lambda package: False)[0] == "shm"
 
 
+def test_an_arena_on_a_device_is_served_by_what_can_reach_it() -> None:
+    for same_host in (True, False):
+        with closing(open_transport("auto", "d", same_host=same_host, on_device=True)) as chosen:
+            assert chosen.name == "nixl"
+    name, _ = choose_transport(
+        same_host=True, on_device=True, is_installed=lambda package: package != "nixl"
+    )
+    assert name == "zmq"
+    for name in ("shm", "ucx"):
+        with pytest.raises(ConfigError, match=rf"{name} serves no arena on a device.*nixl.*zmq"):
+            open_transport(name, "d", on_device=True)
+
+
 @pytest.mark.parametrize(
     ("change", "transport"),
     [({}, "shm"), ({"host": "another/pid:[1]"}, "zmq"), ({"pid": 2**31 - 1}, "zmq")],
