@@ -228,6 +228,7 @@ class NodeServer:
             hash_seed=self.config.prefix_hash_seed,
             prefix_caching=self.config.enable_prefix_caching,
             checkpoint_share=self.config.mamba_checkpoint_share,
+            listener=self.connector.connector.scheduler.cache_listener,
         )
 
     async def _start_rpc(self, model: ModelFolder, connector: NodeConnector) -> RpcServer:

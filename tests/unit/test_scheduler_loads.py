@@ -33,6 +33,17 @@ class KeptElsewhere(LocalScheduler):
         return int(load is not None)
 
 
+class TwoParts(KeptElsewhere):
+    """Loads come in two parts, and are tried again after a failure."""
+
+    def match(self, request: Request, num_local_tokens: int) -> Match | None:
+        return Match(Coverage(THERE, (THERE,)))
+
+    def start_load(self, request: Request, load: BlockLoad | None) -> int:
+        self.told.append(load)
+        return 2
+
+
 def test_behind_a_load_the_prompt_is_computed_in_chunks_with_checkpoints() -> None:
     scheduler = scheduler_of(connector=KeptElsewhere())
     request = add(scheduler, "r", tokens(200), params=RETURN)
@@ -69,6 +80,25 @@ def test_a_failed_load_costs_what_was_to_be_loaded() -> None:
     assert request.is_finished
     assert scheduler.stats.recomputed_tokens == {"transfer_failed": THERE}
     assert (scheduler.stats.external_queries, scheduler.stats.external_hits) == (200, THERE)
+
+
+def test_after_a_failure_the_good_prefix_is_here_and_only_the_rest_is_loaded() -> None:
+    """Two parts are reported; the earlier of the bad tokens counts, and a bad state costs none."""
+    connector = TwoParts()
+    scheduler = scheduler_of(connector=connector)
+    request = add(scheduler, "r", tokens(200), params=RETURN)
+    step(scheduler)
+    scheduler.update_transfers(ConnectorOutput(failed=(LoadFailure("r", "vanished", 1, 48),)))
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+    scheduler.update_transfers(ConnectorOutput(failed=(LoadFailure("r", "no_state", 0),)))
+    step(scheduler)
+    assert connector.told[-1] is not None
+    assert connector.told[-1].ranges == ((0, THERE), (48, THERE))
+    scheduler.update_transfers(ConnectorOutput(loaded=("r", "r")))
+    run(scheduler)
+    assert request.is_finished
+    assert scheduler.stats.recomputed_tokens == {}
+    scheduler.check()
 
 
 @pytest.mark.parametrize(("least", "pulled"), [(5, True), (6, False)])
