@@ -128,9 +128,10 @@ class SchedulerConnector(ABC):
         return FinishDecision()
 
     def end_hold(self, request_id: str | None) -> str | None:
-        """Ends the hold of one request (nobody heard of it), or of the least needed (no room).
+        """Ends a hold early: of a request that nobody heard of, or (None) of the least needed one.
 
-        Returns the request whose hold has ended now; None: there is none, or `released` will say.
+        For a named request `released` reports the end later, and this returns None. Without a name
+        memory is short: returns the request whose hold has ended now, or None if there is none.
         """
         return None
 

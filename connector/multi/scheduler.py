@@ -88,11 +88,12 @@ class MultiScheduler(SchedulerConnector):
         )
 
     def end_hold(self, request_id: str | None) -> str | None:
-        """A named request may be held by any child; of the least needed, the first child's goes."""
+        """Every child hears the name; the least needed is that of the first child that has one."""
+        if request_id is None:
+            ended = (child.end_hold(None) for child in self._children.values())
+            return next((one for one in ended if one is not None), None)
         for child in self._children.values():
-            ended = child.end_hold(request_id)
-            if ended is not None:
-                return ended
+            child.end_hold(request_id)
         return None
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ class Scheduler:
     def abort(self, request_id: str) -> None:
         """Ends a request wherever it stands, and what holds its blocks; ignores unknown ones."""
         if request_id in self.holds:
-            self._release(self._connector.end_hold(request_id))
+            self._connector.end_hold(request_id)
         request = self._requests.get(request_id)
         if request is None:
             return
