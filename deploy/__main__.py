@@ -1,8 +1,6 @@
 """`python -m deploy up|status|down`: a whole Tandem cluster on Ray. Owns Ray's environment."""
 
 import os
-import select
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -10,15 +8,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import psutil
 import typer
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from deploy.config import DEMO_CLUSTER, ClusterConfig, load_cluster
-from deploy.session import embedded_environment, new_session
-from deploy.signals import stop_on_signals
-from deploy.state import ClusterState, read_state, shown_session, state_file
+from deploy.process import stop_on_signals
+from deploy.session import (
+    ClusterState,
+    embedded_environment,
+    new_session,
+    read_state,
+    shown_session,
+    state_file,
+)
 from engine.errors import TandemError, UnavailableError
 
 if TYPE_CHECKING:
@@ -116,16 +121,15 @@ def _state_file() -> Path:
 
 def _stop_owner(state: ClusterState) -> None:
     """Returns when the process of `up` has ended, and with it all that it started."""
-    descriptor = os.pidfd_open(state.pid)
     try:
-        if not state.owner.is_alive:
-            raise UnavailableError("the cluster ended by itself")
-        signal.pidfd_send_signal(descriptor, signal.SIGTERM)
+        owner = psutil.Process(state.pid)
+        owner.terminate()
         _say(f"waiting for process {state.pid} to stop the cluster")
-        if not select.select([descriptor], [], [], DOWN_S)[0]:
-            raise UnavailableError(f"process {state.pid} did not stop within {DOWN_S:g} s")
-    finally:
-        os.close(descriptor)
+        owner.wait(DOWN_S)
+    except psutil.NoSuchProcess as error:
+        raise UnavailableError("the cluster ended by itself") from error
+    except psutil.TimeoutExpired as error:
+        raise UnavailableError(f"process {state.pid} did not stop within {DOWN_S:g} s") from error
 
 
 def _say(text: str) -> None:

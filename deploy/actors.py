@@ -20,7 +20,6 @@ import uvloop
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from deploy.config import MAX_DRAIN_S, OWN_HOST
-from deploy.process_tree import ProcessId, process_id
 from engine.config import NodeConfig
 from engine.errors import UnavailableError
 from engine.process import Server, configure_logging, raise_descriptor_limit
@@ -67,7 +66,7 @@ class ServerActor:
         raise_descriptor_limit()
         self._server = server
         self._closing = False
-        # What starts Ray blocks it, see `deploy.signals`; threads inherit what the main thread has.
+        # What starts Ray blocks it, see `deploy.process`; threads inherit what the main thread has.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         self._loop = uvloop.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="server", daemon=True).start()
@@ -86,11 +85,11 @@ class ServerActor:
         """Who serves here, and where."""
         raise NotImplementedError
 
-    def close(self) -> tuple[str, ProcessId | None]:
-        """Drains the server and gives everything back; the machine and process to end now."""
+    def close(self) -> tuple[str, int]:
+        """Drains the server and gives everything back; the machine and pid to end now."""
         self._closing = True
         self._run(_drain_and_close(self._server), CLOSE_S)
-        return ray.util.get_node_ip_address(), process_id(os.getpid())
+        return ray.util.get_node_ip_address(), os.getpid()
 
     def _run(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(seconds)

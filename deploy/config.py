@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from engine.config import Config, NodeConfig, decode_config
+from engine.config import Config, NodeConfig, decode_config, read_yaml
 from engine.errors import ConfigError
 from proxy.config import ProxyConfig
 
@@ -102,20 +102,21 @@ class ClusterConfig(Config, frozen=True):
             raise ConfigError(f"{kind}.config: {group.replicas} replicas need port 0")
         return config
 
-    def check_nodes(self) -> None:
-        """Raises ConfigError for wrong NodeConfig fields, and for ones that must be equal."""
+    def check(self) -> None:
+        """Raises ConfigError for wrong fields of members, and for ones that must be equal."""
         decode_config(self._shared_fields(), NodeConfig, "config")
         if self.node("prefill").prefix_hash_seed != self.node("decode").prefix_hash_seed:
             raise ConfigError("prefix_hash_seed differs between nodes; give it once, in config")
+        self.proxy_config((), ())
+        self.places()
+        if self.decode.replicas < 1:
+            raise ConfigError("decode.replicas must be at least 1")
 
     def proxy_config(self, prefill: tuple[str, ...], decode: tuple[str, ...]) -> ProxyConfig:
         """The ProxyConfig for nodes at these URLs. Raises ConfigError."""
         fields = {k: v for k, v in self.proxy.items() if k not in PLACEMENT_KEYS}
         given = {"prefill": prefill, "decode": decode, "cluster_token": self.cluster_token}
-        try:
-            config = msgspec.convert({**fields, **given}, ProxyConfig)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"proxy: {error}") from error
+        config = decode_config({**fields, **given}, ProxyConfig, "proxy")
         _check_drain(config.drain_timeout, "proxy")
         return config
 
@@ -130,35 +131,16 @@ class ClusterConfig(Config, frozen=True):
 
 def load_cluster(file: Path = DEMO_CLUSTER) -> ClusterConfig:
     """One cluster file. Raises ConfigError naming the file and the key."""
+    fields = read_yaml(file)
     try:
-        config = decode_config(_read(file), ClusterConfig, "cluster")
-        _check(config)
+        config = decode_config(fields, ClusterConfig, "cluster")
+        config.check()
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from error
     folder = (file.parent / config.model).resolve()
     return msgspec.structs.replace(config, model=str(folder)) if folder.is_dir() else config
 
 
-def _check(config: ClusterConfig) -> None:
-    config.check_nodes()
-    config.proxy_config((), ())
-    config.places()
-    if config.decode.replicas < 1:
-        raise ConfigError("decode.replicas must be at least 1")
-
-
 def _check_drain(seconds: float, source: str) -> None:
     if seconds > MAX_DRAIN_S:
         raise ConfigError(f"{source}: drain_timeout {seconds:g} must be at most {MAX_DRAIN_S:g}")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        fields = msgspec.yaml.decode(file.read_bytes())
-    except OSError as error:
-        raise ConfigError(error.strerror) from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"not YAML: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError("must hold a mapping")
-    return fields

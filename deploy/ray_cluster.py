@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 from ray.experimental.internal_kv import _internal_kv_del
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -17,8 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.actors import CLOSE_S, PORTS, START_S, Member, NodeActor, ProxyActor
 from deploy.config import ClusterConfig, Place
-from deploy.process_tree import ProcessId, wait_gone
-from deploy.signals import ignore_signals, signals_held
+from deploy.process import ignore_signals, signals_held, wait_gone
 from engine.errors import ConfigError, DeadlineExceededError, TandemError, UnavailableError
 
 NAMESPACE = "tandem"
@@ -225,12 +225,13 @@ def _stop(actors: list[Any]) -> None:
     wait_gone(processes, CALL_S)
 
 
-def _process_here(call: Any) -> ProcessId | None:
+def _process_here(call: Any) -> psutil.Process | None:
+    """The actor's process; None: it runs on another machine, or ended before it could answer."""
     try:
-        machine, process = ray.get(call)
-    except ray.exceptions.RayError:
-        return None  # died before it could answer
-    return process if machine == ray.util.get_node_ip_address() else None
+        machine, pid = ray.get(call)
+        return psutil.Process(pid) if machine == ray.util.get_node_ip_address() else None
+    except (ray.exceptions.RayError, psutil.NoSuchProcess):
+        return None
 
 
 def _forget() -> None:

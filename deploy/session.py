@@ -1,19 +1,39 @@
-"""What an embedded Ray needs before it starts: folder, token, environment. Imports no ray."""
+"""One embedded Ray: its folder, token and environment, and the file by which others find it.
+
+Imports no ray. `up` and `make serve` own a cluster; `status` and `down` read the file.
+"""
 
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from deploy.process_tree import end_descendants
-from deploy.signals import ignore_signals
+import msgspec
+from filelock import FileLock, Timeout
+from msgspec import Meta
+
+from deploy.process import end_descendants, ignore_signals
+from engine.config import Config
+from engine.errors import ConfigError, UnavailableError
 
 FOLDER_PREFIX = "tandem-ray-"
 END_S = 3.0
+LOOK_S = 1.0
+"""Readers of the state hold its lock for a moment."""
+
+
+class ClusterState(Config, frozen=True):
+    """Process `pid` runs the cluster; `address` is that of its Ray, empty until it has started."""
+
+    pid: Annotated[int, Meta(ge=1)]
+    folder: str
+    token_path: str
+    address: str = ""
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,5 +79,96 @@ def new_session() -> Iterator[Session]:
         yield session
     finally:
         ignore_signals()
-        end_descendants(os.getpid(), END_S)
+        end_descendants(END_S)
         shutil.rmtree(session.folder, ignore_errors=True)
+
+
+def state_file(runtime_folder: str | None) -> Path:
+    """Where this user's state is; `runtime_folder` is XDG_RUNTIME_DIR."""
+    return Path(runtime_folder or tempfile.gettempdir()) / f"tandem-{os.getuid()}.json"
+
+
+@contextmanager
+def shown_session(file: Path | None, session: Session) -> Iterator[Callable[[str], None]]:
+    """Shows the cluster of `session` to other commands: yields what tells them Ray's address.
+
+    Without a file nobody sees it, and there may be another one. Raises ConfigError when another
+    cluster is up.
+    """
+    if file is None:
+        yield lambda address: None
+        return
+    state = ClusterState(
+        pid=os.getpid(), folder=str(session.folder), token_path=str(session.token_path)
+    )
+    lock = _acquire(file, LOOK_S)
+    if lock is None:
+        raise ConfigError(f"a cluster is up already, see {file}: run down first")
+    try:
+        _discard(file)
+        _write(file, state)
+        yield lambda address: _write(file, msgspec.structs.replace(state, address=address))
+    finally:
+        file.unlink(missing_ok=True)
+        lock.release()
+
+
+def read_state(file: Path) -> ClusterState:
+    """Raises UnavailableError when no cluster is up, ConfigError for a file that is not ours."""
+    lock = _acquire(file, 0.0)
+    if lock is None:
+        if (state := _decode(file)) is None:
+            raise UnavailableError(f"no cluster is up (no {file})")
+        return state
+    try:
+        is_stale = _discard(file)
+    finally:
+        lock.release()
+    why = ": the process that ran one is gone" if is_stale else f" (no {file})"
+    raise UnavailableError(f"no cluster is up{why}")
+
+
+def _acquire(file: Path, seconds: float) -> FileLock | None:
+    """The lock of a state file; None: the cluster's owner holds it, and so the owner lives.
+
+    The kernel releases a lock when its process ends, however that ends.
+    """
+    lock = FileLock(file.with_suffix(".lock"), mode=0o600)
+    try:
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        return None
+    except OSError as error:
+        raise ConfigError(f"{lock.lock_file}: {error.strerror}") from error
+    return lock
+
+
+def _write(file: Path, state: ClusterState) -> None:
+    """Replaces the file in one step: a reader sees the old state or the new one."""
+    new = file.with_suffix(".new")
+    new.touch(mode=0o600)
+    new.write_bytes(msgspec.json.encode(state))
+    new.replace(file)
+
+
+def _decode(file: Path) -> ClusterState | None:
+    """None when there is no file."""
+    try:
+        if file.lstat().st_uid != os.getuid():
+            raise ConfigError(f"{file} belongs to another user")
+        return msgspec.json.decode(file.read_bytes(), type=ClusterState)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{file}: {error}; remove it") from error
+
+
+def _discard(file: Path) -> bool:
+    """Removes what a killed owner has left, the folder of its Ray too; whether there was any."""
+    state = _decode(file)
+    if state is None:
+        return False
+    file.unlink(missing_ok=True)
+    if Path(state.folder).name.startswith(FOLDER_PREFIX):
+        shutil.rmtree(state.folder, ignore_errors=True)
+    return True

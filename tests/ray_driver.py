@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import openai
+import psutil
 
 from deploy.config import ClusterConfig, NodeGroup
-from deploy.process_tree import process_id
+from deploy.process import wait_gone
 from deploy.session import Session, new_session
 
 if TYPE_CHECKING:
@@ -96,8 +97,8 @@ def _deploy(model: str, address: str, session: Session) -> Report:
     with connected(address):
         with running(config, _say) as members:
             seen = _use(config, members, address)
-            processes = [process_id(member.pid) for member in cluster_members()]
-        left = [str(each) for each in processes if each is None or each.is_alive]
+            processes = [psutil.Process(member.pid) for member in cluster_members()]
+        left = [str(each) for each in wait_gone(processes, 0.0)]
         return Report(**seen, left=left + [member.name for member in cluster_members()])
 
 

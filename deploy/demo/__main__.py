@@ -17,10 +17,8 @@ from rich.console import Console
 from deploy.config import ClusterConfig, load_cluster
 from deploy.demo.leftovers import Leftovers
 from deploy.demo.talk import Exchange, Talk, table_of
-from deploy.process_tree import descendants
-from deploy.session import new_session
-from deploy.signals import stop_on_signals
-from deploy.state import shown_session, state_file
+from deploy.process import descendants, stop_on_signals
+from deploy.session import new_session, shown_session, state_file
 from engine.errors import TandemError
 from engine.process import configure_logging
 
@@ -69,7 +67,7 @@ def demo_cluster(
         with embedded(session.ray_folder, config.resources()) as address:
             tell(address)
             with running(config, steps) as members:
-                leftovers.watch_processes(descendants(os.getpid()))
+                leftovers.watch_processes(descendants())
                 yield members[-1].url
             steps("stopping Ray")
 

@@ -4,7 +4,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from deploy.process_tree import ProcessId, descendants, wait_gone
+import psutil
+
+from deploy.process import descendants, wait_gone
 
 SHARED_MEMORY = Path("/dev/shm")
 END_S = 5.0
@@ -15,10 +17,10 @@ class Leftovers:
 
     def __init__(self) -> None:
         self._shared_memory = _shared_memory()
-        self._processes: set[ProcessId] = set()
+        self._processes: set[psutil.Process] = set()
         self._folders: list[Path] = []
 
-    def watch_processes(self, processes: Iterable[ProcessId]) -> None:
+    def watch_processes(self, processes: Iterable[psutil.Process]) -> None:
         """These must be gone in the end."""
         self._processes.update(processes)
 
@@ -33,7 +35,7 @@ class Leftovers:
 
     def find(self, seconds: float = END_S) -> list[str]:
         """What should not be there any more; processes have `seconds` to end."""
-        left = wait_gone(self._processes | descendants(os.getpid()), seconds)
+        left = wait_gone(self._processes | descendants(), seconds)
         return [
             *(f"process {process.pid}" for process in left),
             *(str(folder) for folder in self._folders if folder.exists()),

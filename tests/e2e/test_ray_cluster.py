@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
-from deploy.process_tree import ProcessId, descendants
-from deploy.state import ClusterState, read_state
+from deploy.process import is_alive
+from deploy.session import ClusterState, read_state
 from engine.errors import UnavailableError
 from tests.leaks import assert_no_orphans_but, orphans
 from tests.ray_driver import Report, complete
@@ -152,7 +153,7 @@ def test_up_status_and_down(up: Up) -> None:
     said = up.wait_until_up()
     url = _url_of_proxy(said)
     assert url.startswith("http://127.0.0.1:")
-    folder, processes = Path(up.state.folder), descendants(up.process.pid)
+    folder, processes = Path(up.state.folder), below(up.process.pid)
     assert folder.stat().st_mode & 0o077 == 0
     assert _listening_elsewhere(processes) == []
     assert len(complete(url)[0]) == 8
@@ -167,7 +168,7 @@ def test_up_status_and_down(up: Up) -> None:
     stopped = up.command("down")
     assert stopped.returncode == 0, stopped.stderr
     assert up.process.wait(1) == 0
-    assert not [process for process in processes if process.is_alive]
+    assert not list(filter(is_alive, processes))
     assert not folder.exists()
     assert_no_orphans_but(before)
     with pytest.raises(UnavailableError, match="no cluster is up"):
@@ -193,12 +194,12 @@ def test_make_serve_is_seen_and_a_signal_to_all_its_processes_ends_it_cleanly(
     said = served.wait_until_up()
     url = re.findall(r"serves (http://\S+)/v1", said)[0]
     assert _url_of_proxy(served.command("status").stdout) == url
-    processes, folder = descendants(process.pid), Path(served.state.folder)
+    processes, folder = below(process.pid), Path(served.state.folder)
     for each in processes:
         os.kill(each.pid, signal.SIGTERM)
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(60) == 0, log.read_text()
-    assert not [each for each in processes if each.is_alive]
+    assert not list(filter(is_alive, processes))
     assert not folder.exists()
     with pytest.raises(UnavailableError, match="no cluster is up"):
         _ = served.state
@@ -227,7 +228,11 @@ def _url_of_proxy(table: str) -> str:
     return found[1]
 
 
-def _listening_elsewhere(processes: set[ProcessId]) -> list[str]:
+def below(pid: int) -> set[psutil.Process]:
+    return set(psutil.Process(pid).children(recursive=True))
+
+
+def _listening_elsewhere(processes: set[psutil.Process]) -> list[str]:
     """Addresses other than the loopback one on which these processes accept connections."""
     inodes = {link for process in processes for link in _links(process.pid)}
     found = []

@@ -3,6 +3,8 @@
 import io
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +14,16 @@ from rich.console import Console
 
 from deploy.config import load_cluster
 from deploy.demo.talk import Exchange, table_of
-from deploy.process_tree import process_id
-from deploy.session import FOLDER_PREFIX
-from deploy.state import claimed_state, own_state, read_state, write_state
+from deploy.session import FOLDER_PREFIX, ClusterState, Session, read_state, shown_session
 from engine.errors import ConfigError, UnavailableError
+
+OWNER = """
+import pathlib, sys, time
+from deploy.session import Session, shown_session
+with shown_session(pathlib.Path(sys.argv[1]), Session(pathlib.Path("none"))):
+    print("up", flush=True)
+    time.sleep(60)
+"""
 
 
 def write_cluster(folder: Path, **fields: object) -> Path:
@@ -86,27 +94,33 @@ def test_both_kinds_of_nodes_and_the_proxy_share_one_random_token(tmp_path: Path
     assert one.cluster_token != other.cluster_token
 
 
-def test_a_second_claim_is_refused_and_the_first_still_stands(tmp_path: Path) -> None:
-    file, state = tmp_path / "state", own_state(tmp_path)
-    with claimed_state(file, state):
+def test_a_second_cluster_is_refused_and_the_first_still_shown(tmp_path: Path) -> None:
+    file, session = tmp_path / "state.json", Session(tmp_path)
+    with shown_session(file, session) as tell:
         assert file.stat().st_mode & 0o077 == 0
-        with pytest.raises(ConfigError, match="up already"), claimed_state(file, state):
+        with pytest.raises(ConfigError, match="up already"), shown_session(file, session):
             pass
-        reached = msgspec.structs.replace(state, address="127.0.0.1:1")
-        write_state(file, reached)
-        assert read_state(file) == reached
+        tell("127.0.0.1:1")
+        state = read_state(file)
+        assert (state.pid, state.address) == (os.getpid(), "127.0.0.1:1")
+        assert (state.folder, state.token_path) == (str(tmp_path), str(session.token_path))
         assert file.stat().st_mode & 0o077 == 0
     assert not file.exists()
+    with pytest.raises(UnavailableError, match="no cluster is up"):
+        read_state(file)
 
 
-def test_the_state_of_an_earlier_process_with_our_pid_is_discarded(tmp_path: Path) -> None:
+def left_behind(file: Path, folder: Path) -> None:
+    """What a killed owner leaves: a state file that nobody holds."""
+    state = ClusterState(pid=os.getpid(), folder=str(folder), token_path=str(folder / "token"))
+    file.write_bytes(msgspec.json.encode(state))
+
+
+def test_what_a_killed_owner_has_left_is_removed(tmp_path: Path) -> None:
     folder = tmp_path / f"{FOLDER_PREFIX}x"
     folder.mkdir()
-    me = process_id(os.getpid())
-    assert me is not None
-    stale = msgspec.structs.replace(own_state(folder), started=me.started - 1)
-    file = tmp_path / "state"
-    write_state(file, stale)
+    file = tmp_path / "state.json"
+    left_behind(file, folder)
     with pytest.raises(UnavailableError, match="is gone"):
         read_state(file)
     assert not file.exists()
@@ -114,11 +128,23 @@ def test_the_state_of_an_earlier_process_with_our_pid_is_discarded(tmp_path: Pat
 
 
 def test_a_stale_state_deletes_only_folders_of_an_embedded_ray(tmp_path: Path) -> None:
-    stale = msgspec.structs.replace(own_state(tmp_path), started=0)
-    file = tmp_path / "state"
-    write_state(file, stale)
-    with claimed_state(file, own_state(tmp_path)):
+    file = tmp_path / "state.json"
+    left_behind(file, tmp_path)
+    with shown_session(file, Session(tmp_path)):
         assert tmp_path.exists()
+        assert read_state(file).pid == os.getpid()
+
+
+def test_the_state_of_an_owner_that_is_killed_is_stale(tmp_path: Path) -> None:
+    file = tmp_path / "state.json"
+    command = [sys.executable, "-c", OWNER, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == b"up\n"
+        assert read_state(file).pid == owner.pid
+        owner.kill()
+    with pytest.raises(UnavailableError, match="is gone"):
+        read_state(file)
 
 
 def test_the_table_fits_eighty_columns() -> None:

@@ -1,33 +1,28 @@
 """Processes are found, told apart and ended; leftovers of the demo are seen."""
 
-import os
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deploy.demo.leftovers import SHARED_MEMORY, Leftovers
-from deploy.process_tree import (
-    ProcessId,
-    descendants,
-    end_descendants,
-    process_id,
-    wait_gone,
-)
+from deploy.process import descendants, is_alive, wait_gone
 
 SLEEPER = "import subprocess, sys; subprocess.run(['sleep', '60'])"
 PARENT = f"""
-import subprocess, sys, os
-from deploy.process_tree import end_descendants, descendants
+import subprocess, sys
+from deploy.process import end_descendants, descendants
 subprocess.Popen([sys.executable, "-c", {SLEEPER!r}])
-while len(descendants(os.getpid())) < 2:
+while len(descendants()) < 2:
     pass
-for each in descendants(os.getpid()):
-    print(each.pid, each.started, flush=True)
-end_descendants(os.getpid(), 0.0)
+print(*(each.pid for each in descendants()), flush=True)
+sys.stdin.readline()
+end_descendants(0.0)
+end_descendants(0.0)  # of nobody
 """
 
 
@@ -40,33 +35,25 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_grandchildren_are_ended_too() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=60, check=True
-    )
-    found = [ProcessId(*map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(found) == 2
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdin=pipe, stdout=pipe) as parent:
+        assert parent.stdout is not None
+        found = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(found) == 2
+        parent.communicate(b"\n", timeout=60)
+    assert parent.returncode == 0
     assert wait_gone(found, 0.0) == set()
 
 
-def test_a_process_with_a_reused_pid_is_another_one(sleeper: subprocess.Popen[bytes]) -> None:
-    now = process_id(sleeper.pid)
-    assert now is not None
-    assert now.is_alive
-    assert not ProcessId(now.pid, now.started - 1).is_alive
-    assert now in descendants(os.getpid())
-
-
 def test_a_zombie_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
-    now = process_id(sleeper.pid)
-    assert now is not None
+    now = psutil.Process(sleeper.pid)
+    assert now in descendants()
     assert wait_gone([now], 0.0) == {now}
     sleeper.kill()
     assert wait_gone([now], 10.0) == set()
-    assert now not in descendants(os.getpid())
-
-
-def test_waiting_for_nobody_ends() -> None:
-    end_descendants(0x7FFFFFFF, 0.0)
+    assert now.status() == psutil.STATUS_ZOMBIE
+    assert not is_alive(now)
+    assert now not in descendants()
 
 
 def test_leftovers_are_seen(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
