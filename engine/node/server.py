@@ -4,6 +4,7 @@ The same for every kind of node; what a kind adds is its name and its connector.
 """
 
 import asyncio
+import secrets
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,6 @@ from engine.model_configs.registry import read_config
 from engine.models.fingerprint import model_fingerprint
 from engine.models.loader import load_model
 from engine.node.connector import BuilderOf, ConnectorSettings, NodeConnector
-from engine.node.incarnation import new_engine_id
 from engine.node.limits import (
     check_decode_checkpoints,
     check_device,
@@ -61,7 +61,7 @@ END_OF_REQUESTS_S = 2.0
 
 @dataclass(slots=True, frozen=True)
 class ModelFolder:
-    """A model folder and all that it says, but for its tensors."""
+    """All that a model folder says, except its tensors."""
 
     path: Path
     config: ModelConfig
@@ -70,16 +70,34 @@ class ModelFolder:
     tokenizer: Tokenizer
     defaults: SamplingDefaults
 
+    @classmethod
+    def read(cls, options: NodeConfig) -> "ModelFolder":
+        """Raises ConfigError or CheckpointError for a folder that no node can serve."""
+        path = resolve_folder(options.model)
+        config = read_config(path, options.dtype, device=options.device)
+        return cls(
+            path,
+            config,
+            names=options.served_model_name or (options.model,),
+            eos_token_ids=frozenset(read_eos_token_ids(path, config.vocab_size)),
+            tokenizer=load_tokenizer(path),
+            defaults=load_sampling_defaults(path),
+        )
+
 
 class NodeServer:
-    """One node: `start`, `wait` or do other things, `close`; ports are known after `start`."""
+    """One node: `start`, `wait` or do other things, `close`; ports are known after `start`.
+
+    `engine_id` names one life of one process: a restarted node is a new peer, also on its old port.
+    """
 
     def __init__(self, config: NodeConfig, kind: str, builder_of: BuilderOf) -> None:
         """Raises ConfigError for a `kv_transfer_config` that no connector takes."""
         self.config = config
         self.kind = kind
-        self.engine_id = new_engine_id(kind)
+        self.engine_id = f"{kind}-{secrets.token_hex(8)}"
         self._build_connector = builder_of(config.kv_transfer_config)
+        # What `close` gives back, the last first: each step of `_start` adds its own.
         self._resources = AsyncExitStack()
 
     @property
@@ -97,19 +115,17 @@ class NodeServer:
             raise
 
     async def drain(self) -> None:
-        """Refuses new requests; peers may still take what is held for them, and know of the end.
+        """Refuses new requests; peers may still read what is held for them.
 
-        Returns when nobody waits for anything here any more, or after `--drain-timeout`.
+        Returns when nobody waits for anything here, or after `--drain-timeout`.
         """
-        self.engine.refuse_new()
-        log.info("node drains", num_requests=self.engine.num_open)
+        engine = self.engine
+        engine.refuse_new()
+        log.info("node drains", num_requests=engine.num_open)
         await wait_until(
-            lambda: not (self.engine.is_alive and self._is_needed()),
+            lambda: not engine.is_alive or not (engine.num_open or self.connector.is_awaited()),
             self.config.drain_timeout,
         )
-
-    def _is_needed(self) -> bool:
-        return bool(self.engine.num_open) or self.connector.is_awaited()
 
     async def wait(self) -> None:
         """Returns when the node was closed. Raises EngineDeadError when its engine died."""
@@ -120,58 +136,43 @@ class NodeServer:
         await self._resources.aclose()
 
     async def _start(self) -> None:
-        refuse_unavailable(self.config)
-        check_device(self.config.device)
-        self._token = token_for_calls(self.config)
-        self._tls = server_tls(self.config.ssl_certfile, self.config.ssl_keyfile)
-        check_listen_host(self.config.host)
-        self.host = advertised_host(self.config.host, self.config.advertise_host)
-        check_ports(self.config)
+        self._check_options()
         torch.set_num_threads(self.config.num_threads)
-        model = await asyncio.to_thread(self._read_model)
-        plan = self._plan(model.config)
-        limits = EngineLimits(
-            context_length(self.config.max_model_len, model.config.max_position_embeddings, plan),
-            model.config.vocab_size,
-            model.eos_token_ids,
-        )
-        log.info(f"arena planned\n{plan_report(plan, limits.max_model_len)}")
+        model = await asyncio.to_thread(ModelFolder.read, self.config)
         self.metrics = NodeMetrics(model.names[0], self.engine_id)
+        plan, limits = self._plan_arena(model)
         arena = ArenaMemory(plan.arena_bytes, device=self.config.device)
         self._resources.callback(arena.close)
-        self.connector = connector = self._connect(model, plan, arena)
-        runner = await self._load(model, plan, arena)
-        self.engine = self._start_engine(limits, runner, plan, connector=connector)
-        self.rpc = await self._start_rpc(model, connector)
-        connector.advertise(self.rpc.port)
+        self.connector = self._connect(model, plan, arena)
+        weights = await asyncio.to_thread(load_model, model.path, model.config, arena.tensor.device)
+        self.engine = self._start_engine(plan, ModelRunner(weights, plan, arena), limits)
+        self.rpc = await self._start_rpc(model)
+        self.connector.advertise(self.rpc.port)
         self.http = await self._start_http(model)
         self._resources.push_async_callback(self._end_requests)
         log.info("node serves", engine_id=self.engine_id, url=self.url, grpc_port=self.rpc.port)
 
-    async def _end_requests(self) -> None:
-        """Clients that still listen learn that their answer is not whole."""
-        self.engine.end_open()
-        await wait_until(lambda: not self.engine.num_open, END_OF_REQUESTS_S)
-
-    def _read_model(self) -> ModelFolder:
+    def _check_options(self) -> None:
+        """Raises ConfigError now for what would fail later: models load slowly."""
         config = self.config
-        folder = resolve_folder(config.model)
-        model_config = read_config(folder, config.dtype, device=config.device)
-        return ModelFolder(
-            path=folder,
-            config=model_config,
-            names=config.served_model_name or (config.model,),
-            eos_token_ids=frozenset(read_eos_token_ids(folder, model_config.vocab_size)),
-            tokenizer=load_tokenizer(folder),
-            defaults=load_sampling_defaults(folder),
-        )
+        refuse_unavailable(config)
+        check_device(config.device)
+        self._token = token_for_calls(config)
+        self._tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
+        check_listen_host(config.host)
+        self.host = advertised_host(config.host, config.advertise_host)
+        check_ports(config)
 
-    def _plan(self, model: ModelConfig) -> ArenaPlan:
+    def _plan_arena(self, model: ModelFolder) -> tuple[ArenaPlan, EngineLimits]:
         config = self.config
-        plan = plan_arena(model.groups, config.block_size, config.kv_cache_memory_bytes)
+        plan = plan_arena(model.config.groups, config.block_size, config.kv_cache_memory_bytes)
         check_decode_checkpoints(config, plan)
         check_memory(plan, config.device)
-        return plan
+        max_model_len = context_length(
+            config.max_model_len, model.config.max_position_embeddings, plan
+        )
+        log.info(f"arena planned\n{plan_report(plan, max_model_len)}")
+        return plan, EngineLimits(max_model_len, model.config.vocab_size, model.eos_token_ids)
 
     def _connect(self, model: ModelFolder, plan: ArenaPlan, arena: ArenaMemory) -> NodeConnector:
         settings = ConnectorSettings(
@@ -185,53 +186,44 @@ class NodeServer:
             prefix_hash_seed=self.config.prefix_hash_seed,
         )
         connector = self._build_connector(
-            settings, plan, arena, metrics=self.metrics, wake=self._wake
+            # The engine is made after its connector, which wakes it only once it runs.
+            settings,
+            plan,
+            arena,
+            metrics=self.metrics,
+            wake=lambda: self.engine.wake(),
         )
         self._resources.callback(connector.close)
         return connector
 
-    def _wake(self) -> None:
-        self.engine.wake()
-
-    async def _load(self, model: ModelFolder, plan: ArenaPlan, arena: ArenaMemory) -> ModelRunner:
-        device = arena.tensor.device
-        weights = await asyncio.to_thread(load_model, model.path, model.config, device)
-        return ModelRunner(weights, plan, arena)
-
     def _start_engine(
-        self,
-        limits: EngineLimits,
-        runner: ModelRunner,
-        plan: ArenaPlan,
-        *,
-        connector: NodeConnector,
+        self, plan: ArenaPlan, runner: ModelRunner, limits: EngineLimits
     ) -> AsyncEngine:
-        policy = self.config.kv_transfer_config.kv_load_failure_policy
+        config, connector = self.config, self.connector.connector
+        cache = KVCacheManager(
+            plan,
+            hash_seed=config.prefix_hash_seed,
+            prefix_caching=config.enable_prefix_caching,
+            checkpoint_share=config.mamba_checkpoint_share,
+            listener=connector.scheduler.cache_listener,
+        )
+        policy = config.kv_transfer_config.kv_load_failure_policy
         scheduler = Scheduler(
-            self.config.scheduler(limits.max_model_len),
-            self._cache(plan),
-            connector.connector.scheduler,
+            config.scheduler(limits.max_model_len),
+            cache,
+            connector.scheduler,
             recompute_failed_loads=policy == "recompute",
         )
-        core = EngineCore(scheduler, runner, connector.connector)
         self.metrics.read(scheduler, gauges=SCHEDULER_GAUGES, counters=SCHEDULER_COUNTERS)
+        core = EngineCore(scheduler, runner, connector)
         engine = AsyncEngine(
-            core, connector.connector.admission, limits, metrics=RequestMetrics(self.metrics)
+            core, connector.admission, limits, metrics=RequestMetrics(self.metrics)
         )
         engine.start()
         self._resources.push_async_callback(engine.close)
         return engine
 
-    def _cache(self, plan: ArenaPlan) -> KVCacheManager:
-        return KVCacheManager(
-            plan,
-            hash_seed=self.config.prefix_hash_seed,
-            prefix_caching=self.config.enable_prefix_caching,
-            checkpoint_share=self.config.mamba_checkpoint_share,
-            listener=self.connector.connector.scheduler.cache_listener,
-        )
-
-    async def _start_rpc(self, model: ModelFolder, connector: NodeConnector) -> RpcServer:
+    async def _start_rpc(self, model: ModelFolder) -> RpcServer:
         files = {
             name: (model.path / name).read_bytes()
             for name in TOKENIZER_FILES
@@ -239,7 +231,7 @@ class NodeServer:
         }
         node = NodeService(self.engine, lambda: self._describe(model), files)
         rpc = await start_server(
-            [node, *connector.services()],
+            [node, *self.connector.services()],
             self.config.host,
             self.config.grpc_port,
             token=self._token,
@@ -277,6 +269,11 @@ class NodeServer:
         await http.start()
         self._resources.push_async_callback(http.close)
         return http
+
+    async def _end_requests(self) -> None:
+        """Clients that still listen learn that their answer is not whole."""
+        self.engine.end_open()
+        await wait_until(lambda: not self.engine.num_open, END_OF_REQUESTS_S)
 
     async def _node_info(self, request: Request) -> Response:
         """Tells a proxy that knows only the HTTP port where the token streams are.
