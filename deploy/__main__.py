@@ -90,14 +90,14 @@ def _up_on(address: str, config: ClusterConfig) -> None:
 
 
 def _up_embedded(config: ClusterConfig) -> None:
-    with new_session() as session, shown_session(_state_file(), session) as tell:
+    with new_session() as session, shown_session(_state_file(), session) as show_address:
         os.environ.update(session.environment())
         _say("starting Ray")
         # Ray reads its environment when it is imported.
         from deploy.ray_cluster import embedded, running
 
         with embedded(session.ray_folder, config.resources()) as address:
-            tell(address)
+            show_address(address)
             with running(config, _say) as members:
                 console.print(_table(members))
                 console.print(f"logs in {session.ray_folder}/session_latest/logs; Ctrl-C stops")

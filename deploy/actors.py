@@ -82,7 +82,7 @@ class ServerActor:
         return self.describe()
 
     def describe(self) -> Member:
-        """Who serves here, and where."""
+        """The member that runs in this actor."""
         raise NotImplementedError
 
     def close(self) -> tuple[str, int]:

@@ -17,7 +17,7 @@ DEMO_CLUSTER = Path(__file__).parent / "configs" / "demo.yaml"
 PLACEMENT_KEYS = ("resources", "num_cpus")
 OWN_HOST = "auto"
 MAX_DRAIN_S = 30.0
-"""What `down` and Ctrl-C wait for every kind of member, one after the other."""
+"""`down` and Ctrl-C wait so long for each kind of member, one kind after the other."""
 
 Amount = Annotated[float, Meta(ge=0.0)]
 
@@ -36,7 +36,7 @@ class Place:
 
 
 class Placement(Config, frozen=True):
-    """Where members run: `resources` are Ray's custom ones."""
+    """What a member takes of a machine; `resources` are Ray's custom ones."""
 
     resources: dict[str, Amount] = msgspec.field(default_factory=dict)
     num_cpus: Amount = 0.1
@@ -86,14 +86,14 @@ class ClusterConfig(Config, frozen=True):
         return (*nodes, Place("proxy", self._proxy_placement().bundle()))
 
     def resources(self) -> dict[str, float]:
-        """What all members take together."""
+        """The sum over all members."""
         total: Counter[str] = Counter()
         for place in self.places():
             total.update(place.bundle)
         return dict(total)
 
     def node(self, kind: str) -> NodeConfig:
-        """The NodeConfig of `prefill` or `decode` nodes; port 0 unless told otherwise."""
+        """The NodeConfig of `prefill` or `decode` nodes; port 0 unless it is given."""
         group = self.prefill if kind == "prefill" else self.decode
         fields = {**self._shared_fields(), **group.config}
         config = decode_config(fields, NodeConfig, f"{kind}.config")

@@ -33,9 +33,9 @@ def signals_held() -> Iterator[None]:
     """Signals wait until the end of the block, and then find `stop_on_signals` in force.
 
     For `ray.init`: it sets handlers of its own, loses exceptions raised between its forks, and
-    aborts the process when SIGTERM comes while its core starts. What it starts inherits the block:
-    a signal to the whole process group, as service managers send it, must not end Ray before the
-    cluster on it has been stopped, for nothing could be asked of it any more.
+    aborts the process when SIGTERM comes while its core starts. The processes that it starts
+    inherit the block: service managers signal the whole process group, and Ray must outlive the
+    cluster on it, since only Ray can stop that.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

@@ -91,7 +91,7 @@ def start_cluster(config: ClusterConfig, progress: Progress) -> list[Member]:
 
 
 def cluster_members() -> list[Member]:
-    """Who runs, ordered by actor name. One that Ray restarts, or that is stuck, says so."""
+    """All members, ordered by actor name; of one that does not answer, `url` says why."""
     calls = {name: actor.describe.remote() for name, actor in _actors().items()}
     if calls:
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=CALL_S)
@@ -235,7 +235,7 @@ def _process_here(call: Any) -> psutil.Process | None:
 
 
 def _forget() -> None:
-    """What outlives actors: their ports and their placement group."""
+    """Removes what outlives actors: their ports and their placement group."""
     _internal_kv_del("", del_by_prefix=True, namespace=PORTS)
     with suppress(ValueError):  # Ray's answer for "no such group"
         remove_placement_group(ray.util.get_placement_group(GROUP))

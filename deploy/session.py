@@ -49,7 +49,7 @@ class Session:
 
     @property
     def token_path(self) -> Path:
-        """What lets a process of this user in."""
+        """The secret with which a process of this user reaches this Ray."""
         return self.folder / "token"
 
     def environment(self) -> dict[str, str]:
@@ -58,7 +58,7 @@ class Session:
 
 
 def embedded_environment(token_path: Path) -> dict[str, str]:
-    """What reaches an embedded Ray: only with the token, and only from this machine."""
+    """Variables that let a process reach an embedded Ray: by token, on this machine only."""
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
@@ -84,16 +84,16 @@ def new_session() -> Iterator[Session]:
 
 
 def state_file(runtime_folder: str | None) -> Path:
-    """Where this user's state is; `runtime_folder` is XDG_RUNTIME_DIR."""
+    """The state file of this user; `runtime_folder` is XDG_RUNTIME_DIR."""
     return Path(runtime_folder or tempfile.gettempdir()) / f"tandem-{os.getuid()}.json"
 
 
 @contextmanager
 def shown_session(file: Path | None, session: Session) -> Iterator[Callable[[str], None]]:
-    """Shows the cluster of `session` to other commands: yields what tells them Ray's address.
+    """Shows the cluster of `session` to other commands; call the result with Ray's address.
 
-    Without a file nobody sees it, and there may be another one. Raises ConfigError when another
-    cluster is up.
+    Without a file no command sees it, and other clusters may be up beside it. Raises ConfigError
+    when `file` belongs to another cluster that is up.
     """
     if file is None:
         yield lambda address: None

@@ -220,7 +220,7 @@ DEFAULTS = NodeConfig()
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class SchedulerConfig:
-    """How much one step does, who is next, and where decoding keeps states.
+    """Limits of one step, the order of requests, and where decoding keeps states.
 
     With the policy `fcfs` no request may bring a priority.
     """

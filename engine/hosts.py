@@ -1,4 +1,4 @@
-"""Which addresses are this machine's, and which of them its peers on other hosts are told."""
+"""Addresses of this machine, and the one that peers on other hosts are told."""
 
 import fcntl
 import socket
@@ -54,7 +54,7 @@ def ipv4_of(interface: str) -> str | None:
 
 
 def _addresses_here(flag: str, host: str) -> set[str]:
-    """What `host` stands for; every address must be this machine's."""
+    """The addresses that `host` names. Raises ConfigError unless all are this machine's."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)
     except OSError as error:
@@ -80,9 +80,9 @@ def _choice() -> str:
 
 
 def _own_address(host: str) -> str:
-    """Of the default route's interface, else the only one there is.
+    """The address of the default route's interface, else the only address there is.
 
-    The machine's own name is no help: on Debian it stands for 127.0.1.1.
+    The machine's own name does not help: on Debian it means 127.0.1.1.
     """
     families = (socket.AF_INET, socket.AF_INET6) if host == "::" else (socket.AF_INET,)
     for family in families:

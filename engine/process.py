@@ -24,7 +24,7 @@ WRONG_OPTION: Final = 2
 
 
 class Server(Protocol):
-    """What a command line starts and stops."""
+    """A server as a command line starts and stops it."""
 
     async def start(self) -> None:
         """Binds, loads, serves."""
@@ -42,8 +42,8 @@ class Server(Protocol):
 def run_server(make: Callable[[], Server]) -> None:
     """Runs a server until SIGINT or SIGTERM, which drain it; a second one ends it at once.
 
-    A wrong option ends the process with one line. A server whose engine died ends with another code
-    than 0, for whoever is to start it again.
+    A wrong option ends the process with one line and code 2, an engine that died with code 1, so
+    that a service manager starts the server again.
     """
     configure_logging()
     raise_descriptor_limit()

@@ -9,7 +9,7 @@ from engine.errors import ConfigError
 
 @dataclass(slots=True, frozen=True)
 class ServerTls:
-    """What a server shows: as files for HTTP, as PEM for gRPC."""
+    """A server's certificate and key: as files for HTTP, as PEM for gRPC."""
 
     certfile: str
     keyfile: str
@@ -19,7 +19,7 @@ class ServerTls:
 
 @dataclass(slots=True, frozen=True)
 class ClientTls:
-    """What a client verifies servers with: `context` for HTTP, `authorities` (PEM) for gRPC.
+    """A client's authorities: `context` verifies HTTP servers, `authorities` (PEM) gRPC servers.
 
     None stands for the authorities that gRPC brings along.
     """
@@ -29,7 +29,7 @@ class ClientTls:
 
 
 def server_tls(certfile: str | None, keyfile: str | None) -> ServerTls | None:
-    """None where no file was given. Raises ConfigError for one alone, or one that is no good."""
+    """None without files. Raises ConfigError for one file alone or an unusable one."""
     if certfile is None and keyfile is None:
         return None
     if certfile is None or keyfile is None:

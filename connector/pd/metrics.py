@@ -44,7 +44,7 @@ PULL_GAUGES: Final[Table] = {
 
 
 class TransferMetrics:
-    """What hand-overs cost and how they fail.
+    """Costs and failures of hand-overs.
 
     The names are the same for every transport, so that dashboards made for vLLM work unchanged.
     """

@@ -57,7 +57,7 @@ def demo_cluster(
     `state` is the file by which `deploy status` and `down` see it.
     """
     config = _on_port(load_cluster(), port)
-    with new_session() as session, shown_session(state, session) as tell:
+    with new_session() as session, shown_session(state, session) as show_address:
         leftovers.watch_folder(session.folder)
         os.environ.update(session.environment())
         steps("starting an embedded Ray, for which only this user has the token")
@@ -65,7 +65,7 @@ def demo_cluster(
         from deploy.ray_cluster import embedded, running
 
         with embedded(session.ray_folder, config.resources()) as address:
-            tell(address)
+            show_address(address)
             with running(config, steps) as members:
                 leftovers.watch_processes(descendants())
                 yield members[-1].url

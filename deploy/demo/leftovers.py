@@ -1,4 +1,4 @@
-"""What the demo left on the machine, looked for where such things are: it must be nothing."""
+"""Finds what the demo has left on the machine: processes, folders, shared memory. All must go."""
 
 import os
 from collections.abc import Iterable
@@ -30,11 +30,11 @@ class Leftovers:
 
     @property
     def watched(self) -> str:
-        """In words, for the one who looks on."""
+        """In words, for people."""
         return f"{len(self._processes)} processes, their files, shared memory"
 
     def find(self, seconds: float = END_S) -> list[str]:
-        """What should not be there any more; processes have `seconds` to end."""
+        """What is still there; processes have `seconds` to end."""
         left = wait_gone(self._processes | descendants(), seconds)
         return [
             *(f"process {process.pid}" for process in left),
@@ -44,7 +44,7 @@ class Leftovers:
 
 
 def _shared_memory() -> set[Path]:
-    """Of this user, and without what a living process uses: that may be somebody else's."""
+    """Files of this user, except those that a living process uses."""
     files = [file for file in SHARED_MEMORY.iterdir() if _is_mine(file)]
     used = "".join(_text(maps) for maps in Path("/proc").glob("[0-9]*/maps")) if files else ""
     return {file for file in files if str(file) not in used}

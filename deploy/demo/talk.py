@@ -1,4 +1,4 @@
-"""What the demo says to the cluster and what it shows: real OpenAI requests through the proxy.
+"""The demo's conversation with the cluster: real OpenAI requests through the proxy, and a table.
 
 Knows only a client of the proxy.
 """

@@ -1,4 +1,4 @@
-"""What a node can promise: options that exist and fit, a context that model and arena hold."""
+"""Limits of this machine, of a model and of an arena, checked before a node serves."""
 
 import socket
 from math import lcm
@@ -19,7 +19,7 @@ def refuse_unavailable(config: NodeConfig) -> None:
 
 
 def check_ports(config: NodeConfig) -> None:
-    """Raises ConfigError for a port that cannot be had, long before it is: models load slowly."""
+    """Raises ConfigError for a port that is taken, before the model is loaded: that takes long."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     for flag, port in (("--port", config.port), ("--grpc-port", config.grpc_port)):
         try:

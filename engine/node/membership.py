@@ -1,4 +1,4 @@
-"""Who may call a node's gRPC port: everybody on this machine, its cluster's members, or nobody."""
+"""Access to a node's gRPC port: for this machine, for the members of a cluster, or for nobody."""
 
 import secrets
 
@@ -14,10 +14,11 @@ log = structlog.get_logger()
 
 
 def token_for_calls(config: NodeConfig) -> str | None:
-    """The cluster's token; None: everybody may call.
+    """The token that callers must know; None: every process of this machine may call.
 
-    Without a token that is so on a loopback address only, and not where HTTP clients need a key:
-    gRPC would let them pass. Such a node gets a token that nobody else knows.
+    Without a cluster token, gRPC is open on a loopback address only, and not where HTTP clients
+    need a key, since gRPC would let them pass without it. Any other node gets a token of its own,
+    which nobody knows.
     """
     if config.cluster_token is not None:
         return config.cluster_token
@@ -32,7 +33,7 @@ def token_for_calls(config: NodeConfig) -> str | None:
 
 
 def tls_to_peers(config: NodeConfig) -> ClientTls | None:
-    """With which a node calls its peers: they speak TLS if it does. Raises ConfigError."""
+    """TLS for calls to peers: they speak it if this node does. Raises ConfigError."""
     if config.ssl_certfile is not None:
         return client_tls(config.ssl_ca_certs)
     if config.ssl_ca_certs is not None:
