@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.config import DEMO_CLUSTER, ClusterConfig, load_cluster
-from deploy.process import stop_on_signals
+from deploy.process import stop_on_signals, wait_gone
 from deploy.session import (
     ClusterState,
     embedded_environment,
@@ -125,11 +125,11 @@ def _stop_owner(state: ClusterState) -> None:
         owner = psutil.Process(state.pid)
         owner.terminate()
         _say(f"waiting for process {state.pid} to stop the cluster")
-        owner.wait(DOWN_S)
     except psutil.NoSuchProcess as error:
         raise UnavailableError("the cluster ended by itself") from error
-    except psutil.TimeoutExpired as error:
-        raise UnavailableError(f"process {state.pid} did not stop within {DOWN_S:g} s") from error
+    # Not `owner.wait`: that waits for a zombie until its parent has asked for it.
+    if wait_gone([owner], DOWN_S):
+        raise UnavailableError(f"process {state.pid} did not stop within {DOWN_S:g} s")
 
 
 def _say(text: str) -> None:

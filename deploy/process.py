@@ -68,13 +68,13 @@ def wait_gone(processes: Iterable[psutil.Process], seconds: float) -> set[psutil
 
 def end_descendants(seconds: float) -> None:
     """Returns when no descendant runs: after `seconds`, those that still do are killed."""
-    known = descendants()
-    wait_gone(known, seconds)
+    deadline = time.monotonic() + seconds
+    known: set[psutil.Process] = set()
     # Looked for again and again: a process that is about to end may still start others, and those
     # whose parent has ended are descendants no longer.
     while left := {each for each in known | descendants() if is_alive(each)}:
         known |= left
-        for process in left:
+        for process in left if time.monotonic() >= deadline else ():
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         time.sleep(POLL_S)
