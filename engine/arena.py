@@ -1,8 +1,8 @@
 """The one contiguous allocation that holds a node's KV blocks and Mamba states.
 
-Knows bytes only: the arena plan says what lies where. It may lie on a device, so nothing but the
-model's operators (by `tensor`) and transports that register addresses (by `data_ptr`) touches it;
-everything else asks for bytes on the host by `read` and `writable`.
+Knows bytes only: the arena plan says where blocks and states lie. The arena may be on a device, so
+only the model's operators (by `tensor`) and transports that register addresses (by `data_ptr`)
+touch it directly. All other code gets host bytes through `read` and `writable`.
 """
 
 import fcntl
@@ -23,8 +23,8 @@ class ArenaMemory:
 
     On the host it is an anonymous memory file (memfd), mapped shared: other processes of the same
     user can map it through `/proc/<pid>/fd/<fd>`, it has no name in any file system, and the kernel
-    frees it with its last user even after SIGKILL. It is sealed against resizing, so a reader's
-    mapping can never fault with SIGBUS. `prefault` touches every page now, not in the first step.
+    frees it with its last user even after SIGKILL. Seals forbid resizing, so a reader's mapping
+    never faults with SIGBUS. `prefault` touches every page at start instead of in the first step.
 
     `tensor`: uint8, shape (nbytes,), zero-copy. `fd` is None on a device; `label` names the memfd.
     """
@@ -62,7 +62,7 @@ class ArenaMemory:
     def read(self, offset: int, length: int) -> memoryview:
         """Bytes from `offset` on, for the host: a view of a host arena, a copy of a device's.
 
-        A copy waits for what is queued on the device. Raises ValueError once closed.
+        A copy waits for the work queued on the device. Raises ValueError once closed.
         """
         if self._host is not None:
             return self._host[offset : offset + length]
@@ -70,10 +70,10 @@ class ArenaMemory:
 
     @contextmanager
     def writable(self, offset: int, length: int) -> Iterator[memoryview]:
-        """Host memory to fill; the arena has its bytes from `offset` on when the block ends.
+        """Host memory to fill; when the block ends, the arena has its bytes from `offset` on.
 
-        A host arena gives the bytes themselves, a device's an empty buffer that is copied at the
-        end; after an exception a device's bytes stay as they were. Raises ValueError once closed.
+        A host arena gives its own bytes, a device arena an empty buffer that is copied at the end.
+        After an exception the bytes of a device stay as they were. Raises ValueError once closed.
         """
         if self._host is not None:
             yield self._host[offset : offset + length]
@@ -90,7 +90,7 @@ class ArenaMemory:
         return self.tensor.numpy().data  # `tensor` raises once closed
 
     def close(self) -> None:
-        """Gives back the descriptor now, the bytes with the last tensor over them. Idempotent."""
+        """Closes the descriptor now; the last tensor over the bytes frees them. Idempotent."""
         self._tensor = self._host = None
         if self.fd is not None:
             os.close(self.fd)
@@ -98,7 +98,7 @@ class ArenaMemory:
 
 
 def available_host_bytes() -> int:
-    """Memory that can be given out without swapping, or what the cgroup allows if that is less."""
+    """Bytes that can be allocated without swapping, or the cgroup's limit if that is less."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     (free,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     limit = Path("/sys/fs/cgroup/memory.max")
@@ -118,7 +118,7 @@ def _sealed_memfd(label: str, nbytes: int) -> int:
 
 
 def _map(fd: int, nbytes: int, *, prefault: bool) -> torch.Tensor:
-    """The tensor owns the mapping; it is never unmapped by hand, as torch's views would dangle."""
+    """The tensor owns the mapping: unmapping it by hand would leave torch's views dangling."""
     flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
     try:
         return torch.frombuffer(mmap.mmap(fd, nbytes, flags=flags), dtype=torch.uint8)

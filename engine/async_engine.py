@@ -1,7 +1,9 @@
 """asyncio in front of the engine thread: generate, health, close.
 
-Messages go in through a queue that admission bounds, and come out once per step. Knows nothing of
-HTTP or gRPC.
+    event loop       generate --admit--> _inbox ------------------> engine thread: core.step()
+                     _streams <--call_soon_threadsafe(_deliver)---- news, once per step
+
+Knows nothing of HTTP or gRPC.
 """
 
 import asyncio
@@ -48,7 +50,7 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class _Stream:
-    """One caller's mailbox: bounded by the tokens a request may produce."""
+    """One caller's mailbox; it can hold no more outputs than the request has tokens."""
 
     outputs: list[GenerateOutput | TandemError] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -65,7 +67,7 @@ class _Stream:
 
 
 class AsyncEngine:
-    """Owner of the engine thread. Start and close on the event loop that calls `generate`."""
+    """Owner of the engine thread; start and close it on the event loop that calls `generate`."""
 
     def __init__(
         self,
@@ -79,7 +81,9 @@ class AsyncEngine:
         self.limits = limits
         self._admission = admission
         self._metrics = metrics
+        # Calls for the engine thread, at most two per request (add, abort); None only wakes it.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Only the event loop reads and writes the streams, so they need no lock.
         self._streams: dict[str, _Stream] = {}
         self._counter = 0
         self._num_admitting = 0
@@ -126,6 +130,7 @@ class AsyncEngine:
         finally:
             del self._streams[request_id]
             if not all_taken:
+                # The caller left or failed. The scheduler ignores ids that it does not know.
                 self._inbox.put(lambda: self.core.scheduler.abort(request_id))
 
     @property
@@ -139,7 +144,7 @@ class AsyncEngine:
             raise _dead_engine()
 
     async def check_ready(self) -> tuple[str, ...]:
-        """One line for each peer whose hand-overs fail, so that this node computes them again.
+        """One line for each peer whose hand-overs fail and whose prompts this node computes itself.
 
         Raises UnavailableError when this node must not get traffic.
         """
@@ -149,19 +154,19 @@ class AsyncEngine:
 
     @property
     def hand_over_problems(self) -> tuple[HandOverProblem, ...]:
-        """The peers whose hand-overs fail at present."""
+        """The peers whose hand-overs to this node keep failing."""
         return self._admission.problems()
 
     @property
     def problem(self) -> str:
-        """The reason for this node to get no traffic; empty when it may."""
+        """The reason why this node must get no traffic; empty if it may."""
         if not self.is_alive:
             return "the engine is not running"
         return SHUTTING_DOWN if self._refuses_new else ""
 
     @property
     def num_open(self) -> int:
-        """Requests under way, from their admission to the last output that was taken."""
+        """Requests under way, from admission until the caller has taken the last output."""
         return self._num_admitting + len(self._streams)
 
     def refuse_new(self) -> None:
@@ -184,7 +189,7 @@ class AsyncEngine:
         if self._stopping:
             return
         self._stopping = True
-        self._inbox.put(None)
+        self._inbox.put(None)  # an idle thread sleeps on the inbox
         await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
         self.core.close()
         self._fail_all(EngineDeadError("the node is shutting down"))
@@ -223,6 +228,7 @@ class AsyncEngine:
 
     def _submit(self, admitted: Admitted) -> None:
         origin = admitted.request
+        # Admission awaits: the engine may have died or closed since `generate` looked.
         if not self.is_alive:
             self._admission.withdraw(origin.request_id)
             raise _dead_engine()
@@ -238,7 +244,7 @@ class AsyncEngine:
         self._inbox.put(lambda: self._add(request, admitted.first_token))
 
     def _add(self, request: Request, first_token: FirstToken | None) -> None:
-        """In the engine thread."""
+        """Runs in the engine thread."""
         try:
             self.core.scheduler.add(request, first_token)
         except TandemError as error:
@@ -256,7 +262,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         """The engine thread."""
-        # The broad except is on purpose: the thread must not die in silence.
+        # Broad on purpose: whatever ends this thread must reach the callers and `wait`.
         try:
             while not self._stopping:
                 self._drain_inbox()
@@ -289,7 +295,7 @@ class AsyncEngine:
             message()
 
     def _idle_seconds(self) -> float | None:
-        """Seconds until the next lease ends, less while requests wait for room; None: no limit."""
+        """Seconds until the next lease ends, or fewer while requests wait; None: no limit."""
         if self.core.scheduler.has_work:
             return IDLE_POLL_S
         deadline = self.core.next_deadline()
@@ -308,7 +314,7 @@ class AsyncEngine:
         items: list[tuple[str, GenerateOutput | TandemError]] = [*news.outputs, *news.errors]
         for request_id, item in items:
             stream = self._streams.get(request_id)
-            if stream is not None:
+            if stream is not None:  # None: the caller left while this step ran
                 stream.put(item)
 
     def _fail_all(self, error: TandemError) -> None:
@@ -317,5 +323,5 @@ class AsyncEngine:
 
 
 def _dead_engine() -> EngineDeadError:
-    """The error for clients, without the cause, which the log has."""
+    """The error for clients; the cause stands in the log only."""
     return EngineDeadError("the engine of this node has stopped; its log says why")

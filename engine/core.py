@@ -1,7 +1,6 @@
 """One engine step on one screen: schedule, execute, update, emit.
 
-Synchronous and single-threaded; who calls it and where the news goes is `async_engine.py`'s
-business.
+Synchronous and single-threaded. `async_engine.py` calls it and delivers the news.
 """
 
 from engine.kv_connector import Connector
@@ -19,9 +18,10 @@ class EngineCore:
         self._connector = connector
 
     def step(self) -> tuple[StepNews, bool]:
-        """One step; the news, and whether the next may find work: one computed, a transfer ended.
+        """Runs one step; returns its news, and whether the next step may find work at once.
 
-        What has just been loaded decodes from the next step on, which nothing else would start.
+        It may if this step computed something or a transfer ended: a request that was just loaded
+        decodes from the next step on, and no other event would start that step.
         """
         output = self.scheduler.schedule()
         worker = self._connector.worker
@@ -34,10 +34,10 @@ class EngineCore:
         return news, bool(output.scheduled) or transfers.is_news
 
     def next_deadline(self) -> float | None:
-        """Monotonic time by which an idle engine must step again, if any."""
+        """Monotonic time (seconds) by which an idle engine must step again, if any."""
         return self._connector.worker.next_deadline()
 
     def close(self) -> None:
-        """Ends transfers and claims; the arena may be given back afterwards."""
+        """Ends transfers and claims; afterwards the arena may be freed."""
         self._connector.worker.close()
         self._connector.scheduler.close()

@@ -1,4 +1,4 @@
-"""The exception tree: each leaf means one thing, is raised where known and caught at a border.
+"""The exception tree: each leaf means one thing, is raised at its cause and caught at a border.
 
 TandemError
 ├── InvalidRequestError          the caller's request is wrong; HTTP 400
@@ -8,20 +8,20 @@ TandemError
 ├── AuthenticationError          missing or wrong key; HTTP 401
 ├── OverloadedError              a bounded queue is full; HTTP 429 with Retry-After
 ├── UnavailableError             no node can serve this now; HTTP 503 with Retry-After
-│   ├── UnprovenPeerError        what answers did not prove that it knows the cluster token
+│   ├── UnprovenPeerError        a peer did not prove that it knows the cluster token
 │   └── NodeLostError            a node went away while it had the request
 ├── DeadlineExceededError        an await ran past its deadline; HTTP 504
 ├── KVLoadError                  a remote prefill is lost and the policy is `fail`; HTTP 502
-├── RequestAbortedError          the request was cancelled while someone still waited for it
+├── RequestAbortedError          the request was cancelled while its caller still waited
 ├── EngineGenerateError          computing this request failed, the engine goes on; HTTP 500
 ├── EngineDeadError              the engine thread stopped; HTTP 500, the node is not live
-├── ConfigError                  a flag or file asks for something that cannot be
-├── CheckpointError              a model folder is not what its config says
+├── ConfigError                  a flag or file asks for something impossible
+├── CheckpointError              a model folder does not match its config
 └── TransportError               bytes could not be moved
     ├── TransferTimeoutError     they did not move in time
     ├── LateReadError            P's lease had ended before the read did
     ├── OtherPromptError         P's lease is for another prompt, or for other blocks
-    └── VerificationError        what arrived is not what P holds, twice
+    └── VerificationError        the bytes differ from P's, also when read again
 """
 
 
@@ -54,7 +54,7 @@ class UnknownModelError(InvalidRequestError):
 
 
 class AuthenticationError(TandemError):
-    """No key, or not the right one."""
+    """The key is missing or wrong."""
 
 
 class OverloadedError(TandemError):
@@ -74,15 +74,15 @@ class UnavailableError(TandemError):
 
 
 class UnprovenPeerError(UnavailableError):
-    """What answers at a node's address did not prove that it belongs to the cluster."""
+    """The peer at a node's address did not prove that it belongs to the cluster."""
 
 
 class NodeLostError(UnavailableError):
-    """A node that had the request went away, or answers no more, without a word why."""
+    """A node that had the request went away or stopped answering, without a reason."""
 
 
 class DeadlineExceededError(TandemError):
-    """Something did not answer before its deadline."""
+    """An answer did not come before its deadline."""
 
 
 class KVLoadError(TandemError):

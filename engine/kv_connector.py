@@ -1,8 +1,8 @@
-"""THE SEAM: how the engine gets K/V and states from outside, without knowing from whom or how.
+"""THE SEAM: the engine gets K/V and states from outside, without knowing from whom or how.
 
-Three small interfaces, one per thread that calls them: admission (event loop), scheduler and worker
-(engine thread). The engine owns the interfaces; `connector/` implements them: a hand-over between
-nodes, a slower tier, or several of them as one. Verbs are vLLM's where it has one.
+Three small interfaces: admission (runs on the event loop), scheduler and worker (run in the engine
+thread). The engine owns the interfaces; `connector/` implements them: a hand-over between nodes, a
+slower tier, or several of them as one. Verbs are vLLM's where vLLM has one.
 
     one step    schedule: match .. start_load .. build_meta  ->  message
                 worker:   start_save | zero, copy | start_load | compute | get_finished
@@ -31,11 +31,11 @@ from engine.types import (
 
 @dataclass(slots=True, frozen=True)
 class Match:
-    """What a connector can load of one prompt.
+    """A connector's answer for one prompt: the tokens and states that it can load.
 
-    `weight`: what one of its tokens is worth beside another connector's. `is_pending`: it does not
-    know yet; the request waits and is asked about again, while others start. `lost`: tokens that
-    were computed elsewhere and cannot be had, and why.
+    `weight`: the worth of one of its tokens relative to another connector's. `is_pending`: the
+    connector does not know yet; the request waits, is asked about again, and others start
+    meanwhile. `lost`: number of tokens that were computed elsewhere and cannot be loaded, and why.
     """
 
     coverage: Coverage = NOTHING
@@ -46,7 +46,7 @@ class Match:
 
 @dataclass(slots=True, frozen=True)
 class FinishDecision:
-    """What becomes of a finished request's blocks: each of `num_holds` keeps them until released.
+    """The fate of a finished request's blocks: they stay until `num_holds` holds have ended.
 
     `kv_transfer_params` and `kv_transfer` go to the client with the last output.
     """
@@ -58,7 +58,7 @@ class FinishDecision:
 
 @dataclass(slots=True, frozen=True)
 class FirstToken:
-    """The first output token, which another node has sampled."""
+    """The first output token, sampled by another node."""
 
     token_id: TokenId
     logprob: TokenLogprob | None = None
@@ -66,7 +66,7 @@ class FirstToken:
 
 @dataclass(slots=True, frozen=True)
 class Admitted:
-    """A request as it is to be computed here, and its first output token if that is known."""
+    """A request as this node computes it, and its first output token if that is known."""
 
     request: GenerateRequest
     first_token: FirstToken | None = None
@@ -77,61 +77,63 @@ class AdmissionConnector(ABC):
 
     @abstractmethod
     async def admit(self, request: GenerateRequest) -> Admitted:
-        """Accepts the transfer parameters or raises KVTransferParamsError or KVLoadError."""
+        """Accepts the transfer parameters. Raises KVTransferParamsError or KVLoadError."""
 
     @abstractmethod
     def withdraw(self, request_id: str) -> None:
         """Undoes `admit` for a request that never reached the scheduler."""
 
     def problems(self) -> tuple[HandOverProblem, ...]:
-        """Peers from which this node takes hand-overs in vain at present."""
+        """Peers whose hand-overs to this node keep failing."""
         return ()
 
 
 class SchedulerConnector(ABC):
-    """Decides what comes from outside and what is kept for others; runs in the engine thread.
+    """Decides what is loaded and what is kept for others; runs in the engine thread.
 
-    `cache_listener`: hears what becomes findable in the cache and what is about to go.
+    `cache_listener` hears of everything that the cache stores and evicts.
     """
 
     cache_listener: CacheListener | None = None
 
     @abstractmethod
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
-        """What can be loaded of a prompt of which `num_local_tokens` are here.
+        """The part of a prompt that can be loaded, if `num_local_tokens` are here already.
 
-        A pure question, asked at every attempt to start. None: this connector has nothing to do
-        with the request.
+        Has no side effects; the scheduler asks at every attempt to start the request. None: the
+        request does not concern this connector.
         """
 
     @abstractmethod
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
-        """Blocks are reserved: the next message starts `load`; None: the match is not needed.
+        """Queues `load`, whose blocks are reserved, for the next message.
 
-        Returns how many ends (loaded or failed) the worker side will report for it.
+        None: the match is not needed. Returns how many ends (loaded or failed) the worker side will
+        report for the load.
         """
 
     @abstractmethod
     def build_meta(self, scheduled: Sequence[ScheduledRequest]) -> ConnectorMeta:
-        """This step's message, once all its blocks are reserved; empties what it reports.
+        """This step's message, built after all its blocks are reserved; empties the queues.
 
-        Blocks that this reservation has evicted were announced by `cache_listener.evicting`: the
-        worker side must have read them when `start_save` returns.
+        `cache_listener.evicting` has announced the blocks that this reservation evicts. The worker
+        side must have read them when `start_save` returns.
         """
 
     def update(self, output: ConnectorOutput) -> None:
-        """Hears what the worker side reported, before the scheduler acts on it."""
+        """Takes the worker side's report, before the scheduler acts on it."""
         return None
 
     def request_finished(self, request: Request) -> FinishDecision:
-        """The request ended for any reason; says whether its blocks must stay."""
+        """Decides whether the blocks of a request that ended, for any reason, must stay."""
         return FinishDecision()
 
     def end_hold(self, request_id: str | None) -> str | None:
-        """Ends a hold early: of a request that nobody heard of, or (None) of the least needed one.
+        """Ends a hold early: that of `request_id` (its answer was lost), or of the least needed.
 
-        For a named request `released` reports the end later, and this returns None. Without a name
-        memory is short: returns the request whose hold has ended now, or None if there is none.
+        For a named request the worker side reports the end later, in `released`, and this returns
+        None. Without a name memory is short: returns the request whose hold has ended now, or None
+        if there is none.
         """
         return None
 
@@ -146,25 +148,25 @@ class WorkerConnector(ABC):
     def start_save(self, message: Any) -> None:
         """Begins the saves of `message`; evicted blocks have been read when it returns.
 
-        Runs before anything of this step is written. Saved blocks are complete: they were computed
-        in an earlier step, and stay as they are until `saved` names them.
+        Runs before this step writes anything. Saved blocks are complete: an earlier step computed
+        them, and they stay unchanged until `ConnectorOutput.saved` names them.
         """
         return None
 
     @abstractmethod
     def start_load(self, message: Any) -> None:
-        """Begins the loads of `message`, into blocks that nobody else uses; returns at once."""
+        """Begins the loads of `message`, into blocks that nobody else uses; never waits."""
 
     @abstractmethod
     def get_finished(self) -> ConnectorOutput:
-        """What ended since the last call."""
+        """The transfers that ended since the last call."""
 
     def next_deadline(self) -> float | None:
-        """Monotonic time at which an idle engine must poll again, if any."""
+        """Monotonic time (seconds) at which an idle engine must poll again, if any."""
         return None
 
     def close(self) -> None:
-        """Stops every transfer and gives back mappings, registrations and threads."""
+        """Stops every transfer and frees mappings, registrations and threads."""
         return None
 
 
@@ -193,7 +195,7 @@ class LocalAdmission(AdmissionConnector):
 
 
 class LocalScheduler(SchedulerConnector):
-    """Nothing comes from outside and nothing is kept."""
+    """Loads nothing and holds nothing."""
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
         return None
@@ -206,7 +208,7 @@ class LocalScheduler(SchedulerConnector):
 
 
 class LocalWorker(WorkerConnector):
-    """No bytes move."""
+    """Moves no bytes."""
 
     def start_load(self, message: Any) -> None:
         pass

@@ -1,6 +1,6 @@
-"""One request inside the engine: its tokens, its place in life, its blocks.
+"""One request inside the engine: its tokens, its status, its blocks.
 
-Torch-free. Who may move a request from one status to another is the table below, nowhere else.
+Torch-free. The table `TRANSITIONS` lists every legal change of status.
 """
 
 from dataclasses import dataclass, field
@@ -19,7 +19,15 @@ from engine.types import (
 
 
 class RequestStatus(Enum):
-    """Where a request is in its life."""
+    """The states of a request's life; names are vLLM's.
+
+    WAITING ----------------------------> RUNNING ---> FINISHED (from any status)
+     ^    |                               ^  |  ^
+     |    v         all loaded            |  |  |
+    WAITING_FOR_REMOTE_KVS ---------------+  |  | room again
+     (back to WAITING if the load failed)    v  |
+                                         PREEMPTED
+    """
 
     WAITING = auto()
     WAITING_FOR_REMOTE_KVS = auto()
@@ -55,12 +63,12 @@ class Request:
         token_ids  [ prompt .................... | output ....... ]
         computed   [ ..................>                           ]
 
-    `prefix` gives the digests of its tokens. While it loads, `num_loading_tokens` will be here when
-    the load is done, and the rest of the prompt is computed. `checkpoints`: prompt tokens after
-    which states are kept. `kv_transfer_params` are the connector's alone.
+    `prefix` gives the digests of its tokens. A load in flight brings the first
+    `num_loading_tokens`; the rest of the prompt is computed. `checkpoints`: prompt tokens after
+    which states are kept. Only the connector reads `kv_transfer_params`.
 
-    The first `num_known_tokens` were computed before, here or by another request, and what is
-    computed of them is computed again because of `recompute_cause`.
+    The first `num_known_tokens` were computed before, here or by another request. If some of them
+    are computed again, `recompute_cause` says why.
     """
 
     request_id: str
@@ -123,17 +131,17 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the request has ended."""
+        """True once the request has ended."""
         return self.status is RequestStatus.FINISHED
 
     def move(self, status: RequestStatus) -> None:
-        """Enters `status`; a transition that the table does not list raises ValueError."""
+        """Enters `status`. Raises ValueError for a transition that `TRANSITIONS` does not list."""
         if status not in TRANSITIONS[self.status]:
             raise ValueError(f"request {self.request_id}: {self.status.name} -> {status.name}")
         self.status = status
 
     def lose(self, num_tokens: int, cause: str) -> None:
-        """The first `num_tokens` were computed, and some or all of them must be once more."""
+        """Notes that some of the first `num_tokens`, all computed once, must be computed again."""
         if num_tokens > self.num_known_tokens:
             self.num_known_tokens = num_tokens
         self.recompute_cause = cause

@@ -1,6 +1,6 @@
-"""What flows through one engine step, from the scheduler to the worker and back.
+"""The messages of one engine step, from the scheduler to the worker and back.
 
-Ids and numbers only: a worker in another process could be sent the same (tensor parallelism).
+They hold ids and numbers only, so they can cross to a worker process (tensor parallelism).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +22,9 @@ class StateSave:
 
 @dataclass(slots=True, frozen=True)
 class SamplingInput:
-    """How one token is chosen.
+    """The input for choosing one token.
 
-    `position`: tokens before it, which seed the draw. `forbidden`: tokens that may not be chosen.
+    `position`: number of tokens before it; it seeds the draw. `forbidden` tokens are never chosen.
     `seen` (prompt and output) and `counts` (output, by token) are given when a penalty needs them.
     """
 
@@ -63,10 +63,10 @@ class ScheduledRequest:
 
 @dataclass(slots=True, frozen=True)
 class BlockLoad:
-    """What a connector fills in for one request, which then starts after `num_tokens` tokens.
+    """One request's load: the connector fills in blocks, then the rest of the prompt is computed.
 
-    `tables[g]`: its blocks in KV cache group g. `ranges[g]`: the tokens to fill in there; of a
-    Mamba group it is the state after `num_tokens`, unless the range is empty.
+    `tables[g]`: the request's blocks in KV cache group g. `ranges[g]`: the tokens to fill in there.
+    For a Mamba group a range that is not empty means the state after `num_tokens` tokens.
 
         tokens     0 ........ local ............... num_tokens ........ prompt end
         attention  | is here  |  <-- ranges[g] -->  |     is computed     |
@@ -81,9 +81,9 @@ class BlockLoad:
 
 @dataclass(slots=True, frozen=True)
 class LoadFailure:
-    """What a load could not fill in of KV cache group `group`, and why.
+    """A failed load of KV cache group `group`, by cause (`connector.pd.causes` for hand-overs).
 
-    The tokens before `num_good_tokens` are good. `group` None: nothing of the load may be used.
+    The tokens before `num_good_tokens` are good. With `group` None nothing of the load may be used.
     """
 
     request_id: str
@@ -94,7 +94,7 @@ class LoadFailure:
 
 @dataclass(slots=True, frozen=True)
 class BlockSave:
-    """Findable blocks and states, by KV cache group, that stay until a save of them has ended."""
+    """Cached blocks and states, by KV cache group, that stay in place until they are saved."""
 
     save_id: str
     blocks: Mapping[int, Sequence[int]]
@@ -102,10 +102,10 @@ class BlockSave:
 
 @dataclass(slots=True, frozen=True)
 class ConnectorMeta:
-    """One step's word from the scheduler side of a connector.
+    """One step's message from the scheduler side of a connector to its worker side.
 
-    `message` is for its own worker side and opaque to the engine; msgspec can encode it. `saves`
-    are blocks to be kept in place for the engine's part.
+    `message` is opaque to the engine; msgspec can encode it. The engine keeps the blocks of `saves`
+    in place until `ConnectorOutput.saved` names them.
     """
 
     message: Any = None
@@ -114,10 +114,10 @@ class ConnectorMeta:
 
 @dataclass(slots=True, frozen=True)
 class ConnectorOutput:
-    """What transfers did since the last step; `message` is for the connector's scheduler side.
+    """The transfers that ended since the last step; `message` is for the scheduler side.
 
-    `loaded` and `failed`: one entry for each load or part of it that ended. `released`: one entry
-    for each hold that ended. `saved`: save ids whose blocks are not read any longer.
+    `loaded` and `failed`: one entry for each load, or part of a load, that ended. `released`: one
+    entry for each hold that ended. `saved`: save ids whose blocks have been read.
     """
 
     loaded: tuple[str, ...] = ()
@@ -128,13 +128,13 @@ class ConnectorOutput:
 
     @property
     def is_news(self) -> bool:
-        """Whether the next step may find work because of it."""
+        """True if the next step may find work because of it."""
         return bool(self.loaded or self.failed or self.released or self.saved)
 
 
 @dataclass(slots=True, frozen=True)
 class SchedulerOutput:
-    """One step's work; before all else `new_states` are zeroed and `copies` are made."""
+    """One step's work; the worker first zeroes `new_states` and makes `copies`."""
 
     scheduled: tuple[ScheduledRequest, ...]
     new_states: tuple[tuple[int, int], ...]
@@ -144,7 +144,7 @@ class SchedulerOutput:
 
 @dataclass(slots=True, frozen=True)
 class SampledToken:
-    """One token chosen for one request, with log-probabilities when they were asked for."""
+    """One token chosen for one request, with log-probabilities if the request asks for them."""
 
     token_id: TokenId
     logprob: TokenLogprob | None
@@ -152,7 +152,7 @@ class SampledToken:
 
 @dataclass(slots=True, frozen=True)
 class ModelRunnerOutput:
-    """One token for each request that reached its end; or why computing a request failed."""
+    """One token for each request whose known tokens are all computed; errors of failed ones."""
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     failed: dict[str, EngineGenerateError] = field(default_factory=dict)
@@ -160,7 +160,7 @@ class ModelRunnerOutput:
 
 @dataclass(slots=True, frozen=True)
 class StepNews:
-    """What one step tells the outside: outputs per request, and errors that end requests."""
+    """The news of one step: outputs per request, and errors that end requests."""
 
     outputs: list[tuple[str, GenerateOutput]] = field(default_factory=list)
     errors: list[tuple[str, TandemError]] = field(default_factory=list)

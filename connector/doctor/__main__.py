@@ -61,7 +61,7 @@ async def examine(
     *,
     with_canary: bool,
 ) -> list[Finding]:
-    """All findings, in the order in which one looks for a fault; the canary flies only if all fits.
+    """All findings, each after those that it depends on; the canary flies only if nothing is wrong.
 
     `nodes`: P, then D.
     """

@@ -37,7 +37,7 @@ class _Usage(msgspec.Struct, frozen=True):
 
 
 class _Reply(msgspec.Struct, frozen=True):
-    """What the canary reads of a completion."""
+    """The fields of a completion that the canary reads."""
 
     choices: Annotated[tuple[_Choice, ...], msgspec.Meta(min_length=1)]
     usage: _Usage
@@ -46,7 +46,7 @@ class _Reply(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class _Asked:
-    """What a node answered with: tokens, P's parameters, D's account of the transfer."""
+    """A node's answer: tokens, P's `kv_transfer_params`, D's statistics of the transfer."""
 
     token_ids: list[int]
     params: dict[str, Any] | None
@@ -54,7 +54,7 @@ class _Asked:
 
 
 async def fly(p: NodeReport, d: NodeReport, api_key: str | None) -> Finding:
-    """Prefill on P, decode on D, and again on D alone: the tokens must be equal."""
+    """Prefills on P, decodes on D, and repeats on D alone: the tokens must be equal."""
     assert p.info is not None and d.info is not None
     prompt = _prompt(p.info, d.info)
     try:
@@ -98,7 +98,7 @@ def _rate(moved: KVTransferStats) -> str:
 
 
 def _prompt(p: NodeInfo, d: NodeInfo) -> list[int]:
-    """Random, so that no cache has it: as long as it may be, up to a bound."""
+    """A random prompt, which no cache has, as long as both contexts allow, up to a bound."""
     length = min(PROMPT_TOKENS, min(p.max_model_len, d.max_model_len) // 2)
     highest = min(p.vocab_size, d.vocab_size)
     lowest = min(NO_TOKEN, highest - 1)
@@ -106,7 +106,7 @@ def _prompt(p: NodeInfo, d: NodeInfo) -> list[int]:
 
 
 def _body(prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
-    """Each request has a salt of its own: what one leaves in a cache, no other finds."""
+    """The JSON of one request; its own salt keeps it from hitting what another one cached."""
     return {
         "prompt": prompt,
         "max_tokens": max_tokens,

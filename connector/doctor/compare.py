@@ -1,4 +1,4 @@
-"""Two nodes side by side: what must be equal for blocks and states to move. Pure."""
+"""Compares two nodes: geometry, protocol, seed, transport and address. Pure."""
 
 from connector.doctor.findings import Finding, Verdict, good, wrong
 from connector.doctor.probe import NodeReport
@@ -24,7 +24,7 @@ EXPECTED = {"P": "prefill", "D": "decode"}
 
 
 def compare(p: NodeReport, d: NodeReport) -> list[Finding]:
-    """What the two nodes' own words say about the pair; empty when one of them said nothing."""
+    """Findings about the pair, from both handshakes; none if a node gave no handshake."""
     findings = [found for node in (p, d) if (found := _kind(node)) is not None]
     if p.handshake is None or d.handshake is None:
         return findings
@@ -41,7 +41,7 @@ def compare(p: NodeReport, d: NodeReport) -> list[Finding]:
 
 
 def _kind(node: NodeReport) -> Finding | None:
-    """Any node can do either, so that an unexpected kind is no more than a hint."""
+    """A note for an unexpected kind; only a note, since any node can do either part."""
     if node.info is None or node.info.kind == EXPECTED[node.name]:
         return None
     text = f"{node.http.url} was started as {node.info.kind} node"
@@ -60,7 +60,7 @@ def _agreed(p: Handshake, d: Handshake) -> list[Finding]:
 
 
 def _apart(p: NodeReport, d: NodeReport) -> str | None:
-    """Why they cannot share memory; None when they can, or when nothing speaks against it."""
+    """The reason why they cannot share memory; None if they can, or if none is known."""
     assert p.handshake is not None and d.handshake is not None
     here = host_behind(p.handshake.transport, p.handshake.transport_address)
     there = host_behind(d.handshake.transport, d.handshake.transport_address)
@@ -70,7 +70,7 @@ def _apart(p: NodeReport, d: NodeReport) -> str | None:
 
 
 def _way(transport: str, apart: str | None) -> Finding:
-    """How bytes will get from P to D."""
+    """The transport that will move bytes from P to D."""
     near, _, far = transport.partition(BOTH)
     if near != SHM:
         return good("transport", f"{near}, which reaches other hosts")
@@ -82,7 +82,7 @@ def _way(transport: str, apart: str | None) -> Finding:
 
 
 def _address(p: NodeReport, apart: str | None) -> list[Finding]:
-    """Whether P tells D an address that leads to P."""
+    """A finding if P advertises loopback to a D on another host."""
     if apart is None or not is_loopback(p.host):
         return []
     text = f"P tells its peers {p.host}, which leads nowhere but to their own host"
@@ -94,7 +94,7 @@ def _listed(sizes: list[int]) -> str:
 
 
 def _differing(found: list[Difference]) -> list[Finding]:
-    """One finding for all layers that differ in the same way."""
+    """The findings; all layers that differ in the same way share one."""
     subjects: dict[str, list[str]] = {}
     for one in found:
         subjects.setdefault(_difference(one), []).append(one.key)
@@ -106,7 +106,7 @@ def _differing(found: list[Difference]) -> list[Finding]:
 
 
 def _difference(found: Difference) -> str:
-    """Of long values only the words that differ, such as `head_dim=64`."""
+    """Both values; of long ones only the words that differ, such as `head_dim=64`."""
     here, there = found.here.split(), found.there.split()
     of_p = [word for word in here if word not in there] or here
     of_d = [word for word in there if word not in here] or there

@@ -1,4 +1,4 @@
-"""What the doctor says: one line per finding, and what to do about it."""
+"""The doctor's findings: one line each, with a fix."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from rich.text import Text
 
 
 class Verdict(Enum):
-    """How a finding is marked; only `WRONG` fails the check."""
+    """The mark of a finding; only `WRONG` fails the check."""
 
     GOOD = "ok"
     NOTE = "note"
@@ -19,7 +19,7 @@ STYLES = {Verdict.GOOD: "green", Verdict.NOTE: "yellow", Verdict.WRONG: "bold re
 
 @dataclass(slots=True, frozen=True)
 class Finding:
-    """`subject`: what was looked at; `text`: what was found; `fix`: what to do, if anything."""
+    """`subject`: the thing examined; `text`: the result; `fix`: advice, if there is any."""
 
     verdict: Verdict
     subject: str
@@ -34,10 +34,10 @@ class Finding:
 
 
 def good(subject: str, text: str) -> Finding:
-    """Nothing to do."""
+    """A finding that needs no fix."""
     return Finding(Verdict.GOOD, subject, text)
 
 
 def wrong(subject: str, text: str, fix: str) -> Finding:
-    """Traffic would fail, or not do what it should."""
+    """A finding with which traffic would fail or go astray."""
     return Finding(Verdict.WRONG, subject, text, fix)

@@ -1,4 +1,4 @@
-"""One node: can it be reached on all its ports, does it know us, is it ready."""
+"""Probes one node: all ports reachable, cluster token accepted, ready to serve."""
 
 import asyncio
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ SAME_TOKEN = "give the doctor and all nodes the same --cluster-token (or TANDEM_
 
 @dataclass(slots=True, frozen=True)
 class NodeReport:
-    """What is known of a node; None where it did not get that far. `host`: as peers are told."""
+    """The answers of a node; None where the probe stopped earlier. `host`: as advertised."""
 
     name: str
     http: HttpNode
@@ -36,7 +36,7 @@ class NodeReport:
 
 
 async def probe(name: str, http: HttpNode, token: str | None) -> NodeReport:
-    """Asks one node on every port; stops where the next question needs the last one's answer."""
+    """Asks one node on every port; stops when the next question needs an answer that failed."""
     findings: list[Finding] = []
     told = await _ask_http(name, http, findings)
     if told is None:

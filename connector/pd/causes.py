@@ -1,4 +1,4 @@
-"""Why a hand-over failed, in one word: for metrics, logs and errors. All the words are here."""
+"""The causes of failed hand-overs, one word each, for metrics, logs and errors."""
 
 from typing import Final
 
@@ -14,29 +14,29 @@ from engine.errors import (
 )
 
 PEER_UNREACHABLE: Final = "peer_unreachable"
-"""Nobody answers there in time, or somebody who is no node."""
+"""The peer did not answer in time, or is not a node."""
 PEER_DOES_NOT_FIT: Final = "peer_does_not_fit"
-"""Two nodes that differ in model, layout or transport: until one of them is started anew."""
+"""The nodes differ in model, geometry or transport: only a restart can help."""
 UNAUTHENTICATED: Final = "unauthenticated"
-"""One of the two does not know the other's token."""
+"""The cluster tokens of the two nodes differ."""
 TOO_MANY_PULLS: Final = "too_many_pulls"
-"""Too many wait already, here."""
+"""This node has too many waiting pulls."""
 LEASE_LOST: Final = "lease_lost"
-"""The peer said so before anything was read."""
+"""The peer reported, before the read, that the lease had ended."""
 LATE_READ: Final = "late_read"
 """The lease had ended before the read did."""
 OTHER_PROMPT: Final = "other_prompt"
-"""The lease is for another prompt, or for other blocks."""
+"""The lease is for another prompt or for other blocks."""
 VERIFICATION_FAILED: Final = "verification_failed"
-"""What arrived differs from what the peer holds, twice."""
+"""The bytes that arrived differ from the peer's, also when read again."""
 TRANSFER_FAILED: Final = "transfer_failed"
 """The bytes could not be moved."""
 REQUEST_ENDED: Final = "request_ended"
-"""Nobody waits for it any more."""
+"""The request ended before the pull did."""
 OF_ONE_OBJECT: Final = frozenset(
     {TOO_MANY_PULLS, LATE_READ, OTHER_PROMPT, REQUEST_ENDED, "foreign", "expired", "mismatched"}
 )
-"""They say nothing of what else the peer holds; an object may be old, or made up."""
+"""Causes that concern one request's object, which may be old or forged, not the peer itself."""
 
 _OF_READS: Final = (
     (LateReadError, LATE_READ),
@@ -51,12 +51,12 @@ _OF_QUESTIONS: Final = (
 
 
 def of_read(error: BaseException) -> str:
-    """Why a pull failed."""
+    """The cause of a failed pull."""
     return next((word for kind, word in _OF_READS if isinstance(error, kind)), TRANSFER_FAILED)
 
 
 def of_question(error: BaseException) -> str:
-    """Why a peer could not be asked, or what it refused: `foreign`, `expired`, `mismatched`."""
+    """The cause of a failed or refused control call: `foreign`, `expired`, `mismatched`, ..."""
     if isinstance(error, KVTransferParamsError):
         return (error.code or "refused").removesuffix("_kv_transfer_params")
     return next((word for kind, word in _OF_QUESTIONS if isinstance(error, kind)), PEER_UNREACHABLE)

@@ -1,9 +1,14 @@
-"""Where the tokens and states of one sequence lie in a node's arena: byte ranges, pure numbers.
+"""The byte ranges of one sequence's tokens and states in a node's arena. Pure numbers.
 
-A block holds all layers of its group, page by page, and a page is [K|V, heads, tokens, head_dim].
-Two nodes may group layers and cut blocks differently; what they have in common is the order in
-which a block would hold given tokens of given layers: layer by layer, K and then V head by head,
-token by token. In that order both can name their bytes, hash them and pair them.
+A block holds all layers of its group, page by page; a page is [K|V, heads, tokens, head_dim]:
+
+    block    | page of layer a                        | page of layer b | ...
+    page     | K: head 0 | K: head 1 | V: head 0 | V: head 1 |
+    head     | token 0 | token 1 | ... | token block_size - 1 |     head_dim values each
+
+Two nodes may group layers and cut blocks differently. They share one order of bytes for given
+tokens of given layers: layer by layer, K and then V head by head, token by token. Both nodes name,
+hash and pair their bytes in that order.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,7 +32,7 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class GroupBlocks:
-    """One group's blocks of one sequence, from number `first_block` on: where each one starts."""
+    """One group's blocks of one sequence: the byte offset of each, from block `first_block` on."""
 
     kept: str
     spec: LayerSpec
@@ -38,7 +43,7 @@ class GroupBlocks:
 
     @property
     def is_state(self) -> bool:
-        """Whether the one block is a state."""
+        """True if the group keeps one state instead of blocks."""
         return isinstance(self.spec, MambaSpec)
 
     @property
@@ -53,11 +58,11 @@ class GroupBlocks:
 
     @property
     def block_bytes(self) -> int:
-        """All layers of one block or state."""
+        """Bytes of one block or state, all layers together."""
         return len(self.layers) * self._layer_bytes
 
     def whole(self, asked: BlockRange) -> list[Piece] | None:
-        """The blocks of `asked`, if they are blocks here, with all layers; a state always is."""
+        """The blocks of `asked` if both sides cut and group alike, else None; states always do."""
         nbytes, size = self.block_bytes, self.block_size
         if asked.layers != self.layers:
             return None
@@ -69,7 +74,7 @@ class GroupBlocks:
         return [Piece(offset, nbytes) for offset in self.offsets[first:end]]
 
     def layer(self, layer: int, start: int, end: int) -> Iterator[Piece]:
-        """Tokens `start` to `end` of one layer, head by head; of a state all there is."""
+        """The bytes of tokens `start` to `end` of one layer, head by head; of a state, all."""
         skipped = self.layers.index(layer) * self._layer_bytes
         if not isinstance(self.spec, AttentionSpec):
             yield Piece(self.offsets[0] + skipped, self._layer_bytes)
@@ -91,28 +96,28 @@ class GroupBlocks:
 
 @dataclass(slots=True, frozen=True)
 class SequenceBlocks:
-    """All that one node keeps of one sequence."""
+    """All blocks and states that one node keeps of one sequence."""
 
     groups: tuple[GroupBlocks, ...]
 
     @property
     def num_blocks(self) -> int:
-        """Of all groups."""
+        """Blocks and states of all groups together."""
         return sum(len(group.offsets) for group in self.groups)
 
     def whole_blocks(self) -> Iterator[tuple[int, int]]:
-        """Every block as it lies here, states last: the order of digests in a lease's record."""
+        """(offset, bytes) of every block, states last: the order of digests in a lease's record."""
         for group in sorted(self.groups, key=lambda group: group.is_state):
             yield from zip(group.offsets, repeat(group.block_bytes))
 
     def owners(self, asked: BlockRange) -> list[GroupBlocks]:
-        """The group of each layer. Raises TransportError for a layer that keeps no such thing."""
+        """The group of each layer. Raises TransportError for a layer that keeps something else."""
         return [self._owner(asked.kept, layer) for layer in asked.layers]
 
     def blocks(self, asked: BlockRange) -> Iterator[tuple[Piece, ...]]:
-        """The bytes of each block of `asked`, in the common order, in as few pieces as there are.
+        """The bytes of each block of `asked`, in the common order, in as few pieces as possible.
 
-        Raises TransportError for layers, tokens or block sizes that are not here.
+        Raises TransportError for layers, tokens or block sizes that this node does not have.
         """
         owners = self.owners(asked)
         if not owners or asked.block_size < 1:
@@ -137,7 +142,7 @@ class SequenceBlocks:
 
 
 def blocks_here(plan: ArenaPlan, tables: Sequence[Sequence[int]]) -> SequenceBlocks:
-    """A sequence of this node, by its block tables from the first token on."""
+    """A sequence of this node; `tables[g]` are its blocks in group g, from the first token on."""
     return SequenceBlocks(
         tuple(
             GroupBlocks(
@@ -159,10 +164,10 @@ def blocks_announced(
     *,
     num_tokens: int,
 ) -> SequenceBlocks:
-    """A held prefill of `num_tokens` tokens, by byte offsets: a group's last blocks of all.
+    """A held prefill of `num_tokens` tokens; `offsets[g]` are the last blocks of group g, in bytes.
 
-    Blocks that a window has left behind are not announced. `plan` is this node's and explains what
-    layers keep. Raises TransportError for other groups or blocks than these tokens need.
+    A sliding window's peer announces only blocks inside the window. `plan` is this node's; it gives
+    the specs. Raises TransportError if groups or blocks are not those that these tokens need.
     """
     if len(geometry) != len(offsets):
         raise TransportError(
@@ -174,7 +179,7 @@ def blocks_announced(
 
 
 def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The same bytes in the same order; neighbours become one."""
+    """The same bytes in the same order, with adjacent pieces joined."""
     last: Piece | None = None
     for piece in pieces:
         if last is not None and last.offset + last.length == piece.offset:
@@ -195,14 +200,14 @@ def _by_layer(
 
 
 def _cuts(asked: BlockRange) -> Iterator[tuple[int, int]]:
-    """Where the blocks of a range begin and end; the first and the last may be parts."""
+    """(start, end) tokens of each block of a range; the first and the last may be parts."""
     size = asked.block_size
     for first, count in _runs(asked.start, asked.end, size):
         yield first, first + count
 
 
 def _runs(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """(first token, count) of stretches that no block boundary cuts."""
+    """(first token, count) of each stretch between block boundaries."""
     while start < end:
         stop = min(end, (start // size + 1) * size)
         yield start, stop - start
@@ -219,6 +224,10 @@ def _announced(
     spec, size = specs.get(geometry.spec), geometry.block_size
     if spec is None:
         raise TransportError(f"the peer announced blocks of {geometry.spec!r}: not kept here")
+    # All blocks of these tokens, or, with a sliding window, at least those inside it:
+    #
+    #   blocks      0   1   2   3   4 = most - 1
+    #   announced           |---|---|   offsets; first = most - len(offsets)
     most = 1 if isinstance(spec, MambaSpec) else -(-num_tokens // size)
     needed = spec.first_needed(num_tokens) if isinstance(spec, SlidingWindowSpec) else 0
     least = 1 if isinstance(spec, MambaSpec) else most - needed // size

@@ -1,4 +1,4 @@
-"""Requests whose blocks a connector uses: loads under way, and holds of finished requests."""
+"""Requests whose blocks a connector uses: loads in flight, and holds on finished requests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,14 +11,14 @@ from engine.step import LoadFailure
 
 @dataclass(slots=True)
 class Load:
-    """The parts of one request's load: how many are under way, and what failed so far."""
+    """One request's load: the number of parts in flight, and the failures so far."""
 
     request: Request
     num_open: int
     failures: list[LoadFailure] = field(default_factory=list)
 
     def num_good_tokens(self, plan: ArenaPlan) -> int:
-        """Tokens at the start whose attention is good in all groups, whatever the states are."""
+        """Leading tokens whose K/V is good in all attention groups; states do not count."""
         good = self.request.num_loading_tokens
         for failure in self.failures:
             if failure.group is None:
@@ -29,7 +29,7 @@ class Load:
 
 
 class Loads:
-    """Requests that load, also those that have ended while their blocks are being filled."""
+    """Requests that load, including those that ended while their blocks are being filled."""
 
     def __init__(self) -> None:
         self._loads: dict[str, Load] = {}
@@ -45,11 +45,11 @@ class Loads:
         return (load.request for load in self._loads.values())
 
     def add(self, request: Request, num_parts: int) -> None:
-        """`num_parts` ends will be reported."""
+        """Starts a load of which the connector will report `num_parts` ends."""
         self._loads[request.request_id] = Load(request, num_parts)
 
     def end_part(self, request_id: str, failure: LoadFailure | None) -> Load | None:
-        """Counts the end of one part; the whole load when it was the last one."""
+        """Counts the end of one part; returns the load if that was the last part."""
         load = self._loads[request_id]
         load.num_open -= 1
         if failure is not None:
@@ -64,7 +64,7 @@ class _Held:
 
 
 class Holds:
-    """Finished requests whose blocks stay until every hold has ended."""
+    """Finished requests whose blocks stay until every hold on them has ended."""
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
@@ -80,11 +80,11 @@ class Holds:
         return (held.request for held in self._held.values())
 
     def add(self, request: Request, num_holds: int) -> None:
-        """`num_holds` ends will follow."""
+        """Keeps `request`'s blocks until `num_holds` calls of `end`."""
         self._held[request.request_id] = _Held(request, num_holds)
 
     def end(self, request_id: str) -> Request | None:
-        """Counts the end of one hold; the request when it was the last one."""
+        """Counts the end of one hold; returns the request if that was the last hold."""
         held = self._held[request_id]
         held.num_holds -= 1
         return None if held.num_holds else self._held.pop(request_id).request

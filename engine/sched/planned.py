@@ -1,4 +1,4 @@
-"""One request's part of the step under way, and the ids and numbers that the worker gets of it."""
+"""One request's part of the current step, and its form for the worker: ids and numbers."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from engine.step import SamplingInput, ScheduledRequest, StateSave
 
 @dataclass(slots=True)
 class Planned:
-    """The next `num_tokens` of `request`; they count once the worker has computed them."""
+    """The next `num_tokens` of `request`; they count as computed once the worker returns."""
 
     request: Request
     num_tokens: int
     checkpoints: tuple[Checkpoint, ...]
 
     def worker_input(self) -> ScheduledRequest:
-        """The request as the worker sees it."""
+        """The worker's view; it samples only if the step computes the last known token."""
         request = self.request
         assert request.blocks is not None
         start, end = request.num_computed_tokens, request.num_computed_tokens + self.num_tokens

@@ -1,4 +1,4 @@
-"""Requests that wait for a place: by priority (lower first), then by arrival."""
+"""Waiting requests, by priority (lower first), then by arrival."""
 
 import heapq
 
@@ -6,7 +6,7 @@ from engine.request import Request
 
 
 class RequestQueue:
-    """A heap ordered as vLLM's priority policy; equal priorities are first come, first served."""
+    """A heap in the order of vLLM's priority policy; equal priorities: first come, first served."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Request]] = []
@@ -15,7 +15,7 @@ class RequestQueue:
         return len(self._heap)
 
     def push(self, request: Request) -> None:
-        """Adds a request; a preempted one keeps its arrival number and so its place."""
+        """Adds a request; a preempted one keeps its arrival number, and so its place."""
         heapq.heappush(self._heap, (request.priority, request.arrival, request))
 
     def peek(self) -> Request:
@@ -27,6 +27,6 @@ class RequestQueue:
         return heapq.heappop(self._heap)[2]
 
     def remove(self, request: Request) -> None:
-        """Takes one request out, wherever it stands."""
+        """Removes one request from anywhere in the queue; linear in its length."""
         self._heap = [entry for entry in self._heap if entry[2] is not request]
         heapq.heapify(self._heap)

@@ -1,4 +1,4 @@
-"""Continuous batching: which requests run in the next step, and what their results mean.
+"""Continuous batching: chooses the requests of each step and acts on their results.
 
 Torch-free. Knows that tokens may come from outside (the seam), never from whom.
 """
@@ -31,7 +31,7 @@ from engine.types import FinishReason, GenerateOutput, TokenId, TokenLogprob
 
 
 class Scheduler:
-    """Owner of every request from `add` to its end, and of blocks that are held after it."""
+    """Owner of every request from `add` to its end, and of blocks held after the end."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Scheduler:
         self._recompute_failed_loads = recompute_failed_loads
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
-        self._unresolved: list[Request] = []  # waits for the connector, not for room
+        self._unresolved: list[Request] = []  # wait for the connector's answer, not for room
         self.loads = Loads()
         self._running: list[Request] = []
         self.holds = Holds()
@@ -56,6 +56,8 @@ class Scheduler:
         self._planned: list[Planned] = []
         self._news = StepNews()
         self._arrivals = 0
+        # The first in line that found no room, and `cache.num_releases` then: it is not looked up
+        # again before that number moves.
         self._without_room: tuple[str, int] | None = None
         self._keeps_states = any(isinstance(g.spec, MambaSpec) for g in cache.plan.groups)
 
@@ -75,13 +77,13 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could do something now; loads and leases wake the engine by themselves."""
+        """True if a step could do something now; loads and leases wake the engine by themselves."""
         return bool(self._running or self._waiting or self._news.outputs or self._news.errors)
 
     def add(self, request: Request, first_token: FirstToken | None = None) -> None:
-        """Takes a request in. Raises OverloadedError when too many wait.
+        """Queues a request. Raises OverloadedError when too many wait.
 
-        A first token that is known already is news at once; when it ends the request, nothing is
+        A first token that is known already is emitted at once; if it ends the request, nothing is
         loaded.
         """
         if len(self._waiting) >= self.config.max_num_waiting:
@@ -95,7 +97,7 @@ class Scheduler:
             self._waiting.push(request)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request wherever it stands, and what holds its blocks; ignores unknown ones."""
+        """Ends a request in any status, and the hold on its blocks; ignores unknown ids."""
         if request_id in self.holds:
             self._connector.end_hold(request_id)
         request = self._requests.get(request_id)
@@ -131,8 +133,8 @@ class Scheduler:
         return SchedulerOutput(scheduled, new_states, copies, meta.message)
 
     def update(self, computed: ModelRunnerOutput, transfers: ConnectorOutput) -> StepNews:
-        """Counts the results of the step under way; returns what the outside must hear."""
-        self.cache.copies_done()
+        """Takes the results of the current step; returns the news for callers."""
+        self.cache.copies_done()  # the sources of copies may be evicted from now on
         planned, self._planned = self._planned, []
         for item in planned:
             request, name = item.request, item.request.request_id
@@ -149,7 +151,7 @@ class Scheduler:
         return news
 
     def update_transfers(self, transfers: ConnectorOutput) -> None:
-        """Acts on what the connector reports: loads and saves that ended, holds that ended."""
+        """Acts on the connector's report: loads, saves and holds that ended."""
         self._connector.update(transfers)
         for request_id in transfers.loaded:
             self._load_ended(request_id)
@@ -161,14 +163,14 @@ class Scheduler:
             self.cache.unpin(self._saving.pop(save_id))
 
     def check(self) -> None:
-        """Recounts requests and blocks; raises AssertionError on any difference."""
+        """Recounts requests and blocks. Raises AssertionError on any difference."""
         self.cache.check()
         owners = [*self._running, *self.loads.requests(), *self.holds.requests()]
         assert all(request.blocks is not None for request in owners)
         assert len(self._requests) == self.num_running + len(self._waiting)
 
     def _still_planned(self) -> list[Planned]:
-        """Leaves out what later arrivals in the same step have preempted."""
+        """The requests of this step, without those preempted after they were planned."""
         for item in self._planned:
             if item.request.status is not RequestStatus.RUNNING:
                 self.cache.drop_checkpoints(item.checkpoints)
@@ -176,7 +178,7 @@ class Scheduler:
         return self._planned
 
     def _publish_computed(self, item: Planned) -> None:
-        """The bytes of these tokens are complete: they may be found from now on."""
+        """Publishes tokens whose bytes are complete now: other requests may hit them."""
         request = item.request
         assert request.blocks is not None
         self.stats.computed(request, item.num_tokens)
@@ -186,7 +188,7 @@ class Scheduler:
         self.cache.publish_checkpoints(request.blocks, item.checkpoints)
 
     def _may_start_another(self) -> bool:
-        """Whether the first that waits may be looked up: not again before anything was let go."""
+        """True if the first waiting request may try to start; see `_without_room`."""
         if not self._waiting or self.num_running >= self.config.max_num_seqs:
             return False
         first = self._waiting.peek().request_id, self.cache.num_releases
@@ -195,6 +197,8 @@ class Scheduler:
     def _schedule_running(self, request: Request, budget: int) -> int:
         num_tokens = _next_chunk(request, request.num_computed_tokens, budget)
         assert request.blocks is not None
+        # Held blocks that no peer has claimed go first; then the latest of the least urgent
+        # requests, which may be this one. One request alone always fits (`engine.node.limits`).
         while not self.cache.grow(request.blocks, request.num_computed_tokens + num_tokens):
             if self._end_a_hold():
                 continue
@@ -211,7 +215,8 @@ class Scheduler:
         while start and not tables and self._end_a_hold():
             start, tables = self._try_start(request, budget)
         if start and not tables and self.cache.num_free_units == self.cache.plan.num_units:
-            # What it hits takes more units than its tokens alone would.
+            # The arena is empty and still too small: a hit takes more units than its tokens alone
+            # would, since its blocks may be scattered over many. So start without one.
             start, tables = self._try_start(request, budget, reuse=False)
         if start is None:
             self._waiting.pop()
@@ -247,12 +252,12 @@ class Scheduler:
         return start, self.cache.start(start.hit, num_tokens)
 
     def _end_a_hold(self) -> bool:
-        """Frees blocks that are kept for somebody who has not asked for them yet, if there are."""
+        """Frees the least needed held blocks that no peer has claimed; False if there are none."""
         self._release(request_id := self._connector.end_hold(None))
         return request_id is not None
 
     def _release(self, request_id: str | None) -> None:
-        """One hold of a finished request has ended."""
+        """Ends one hold on a finished request; frees its blocks after the last one."""
         request = None if request_id is None else self.holds.end(request_id)
         if request is not None:
             self._free(request)
@@ -283,7 +288,7 @@ class Scheduler:
         self._planned.append(Planned(request, num_tokens, checkpoints))
 
     def _preempt(self, request: Request) -> None:
-        """Frees everything; the request will be computed again from its first token."""
+        """Frees all blocks; the request starts again, from whatever prefix is cached then."""
         self._running.remove(request)
         request.move(RequestStatus.PREEMPTED)
         self._retire(request)
@@ -310,7 +315,7 @@ class Scheduler:
         self.loads.add(request, self._connector.start_load(request, load))
 
     def _load_ended(self, request_id: str, failure: LoadFailure | None = None) -> None:
-        """One part of a load has ended; what it means is decided when none is under way."""
+        """Counts the end of one part of a load; acts when the last part has ended."""
         load = self.loads.end_part(request_id, failure)
         if load is None:
             return
@@ -329,7 +334,10 @@ class Scheduler:
         self._running.append(request)
 
     def _load_failed(self, load: Load) -> None:
-        """What was loaded before the first bad token stays findable; the rest is had otherwise."""
+        """Publishes the tokens before the first bad one, and computes or loads the rest again.
+
+        With the policy `fail` the request ends with KVLoadError.
+        """
         request, cause = load.request, load.failures[0].cause
         if not self._recompute_failed_loads:
             self._fail(request, KVLoadError(f"the remote prefill could not be loaded: {cause}"))
@@ -363,7 +371,7 @@ class Scheduler:
         self._news.errors.append((request.request_id, error))
 
     def _finish(self, request: Request, last: GenerateOutput | None = None) -> None:
-        """Ends a request: its blocks go, or stay while a lease or a load in flight needs them."""
+        """Ends a request; its blocks stay while a hold or a load in flight needs them."""
         del self._requests[request.request_id]
         if request in self._running:
             self._running.remove(request)
@@ -373,7 +381,7 @@ class Scheduler:
         decision = self._connector.request_finished(request)
         if decision.num_holds:
             self.holds.add(request, decision.num_holds)
-            self._without_room = None  # its hold may be ended for who waits
+            self._without_room = None  # a waiting request may end this hold to get room
         elif request.request_id not in self.loads:
             self._free(request)
         if last is not None:

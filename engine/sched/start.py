@@ -1,6 +1,6 @@
-"""Where a request starts: what is here, and what a connector fills in.
+"""The start of a request: the cached prefix here, plus what a connector can load.
 
-Reads only. Knows the seam, and nothing of steps, queues or budgets.
+Reads only. Knows the seam, but no steps, queues or budgets.
 """
 
 from typing import NamedTuple
@@ -12,27 +12,27 @@ from engine.kv_connector import Match, SchedulerConnector
 from engine.request import Request
 
 MAX_LOADS = 3
-"""Loads of one request that may fail before it is computed here, whatever the connector offers."""
+"""After so many failed loads a request is computed here, whatever the connector offers."""
 
 
 class Start(NamedTuple):
-    """The hit to start from, and the connector's offer, if it had one."""
+    """The hit to start from, and the connector's match, if it had one."""
 
     hit: PrefixHit
     match: Match | None
 
     @property
     def needs_load(self) -> bool:
-        """Whether some group lacks something that the connector fills in."""
+        """True if some group lacks blocks of the hit, which the connector must load."""
         return min(self.hit.local, default=0) < self.hit.num_tokens
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens at the start that are complete here before any load."""
+        """Leading tokens that are complete here before any load."""
         return self.hit.num_local if self.needs_load else self.hit.num_tokens
 
     def checkpoints(self, num_prompt_tokens: int, block_size: int) -> tuple[int, ...]:
-        """Where the rest of the prompt keeps its states; see `checkpoint_positions`."""
+        """Positions where the rest of the prompt keeps its states; see `checkpoint_positions`."""
         return checkpoint_positions(
             self.hit.num_tokens, self.hit.branch_point, num_prompt_tokens, block_size=block_size
         )
@@ -43,10 +43,10 @@ def find_start(
 ) -> Start | None:
     """The best start of `request`; None while the connector does not know what it can load.
 
-    All of the known tokens but the last may hit: that one is computed to get its logits. The
-    connector is asked what it adds to a hit that the request could go on from by itself. Where it
-    brings states, the Mamba groups' own do not shorten the hit (vLLM #42524), and where it brings
-    attention, that of the states here may reach further. Without `reuse` nothing here is a hit.
+    The hit may cover all known tokens but the last one, which is computed for its logits. The
+    connector says what it can add to the hit of this node. If it brings states, the Mamba groups'
+    own states do not shorten the hit (vLLM #42524). If it brings attention blocks, the states here
+    may reach further. Without `reuse` the blocks of this node do not count.
     """
     limit = request.num_tokens - 1
     hit = cache.find_hit(request.prefix, limit, reuse=reuse)

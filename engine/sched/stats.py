@@ -1,6 +1,6 @@
-"""What the scheduler counts: plain numbers since start, read when somebody asks.
+"""The scheduler's counters: plain numbers since start, read at every scrape.
 
-Knows no metric by name and nobody who reads.
+Knows no metric by name and no reader.
 """
 
 from collections.abc import Iterable
@@ -15,10 +15,11 @@ NO_CHECKPOINT = "no_checkpoint"
 class SchedulerStats:
     """Counters since start; the node's metrics read differences.
 
-    `prefix_queries`, `prefix_hits`: prompt tokens looked up and found here; `external_*`: where
-    the connector had an answer, tokens not found here, and to be loaded; all at a first start.
-    `checkpoint_hits`: requests that started from a kept state. `checkpoints_written`: states copied
-    for reuse, by the phase of the request. `recomputed_tokens`: by cause, once they are computed.
+    A request counts at its first start only. `prefix_queries`, `prefix_hits`: prompt tokens looked
+    up, and found here. `external_queries`, `external_hits`: where the connector had an answer,
+    tokens not found here, and those of them that it loads. `checkpoint_hits`: requests that started
+    from a kept state. `checkpoints_written`: states copied for reuse, by phase of the request.
+    `recomputed_tokens`: by cause, counted when they are computed.
     """
 
     num_preemptions: int = 0
@@ -36,7 +37,7 @@ class SchedulerStats:
         return {"no_free_units": self.num_preemptions}
 
     def started(self, request: Request, num_hit: int, num_external: int | None) -> None:
-        """Counts where a starting request's prompt comes from; None: no connector was asked."""
+        """Counts the sources of a starting prompt; `num_external` None: no connector was asked."""
         self.prefix_queries += request.num_prompt_tokens
         self.prefix_hits += num_hit
         if num_external is not None:
@@ -44,7 +45,7 @@ class SchedulerStats:
             self.external_hits += num_external
 
     def computed(self, request: Request, num_tokens: int) -> None:
-        """Counts `num_tokens` more of `request`, before it counts them as computed itself."""
+        """Counts recomputed ones among the next `num_tokens`; call before `request` counts them."""
         end = min(request.num_computed_tokens + num_tokens, request.num_known_tokens)
         again = end - request.num_computed_tokens
         if again > 0:
@@ -52,7 +53,7 @@ class SchedulerStats:
             self.recomputed_tokens[cause] = self.recomputed_tokens.get(cause, 0) + again
 
     def wrote(self, request: Request, positions: Iterable[int]) -> None:
-        """Counts states of `request` that were kept after so many tokens."""
+        """Counts states of `request` kept after `positions` tokens, by phase."""
         for position in positions:
             phase = "decode" if position > request.num_prompt_tokens else "prefill"
             self.checkpoints_written[phase] = self.checkpoints_written.get(phase, 0) + 1

@@ -1,6 +1,10 @@
 """One step's work list as tensors: the only translation from block ids to rows of the arena.
 
-Knows the plan; knows nothing of weights or of what the tokens mean.
+    requests     | decode | decode |  prefill chunk   | prefill |    decodes first, by state
+    token_ids    |   t    |   t    |  t  t  t  t  t   |  t   t  |    packed, no padding
+    logits_rows      0        1                    6         8       last tokens, where sampled
+
+Knows the plan, but no weights.
 """
 
 from collections.abc import Sequence
@@ -42,7 +46,7 @@ class InputBatcher:
         )
 
     def order(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
-        """Decodes first, by state: neighbours in the arena become neighbours in the batch."""
+        """Sorts decodes first, then by state unit: neighbours in the arena stay neighbours."""
         return sorted(scheduled, key=self._place)
 
     def build(self, ordered: Sequence[ScheduledRequest]) -> ForwardBatch:
@@ -98,6 +102,8 @@ class InputBatcher:
         positions: IntArray,
     ) -> AttentionIndex:
         block_size = self._plan.block_size_of(group)
+        # Blocks up to this step's last token; shorter tables are padded with block 0, which no
+        # sequence length reaches.
         lens = [-(-item.end // block_size) for item in ordered]
         padded = np.zeros((len(tables), max(lens)), np.int64)
         for row, (table, length) in enumerate(zip(tables, lens, strict=True)):
@@ -135,7 +141,7 @@ def _all_rows(plan: ArenaPlan, group: int) -> IntArray:
 
 
 def _run_of(units: list[int]) -> slice | None:
-    """The slice that lists `units` as they stand; only one group has set their order."""
+    """The slice equal to `units`, if they are consecutive; `order` sorts by one group only."""
     if not units:
         return None
     run = slice(units[0], units[0] + len(units))
@@ -166,7 +172,7 @@ def _logits_rows(ordered: Sequence[ScheduledRequest]) -> IntArray:
 
 
 def _state_exports(group: int, segments: Sequence[ScheduledRequest]) -> tuple[StateExport, ...]:
-    """Checkpoints that lie inside a prefill segment; those at its end are copies afterwards."""
+    """Checkpoints inside prefill segments; those at a segment's end are copied afterwards."""
     return tuple(
         StateExport(
             index,

@@ -1,6 +1,6 @@
 """Typed views of the arena, one per layer; the only place where bytes become tensors.
 
-Knows the plan and the arena, not who owns which unit.
+Knows the plan and the arena, but not the owners of units.
 """
 
 from math import prod

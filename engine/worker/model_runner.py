@@ -1,6 +1,6 @@
 """Runs the model over one step's batch on one device.
 
-Owns the arena, its views and the weights; knows nothing of queues, peers or text.
+Owns the views of the arena and the weights; knows no queues, peers or text.
 """
 
 import structlog
@@ -17,7 +17,7 @@ from engine.worker.kv_caches import layer_caches
 from engine.worker.sampler import sample
 
 MAX_FAILED_PASSES = 8
-"""So many forward passes that fail one after the other are the node's fault and end its engine."""
+"""After so many failed forward passes in a row the node is at fault, and its engine ends."""
 
 log = structlog.get_logger()
 
@@ -34,7 +34,7 @@ class ModelRunner:
         self._num_failed = 0
 
     def prepare(self, output: SchedulerOutput) -> None:
-        """Zeroes fresh states, which may have held anything, and copies what will be extended."""
+        """Zeroes new states, which may hold old bytes, and copies shared blocks before writes."""
         for group, state in output.new_states:
             self._bytes(group, state).zero_()
         for copy in output.copies:
@@ -42,10 +42,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """Computes `output`; one token, or an error, per request that reached its end.
+        """Computes `output`; one token, or an error, per request whose tokens are all computed.
 
-        A forward pass that raises fails all of its requests: nobody knows which of them it was, and
-        the states of all may be half written. A node that can compute nothing at all must not stay.
+        A forward pass that raises fails all of its requests: any of them may be the cause, and the
+        states of all may be half written. Raises after MAX_FAILED_PASSES failures in a row.
         """
         if not output.scheduled:
             return ModelRunnerOutput()
@@ -71,7 +71,7 @@ class ModelRunner:
         return self._model.logits(hidden[batch.logits_rows])
 
     def _keep_final_states(self, ordered: list[ScheduledRequest]) -> None:
-        """A checkpoint at a chunk's end is a copy; the layers have written those inside it."""
+        """Copies checkpoints at a chunk's end; the layers have written those inside the chunk."""
         final = ((i.tables, save) for i in ordered for save in i.saves if save.num_tokens == i.end)
         for tables, save in final:
             for group, target in save.states.items():

@@ -1,8 +1,8 @@
 """Logits to tokens: greedy, or drawn by a generator that is a pure function of (seed, position).
 
-So a token depends on the logits and on nothing else: not on the batch, the step or the node that
-samples it. Log-probabilities are those of the raw logits (vLLM's default), before penalties and
-temperature. What goes wrong with one request is that request's error.
+So a token depends on the logits alone: not on the batch, the step or the node that samples it.
+Log-probabilities are those of the raw logits (vLLM's default), before penalties and temperature.
+A failure while sampling for one request ends that request only.
 """
 
 import hashlib
@@ -38,14 +38,14 @@ def sample(logits: Tensor, inputs: Mapping[str, SamplingInput]) -> ModelRunnerOu
 
 
 def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on nothing but (seed, position)."""
+    """A number in [0, 1), a pure function of (seed, position)."""
     key = seed.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
     digest = hashlib.blake2b(key, digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
 def _check(highest: float) -> None:
-    """`highest` of some logits is NaN if any of them is."""
+    """Raises EngineGenerateError unless `highest`, the largest logit, is finite (NaN spreads)."""
     if not isfinite(highest):
         kind = "NaN" if isnan(highest) else "infinite"
         raise EngineGenerateError(f"the model produced {kind} logits")
@@ -83,7 +83,7 @@ def _choose(row: Tensor, item: SamplingInput) -> int:
 
 
 def _penalise(scores: Tensor, item: SamplingInput) -> None:
-    """OpenAI's two penalties on the output, repetition penalty on prompt and output."""
+    """Applies OpenAI's two penalties to the output, the repetition penalty to all tokens."""
     params = item.params
     if params.repetition_penalty != 1.0:
         seen = torch.tensor(sorted(item.seen), device=scores.device)
@@ -106,10 +106,12 @@ def _draw(scores: Tensor, params: SamplingParams, number: float) -> int:
     probabilities = ordered.softmax(dim=-1)
     keep = probabilities >= params.min_p * probabilities[0]
     if params.top_p < 1.0:
+        # A token stays if the mass before it is below top_p, so the first one always stays.
         keep &= probabilities.cumsum(dim=-1) - probabilities < params.top_p
     kept = probabilities * keep
     cumulative = kept.cumsum(dim=-1)
     place = int(torch.searchsorted(cumulative, number * cumulative[-1], right=True))
+    # Rounding may put the place one past the last token that was kept.
     last = int(keep.nonzero()[-1])
     return int(tokens[min(place, last)])
 

@@ -1,8 +1,8 @@
-"""What two nodes must have in common to exchange KV: compared value by value, refused by name.
+"""The geometry of a node's KV cache: compared value by value, refused by name.
 
-Each layer must keep the same things in the same types. How layers form groups, how many tokens a
-block has and how large a unit is may differ: `layout` translates. Neither package versions nor
-spellings of model paths take part.
+Two nodes exchange KV if each layer keeps the same things in the same types. Groups of layers,
+tokens per block and unit sizes may differ: `layout` translates. Package versions and spellings of
+model paths do not count.
 """
 
 import hashlib
@@ -28,10 +28,14 @@ _Bytes = Annotated[int, msgspec.Meta(ge=1, le=MAX_BYTES)]
 
 
 class GroupGeometry(msgspec.Struct, frozen=True):
-    """One KV cache group of a node: what its layers keep, their order in a block, tokens per block.
+    """One KV cache group of a node: spec and order of its layers in a block, tokens per block.
 
-    `layers` are indexes in the model; `block_size` says nothing for states. Blocks are numbered
-    through the arena: `blocks_per_unit` of `block_bytes` each from the beginning of every unit on.
+    `layers` are indexes in the model; `block_size` has no meaning for states. Blocks are numbered
+    through the arena; here with `blocks_per_unit` = 3:
+
+        unit 0                          unit 1
+        | block 0 | 1 | 2 |  (waste)  | | block 3 | 4 | 5 |  (waste)  |
+        0         block_bytes           unit_bytes
     """
 
     spec: Annotated[str, msgspec.Meta(max_length=500)]
@@ -42,14 +46,14 @@ class GroupGeometry(msgspec.Struct, frozen=True):
     block_bytes: _Bytes
 
     def offset(self, block: int) -> int:
-        """Where a block or state begins in the arena, in bytes."""
+        """The byte offset of a block or state in the arena."""
         unit, slot = divmod(block, self.blocks_per_unit)
         return unit * self.unit_bytes + slot * self.block_bytes
 
 
 @dataclass(slots=True, frozen=True)
 class Difference:
-    """One value that two nodes should share and do not."""
+    """One value that two nodes must share and do not."""
 
     key: str
     here: str
@@ -59,7 +63,7 @@ class Difference:
 def describe_geometry(
     plan: ArenaPlan, model_fingerprint: str, *, prefix_hash_seed: str
 ) -> dict[str, str]:
-    """This node's side of the comparison; of the seed, which may be secret, only a digest."""
+    """This node's side of the comparison, with a digest of the seed, which may be secret."""
     groups = {
         f"{GROUP_PREFIX}{number}": msgspec.json.encode(geometry).decode()
         for number, geometry in enumerate(geometry_of(plan))
@@ -89,7 +93,7 @@ def geometry_of(plan: ArenaPlan) -> tuple[GroupGeometry, ...]:
 
 
 def groups_of(peer: Handshake) -> tuple[GroupGeometry, ...]:
-    """The groups of a peer. Raises TransportError for what is no list of groups."""
+    """The groups of a peer. Raises TransportError if they are not a list of groups."""
     found = {key for key in peer.geometry if key.startswith(GROUP_PREFIX)}
     names = [f"{GROUP_PREFIX}{number}" for number in range(min(len(found), MAX_LAYERS))]
     if found != set(names):
@@ -125,7 +129,7 @@ def differences(mine: Handshake, theirs: Handshake) -> list[Difference]:
 
 
 def describe_spec(spec: LayerSpec) -> str:
-    """All that decides the bytes of one layer, except tokens per block."""
+    """Everything that determines the bytes of one layer, except tokens per block."""
     if isinstance(spec, MambaSpec):
         conv = "x".join(map(str, spec.conv_shape))
         temporal = "x".join(map(str, spec.temporal_shape))
@@ -142,7 +146,7 @@ def _plain(node: Handshake) -> Mapping[str, str]:
 
 
 def _by_layer(groups: Iterable[GroupGeometry]) -> dict[str, str]:
-    """What each layer keeps; a layer may keep several things."""
+    """The spec of each layer; a layer may have several."""
     kept: dict[str, list[str]] = {}
     for group in groups:
         for layer in group.layers:
