@@ -25,6 +25,7 @@ from engine.node.server import NodeServer
 from engine.types import GenerateOutput, GenerateRequest, TokenLogprob
 from prefill_node.server import prefill_server
 from tests.api_double import write_model_folder
+from tests.forks import forks
 from tests.leaks import Holdings, excess, held_here
 from tests.oracle import widen
 
@@ -263,6 +264,7 @@ async def settled(node: NodeServer) -> None:
 @pytest.fixture(scope="session")
 def warm(checkpoints: dict[str, Path]) -> None:
     """One node's life ahead of all accounts: libraries open what they keep for good."""
+    forks()
 
     async def live_once() -> None:
         made = Cluster([])

@@ -1,6 +1,7 @@
-"""Servers as real processes, started as a user starts them: `python -m prefill_node MODEL ...`.
+"""Servers as real processes: `python -m prefill_node MODEL ...`, forked to spare the imports.
 
-What they say goes to a file; what they hold is read from outside.
+On other hosts a user's command starts them. What they say goes to a file; what they hold is read
+from outside.
 """
 
 import json
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.forks import Fork
 from tests.leaks import Holdings, children_of, excess, held_by, segments_of
 
 START_S = 90.0
@@ -54,7 +56,7 @@ class ServerProcess:
 
     name: str
     log: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
     url: str = ""
     start_value: Holdings | None = None
 
@@ -63,12 +65,16 @@ class ServerProcess:
         cls, log: Path, module: str, *arguments: str, inside: Sequence[str] = (), **environment: str
     ) -> "ServerProcess":
         """Returns at once, so that several start together; `inside`: a command that runs it."""
+        every = {**os.environ, **environment}
+        log.write_bytes(b"")
+        if not inside:
+            return cls(module, log, Fork(module, arguments, log, every))
         with log.open("wb") as file:
             process = subprocess.Popen(
                 [*inside, sys.executable, "-m", module, *arguments],
                 stderr=file,
                 stdout=subprocess.DEVNULL,
-                env={**os.environ, **environment},
+                env=every,
             )
         return cls(module, log, process)
 

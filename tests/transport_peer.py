@@ -9,7 +9,7 @@ import signal
 from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from connector.transports.choose import open_transport
 from connector.transports.nixl_owner import NO_HOOKS
 from engine.arena import ArenaMemory
+from tests.forks import forks
 from tests.netns import End, move_in
 from tests.processes import signal_all
 from tests.relay import Relay
@@ -87,7 +88,7 @@ class Peer:
         self.bytes = pattern(seed)
         self.second = second_of(seed)
         self._told, theirs = multiprocessing.Pipe()
-        self._process: ForkServerProcess = _forks().Process(
+        self._process: ForkServerProcess = forks().Process(
             target=serve, args=(theirs, life), daemon=True
         )
         self._process.start()
@@ -160,9 +161,3 @@ def serve(told: Connection, life: Life) -> None:
     transport.close()
     arena.close()
     second.close()
-
-
-def _forks() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["__main__", "torch", __name__])
-    return context
