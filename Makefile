@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 
-.PHONY: help setup demo serve test test-long check proto model bench clean
+.PHONY: help setup demo serve test test-long check tree proto model bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -37,6 +37,9 @@ check: $(STAMP) ## lint, types, architecture
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy engine connector prefill_node decode_node proxy deploy benchmarks tests
 	$(BIN)/lint-imports
+
+tree: $(STAMP) ## write docs/TREE.md from the docstrings of modules
+	$(BIN)/python -m tests.tree
 
 proto: $(STAMP) ## regenerate engine/rpc/pb from proto/node.proto
 	$(BIN)/python -m grpc_tools.protoc -Iengine/rpc/pb=proto --python_out=. --pyi_out=. \

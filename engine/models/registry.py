@@ -1,4 +1,4 @@
-"""The families by name: the torch half of `model_configs/registry.py`."""
+"""The families by name: the torch half of `engine/model_configs/registry.py`."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
