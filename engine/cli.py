@@ -64,7 +64,7 @@ def server_app(
 
 
 def option(kind: type[Config], name: str) -> Any:
-    """The flag of a field of `kind`, for a program that is no server and has this flag too."""
+    """The flag of a field of `kind`, for a program that is not a server."""
     return _info(_fields(kind)[name])
 
 

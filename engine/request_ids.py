@@ -1,4 +1,4 @@
-"""How a node makes a caller's label unique: two callers may use the same one at the same time."""
+"""Unique request ids from callers' labels, which two callers may use at the same time."""
 
 LABEL_LIMIT = 200
 
@@ -9,5 +9,5 @@ def unique_id(label: str, number: int) -> str:
 
 
 def has_label(request_id: str, label: str) -> bool:
-    """Whether `unique_id` made `request_id` of `label`."""
+    """True if `unique_id` made `request_id` from `label`."""
     return request_id.rpartition("-")[0] == label[:LABEL_LIMIT]

@@ -59,7 +59,7 @@ class Prefilled:
 
     @property
     def params(self) -> KVTransferParams | None:
-        """Where D finds what P computed."""
+        """The place of P's blocks, for D."""
         return self.output.kv_transfer_params
 
     def release(self) -> None:
@@ -73,7 +73,7 @@ class Prefilled:
 
 @dataclass(slots=True)
 class RequestState:
-    """What the attempts at one request share. `prefilled` belongs to the attempt under way.
+    """The state that the attempts at one request share; `prefilled` is the current attempt's.
 
     `deadline` is in event-loop time. `failed` names the nodes that must not get the request again;
     `num_lost` of them went away while they had it. `num_tokens` reached the client.
@@ -189,6 +189,8 @@ class PdFlow:
                 state.prefilled.release()
 
     def _may_retry(self, state: RequestState, error: TandemError) -> bool:
+        # Another node would refuse the same request, or break over it too; and tokens that the
+        # client has cannot be taken back.
         if is_client_fault(error) or is_engine_failure(error) or state.num_tokens:
             return False
         if self._is_over or state.num_lost > MAX_LOST or state.num_attempts >= MAX_ATTEMPTS:
@@ -220,6 +222,8 @@ class PdFlow:
         try:
             async with self._running(request, node, state) as outputs:
                 output = _checked(await anext(outputs), node)
+                # P ends by length after its one token; only a stop, or a client that wanted one
+                # token, makes that the whole answer.
                 whole = output.finish_reason is FinishReason.STOP or (
                     output.finish_reason is not None and state.request.sampling.max_tokens == 1
                 )
@@ -277,6 +281,7 @@ class PdFlow:
         state.timer.observe(output)
         if state.prefilled is None and output.kv_transfer_params is None:
             return output
+        # D's cache hits are blocks that P has computed again: clients are told P's.
         cached = (output if state.prefilled is None else state.prefilled.output).num_cached_tokens
         return structs.replace(output, num_cached_tokens=cached, kv_transfer_params=None)
 
@@ -287,6 +292,7 @@ class PdFlow:
         if self._is_over or not decode:
             raise NoDecodeNodeError
         route = self._policy.choose(state.request, prefill, decode)
+        # Which P fits depends on D, so D is chosen first and P again if the pair does not work.
         fitting = self._pairs.fitting(prefill, route.decode)
         if route.prefill is not None and route.prefill not in fitting:
             route = self._policy.choose(state.request, fitting, (route.decode,))

@@ -114,6 +114,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         numbers = [it for it in (left, right) if isinstance(it, int)]
         sequences = [it for it in (left, right) if isinstance(it, str | list | tuple)]
+        # Checked before the operation: its result might not fit the memory.
         if operator == "*" and numbers and sequences:
             self.check_size(len(sequences[0]) * numbers[0])
         if operator == "**" and len(numbers) == 2 and left.bit_length() * abs(right) > _MAX_BITS:
@@ -157,7 +158,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
         environment.max_chars = max_chars
-        del environment.globals["lipsum"]
+        del environment.globals["lipsum"]  # generates text of any length
         for name in _WIDE_FILTERS:
             del environment.filters[name]
         environment.filters["tojson"] = _tojson

@@ -49,6 +49,7 @@ class Detokenizer:
             settled -= 1
         piece = text[self._shown : settled]
         self._shown += len(piece)
+        # Decoding the whole text for every token would be quadratic: keep the last few tokens.
         if len(self._window) >= _LIMIT:
             held = max(0, len(text) - self._shown)
             del self._window[:-_KEEP]
@@ -98,6 +99,7 @@ class StopMatcher:
                 end, length, stop = min(ends)
                 self._held = ""
                 return Matched(text[: end if self._include else end + length], stop)
+        # text:  0 .. visible: no stop string can begin here | visible .. end: held
         visible = min((self._possible_start(text, stop) for stop in self._stops), default=len(text))
         self._held = text[visible:]
         return Matched(text[:visible], None)
@@ -109,7 +111,7 @@ class StopMatcher:
 
     @staticmethod
     def _possible_start(text: str, stop: str) -> int:
-        """Where the end of `text` begins that `stop` begins with; the text's length if nowhere."""
+        """The start of the longest end of `text` that begins `stop`, else the text's length."""
         at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
         while at >= 0 and not stop.startswith(text[at:]):
             at = text.find(stop[0], at + 1)

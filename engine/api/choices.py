@@ -37,6 +37,7 @@ async def follow_choice(
             delta = text.take(output)
             yield delta
             finished = delta.finish_reason is not None
+            # A stop string ended the text; leaving the block cancels the generation.
             if finished and output.finish_reason is None:
                 return
     if not finished:
@@ -72,6 +73,7 @@ async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_
                 yield item
                 reading[_read(stream)] = stream
     finally:
+        # Tasks end before their streams are closed: a generator that runs cannot be closed.
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)

@@ -82,6 +82,7 @@ class GenerateEndpoint:
         no [DONE] follows.
         """
         async with aclosing(self._events(plan, deltas)) as events:
+            # Awaited before the status line: an error of admission or prefill gets its own status.
             first = await anext(events)
             start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
             await send(start)

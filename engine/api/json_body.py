@@ -75,6 +75,7 @@ def _decode(text: bytes | Raw, kind: type[_T]) -> _T:
 
 
 def _check_sizes(body: bytes, max_model_len: int) -> None:
+    # Raw members are slices of the body: this decoding builds nothing that grows with it.
     members = msgspec.structs.asdict(decode_json(body, _LargeMembers))
     large = {name: bytes(memoryview(raw)) for name, raw in members.items()}
     others = len(body) - sum(map(len, large.values()))
@@ -126,6 +127,7 @@ def _explained(error: msgspec.ValidationError, values: Mapping[str, Any]) -> Inv
         text = "unknown parameter" if "unknown" in text[:24] else "required parameter is missing"
     if not path:
         return InvalidRequestError(text)
+    # Shown to the client: scalars only, and never a whole prompt.
     value = values.get(path)
     if isinstance(value, Raw):
         is_scalar = bytes(memoryview(value)[:1]) not in (b"[", b"{")

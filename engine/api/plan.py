@@ -172,6 +172,7 @@ def _plan(
     default: int | None,
     logprobs: int | None,
 ) -> Plan:
+    # The engine checks the same at its border; here a proxy refuses before any node computes.
     for prompt in prompts:
         check_prompt(prompt, vocab_size=serving.vocab_size, max_model_len=serving.max_model_len)
     remote_decode = kv_params is not None and kv_params.do_remote_decode
@@ -190,6 +191,7 @@ def _plan(
     # A fresh id: whatever the client calls its request stays a label.
     request_id = f"{'chatcmpl' if isinstance(fields, ChatRequest) else 'cmpl'}-{uuid.uuid4().hex}"
     n = fields.n or 1
+    # Choices of one prompt lie together: choice i belongs to prompt i // n.
     sequences = [(prompt, offset) for prompt in prompts for offset in range(n)]
     return Plan(
         id=request_id,

@@ -44,6 +44,7 @@ def sampling_params(
         "ignore_eos": fields.ignore_eos is True,
         "logprobs": logprobs,
     }
+    # Later sources win: the request's own values over the model's defaults.
     for source in (serving.defaults, fields):
         found = {name: getattr(source, name, None) for name in _SAMPLING}
         values.update((name, value) for name, value in found.items() if value is not None)

@@ -106,6 +106,7 @@ class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 )
 
 
+# Clients send these for keys that they do not use; `_NEUTRAL` adds each key's own default.
 _EMPTY: tuple[object, ...] = (False, "", [], {})
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -153,6 +154,7 @@ class SamplingFields(_Unsupported, frozen=True, kw_only=True, forbid_unknown_fie
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: _Int32 | None = None
     request_id: _Label | None = None
+    # Raw: its length is known before it is decoded, and a proxy never decodes it.
     kv_transfer_params: Raw = Raw()
 
 

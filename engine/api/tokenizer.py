@@ -134,6 +134,8 @@ class TextTokenizer(Tokenizer):
 
     def token_bytes(self, token_id: int) -> bytes:
         token = self._core.id_to_token(token_id)
+        # Added tokens stand for their text; byte-level ones spell bytes as letters; byte fallback
+        # writes <0xNN>; SentencePiece writes a space as U+2581.
         if token is None or token_id in self._added:
             return self._added.get(token_id, "").encode()
         if self._byte_of and all(char in self._byte_of for char in token):
@@ -166,7 +168,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         return Tokenizer()
-    _read_object(path)
+    _read_object(path)  # for the clear error if it is not a JSON object
     try:
         core = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library has no other class
@@ -254,9 +256,10 @@ class _TextLength:
         self._composes = any(part["type"] == "NFC" for part in parts)
 
     def exceeds(self, text: str, max_chars: int) -> bool:
-        """Whether `text` is longer, also once its accents are composed as the tokenizer does."""
+        """True if `text` is longer, also with its accents composed as the tokenizer does."""
         if len(text) <= max_chars:
             return False
+        # Normalizing takes time, so only a text that could still fit is normalized.
         if not self._composes or text.isascii() or len(text) > MAX_COMPOSED * max_chars:
             return True
         return len(unicodedata.normalize("NFC", text)) > max_chars

@@ -54,6 +54,7 @@ class Connections:
         """Drop the connection that waits longest if the server is full; False if none waits."""
         if len(self.opening) + len(self._established) < self.limit:
             return True
+        # Full. Connections wait in order, so the first has waited longest.
         self.num_dropped += 1
         longest = next(iter(self._waiting), None)
         if longest is None:
@@ -107,6 +108,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
             return
+        # All bytes count as framing until `on_body` takes off what the body pays for.
         self._overhead += len(data)
         self._chunk = len(data)
         try:
@@ -147,7 +149,7 @@ class Connection(HttpToolsProtocol):
         if self.cycle.response_complete:
             self._keep_alive()
         else:
-            self._connections.settled(self)
+            self._connections.settled(self)  # the server owes a reply now: it may not be dropped
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -208,6 +210,7 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
         self._is_refused = True
         if self.cycle is not None:
+            # Wakes an app that waits for the rest of the body: it learns that the client is gone.
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.flow.resume_reading()

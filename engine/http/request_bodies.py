@@ -75,10 +75,11 @@ class RequestBodies:
         # The thread goes on when the client leaves, and keeps its place until it ends.
         working = asyncio.ensure_future(asyncio.to_thread(_work, work, body))
         working.add_done_callback(on_end)
-        del body
+        del body  # the thread's reference is the last: its memory goes when the work ends
         return await run_while_connected(receive, self._finish(working))
 
     async def _receive(self, request: Request, max_bytes: int) -> bytes:
+        # Refused by its length before a byte is read; a chunked body is counted as it comes.
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > max_bytes:
             raise _too_large(max_bytes)
@@ -106,6 +107,7 @@ class RequestBodies:
 
     def _resize(self, old: int, new: int) -> None:
         """Count a body that grows or goes; raises OverloadedError and leaves the count as it is."""
+        # Small bodies are free, or a full budget would refuse short prompts too.
         more = max(0, new - SMALL_BYTES) - max(0, old - SMALL_BYTES)
         if self._bytes_in_flight + more > self._limits.max_bytes_in_flight:
             raise OverloadedError(
@@ -126,6 +128,7 @@ class RequestBodies:
     async def _finish(self, working: "asyncio.Future[_T]") -> _T:
         try:
             async with asyncio.timeout(self._limits.work_timeout_s):
+                # A thread cannot be stopped: past the deadline it goes on, and keeps its place.
                 return await asyncio.shield(working)
         except TimeoutError as error:
             raise DeadlineExceededError(

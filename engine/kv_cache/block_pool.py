@@ -43,7 +43,7 @@ class BlockPool:
         self._listener = listener
 
     def fits(self, new: NewBlocks, paths: Iterable[Path] = ()) -> bool:
-        """Whether new blocks fit while `paths` are in use as well; exact."""
+        """True if new blocks fit while `paths` are in use as well; exact."""
         idle: dict[int, dict[Node, int]] = {}  # by group: idle nodes, and how many of their blocks
         for last, end in paths:
             node: Node | None = last
@@ -139,7 +139,8 @@ class BlockPool:
         user: Node | None = node
         while user is not None:
             user.refs += 1
-            if user.refs > 1:  # then it counts at its parent already
+            # A node in use counts as one user of its parent, however many users it has itself.
+            if user.refs > 1:
                 break
             self.order.remove(user)
             self.units.use(user.group, user.units)
@@ -148,6 +149,7 @@ class BlockPool:
 
     def follow(self, last: Node, node: Node, end: int) -> Node:
         """Moves a use on from `last` to a node somewhere after it, up to index `end`."""
+        # In place where nobody else sees the border between the two nodes: no split, no new node.
         if end < node.end and self.trees[node.group].may_move_end(last, node):
             self._move_front(node, end - node.start)
             return last
@@ -160,7 +162,7 @@ class BlockPool:
         user: Node | None = node
         while user is not None:
             user.refs -= 1
-            if user.refs:
+            if user.refs:  # still in use, and so is its whole path
                 break
             self.num_releases += 1
             idle_units = self.units.unuse(user.group, user.units)
@@ -209,6 +211,7 @@ class BlockPool:
 
     def _evict_for(self, new: NewBlocks) -> None:
         """One step towards room for new blocks: the least valuable idle thing that helps."""
+        # For each short group its least idle node, cut to what is missing; or a checkpoint.
         options: list[tuple[Rank, Node, int]] = []
         for group, (count, _) in new.items():
             missing = self.units.num_missing_slots(group, count)
@@ -229,12 +232,13 @@ class BlockPool:
                 self.evict(node, next(at for at, block in places if block // per_unit == unit))
 
     def _is_idle(self, unit: int) -> bool:
-        """Whether a unit holds blocks, none of which is in use."""
+        """True if a unit holds blocks and none of them is in use."""
         return unit in self.nodes_in and not self.units.is_used(unit)
 
     def evict(self, node: Node, keep: int = 0, *, resets: bool = False) -> None:
         """Frees all but the first `keep` blocks of an idle node, and first all that follows it."""
         listener = self._listener
+        # A block is findable only after all blocks before it, so what follows goes first.
         ends_first = [(child, 0) for child in reversed(node.descendants())]
         for gone, num_kept in [*ends_first, (node, keep)]:
             assert not gone.refs, f"group {gone.group}: {len(gone.blocks)} blocks are in use"
@@ -286,7 +290,7 @@ class BlockPool:
             self._listener.stored(cached, parent, prefix.tokens(cached.start, cached.end))
 
     def _cached(self, node: Node, keep: int) -> list[Cached]:
-        """What is findable in a node after its first `keep` blocks."""
+        """The findable blocks and states of a node after its first `keep` blocks."""
         cached = [self._cached_key(node, key) for key in node.keys]
         return [*cached, self._cached_blocks(node, keep)] if node.digests else cached
 

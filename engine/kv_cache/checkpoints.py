@@ -1,8 +1,8 @@
-"""Where a prefill keeps its Mamba states for reuse: a pure policy.
+"""The positions at which a prefill keeps its Mamba states for reuse: a pure policy.
 
-`last + branch point + one shortly before the end + one per interval`. Prompts mostly part ways near
-their ends: other questions about one document, other tails behind one context. A state there finds
-more, with fewer writes, than one per 8,192 tokens alone (benchmarks/README.md).
+`last + branch point + one shortly before the end + one per interval`. Prompts mostly differ near
+their ends: other questions about one document, other tails after one context. A state there gives
+more hits, with fewer writes, than one per 8,192 tokens alone (benchmarks/README.md).
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def checkpoint_positions(
     interval: int = DEFAULT_INTERVAL,
     tail: int = DEFAULT_TAIL,
 ) -> tuple[int, ...]:
-    """Token counts behind the hit, ascending, after which the state is worth keeping.
+    """Token counts after the hit, ascending, at which the state is worth keeping.
 
     The prompt's last boundary before its last token; the `branch_point`, where this prompt leaves a
     longer cached one that had no checkpoint there; `tail` tokens before the last; and every
@@ -39,7 +39,7 @@ def checkpoint_positions(
 def decode_positions(
     num_prompt_tokens: int, start: int, end: int, *, interval: int
 ) -> tuple[int, ...]:
-    """Token counts behind the prompt, ascending, that tokens `start` to `end` reach.
+    """Token counts after the prompt, ascending, that tokens `start` to `end` reach.
 
     Every multiple of `interval`; 0 keeps no state while a request decodes.
     """
@@ -55,7 +55,7 @@ def due(positions: Sequence[int], start: int, end: int) -> tuple[int, ...]:
 
 
 def value_per_token(plan: ArenaPlan) -> float:
-    """What a checkpoint saves per byte for each token since the one before it.
+    """The saving per byte of a checkpoint, for each token since the one before it.
 
     Relative to an attention block, whose value is 1.
     """

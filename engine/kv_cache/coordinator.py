@@ -2,7 +2,7 @@
 
 Each group says how many tokens, at most so many, it can resume after; asking in turn until nobody
 shortens the prefix gives the longest length that all of them accept, whatever their order (the
-fixed point of vLLM #31707). What an external source can fill counts like what is cached here.
+fixed point of vLLM #31707). Tokens that an external source can fill count as cached here.
 Reads only: nothing is referenced, moved or evicted.
 """
 
@@ -22,7 +22,7 @@ from engine.kv_cache.tables import GroupHit, GroupTable, Lookup
 
 @dataclass(slots=True, frozen=True)
 class AttentionKind:
-    """How groups with one type of spec are looked up, and the table of a request's blocks."""
+    """The lookup of groups with one type of spec, and the table of a request's blocks."""
 
     lookup: Callable[[BlockPool, PrefixDigests, int], Lookup]
     table: Callable[[BlockPool, int, GroupHit], GroupTable]
@@ -37,7 +37,7 @@ Longest = Callable[[int], int]  # the most tokens, at most so many, that a group
 
 @dataclass(slots=True, frozen=True)
 class PrefixHit:
-    """What a request can start from.
+    """The longest start that a request has.
 
     `num_tokens`: where it starts; every group is complete there once the external source has filled
     in what is not here. `local[g]`: how many of these tokens group g has here (attention groups:
@@ -84,6 +84,7 @@ class Coordinator:
         local: list[Longest] = [lookup.longest for lookup in attention.values()]
         states = self._states.lookup(prefix)
         branch_point = _longest(limit, local)
+        # A group accepts a length if it is complete there, here or by the external source.
         every: list[Longest] = [*local, states.longest]
         if external is not NOTHING:
             every = [_either(longest, external.attention_up_to) for longest in local]
@@ -122,6 +123,7 @@ def _either(local: Longest, external: Longest) -> Longest:
 
 
 def _longest(limit: int, groups: Sequence[Longest]) -> int:
+    # Each group may only shorten, so this ends; and what all accept, no group shortens again.
     while True:
         shortest = limit
         for longest in groups:

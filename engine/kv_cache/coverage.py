@@ -1,4 +1,4 @@
-"""What a source outside this node's cache (another node, a slower tier) can fill in. No blocks."""
+"""The tokens and states that a source outside this node's cache can fill in. No blocks."""
 
 from dataclasses import dataclass
 

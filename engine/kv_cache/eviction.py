@@ -1,4 +1,4 @@
-"""What is idle, in the order in which it is to be evicted. Knows no blocks and frees nothing.
+"""Idle nodes and units, in the order of eviction. Knows no blocks and frees nothing.
 
 GreedyDual (Young 1991): an idle node ranks at the clock plus its value, the tokens it saves per
 byte, and the clock moves up to the rank of what goes; so recency and value both count.

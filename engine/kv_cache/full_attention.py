@@ -38,6 +38,7 @@ class FullAttentionLookup(Lookup):
         if end * self._size > self._end and self._partial is not None:
             return self._partial[1]
         node = self._deepest
+        # The descent ended in the deepest node; shorter hits end in one of its ancestors.
         while node.start >= end and node.parent is not None:
             node = node.parent
         return node
@@ -97,6 +98,7 @@ class FullAttentionTable(GroupTable):
         if self._partial is not None:
             self._pool.release(self._partial)
             self._partial = None
+        # Equal bytes twice would only take room: the request's own blocks are freed.
         own = self.blocks[self._num_settled : end]
         self.blocks[self.num_published : end] = self._last.path(end)[self.num_published :]
         self._pool.free(self._group, own)

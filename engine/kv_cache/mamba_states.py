@@ -60,6 +60,7 @@ class StateLookup(Lookup):
         if self._tree is None or not self._tree.partial:
             return None
         position = 0 if self._found is None else self._found[0]
+        # The last answer holds for every limit between the position found and the limit searched.
         if not position <= limit <= self._searched:
             self._searched = limit
             self._found = self._tree.longest_partial(self._prefix, 0, limit)
@@ -142,6 +143,7 @@ class MambaStates:
     def free(self, node: Node | None) -> None:
         """A request needs its states no longer."""
         if node is not None:
+            # Freed before its first step: nothing is left to zero.
             self._new = [new for new in self._new if new is not node]
             self._pool.release(node)
             self.trim()

@@ -1,7 +1,8 @@
-"""What the scheduler asks of the KV cache: find a hit, start from it, grow, publish, give back.
+"""The KV cache as the scheduler uses it: find a hit, start from it, grow, publish, give back.
 
 All-or-nothing without side effects on failure. A block or checkpoint becomes findable only after
-its bytes are complete, and a shared one is never written: who extends it gets a copy. Torch-free.
+its bytes are complete. A shared one is never written: a request that extends it gets a copy.
+Torch-free.
 """
 
 from collections import Counter
@@ -94,7 +95,7 @@ class KVCacheManager:
 
     @property
     def num_releases(self) -> int:
-        """Grows with everything that is let go; while it stands still, there is no more room."""
+        """A counter of releases: while it stands still, no room has been freed."""
         return self.pool.num_releases
 
     def find_hit(
@@ -172,8 +173,9 @@ class KVCacheManager:
         self._states.drop(checkpoints)
 
     def keep_loaded(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
-        """What was pulled becomes findable at its exact length; the states, by a copy of them."""
+        """Publishes loaded blocks up to the exact length, and a copy of the loaded states."""
         self._publish_all(tables, prefix, num_tokens)
+        # A copy, since the request goes on from its own state and overwrites it.
         for checkpoint in self.reserve_checkpoints(prefix, [num_tokens]):
             assert tables.state is not None
             source = self.pool.share(tables.state, tables.state.end)
@@ -181,7 +183,7 @@ class KVCacheManager:
             self._pending.append(_Pending(source, targets, tables, checkpoint))
 
     def retire(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
-        """The request computes no more: its own state and last block serve as a checkpoint."""
+        """Publishes the state and last block of a request that has ended as a checkpoint."""
         if num_tokens == 0 or not self._caches_prefixes:
             return
         self._publish_all(tables, prefix, num_tokens)
@@ -199,6 +201,7 @@ class KVCacheManager:
         for group, table in tables.attention.items():
             nodes, own = table.held()
             self.pool.free(group, own)
+            # Ends become idle before roots, so that they are evicted first.
             for node in reversed(nodes):
                 self.pool.release(node)
         self._states.free(tables.state)
@@ -208,7 +211,7 @@ class KVCacheManager:
         return self._states.take_new()
 
     def copies(self) -> tuple[BlockCopy, ...]:
-        """What the worker copies before it computes; call `copies_done` once it has."""
+        """The copies that the worker makes before it computes; call `copies_done` after that."""
         return tuple(copy for pending in self._pending for copy in self._copies_of(pending))
 
     def copies_done(self) -> None:
@@ -267,10 +270,11 @@ class KVCacheManager:
                 table.publish_partial(prefix, num_tokens)
 
     def _new_blocks(self, hit: PrefixHit, num_tokens: int) -> NewBlocks:
-        """What a request that starts from `hit` needs beside it."""
+        """The new blocks and states that a request needs beside `hit`."""
         new = dict(self._states.one_set)
         for group, part in hit.attention.items():
             count = self.plan.blocks_for(group, num_tokens) - len(part.blocks)
+            # After the last shared block, so that neighbours in the sequence are neighbours here.
             new[group] = count, part.blocks[-1] if part.shares and part.blocks else None
         return new
 

@@ -76,6 +76,7 @@ class PrefixDigests:
             return digests
         start = self._num_hashed
         self._num_hashed = end = len(self._token_ids) // size * size
+        # One running hash: its digest after each hash block is that of the whole prefix.
         block_bytes, running = size * TOKEN_BYTES, self._hash
         tokens = _bytes(self._token_ids[start:end])
         for offset in range(0, len(tokens), block_bytes):

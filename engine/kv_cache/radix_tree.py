@@ -48,7 +48,7 @@ class Node:
 
     @property
     def is_findable(self) -> bool:
-        """Whether any prefix leads here."""
+        """True if any prefix leads here."""
         return bool(self.digests or self.keys)
 
     def following(self) -> list["Node"]:
@@ -91,7 +91,7 @@ class RadixTree:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is findable."""
+        """True if nothing is findable."""
         return not (self.whole or self.partial or self.root.children)
 
     def digests(self, prefix: PrefixDigests, start: int, end: int) -> list[bytes]:
@@ -107,6 +107,7 @@ class RadixTree:
     ) -> tuple[int, Node] | None:
         """The longest prefix of more than `above`, at most `limit` tokens that a key names."""
         size, digests = prefix.hash_block_size, prefix.boundaries()
+        # From the longest boundary down: the first that has a fitting tail is the longest.
         for whole in range(min(limit // size, len(digests) - 1), above // size - 1, -1):
             tails = self.partial.get(digests[whole])
             if tails is None:
@@ -133,7 +134,8 @@ class RadixTree:
             if known[-1] == child.digests[len(known) - 1]:
                 found += len(known)
                 continue
-            # A digest stands for all tokens before it: up to the first that differs, all are equal.
+            # A digest stands for all tokens before it: before the first difference all are equal,
+            # after it none is. So bisect.
             theirs = child.digests
             found += bisect_left(range(len(known)), True, key=lambda i: known[i] != theirs[i])
             break
@@ -141,6 +143,7 @@ class RadixTree:
 
     def append(self, node: Node, blocks: list[int], digests: list[bytes]) -> Node:
         """Adds whole blocks after a node's end, for its one user; returns the node they are in."""
+        # A node may grow only if its end matters to nobody but the caller.
         if node.refs > 1 or node.children or node.partials or node.keys:
             child = Node(node.group, node.end, [], parent=node)
             node.children[digests[self.stride - 1]] = child
@@ -197,7 +200,7 @@ class RadixTree:
         parent.children[node.digests[self.stride - 1]] = node
 
     def may_move_end(self, node: Node, child: Node) -> bool:
-        """Whether a node's end matters only to `child` and to one user of the node."""
+        """True if only `child` and one user of the node depend on the node's end."""
         is_alone = len(node.children) == 1 and not (node.partials or node.keys)
         is_one_user = node.refs == 1 + (child.refs > 0)
         return is_alone and is_one_user and child.parent is node

@@ -8,7 +8,7 @@ COLUMNS = ("group", "holds", "layers", "bytes each", "per unit", "waste")
 
 
 def plan_report(plan: ArenaPlan, max_model_len: int) -> str:
-    """What fits, and one line per KV cache group; plain text, fits 80 columns."""
+    """The capacity, and one line per KV cache group; plain text in 80 columns."""
     rows = [COLUMNS, *(_row(plan, group) for group in range(len(plan.groups)))]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = [

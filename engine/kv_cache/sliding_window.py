@@ -26,6 +26,10 @@ class SlidingWindowLookup(Lookup):
 
     def hit(self, num_tokens: int) -> GroupHit:
         num_whole, rest = divmod(num_tokens, self._size)
+        # Blocks before the window are never read: the null block stands for them.
+        #
+        #   index    0 .. first - 1     first .. num_whole - 1    num_whole
+        #   block    NULL_BLOCK         cached, shared            copy of a partly filled one
         first = self._spec.first_needed(num_tokens) // self._size
         nodes = [self._node(index) for index in range(first, num_whole)]
         blocks = [NULL_BLOCK] * first + [node.blocks[0] for node in nodes]
@@ -33,7 +37,7 @@ class SlidingWindowLookup(Lookup):
         return GroupHit(blocks, shares, (self._node(num_whole), num_whole + 1) if rest else None)
 
     def _last_gap(self, num_tokens: int) -> int | None:
-        """Where the last block that is not cached far enough for `num_tokens` tokens ends."""
+        """The end of the last block that is not cached far enough for `num_tokens` tokens."""
         first = self._spec.first_needed(num_tokens) // self._size
         for index in range((num_tokens - 1) // self._size, first - 1, -1):
             found = self._find(index)

@@ -1,4 +1,4 @@
-"""What one layer keeps per token or per sequence, and how layers form KV cache groups.
+"""The specs of layers' caches, per token or per sequence, and the KV cache groups they form.
 
 Sizes only: no tensors, no ids. A block holds all layers of its group contiguously
 (block-outermost), and a state holds the conv and temporal tensors of all layers of its group, so

@@ -1,4 +1,4 @@
-"""What a request uses of each KV cache group, and what each kind of attention group answers."""
+"""A request's blocks in each KV cache group, and the interfaces of attention groups."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class BlockCopy(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class GroupHit:
-    """What one group has to start from.
+    """The cached part of one group that a request starts from.
 
     `blocks`: whole blocks in token order, NULL_BLOCK before a window. `shares`: the paths with
     them. `source`: the path to a block of which only a part is wanted, or to states: the request
@@ -49,7 +49,7 @@ class Lookup(ABC):
 
     @abstractmethod
     def hit(self, num_tokens: int) -> GroupHit:
-        """What to resume from; call only for lengths that `longest` returns unchanged."""
+        """The hit of `num_tokens`; call only for lengths that `longest` returns unchanged."""
 
 
 class GroupTable(ABC):

@@ -41,6 +41,10 @@ class GroupSlots:
 
         With `start`, from there or not at all.
         """
+        # Bits of one unit, lowest slot right; `fill(unit, 3)`:
+        #
+        #   free    0 1 1 0 1 1 0 0      first = 2, taken = 2 (slot 4 is not free)
+        #   after   0 1 1 0 0 0 0 0
         free = self.free_bits.get(unit, 0) >> start << start
         if not free or (start and not free >> start & 1):
             return []
@@ -112,7 +116,7 @@ class UnitAllocator:
         return sum(map(len, self.used))
 
     def units_of(self, group: int, blocks: Sequence[int]) -> Units:
-        """How many of these blocks lie in each unit."""
+        """The number of these blocks in each unit."""
         per_unit = self.plan.blocks_per_unit[group]
         if _are_consecutive(blocks):
             return {unit: count for unit, _, count in _spans(blocks, per_unit)}
@@ -123,16 +127,18 @@ class UnitAllocator:
         return units
 
     def num_missing_slots(self, group: int, count: int) -> int:
-        """How many of `count` blocks the units that an attention group has started cannot hold."""
+        """The number of `count` blocks that do not fit the units that a group has started."""
         return count - self.slots[group].num_free if group in self.slots else 0
 
     def can_allocate(self, new: NewBlocks) -> bool:
-        """Whether all these blocks fit at once."""
+        """True if all these blocks fit at once, without eviction."""
         needed = sum([self._num_new_units(group, count) for group, (count, _) in new.items()])
         return needed <= self.num_free_units
 
     def num_more_units(self, group: int, *, units: set[int], more: int, new: int) -> int:
-        """How many more units are in use once `more` idle blocks, in `units`, and new ones are."""
+        """The number of further used units once `more` idle and `new` blocks are in use."""
+        # Idle blocks that come into use bring their units with them; what is free in all used
+        # units then takes new blocks, and only the rest needs further units.
         fresh = len(units - self.used[group].keys()) if units else 0
         per_unit = self.plan.blocks_per_unit[group]
         room = (len(self.used[group]) + fresh) * per_unit - self.num_used[group] - more
@@ -172,7 +178,7 @@ class UnitAllocator:
         self.num_free_units += len(units)
 
     def is_used(self, unit: int) -> bool:
-        """Whether anything in a unit is in use."""
+        """True if anything in a unit is in use."""
         return any(unit in used for used in self.used)
 
     def use(self, group: int, units: Units) -> None:
@@ -222,7 +228,9 @@ class UnitAllocator:
         if last is not None and self.free_units >> last + 1 & 1:
             first = last + 1
         else:
-            starts = self.free_units  # bit u: as many adjacent units from u on are free
+            # Bit u of `starts`: so many adjacent units from u on are free. Without such a run any
+            # free unit will do.
+            starts = self.free_units
             for shift in range(1, num_adjacent):
                 starts &= self.free_units >> shift
             starts = starts or self.free_units

@@ -53,6 +53,7 @@ class Attention:
     def __call__(self, x: Tensor, residual: Tensor | None, step: ForwardPass) -> Tensor:
         config, rows = self.config, x.shape[0]
         qk, v, gate = self.in_proj(x).split_with_sizes(self._splits, dim=-1)
+        # q and k stay one tensor through norm and rotary: one kernel for both.
         qk = qk.view(rows, -1, config.head_dim)
         if self.norm is not None:
             qk = self.norm(qk)

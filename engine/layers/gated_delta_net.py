@@ -40,6 +40,7 @@ class GatedDeltaNet:
         self.out_proj = load_linear(weights, {"out_proj": hidden}, inputs=config.values)
         taps = weights.take("conv1d.weight", (config.conv_dim, 1, config.conv_kernel))
         self.conv_weight = taps[:, 0].t().contiguous()
+        # Stored as a logarithm so that training keeps it positive; the decay is exp(rate * dt).
         self.rate = -weights.take("A_log", (heads,), torch.float32).exp()
         self.dt_bias = weights.take("dt_bias", (heads,), torch.float32)
         self.norm = RMSNorm(weights.take("norm.weight", (config.value_dim,)), eps, torch.float32)

@@ -42,6 +42,7 @@ class Mamba2:
             bias=config.out_proj_bias,
             output_scale=config.output_scale,
         )
+        # Stored [channels, 1, K] for torch's conv1d; the operators want token-major [K, channels].
         taps = weights.take("conv1d.weight", (conv, 1, config.conv_kernel))
         self.conv_weight = taps[:, 0].t().contiguous()
         self.conv_bias = weights.take("conv1d.bias", (conv,)) if config.conv_bias else None
@@ -62,6 +63,7 @@ class Mamba2:
         low, high = config.time_step_limit
         if low > 0.0 or high != inf:
             dt.clamp_(low, high)
+        # x, B and C pass the convolution together; z and dt do not.
         mixed = self.ops.causal_conv1d(mixed, conv, self.conv_weight, self.conv_bias)
         shared = config.n_groups * config.state_size
         u, b, c = mixed.split_with_sizes([config.inner_size, shared, shared], dim=-1)

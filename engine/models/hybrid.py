@@ -76,6 +76,7 @@ def build_hybrid(
     """
     table = weights.take(f"{names.embeddings}.weight", (config.vocab_size, config.hidden_size))
     embeddings = Embedding(table, config.embedding_scale)
+    # Layers with equal specs are one KV cache group, so a spec names its group.
     group_of = {group.spec: number for number, group in enumerate(config.groups)}
     blocks: list[ResidualBlock] = []
     for layer, configs in enumerate(config.mixers):

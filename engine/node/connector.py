@@ -1,4 +1,4 @@
-"""What a node needs of its connector: a builder, and what it builds besides the seam."""
+"""A node's connector: its builder, and its parts besides the seam."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from engine.tls import ClientTls
 
 @dataclass(slots=True, frozen=True)
 class ConnectorSettings:
-    """What a connector must know of the node around it; `host` is what peers are told."""
+    """The settings of a node that its connector needs; `host` is the advertised one."""
 
     config: KVTransferConfig
     engine_id: str
@@ -44,7 +44,7 @@ class NodeConnector(Protocol):
         ...
 
     def is_awaited(self) -> bool:
-        """Whether peers may still come for what this node holds for them."""
+        """True while a peer may still pull blocks that this node holds for it."""
         ...
 
     def close(self) -> None:

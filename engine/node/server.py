@@ -107,7 +107,7 @@ class NodeServer:
         return f"{scheme}://{join_host_port(self.host, self.http.port)}"
 
     async def start(self) -> None:
-        """Loads the model and serves; ConfigError or CheckpointError leave nothing behind."""
+        """Loads the model and serves. Raises ConfigError or CheckpointError, and then frees all."""
         try:
             await self._start()
         except BaseException:
@@ -136,6 +136,8 @@ class NodeServer:
         await self._resources.aclose()
 
     async def _start(self) -> None:
+        # Each step frees what it made through `_resources`, the last first: requests end, servers
+        # stop, then the engine, the connector, and the arena after its last reader.
         self._check_options()
         torch.set_num_threads(self.config.num_threads)
         model = await asyncio.to_thread(ModelFolder.read, self.config)
@@ -143,6 +145,7 @@ class NodeServer:
         plan, limits = self._plan_arena(model)
         arena = ArenaMemory(plan.arena_bytes, device=self.config.device)
         self._resources.callback(arena.close)
+        # Before the weights: a missing transport must not cost the time to load them.
         self.connector = self._connect(model, plan, arena)
         weights = await asyncio.to_thread(load_model, model.path, model.config, arena.tensor.device)
         self.engine = self._start_engine(plan, ModelRunner(weights, plan, arena), limits)
@@ -237,6 +240,7 @@ class NodeServer:
             token=self._token,
             tls=self._tls,
         )
+        # Pushed in reverse: `drain` runs before `close`.
         self._resources.push_async_callback(rpc.close)
         self._resources.push_async_callback(rpc.drain, END_OF_REQUESTS_S)
         return rpc

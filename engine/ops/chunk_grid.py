@@ -108,6 +108,7 @@ def _grid(
 ) -> ChunkGrid:
     cuts = _cuts(query_lens, exports)
     starts = [_chunk_starts(n, own) for n, own in zip(query_lens, cuts, strict=True)]
+    # Most chunks first: at every step of a scan the segments still running are a prefix.
     order = sorted(range(len(starts)), key=lambda one: (-len(starts[one]), -query_lens[one]))
     active = [sum(len(own) > step for own in starts) for step in range(len(starts[order[0]]))]
     chunks = _places(starts, order, active)

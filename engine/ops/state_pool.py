@@ -56,6 +56,7 @@ def _prefill(
 ) -> Tensor:
     pool, index = states.pool, states.index
     units = index.units[-len(lens) :]
+    # The operator leaves `initial` as it is, so exports and final states are written back apart.
     initial = _gather(pool, units)
     exports = [(export.segment, export.offset) for export in index.exports]
     y, final, exported = chunk(rows, initial.float() if wide else initial, lens, exports)

@@ -20,7 +20,9 @@ OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 2_000),  # in fact the time that a connection may take
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Else channels of this process with equal options would share one connection.
     ("grpc.use_local_subchannel_pool", 1),
+    # `http_proxy` of the environment is for the internet, not for the nodes of a cluster.
     ("grpc.enable_http_proxy", 0),
 )
 PROVE_TIMEOUT_S: Final = 5.0

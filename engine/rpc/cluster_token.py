@@ -20,6 +20,7 @@ def signing_key(token: str) -> bytes:
     return hmac.digest(_stretched(token), b"tandem signing key v1", hashlib.sha256)
 
 
+# Cached: every connection of a process asks for the same token.
 @lru_cache(maxsize=64)
 def _stretched(token: str) -> bytes:
     """Slow on purpose: who has a proof can try tokens against it for as long as they like."""

@@ -87,6 +87,7 @@ def output_to_pb(output: GenerateOutput) -> pb.GenerateOutput:
 
 def output_from_pb(message: pb.GenerateOutput) -> GenerateOutput:
     """Raises TandemError for an unknown finish reason, KVTransferParamsError for bad params."""
+    # Written out like its counterpart; fields that are absent stay None, not zero.
     has, logprobs, finish_reason = message.HasField, None, None
     if has("logprobs"):
         logprobs = tuple(map(_logprob_from_pb, message.logprobs.tokens))

@@ -73,11 +73,11 @@ class HttpNode:
         return cls(url.text, url.host, timeout_s, client_tls(ca_certs) if url.has_tls else None)
 
     async def get(self, path: str) -> HttpAnswer:
-        """Raises UnavailableError or DeadlineExceededError when there is no answer."""
+        """Raises UnavailableError or DeadlineExceededError without an answer."""
         return await self._ask("GET", path)
 
     async def post(self, path: str, key: str | None, body: dict[str, Any]) -> HttpAnswer:
-        """Raises UnavailableError or DeadlineExceededError when there is no answer."""
+        """Raises UnavailableError or DeadlineExceededError without an answer."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return await self._ask("POST", path, json=body, headers=headers)
 

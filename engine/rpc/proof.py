@@ -49,7 +49,7 @@ class Proven:
 
 
 NOT_NEEDED: Final = Proven()
-"""Where the cluster has no token."""
+"""The proof in a cluster without a token."""
 
 
 class NodeProof:
@@ -71,6 +71,7 @@ class NodeProof:
     def is_known(self, metadata: Received) -> bool:
         """True if the caller has proven, to this process, that it knows the token."""
         entries = tuple(metadata)
+        # Computed anew for every call: the node keeps no list of callers that could be filled.
         nonce = _only(entries, NONCE_KEY)
         expected = _mac(self._key, OF_CALLER, nonce + self._nonce, port=self.port)
         return hmac.compare_digest(_only(entries, PROOF_KEY), expected)

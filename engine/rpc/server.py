@@ -28,6 +28,7 @@ CANCEL_GRACE_S: Final = 1.0
 _OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
     ("grpc.max_send_message_length", MAX_REPLY_BYTES),
+    # Else two nodes on one port would share its connections instead of one failing to bind.
     ("grpc.so_reuseport", 0),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 5_000),  # what grpc.keepalive_timeout_ms no longer sets
@@ -68,6 +69,7 @@ class CallBorder(aio.ServerInterceptor):
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[MaybeHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> MaybeHandler:
+        # The one call for strangers; every other call must carry a proof made for this process.
         if handler_call_details.method == PROVE_METHOD:
             return _unread(self._prove)
         if not self._is_known(handler_call_details):
@@ -137,6 +139,7 @@ def _with_border(method: Any, ends_reply: Callable[[Context], None] = lambda _: 
             # gRPC raises it from a write if the caller left and its cancellation is not here yet.
             log.info("a caller left during its answer", error=str(error))
             raise asyncio.CancelledError from error
+        # Broad: gRPC itself would send the text of any other exception to the caller.
         except Exception:
             log.exception("call failed on an unexpected error")
             await _abort(context, TandemError("internal error of the node; its log has the cause"))

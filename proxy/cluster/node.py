@@ -130,7 +130,7 @@ class Node:
         self._num_late = 0
 
     def cut_off(self) -> None:
-        """Ends every request of this proxy on the node, which hangs or has no more time."""
+        """Ends every request of this proxy on the node, which hangs or is out of time."""
         if self._client is not None:
             self._client.cut_off()
 
@@ -163,6 +163,7 @@ class Node:
             self._client = None
 
     async def _describe(self, timeout_s: float) -> NodeInfo:
+        # A node with a problem may have restarted on another port: resolve its address again.
         if self._client is None or self.problem is not None:
             await self._connect(timeout_s)
         return await self.client.describe(timeout_s)
@@ -177,7 +178,7 @@ class Node:
 
     def _on_late_answer(self, error: DeadlineExceededError) -> None:
         self._num_late += 1
-        # One late answer is no absence, but a node that never answered was never there.
+        # One late answer does not mean absence, but a node that never answered was never there.
         if self._num_late >= MAX_LATE_ANSWERS or self.info is None:
             self.set_problem(str(error))
             self.cut_off()

@@ -101,6 +101,7 @@ class NodePool:
     async def _watch(self, node: Node) -> None:
         while True:
             info = await node.refresh(DESCRIBE_TIMEOUT_S)
+            # `refresh` has set the problem of a node that is away; here one of another model.
             if info is not None:
                 node.set_problem(self._objection(node, info))
             if node.is_available and node.kind is NodeKind.DECODE:
@@ -113,6 +114,7 @@ class NodePool:
         if not info.model_names or info.vocab_size < 1:
             return "names no model"
         identity = ModelIdentity(info.model_names[0], info.vocab_size)
+        # The first answer wins for the life of the proxy, also over nodes that are lost since.
         if self.identity is None:
             self.identity = identity
         if identity == self.identity:

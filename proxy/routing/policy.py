@@ -10,7 +10,7 @@ from proxy.cluster.node import NodeView
 
 @dataclass(slots=True, frozen=True)
 class Route:
-    """Where one request goes. Without a prefill node the decode node computes the prompt too."""
+    """The nodes of one request. Without a prefill node the decode node computes the prompt too."""
 
     prefill: NodeView | None
     decode: NodeView

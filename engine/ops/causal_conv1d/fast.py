@@ -41,6 +41,8 @@ def conv_step(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None) -> 
         y.addcmul_(row.float(), tap)
     if bias is not None:
         y += bias.float()
+    # Shift by one: the oldest input goes, the new one comes. From the front, so each row is read
+    # before it is overwritten.
     for older, newer in pairwise(rows):
         older.copy_(newer)
     return F.silu(y, inplace=True).to(x.dtype)
@@ -88,6 +90,7 @@ def _convolve(x: Tensor, initial: Tensor, taps: Tensor, bias: Tensor | None, out
     for start in range(0, out.shape[0], ROWS):
         block = out[start : start + ROWS]
         rows = block.shape[0]
+        # K-1 inputs before the block:  | before | rows of the block |
         if start:
             window = x[start - before : start + rows].float()
         else:

@@ -66,6 +66,7 @@ def step(
     key, query = kq.unbind(2)
     delta = (v - seen).mul_(beta.unsqueeze(-1))
     torch.addcmul(decayed, key.unsqueeze(-1), delta.unsqueeze(-2), out=state)
+    # The read of the new state without reading it again: q S' = q S + (q . k) delta.
     overlap = torch.linalg.vecdot(key, query).unsqueeze(-1)
     return torch.addcmul(kept, overlap, delta).mul_(q.shape[-1] ** -0.5)
 
@@ -153,6 +154,8 @@ def _scan(
     starts = state.new_empty(new_v.shape[0] * heads, *initial.shape[2:])
     final = torch.empty_like(state)
     first = 0
+    # Sorted as in `ChunkGrid`: at each step the first `active` segments have a chunk. One that has
+    # ended keeps its last state in `final`, since later steps write fewer rows.
     for active in grid.active:
         rows = slice(first, first + active * heads)
         state = state[: active * heads]

@@ -73,6 +73,7 @@ def decode(
         block_size = cache.k_pages.shape[2]
         block_tables, lens, starts = _recent(block_tables, lens, window, block_size=block_size)
     longest = max(lens)
+    # A batch is padded to its longest sequence: one long context among short ones is mostly pads.
     if longest * len(lens) > MAX_PADDING * sum(lens):
         parts = (
             decode(
@@ -125,6 +126,7 @@ def prefill(
     before = skipped * cache.k_pages.shape[2]
     pages = block_row[skipped:].unsqueeze(0)
     k, v = _gather(cache, pages, context + n - before, scratch=scratch)
+    # Whole blocks were gathered:  | before .. first: not read | first .. context + n |
     k, v = k[:, first - before :], v[:, first - before :]
     mask = _causal_mask(n, k.shape[1], window, device=q.device)
     out = F.scaled_dot_product_attention(
@@ -220,6 +222,7 @@ def _gather(
         row = int(tables)
         return cache.k_pages[row, :, :length], cache.v_pages[row, :, :length]
     offsets = torch.arange(heads, device=tables.device).view(1, heads, 1)
+    # Rows are ordered sequence, head, block, so that one sequence's head is one matrix [length, D].
     rows = torch.add(offsets, tables.unsqueeze(1), alpha=heads).view(-1)
     shape = (rows.shape[0], block_size * dim)
     k = scratch.take("k", shape, cache.k_pages)

@@ -43,6 +43,7 @@ def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tens
     """
     seqs, heads, head_dim, state_size = state.shape
     groups = b.shape[1]
+    # h = exp(dt a) h + (dt x) b^T;  y = h c. Heads of a group share b and c.
     push = (x * dt[:, :, None]).view(seqs, groups, -1, 1)
     by_group = state.view(seqs, groups, -1, state_size)
     state.mul_(torch.exp(dt * a)[:, :, None, None])
@@ -102,6 +103,7 @@ def _inside_chunks(decay: Tensor, push: Tensor, keys: Tensor, queries: Tensor) -
     zero.
     """
     chunks, groups, length, _ = keys.shape
+    # Token i reads token j <= i:  y_i += (c_i . b_j) exp(decay_i - decay_j) (dt x)_j
     scores = (queries @ keys.transpose(2, 3)).tril_()
     weights = (decay[..., :, None] - decay[..., None, :]).float().clamp_max_(0.0).exp2_()
     weights.view(chunks, groups, -1, length, length).mul_(scores[:, :, None])
@@ -112,6 +114,7 @@ def _chunk_states(decay: Tensor, push: Tensor, keys: Tensor) -> Tensor:
     """The part of the state at each chunk's end that the chunk itself adds: [C, H, P, N]."""
     chunks, groups, length, state_size = keys.shape
     heads, head_dim = push.shape[1], push.shape[3]
+    # A token's contribution decays from its position to the end of the chunk.
     left = (decay[..., -1:] - decay).exp2_().float()
     weighted = (push * left[..., None]).transpose(2, 3).reshape(chunks, groups, -1, length)
     return (weighted @ keys).view(chunks, heads, head_dim, state_size)
@@ -128,6 +131,11 @@ def _across_chunks(
     final = torch.empty_like(state)
     factors = total[:, :, None, None]
     first = 0
+    # Segments are sorted by number of chunks, so those that go on are the first `left` of `active`:
+    #
+    #   step 0   A B C     active = 3, left = 2: C ends here
+    #   step 1   A B       active = 2, left = 1: B ends
+    #   step 2   A
     for active, left in pairwise([*grid.active, 0]):
         rows = slice(first, first + active)
         after = torch.addcmul(own[rows], state, factors[rows])
