@@ -43,6 +43,7 @@ class ArenaMemory:
             self._tensor = _map(self.fd, nbytes, prefault=prefault)
         else:
             self._tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        # -1 on the host. `_host` is made once: a view costs microseconds, and hashing asks often.
         index = self._tensor.get_device()
         self.device_index: int | None = index if index >= 0 else None
         self._host = self._tensor.numpy().data if self.device_index is None else None
@@ -99,6 +100,7 @@ class ArenaMemory:
 
 def available_host_bytes() -> int:
     """Bytes that can be allocated without swapping, or the cgroup's limit if that is less."""
+    # In a container /proc/meminfo shows the host; the cgroup has the limit that kills.
     lines = Path("/proc/meminfo").read_text().splitlines()
     (free,) = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
     limit = Path("/sys/fs/cgroup/memory.max")

@@ -64,6 +64,7 @@ class HandOverProblems:
         now = self._clock()
         with self._lock:
             self._forget(now)
+            # Bounded: whoever makes up peers fills this table, not the memory.
             if engine_id in self._failures or len(self._failures) < MAX_PEERS:
                 found = self._failures.setdefault(engine_id, _Failures(address, now, now))
                 found.last, found.count = now, found.count + 1
@@ -93,6 +94,7 @@ class HandOverProblems:
 
     def worked(self, engine_id: str, address: str) -> None:
         """End the problem of this peer, and of earlier incarnations at its address."""
+        # Without the lock, since every good hand-over comes here; a race costs one late removal.
         if not self._failures:
             return
         with self._lock:

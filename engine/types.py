@@ -16,6 +16,7 @@ MAX_STOP_STRINGS = 16
 MAX_TOKEN_ID = 2**32 - 1
 MAX_KV_TRANSFER_PARAMS_BYTES = 8 * 2**20
 
+# Everything from another process is bounded by its type, so decoding checks it.
 TokenId = int
 Port = Annotated[int, Meta(ge=1, le=65535)]
 TokenIdOnWire = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]

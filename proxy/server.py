@@ -136,6 +136,7 @@ class ProxyServer:
         self._metrics.model_name = serving.model_name
         self._app = self._make_app(serving)
         log.info("proxy serves", url=self.url)
+        # The app holds `max_model_len`, so a new one is made when a decode node changes it.
         while True:
             await self._pool.wait_for_news(POLL_INTERVAL_S)
             context = self._pool.max_model_len or serving.max_model_len
@@ -156,6 +157,7 @@ class ProxyServer:
 def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:
     prefill = [parse_node_url(text) for text in config.prefill]
     decode = [parse_node_url(text) for text in config.decode]
+    # Reading the machine's authorities takes time and may fail: only if a node has TLS.
     is_needed = config.ssl_ca_certs is not None or any(url.has_tls for url in (*prefill, *decode))
     return NodePool(
         prefill,

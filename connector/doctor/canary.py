@@ -62,6 +62,7 @@ async def fly(p: NodeReport, d: NodeReport, api_key: str | None) -> Finding:
         if held.params is None:
             fix = 'start P with kv_role "kv_producer" or "kv_both" in --kv-transfer-config'
             return wrong(SUBJECT, "P answered without kv_transfer_params", fix)
+        # D alone must compute the prompt itself: another salt, so it cannot hit what was pulled.
         pulled = await _ask(d, api_key, _body(prompt, OUTPUT_TOKENS, held.params))
         alone = await _ask(d, api_key, _body(prompt, OUTPUT_TOKENS, None))
     except CanaryError as error:

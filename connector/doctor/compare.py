@@ -36,6 +36,7 @@ def compare(p: NodeReport, d: NodeReport) -> list[Finding]:
         apart = _apart(p, d)
     except TransportError as error:
         return [*findings, wrong("transport", f"no address: {error}", FIXES["protocol"])]
+    # Two transports that differ make no way, so either the differences or what was agreed.
     agreed = [*_agreed(p.handshake, d.handshake), _way(p.handshake.transport, apart)]
     return [*findings, *(differing or agreed), *_address(p, apart)]
 

@@ -41,6 +41,7 @@ async def probe(name: str, http: HttpNode, token: str | None) -> NodeReport:
     told = await _ask_http(name, http, findings)
     if told is None:
         return NodeReport(name, http, findings)
+    # The host of the URL, not the advertised one, which may not be reachable from here.
     address = join_host_port(http.host, told.grpc_port)
     info = await _ask_grpc(name, address, token, findings=findings, http=http)
     if info is None:

@@ -92,6 +92,7 @@ class MultiBuilder:
             for name, (config, build) in self.builders.items():
                 own = replace(settings, config=config)
                 children[name] = build(own, plan, arena, metrics=metrics, wake=wake)
+                # Closed again if a later child cannot be built.
                 stack.callback(children[name].close)
             sides = {name: child.connector for name, child in children.items()}
             made = Connector(

@@ -44,6 +44,7 @@ class MultiScheduler(SchedulerConnector):
         known = [match for match in matches.values() if not match.is_pending]
         covered = [match.coverage for match in known]
         best = max((one.attention_tokens for one in covered), default=0)
+        # Waiting pays only while the children that know have nothing to add.
         if best <= num_local_tokens and len(known) < len(matches):
             return Match(is_pending=True)
         return Match(
@@ -62,6 +63,7 @@ class MultiScheduler(SchedulerConnector):
         metas = {name: child.build_meta(scheduled) for name, child in self._children.items()}
         return ConnectorMeta(
             {name: meta.message for name, meta in metas.items()},
+            # Save ids of two children may be equal, so the child's name goes before them.
             tuple(
                 BlockSave(f"{name}/{save.save_id}", save.blocks)
                 for name, meta in metas.items()
@@ -101,10 +103,12 @@ class MultiScheduler(SchedulerConnector):
             child.close()
 
     def _parts(self, load: BlockLoad, matches: Mapping[str, Match]) -> dict[str, BlockLoad]:
+        # Each group is walked from left to right; the child of the greatest weight goes first.
         by_weight = sorted(matches, key=lambda name: -matches[name].weight)
         known = [name for name in by_weight if not matches[name].is_pending]
         ranges = {name: list(_nothing(load)) for name in known}
         for group, (start, end) in enumerate(load.ranges):
+            # One child brings the whole state, and only if it has it at this length.
             if isinstance(self._plan.groups[group].spec, MambaSpec):
                 having = [n for n in known if end in matches[n].coverage.states_at]
                 if start < end and having:

@@ -58,6 +58,7 @@ def create_app(
         )
     ]
     operations = Operations(generator, serving, metrics_registry, bodies=bodies)
+    # Outermost first: refusals of the API key carry the request id too.
     middleware = [Middleware(RequestIdEcho)]
     if api_key is not None:
         open_paths = {*PROBE_PATHS, *(route.path for route in open_routes)}

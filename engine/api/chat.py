@@ -59,6 +59,7 @@ class ChatFormat:
         )
         if not first:
             return [chunk]
+        # As OpenAI does: the role comes alone, before any text.
         role = ChatDelta(role="assistant", content="")
         opening = ChatChunk(
             **plan.envelope(_CHUNK),

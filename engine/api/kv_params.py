@@ -31,6 +31,7 @@ def decode_kv_transfer_params(raw: Raw) -> KVTransferParams | None:
         raise KVTransferParamsError(
             f"kv_transfer_params: more than {MAX_ITEMS} ids or too many keys"
         )
+    # Plain values first: the flags may be null, which their type does not allow.
     value = decode_json(text or b"null", object)
     if value is None:
         return None

@@ -141,6 +141,7 @@ class Operations:
     def _detokenize(self, body: bytes) -> object:
         fields = decode_body(body, DetokenizeRequest, self._serving.max_model_len)
         check_model(fields.model, self._serving)
+        # A reply may be far longer than its ids: bounded like a prompt.
         if len(fields.tokens) > self._serving.max_model_len:
             raise PromptTooLongError(
                 f"tokens: {len(fields.tokens)} ids, and this model's maximum context length is "
@@ -156,6 +157,7 @@ class Operations:
 
 async def metrics_response(registry: CollectorRegistry) -> Response:
     """Prometheus' text of a registry; collecting it takes time, so not on the event loop."""
+    # Gauges ask schedulers and pools, and thousands of series become text.
     text = await asyncio.to_thread(generate_latest, registry)
     return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 

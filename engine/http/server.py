@@ -51,6 +51,7 @@ class _Server(uvicorn.Server):
         self.accepting.set()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # No new connections first; then uvicorn ends those that are open.
         tasks = [task for task in (self._accept_task, *self._connections.opening) if task]
         for task in tasks:
             task.cancel()
@@ -74,6 +75,7 @@ class _Server(uvicorn.Server):
             if self._connections.make_room():
                 task = asyncio.create_task(self._open(accepted))
                 self._connections.opening.add(task)
+                # A TLS handshake makes the server wait as well, so it may be dropped too.
                 self._connections.waits(task, task.cancel)
                 task.add_done_callback(self._on_opened)
             else:

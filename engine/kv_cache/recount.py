@@ -17,6 +17,7 @@ def recount(pool: BlockPool, users: Counter[Node], private: Sequence[Sequence[in
     nodes = set(users).union(*pool.nodes_in.values(), *(q.members for q in pool.order.idle)) - roots
     for node in nodes:
         _check_node(pool, node, users[node])
+    # Every unit belongs to one group, and every block to one owner: a request or one node.
     units: set[int] = set()
     for group, tree in enumerate(pool.trees):
         mine = {node for node in nodes if node.group == group}

@@ -55,6 +55,7 @@ class Weights:
 
     def below(self, name: str) -> Self:
         """The same tensors by shorter names: `take("x")` of it takes `<name>.x`."""
+        # A shallow copy: files, taken names and progress stay those of the whole folder.
         part = copy(self)
         part._prefix = f"{self._prefix}{name}."
         return part
@@ -135,6 +136,7 @@ def _shards(folder: Path) -> list[Path]:
 
 
 def _plain_name(index: Path, name: str) -> str:
+    # The index comes with the model: a name with slashes would read any file of this machine.
     if Path(name).name != name:
         raise CheckpointError(f"{index} names a shard outside the folder: {name!r}")
     return name

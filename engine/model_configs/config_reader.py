@@ -93,6 +93,7 @@ class ConfigReader:
         return str(chosen)
 
     def _typed(self, key: str, value: Any, kind: type) -> Any:
+        # JSON has one kind of number, Python has bool as an int: 1 is a float, True is no int.
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         if value != value:  # NaN, which Python's JSON reader takes

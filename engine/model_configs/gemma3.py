@@ -101,6 +101,7 @@ def _rope(text: ConfigReader, kind: str, head_dim: int) -> RopeConfig:
             f"{nested.source} has 'rope_theta', expected one object each for {SLIDING} and {FULL}"
         )
     fields = nested.get(kind, dict, {})
+    # Files of transformers 4: `rope_scaling` was for full attention alone.
     if kind == FULL:
         fields = fields | text.get("rope_scaling", dict, {})
     old_key, default = _OLD_THETA[kind]

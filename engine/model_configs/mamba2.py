@@ -73,6 +73,7 @@ def read_mamba2(reader: ConfigReader, inner_key: str | None = None) -> Mamba2Con
     `inner_key`: the field with the channels of x; without one they are `mamba_expand` times
     `hidden_size`. Raises CheckpointError when heads, channels and groups do not fit together.
     """
+    # Some families name the channels, others a multiple of hidden_size; heads must divide them.
     expanded = reader.get("mamba_expand", int, 2) * reader.require("hidden_size", int)
     inner = expanded if inner_key is None else reader.require(inner_key, int)
     heads = reader.get("mamba_n_heads", int, 128)

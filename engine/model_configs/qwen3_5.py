@@ -26,6 +26,7 @@ def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
         LINEAR: read_gated_delta_net(text),
         FULL: replace(attention, rope=rope, qk_norm=True, gated=True),
     }
+    # The wrapper's own value wins over that of its text part.
     tied = text.get("tie_word_embeddings", bool, False)
     return read_model(
         text,

@@ -187,6 +187,7 @@ class NodeClient:
             return NOT_NEEDED
         with self._errors_of_peer():
             async with asyncio.timeout(min(timeout_s, PROVE_TIMEOUT_S)), self._proving:
+                # A lost connection may come back to another process on the same port.
                 if self._channel.get_state() is not ChannelConnectivity.READY:
                     self._proven = None
                 if self._proven is None:
@@ -219,6 +220,8 @@ class NodeClient:
     def _named(self, error: aio.AioRpcError) -> TandemError:
         text = f"{error.details()} (node {self.address})"
         named = error_from_status(error.code(), text, error.trailing_metadata() or ())
+        # A node that was lost with the request counts against the request; one that was never
+        # reached does not.
         if error.code() is StatusCode.UNAVAILABLE and _was_sent(error):
             return NodeLostError(str(named))
         return named
