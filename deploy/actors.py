@@ -125,6 +125,7 @@ class NodeActor(ServerActor):
 
     def start(self) -> Member:
         member = super().start()
+        # Peers and the proxy know these ports, so the actor takes them again after a restart.
         _keep_ports(port=self._node.http.port, grpc_port=self._node.rpc.port)
         return member
 

@@ -95,6 +95,7 @@ class ClusterConfig(Config, frozen=True):
     def node(self, kind: str) -> NodeConfig:
         """The NodeConfig of `prefill` or `decode` nodes; port 0 unless it is given."""
         group = self.prefill if kind == "prefill" else self.decode
+        # The group's own fields win over those of all nodes.
         fields = {**self._shared_fields(), **group.config}
         config = decode_config(fields, NodeConfig, f"{kind}.config")
         _check_drain(config.drain_timeout, f"{kind}.config")

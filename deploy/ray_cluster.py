@@ -101,6 +101,7 @@ def cluster_members() -> list[Member]:
 def stop_cluster(progress: Progress) -> None:
     """Drains proxy, then decode, then prefill nodes; one that does not end in time is killed."""
     actors = _actors()
+    # The proxy first, so that no request reaches a node that drains; then D, which pulls from P.
     for kind in STOP_ORDER:
         chosen = {name: actor for name, actor in actors.items() if name.startswith(kind)}
         if chosen:
@@ -121,6 +122,7 @@ def _start(config: ClusterConfig, progress: Progress) -> list[Member]:
     actor = _create(ProxyActor, proxy, group, index=len(nodes), runtime_env=config.runtime_env)(
         proxy_config
     )
+    # The proxy gets the nodes' bound ports, so it starts after them.
     members += _get([actor.start.remote()], START_S, "the proxy to start")
     _refuse_loopback_between_machines(members)
     progress("waiting until the proxy can use every node")

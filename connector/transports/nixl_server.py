@@ -81,6 +81,7 @@ class OwnerProcess:
                 self._process, self.address = self._start()
             except TransportError as error:
                 log.warning("the arena is not served, to be tried again", error=str(error))
+            # `close` may have come while the next process started, and ended the one before it.
             if self._is_over.is_set():
                 _end(self._process)
 

@@ -30,7 +30,7 @@ class PolledTransfer(Transfer):
 
     @property
     def is_open(self) -> bool:
-        """Whether the read has neither ended nor failed."""
+        """True while the read has neither ended nor failed."""
         return self.status is TransferStatus.PENDING and self.failure is None
 
     def poll(self) -> TransferStatus:
@@ -44,7 +44,7 @@ class PolledTransfer(Transfer):
             raise TransferTimeoutError(f"read from {self.peer} not done after {timeout_s} s")
 
     def _wait_until(self, deadline: float, wanted: int) -> bool:
-        """Whether `wanted` bytes have come by then. Raises TransportError when the read failed."""
+        """True if `wanted` bytes came before `deadline`. Raises TransportError after a failure."""
         started = time.monotonic()
         while not self._has(wanted):
             now = time.monotonic()
@@ -89,6 +89,7 @@ class DrainedTransfer(PolledTransfer, Generic[_Request]):
             if not self.is_open:
                 return
             self.waiting.clear()
+        # One byte more than there is: waits for the end, whatever has come so far.
         with suppress(TransportError):  # it may fail while it drains: cancelled is cancelled
             self._wait_until(time.monotonic() + _DRAIN_S, self._total + 1)
         with self._lock:

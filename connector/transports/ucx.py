@@ -193,6 +193,7 @@ class _Connection:
     def _land(self, transfer: UcxTransfer) -> None:
         still = []
         for flight in transfer.flying:
+            # Messages of one part are sent in order, so the first is done first.
             while flight.messages and self._worker.is_done(flight.messages[0]):
                 flight.messages.popleft()
             if flight.messages:
@@ -205,6 +206,7 @@ class _Connection:
             self._live.remove(transfer)
 
     def _launch(self, transfer: UcxTransfer) -> None:
+        # The bound is for the connection: all its reads share the peer's one serving thread.
         in_flight = sum(len(other.flying) for other in self._live)
         memory = self._regions[transfer.region]
         for _ in range(min(_PARTS_IN_FLIGHT - in_flight, len(transfer.waiting))):
@@ -233,6 +235,7 @@ class _Connection:
 
     def _take_tags(self, count: int) -> int:
         """The first of `count` tags in a row."""
+        # Reused after a million: by then the parts that had them have long ended.
         if self._used_tags + count >= _TAG_COUNTER:
             self._used_tags = 0
         first = self._tag + 1 + self._used_tags

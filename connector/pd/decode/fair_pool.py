@@ -65,6 +65,7 @@ class FairPool:
 
         Raises OverloadedError when too many calls wait already, or calls for too many peers.
         """
+        # `_changed` is never held while a call runs or a thread is started.
         job, most = _Job(peer, call), self._limits.peers
         with self._changed:
             if most is not None and peer not in self._waiting and len(self._waiting) >= most:
@@ -99,6 +100,7 @@ class FairPool:
                 return None
             jobs = self._waiting[peer]
             job = jobs.popleft()
+            # Its turn is over: all other peers that wait come before its next call.
             self._waiting.move_to_end(peer)
             if not jobs:
                 del self._waiting[peer]

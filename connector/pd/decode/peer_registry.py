@@ -37,7 +37,7 @@ SILENCE_S = 5.0
 MAX_ADDRESSES = 256
 """Addresses that are remembered although nothing there is in use."""
 LEASE_S = (1.0, 86_400.0)
-"""What a peer's leases may last: renewals are neither a burden nor forgotten."""
+"""Bounds of a peer's lease time: renewals are neither too many nor too rare."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class Peer:
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known at one address; the lock serialises handshakes with it, and only with it.
+    """One address and its peer; the lock serialises handshakes with it, and only with it.
 
     `num_asking`: threads that want it. `silent_until`: a monotonic time.
     """
@@ -74,7 +74,7 @@ class _Entry:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is lost when it is forgotten, but that somebody was here."""
+        """True if forgetting it loses nothing but the fact that somebody has answered there."""
         return not self.num_asking and (self.peer is None or self.peer.is_dropped)
 
 
@@ -97,6 +97,8 @@ class PeerRegistry:
         self._tls = tls
         self._timeout_s = control_timeout_s
         self._faults = faults
+        # Order of locks: an entry's, which a handshake holds for seconds, then this one, which
+        # nobody holds while waiting for a peer.
         self._lock = threading.Lock()
         self._entries: dict[PeerAddress, _Entry] = {}
 
@@ -107,6 +109,7 @@ class PeerRegistry:
         nodes do not fit, UnavailableError or DeadlineExceededError when nobody answers.
         """
         with self._entry(host, port) as entry, entry.lock:
+            # Again under the entry's lock: another thread may have met the peer meanwhile.
             current = self.at_hand(host, port, engine_id)
             if current is None:
                 current = self._meet(entry, host, port, engine_id=engine_id)
@@ -114,7 +117,7 @@ class PeerRegistry:
             return current
 
     def has_met(self, address: PeerAddress) -> bool:
-        """Whether somebody has answered there, as far as that is remembered."""
+        """True if a peer has answered there and is remembered."""
         with self._lock:
             entry = self._entries.get(address)
             return entry is not None and entry.peer is not None
@@ -172,7 +175,7 @@ class PeerRegistry:
             control.close()
 
     def close(self) -> None:
-        """Drops every peer; call when no thread uses one any more."""
+        """Drops every peer; call after all threads have released theirs."""
         with self._lock:
             entries, self._entries = self._entries, {}
         for entry in entries.values():
@@ -181,7 +184,7 @@ class PeerRegistry:
 
     @contextmanager
     def _entry(self, host: str, port: int) -> Iterator[_Entry]:
-        """What is known there; afterwards the oldest addresses go that nobody needs."""
+        """The entry of an address; afterwards the oldest idle ones over MAX_ADDRESSES go."""
         with self._lock:
             entry = self._entries.setdefault((host, port), _Entry())
             entry.num_asking += 1
@@ -234,7 +237,7 @@ class PeerRegistry:
         return Peer(engine_id, link, control, self._timeout_s, groups, lease_s)
 
     def _check_host(self, host: str, reply: Handshake) -> None:
-        """Its memory must be where it was asked, or a peer could send us to any host."""
+        """Raises TransportError unless its memory is on `host`: a peer could name any host."""
         named = self._transport.listens_at(reply.transport_address)
         if named is not None and named not in _addresses_of(host):
             raise TransportError(

@@ -87,7 +87,7 @@ class Reading:
     def ask(self, plan: PullPlan) -> list[int]:
         """P's digest of every block of `plan`, in its order.
 
-        Raises LateReadError when P does not hold them any more.
+        Raises LateReadError if P has released them.
         """
         with _late_if_refused():
             digests = self.peer.control.digests(self._question(plan), timeout_s=self._answer_s())
@@ -157,7 +157,7 @@ class PullReader:
         self._hashing = ThreadPoolExecutor(NUM_PLACES, "kv-hash", initializer=step_back)
 
     def close(self) -> None:
-        """Stops the threads; call when nothing is read any more."""
+        """Stops the threads; call after the last read."""
         self._hashing.shutdown()
 
     def read(
@@ -197,6 +197,7 @@ class PullReader:
             self._metrics.verification_retries.inc()
             peer = reading.peer.engine_id
             log.warning("blocks differ from the peer's", peer=peer, num=len(wrong), of=len(found))
+            # This time P itself is asked: the record, which was read too, may be what is damaged.
             again = [blocks[number] for number in wrong]
             spans = coalesce(chain.from_iterable(again))
             found = self._read_blocks(reading, again, spans)
@@ -241,6 +242,7 @@ class PullReader:
         self, reading: Reading, blocks: Sequence[Block], spans: Sequence[SpanPair]
     ) -> list[int]:
         """Digests of what has arrived; another thread hashes a stage while the next one is read."""
+        # One stage is hashed here: waking another thread would take longer.
         stages = list(in_stages(blocks, self._stage_bytes))
         come: SimpleQueue[Stage | None] = SimpleQueue()
         hash_all = partial(_hash_as_they_come, self._arena.read, come)
@@ -248,6 +250,7 @@ class PullReader:
         try:
             self._fetch(reading, spans, stages, arrived=come.put)
         finally:
+            # Also after a failed read: the hashing thread must end, and its blocks are ours again.
             come.put(None)
             found = hashing.result() if hashing else hash_all()
         return found

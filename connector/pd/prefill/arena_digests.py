@@ -22,7 +22,7 @@ ANSWER_S = 0.003
 
 
 class ArenaDigests:
-    """Owner of the thread. It waits for no more leases than there are, and stops with theirs."""
+    """Owner of the thread. Each lease is one job on it, which ends with the lease."""
 
     def __init__(self, plan: ArenaPlan, read: ReadBytes) -> None:
         self._plan = plan
@@ -44,7 +44,7 @@ class ArenaDigests:
         return (lease.digests or self._held(lease)).of(ranges, left)
 
     def close(self) -> None:
-        """Returns when nothing is hashed any more; before the arena is given back."""
+        """Returns when the thread has ended; call before the arena is freed."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _held(self, lease: Lease) -> HeldDigests:

@@ -38,6 +38,7 @@ class HeldDigests:
     def hash_ahead(self, not_before: float = 0.0) -> None:
         """All blocks, or as many as there is time for before `stop`; from a monotonic time on."""
         self._is_over.wait(max(not_before - time.monotonic(), 0.0))
+        # `whole_blocks` has states last; reversed, they come first.
         numbered = list(enumerate(self._held.whole_blocks()))
         for number, block in reversed(numbered):
             if self._is_over.is_set():

@@ -108,7 +108,7 @@ class ControlClient:
         return reply.was_alive
 
     def digests(self, question: DigestsQuestion, *, timeout_s: float) -> Digests:
-        """What the bytes of a held prefill are; refused once it is not held any more."""
+        """Digests of a held prefill; the peer refuses once it has released it."""
         request = to_pb(question, pb.DigestsRequest)
         reply: pb.DigestsReply = self._call(self._stub.Digests, request, timeout_s)
         return digests_from_pb(reply)
@@ -117,11 +117,12 @@ class ControlClient:
     def asking_digests(
         self, question: DigestsQuestion, *, timeout_s: float
     ) -> Iterator[Callable[[], Digests]]:
-        """The same, of a peer that hashes meanwhile: waits when called, and at the end no more.
+        """The same, asynchronously: yields a call that waits for the answer; cancelled at the end.
 
         Costs a third of a millisecond, for a thread of gRPC's.
         """
         message = to_pb(question, pb.DigestsRequest)
+        # Begun now, so that the peer hashes while the caller reads.
         proven = self._proof(timeout_s)
         call = self._stub.Digests.future(message, timeout=timeout_s, metadata=proven.metadata)
 
@@ -140,7 +141,7 @@ class ControlClient:
             call.cancel()
 
     def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
-        """A peer that was started anew gets a new proof, and says itself that it is another."""
+        """The reply of `method`, with one more try for a peer that has restarted."""
         proven = self._proof(timeout_s)
         try:
             return self._call_once(method, request, proven, timeout_s=timeout_s)
@@ -148,6 +149,7 @@ class ControlClient:
             if self._token is None:
                 raise
             self._forget(proven)
+        # Once more with a new proof. If another process answers, it says so itself (`engine_id`).
         return self._call_once(method, request, self._proof(timeout_s), timeout_s=timeout_s)
 
     def _call_once(self, method: Any, request: Any, proven: Proven, *, timeout_s: float) -> Any:
@@ -181,6 +183,7 @@ class ControlClient:
 
     def _forget(self, proven: Proven) -> None:
         with self._proving:
+            # Another thread may have proven the new process already: its proof stays.
             self._proven = None if self._proven is proven else self._proven
 
 
