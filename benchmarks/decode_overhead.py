@@ -11,7 +11,7 @@ overhead = wall - ops: Python in scheduler, layers and sampler, the bindings' pa
 of arguments, the allocator of Python objects. It does not count dispatch inside an operator (about
 1 us each), which no engine in eager mode can avoid; the last column gives the number of operators.
 The profiler lengthens operators that call others, so `wall - ops` is a little too low; the upper
-bound is profiled wall - ops, which books all of the profiler's own cost on us.
+bound is profiled wall - ops, which counts all of the profiler's own cost as ours.
 """
 
 import tempfile

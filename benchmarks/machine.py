@@ -1,4 +1,4 @@
-"""What the figures depend on besides the code: core, threads, load, and the speed of memory."""
+"""The machine behind the figures: core, threads, load, and the speed of memory."""
 
 import os
 import platform

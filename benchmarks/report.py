@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: a progress bar, tables, JSON, and rows for README.md."""
+"""The output of every benchmark: a progress bar, tables, JSON, and rows for README.md."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What `benchmarks.transfer` moves: prompts of a real model, and plain sizes in spans of one size.
+"""The cases of `benchmarks.transfer`: prompts of a real model, and plain sizes in equal spans.
 
 Both are pulls of real arena plans; torch-free, so that both processes make the same ones.
 """

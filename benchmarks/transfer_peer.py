@@ -1,4 +1,4 @@
-"""The other process of `benchmarks.transfer`: P's arena behind every transport, and P's desks."""
+"""The other process of `benchmarks.transfer`: P's arena on every transport, and its control."""
 
 import asyncio
 import multiprocessing

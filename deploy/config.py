@@ -36,7 +36,7 @@ class Place:
 
 
 class Placement(Config, frozen=True):
-    """What a member takes of a machine; `resources` are Ray's custom ones."""
+    """The share of a machine that a member takes; `resources` are Ray's custom ones."""
 
     resources: dict[str, Amount] = msgspec.field(default_factory=dict)
     num_cpus: Amount = 0.1

@@ -46,7 +46,7 @@ def signals_held() -> Iterator[None]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; a zombie does not, and a later process with the same pid is another one."""
+    """True while it runs: not a zombie, nor a later process with the same pid."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

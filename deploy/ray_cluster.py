@@ -77,7 +77,7 @@ def running(config: ClusterConfig, progress: Progress) -> Iterator[list[Member]]
 def start_cluster(config: ClusterConfig, progress: Progress) -> list[Member]:
     """Places and starts all members, nodes first; returns when the proxy can use every node.
 
-    On any failure, Ctrl-C included, nothing stays behind.
+    On any failure, Ctrl-C included, it stops everything again.
     """
     if actors := _actors():
         raise ConfigError(f"a cluster is up already ({', '.join(actors)}): run down first")

@@ -50,7 +50,7 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class _Stream:
-    """One caller's mailbox; it can hold no more outputs than the request has tokens."""
+    """One caller's mailbox; the tokens of the request bound its length."""
 
     outputs: list[GenerateOutput | TandemError] = field(default_factory=list)
     ready: asyncio.Event = field(default_factory=asyncio.Event)

@@ -43,6 +43,7 @@ class KVTransferConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_connector_extra_config: dict[str, Any] = {}
 
 
+# Nothing publishes them yet: nodes refuse `enable_kv_cache_events` (`engine/node/limits.py`).
 class KVEventsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """vLLM's `--kv-events-config`: where KV cache events are published."""
 
@@ -256,6 +257,7 @@ def load_config(
     A text where `kind` has a struct is JSON. The file is YAML; its keys are the flags' names, with
     - or _. Raises ConfigError naming the file or flag, the key and the value.
     """
+    # Later ones win: defaults of the program, then the file, then flags.
     fields = dict(defaults)
     if file is not None:
         fields |= {str(key).replace("-", "_"): value for key, value in read_yaml(file).items()}

@@ -85,6 +85,7 @@ def raise_descriptor_limit() -> None:
 
 
 async def _serve(server: Server) -> None:
+    # The first signal sets `stop`, which begins the drain; the second sets `hurry`, which ends it.
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(

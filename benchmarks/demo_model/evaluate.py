@@ -1,4 +1,4 @@
-"""How often the demo model answers exactly, intact and with parts of its cache wiped.
+"""The demo model's exact answers, intact and with parts of its cache wiped.
 
 `python -m benchmarks.demo_model.evaluate deploy/demo/model [--card]`. Runs on `transformers` alone,
 so the numbers say what a correct (or a broken) hand-off looks like; knows nothing of the cluster.

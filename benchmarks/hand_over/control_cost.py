@@ -1,4 +1,4 @@
-"""What a hand-over takes beside its bytes: from P's last output to D's first step with the prompt.
+"""The time of a hand-over beside its bytes: from P's last output to D's first step.
 
 Reads the times that two nodes noted; starts none.
 """

@@ -1,4 +1,4 @@
-"""Whether D decodes while it pulls: the same steps and pulls apart and at the same time.
+"""Decoding while pulling: the same steps and pulls, apart and at the same time.
 
 Reads the times that D noted. A prompt is pulled when the one before has been decoded and is gone:
 only steps that end while it is read count, in which D computes for others.

@@ -1,4 +1,4 @@
-"""What a hostile client sends: values at the edge, large bodies, forged hand-overs, idle sockets.
+"""A hostile client's requests: values at the edge, large bodies, forged hand-overs, idle sockets.
 
 None of it may end, freeze or fool a server. What it answers matters only as far as that.
 """

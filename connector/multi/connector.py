@@ -1,4 +1,4 @@
-"""MultiConnector: several connectors behind one seam, from vLLM's configuration of that name."""
+"""MultiConnector: several connectors as one, from vLLM's configuration of that name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

@@ -33,7 +33,7 @@ class MultiScheduler(SchedulerConnector):
         self.cache_listener = _Listeners(listeners) if listeners else None
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
-        """What the children can load together; a pending child keeps nobody else waiting."""
+        """The tokens that the children can load together, without those that are pending."""
         asked = {
             name: child.match(request, num_local_tokens) for name, child in self._children.items()
         }

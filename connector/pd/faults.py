@@ -12,7 +12,7 @@ from typing import Final
 
 
 class FaultPoint(Enum):
-    """Where: on D from the handshake to the confirmation, on P around its answers.
+    """The points of a fault: on D from handshake to confirmation, on P around its answers.
 
     A pull passes BEFORE_READ once and AFTER_READ with every stage. AFTER_RELEASE: the lease has
     ended, nobody knows yet.
@@ -29,7 +29,7 @@ class FaultPoint(Enum):
 
 @dataclass(slots=True, frozen=True)
 class FaultScene:
-    """What can be touched: P's name of the prefill, the spans of one read, D's arena.
+    """The things in reach: P's name of the prefill, the spans of one read, D's arena.
 
     A span is (offset in P's arena, offset in `memory`, length). Spans and memory come with reads,
     and a name with all but handshakes.
@@ -49,7 +49,7 @@ class FaultInjector(ABC):
 
 
 class NoFaults(FaultInjector):
-    """What every node has."""
+    """The injector of every real node: none."""
 
     def at(self, point: FaultPoint, scene: FaultScene) -> None:
         """Nothing happens."""

@@ -1,4 +1,4 @@
-"""What the four transports share: regions, peers by name, and one order of locks.
+"""The base of the four transports: regions, peers by name, and one order of locks.
 
     transport._lock  >  lock of a connection or of a read  >  lock of a list of idle connections
 

@@ -84,7 +84,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def address(self) -> bytes:
-        """What peers `connect` to; it changes when the memory had to be served anew.
+        """The address that peers `connect` to; it changes when the memory is served anew.
 
         Raises TransportError before `register`.
         """

@@ -96,7 +96,7 @@ def choose_transport(
 
 
 def is_installed(package: str) -> bool:
-    """Whether `package` can be imported; does not import it."""
+    """True if `package` can be imported; does not import it."""
     return find_spec(package) is not None
 
 

@@ -100,6 +100,7 @@ class ShmTransfer(Transfer):
                 raise TransportError("the read was cancelled")
             while self._waiting and self._here < wanted:
                 remote, local, length = self._waiting.popleft()
+                # The rest of a span that reaches beyond `wanted` waits for the next call.
                 now = min(length, wanted - self._here)
                 ctypes.memmove(target + local, source + remote, now)
                 self._here += now

@@ -1,4 +1,4 @@
-"""How the ucx transport cuts a read: parts of a few MiB, each asked for with one request.
+"""The parts of a read over ucx: a few MiB each, asked for with one request.
 
 Knows spans and sizes; no messages, peers or threads.
 """

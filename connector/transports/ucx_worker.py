@@ -86,7 +86,7 @@ class UcxWorker:
             raise TransportError(f"ucx could not {action}: {error}") from error
 
     def address(self) -> bytes:
-        """What another worker's `connect` needs."""
+        """The address for another worker's `connect`."""
         with self._typed("describe itself"):
             return bytes(self._worker.address.tobytes())
 
@@ -123,7 +123,7 @@ class UcxWorker:
             return Request(self._worker.tag_recv(self._array(buffer), tag, mask), buffer)
 
     def is_done(self, request: Request) -> bool:
-        """Whether it ended well. Raises TransportError when it failed."""
+        """True once it has ended well. Raises TransportError if it failed."""
         if not request.handle.completed:
             return False
         with self._typed("move a message"):

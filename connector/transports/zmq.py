@@ -93,6 +93,7 @@ class ZmqTransfer(PolledTransfer):
 
     def end(self, reason: str) -> None:
         """Fail the read with `reason`, unless it has ended."""
+        # A thread that waits holds the lock for up to a slice: it sees this and fails by itself.
         self._stop = reason
         with self._lock:
             if self.is_open:
@@ -126,6 +127,7 @@ class ZmqTransfer(PolledTransfer):
 
     def _take(self) -> bool:
         """At most one window, so that one `poll` ends; True if anything had come."""
+        # Answers come in the order of the requests, so only the first can have come.
         for taken in range(WINDOW):
             if not self._asked or not self._link.take(*self._asked[0], self._local):
                 return taken > 0

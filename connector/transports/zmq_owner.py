@@ -84,6 +84,7 @@ class ArenaOwner:
         poller = zmq.Poller()
         poller.register(self._door, zmq.POLLIN)
         poller.register(self._readers, zmq.POLLIN)
+        # One thread owns both sockets, which ZeroMQ does not let threads share.
         try:
             while True:
                 for ready, _ in poller.poll():

@@ -34,7 +34,7 @@ class Leftovers:
         return f"{len(self._processes)} processes, their files, shared memory"
 
     def find(self, seconds: float = END_S) -> list[str]:
-        """What is still there; processes have `seconds` to end."""
+        """Everything that is still there; processes have `seconds` to end."""
         left = wait_gone(self._processes | descendants(), seconds)
         return [
             *(f"process {process.pid}" for process in left),

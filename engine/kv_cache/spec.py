@@ -62,7 +62,7 @@ class MambaSpec:
 
     @property
     def conv_bytes(self) -> int:
-        """Bytes of the conv rows, rounded so that the temporal tensor behind them is aligned."""
+        """Bytes of the conv rows, rounded up so that the temporal tensor after them is aligned."""
         return round_up(prod(self.conv_shape) * DTYPE_BYTES[self.conv_dtype], STATE_ALIGNMENT)
 
     @property

@@ -62,6 +62,7 @@ def load_linear(
     `sizes`: outputs by name; tensors are `<name>.{weight,bias}`. `output_scale` is one number or
     one per output. `order` int64 [out] then puts the outputs in another order.
     """
+    # Scales are folded into the weights once, so that no forward pass multiplies by them.
     matrix = torch.cat([weights.take(f"{name}.weight", (n, inputs)) for name, n in sizes.items()])
     columns = output_scale.unsqueeze(1) if isinstance(output_scale, Tensor) else output_scale
     matrix = scaled(matrix, columns * input_scale)

@@ -72,6 +72,7 @@ class ResidualBlock:
         """x [T, hidden] -> [T, hidden]."""
         normed = self.norm(x)
         for part in self.parts:
+            # A product can add the residual itself, unless a norm or another dtype is in between.
             if self.post_norm is not None:
                 x = x + self.post_norm(part(normed, None, step))
             elif x.dtype != normed.dtype:

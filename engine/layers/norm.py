@@ -19,6 +19,7 @@ class RMSNorm:
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype) -> None:
         size = weight.shape[-1]
         self._dtype = dtype
+        # x / sqrt(|x|^2 / D + eps) = x sqrt(D) / hypot(|x|, sqrt(D eps))
         self._scaled = weight.float() * size**0.5
         self._floor = torch.full((1,), (size * eps) ** 0.5, device=weight.device)
 

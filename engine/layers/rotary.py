@@ -26,6 +26,7 @@ class Rotary:
         lengths = zip(batch.context_lens, batch.query_lens, strict=True)
         needed = max(context + query for context, query in lengths)
         if needed > self._table.shape[0]:
+            # Twice as long, so that a growing sequence rebuilds it a few times only.
             self._table = self._build(2 * needed)
         return self._table.index_select(0, batch.positions).transpose(0, 1).unsqueeze(2)
 
@@ -44,6 +45,7 @@ def rotate_(x: Tensor, rotary: Tensor) -> None:
     cos, sin = rotary.unbind()
     dim = cos.shape[-1]
     head = x[..., :dim]
+    # (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin); the table has the sign of sin.
     first, second = head.chunk(2, dim=-1)
     swapped = torch.cat([second, first], dim=-1)
     head.mul_(cos).addcmul_(swapped, sin)

@@ -98,6 +98,7 @@ class HttpNode:
 
 def parse_node_url(text: str) -> NodeUrl:
     """Raises `ConfigError` for anything but a scheme, a host and a port."""
+    # `parts.port` raises for anything but a number up to 65,535.
     parts = urlsplit(text)
     try:
         port = parts.port

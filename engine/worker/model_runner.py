@@ -55,6 +55,7 @@ class ModelRunner:
             logits = self._forward(ordered)
             self._num_failed = 0
         except Exception:
+            # Broad on purpose: torch raises many types, and none says which request was the cause.
             self._num_failed += 1
             if self._num_failed == MAX_FAILED_PASSES:
                 raise

@@ -31,6 +31,7 @@ def sample(logits: Tensor, inputs: Mapping[str, SamplingInput]) -> ModelRunnerOu
         except EngineGenerateError as error:
             log.error("a request failed", request_id=name, cause=str(error))
             output.failed[name] = error
+        # Broad on purpose: one request's values must not end the others of its step.
         except Exception:
             log.exception("sampling failed", request_id=name)
             output.failed[name] = EngineGenerateError("sampling a token failed; the log says why")

@@ -173,7 +173,7 @@ class PullReader:
         """Returns once all bytes are here and P held them until then; whether they were compared.
 
         `timeout_s` bounds all of it. Raises TransportError when they cannot be read,
-        VerificationError when they differ twice, LateReadError when P held them no more, and
+        VerificationError when they differ twice, LateReadError when P had released them, and
         OtherPromptError when its lease is for something else.
         """
         deadline = time.monotonic() + timeout_s
@@ -189,7 +189,7 @@ class PullReader:
         return self._verify
 
     def _read_verified(self, reading: Reading, plan: PullPlan) -> None:
-        """What differs is read once more, and compared with what P, which still holds it, says."""
+        """Reads and compares; blocks that differ are read once more, and P itself is asked."""
         blocks = plan.blocks
         found, expected = self._read_with_digests(reading, plan)
         wrong = self._differing(plan, expected, enumerate(found))
@@ -210,7 +210,7 @@ class PullReader:
         self._metrics.verified_bytes.inc(plan.attention_bytes + plan.state_bytes)
 
     def _read_with_digests(self, reading: Reading, plan: PullPlan) -> tuple[list[int], list[int]]:
-        """What arrived and what P has, block by block."""
+        """Digests of the bytes that arrived and of those at P, block by block."""
         numbers, num_held = plan.numbers_at_p(), plan.remote.num_blocks
         if numbers is None or num_held > MAX_DIGESTS:
             return self._read_and_ask(reading, plan)
@@ -282,7 +282,7 @@ class PullReader:
         The record also names what P holds, so that no other prompt is read under this one's name.
 
         Returns the digests of its `num_held` blocks, or none where it has no room for just them.
-        Raises LateReadError when P holds it no more, OtherPromptError when it holds something else.
+        Raises LateReadError if P has released it, OtherPromptError if it holds something else.
         """
         self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
         peer, num_words = reading.peer, HEADER_WORDS + num_held
