@@ -8,14 +8,14 @@ all that follows its blocks (two levels, as in Jenga, SOSP'25).
 """
 
 from collections.abc import Iterable, Sequence
-from operator import itemgetter
+from operator import indexOf, itemgetter
 
 from engine.kv_cache.eviction import EvictionOrder, IdleQueue
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates, CacheListener
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixKey
 from engine.kv_cache.radix_tree import Node, RadixTree, Rank, Units
-from engine.kv_cache.unit_allocator import NewBlocks, UnitAllocator
+from engine.kv_cache.unit_allocator import Allocated, NewBlocks, UnitAllocator
 
 Path = tuple[Node, int]  # the blocks of a node and all before it, up to this index
 
@@ -44,22 +44,25 @@ class BlockPool:
 
     def fits(self, new: NewBlocks, paths: Iterable[Path] = ()) -> bool:
         """True if new blocks fit while `paths` are in use as well; exact."""
-        idle: dict[int, dict[Node, int]] = {}  # by group: idle nodes, and how many of their blocks
+        idle: dict[Node, int] = {}  # how many blocks of it come into use
         for last, end in paths:
             node: Node | None = last
             while node is not None and not node.refs:
-                counts = idle.setdefault(node.group, {})
-                counts[node] = max(counts.get(node, 0), end - node.start)
+                idle[node] = max(idle.get(node, 0), end - node.start)
                 end, node = node.start, node.parent
+        counts = {group: count for group, (count, _) in new.items()}
+        units: dict[int, set[int]] = {}
+        for node, count in idle.items():
+            counts[node.group] = counts.get(node.group, 0) + count
+            whole = count == len(node.blocks)
+            first = node.units if whole else self.units.units_of(node.group, node.blocks[:count])
+            units.setdefault(node.group, set()).update(first)
         needed = self.units.num_used_units
-        for group in new.keys() | idle.keys():
-            counts = idle.get(group, {})
-            units = {unit for node, count in counts.items() for unit in self._first(node, count)}
-            more, (count, _) = sum(counts.values()), new.get(group, (0, None))
-            needed += self.units.num_more_units(group, units=units, more=more, new=count)
+        for group, count in counts.items():
+            needed += self.units.num_more_units(group, units.get(group, ()), count)
         return needed <= self.plan.num_units
 
-    def allocate(self, new: NewBlocks) -> dict[int, list[int]] | None:
+    def allocate(self, new: NewBlocks) -> dict[int, Allocated] | None:
         """Private blocks by group, in use once; what is idle gives way.
 
         None, and nothing done, without room.
@@ -69,7 +72,9 @@ class BlockPool:
                 return None
             while not self.units.can_allocate(new):
                 self._evict_for(new)
-        return {group: self.units.allocate(group, *each) for group, each in new.items()}
+        return {
+            group: self.units.allocate(group, count, after) for group, (count, after) in new.items()
+        }
 
     def free(self, group: int, blocks: Sequence[int]) -> None:
         """Frees private blocks."""
@@ -86,16 +91,21 @@ class BlockPool:
         self._enter(node, self.units.units_of(group, blocks))
         return node
 
-    def add_states(self, states: list[int]) -> Node:
+    def add_states(self, new: Allocated) -> Node:
         """Private states, one per Mamba group, become a node, as `add_node`."""
         assert self._state_group is not None
-        return Node(self._state_group, 0, states, dict.fromkeys(states, 1))
+        return Node(self._state_group, 0, *new)
 
-    def append(self, last: Node, blocks: list[int], prefix: PrefixDigests) -> Node:
-        """Private blocks, all complete, join the tree; moves a use from `last` to their node."""
-        start, tree = last.end, self.trees[last.group]
-        node = tree.append(last, blocks, tree.digests(prefix, start, start + len(blocks)))
-        self._enter(node, self.units.units_of(node.group, blocks))
+    def append(
+        self, last: Node, new: Allocated, digests: list[bytes], *, prefix: PrefixDigests
+    ) -> Node:
+        """Private blocks, all complete, join the tree; moves a use from `last` to their node.
+
+        `digests`: of the prefixes that end at each hash boundary in them.
+        """
+        start, (blocks, units) = last.end, new
+        node = self.trees[last.group].append(last, blocks, digests)
+        self._enter(node, units)
         self._announce(node, start, prefix)
         return node
 
@@ -106,10 +116,9 @@ class BlockPool:
         self._enter(partial, self.units.units_of(last.group, [block]))
         return partial
 
-    def complete(self, partial: Node, prefix: PrefixDigests) -> None:
+    def complete(self, partial: Node, digests: list[bytes], prefix: PrefixDigests) -> None:
         """The block of a partial node is whole; without a tree it becomes findable by itself."""
-        tree = self.trees[partial.group]
-        tree.complete(partial, tree.digests(prefix, partial.start, partial.end))
+        self.trees[partial.group].complete(partial, digests)
         self._announce(partial, partial.start, prefix)
 
     def publish_partial(self, node: Node, prefix: PrefixDigests, key: PrefixKey) -> None:
@@ -193,12 +202,6 @@ class BlockPool:
         if self._listener is not None and all(tree.is_empty for tree in self.trees):
             self._listener.cleared()
 
-    def _first(self, node: Node, count: int) -> Iterable[int]:
-        """Units of a node's first `count` blocks."""
-        if count == len(node.blocks):
-            return node.units
-        return self.units.units_of(node.group, node.blocks[:count])
-
     def _move_front(self, node: Node, count: int) -> None:
         """The first `count` blocks of a node join the end of its parent."""
         parent, units = node.parent, self.units.units_of(node.group, node.blocks[:count])
@@ -215,7 +218,9 @@ class BlockPool:
         options: list[tuple[Rank, Node, int]] = []
         for group, (count, _) in new.items():
             missing = self.units.num_missing_slots(group, count)
-            if missing > 0 and (node := self.order.idle[group].first()) is not None:
+            if group == self._state_group or not missing:
+                continue
+            if (node := self.order.idle[group].first()) is not None:
                 options.append((node.rank, node, max(0, len(node.blocks) - missing)))
         if (checkpoint := self.idle_checkpoints.first()) is not None:
             options.append((checkpoint.rank, checkpoint, 0))
@@ -228,12 +233,12 @@ class BlockPool:
         for node in list(self.nodes_in[unit]):
             if unit in node.units:  # it may have gone with a node before it
                 per_unit = self.plan.blocks_per_unit[node.group]
-                places = enumerate(node.blocks)
-                self.evict(node, next(at for at, block in places if block // per_unit == unit))
+                self.evict(node, indexOf((block // per_unit for block in node.blocks), unit))
 
     def _is_idle(self, unit: int) -> bool:
         """True if a unit holds blocks and none of them is in use."""
-        return unit in self.nodes_in and not self.units.is_used(unit)
+        nodes = self.nodes_in.get(unit)
+        return nodes is not None and unit not in self.units.used[next(iter(nodes)).group]
 
     def evict(self, node: Node, keep: int = 0, *, resets: bool = False) -> None:
         """Frees all but the first `keep` blocks of an idle node, and first all that follows it."""
@@ -261,7 +266,7 @@ class BlockPool:
         gone = node.blocks[keep:]
         del node.blocks[keep:]
         if node.group != self._state_group:
-            self._leave(node, self.units.units_of(node.group, gone))
+            self._leave(node, self.units.units_of(node.group, gone) if keep else dict(node.units))
         self.units.free(node.group, gone)
 
     def _enter(self, node: Node, units: Units) -> None:

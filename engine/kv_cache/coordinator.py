@@ -7,7 +7,7 @@ Reads only: nothing is referenced, moved or evicted.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, Path
 from engine.kv_cache.coverage import NOTHING, Coverage
@@ -20,8 +20,7 @@ from engine.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec
 from engine.kv_cache.tables import GroupHit, GroupTable, Lookup
 
 
-@dataclass(slots=True, frozen=True)
-class AttentionKind:
+class AttentionKind(NamedTuple):
     """The lookup of groups with one type of spec, and the table of a request's blocks."""
 
     lookup: Callable[[BlockPool, PrefixDigests, int], Lookup]
@@ -35,8 +34,7 @@ KINDS: dict[type[LayerSpec], AttentionKind] = {
 Longest = Callable[[int], int]  # the most tokens, at most so many, that a group can resume after
 
 
-@dataclass(slots=True, frozen=True)
-class PrefixHit:
+class PrefixHit(NamedTuple):
     """The longest start that a request has.
 
     `num_tokens`: where it starts; every group is complete there once the external source has filled

@@ -8,6 +8,7 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.radix_tree import Node
 from engine.kv_cache.tables import GroupHit, GroupTable, Lookup
+from engine.kv_cache.unit_allocator import Allocated
 
 
 class FullAttentionLookup(Lookup):
@@ -64,16 +65,18 @@ class FullAttentionTable(GroupTable):
         if first >= end:
             return
         # Whole blocks that others have published since then replace the request's own.
-        node, num_known = self._tree.descend(self._last, self._tree.digests(prefix, first, end))
+        stride, digests = self._tree.stride, self._tree.digests(prefix, first, end)
+        node, num_known = self._tree.descend(self._last, digests)
         if num_known:
             self._follow(node, first + num_known)
         elif self._partial is not None:
-            self._pool.complete(self._partial, prefix)
+            self._pool.complete(self._partial, digests[:stride], prefix)
             self._pool.release(self._last)
             self._last, self._partial, num_known = self._partial, None, 1
         if first + num_known < end:
-            blocks = self.blocks[first + num_known : end]
-            self._last = self._pool.append(self._last, blocks, prefix)
+            new = self._private(first + num_known, end)
+            digests = digests[num_known * stride :]
+            self._last = self._pool.append(self._last, new, digests, prefix=prefix)
         self.num_published = self._num_settled = end
 
     def publish_partial(self, prefix: PrefixDigests, num_tokens: int) -> None:
@@ -91,6 +94,13 @@ class FullAttentionTable(GroupTable):
     def held(self) -> tuple[list[Node], list[int]]:
         nodes = [self._last] if self._partial is None else [self._last, self._partial]
         return nodes, self.blocks[self._num_settled :]
+
+    def _private(self, start: int, end: int) -> Allocated:
+        """Private blocks by index. Mostly the newest ones, whose units are known."""
+        blocks, (newest, units) = self.blocks[start:end], self._newest
+        if start != newest or end != len(self.blocks):
+            units = self._pool.units.units_of(self._group, blocks)
+        return blocks, units
 
     def _follow(self, node: Node, end: int) -> None:
         """Somebody published equal blocks first: the request goes on with those."""

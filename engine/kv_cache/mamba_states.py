@@ -12,7 +12,7 @@ from engine.kv_cache.checkpoints import value_per_token
 from engine.kv_cache.prefix import PrefixDigests, PrefixKey
 from engine.kv_cache.radix_tree import Node, RadixTree
 from engine.kv_cache.tables import BlockTables, GroupHit, Lookup
-from engine.kv_cache.unit_allocator import NewBlocks
+from engine.kv_cache.unit_allocator import Allocated, NewBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +98,7 @@ class MambaStates:
         """Starts the lookup of one prefix."""
         return StateLookup(self._tree, prefix)
 
-    def begin(self, new: dict[int, list[int]], *, is_new: bool) -> Node | None:
+    def begin(self, new: dict[int, Allocated], *, is_new: bool) -> Node | None:
         """The states of a request, in use once; new ones have to be zeroed."""
         if not self.groups:
             return None

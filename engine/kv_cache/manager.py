@@ -19,7 +19,7 @@ from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.radix_tree import Node
 from engine.kv_cache.recount import recount
 from engine.kv_cache.tables import BlockCopy, BlockTables, GroupTable
-from engine.kv_cache.unit_allocator import NewBlocks
+from engine.kv_cache.unit_allocator import Allocated, NewBlocks
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class KVCacheManager:
         assert new is not None
         tables = self._tables(attention, new, hit)
         self._live[id(tables)] = tables
-        self._pending += [_Pending(source, new[source.group], tables) for source in sources]
+        self._pending += [_Pending(source, new[source.group][0], tables) for source in sources]
         return tables
 
     def grow(self, tables: BlockTables, num_tokens: int) -> bool:
@@ -142,15 +142,15 @@ class KVCacheManager:
         new = self.pool.allocate(missing)
         if new is None:
             return False
-        for group, blocks in new.items():
-            tables.attention[group].blocks += blocks
+        for group, each in new.items():
+            tables.attention[group].take(each)
         return True
 
     def reserve_checkpoints(
         self, prefix: PrefixDigests, positions: Sequence[int]
     ) -> tuple[Checkpoint, ...]:
         """Rooms for the states after `positions` tokens, as far as the budget and memory allow."""
-        if not self._caches_prefixes:
+        if not positions or not self._caches_prefixes:
             return ()
         checkpoints = [self._states.reserve(prefix, position) for position in positions]
         return tuple(checkpoint for checkpoint in checkpoints if checkpoint is not None)
@@ -279,11 +279,11 @@ class KVCacheManager:
         return new
 
     def _tables(
-        self, attention: dict[int, GroupTable], new: dict[int, list[int]], hit: PrefixHit
+        self, attention: dict[int, GroupTable], new: dict[int, Allocated], hit: PrefixHit
     ) -> BlockTables:
         groups: list[list[int]] = [[] for _ in self.plan.groups]
         for group, table in attention.items():
-            table.blocks += new[group]
+            table.take(new[group])
             groups[group] = table.blocks
         has_states = hit.states.source is not None
         state = self._states.begin(new, is_new=not has_states)

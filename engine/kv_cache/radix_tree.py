@@ -23,9 +23,9 @@ class Node:
 
     `start`: index of its first block in a block table. `digests`: of the prefixes that end at each
     hash boundary in its whole blocks. `keys`: prefixes that end inside its only block, or at its
-    states. `children`: nodes after its end, by the digest of their first block; `partials`: nodes
-    of one partly filled block there. `refs`: users, and nodes in use right after it. `value`:
-    tokens saved per byte; `rank`: its place in the order of eviction while idle.
+    states. `children`: nodes right after its end, by the digest of their first block, or by
+    themselves if their one block is partly filled. `refs`: users, and nodes in use right after it.
+    `value`: tokens saved per byte; `rank`: its place in the order of eviction while idle.
     """
 
     group: int
@@ -35,8 +35,7 @@ class Node:
     digests: list[bytes] = field(default_factory=list)
     keys: list[PrefixKey] = field(default_factory=list)
     parent: "Node | None" = None
-    children: dict[bytes, "Node"] = field(default_factory=dict)
-    partials: set["Node"] = field(default_factory=set)
+    children: "dict[bytes | Node, Node]" = field(default_factory=dict)
     refs: int = 1
     value: float = 1.0
     rank: Rank = (0.0, 0)
@@ -51,15 +50,11 @@ class Node:
         """True if any prefix leads here."""
         return bool(self.digests or self.keys)
 
-    def following(self) -> list["Node"]:
-        """The nodes right after its end."""
-        return [*self.children.values(), *self.partials]
-
     def descendants(self) -> list["Node"]:
         """All nodes after its end, parents before children."""
-        nodes = self.following()
+        nodes = list(self.children.values())
         for node in nodes:  # grows while it is read
-            nodes += node.following()
+            nodes += node.children.values()
         return nodes
 
     def path(self, end: int) -> list[int]:
@@ -144,7 +139,7 @@ class RadixTree:
     def append(self, node: Node, blocks: list[int], digests: list[bytes]) -> Node:
         """Adds whole blocks after a node's end, for its one user; returns the node they are in."""
         # A node may grow only if its end matters to nobody but the caller.
-        if node.refs > 1 or node.children or node.partials or node.keys:
+        if node.refs > 1 or node.children or node.keys:
             child = Node(node.group, node.end, [], parent=node)
             node.children[digests[self.stride - 1]] = child
             node = child
@@ -155,7 +150,7 @@ class RadixTree:
     def add_partial(self, node: Node, block: int) -> Node:
         """Adds a partly filled block after a node's end."""
         partial = Node(node.group, node.end, [block], parent=node)
-        node.partials.add(partial)
+        node.children[partial] = partial
         return partial
 
     def complete(self, partial: Node, digests: list[bytes]) -> None:
@@ -163,7 +158,7 @@ class RadixTree:
         if partial.parent is None:
             self.whole[digests[-1]] = partial
         else:
-            partial.parent.partials.remove(partial)
+            del partial.parent.children[partial]
             partial.parent.children[digests[-1]] = partial
         partial.digests += digests
 
@@ -201,9 +196,8 @@ class RadixTree:
 
     def may_move_end(self, node: Node, child: Node) -> bool:
         """True if only `child` and one user of the node depend on the node's end."""
-        is_alone = len(node.children) == 1 and not (node.partials or node.keys)
-        is_one_user = node.refs == 1 + (child.refs > 0)
-        return is_alone and is_one_user and child.parent is node
+        is_alone = len(node.children) == 1 and not node.keys
+        return is_alone and child.parent is node and node.refs == 1 + (child.refs > 0)
 
     def remove(self, node: Node) -> None:
         """Nothing leads to a node from now on; it must have nothing after it."""
@@ -213,10 +207,7 @@ class RadixTree:
             if not tails:
                 del self.partial[key.boundary]
         node.keys.clear()
-        if node.parent is None:
-            if node.digests:
-                del self.whole[node.digests[-1]]
+        if node.parent is not None:
+            del node.parent.children[node.digests[self.stride - 1] if node.digests else node]
         elif node.digests:
-            del node.parent.children[node.digests[self.stride - 1]]
-        else:
-            node.parent.partials.remove(node)
+            del self.whole[node.digests[-1]]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.radix_tree import Node, RadixTree
-from engine.kv_cache.unit_allocator import UnitAllocator
 
 
 def recount(pool: BlockPool, users: Counter[Node], private: Sequence[Sequence[int]]) -> None:
@@ -22,11 +21,11 @@ def recount(pool: BlockPool, users: Counter[Node], private: Sequence[Sequence[in
     for group, tree in enumerate(pool.trees):
         mine = {node for node in nodes if node.group == group}
         assert _num_findable(tree) == sum(bool(node.digests) + len(node.keys) for node in mine)
-        assert tree.root.refs == 1 + users[tree.root] + _num_used(tree.root.following())
+        assert tree.root.refs == 1 + users[tree.root] + _num_used(tree.root)
         _check_idle(pool, group, {node for node in mine if not node.refs})
         used = [*private[group], *(b for node in mine if node.refs for b in node.blocks)]
         owned = [*private[group], *(b for node in mine for b in node.blocks)]
-        started = _check_units(pool.units, group, owned=owned, used=used)
+        started = _check_units(pool, group, owned=owned, used=used)
         assert not units & started, f"group {group} shares units {units & started}"
         units |= started
     free = {unit for unit in range(pool.plan.num_units) if pool.units.free_units >> unit & 1}
@@ -35,29 +34,28 @@ def recount(pool: BlockPool, users: Counter[Node], private: Sequence[Sequence[in
 
 
 def _check_node(pool: BlockPool, node: Node, num_users: int) -> None:
-    assert node.refs == num_users + _num_used(node.following())
+    assert node.refs == num_users + _num_used(node)
     assert node.refs or node.is_findable, "a node is idle and cannot be found"
-    assert node.units == pool.units.units_of(node.group, node.blocks)
+    assert node.units == _units_of(node.blocks, pool.plan.blocks_per_unit[node.group])
     is_state = node.group in pool.plan.state_groups
     assert is_state or all(node in pool.nodes_in[unit] for unit in node.units)
     tree = pool.trees[node.group]
     assert all(tree.find(key) is node for key in node.keys)
     num_whole = len(node.digests) / tree.stride
     assert num_whole in ((0, 1) if node.keys else (0, len(node.blocks)))
-    for child in node.following():
+    for key, child in node.children.items():
         assert child.parent is node and child.start == node.end
+        assert key == (child.digests[tree.stride - 1] if child.digests else child)
         assert node.refs or node.rank > child.rank, "a root would be evicted before its end"
         assert num_whole == len(node.blocks), "something follows a block that is not whole"
-    for digest, child in node.children.items():
-        assert child.digests[tree.stride - 1] == digest
     if node.parent is not None:
-        assert node in node.parent.following()
+        assert node in node.parent.children.values()
     elif node.digests:
         assert tree.whole[node.digests[-1]] is node
 
 
-def _num_used(nodes: Sequence[Node]) -> int:
-    return sum(node.refs > 0 for node in nodes)
+def _num_used(node: Node) -> int:
+    return sum(child.refs > 0 for child in node.children.values())
 
 
 def _num_findable(tree: RadixTree) -> int:
@@ -70,23 +68,25 @@ def _check_idle(pool: BlockPool, group: int, idle: set[Node]) -> None:
     assert idle == pool.order.idle[group].members
     if group not in pool.plan.state_groups:
         units = {unit for node in idle for unit in node.units}
-        assert {u for u in units if not pool.units.is_used(u)} <= pool.order.units.keys()
+        assert units - pool.units.used[group].keys() <= pool.order.units.keys()
 
 
 def _check_units(
-    units: UnitAllocator, group: int, *, owned: Sequence[int], used: Sequence[int]
+    pool: BlockPool, group: int, *, owned: Sequence[int], used: Sequence[int]
 ) -> set[int]:
     """The units of a group, after a look at its slots and uses."""
-    started = units.units_of(group, owned).keys()
+    units, slots, per_unit = pool.units, pool.units.slots[group], pool.plan.blocks_per_unit[group]
     assert len(set(owned)) == len(owned), f"group {group}: a block has two owners"
-    assert units.used[group] == units.units_of(group, used), f"group {group}: uses are miscounted"
+    assert units.used[group] == _units_of(used, per_unit), f"group {group}: uses are miscounted"
     assert units.num_used[group] == len(used)
-    if group in units.slots:
-        per_unit, slots = units.plan.blocks_per_unit[group], units.slots[group]
-        free = dict.fromkeys(started, (1 << per_unit) - 1)
-        for block in owned:
-            free[block // per_unit] &= ~(1 << block % per_unit)
-        assert slots.num_free == sum(map(int.bit_count, free.values()))
-        partly_free = {unit: bits for unit, bits in free.items() if bits}
-        assert slots.free_bits == partly_free, f"group {group}: slots are miscounted"
-    return set(started)
+    free = {block // per_unit: (1 << per_unit) - 1 for block in owned}
+    for block in owned:
+        free[block // per_unit] &= ~(1 << block % per_unit)
+    assert slots.num_free == sum(map(int.bit_count, free.values()))
+    partly_free = {unit: bits for unit, bits in free.items() if bits}
+    assert slots.free_bits == partly_free, f"group {group}: slots are miscounted"
+    return set(free)
+
+
+def _units_of(blocks: Sequence[int], per_unit: int) -> dict[int, int]:
+    return dict(Counter(block // per_unit for block in blocks))

@@ -79,7 +79,7 @@ class SlidingWindowTable(GroupTable):
         for index in range(self.num_published, num_tokens // self._size):
             digests = self._tree.digests(prefix, index, index + 1)
             if digests[-1] not in self._tree.whole:
-                self._pool.complete(self._own_node(index), prefix)
+                self._pool.complete(self._own_node(index), digests, prefix)
         self.num_published = max(self.num_published, num_tokens // self._size)
 
     def publish_partial(self, prefix: PrefixDigests, num_tokens: int) -> None:

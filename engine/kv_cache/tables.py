@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, Path
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.radix_tree import Node
-from engine.kv_cache.unit_allocator import NewBlocks
+from engine.kv_cache.radix_tree import Node, Units
+from engine.kv_cache.unit_allocator import Allocated, NewBlocks
 
 NULL_BLOCK = -1  # a block that lies wholly before its group's window
 
@@ -21,8 +21,7 @@ class BlockCopy(NamedTuple):
     target: int
 
 
-@dataclass(slots=True, frozen=True)
-class GroupHit:
+class GroupHit(NamedTuple):
     """The cached part of one group that a request starts from.
 
     `blocks`: whole blocks in token order, NULL_BLOCK before a window. `shares`: the paths with
@@ -60,10 +59,11 @@ class GroupTable(ABC):
     """
 
     def __init__(self, pool: BlockPool, group: int, hit: GroupHit) -> None:
-        """Uses what is hit; the request's own blocks are appended to `blocks` after it."""
+        """Uses what is hit; `take` appends the request's own blocks to `blocks` after it."""
         self.blocks = [*hit.blocks]
         self.num_published = len(self.blocks)
         self.num_passed = 0
+        self._newest: tuple[int, Units] = 0, {}  # index and units of the newest blocks
         self._pool = pool
         self._tree = pool.trees[group]
         self._group = group
@@ -76,6 +76,12 @@ class GroupTable(ABC):
             return {}
         has_last = len(self.blocks) > self.num_passed
         return {self._group: (count, self.blocks[-1] if has_last else None)}
+
+    def take(self, new: Allocated) -> None:
+        """New private blocks follow the last one."""
+        blocks, units = new
+        self._newest = len(self.blocks), units
+        self.blocks += blocks
 
     @abstractmethod
     def publish(self, prefix: PrefixDigests, num_tokens: int) -> None:

@@ -7,30 +7,31 @@ updates them without copies), and so do one request's blocks (they then move as 
 states of all Mamba groups count under the first of them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.radix_tree import Units
 
 # Per group: how many new blocks, and the request's last block, after which they are to lie.
 NewBlocks = dict[int, tuple[int, int | None]]
+Allocated = tuple[list[int], Units]  # blocks, and how many of them lie in each unit
 
 
 class GroupSlots:
-    """Free slots in the units that one attention group has started; full units are not listed.
+    """Free slots in the units that one group has started; full units are not listed.
 
     Bit s of `free_bits[unit]` says that slot s of the unit is free. `_units_with[n]`: the units
-    with n free slots, so that the tightest fit is found at once.
+    with n free slots, so that the tightest fit is found at once; never empty.
     """
 
     def __init__(self, per_unit: int) -> None:
         self.num_free = 0
         self.free_bits: dict[int, int] = {}
         self._per_unit = per_unit
-        self._units_with: list[dict[int, None]] = [{} for _ in range(per_unit + 1)]
+        self._units_with: dict[int, dict[int, None]] = {}
 
     def start(self, unit: int, count: int) -> list[int]:
-        """Takes in a unit, and gives up to `count` of its blocks at once."""
+        """Takes in a free unit, and gives up to `count` of its blocks at once."""
         count = min(count, self._per_unit)
         self.num_free += self._per_unit - count
         self._set(unit, (1 << self._per_unit) - (1 << count))
@@ -58,22 +59,22 @@ class GroupSlots:
 
     def tightest(self, count: int) -> int | None:
         """The unit with the fewest free slots, but at least `count`."""
-        return next((unit for units in self._units_with[count:] for unit in units), None)
+        enough = [num_free for num_free in self._units_with if num_free >= count]
+        return next(iter(self._units_with[min(enough)])) if enough else None
 
     def emptiest(self) -> int:
         """The unit with the most free slots; call only while there is one."""
-        return next(unit for units in reversed(self._units_with) for unit in units)
+        return next(iter(self._units_with[max(self._units_with)]))
 
-    def free(self, blocks: Sequence[int]) -> list[int]:
+    def free(self, blocks: Sequence[int]) -> Sequence[int]:
         """Marks blocks free; returns the units that have lost their last one, and forgets them."""
-        freed: dict[int, int] = {}
-        for unit, slot, count in _spans(blocks, self._per_unit):
-            freed[unit] = freed.get(unit, 0) | ((1 << count) - 1) << slot
+        if self._per_unit == 1:
+            return blocks
         empty = []
-        for unit, bits in freed.items():
-            free = self.free_bits.get(unit, 0)
+        for unit, slot, length in _spans(blocks, self._per_unit):
+            bits, free = ((1 << length) - 1) << slot, self.free_bits.get(unit, 0)
             assert not free & bits, f"a block of unit {unit} is freed twice"
-            self.num_free += bits.bit_count()
+            self.num_free += length
             free |= bits
             if free.bit_count() == self._per_unit:
                 empty.append(unit)
@@ -83,32 +84,32 @@ class GroupSlots:
         return empty
 
     def _set(self, unit: int, bits: int) -> None:
-        before = self.free_bits.pop(unit, 0)
-        if before:
-            del self._units_with[before.bit_count()][unit]
+        if before := self.free_bits.pop(unit, 0):
+            units = self._units_with[before.bit_count()]
+            del units[unit]
+            if not units:
+                del self._units_with[before.bit_count()]
         if bits:
             self.free_bits[unit] = bits
-            self._units_with[bits.bit_count()][unit] = None
+            self._units_with.setdefault(bits.bit_count(), {})[unit] = None
 
 
 class UnitAllocator:
     """Allocates states and blocks; all-or-nothing is the caller's job through `can_allocate`.
 
-    Bit u of `free_units`, a Python integer, says that unit u is free. `slots[g]`: attention groups
-    only. `used[g]`: how many blocks of each unit are in use, `num_used[g]`: their sum.
+    Bit u of `free_units`, a Python integer, says that unit u is free. `slots[g]`: of group g; a
+    state fills its unit, so those of Mamba groups are empty. `used[g]`: how many blocks of each
+    unit are in use, `num_used[g]`: their sum.
     """
 
     def __init__(self, plan: ArenaPlan) -> None:
-        self.plan = plan
         self.num_free_units = plan.num_units
         self.free_units = (1 << plan.num_units) - 1
-        self.slots = {
-            group: GroupSlots(per_unit)
-            for group, per_unit in enumerate(plan.blocks_per_unit)
-            if group not in plan.state_groups
-        }
+        self.slots = tuple(map(GroupSlots, plan.blocks_per_unit))
         self.num_used = [0] * len(plan.groups)
         self.used: tuple[Units, ...] = tuple({} for _ in plan.groups)
+        self._per_unit = plan.blocks_per_unit
+        self._state_groups = plan.state_groups
 
     @property
     def num_used_units(self) -> int:
@@ -117,72 +118,67 @@ class UnitAllocator:
 
     def units_of(self, group: int, blocks: Sequence[int]) -> Units:
         """The number of these blocks in each unit."""
-        per_unit = self.plan.blocks_per_unit[group]
-        if _are_consecutive(blocks):
-            return {unit: count for unit, _, count in _spans(blocks, per_unit)}
         units: Units = {}
-        for block in blocks:
-            unit = block // per_unit
-            units[unit] = units.get(unit, 0) + 1
+        for unit, _, length in _spans(blocks, self._per_unit[group]):
+            units[unit] = units.get(unit, 0) + length
         return units
 
     def num_missing_slots(self, group: int, count: int) -> int:
         """The number of `count` blocks that do not fit the units that a group has started."""
-        return count - self.slots[group].num_free if group in self.slots else 0
+        return max(0, count - self.slots[group].num_free)
 
     def can_allocate(self, new: NewBlocks) -> bool:
         """True if all these blocks fit at once, without eviction."""
-        needed = sum([self._num_new_units(group, count) for group, (count, _) in new.items()])
+        needed = 0
+        for group, (count, _) in new.items():
+            needed += self._num_new_units(group, count)
         return needed <= self.num_free_units
 
-    def num_more_units(self, group: int, *, units: set[int], more: int, new: int) -> int:
-        """The number of further used units once `more` idle and `new` blocks are in use."""
+    def num_more_units(self, group: int, units: Iterable[int], count: int) -> int:
+        """The number of further used units once `count` more blocks, idle or new, are in use.
+
+        `units`: those of the idle ones.
+        """
         # Idle blocks that come into use bring their units with them; what is free in all used
         # units then takes new blocks, and only the rest needs further units.
-        fresh = len(units - self.used[group].keys()) if units else 0
-        per_unit = self.plan.blocks_per_unit[group]
-        room = (len(self.used[group]) + fresh) * per_unit - self.num_used[group] - more
-        return fresh + max(0, -((room - new) // per_unit))
+        used, per_unit = self.used[group], self._per_unit[group]
+        fresh = len(set(units).difference(used)) if units else 0
+        room = (len(used) + fresh) * per_unit - self.num_used[group]
+        return fresh + max(0, -((room - count) // per_unit))
 
-    def allocate(self, group: int, count: int, after: int | None) -> list[int]:
+    def allocate(self, group: int, count: int, after: int | None) -> Allocated:
         """`count` blocks or states of `group`, neighbours where possible, in use.
 
         `after` is the request's last block: its right neighbour is taken first. Call only when
         `can_allocate` said yes.
         """
-        used = self.used[group]
-        self.num_used[group] += count
-        if group not in self.slots:
-            states = self._take_states(count)
-            used.update(dict.fromkeys(states, 1))
-            return states
-        unit, slots = None, self.slots[group]
-        blocks: list[int] = []
-        if after is not None:
-            unit, slot = divmod(after, self.plan.blocks_per_unit[group])
-            blocks = slots.fill(unit, count, start=slot + 1)
-            if blocks:
-                used[unit] = used.get(unit, 0) + len(blocks)
-        while (missing := count - len(blocks)) > 0:
-            unit, more = self._fill(group, missing, unit)
-            used[unit] = used.get(unit, 0) + len(more)
-            blocks += more
-        return blocks
+        if group in self._state_groups:
+            blocks = self._take_states(count)
+            units = dict.fromkeys(blocks, 1)
+        else:
+            unit, blocks, units = None, [], {}
+            if after is not None:
+                unit, slot = divmod(after, self._per_unit[group])
+                blocks = self.slots[group].fill(unit, count, start=slot + 1)
+                if blocks:
+                    units[unit] = len(blocks)
+            while (missing := count - len(blocks)) > 0:
+                unit, more = self._fill(group, missing, unit)
+                units[unit] = units.get(unit, 0) + len(more)
+                blocks += more
+        self.use(group, units)
+        return blocks, units
 
     def free(self, group: int, blocks: Sequence[int]) -> None:
         """Gives idle blocks or states back; a unit without any is free for any use again."""
-        units = self.slots[group].free(blocks) if group in self.slots else list(blocks)
+        units = self.slots[group].free(blocks)
         for unit in units:
             assert not self.free_units >> unit & 1, f"unit {unit} is freed twice"
             self.free_units |= 1 << unit
         self.num_free_units += len(units)
 
-    def is_used(self, unit: int) -> bool:
-        """True if anything in a unit is in use."""
-        return any(unit in used for used in self.used)
-
     def use(self, group: int, units: Units) -> None:
-        """Idle blocks come into use."""
+        """New or idle blocks come into use."""
         used = self.used[group]
         self.num_used[group] += sum(units.values())
         for unit, count in units.items():
@@ -202,68 +198,57 @@ class UnitAllocator:
         return idle
 
     def _num_new_units(self, group: int, count: int) -> int:
-        if group not in self.slots:
-            return count
         missing = count - self.slots[group].num_free
-        return -(-missing // self.plan.blocks_per_unit[group]) if missing > 0 else 0
+        return -(-missing // self._per_unit[group]) if missing > 0 else 0
 
     def _fill(self, group: int, count: int, last: int | None) -> tuple[int, list[int]]:
         """A unit and up to `count` blocks of it, where the request's last block lies in `last`.
 
-        The tightest started unit that holds them all, else a new unit if the count needs any.
+        The tightest started unit that holds them all, else a new unit if the count needs any: the
+        one after `last` if it is free, else the first of so many adjacent free ones.
         """
         slots = self.slots[group]
         unit = slots.tightest(count)
-        if unit is not None:
-            return unit, slots.fill(unit, count)
-        num_units = self._num_new_units(group, count)
-        if num_units:
-            unit = self._take_unit(num_units, last)
+        if unit is None and (num_units := self._num_new_units(group, count)):
+            unit = None if last is None else last + 1
+            if unit is None or not self.free_units >> unit & 1:
+                # Bit u of `starts`: so many adjacent units from u on are free. Without such a run
+                # any free unit will do.
+                starts = self.free_units
+                for shift in range(1, num_units):
+                    starts &= self.free_units >> shift
+                starts = starts or self.free_units
+                unit = (starts & -starts).bit_length() - 1
+            self.free_units &= ~(1 << unit)
+            self.num_free_units -= 1
             return unit, slots.start(unit, count)
-        unit = slots.emptiest()
+        unit = slots.emptiest() if unit is None else unit
         return unit, slots.fill(unit, count)
-
-    def _take_unit(self, num_adjacent: int, last: int | None) -> int:
-        """The unit after `last` if it is free, else the first of so many adjacent free ones."""
-        if last is not None and self.free_units >> last + 1 & 1:
-            first = last + 1
-        else:
-            # Bit u of `starts`: so many adjacent units from u on are free. Without such a run any
-            # free unit will do.
-            starts = self.free_units
-            for shift in range(1, num_adjacent):
-                starts &= self.free_units >> shift
-            starts = starts or self.free_units
-            first = (starts & -starts).bit_length() - 1
-        self.free_units &= ~(1 << first)
-        self.num_free_units -= 1
-        return first
 
     def _take_states(self, count: int) -> list[int]:
         """The highest free units."""
-        states = []
+        states, free = [], self.free_units
         for _ in range(count):
-            states.append(self.free_units.bit_length() - 1)
-            self.free_units ^= 1 << states[-1]
+            unit = free.bit_length() - 1
+            states.append(unit)
+            free ^= 1 << unit
+        self.free_units = free
         self.num_free_units -= count
         return states
 
 
-def _are_consecutive(blocks: Sequence[int]) -> bool:
-    if not blocks or blocks[-1] - blocks[0] != len(blocks) - 1:
-        return False
-    return blocks == list(range(blocks[0], blocks[-1] + 1))
-
-
 def _spans(blocks: Sequence[int], per_unit: int) -> list[tuple[int, int, int]]:
-    """(unit, first slot, count) of blocks that lie together; consecutive blocks in few spans."""
-    if not _are_consecutive(blocks):
-        return [(*divmod(block, per_unit), 1) for block in blocks]
-    spans, first, total = [], blocks[0], len(blocks)
-    while total:
+    """(unit, first slot, count) of blocks that lie together in one unit."""
+    spans, start = [], 0
+    while start < len(blocks):
+        first = blocks[start]
         unit, slot = divmod(first, per_unit)
-        count = min(total, per_unit - slot)
+        near = blocks[start : start + per_unit - slot]  # no more can lie together from here on
+        count = len(near)
+        if near[-1] - first != count - 1 or near != list(range(first, first + count)):
+            count = 1
+            while near[count] == first + count:
+                count += 1
         spans.append((unit, slot, count))
-        first += count
-        total -= count
+        start += count
     return spans
