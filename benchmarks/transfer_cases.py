@@ -10,6 +10,7 @@ from functools import cached_property
 from connector.pd.decode.pull_plan import PullPlan, plan_pull
 from connector.pd.layout import blocks_announced
 from connector.pd.wire.geometry import geometry_of
+from connector.pd.wire.messages import BlockIds
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.prefix import PrefixDigests
@@ -25,16 +26,15 @@ GROUPS = (
 )
 KIB, MIB = 1 << 10, 1 << 20
 Tables = Sequence[Sequence[int]]
-Offsets = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A held prefill: P's blocks by byte offset, D's by number. `name` is also the request's."""
+    """A held prefill: P's blocks and D's, by number. `name` is also the request's."""
 
     name: str
     plan: ArenaPlan
-    remote: Offsets
+    remote: BlockIds
     local: Tables
     num_tokens: int
 
@@ -78,11 +78,7 @@ def sizes() -> list[Case]:
 
 def _prompt(name: str, plan: ArenaPlan, tokens: int, *, chunk: int) -> Case:
     """D reserves in one go; P grew the tables chunk by chunk, in turn with another prompt."""
-    grown = _tables(plan, tokens, chunk)
-    remote = tuple(
-        tuple(plan.block_offset(group, block) for block in blocks)
-        for group, blocks in enumerate(grown)
-    )
+    remote = tuple(map(tuple, _tables(plan, tokens, chunk)))
     return Case(name, plan, remote, _tables(plan, tokens, tokens), tokens)
 
 
@@ -104,7 +100,7 @@ def _sized(nbytes: int, span_bytes: int) -> Case:
     spec = FullAttentionSpec(1, span_bytes // row_bytes, "bfloat16")
     count = nbytes // span_bytes
     plan = ArenaPlan((KVCacheGroup(spec, (0,)),), BLOCK_SIZE, span_bytes, count, (1,))
-    remote = tuple(plan.block_offset(0, block) for block in reversed(range(count)))
+    remote = tuple(reversed(range(count)))
     name = f"{_show(nbytes)}, {count} x {_show(span_bytes)}" if count > 1 else _show(nbytes)
     return Case(name, plan, (remote,), [list(range(count))], count * BLOCK_SIZE)
 

@@ -21,7 +21,7 @@ from connector.pd.prefill.lease_table import Lease, LeaseTable
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.geometry import geometry_of
 from connector.pd.wire.lease_record import REGION_BYTES
-from connector.pd.wire.messages import BlockRange, Digests
+from connector.pd.wire.messages import BlockIds, BlockRange, Digests
 from connector.transports.shm import ShmTransport
 from engine.arena import ArenaMemory
 from engine.kv_cache.plan import plan_arena
@@ -43,15 +43,8 @@ def by_group(state: T, pages: T) -> tuple[T, T]:
     return (state, pages) if STATE < PAGES else (pages, state)
 
 
-def offsets_of(tables: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    return tuple(
-        tuple(PLAN.block_offset(group, block) for block in blocks)
-        for group, blocks in enumerate(tables)
-    )
-
-
-REMOTE = offsets_of(by_group((2,), (9, 5, 6, 7)))
-LOCAL: tuple[tuple[int, ...], ...] = by_group((0,), (60, 61, 62, 63))
+REMOTE: BlockIds = by_group((2,), (9, 5, 6, 7))
+LOCAL: BlockIds = by_group((0,), (60, 61, 62, 63))
 IDENTITY = identity()
 
 

@@ -13,7 +13,7 @@ from connector.transports.shm import ShmAddress, ShmRegion
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 
-UNASKED = HeldBlocks(num_tokens=0, groups=())
+UNASKED = HeldBlocks(num_tokens=0, block_ids=())
 
 
 def elsewhere(params: KVTransferParams, port: int, **changes: object) -> KVTransferParams:

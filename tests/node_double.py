@@ -184,7 +184,7 @@ class ScriptedNode:
     def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
         if engine_id != self.engine_id:
             raise KVTransferParamsError(f"this is {self.engine_id}", code="foreign")
-        return HeldBlocks(num_tokens=33, groups=((0, 2**40), (), (4096,)), generation=9)
+        return HeldBlocks(num_tokens=33, block_ids=((0, 2**40), (), (4096,)), generation=9)
 
     def renew(
         self,

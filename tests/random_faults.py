@@ -169,7 +169,7 @@ def _damage(rng: Random, scene: FaultScene) -> None:
 
 def _overwrite(node: NodeServer, lease: Lease, rng: Random) -> None:
     layout, memory = node.engine.core.scheduler.cache.plan, arena_of(node).host_bytes()
-    for group, offsets in enumerate(lease.offsets):
+    for group, blocks in enumerate(lease.block_ids):
         length = layout.block_bytes(group)
-        for offset in offsets:
+        for offset in (layout.block_offset(group, block) for block in blocks):
             memory[offset : offset + length] = rng.randbytes(length)

@@ -12,7 +12,7 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 
-NOTHING = PullPlan((), (), 0, SequenceBlocks(()))
+NOTHING = PullPlan((), (), (), 0, 0, SequenceBlocks(()))
 
 
 @dataclass(slots=True, frozen=True)

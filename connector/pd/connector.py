@@ -1,7 +1,8 @@
-"""PdConnector: the one assembly list of what hands prefills over between nodes."""
+"""PdConnector: the one place where the parts of a hand-over are put together."""
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,7 +10,6 @@ from connector.pd.config import PdConnectorConfig
 from connector.pd.decode.admission import PdAdmission
 from connector.pd.decode.peer_registry import PeerRegistry
 from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader
-from connector.pd.decode.puller import Puller
 from connector.pd.decode.remote_prefills import RemotePrefills
 from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.metrics import LEASE_COUNTERS, LEASE_GAUGES, PULL_GAUGES, TransferMetrics
@@ -38,9 +38,12 @@ from engine.rpc.cluster_token import signing_key
 from engine.rpc.server import RpcService
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, frozen=True)
 class PdConnector:
-    """A node's prefill/decode connector; see `engine.node.connector.NodeConnector`."""
+    """A node's prefill/decode connector; see `engine.node.connector.NodeConnector`.
+
+    `resources`: all that was opened for it.
+    """
 
     connector: Connector
     control: ControlHandler
@@ -48,10 +51,7 @@ class PdConnector:
     leases: LeaseTable
     remote: RemotePrefills
     reader: PullReader
-    peers: PeerRegistry
-    transport: Transport
-    digests: ArenaDigests
-    records: ArenaMemory
+    resources: ExitStack
 
     def services(self) -> Sequence[RpcService]:
         """The control service that peers call."""
@@ -66,11 +66,7 @@ class PdConnector:
         return any(not lease.is_spare for lease in self.leases.all_held())
 
     def close(self) -> None:
-        """Gives channels, mappings and registrations back; after the engine has stopped."""
-        self.peers.close()
-        self.digests.close()
-        self.transport.close()
-        self.records.close()
+        self.resources.close()
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,92 +92,82 @@ class PdBuilder:
         metrics: NodeMetrics,
         wake: Callable[[], None],
     ) -> PdConnector:
-        """`wake` makes an idle engine step."""
-        extra, faults = self.extra, self.faults
-        transport = open_transport(
-            extra.transport,
-            settings.engine_id,
-            same_host=is_loopback(settings.host),
-            on_device=arena.device_index is not None,
-            host=settings.host,
-        )
-        digests = ArenaDigests(plan, arena.read)
-        records = ArenaMemory(REGION_BYTES)
-        transport.register(arena, records)
-        identity = partial(_identity, settings, plan, extra=extra, transport=transport)
-        leases = LeaseTable(
-            extra.kv_lease_duration, time.monotonic, LeaseRecords(records.host_bytes().cast("Q"))
-        )
+        """Builds each part from those above it; if one fails, closes those that were opened."""
+        extra, faults, host = self.extra, self.faults, settings.host
         token = settings.cluster_token
-        signer = ParamsSigner(None if token is None else signing_key(token))
-        peers = _peers(settings, identity(), transport, extra=extra, faults=faults)
-        transfers = TransferMetrics(metrics)
-        claims = RemotePrefills(peers, extra.kv_lease_duration, transfers)
-        advertised = AdvertisedAddress(settings.engine_id, settings.host)
-        reader = PullReader(
-            transport,
-            arena,
-            records,
-            verify=extra.verify_transfers,
-            metrics=transfers,
-            faults=faults,
-            stage_bytes=self.stage_bytes,
-        )
-        producer = Producer(
-            advertised, plan, leases, digests=digests, signer=signer, turn_ttl_s=extra.turn_ttl_s
-        )
-        scheduler = PdScheduler(producer, leases, claims, config=extra, metrics=transfers)
-        puller = Puller(plan, reader, claims, metrics=transfers, config=extra, wake=wake)
-        admission = PdAdmission(signer, claims, settings, extra=extra, metrics=transfers)
-        metrics.read(producer, gauges=LEASE_GAUGES)
-        metrics.read(leases, counters=LEASE_COUNTERS)
-        metrics.read(puller, gauges=PULL_GAUGES)
-        return PdConnector(
-            Connector(admission, scheduler, PdWorker(puller, leases)),
-            ControlHandler(identity, leases, digests=digests, wake=wake, faults=faults),
-            advertised,
-            leases,
-            claims,
-            reader,
-            peers,
-            transport,
-            digests,
-            records,
-        )
+        with ExitStack() as opened:
+            records = ArenaMemory(REGION_BYTES)
+            opened.callback(records.close)
+            transport = open_transport(
+                extra.transport,
+                settings.engine_id,
+                same_host=is_loopback(host),
+                on_device=arena.device_index is not None,
+                host=host,
+            )
+            opened.callback(transport.close)
+            transport.register(arena, records)
+            identity = partial(
+                _identity, settings, plan, transport, lease_s=extra.kv_lease_duration
+            )
 
+            words = records.host_bytes().cast("Q")
+            leases = LeaseTable(extra.kv_lease_duration, time.monotonic, LeaseRecords(words))
+            digests = ArenaDigests(plan, arena.read)
+            opened.callback(digests.close)
+            signer = ParamsSigner(None if token is None else signing_key(token))
+            address = AdvertisedAddress(settings.engine_id, host)
+            producer = Producer(
+                address, plan, leases, digests=digests, signer=signer, turn_ttl_s=extra.turn_ttl_s
+            )
+            control = ControlHandler(identity, leases, digests=digests, wake=wake, faults=faults)
 
-def _peers(
-    settings: ConnectorSettings,
-    identity: Handshake,
-    transport: Transport,
-    *,
-    extra: PdConnectorConfig,
-    faults: FaultInjector,
-) -> PeerRegistry:
-    return PeerRegistry(
-        identity,
-        transport,
-        cluster_token=settings.cluster_token,
-        tls=settings.tls,
-        control_timeout_s=extra.control_timeout,
-        faults=faults,
-    )
+            transfers = TransferMetrics(metrics)
+            peers = PeerRegistry(
+                identity(),
+                transport,
+                cluster_token=token,
+                tls=settings.tls,
+                control_timeout_s=extra.control_timeout,
+                faults=faults,
+            )
+            opened.callback(peers.close)
+            remote = RemotePrefills(peers, extra.kv_lease_duration, transfers)
+            opened.callback(remote.close)
+            reader = PullReader(
+                transport,
+                arena,
+                records,
+                verify=extra.verify_transfers,
+                metrics=transfers,
+                faults=faults,
+                stage_bytes=self.stage_bytes,
+            )
+
+            admission = PdAdmission(signer, remote, settings, extra=extra, metrics=transfers)
+            scheduler = PdScheduler(producer, leases, remote, config=extra, metrics=transfers)
+            worker = PdWorker(
+                plan, reader, remote, leases=leases, metrics=transfers, config=extra, wake=wake
+            )
+            opened.callback(worker.close)
+            metrics.read(producer, gauges=LEASE_GAUGES)
+            metrics.read(leases, counters=LEASE_COUNTERS)
+            metrics.read(worker, gauges=PULL_GAUGES)
+            sides = Connector(admission, scheduler, worker)
+            return PdConnector(sides, control, address, leases, remote, reader, opened.pop_all())
 
 
 def _identity(
-    settings: ConnectorSettings,
-    plan: ArenaPlan,
-    *,
-    extra: PdConnectorConfig,
-    transport: Transport,
+    settings: ConnectorSettings, plan: ArenaPlan, transport: Transport, *, lease_s: float
 ) -> Handshake:
-    """What this node tells its peers about itself."""
+    """What this node tells its peers about itself; the address of its arena may change."""
+    geometry = describe_geometry(
+        plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
+    )
     return Handshake(
         engine_id=settings.engine_id,
         transport=transport.name,
         transport_address=transport.address,
-        geometry=describe_geometry(
-            plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
-        ),
-        lease_s=extra.kv_lease_duration,
+        geometry=geometry,
+        lease_s=lease_s,
     )

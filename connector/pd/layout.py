@@ -11,12 +11,12 @@ tokens of given layers: layer by layer, K and then V head by head, token by toke
 hash and pair their bytes in that order.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
 
-from connector.pd.wire.geometry import GroupGeometry, describe_spec
+from connector.pd.wire.geometry import GroupGeometry, describe_spec, geometry_of
 from connector.pd.wire.messages import BlockRange
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
@@ -143,39 +143,35 @@ class SequenceBlocks:
 
 def blocks_here(plan: ArenaPlan, tables: Sequence[Sequence[int]]) -> SequenceBlocks:
     """A sequence of this node; `tables[g]` are its blocks in group g, from the first token on."""
+    pairs = zip(geometry_of(plan), plan.groups, tables, strict=True)
     return SequenceBlocks(
-        tuple(
-            GroupBlocks(
-                describe_spec(group.spec),
-                group.spec,
-                group.layers,
-                plan.block_size_of(number),
-                tuple(plan.block_offset(number, block) for block in tables[number]),
-            )
-            for number, group in enumerate(plan.groups)
-        )
+        tuple(_located(geometry, group.spec, ids) for geometry, group, ids in pairs)
     )
 
 
 def blocks_announced(
     plan: ArenaPlan,
     geometry: Sequence[GroupGeometry],
-    offsets: Sequence[tuple[int, ...]],
+    block_ids: Sequence[Sequence[int]],
     *,
     num_tokens: int,
 ) -> SequenceBlocks:
-    """A held prefill of `num_tokens` tokens; `offsets[g]` are the last blocks of group g, in bytes.
+    """The blocks that hold the first `num_tokens` tokens in an arena with groups `geometry`.
 
-    A sliding window's peer announces only blocks inside the window. `plan` is this node's; it gives
+    Of a sliding window's group only the last blocks are announced. `plan` is this node's; it gives
     the specs. Raises TransportError if groups or blocks are not those that these tokens need.
     """
-    if len(geometry) != len(offsets):
+    if len(geometry) != len(block_ids):
         raise TransportError(
-            f"{len(offsets)} KV cache groups announced by a peer that has {len(geometry)}"
+            f"{len(block_ids)} KV cache groups announced by a peer that has {len(geometry)}"
         )
     specs = {describe_spec(group.spec): group.spec for group in plan.groups}
-    pairs = zip(geometry, offsets, strict=True)
-    return SequenceBlocks(tuple(_announced(specs, *pair, num_tokens=num_tokens) for pair in pairs))
+    return SequenceBlocks(
+        tuple(
+            _announced(specs, group, ids, num_tokens=num_tokens)
+            for group, ids in zip(geometry, block_ids, strict=True)
+        )
+    )
 
 
 def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -215,26 +211,36 @@ def _runs(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _announced(
-    specs: dict[str, LayerSpec],
+    specs: Mapping[str, LayerSpec],
     geometry: GroupGeometry,
-    offsets: tuple[int, ...],
+    block_ids: Sequence[int],
     *,
     num_tokens: int,
 ) -> GroupBlocks:
-    spec, size = specs.get(geometry.spec), geometry.block_size
+    spec = specs.get(geometry.spec)
     if spec is None:
         raise TransportError(f"the peer announced blocks of {geometry.spec!r}: not kept here")
     # All blocks of these tokens, or, with a sliding window, at least those inside it:
     #
     #   blocks      0   1   2   3   4 = most - 1
-    #   announced           |---|---|   offsets; first = most - len(offsets)
-    most = 1 if isinstance(spec, MambaSpec) else -(-num_tokens // size)
-    needed = spec.first_needed(num_tokens) if isinstance(spec, SlidingWindowSpec) else 0
-    least = 1 if isinstance(spec, MambaSpec) else most - needed // size
-    if not least <= len(offsets) <= most:
+    #   announced           |---|---|   block_ids; first_block = most - len(block_ids)
+    least = most = 1
+    if not isinstance(spec, MambaSpec):
+        least = most = -(-num_tokens // geometry.block_size)
+    if isinstance(spec, SlidingWindowSpec):
+        least -= spec.first_needed(num_tokens) // geometry.block_size
+    if not least <= len(block_ids) <= most:
         raise TransportError(
-            f"{len(offsets)} blocks announced for {num_tokens} tokens of {geometry.spec!r}; "
+            f"{len(block_ids)} blocks announced for {num_tokens} tokens of {geometry.spec!r}; "
             f"{least} to {most} expected"
         )
-    first = most - len(offsets)
-    return GroupBlocks(geometry.spec, spec, geometry.layers, size, offsets, first)
+    return _located(geometry, spec, block_ids, first_block=most - len(block_ids))
+
+
+def _located(
+    geometry: GroupGeometry, spec: LayerSpec, block_ids: Sequence[int], *, first_block: int = 0
+) -> GroupBlocks:
+    offsets = tuple(map(geometry.offset, block_ids))
+    return GroupBlocks(
+        geometry.spec, spec, geometry.layers, geometry.block_size, offsets, first_block
+    )

@@ -1,13 +1,11 @@
 """The scheduler side of the PdConnector: what a peer has computed, and what is held for peers.
 
-Decides and never waits. P's part is `prefill/producer.py`; of D's part, `decode/`, only the claims
-are looked at here: the bytes are the worker side's.
+Decides and never waits; the bytes are the worker side's.
 """
 
 from collections.abc import Sequence
 
 from connector.pd.config import PdConnectorConfig
-from connector.pd.decode.puller import stats_of
 from connector.pd.decode.remote_prefills import RemotePrefills
 from connector.pd.metrics import TransferMetrics
 from connector.pd.prefill.lease_table import LeaseTable
@@ -21,8 +19,7 @@ from engine.step import BlockLoad, ConnectorMeta, ScheduledRequest
 class PdScheduler(SchedulerConnector):
     """Offers what a peer holds for a request, and holds what a peer goes on with.
 
-    Of the turn before, at least `kv_recompute_threshold` tokens must be missing here, or it is not
-    pulled.
+    The turn before is pulled only if at least `kv_recompute_threshold` of its tokens are missing.
     """
 
     def __init__(
@@ -42,33 +39,36 @@ class PdScheduler(SchedulerConnector):
         self._loads: list[BlockLoad] = []
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
-        """All that the peer has computed, states included, while its claim stands."""
+        """All that the peer has computed, states included, while it can be pulled."""
         params = request.kv_transfer_params
         if params is None or not (params.do_remote_prefill or params.is_return_pull):
             return None
-        claim = self._remote.get(request.request_id)
-        if claim is None:
+        prefill = self._remote.get(request.request_id)
+        if prefill is None:
             return Match()
-        if not claim.stands:
-            # A turn before was promised by nobody; a prefill that is computed again is a loss.
-            is_loss = claim.failure and not params.is_return_pull
-            return Match(lost=(claim.num_tokens, claim.failure or "") if is_loss else None)
-        missing = claim.num_tokens - num_local_tokens
-        if missing < max(self._config.kv_recompute_threshold if params.is_return_pull else 1, 1):
+        num_tokens = prefill.num_tokens
+        if not prefill.can_be_pulled:
+            # A prefill that is computed again is a loss; nobody promised a turn before. A load that
+            # failed has reported its own cause, which may be another than the first one here.
+            if prefill.failure and not params.is_return_pull and not request.num_failed_loads:
+                return Match(lost=(num_tokens, prefill.failure))
             return Match()
-        return Match(Coverage(claim.num_tokens, (claim.num_tokens,)), self._config.load_weight)
+        least = self._config.kv_recompute_threshold if params.is_return_pull else 1
+        if num_tokens - num_local_tokens < max(least, 1):
+            return Match()
+        return Match(Coverage(num_tokens, (num_tokens,)), self._config.load_weight)
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         """Queues the pull for the next message; without one, the peer may forget it now."""
         if load is not None:
             self._loads.append(load)
             return 1
-        claim = self._remote.get(request.request_id)
-        if claim is not None and claim.stands:
-            if claim.params.is_return_pull:
+        prefill = self._remote.get(request.request_id)
+        if prefill is not None and prefill.can_be_pulled:
+            if prefill.params.is_return_pull:
                 self._metrics.return_pulls_skipped("below_threshold").inc()
-            claim.stats = stats_of(claim, None, request.num_computed_tokens)
-            self._remote.settle(claim)
+            prefill.set_stats(request.num_computed_tokens)
+            self._remote.settle(prefill)
         return 0
 
     def build_meta(self, scheduled: Sequence[ScheduledRequest]) -> ConnectorMeta:
@@ -77,14 +77,11 @@ class PdScheduler(SchedulerConnector):
         return ConnectorMeta(loads)
 
     def request_finished(self, request: Request) -> FinishDecision:
-        """Ends the claim, if there is one, and holds what another node goes on with."""
+        """Ends its remote prefill, if it has one, and holds what another node goes on with."""
         params = self._producer.hold(request)
-        claim = self._remote.end(request.request_id)
-        return FinishDecision(
-            num_holds=int(params is not None),
-            kv_transfer_params=params,
-            kv_transfer=claim.stats if claim else None,
-        )
+        prefill = self._remote.end(request.request_id)
+        stats = prefill.stats if prefill else None
+        return FinishDecision(int(params is not None), params, stats)
 
     def end_hold(self, request_id: str | None) -> str | None:
         """The answer whose next turn is the least likely to come in time goes first."""

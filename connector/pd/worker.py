@@ -1,31 +1,187 @@
-"""The worker side of the PdConnector: pulls that peers are read for, and leases that ended."""
+"""The worker side of the PdConnector: pulls what peers hold into blocks of this node, verified.
 
-from typing import Any
+D pulls a prefill from P, and P the turn before from D: the same plans and reads. Bytes move on
+threads of their own, so a slow peer delays neither the engine step nor other requests.
+"""
 
-from connector.pd.decode.puller import Puller
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import structlog
+
+from connector.pd import causes
+from connector.pd.config import PdConnectorConfig
+from connector.pd.decode.fair_pool import FairPool, PoolLimits
+from connector.pd.decode.peer_registry import Peer
+from connector.pd.decode.pull_plan import plan_pull
+from connector.pd.decode.pull_reader import PullReader
+from connector.pd.decode.remote_prefills import RemotePrefill, RemotePrefills
+from connector.pd.layout import blocks_announced
+from connector.pd.metrics import TransferMetrics
 from connector.pd.prefill.lease_table import LeaseTable
+from connector.pd.wire.params import holding_of
+from engine.errors import (
+    DeadlineExceededError,
+    LateReadError,
+    OtherPromptError,
+    OverloadedError,
+    TandemError,
+    TransportError,
+    UnavailableError,
+    VerificationError,
+)
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.spec import MambaSpec
 from engine.kv_connector import WorkerConnector
-from engine.step import ConnectorOutput
+from engine.step import BlockLoad, ConnectorOutput, LoadFailure
+
+log = structlog.get_logger()
 
 
 class PdWorker(WorkerConnector):
-    """Moves what this node pulls; what it holds, peers read one-sidedly."""
+    """Owner of the reader and the pull threads; also reports the leases that ended.
 
-    def __init__(self, puller: Puller, leases: LeaseTable) -> None:
-        self._puller = puller
+    Peers read what this node holds one-sidedly: for that there is nothing to do here.
+    """
+
+    def __init__(
+        self,
+        plan: ArenaPlan,
+        reader: PullReader,
+        remote: RemotePrefills,
+        *,
+        leases: LeaseTable,
+        metrics: TransferMetrics,
+        config: PdConnectorConfig,
+        wake: Callable[[], None],
+    ) -> None:
+        self._plan = plan
+        self._reader = reader
+        self._remote = remote
         self._leases = leases
+        self._metrics = metrics
+        self._timeout_s = config.transfer_timeout
+        self._wake = wake
+        self._results: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        limits = PoolLimits(
+            total=config.max_concurrent_pulls,
+            per_peer=config.pulls_per_peer,
+            waiting=config.max_waiting_pulls,
+        )
+        self._pool = FairPool(limits, "kv-pull")
+        self._stopping = threading.Event()
 
-    def start_load(self, message: Any) -> None:
-        self._puller.start(message)
+    def start_load(self, message: Iterable[BlockLoad]) -> None:
+        """Hands each load to the pull threads, which serve peers in turn; refused ones fail."""
+        for load in message:
+            prefill = self._remote.get(load.request_id)
+            peer = prefill.peer.engine_id if prefill and prefill.peer else ""
+            try:
+                self._pool.submit(peer, partial(self._pull, load))
+            except OverloadedError as error:
+                log.warning("a pull was refused", error=str(error))
+                if prefill is not None:
+                    self._metrics.failed.inc()
+                    prefill.fail(causes.TOO_MANY_PULLS)
+                    self._remote.settle(prefill)
+                self._report(load, causes.TOO_MANY_PULLS)
 
     def get_finished(self) -> ConnectorOutput:
         """Pulls that ended, and requests whose lease was released or ran out."""
-        loaded, failed = self._puller.take_ended()
-        return ConnectorOutput(loaded, failed, released=self._leases.take_ended())
+        loaded: list[str] = []
+        failed: list[LoadFailure] = []
+        while not self._results.empty():
+            request_id, cause = self._results.get_nowait()
+            if cause is None:
+                loaded.append(request_id)
+            else:
+                failed.append(LoadFailure(request_id, cause))
+        return ConnectorOutput(tuple(loaded), tuple(failed), released=self._leases.take_ended())
 
     def next_deadline(self) -> float | None:
         """When the earliest lease runs out; a finished pull wakes the engine by itself."""
         return self._leases.next_deadline()
 
     def close(self) -> None:
-        self._puller.close()
+        """Waits for pulls in flight (each is bounded) and stops the threads; no more begin."""
+        self._stopping.set()
+        self._pool.close()
+        self._reader.close()
+
+    @property
+    def pulls_by_stage(self) -> dict[str, int]:
+        """Pulls by stage, in vLLM's words."""
+        return {
+            "waiting_to_start": self._pool.num_waiting,
+            "in_progress": self._pool.num_running,
+            "completed_waiting": self._results.qsize(),
+        }
+
+    def _pull(self, load: BlockLoad) -> None:
+        """On a pull thread: every outcome is reported, or the request would wait for ever."""
+        prefill = self._remote.get(load.request_id)
+        if prefill is None or prefill.peer is None or self._stopping.is_set():
+            self._report(load, causes.REQUEST_ENDED)
+            if prefill is not None:
+                self._remote.settle(prefill)
+            return
+        cause: str | None = causes.TRANSFER_FAILED
+        try:
+            self._read(prefill, prefill.peer, load)
+            self._remote.worked(prefill)
+            cause = None
+        except TandemError as error:
+            cause = causes.of_read(error)
+            if cause == causes.LATE_READ:
+                self._metrics.late_reads.inc()
+            self._remote.failed(prefill, cause, error)
+        finally:
+            # The engine hears of it first; the message that ends P's lease delays nobody.
+            self._report(load, cause)
+            self._remote.settle(prefill, "read" if cause is None else "given up")
+
+    def _report(self, load: BlockLoad, cause: str | None) -> None:
+        self._results.put((load.request_id, cause))
+        self._wake()
+
+    def _read(self, prefill: RemotePrefill, peer: Peer, load: BlockLoad) -> None:
+        """Plans and reads one pull. Raises a TandemError for whatever is wrong with it."""
+        started, block_ids = time.monotonic(), prefill.block_ids
+        if block_ids is None:
+            raise LateReadError(
+                f"{peer.engine_id} no longer held {prefill.remote_request_id} when asked"
+            )
+        held = blocks_announced(self._plan, peer.groups, block_ids, num_tokens=prefill.num_tokens)
+        plan = plan_pull(
+            self._plan, held, load.tables, num_tokens=load.num_tokens, ranges=load.ranges
+        )
+        # Admission has compared this digest with the request's own tokens. So what P's record says
+        # it holds must be this request's prompt, in the very blocks that are read.
+        holding = holding_of(prefill.params.remote_prompt_digest or "", block_ids)
+        try:
+            verified = self._reader.read(
+                peer,
+                plan,
+                request_id=prefill.remote_request_id,
+                generation=prefill.generation,
+                holding=holding,
+                timeout_s=self._timeout_s,
+            )
+        except (LateReadError, OtherPromptError, VerificationError):
+            raise
+        except (TransportError, UnavailableError, DeadlineExceededError):
+            self._remote.forget(peer)
+            raise
+        seconds = time.monotonic() - started
+        self._metrics.pulled(
+            seconds,
+            spans=len(plan.spans),
+            attention_bytes=plan.attention_bytes,
+            state_bytes=plan.state_bytes,
+        )
+        groups = zip(self._plan.groups, load.ranges, strict=True)
+        local = [start for group, (start, _) in groups if not isinstance(group.spec, MambaSpec)]
+        prefill.set_stats(min(local, default=0), plan, seconds=seconds, verified=verified)

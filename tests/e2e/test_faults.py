@@ -238,7 +238,7 @@ async def test_a_pull_ends_with_its_own_cause_whatever_a_heartbeat_finds_meanwhi
     assert held is not None
     asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
     assert await asyncio.to_thread(faults.reached.wait, 20)
-    (claim,) = claims_of(d)._claims.values()
+    (claim,) = claims_of(d).all()
     claim.fail("lease_lost")
     await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
     faults.go.set()
@@ -263,7 +263,7 @@ async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
     leases = leases_of(p)
     lease = leases.claim(held)
     assert lease is not None
-    leases.grant(held, lease.offsets, lease.num_tokens, holding=HOLDING)
+    leases.grant(held, lease.block_ids, lease.num_tokens, holding=HOLDING)
     faults.go.set()
     assert_equal(await asked, alone)
     assert recomputed(d) == {"late_read": len(PROMPT)}
@@ -314,7 +314,7 @@ async def test_what_p_has_hashed_is_verified_without_a_question(
     (lease,) = leases.all_held()
     digests = lease.digests
     assert digests is not None
-    await until(lambda: digests.num_known == sum(map(len, lease.offsets)))
+    await until(lambda: digests.num_known == sum(map(len, lease.block_ids)))
     pair = await generate(d, request_of(PROMPT, GREEDY, params))
     assert_equal(pair, alone)
     assert pair.last.kv_transfer is not None

@@ -314,7 +314,7 @@ async def test_a_peer_that_lies_about_the_turn_before_costs_a_recompute(
     kept = first.kept
     claims = HeldBlocks(
         num_tokens=kept.remote_num_tokens or 0,
-        groups=lie(((0,) * 5, (0,))),
+        block_ids=lie(((0,) * 5, (0,))),
         generation=GENERATION,
     )
     server = await start_server(

@@ -13,10 +13,9 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from connector.pd.decode.admission import PdAdmission
-from connector.pd.decode.remote_prefills import PrefillClaim
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from tests.accounts import claims_of
 from tests.asking import prefill_over_http
 from tests.cluster import BASE, Cluster, Generation, generate, sample, transfer_config, until
 from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
@@ -61,7 +60,7 @@ async def test_pulls_from_a_peer_that_hangs_delay_no_other_pull(
 
     engine_waits = asyncio.create_task(d.engine.run_in_engine(hold))
     waiting = start(d, params)
-    await until(lambda: sum(claim.peer is not None for claim in claims_of(d)) == NUM_HANGING)
+    await until(lambda: sum(claim.peer is not None for claim in claims_of(d).all()) == NUM_HANGING)
     async with stopped(hung):
         go_on.set()
         await engine_waits
@@ -124,10 +123,3 @@ def stages(d: NodeServer) -> tuple[float, float]:
     """Pulls that wait for their turn and pulls that run, as Prometheus reads them."""
     name = "vllm:num_requests_kv_fetch_by_stage"
     return sample(d, name, stage="waiting_to_start"), sample(d, name, stage="in_progress")
-
-
-def claims_of(d: NodeServer) -> list[PrefillClaim]:
-    """What D has accepted and not ended."""
-    admission = d.engine._admission
-    assert isinstance(admission, PdAdmission)
-    return list(admission._claims._claims.values())

@@ -109,7 +109,7 @@ def test_control_messages_survive_the_wire() -> None:
         geometry={"dtype": "f32"},
         lease_s=0.5,
     )
-    claim = HeldBlocks(num_tokens=3, groups=((0, 2**63), ()), generation=2**64 - 1)
+    claim = HeldBlocks(num_tokens=3, block_ids=((0, 2**63), ()), generation=2**64 - 1)
     digests = ((0, 2**64 - 1), (), (7,))
     asked = BlockRange(kept="kv", layers=(0, 3), block_size=16, start=1, end=2**31)
     question = DigestsQuestion(engine_id="p", request_id="r", generation=9, ranges=(asked, asked))

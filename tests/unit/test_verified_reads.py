@@ -169,7 +169,7 @@ async def test_what_is_hashed_ahead_is_not_hashed_again() -> None:
         ranges = [group.asked for group in nodes.plan().groups]
         before = digests_of(nodes, ranges)
         await nodes.hash_ahead()
-        nodes.p.host_bytes()[REMOTE[PAGES][0]] ^= 1
+        nodes.p.host_bytes()[PLAN.block_offset(PAGES, REMOTE[PAGES][0])] ^= 1
         assert digests_of(nodes, ranges) == before
         later = [msgspec.structs.replace(asked, block_size=32) for asked in ranges]
         assert digests_of(nodes, later)[STATE] == before[STATE]

@@ -1,6 +1,6 @@
-"""Judges `kv_transfer_params` at the door: typed errors before anything is reserved, claims after.
+"""Judges `kv_transfer_params` before anything is reserved, then claims what they name.
 
-Runs on the event loop; what blocks happens on the claim keeper's threads.
+Runs on the event loop; calls that block run on the threads of `RemotePrefills`.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import structlog
 
 from connector.pd import causes
 from connector.pd.config import PdConnectorConfig
-from connector.pd.decode.remote_prefills import PrefillClaim, RemotePrefills
+from connector.pd.decode.remote_prefills import RemotePrefill, RemotePrefills
 from connector.pd.metrics import TransferMetrics
 from connector.pd.wire.params import (
     ParamsSigner,
@@ -27,12 +27,12 @@ from engine.types import GenerateRequest, HandOverProblem, KVTransferParams
 
 log = structlog.get_logger()
 
-# A return pull comes with do_remote_decode: who may produce may start from what D keeps.
+# A return pull comes with do_remote_decode: a node that may produce may start from what D keeps.
 REFUSED_BY_ROLE = {"kv_consumer": "do_remote_decode", "kv_producer": "do_remote_prefill"}
 FAILURES = (TandemError, TimeoutError)
-"""Of a question to a peer: none is the client's fault, and this node can compute every token."""
+"""Of asking a peer. None is the client's fault: this node can compute every token itself."""
 FAILED_PREFILL = KVTransferParams(do_remote_prefill=True)
-"""There was one, and nothing of it may be used."""
+"""Replaces an object of which nothing may be used, so that its loss is still counted."""
 
 
 class PdAdmission(AdmissionConnector):
@@ -41,31 +41,31 @@ class PdAdmission(AdmissionConnector):
     def __init__(
         self,
         signer: ParamsSigner,
-        claims: RemotePrefills,
+        remote: RemotePrefills,
         settings: ConnectorSettings,
         *,
         extra: PdConnectorConfig,
         metrics: TransferMetrics,
     ) -> None:
         self._signer = signer
-        self._claims = claims
+        self._remote = remote
         self._config = settings.config
         self._vocab_size = settings.vocab_size
         self._is_bidirectional = extra.bidirectional_kv_xfer
         self._metrics = metrics
-        # A claim is at most a handshake and the claim itself.
+        # At most a proof, a handshake and the claim.
         self._timeout_s = 3 * extra.control_timeout
 
     async def admit(self, request: GenerateRequest) -> Admitted:
         """Claims the remote prefill or the turn before, if `request` names one.
 
-        Returns it without P's answer when P does not fit: its first token is another model's.
         Raises KVTransferParamsError for parameters that are partial, not signed by a node of this
-        cluster or not for this node, and KVLoadError when P does not hold what they name, or cannot
-        be asked, and the policy is `fail`.
+        cluster or not for this node, and KVLoadError when the policy is `fail` and P does not hold
+        the prefill or cannot be asked. Under `recompute` the prompt is computed here; P's first
+        token is still used, unless P does not fit: then it is another model's.
 
-        A turn before that cannot be had is no error, whatever the policy: nothing was promised, and
-        this node can compute every token. It is counted by cause, and D need not keep it.
+        A turn before that cannot be had is skipped, whatever the policy: nobody promised it. The
+        skip is counted by cause, and D need not keep the turn.
         """
         params = request.kv_transfer_params
         if params is None:
@@ -78,10 +78,9 @@ class PdAdmission(AdmissionConnector):
                 f"this node's kv_role is {self._config.kv_role}: it refuses {refused}"
             )
         if params.do_remote_prefill:
-            if await self._claim(request, params):
+            if await self._claim_prefill(request, params):
                 return Admitted(request, first_token)
-            failed = msgspec.structs.replace(request, kv_transfer_params=FAILED_PREFILL)
-            return Admitted(failed)
+            return Admitted(msgspec.structs.replace(request, kv_transfer_params=FAILED_PREFILL))
         if params.is_return_pull:
             await self._claim_turn(request, params)
         if not params.do_remote_decode:
@@ -92,68 +91,55 @@ class PdAdmission(AdmissionConnector):
 
     def problems(self) -> tuple[HandOverProblem, ...]:
         """Peers from which this node takes hand-overs in vain at present."""
-        return self._claims.problems.present()
+        return self._remote.problems.present()
 
     def withdraw(self, request_id: str) -> None:
-        """Gives up the claim of a request that never reached the scheduler."""
-        self._claims.end(request_id)
+        """Gives up the remote prefill of a request that never reached the scheduler."""
+        self._remote.end(request_id)
 
-    async def _claim(self, request: GenerateRequest, params: KVTransferParams) -> bool:
+    async def _claim_prefill(self, request: GenerateRequest, params: KVTransferParams) -> bool:
         """Whether P's answer may be used, if only its first token."""
         check_remote_prefill(request, params)
-        self._verify(params)
-        claim = PrefillClaim(request.request_id, params)
-        try:
-            await self._ask(claim)
-        except FAILURES as error:
-            self._cannot_be_had(claim, error)
-            return not isinstance(error, TransportError)
-        return True
-
-    def _verify(self, params: KVTransferParams) -> None:
-        """A refusal names no peer in the log's rhythm: who sent `params` may have made it up."""
         try:
             self._signer.verify(params)
         except KVTransferParamsError as error:
+            # Anybody may have made this object up: no peer is held responsible.
             self._metrics.hand_over_failures("refused").inc()
-            self._claims.problems.note("refused", str(error))
+            self._remote.problems.note("refused", str(error))
             raise
+        prefill = RemotePrefill(request.request_id, params)
+        failure = await self._ask(prefill)
+        if failure is None:
+            return True
+        self._remote.failed(prefill, causes.of_question(failure), failure)
+        if self._config.kv_load_failure_policy != "recompute":
+            self.withdraw(request.request_id)
+            raise KVLoadError(f"the remote prefill cannot be loaded: {failure}") from failure
+        return not isinstance(failure, TransportError)
 
     async def _claim_turn(self, request: GenerateRequest, params: KVTransferParams) -> None:
         check_return_pull(params)
         self._signer.verify(params)
         cause = why_not_from(request, params) if self._is_bidirectional else "disabled"
-        claim = PrefillClaim(request.request_id, params)
+        prefill = RemotePrefill(request.request_id, params)
         if cause is not None:
-            self._claims.decline(claim)
+            self._remote.decline(prefill)
+        elif failure := await self._ask(prefill):
+            cause = causes.of_question(failure)
+            log.info("the turn before cannot be pulled", cause=cause, error=str(failure))
+            self.withdraw(request.request_id)
+        if cause is not None:
             self._metrics.return_pulls_skipped(cause).inc()
-            return
-        try:
-            await self._ask(claim)
-        except FAILURES as error:
-            self._compute_here(request, error)
 
-    async def _ask(self, claim: PrefillClaim) -> None:
-        """What becomes of a claim that the peer does not answer is the caller's business."""
+    async def _ask(self, prefill: RemotePrefill) -> Exception | None:
+        """Claims it; the failure, if the peer did not agree. A cancelled request is withdrawn."""
         try:
-            asked = self._claims.begin(claim)
+            asked = self._remote.claim(prefill)
             if asked is not None:
                 await asyncio.wait_for(asyncio.wrap_future(asked), self._timeout_s)
-        except FAILURES:
-            raise
+        except FAILURES as error:
+            return error
         except BaseException:
-            self.withdraw(claim.request_id)
+            self.withdraw(prefill.request_id)
             raise
-
-    def _compute_here(self, request: GenerateRequest, error: BaseException) -> None:
-        cause = causes.of_question(error)
-        log.info("the turn before cannot be pulled", cause=cause, error=str(error))
-        self._metrics.return_pulls_skipped(cause).inc()
-        self.withdraw(request.request_id)
-
-    def _cannot_be_had(self, claim: PrefillClaim, error: BaseException) -> None:
-        self._claims.failed(claim, causes.of_question(error), error)
-        if self._config.kv_load_failure_policy == "recompute":
-            return
-        self.withdraw(claim.request_id)
-        raise KVLoadError(f"the remote prefill cannot be loaded: {error}") from error
+        return None

@@ -10,6 +10,7 @@ sides, down to some tokens of one head. Neighbours on both sides become one span
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from connector.pd.layout import GroupBlocks, Piece, SequenceBlocks, blocks_here
 from connector.pd.wire.messages import BlockRange
@@ -23,52 +24,33 @@ Block = tuple[SpanPair, ...]
 
 @dataclass(slots=True, frozen=True)
 class GroupPull:
-    """What one of D's groups reads: by that name P can be asked for it, block by block."""
+    """What one of D's groups reads: the range that P can be asked for, and its blocks in order."""
 
     asked: BlockRange
     blocks: tuple[Block, ...]
     is_state: bool
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(piece.length for block in self.blocks for piece in block)
-
 
 @dataclass(slots=True, frozen=True)
 class PullPlan:
-    """What one pull reads: its spans, and how many pieces they were before neighbours joined.
+    """What one pull reads from `remote`, which is all that P holds of the sequence.
 
-    `remote`: all that P holds, from which it is read.
+    `blocks`: of all groups, in their order. `spans`: the same bytes, neighbours joined.
     """
 
     groups: tuple[GroupPull, ...]
+    blocks: tuple[Block, ...]
     spans: tuple[SpanPair, ...]
-    num_pieces: int
+    attention_bytes: int
+    state_bytes: int
     remote: SequenceBlocks
-
-    @property
-    def blocks(self) -> list[Block]:
-        """Of all groups."""
-        return [block for group in self.groups for block in group.blocks]
 
     def numbers_at_p(self) -> list[int] | None:
         """Of each block its number among P's; None when one is not exactly a block of P."""
-        blocks = self.blocks
         numbers = {block: number for number, block in enumerate(self.remote.whole_blocks())}
-        whole = [(block[0].remote, block[0].length) for block in blocks if len(block) == 1]
+        whole = [(block[0].remote, block[0].length) for block in self.blocks if len(block) == 1]
         found = [numbers[block] for block in whole if block in numbers]
-        return found if len(found) == len(blocks) else None
-
-    @property
-    def attention_bytes(self) -> int:
-        """Bytes of keys and values."""
-        return sum(group.nbytes for group in self.groups if not group.is_state)
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of conv and temporal states."""
-        return sum(group.nbytes for group in self.groups if group.is_state)
+        return found if len(found) == len(self.blocks) else None
 
 
 def plan_pull(
@@ -93,8 +75,15 @@ def plan_pull(
         pairs = zip(remote.blocks(asked), local.blocks(asked), strict=True)
         blocks = tuple(pair_up(there, here) for there, here in pairs)
         groups.append(GroupPull(asked, blocks, group.is_state))
-    pieces = [piece for group in groups for block in group.blocks for piece in block]
-    return PullPlan(tuple(groups), tuple(coalesce(pieces)), len(pieces), remote)
+    blocks = tuple(block for group in groups for block in group.blocks)
+    spans = tuple(coalesce(chain.from_iterable(blocks)))
+    states = sum(
+        sum(piece.length for block in group.blocks for piece in block)
+        for group in groups
+        if group.is_state
+    )
+    attention = sum(span.length for span in spans) - states
+    return PullPlan(tuple(groups), blocks, spans, attention, states, remote)
 
 
 def pair_up(remote: Sequence[Piece], local: Sequence[Piece]) -> Block:

@@ -49,6 +49,6 @@ class ArenaDigests:
 
     def _held(self, lease: Lease) -> HeldDigests:
         held = blocks_announced(
-            self._plan, self._geometry, lease.offsets, num_tokens=lease.num_tokens
+            self._plan, self._geometry, lease.block_ids, num_tokens=lease.num_tokens
         )
         return HeldDigests(held, self._read, lease.record.put)

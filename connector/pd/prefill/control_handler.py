@@ -51,7 +51,7 @@ class ControlHandler:
         self._digests.begin(lease)
         return HeldBlocks(
             num_tokens=lease.num_tokens,
-            groups=lease.offsets,
+            block_ids=lease.block_ids,
             generation=lease.generation,
         )
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from connector.pd.prefill.held_digests import HeldDigests
 from connector.pd.prefill.lease_records import LeaseRecord, LeaseRecords
-from connector.pd.wire.messages import ANY_GENERATION
+from connector.pd.wire.messages import ANY_GENERATION, BlockIds
 from engine.request_ids import has_label
 
 RENEWAL_SHARE = 2.0 / 3.0
@@ -21,13 +21,13 @@ MAX_HOLD_S = 3600.0
 
 @dataclass(slots=True)
 class Lease:
-    """One held request: byte offsets of its blocks per group, its computed tokens, its end.
+    """One held request: its blocks by group, its computed tokens, its end.
 
     `last_deadline`: no renewal leads beyond it. `is_spare`: kept for a next turn that may never
     come, and nobody has claimed it. `digests`: digests of its bytes, once a reader will come.
     """
 
-    offsets: tuple[tuple[int, ...], ...]
+    block_ids: BlockIds
     num_tokens: int
     deadline: float
     last_deadline: float
@@ -66,7 +66,7 @@ class LeaseTable:
     def grant(
         self,
         request_id: str,
-        offsets: tuple[tuple[int, ...], ...],
+        block_ids: BlockIds,
         num_tokens: int,
         *,
         holding: bytes,
@@ -80,8 +80,8 @@ class LeaseTable:
             is_spare = spare_s is not None
             duration_s = self.duration_s if spare_s is None else spare_s
             deadline = self._clock() + duration_s
-            record = self._record_for(request_id, sum(map(len, offsets)), holding)
-            lease = Lease(offsets, num_tokens, deadline, deadline + MAX_HOLD_S, record, is_spare)
+            record = self._record_for(request_id, sum(map(len, block_ids)), holding)
+            lease = Lease(block_ids, num_tokens, deadline, deadline + MAX_HOLD_S, record, is_spare)
             self._leases[request_id] = lease
             return lease
 

@@ -8,7 +8,7 @@ def held_blocks_to_pb(held: HeldBlocks) -> pb.ClaimReply:
     """P's answer to a claim."""
     return pb.ClaimReply(
         num_tokens=held.num_tokens,
-        groups=[pb.GroupBlocks(offsets=offsets) for offsets in held.groups],
+        groups=[pb.GroupBlocks(ids=ids) for ids in held.block_ids],
         generation=held.generation,
     )
 
@@ -17,7 +17,7 @@ def held_blocks_from_pb(message: pb.ClaimReply) -> HeldBlocks:
     """A claimed prefill as D reads it."""
     return HeldBlocks(
         num_tokens=message.num_tokens,
-        groups=tuple(tuple(group.offsets) for group in message.groups),
+        block_ids=tuple(tuple(group.ids) for group in message.groups),
         generation=message.generation,
     )
 

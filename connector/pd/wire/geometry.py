@@ -17,7 +17,7 @@ from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
 
-PROTOCOL_VERSION = "8"
+PROTOCOL_VERSION = "9"
 GROUP_PREFIX = "kv_cache_group."
 MAX_LAYERS = 4096
 MAX_BLOCK_SIZE = 1 << 20

@@ -4,7 +4,7 @@
         | generation | number of digests | holding | digest of block 0 | of block 1 | ...
 
 A digest of 0 means that P has not hashed this block yet; states come last. The holding is a digest
-of the prompt and of the places of its blocks (`params.holding_of`): P itself says that it holds
+of the prompt and of its block ids (`params.holding_of`): P itself says that it holds
 this prompt in these blocks.
 
 Order on P: generation written > lease granted > blocks valid > generation cleared > blocks free.

@@ -11,6 +11,10 @@ import msgspec
 ANY_GENERATION: Final = 0
 """Names whichever lease a request has; no lease has it."""
 
+BlockIds = tuple[tuple[int, ...], ...]
+"""By KV cache group of the node that holds them: the numbers of its blocks or its state. Its
+geometry (`geometry.GroupGeometry.offset`) says where in its arena each one begins."""
+
 Digests = tuple[tuple[int, ...], ...]
 """By range, one unsigned 64-bit number per block or state."""
 
@@ -60,11 +64,11 @@ class DigestsQuestion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HeldBlocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a finished request lies: byte offsets per group, and how many tokens they hold.
+    """The blocks that a lease holds, and how many tokens they hold.
 
     `generation` tells this lease from any other, also of the same request.
     """
 
     num_tokens: int
-    groups: tuple[tuple[int, ...], ...]
+    block_ids: BlockIds
     generation: int = ANY_GENERATION

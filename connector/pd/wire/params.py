@@ -1,8 +1,8 @@
-"""`kv_transfer_params`: how they are signed, and what is checked before a word is believed.
+"""`kv_transfer_params`: how a node signs them, and what a node checks before it believes them.
 
-The object passes through clients and proxies that may be anybody's, so who holds a request signs
-it with a key of the cluster and who pulls talks only to hosts that a signed object names. Without a
-token there is nothing to sign with, and only peers on the same machine are accepted.
+The object passes through clients and proxies that anybody may run. So the node that holds a request
+signs it with a key of the cluster, and a node that pulls talks only to hosts that a signed object
+names. Without a cluster token there is no secret key, and only loopback peers are accepted.
 """
 
 import hashlib
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from connector.pd.wire.messages import BlockIds
 from engine.errors import InvalidRequestError, KVTransferParamsError, TransportError
 from engine.kv_connector import FirstToken
 from engine.prompt_checks import check_token_ids
@@ -65,18 +66,24 @@ class ParamsSigner:
 
 
 def prompt_digest(token_ids: Sequence[TokenId]) -> str:
-    """Binds a hand-over to its tokens: what is pulled is cached under their name."""
+    """SHA-256 of the tokens, in hex: a pull is cached under the tokens that this names.
+
+    Deliberately not the cache's own prefix digest, which depends on the seed and on the hash block
+    size: P and D may cut blocks differently, and a peer with another seed is to be refused by name
+    (`geometry.check_geometry`), not mistaken for one that computed another prompt.
+    """
     return hashlib.sha256(array("I", token_ids).tobytes()).hexdigest()
 
 
-def holding_of(prompt_digest: str, offsets: Sequence[Sequence[int]]) -> bytes:
-    """Binds a lease to the tokens that it holds, and to where each group's blocks begin.
+def holding_of(prompt_digest: str, block_ids: BlockIds) -> bytes:
+    """Binds a lease to the tokens that it holds and to their blocks: 32 bytes of SHA-256.
 
-    Raises TransportError for what no node could hold.
+    Ids suffice: D takes the geometry that places them from the same incarnation, not from a client.
+    Raises TransportError for values that no node could hold.
     """
     try:
         hashed = hashlib.sha256(bytes.fromhex(prompt_digest))
-        for group in offsets:
+        for group in block_ids:
             hashed.update(array("Q", [len(group), *group]).tobytes())
     except (ValueError, OverflowError) as error:
         raise TransportError(f"no node holds such blocks: {error}") from error
@@ -84,20 +91,20 @@ def holding_of(prompt_digest: str, offsets: Sequence[Sequence[int]]) -> bytes:
 
 
 def check_details(params: KVTransferParams) -> None:
-    """Raises KVTransferParamsError for details of a remote prefill that is not asked for.
+    """Raises KVTransferParamsError for details without the flag that they belong to.
 
-    What D keeps for the next turn comes with all of them but the first token.
+    The object of a turn that D keeps has all details but the first token.
     """
     if params.do_remote_prefill:
         return
-    every = frozenset(params.__struct_fields__)
-    for name in FIRST_TOKEN if params.is_return_pull else sorted(every - FLAGS):
+    details = sorted(frozenset(params.__struct_fields__) - FLAGS)
+    for name in FIRST_TOKEN if params.is_return_pull else details:
         if getattr(params, name) is not None:
             raise KVTransferParamsError(f"{name} is only accepted with do_remote_prefill=true")
 
 
 def first_token_of(params: KVTransferParams, vocab_size: int) -> FirstToken | None:
-    """P's first token; raises KVTransferParamsError for tokens that the model does not have."""
+    """P's first token. Raises KVTransferParamsError for tokens that the model does not have."""
     logprobs = params.first_token_logprobs or ()
     beside = [token for entry in logprobs for token, _ in entry.top]
     chosen = [entry.token_id for entry in logprobs]
@@ -136,17 +143,16 @@ def check_return_pull(params: KVTransferParams) -> None:
 
 
 def why_not_from(request: GenerateRequest, params: KVTransferParams) -> str | None:
-    """Why this prompt cannot go on from the tokens that D has computed; None when it can.
+    """The cause for which this prompt cannot go on from the tokens that D has computed, if any.
 
-    It must begin with exactly these tokens, since D's state stands behind all of them, and have one
-    more. A client may well have edited its history, or another template may have written it: that
-    is no error.
+    It must begin with exactly these tokens, because D's state is the state after all of them, and
+    have at least one more. Clients may edit their history, so a mismatch is not an error.
     """
     num_tokens = params.remote_num_tokens or 0
     if len(request.prompt_token_ids) <= num_tokens:
         return "not_longer"
-    begins = prompt_digest(request.prompt_token_ids[:num_tokens])
-    return None if begins == params.remote_prompt_digest else "other_tokens"
+    beginning = prompt_digest(request.prompt_token_ids[:num_tokens])
+    return None if beginning == params.remote_prompt_digest else "other_tokens"
 
 
 def _check_complete(params: KVTransferParams, names: Sequence[str], purpose: str) -> None:

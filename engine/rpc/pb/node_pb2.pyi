@@ -225,10 +225,10 @@ class ClaimRequest(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., request_id: _Optional[str] = ..., caller_engine_id: _Optional[str] = ...) -> None: ...
 
 class GroupBlocks(_message.Message):
-    __slots__ = ("offsets",)
-    OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    offsets: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, offsets: _Optional[_Iterable[int]] = ...) -> None: ...
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ClaimReply(_message.Message):
     __slots__ = ("num_tokens", "groups", "generation")
