@@ -93,18 +93,11 @@ class PdBuilder:
         wake: Callable[[], None],
     ) -> PdConnector:
         """Builds each part from those above it; if one fails, closes those that were opened."""
-        extra, faults, host = self.extra, self.faults, settings.host
-        token = settings.cluster_token
+        extra, faults, token = self.extra, self.faults, settings.cluster_token
         with ExitStack() as opened:
             records = ArenaMemory(REGION_BYTES)
             opened.callback(records.close)
-            transport = open_transport(
-                extra.transport,
-                settings.engine_id,
-                same_host=is_loopback(host),
-                on_device=arena.device_index is not None,
-                host=host,
-            )
+            transport = _open_transport(settings, extra, arena)
             opened.callback(transport.close)
             transport.register(arena, records)
             identity = partial(
@@ -116,7 +109,7 @@ class PdBuilder:
             digests = ArenaDigests(plan, arena.read)
             opened.callback(digests.close)
             signer = ParamsSigner(None if token is None else signing_key(token))
-            address = AdvertisedAddress(settings.engine_id, host)
+            address = AdvertisedAddress(settings.engine_id, settings.host)
             producer = Producer(
                 address, plan, leases, digests=digests, signer=signer, turn_ttl_s=extra.turn_ttl_s
             )
@@ -155,6 +148,18 @@ class PdBuilder:
             metrics.read(worker, gauges=PULL_GAUGES)
             sides = Connector(admission, scheduler, worker)
             return PdConnector(sides, control, address, leases, remote, reader, opened.pop_all())
+
+
+def _open_transport(
+    settings: ConnectorSettings, extra: PdConnectorConfig, arena: ArenaMemory
+) -> Transport:
+    return open_transport(
+        extra.transport,
+        settings.engine_id,
+        same_host=is_loopback(settings.host),
+        on_device=arena.device_index is not None,
+        host=settings.host,
+    )
 
 
 def _identity(

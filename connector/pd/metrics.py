@@ -13,7 +13,7 @@ SPANS_BUCKETS: Final = (
     *(1e3, 2e3, 4e3, 1e4, 2e4, 5e4),
 )
 
-# What a `LeaseTable` and a `ConsumerWorker` count, as tables for `NodeMetrics.read`.
+# What the `Producer`, the `LeaseTable` and the `PdWorker` count, for `NodeMetrics.read`.
 LEASE_GAUGES: Final[Table] = {
     "tandem:held_lease_bytes": (
         "num_held_bytes",
