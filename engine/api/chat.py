@@ -23,7 +23,6 @@ from engine.api.replies import (
 from engine.api.tokenizer import Tokenizer
 from engine.api.usage import UsageCounter
 
-_REPLY = "chat.completion"
 _CHUNK = "chat.completion.chunk"
 
 
@@ -38,7 +37,7 @@ class ChatFormat:
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> ChatReply:
         """Whole reply of a finished request."""
         return ChatReply(
-            **plan.envelope(_REPLY, counter.kv_transfer_params),
+            **plan.envelope("chat.completion", counter.kv_transfer_params),
             choices=[
                 ChatChoice(**self._fields(plan, it), message=ChatMessage(content=it.text))
                 for it in choices

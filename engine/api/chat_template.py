@@ -131,10 +131,6 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _strftime_now(layout: str) -> str:
-    return datetime.now().strftime(layout)
-
-
 def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
     """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
@@ -162,7 +158,8 @@ class ChatTemplate:
         for name in _WIDE_FILTERS:
             del environment.filters[name]
         environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         self._max_seconds = max_seconds
         self._special_tokens = dict(special_tokens or {})
         try:

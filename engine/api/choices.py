@@ -10,7 +10,7 @@ from engine.api.plan import Plan
 from engine.api.tokenizer import Tokenizer
 from engine.errors import RequestAbortedError, TandemError
 from engine.generator import Generator
-from engine.types import FinishReason, GenerateOutput
+from engine.types import FinishReason
 
 _T = TypeVar("_T")
 
@@ -22,9 +22,7 @@ class EndedEarlyError(TandemError):
 async def follow_choice(
     generator: Generator, plan: Plan, index: int, *, tokenizer: Tokenizer
 ) -> AsyncGenerator[Delta, None]:
-    """Deltas of choice `index`; the last one has a finish reason.
-
-    Closing it cancels the generation.
+    """Deltas of choice `index`; the last one has a finish reason. `aclose` cancels the generation.
 
     Raises what the generator raises, and EndedEarlyError or RequestAbortedError when it did not
     finish.
@@ -33,7 +31,10 @@ async def follow_choice(
     finished = False
     async with aclosing(generator.generate(plan.requests[index])) as outputs:
         async for output in outputs:
-            _refuse_failure(output)
+            if output.finish_reason is FinishReason.ABORT:
+                raise RequestAbortedError("the request was aborted on the node: send it again")
+            if output.finish_reason is FinishReason.ERROR:
+                raise EndedEarlyError("the engine could not finish the request")
             delta = text.take(output)
             yield delta
             finished = delta.finish_reason is not None
@@ -42,13 +43,6 @@ async def follow_choice(
                 return
     if not finished:
         raise EndedEarlyError(f"request {plan.id} ended without a finish reason")
-
-
-def _refuse_failure(output: GenerateOutput) -> None:
-    if output.finish_reason is FinishReason.ABORT:
-        raise RequestAbortedError("the request was aborted on the node: send it again")
-    if output.finish_reason is FinishReason.ERROR:
-        raise EndedEarlyError("the engine could not finish the request")
 
 
 def follow(generator: Generator, plan: Plan, tokenizer: Tokenizer) -> AsyncGenerator[Delta, None]:

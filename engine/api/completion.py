@@ -7,13 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from engine.api.choice_text import Delta
 from engine.api.plan import Plan
-from engine.api.replies import (
-    CompletionChoice,
-    CompletionLogprobs,
-    CompletionReply,
-    Usage,
-    finite,
-)
+from engine.api.replies import CompletionChoice, CompletionLogprobs, CompletionReply, Usage, finite
 from engine.api.schema import MAX_PROMPTS
 from engine.api.tokenizer import Tokenizer
 from engine.api.usage import UsageCounter

@@ -1,4 +1,4 @@
-"""JSON to typed structs, within bounds. Knows no endpoint.
+"""Hostile JSON to typed structs, within bounds: bodies and `kv_transfer_params`.
 
 One call into the decoder keeps all other threads waiting, so none may build millions of objects: of
 a large body the sizes of its members are checked before anything is built.
@@ -12,11 +12,13 @@ import msgspec
 from msgspec import Raw
 
 from engine.api.schema import MAX_MESSAGES
-from engine.errors import InvalidRequestError, PromptTooLongError
+from engine.errors import InvalidRequestError, KVTransferParamsError, PromptTooLongError
+from engine.types import MAX_KV_TRANSFER_PARAMS_BYTES, KVTransferParams
 
 MAX_ITEMS = 1_048_576
 MAX_TEMPLATE_KWARGS_BYTES = 1_048_576
 MAX_OTHER_BYTES = 262_144
+MAX_COLONS = 4096
 
 _T = TypeVar("_T")
 _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>.*?)`", re.S)
@@ -60,6 +62,36 @@ def convert(values: object, kind: type[_T]) -> _T:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         raise _explained(error, values if isinstance(values, dict) else {}) from error
+
+
+def decode_kv_transfer_params(raw: Raw) -> KVTransferParams | None:
+    """Typed parameters, or None when they ask for nothing (absent, null, {}, flags false).
+
+    Raises KVTransferParamsError for wrong types and unknown keys; what they mean, and whether they
+    can be believed, is for the connector to say.
+    """
+    text = bytes(memoryview(raw))
+    if len(text) > MAX_KV_TRANSFER_PARAMS_BYTES:
+        raise KVTransferParamsError(
+            f"kv_transfer_params: {len(text)} bytes, {MAX_KV_TRANSFER_PARAMS_BYTES} are allowed"
+        )
+    # Before millions of ids or keys become objects.
+    if text.count(b",") > MAX_ITEMS or text.count(b":") > MAX_COLONS:
+        raise KVTransferParamsError(
+            f"kv_transfer_params: more than {MAX_ITEMS} ids or too many keys"
+        )
+    # Plain values first: the flags may be null, which their type does not allow.
+    value = decode_json(text or b"null", object)
+    if value is None:
+        return None
+    flags = ("do_remote_decode", "do_remote_prefill")
+    if isinstance(value, dict):  # proxies send null where they mean false
+        value = {key: it for key, it in value.items() if it is not None or key not in flags}
+    try:
+        params = convert(value, KVTransferParams)
+    except InvalidRequestError as error:
+        raise KVTransferParamsError(f"kv_transfer_params: {error}") from error
+    return None if params == KVTransferParams() else params
 
 
 def _decode(text: bytes | Raw, kind: type[_T]) -> _T:

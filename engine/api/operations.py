@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -13,19 +14,10 @@ from starlette.routing import Route
 
 from engine.api.json_body import decode_body
 from engine.api.plan import check_model, encode_chat
-from engine.api.replies import (
-    ModelCard,
-    ModelList,
-    TokenizeReply,
-)
+from engine.api.replies import ModelCard, ModelList, TokenizeReply
 from engine.api.schema import DetokenizeRequest, TokenizeRequest
 from engine.api.serving import Serving, max_body_bytes
-from engine.errors import (
-    InvalidRequestError,
-    PromptTooLongError,
-    TandemError,
-    UnavailableError,
-)
+from engine.errors import InvalidRequestError, PromptTooLongError, TandemError, UnavailableError
 from engine.generator import Generator
 from engine.http.request_bodies import RequestBodies
 from engine.prompt_checks import check_token_ids
@@ -55,16 +47,15 @@ class Operations:
 
     def routes(self) -> list[Route]:
         """Paths as vLLM, OpenAI clients and Kubernetes probes know them."""
-        health = [Route(path, self.health) for path in HEALTH_PATHS]
         return [
-            *health,
+            *(Route(path, self.health) for path in HEALTH_PATHS),
             Route("/ready", self.ready),
             Route("/version", self.version),
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/tokenize", partial(self._in_thread, self._tokenize), methods=["POST"]),
+            Route("/detokenize", partial(self._in_thread, self._detokenize), methods=["POST"]),
         ]
 
     async def health(self, request: Request) -> Response:
@@ -90,13 +81,7 @@ class Operations:
         check_model(name, self._serving)
         return _json(self._card(name))
 
-    async def tokenize(self, request: Request) -> Response:
-        return await self._in_thread(request, self._tokenize)
-
-    async def detokenize(self, request: Request) -> Response:
-        return await self._in_thread(request, self._detokenize)
-
-    async def _in_thread(self, request: Request, work: Callable[[bytes], object]) -> Response:
+    async def _in_thread(self, work: Callable[[bytes], object], request: Request) -> Response:
         """The reply is encoded on the thread too: it may be as long as the request."""
         content = await self._bodies.process(
             request.scope,
@@ -107,19 +92,15 @@ class Operations:
         return Response(content, media_type="application/json")
 
     def _card(self, name: str) -> ModelCard:
-        serving = self._serving
+        root = self._serving.root or self._serving.model_name
         return ModelCard(
-            id=name,
-            created=self._created,
-            root=serving.root or serving.model_name,
-            max_model_len=serving.max_model_len,
+            id=name, created=self._created, root=root, max_model_len=self._serving.max_model_len
         )
 
     def _tokenize(self, body: bytes) -> TokenizeReply:
         fields = decode_body(body, TokenizeRequest, self._serving.max_model_len)
         check_model(fields.model, self._serving)
-        tokens = self._tokens(fields)
-        text_of = self._serving.tokenizer.token_text
+        tokens, text_of = self._tokens(fields), self._serving.tokenizer.token_text
         return TokenizeReply(
             count=len(tokens),
             max_model_len=self._serving.max_model_len,

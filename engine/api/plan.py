@@ -1,18 +1,15 @@
-"""Turns a request's body into sequences to generate and rules for the reply.
-
-Pure; knows nothing of HTTP.
-"""
+"""Turns a request's body into sequences to generate and rules for the reply. Pure."""
 
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from engine.api.json_body import decode_body
-from engine.api.kv_params import decode_kv_transfer_params
+from engine.api.json_body import decode_body, decode_kv_transfer_params
 from engine.api.sampling import resolve_max_tokens, sampling_params, with_seed_offset
 from engine.api.schema import (
     MAX_PROMPTS,
@@ -125,15 +122,13 @@ def check_model(name: str | None, serving: Serving) -> None:
 
 
 def _completion_prompts(fields: CompletionRequest, serving: Serving) -> list[TokenIds]:
-    add_special_tokens = fields.add_special_tokens is not False
-    return [
-        serving.tokenizer.encode(
-            prompt, add_special_tokens=add_special_tokens, max_tokens=serving.max_model_len
-        )
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in _split_prompts(fields.prompt)
-    ]
+    encode = partial(
+        serving.tokenizer.encode,
+        add_special_tokens=fields.add_special_tokens is not False,
+        max_tokens=serving.max_model_len,
+    )
+    prompts = _split_prompts(fields.prompt)
+    return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _split_prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | TokenIds]:

@@ -21,17 +21,13 @@ def finite(logprob: float) -> float:
     return MIN_LOGPROB if math.isnan(logprob) else max(logprob, MIN_LOGPROB)
 
 
-class _Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of every reply body."""
-
-
-class PromptTokensDetails(_Reply, frozen=True, kw_only=True):
+class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """Number of prompt tokens that came out of a cache."""
 
     cached_tokens: int
 
 
-class Usage(_Reply, frozen=True, kw_only=True):
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts; `kv_transfer` tells what a remote prefill cost."""
 
     prompt_tokens: int
@@ -41,7 +37,7 @@ class Usage(_Reply, frozen=True, kw_only=True):
     kv_transfer: KVTransferStats | UnsetType = UNSET
 
 
-class CompletionLogprobs(_Reply, frozen=True, kw_only=True):
+class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities in the shape of /v1/completions: four lists of equal length."""
 
     tokens: list[str]
@@ -50,7 +46,7 @@ class CompletionLogprobs(_Reply, frozen=True, kw_only=True):
     text_offset: list[int]
 
 
-class CompletionChoice(_Reply, frozen=True, kw_only=True):
+class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     """One text of /v1/completions, whole or a piece of it."""
 
     index: int
@@ -62,7 +58,7 @@ class CompletionChoice(_Reply, frozen=True, kw_only=True):
     token_ids: TokenIds | UnsetType = UNSET
 
 
-class TopLogprob(_Reply, frozen=True, kw_only=True):
+class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
     """One alternative to a token, with its exact bytes."""
 
     token: str
@@ -76,49 +72,49 @@ class ContentLogprob(TopLogprob, frozen=True, kw_only=True):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(_Reply, frozen=True, kw_only=True):
+class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Log-probabilities in the shape of /v1/chat/completions: one object per token."""
 
     content: list[ContentLogprob]
 
 
-class ChatMessage(_Reply, frozen=True, kw_only=True):
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     """The assistant's whole message."""
 
     content: str
     role: str = "assistant"
 
 
-class ChatChoice(_Reply, frozen=True, kw_only=True):
-    """One whole message of /v1/chat/completions."""
+class _ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields that a whole message and a piece of one share."""
 
     index: int
-    message: ChatMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: TokenIds | UnsetType = UNSET
 
 
-class ChatDelta(_Reply, frozen=True, kw_only=True):
+class ChatChoice(_ChatChoice, frozen=True, kw_only=True):
+    """One whole message of /v1/chat/completions."""
+
+    message: ChatMessage
+
+
+class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
     """A piece of the assistant's message."""
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
 
 
-class ChatChunkChoice(_Reply, frozen=True, kw_only=True):
+class ChatChunkChoice(_ChatChoice, frozen=True, kw_only=True):
     """One piece of one message of /v1/chat/completions."""
 
-    index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    token_ids: TokenIds | UnsetType = UNSET
 
 
-class Envelope(_Reply, frozen=True, kw_only=True):
+class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that whole replies and stream chunks share."""
 
     id: str
@@ -149,7 +145,7 @@ class ChatChunk(Envelope, frozen=True, kw_only=True):
     prompt_token_ids: TokenIds | UnsetType = UNSET
 
 
-class ModelCard(_Reply, frozen=True, kw_only=True):
+class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     """One served model; `max_model_len` is vLLM's addition."""
 
     id: str
@@ -161,14 +157,14 @@ class ModelCard(_Reply, frozen=True, kw_only=True):
     parent: str | None = None
 
 
-class ModelList(_Reply, frozen=True, kw_only=True):
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
     """GET /v1/models."""
 
     data: list[ModelCard]
     object: str = "list"
 
 
-class TokenizeReply(_Reply, frozen=True, kw_only=True):
+class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
     """POST /tokenize, in vLLM's shape."""
 
     count: int

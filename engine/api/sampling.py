@@ -57,8 +57,7 @@ def sampling_params(
     if remote_decode:  # a PD proxy leaves the client's `min_tokens` beside its own max_tokens=1
         return msgspec.structs.replace(sampling, min_tokens=max_tokens)
     raise InvalidRequestError(
-        f"min_tokens={sampling.min_tokens} is more than max_tokens={max_tokens}",
-        param="min_tokens",
+        f"min_tokens={sampling.min_tokens} is more than max_tokens={max_tokens}", param="min_tokens"
     )
 
 

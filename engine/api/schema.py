@@ -24,11 +24,7 @@ _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _TokenIds = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 
 
-class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every request body."""
-
-
-class StreamOptions(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options of a stream; `continuous_usage_stats` is vLLM's."""
 
     include_usage: bool | None = None
@@ -36,7 +32,7 @@ class StreamOptions(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True
     include_obfuscation: bool | None = None
 
 
-class _Labels(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Labels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Labels for the caller's own bookkeeping; they change no token."""
 
     metadata: Any = None
@@ -177,7 +173,7 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Python between any two parts: other threads may go on while millions are decoded."""
 
 
-class Message(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One message of a chat.
 
     The keys after `name` come back from the openai client's own reply objects, as null.
@@ -223,7 +219,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     chat_template_kwargs: TemplateExtras | None = None
 
 
-class TokenizeRequest(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /tokenize, with either a prompt or messages; the shape is vLLM's."""
 
     model: str | None = None
@@ -235,7 +231,7 @@ class TokenizeRequest(_Body, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     chat_template_kwargs: TemplateExtras | None = None
 
 
-class DetokenizeRequest(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /detokenize."""
 
     model: str | None = None

@@ -1,7 +1,4 @@
-"""Text to token ids and back, from a Hugging Face model folder.
-
-Knows nothing of requests or models.
-"""
+"""Text to token ids and back, from a Hugging Face model folder."""
 
 import json
 import re
@@ -23,10 +20,7 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 # A composed character has at most four code points: omega with breathing, accent and iota.
 MAX_COMPOSED = 4
 
-_KEEPS_ALL = frozenset(
-    {"NFC", "NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"}
-)
-_SPLITS = frozenset({"Split", "Punctuation"})
+_KEEPS_ALL = ("NFC", "NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits")
 
 
 class Tokenizer:
@@ -87,10 +81,9 @@ class TextTokenizer(Tokenizer):
         core.no_padding()
         self._core = core
         self._template = template
-        self._added = {
-            index: token.content for index, token in core.get_added_tokens_decoder().items()
-        }
-        self._byte_of = _byte_alphabet() if _is_byte_level(core) else {}
+        self._added = {key: it.content for key, it in core.get_added_tokens_decoder().items()}
+        is_byte_level = any(part["type"] == "ByteLevel" for part in _parts_of(core.decoder))
+        self._byte_of = _byte_alphabet() if is_byte_level else {}
         self._length = _TextLength(core)
 
     @property
@@ -101,7 +94,16 @@ class TextTokenizer(Tokenizer):
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
     ) -> tuple[int, ...]:
         if max_tokens is not None and self.chars_per_token is not None:
-            self._check_length(text, max_tokens, max_tokens * self.chars_per_token)
+            # vLLM's rule: no text is tokenized that cannot fit, however well it would be cut.
+            max_chars = max_tokens * self.chars_per_token
+            if self._length.exceeds(text, max_chars):
+                raise PromptTooLongError(
+                    f"This model's maximum context length is {max_tokens} tokens, which are at "
+                    f"most {max_chars} characters. However, your prompt has {len(text)} "
+                    "characters. Please reduce its length.",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
         # A batch of one lets go of Python's global lock; `encode` holds it all the while.
         found = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(found[0].ids)
@@ -147,17 +149,6 @@ class TextTokenizer(Tokenizer):
     def require_text(self, what: str) -> None:
         pass
 
-    def _check_length(self, text: str, max_tokens: int, max_chars: int) -> None:
-        """vLLM's rule: no text is tokenized that cannot fit, however well it would be cut."""
-        if self._length.exceeds(text, max_chars):
-            raise PromptTooLongError(
-                f"This model's maximum context length is {max_tokens} tokens, which are at most "
-                f"{max_chars} characters. However, your prompt has {len(text)} characters. "
-                "Please reduce its length.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Tokenizer of a model folder; one without tokenizer.json still serves token ids.
@@ -179,10 +170,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 def _load_template(folder: Path) -> ChatTemplate | None:
     config = _read_object(folder / "tokenizer_config.json")
     path = folder / "chat_template.jinja"
-    if path.is_file():
-        source: str | None = _read_text(path)
-    else:
-        source = _default_template(config.get("chat_template"))
+    inside = _default_template(config.get("chat_template"))
+    source = _read_text(path) if path.is_file() else inside
     return None if source is None else ChatTemplate(source, _special_tokens(config))
 
 
@@ -216,16 +205,13 @@ def _default_template(entry: object) -> str | None:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    found = {name: config.get(name) for name in _SPECIAL_NAMES}
-    texts = {
-        name: token.get("content") if isinstance(token, dict) else token
-        for name, token in found.items()
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
-
-
-def _is_byte_level(core: tokenizers.Tokenizer) -> bool:
-    return any(part["type"] == "ByteLevel" for part in _parts_of(core.decoder))
+    found = {}
+    for name in _SPECIAL_NAMES:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            found[name] = text
+    return found
 
 
 def _no_tokenizer(what: str) -> InvalidRequestError:
@@ -284,7 +270,7 @@ def _parts_of(step: Any) -> list[dict[str, Any]]:
 
 def _keeps_all(part: dict[str, Any]) -> bool:
     kind = part["type"]
-    if kind in _SPLITS:
+    if kind in ("Split", "Punctuation"):
         return part.get("behavior") != "Removed"
     if kind == "Replace":
         return len(part["content"]) >= len(part["pattern"].get("String", part["content"] + "*"))

@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api.json_body import decode_body
-from engine.api.kv_params import decode_kv_transfer_params
+from engine.api.json_body import decode_body, decode_kv_transfer_params
 from engine.api.plan import Plan, plan_chat, plan_completion
 from engine.api.schema import ChatRequest, CompletionRequest
 from engine.api.serving import SamplingDefaults, Serving
