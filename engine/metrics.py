@@ -77,11 +77,7 @@ SCHEDULER_COUNTERS: Final[Table] = {
         "Tokens computed again, by cause; no_checkpoint: their attention blocks were here.",
         "cause",
     ),
-    "vllm:num_preemptions": (
-        "stats.preemptions",
-        "Requests that lost their blocks.",
-        "reason",
-    ),
+    "vllm:num_preemptions": ("stats.preemptions", "Requests that lost their blocks.", "reason"),
 }
 
 Family = GaugeMetricFamily | CounterMetricFamily

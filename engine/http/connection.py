@@ -96,8 +96,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._connections.waits(self, self.transport.abort)
-        self._expect(self._limits.header_timeout_s)
+        self._wait_for_client(self._limits.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._expect(None)
@@ -147,7 +146,7 @@ class Connection(HttpToolsProtocol):
         self._in_headers = True
         super().on_message_complete()
         if self.cycle.response_complete:
-            self._keep_alive()
+            self._wait_for_client(self._limits.keep_alive_timeout_s)
         else:
             self._connections.settled(self)  # the server owes a reply now: it may not be dropped
 
@@ -158,16 +157,15 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             self._expect(self._limits.keep_alive_timeout_s)
         elif self._in_headers:
-            self._keep_alive()
+            self._wait_for_client(self._limits.keep_alive_timeout_s)
         else:
             # Closing now would reset the connection, and the reply might get lost with it.
             self._unset_keepalive_if_required()
-            self._connections.waits(self, self.transport.abort)
-            self._expect(self._limits.linger_timeout_s)
+            self._wait_for_client(self._limits.linger_timeout_s)
 
-    def _keep_alive(self) -> None:
+    def _wait_for_client(self, seconds: float) -> None:
         self._connections.waits(self, self.transport.abort)
-        self._expect(self._limits.keep_alive_timeout_s)
+        self._expect(seconds)
 
     def _expect(self, seconds: float | None) -> None:
         """Restart the connection's one timer; None stops it."""
@@ -214,5 +212,4 @@ class Connection(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self.flow.resume_reading()
-        self._connections.waits(self, self.transport.abort)
-        self._expect(self._limits.linger_timeout_s)
+        self._wait_for_client(self._limits.linger_timeout_s)

@@ -1,7 +1,4 @@
-"""Errors as OpenAI clients read them: status, `{"error": {...}}`, Retry-After.
-
-Knows nothing of who raised them.
-"""
+"""Errors as OpenAI clients read them: status, `{"error": {...}}`, Retry-After."""
 
 import msgspec
 from starlette.exceptions import HTTPException

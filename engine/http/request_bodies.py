@@ -56,7 +56,9 @@ class RequestBodies:
         DeadlineExceededError, and ClientDisconnect when the client leaves.
         """
         request = Request(scope, receive)
-        _check_media_type(request)
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise HTTPException(415, f"Content-Type {media_type[:80]!r}: send application/json")
         body = await self._receive(request, max_bytes)
         size = len(body)
         threads = self._small if size <= SMALL_BYTES else self._large
@@ -143,8 +145,7 @@ def _too_large(max_bytes: int) -> HTTPException:
 async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
     """Result of `work`; when the client disconnects, cancels it and raises ClientDisconnect.
 
-    The request's body must have been read. Cancelled work gets `CLEANUP_TIMEOUT_S` seconds to clean
-    up.
+    The request's body must have been read. Cancelled work has `CLEANUP_TIMEOUT_S` to clean up.
     """
 
     async def wait_for_disconnect() -> None:
@@ -170,9 +171,3 @@ def _work(work: Callable[[bytes], _T], body: bytes) -> _T:
     finally:
         if len(body) > TRIM_BYTES:
             _libc.malloc_trim(0)  # else glibc keeps hundreds of times the text's own size
-
-
-def _check_media_type(request: Request) -> None:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise HTTPException(415, f"Content-Type {media_type[:80]!r}: send application/json")

@@ -31,9 +31,7 @@ class NodeConnector(Protocol):
     """A node's connector, and what goes with it."""
 
     @property
-    def connector(self) -> Connector:
-        """The three sides of the seam."""
-        ...
+    def connector(self) -> Connector: ...
 
     def services(self) -> Sequence[RpcService]:
         """gRPC services that peers call."""

@@ -65,19 +65,15 @@ def check_decode_checkpoints(config: NodeConfig, plan: ArenaPlan) -> None:
     flag = f"--mamba-decode-checkpoint-interval {interval}"
     if not config.enable_prefix_caching:
         raise ConfigError(f"{flag} needs prefix caching; drop one of the two options")
-    step = _attention_step(plan)
+    # Tokens after which the blocks of every attention group are full at once.
+    groups = [g for g, own in enumerate(plan.groups) if not isinstance(own.spec, MambaSpec)]
+    step = lcm(*map(plan.block_size_of, groups))
     if interval % step:
         lower = interval - interval % step
         nearest = f"{lower} or {lower + step}" if lower else f"{step}"
         raise ConfigError(
             f"{flag} must be a multiple of an attention block, {step} tokens: {nearest}"
         )
-
-
-def _attention_step(plan: ArenaPlan) -> int:
-    """Tokens after which the blocks of every attention group are full at once."""
-    groups = enumerate(plan.groups)
-    return lcm(*(plan.block_size_of(g) for g, own in groups if not isinstance(own.spec, MambaSpec)))
 
 
 def context_length(asked: int | None, model_limit: int, plan: ArenaPlan) -> int:

@@ -210,28 +210,19 @@ class NodeServer:
             checkpoint_share=config.mamba_checkpoint_share,
             listener=connector.scheduler.cache_listener,
         )
-        policy = config.kv_transfer_config.kv_load_failure_policy
-        scheduler = Scheduler(
-            config.scheduler(limits.max_model_len),
-            cache,
-            connector.scheduler,
-            recompute_failed_loads=policy == "recompute",
-        )
+        recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
+        limited = config.scheduler(limits.max_model_len)
+        scheduler = Scheduler(limited, cache, connector.scheduler, recompute_failed_loads=recompute)
         self.metrics.read(scheduler, gauges=SCHEDULER_GAUGES, counters=SCHEDULER_COUNTERS)
-        core = EngineCore(scheduler, runner, connector)
-        engine = AsyncEngine(
-            core, connector.admission, limits, metrics=RequestMetrics(self.metrics)
-        )
+        core, metrics = EngineCore(scheduler, runner, connector), RequestMetrics(self.metrics)
+        engine = AsyncEngine(core, connector.admission, limits, metrics=metrics)
         engine.start()
         self._resources.push_async_callback(engine.close)
         return engine
 
     async def _start_rpc(self, model: ModelFolder) -> RpcServer:
-        files = {
-            name: (model.path / name).read_bytes()
-            for name in TOKENIZER_FILES
-            if (model.path / name).is_file()
-        }
+        paths = [model.path / name for name in TOKENIZER_FILES]
+        files = {path.name: path.read_bytes() for path in paths if path.is_file()}
         node = NodeService(self.engine, lambda: self._describe(model), files)
         rpc = await start_server(
             [node, *self.connector.services()],
@@ -263,12 +254,9 @@ class NodeServer:
             metrics_registry=self.metrics.registry,
             open_routes=[Route("/node_info", self._node_info)],
         )
+        config = self.config
         http = HttpServer(
-            app,
-            self.config.host,
-            self.config.port,
-            drain_timeout_s=END_OF_REQUESTS_S,
-            tls=self._tls,
+            app, config.host, config.port, drain_timeout_s=END_OF_REQUESTS_S, tls=self._tls
         )
         await http.start()
         self._resources.push_async_callback(http.close)
@@ -284,14 +272,8 @@ class NodeServer:
 
         Everybody may ask: a scan of the ports would tell as much.
         """
-        return JSONResponse(
-            {
-                "grpc_port": self.rpc.port,
-                "engine_id": self.engine_id,
-                "kind": self.kind,
-                "host": self.host,
-            }
-        )
+        told = {"grpc_port": self.rpc.port, "engine_id": self.engine_id}
+        return JSONResponse({**told, "kind": self.kind, "host": self.host})
 
     def _describe(self, model: ModelFolder) -> NodeInfo:
         scheduler = self.engine.core.scheduler

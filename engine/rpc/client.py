@@ -1,7 +1,6 @@
 """Asynchronous client of one node, for the proxy: token streams, description, tokenizer.
 
-Every call has a deadline and every failure is a leaf of the error tree. Knows nothing of other
-nodes.
+Every call has a deadline and every failure is a leaf of the error tree.
 """
 
 import asyncio
@@ -18,17 +17,10 @@ from engine.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     NodeLostError,
-    TandemError,
     UnavailableError,
 )
 from engine.rpc import convert
-from engine.rpc.channel import (
-    MAX_REQUEST_BYTES,
-    OPTIONS,
-    PROVE_TIMEOUT_S,
-    credentials,
-    no_proof,
-)
+from engine.rpc.channel import MAX_REQUEST_BYTES, OPTIONS, PROVE_TIMEOUT_S, credentials, no_proof
 from engine.rpc.messages import NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub, NodeStub
@@ -39,8 +31,6 @@ from engine.types import GenerateOutput, GenerateRequest
 
 END_OF_CALL_S: Final = 1.0
 """For the status after a last output; `close` cuts off a node that does not send it."""
-
-NO_CONNECTION: Final = "failed to connect to all addresses"
 
 OutputCall: TypeAlias = aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateOutput]
 _Reply = TypeVar("_Reply")
@@ -196,11 +186,10 @@ class NodeClient:
 
     async def _prove(self, proof: CallerProof) -> Proven:
         try:
-            return proof.check(
-                await self._identity.Prove(pb.ProveRequest(), metadata=proof.question)
-            )
+            reply = await self._identity.Prove(pb.ProveRequest(), metadata=proof.question)
         except aio.AioRpcError as error:
             raise no_proof(error.code(), error.details(), self.address) from error
+        return proof.check(reply)
 
     @contextmanager
     def _errors_of_peer(self) -> Iterator[None]:
@@ -209,7 +198,13 @@ class NodeClient:
         except TimeoutError as error:
             raise DeadlineExceededError(f"node {self.address} sent nothing in time") from error
         except aio.AioRpcError as error:
-            raise self._named(error) from error
+            text = f"{error.details()} (node {self.address})"
+            named = error_from_status(error.code(), text, error.trailing_metadata() or ())
+            # A node that was lost with the request counts against the request; one that was never
+            # reached does not.
+            if error.code() is StatusCode.UNAVAILABLE and _was_sent(error):
+                named = NodeLostError(str(named))
+            raise named from error
         except asyncio.CancelledError as error:
             # gRPC also answers reads on a closed channel with CancelledError.
             task = asyncio.current_task()
@@ -217,18 +212,9 @@ class NodeClient:
                 raise
             raise NodeLostError(f"the stream of node {self.address} was cut off") from error
 
-    def _named(self, error: aio.AioRpcError) -> TandemError:
-        text = f"{error.details()} (node {self.address})"
-        named = error_from_status(error.code(), text, error.trailing_metadata() or ())
-        # A node that was lost with the request counts against the request; one that was never
-        # reached does not.
-        if error.code() is StatusCode.UNAVAILABLE and _was_sent(error):
-            return NodeLostError(str(named))
-        return named
-
 
 def _was_sent(error: aio.AioRpcError) -> bool:
     """False where the node refused the call, or gRPC says that it never had a connection."""
     if any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ()):
         return False
-    return not (error.details() or "").startswith(NO_CONNECTION)
+    return not (error.details() or "").startswith("failed to connect to all addresses")

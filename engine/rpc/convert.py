@@ -1,4 +1,4 @@
-"""Protobuf <-> structs, only here. Knows no channel.
+"""Protobuf <-> structs, only here.
 
 `to_pb` and `from_pb` translate where both have the same field names. Requests and outputs, which
 differ in a few fields, have functions of their own. The types of the structs check what arrives.

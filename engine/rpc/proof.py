@@ -87,7 +87,8 @@ class CallerProof:
 
     def __init__(self, token: str, address: str) -> None:
         self._address = address
-        self._port = _port_of(address)
+        port = address.rpartition(":")[2]
+        self._port = int(port) if port.isdecimal() and int(port) < 2**16 else 0
         self._key = call_key(token)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
@@ -124,8 +125,3 @@ def _only(metadata: Received, key: str) -> bytes:
     """The value of an entry that is there once; empty for none, several or text."""
     found = [value for name, value in metadata if name == key]
     return found[0] if len(found) == 1 and isinstance(found[0], bytes) else b""
-
-
-def _port_of(address: str) -> int:
-    port = address.rpartition(":")[2]
-    return int(port) if port.isdecimal() and int(port) < 2**16 else 0

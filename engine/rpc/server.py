@@ -1,7 +1,4 @@
-"""A node's gRPC server: bind, authenticate calls, turn exceptions into statuses, drain, close.
-
-Knows no service; services register themselves.
-"""
+"""A node's gRPC server: bind, authenticate calls, turn exceptions into statuses, drain, close."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -72,7 +69,10 @@ class CallBorder(aio.ServerInterceptor):
         # The one call for strangers; every other call must carry a proof made for this process.
         if handler_call_details.method == PROVE_METHOD:
             return _unread(self._prove)
-        if not self._is_known(handler_call_details):
+        known = self._proof is None or self._proof.is_known(
+            handler_call_details.invocation_metadata
+        )
+        if not known:
             self.num_refused += 1
             return _unread(_refuse)
         handler = await continuation(handler_call_details)
@@ -82,9 +82,6 @@ class CallBorder(aio.ServerInterceptor):
         if self._proof is not None:
             metadata = context.invocation_metadata() or ()
             context.set_trailing_metadata(self._proof.of_reply(metadata))
-
-    def _is_known(self, call: grpc.HandlerCallDetails) -> bool:
-        return self._proof is None or self._proof.is_known(call.invocation_metadata)
 
     async def _prove(self, request: object, context: Context) -> bytes:
         if self._proof is None:
@@ -109,20 +106,16 @@ def _guarded(handler: Handler, ends_reply: Callable[[Context], None]) -> Handler
         method, make = handler.unary_unary, grpc.unary_unary_rpc_method_handler
     if method is None:
         raise ConfigError("services with streaming requests are not supported")
-    read = _readable(handler.request_deserializer)
-    return make(_with_border(method, ends_reply), read, handler.response_serializer)
-
-
-def _readable(read: Callable[[bytes], Any] | None) -> Callable[[bytes], Any]:
-    """Turns an unreadable message into an error in its place, which `_with_border` raises."""
+    read = handler.request_deserializer
 
     def read_or_error(data: bytes) -> Any:
+        """The message, or in place of an unreadable one the error that `_with_border` raises."""
         try:
             return data if read is None else read(data)
         except DecodeError as error:
             return InvalidRequestError(f"the message cannot be read: {error}")
 
-    return read_or_error
+    return make(_with_border(method, ends_reply), read_or_error, handler.response_serializer)
 
 
 def _with_border(method: Any, ends_reply: Callable[[Context], None] = lambda _: None) -> Method:
