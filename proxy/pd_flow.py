@@ -22,12 +22,7 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.rpc.client import StreamDeadlines
-from engine.types import (
-    FinishReason,
-    GenerateOutput,
-    GenerateRequest,
-    KVTransferParams,
-)
+from engine.types import FinishReason, GenerateOutput, GenerateRequest, KVTransferParams
 from proxy.cluster.node import Node, NodeKind, NodeView
 from proxy.cluster.node_pool import NodePool
 from proxy.cluster.pairs import Pairs

@@ -86,11 +86,7 @@ class ProxyServer:
             await self._app(scope, receive, send)
 
         self._http = HttpServer(
-            app,
-            config.host,
-            config.port,
-            drain_timeout_s=END_OF_REQUESTS_S,
-            tls=self._tls,
+            app, config.host, config.port, drain_timeout_s=END_OF_REQUESTS_S, tls=self._tls
         )
         await self._http.start()
         self._pool.start(self._on_task_end)

@@ -8,12 +8,7 @@ import msgspec
 from connector.doctor.findings import Finding, good, wrong
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.messages import Handshake
-from engine.errors import (
-    AuthenticationError,
-    InvalidRequestError,
-    TandemError,
-    UnprovenPeerError,
-)
+from engine.errors import AuthenticationError, InvalidRequestError, TandemError, UnprovenPeerError
 from engine.rpc.address import join_host_port
 from engine.rpc.client import NodeClient
 from engine.rpc.messages import NodeInfo

@@ -57,10 +57,7 @@ class Pairs:
         return *said, *self._refusals[decode.name].present()
 
     def _log_new(
-        self,
-        decode: NodeView,
-        problems: Iterable[HandOverProblem],
-        prefill: Sequence[NodeView],
+        self, decode: NodeView, problems: Iterable[HandOverProblem], prefill: Sequence[NodeView]
     ) -> None:
         """Logs each pair that has begun to fail."""
         known = {node.engine_id for node in prefill}
