@@ -1,4 +1,4 @@
-"""What hand-overs may leave on living nodes: nothing but the connection between them.
+"""Checks that hand-overs leave nothing on living nodes but the connection between them.
 
 The account is taken after a first good hand-over, which opens that connection. Pools keep their
 threads until a node closes: those are in the account of the cluster fixture.
@@ -32,27 +32,27 @@ def pd_of(node: NodeServer) -> PdConnector:
 
 
 def leases_of(node: NodeServer) -> LeaseTable:
-    """What the node has promised to others."""
+    """The leases that the node has granted."""
     return pd_of(node).leases
 
 
 def claims_of(node: NodeServer) -> RemotePrefills:
-    """What others have promised to the node."""
+    """The remote prefills that the node has claimed."""
     return pd_of(node).remote
 
 
 def records_of(node: NodeServer) -> LeaseRecords:
-    """What readers see of its leases."""
+    """The lease records that readers see."""
     return leases_of(node)._records
 
 
 def reader_of(node: NodeServer) -> PullReader:
-    """What fills the node's blocks from its peers'."""
+    """The reader that fills the node's blocks from its peers'."""
     return pd_of(node).reader
 
 
 def arena_of(node: NodeServer) -> ArenaMemory:
-    """The memory that peers read, and that the node reads theirs into."""
+    """The memory that peers read and that pulls fill."""
     return reader_of(node)._arena
 
 
@@ -65,7 +65,7 @@ class Account:
 
     @classmethod
     async def open(cls, *nodes: NodeServer, spare: Mapping[str, int] | None = None) -> Self:
-        """What is held now, when nodes are at rest, and `spare`, which may be kept for a while."""
+        """Records what nodes at rest hold now; `spare` may be kept for a while."""
         for node in nodes:
             await at_rest(node)
         start = held_here() + Holdings(spare or {})
@@ -73,7 +73,7 @@ class Account:
         return cls(nodes, start)
 
     async def close(self) -> None:
-        """Nodes are at rest again, and nothing more is held than at the start."""
+        """Asserts that nodes are at rest again and hold no more than at the start."""
         for node in self.nodes:
             await at_rest(node)
         await all_back(self.start)

@@ -35,7 +35,7 @@ class Answer:
         return ids
 
     def error(self, status: int) -> dict[str, Any]:
-        """The error object, which must be whole, behind `status`."""
+        """The error object of a reply with `status`; it must be whole."""
         assert self.status == status, (self.status, self.body)
         error: dict[str, Any] = self.body["error"]
         assert error.keys() == {"message", "type", "param", "code"}
@@ -104,7 +104,7 @@ def streamed_ids(events: list[dict[str, Any]]) -> list[int]:
 
 
 async def prefill_over_http(url: str, prompt: object, **changes: object) -> dict[str, Any]:
-    """What P answers to a proxy that asks it for a remote decode."""
+    """P's answer to a proxy that asks it for a remote decode."""
     body = question(prompt, max_tokens=1, kv_transfer_params=REMOTE_DECODE, **changes)
     answer = await ask(url, body)
     assert answer.status == 200, answer.body

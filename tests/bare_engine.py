@@ -80,7 +80,7 @@ class BareEngine:
         return request.request_id
 
     def step(self) -> None:
-        """One step of the engine, booked in `done`."""
+        """Runs one step of the engine and records its outputs in `done`."""
         news, _ = self._core.step()
         self.failed.update(news.errors)
         for name, output in news.outputs:
@@ -90,7 +90,7 @@ class BareEngine:
             mine.last = output
 
     def generate(self, *origins: GenerateRequest) -> list[Generation]:
-        """All of them at once, to their ends."""
+        """Runs all prompts at once, to their ends."""
         names = [self.add(origin) for origin in origins]
         while self.scheduler.has_work:
             self.step()

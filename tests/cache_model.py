@@ -1,4 +1,4 @@
-"""Models of a KV cache: what its bytes hold, and what is findable in it."""
+"""Models of a KV cache: the content of its bytes, and the findable part of it."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Small random checkpoints of every family, and nodes that must leave nothing behind."""
+"""Small random checkpoints of every family, and nodes that must give everything back."""
 
 import asyncio
 import gc
@@ -130,7 +130,7 @@ class Generation:
 
 
 class Engine(Protocol):
-    """Whatever generates."""
+    """An engine of this process or of another host."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]: ...
 
@@ -280,7 +280,7 @@ def warm(checkpoints: dict[str, Path]) -> None:
 
 
 async def all_back(before: Holdings) -> None:
-    """This process holds what it held, and no more."""
+    """Asserts that this process holds no more than before."""
     for _ in range(400):
         more = excess(before, held_here())
         if not more:

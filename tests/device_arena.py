@@ -1,4 +1,4 @@
-"""An arena that behaves as on a device, on the CPU: who touches its bytes unasked ends the process.
+"""An arena that behaves as on a device, on the CPU: touching its bytes unasked ends the process.
 
 Its pages can be neither read nor written but inside the arena's own operations, and while the
 model runs (`kernels`). There is no mock in it: the model computes on these very bytes.
@@ -33,7 +33,7 @@ class DeviceArena(ArenaMemory):
         self._protect(_SHUT)
 
     def kernels(self) -> AbstractContextManager[None]:
-        """What runs inside is what would run on the device."""
+        """The block runs the code that would run on the device."""
         return self._inside()
 
     def read(self, offset: int, length: int) -> memoryview:
@@ -50,7 +50,7 @@ class DeviceArena(ArenaMemory):
             self.tensor[offset : offset + length].copy_(buffer)
 
     def close(self) -> None:
-        """Whoever still has a view may look at it again."""
+        """Views that are left may be read again."""
         with suppress(ValueError):
             self._protect(_OPEN)
         super().close()

@@ -1,4 +1,4 @@
-"""Faults of a hand-over, for real nodes: what happens to bytes, and what P refuses."""
+"""Faults of a hand-over, for real nodes: damaged bytes, and refusals of P."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -114,7 +114,7 @@ class Refusing(FaultInjector):
 
 
 def raising(kind: Callable[[str], TandemError]) -> Callable[[FaultScene], None]:
-    """What an injector does that fails with a new error each time."""
+    """An injector's action that fails with a new error each time."""
 
     def act(scene: FaultScene) -> None:
         raise kind("refused by the test")

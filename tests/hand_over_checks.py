@@ -1,4 +1,4 @@
-"""What a hand-over from P to D must hold wherever the two run."""
+"""Checks of a hand-over from P to D, wherever the two run."""
 
 from collections.abc import Iterable
 

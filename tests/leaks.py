@@ -1,4 +1,4 @@
-"""What a process holds, read from the kernel: descriptors, mappings, segments, children.
+"""The resources of a process, read from the kernel: descriptors, mappings, segments, children.
 
 Works for the test's own process and for any other of the same user. Knows nothing of nodes.
 """
@@ -40,7 +40,7 @@ def held_here() -> Holdings:
 
 
 def excess(before: Holdings, after: Holdings) -> Holdings:
-    """What is held now and was not before."""
+    """Resources that are held now and were not before."""
     return after - before
 
 
@@ -90,7 +90,7 @@ def _descriptors(pid: int) -> list[str]:
 def _kind(path: str) -> str | None:
     """What a descriptor is, without the number that tells it from others of its kind.
 
-    None: it has been closed since it was listed, and is held no more.
+    None: it has been closed since it was listed.
     """
     try:
         return re.sub(r"\[\d+\]|-[0-9a-f]{16}|_posix_[0-9a-f]+", "", os.readlink(path))

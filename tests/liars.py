@@ -1,4 +1,4 @@
-"""Peers that say what is not true, beside honest ones, and objects that lead to them."""
+"""Peers that lie, beside honest ones, and objects that lead to them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

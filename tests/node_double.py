@@ -37,7 +37,7 @@ POLL_S = 0.05
 
 
 def token_at(prompt: Sequence[int], position: int) -> int:
-    """What every scripted node generates: a function of prompt and position."""
+    """The token of every scripted node: a function of prompt and position."""
     return 70 + (sum(prompt) + 7 * position) % 26
 
 

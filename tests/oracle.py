@@ -1,7 +1,7 @@
 """Random Hugging Face checkpoints, and our models run on them as an engine would.
 
 The arena is filled with noise and block tables are random, so anything read from a wrong place
-shows; blocks behind a sliding window are given back and stand as one null block full of NaN. Needs
+shows; blocks before a sliding window are given back and stand as one null block full of NaN. Needs
 transformers, which only tests depend on.
 """
 
@@ -69,7 +69,7 @@ def load(folder: Path, dtype: str | None = None) -> tuple[ModelConfig, CausalLM]
 
 @dataclass(slots=True)
 class Sequence:
-    """Where one sequence lives: tokens so far, and per group its block ids or its one unit."""
+    """The place of one sequence: tokens so far, and per group its block ids or its one unit."""
 
     length: int
     blocks: list[list[int]]
@@ -154,7 +154,7 @@ class Runner:
         return block
 
     def _leave_window(self, key: int) -> None:
-        """Blocks wholly behind the window of the next token are free for other sequences."""
+        """Frees blocks that lie wholly before the window of the next token."""
         sequence = self.sequences[key]
         for group, null in self._null.items():
             spec, blocks = self.plan.groups[group].spec, sequence.blocks[group]

@@ -64,7 +64,7 @@ def count_near_ties(alone: Sequence[Generation], together: Sequence[Generation])
 
 
 def _compare(alone: Generation, together: Generation) -> int:
-    """Up to the first token that a near-tie turned: behind it the contexts differ."""
+    """Compares up to the first token that a near-tie turned; after it the contexts differ."""
     assert len(together.token_ids) == len(alone.token_ids)
     near_ties = 0
     pairs = zip(alone.logprobs, together.logprobs, strict=True)
@@ -79,7 +79,7 @@ def _compare(alone: Generation, together: Generation) -> int:
 
 
 def arena_for(folder: Path, num_tokens: int, requests: int = 1) -> int:
-    """Bytes of an arena in which `requests` requests of `num_tokens` tokens fit, and no more."""
+    """Bytes of an arena that holds exactly `requests` requests of `num_tokens` tokens."""
     groups = read_config(folder, None).groups
     plan = plan_arena(groups, BASE.block_size, BASE.kv_cache_memory_bytes)
     return plan.unit_bytes * plan.units_for(num_tokens) * requests

@@ -1,4 +1,4 @@
-"""What each family's parity tests have in common: a reference, our model of its folder, the cases.
+"""The common part of each family's parity tests: a reference, our model of its folder, the cases.
 
 A test file makes pairs with `open_pair` and inherits `ParityTests`.
 

@@ -39,7 +39,7 @@ BACK_S = 60.0
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the test asserts."""
+    """The facts that the test asserts."""
 
     kinds: list[str]
     raylets: list[str]

@@ -1,4 +1,4 @@
-"""What the transport tests read, what must arrive, and how they wait for it."""
+"""The reads of the transport tests: patterns, expected bytes, and waiting."""
 
 import time
 from collections.abc import Callable, Sequence

@@ -214,7 +214,7 @@ def open_device(name: str) -> socket.socket:
 
 
 def receive(device: socket.socket) -> bytes | None:
-    """One frame behind its metadata, if one has come."""
+    """One frame after its metadata, if one has come."""
     try:
         return device.recv(FRAME_BYTES)
     except OSError:  # nothing there, or the device has just gone down

@@ -71,7 +71,7 @@ class Door:
         await asyncio.wait(both)
 
     async def close(self) -> None:
-        """Cuts what gRPC keeps open for a while behind a closed channel."""
+        """Cuts connections that gRPC keeps open for a while after a channel was closed."""
         for pump in self.pumps:
             pump.cancel()
         await asyncio.gather(*self.pumps, return_exceptions=True)

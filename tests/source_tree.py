@@ -41,7 +41,7 @@ def functions(*folders: str) -> Iterator[tuple[str, Function]]:
 
 
 def body(function: Function) -> list[ast.stmt]:
-    """The statements behind the docstring; none where only a docstring or `...` stands."""
+    """The statements after the docstring; none if there is only a docstring or `...`."""
     return [
         statement
         for place, statement in enumerate(function.body)

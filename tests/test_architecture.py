@@ -87,7 +87,7 @@ DEEPLY_NESTED = {
 
 
 def assert_only(found: Iterable[str], exceptions: Mapping[str, str]) -> None:
-    """What was found is exactly what is listed: nothing new, and nothing listed for ever."""
+    """Asserts that `found` is exactly what is listed: nothing new, and nothing out of date."""
     new, gone = set(found) - set(exceptions), set(exceptions) - set(found)
     assert not new, f"not allowed here: {', '.join(sorted(new))}"
     assert not gone, f"exceptions that nobody needs any more: {', '.join(sorted(gone))}"

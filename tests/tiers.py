@@ -1,4 +1,4 @@
-"""Which cases run every day, and which only in `make test-long`."""
+"""The cases that run every day, and those only in `make test-long`."""
 
 from collections.abc import Container, Iterable, Sequence
 from itertools import product

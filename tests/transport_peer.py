@@ -57,7 +57,7 @@ LOCAL = Road()
 
 
 class Life(NamedTuple):
-    """What a new peer has to know.
+    """The parameters of a new peer.
 
     `environment`: UCX's settings, which the fork server has not; hooks do not pay in a short life.
     """

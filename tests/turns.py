@@ -83,7 +83,7 @@ async def take_turn(
 
 
 def next_prompt(before: Turn, length: int = 30, salt: int = 5) -> tuple[int, ...]:
-    """What was said, and a new question."""
+    """The conversation so far, and a new question."""
     return (*before.said, *prompt_of(length, salt))
 
 
