@@ -33,6 +33,7 @@ from tests.source_tree import (
     sources,
     trees,
 )
+from tests.tree import TREE, tree_page
 
 TEXTS = (".py", ".md", ".toml", ".yaml", ".yml", ".proto", ".jinja", "Makefile")
 
@@ -270,6 +271,21 @@ def test_every_file_says_what_it_is_for() -> None:
     assert_only(
         [n for n, tree in everything.items() if tree.body and not ast.get_docstring(tree)], {}
     )
+
+
+def test_the_tree_is_written_down() -> None:
+    assert TREE.read_text() == tree_page(), "run `make tree`, which is `python -m tests.tree`"
+
+
+def test_documents_name_files_that_exist() -> None:
+    missing = [
+        f"{path} in {page.name}"
+        for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+        for path in re.findall(r"(?:`|\]\()((?:\w+/)+[\w.]*\.\w+|\w+\.md)", page.read_text())
+        if not {"NAME.py", "naive.py"} & {Path(path).name}
+        and not any((folder / path).exists() for folder in (page.parent, ROOT))
+    ]
+    assert_only(missing, {})
 
 
 def test_docstrings_begin_with_one_line() -> None:

@@ -16,7 +16,7 @@ writes this page.
 """
 
 
-def tree() -> str:
+def tree_page() -> str:
     """The text of docs/TREE.md."""
     modules = {Path(name): module for folder in FOLDERS for name, module in trees(folder).items()}
     # A folder's own files before its subfolders, which a plain sort of paths would mix.
@@ -34,4 +34,4 @@ def _first_line(module: ast.Module) -> str:
 
 
 if __name__ == "__main__":
-    TREE.write_text(tree())
+    TREE.write_text(tree_page())
