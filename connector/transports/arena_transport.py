@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import RLock
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from connector.transports.base import (
     CompletedTransfer,
@@ -33,11 +33,20 @@ class RemoteMemory:
     nbytes: tuple[int, ...]
 
 
+class Server(Protocol):
+    """Lets peers read regions until `close`; `address` is encoded. Raises TransportError."""
+
+    @property
+    def address(self) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
 _Remote = TypeVar("_Remote", bound=RemoteMemory)
 
 
 class ArenaTransport(Transport, Generic[_Remote]):
-    """Base of all transports that move bytes; subclasses say how in seven hooks.
+    """Base of all transports that move bytes; subclasses say how in the hooks below.
 
     `agent_name` is this node's name for its peers, `host` the address of this machine that they
     use; only its interface listens.
@@ -50,6 +59,7 @@ class ArenaTransport(Transport, Generic[_Remote]):
         self._host = host
         self._lock = RLock()  # `connect` calls `disconnect` under it
         self._regions: tuple[ArenaMemory, ...] = ()
+        self._server: Server | None = None
         self._peers: dict[str, _Remote] = {}
 
     def register(self, *regions: ArenaMemory) -> None:
@@ -64,14 +74,14 @@ class ArenaTransport(Transport, Generic[_Remote]):
         with ExitStack() as undo:
             undo.callback(self.close)
             self._regions = regions
-            self._serve()
+            self._server = self._serve()
             undo.pop_all()
 
     @property
     def address(self) -> bytes:
-        if not self._regions:
+        if self._server is None:
             raise TransportError("no arena is registered")
-        return self._own_address()
+        return self._server.address
 
     def connect(self, peer: str, address: bytes) -> None:
         if not self._regions:
@@ -110,18 +120,17 @@ class ArenaTransport(Transport, Generic[_Remote]):
         for transfer in self._under_way():
             transfer.cancel()
         with self._lock, ExitStack() as stack:  # runs bottom up, every step even if one fails
-            stack.callback(self._stop)
+            if self._server is not None:
+                stack.callback(self._server.close)
+            stack.callback(self._stop_reading)
             while self._peers:
                 _, remote = self._peers.popitem()
                 stack.callback(self._drop, remote, "the transport was closed")
-            self._regions = ()
-
-    def _serve(self) -> None:
-        """Let peers read `_regions`; without the lock."""
+            self._regions, self._server = (), None
 
     @abstractmethod
-    def _own_address(self) -> bytes:
-        """The encoded address of `_regions`; without the lock."""
+    def _serve(self) -> Server:
+        """Let peers read `_regions`; without the lock."""
 
     @abstractmethod
     def _decode(self, peer: str, blob: bytes) -> _Remote:
@@ -141,5 +150,5 @@ class ArenaTransport(Transport, Generic[_Remote]):
         """Reads that `close` drains; without the lock."""
         return ()
 
-    def _stop(self) -> None:
-        """Undo `_serve`. Idempotent."""
+    def _stop_reading(self) -> None:
+        """Give back what the reads of all peers share. Idempotent."""

@@ -51,7 +51,18 @@ class NearAndFar(Transport):
 
     def connect(self, peer: str, address: bytes) -> None:
         both = decode_address(address, NearAndFarAddress)
-        chosen = self._connect(peer, both)
+        chosen: Transport = self._near
+        # One host is not enough to share memory: the peer may run as another user, say.
+        reason = why_out_of_reach(this_host(), host_of(both.near))
+        if reason is None:
+            try:
+                self._near.connect(peer, both.near)
+            except TransportError as error:
+                reason = str(error)
+        if reason is not None:
+            self._far.connect(peer, both.far)
+            chosen = self._far
+        log.info("a peer is read", peer=peer, transport=chosen.name, reason=reason)
         before = self._by_peer.get(peer)
         self._by_peer[peer] = chosen
         if before not in (None, chosen):
@@ -72,21 +83,6 @@ class NearAndFar(Transport):
         self._by_peer.clear()
         self._near.close()
         self._far.close()
-
-    def _connect(self, peer: str, both: NearAndFarAddress) -> Transport:
-        # One host is not enough to share memory: the peer may run as another user, say.
-        reason = why_out_of_reach(this_host(), host_of(both.near))
-        if reason is None:
-            try:
-                self._near.connect(peer, both.near)
-            except TransportError as error:
-                reason = str(error)
-            else:
-                log.info("a peer on this host is read", peer=peer, transport=self._near.name)
-                return self._near
-        self._far.connect(peer, both.far)
-        log.info("a peer is read", peer=peer, transport=self._far.name, reason=reason)
-        return self._far
 
 
 def host_behind(name: str, address: bytes) -> str | None:

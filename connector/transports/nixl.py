@@ -16,7 +16,7 @@ from connector.transports.address import decode_address
 from connector.transports.arena_transport import ArenaTransport, RemoteMemory
 from connector.transports.base import SpanPair, Transfer, TransferStatus
 from connector.transports.nixl_agent import NixlAddress, NixlAgent, NixlRegion, load_nixl
-from connector.transports.nixl_server import AgentHere, OwnerProcess
+from connector.transports.nixl_server import OwnerProcess
 from connector.transports.polled_transfer import DrainedTransfer
 from connector.transports.ucx_worker import network_devices
 from engine.arena import ArenaMemory
@@ -97,16 +97,10 @@ class _Reader:
         self.lock = lock
         self.closed = False
         self._regions = regions
-        self._agent = NixlAgent(name, progress_thread=False, devices=devices)
-        self._registered = [self._agent.register(region) for region in regions]
+        self._agent = NixlAgent(name, regions, progress_thread=False, devices=devices)
         self._loaded: set[str] = set()
         self._num_unloaded = 0
-        self._live: set[NixlTransfer] = set()
-
-    @property
-    def under_way(self) -> tuple[NixlTransfer, ...]:
-        """Reads that have neither ended nor failed."""
-        return tuple(self._live)
+        self.live: set[NixlTransfer] = set()  # neither ended nor failed
 
     def load(self, peer: NixlAddress) -> None:
         """Make the peer known to this reader, unless it is."""
@@ -119,20 +113,20 @@ class _Reader:
 
         Also after many connections, as soon as nothing is under way.
         """
-        if any(transfer.peer == agent for transfer in self._live):
+        if any(transfer.peer == agent for transfer in self.live):
             self.close(reason)
         elif agent in self._loaded:
             self._loaded.discard(agent)
             self._agent.unload(agent)
             self._num_unloaded += 1
-            if self._num_unloaded >= _MAX_UNLOADED and not self._live:
+            if self._num_unloaded >= _MAX_UNLOADED and not self.live:
                 self.close("its connections have been closed")
 
     def start(self, peer: NixlAddress, spans: Sequence[SpanPair], region: int) -> NixlTransfer:
         """Post the first request. Raises TransportError with everything released."""
         self.load(peer)
         transfer = NixlTransfer(self, peer, spans, region)
-        self._live.add(transfer)
+        self.live.add(transfer)
         self.advance(transfer, 1)
         return transfer
 
@@ -148,7 +142,7 @@ class _Reader:
                 self._post(transfer, transfer.next_spans(wanted))
             if transfer.request is None and not transfer.waiting:
                 transfer.status = TransferStatus.DONE
-                self._live.discard(transfer)
+                self.live.discard(transfer)
         except TransportError as error:
             # Its endpoint is dead; the next read makes a new one.
             self._fail(transfer, str(error))
@@ -162,21 +156,14 @@ class _Reader:
         self.closed = True
         with ExitStack() as stack:  # runs bottom up, every step even if one fails
             stack.callback(self._agent.close)
-            for registered in self._registered:
-                stack.callback(self._agent.deregister, registered)
             for agent in self._loaded:
                 stack.callback(self._agent.unload, agent)
-            for transfer in tuple(self._live):
+            for transfer in tuple(self.live):
                 stack.callback(self._fail, transfer, reason)
 
     def _post(self, transfer: NixlTransfer, spans: Sequence[SpanPair]) -> None:
-        ours, theirs = self._regions[transfer.region], transfer.remote.regions[transfer.region]
-        transfer.request = self._agent.prepare(
-            transfer.peer,
-            [(ours.base + span.local, span.length, ours.device) for span in spans],
-            [(theirs.base + span.remote, span.length, theirs.device) for span in spans],
-            kinds=(ours.memory, theirs.memory),
-        )
+        local, remote = self._regions[transfer.region], transfer.remote.regions[transfer.region]
+        transfer.request = self._agent.prepare(transfer.peer, spans, local=local, remote=remote)
         transfer.copies_at_once = self._agent.post(transfer.request)
         if transfer.copies_at_once:
             self._arrived(transfer)
@@ -188,7 +175,7 @@ class _Reader:
 
     def _fail(self, transfer: NixlTransfer, reason: str) -> None:
         transfer.failure = reason
-        self._live.discard(transfer)
+        self.live.discard(transfer)
         self._release(transfer)
 
     def _release(self, transfer: NixlTransfer) -> None:
@@ -212,22 +199,17 @@ class NixlTransport(ArenaTransport[_Peer]):
         super().__init__(agent_name, host)
         load_nixl()
         self._devices = network_devices(host).get("NET_DEVICES", "")
-        self._server: AgentHere | OwnerProcess | None = None
         self._reader: _Reader | None = None
 
-    def _serve(self) -> None:
+    def _serve(self) -> NixlAgent | OwnerProcess:
+        self._open_reader()  # a process's first one takes UCX 0.4 s, which no request waits for
         next_name = partial(_unique, self.agent_name)
         memfds = [(it.fd, it.nbytes) for it in self._regions if it.fd is not None]
-        if len(memfds) < len(self._regions):
-            described = list(map(_describe, self._regions))
-            self._server = AgentHere(next_name(), described, devices=self._devices)
-        else:
-            self._server = OwnerProcess(next_name, memfds, devices=self._devices)
-        self._open_reader()  # a process's first one takes UCX 0.4 s, which no request waits for
-
-    def _own_address(self) -> bytes:
-        assert self._server is not None
-        return self._server.address
+        if len(memfds) == len(self._regions):
+            return OwnerProcess(next_name, memfds, devices=self._devices)
+        # Memory of a device belongs to the process that allocated it.
+        described = list(map(_describe, self._regions))
+        return NixlAgent(next_name(), described, progress_thread=True, devices=self._devices)
 
     def _decode(self, peer: str, blob: bytes) -> _Peer:
         address = decode_address(blob, NixlAddress)
@@ -249,15 +231,11 @@ class NixlTransport(ArenaTransport[_Peer]):
 
     def _under_way(self) -> tuple[NixlTransfer, ...]:
         with self._lock:
-            return self._reader.under_way if self._reader is not None else ()
+            return tuple(self._reader.live) if self._reader is not None else ()
 
-    def _stop(self) -> None:
-        server, self._server = self._server, None
-        with ExitStack() as stack:
-            if server is not None:
-                stack.callback(server.close)
-            if self._reader is not None:
-                stack.callback(self._reader.close, "the transport was closed")
+    def _stop_reading(self) -> None:
+        if self._reader is not None:
+            self._reader.close("the transport was closed")
 
     def _open_reader(self) -> _Reader:
         if self._reader is None or self._reader.closed:

@@ -14,9 +14,6 @@ import msgspec
 from connector.transports.address import Nbytes, PerRegion
 from engine.errors import ConfigError, TransportError
 
-Descriptor = tuple[int, int, int]  # NIXL's: address, length in bytes, device index
-MemoryKind = Literal["DRAM", "VRAM"]
-
 _PROGRESS_DELAY_US = 5000  # how long the progress thread sleeps when no event wakes it
 
 
@@ -25,7 +22,7 @@ class NixlRegion(msgspec.Struct, frozen=True):
 
     base: Nbytes
     nbytes: Nbytes
-    memory: MemoryKind
+    memory: Literal["DRAM", "VRAM"]
     device: Annotated[int, msgspec.Meta(ge=0, lt=1024)]
 
 
@@ -38,7 +35,7 @@ class NixlAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="nixl"
 
 
 class NixlAgent:
-    """One NIXL agent; not thread-safe. Raises ConfigError without the nixl package.
+    """One NIXL agent with its registered regions; not thread-safe. Raises ConfigError without nixl.
 
     `progress_thread`: needed to answer peers over TCP while nobody calls. An agent that only reads
     is about twice as fast without it: the thread fights the caller for the UCX worker. `devices`:
@@ -48,6 +45,7 @@ class NixlAgent:
     def __init__(
         self,
         name: str,
+        regions: Sequence[NixlRegion] = (),
         *,
         progress_thread: bool,
         devices: str,
@@ -69,28 +67,28 @@ class NixlAgent:
             options = {"ucx_error_handling_mode": "peer", **_only(devices)}
             backend = self._agent.createBackend("UCX", options)
         self._backends = [backend]
+        self._registered: list[tuple[NixlRegion, Any]] = []
+        for region in regions:
+            self.register(region)
 
     def _typed(self, action: str) -> "_Typed":
         return _Typed(self._errors, action)
 
-    def register(self, region: NixlRegion) -> Any:
-        """Pin the region; the result is what `deregister` takes."""
+    def register(self, region: NixlRegion) -> None:
+        """Pin one more region."""
         segment, descriptor = self._segment(region.memory), (region.base, region.nbytes)
         registered = self._nixl.nixlRegDList(segment, [(*descriptor, region.device, "")])
         with self._typed(f"register {region.nbytes} B of {region.memory}"):
             self._agent.registerMem(registered, self._backends)
-        return registered
+        self._registered.append((region, registered))
 
-    def deregister(self, registered: Any) -> None:
-        """Unpin."""
-        with self._typed("deregister the arena"):
-            self._agent.deregisterMem(registered, self._backends)
-
-    def address(self, regions: Sequence[NixlRegion]) -> bytes:
-        """A NixlAddress of registered regions, encoded: what a peer needs to read from them."""
+    @property
+    def address(self) -> bytes:
+        """A NixlAddress of all regions, encoded: what a peer needs to read from them."""
         with self._typed("describe itself"):
             metadata = bytes(self._agent.getLocalMD())
-        return msgspec.msgpack.encode(NixlAddress(self.name, metadata, tuple(regions)))
+        regions = tuple(region for region, _ in self._registered)
+        return msgspec.msgpack.encode(NixlAddress(self.name, metadata, regions))
 
     def load(self, metadata: bytes, name: str) -> None:
         """Make a remote agent known and start connecting. Refuses metadata of any other agent."""
@@ -109,15 +107,17 @@ class NixlAgent:
     def prepare(
         self,
         name: str,
-        local: Sequence[Descriptor],
-        remote: Sequence[Descriptor],
+        spans: Sequence[tuple[int, int, int]],
         *,
-        kinds: tuple[MemoryKind, MemoryKind],
+        local: NixlRegion,
+        remote: NixlRegion,
     ) -> int:
-        """A read request, not yet posted; `kinds` of the local and remote memory."""
+        """A request, not yet posted, to read `spans` (SpanPairs) of agent `name` into `local`."""
+        ours = [(local.base + at, length, local.device) for _, at, length in spans]
+        theirs = [(remote.base + at, length, remote.device) for at, _, length in spans]
         lists = [
-            self._nixl.nixlXferDList(self._segment(kind), descriptors)
-            for kind, descriptors in zip(kinds, (local, remote), strict=True)
+            self._nixl.nixlXferDList(self._segment(region.memory), descriptors)
+            for region, descriptors in ((local, ours), (remote, theirs))
         ]
         with self._typed(f"prepare a read from {name}"):
             read = self._nixl.NIXL_READ
@@ -139,18 +139,22 @@ class NixlAgent:
             self._agent.releaseXferReq(request)
 
     def close(self) -> None:
-        """Stop the progress thread and free the agent; the last call on this object."""
-        self._agent = None
+        """Unpin all, stop the progress thread and free the agent. Idempotent."""
+        try:
+            with self._typed("deregister the arena"):
+                while self._registered:
+                    self._agent.deregisterMem(self._registered.pop()[1], self._backends)
+        finally:
+            self._agent = None
 
-    def _segment(self, kind: MemoryKind) -> Any:
+    def _segment(self, kind: str) -> Any:
         return self._nixl.VRAM_SEG if kind == "VRAM" else self._nixl.DRAM_SEG
 
 
 def _only(devices: str) -> dict[str, str]:
     """NIXL's options that keep UCX to some devices."""
-    # One option cuts its value at the first comma, and so takes one device, the interface. The
-    # other takes many, and appends `:1` to the last, which must be the first port of an RDMA
-    # device.
+    # One option cuts its value at the first comma, so it takes one device, the interface. The other
+    # takes many, and appends `:1` to the last, which must be the first port of an RDMA device.
     if not devices.endswith(":1"):
         return {"engine_config": f"NET_DEVICES={devices}"} if devices else {}
     return {"device_list": devices.removesuffix(":1")}

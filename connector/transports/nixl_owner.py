@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from types import ModuleType
-from typing import Any
 
 from connector.transports.nixl_agent import NixlAgent, NixlRegion
 from engine.errors import TransportError
@@ -34,24 +33,18 @@ def serve(name: str, memfds: Sequence[tuple[int, int]], *, devices: str, binding
     told = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print is no address
     agent = NixlAgent(name, progress_thread=True, devices=devices, bindings=_load(bindings))
-    served = [_register(agent, fd, nbytes) for fd, nbytes in memfds]
+    for fd, nbytes in memfds:
+        try:
+            agent.register(NixlRegion(_map(fd, nbytes, mmap.PROT_READ), nbytes, "DRAM", 0))
+        except TransportError as error:
+            news = f"peers can write the arena, as it cannot be registered read-only: {error}"
+            print(news, file=sys.stderr, flush=True)
+            base = _map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE)
+            agent.register(NixlRegion(base, nbytes, "DRAM", 0))
     with os.fdopen(told, "wb") as pipe:
-        pipe.write(agent.address([region for region, _ in served]))
+        pipe.write(agent.address)
     sys.stdin.buffer.read()
-    for _, registered in served:
-        agent.deregister(registered)
     agent.close()
-
-
-def _register(agent: NixlAgent, fd: int, nbytes: int) -> tuple[NixlRegion, Any]:
-    region = NixlRegion(_map(fd, nbytes, mmap.PROT_READ), nbytes, "DRAM", 0)
-    try:
-        return region, agent.register(region)
-    except TransportError as error:
-        news = f"peers can write the arena, as it cannot be registered read-only: {error}"
-        print(news, file=sys.stderr, flush=True)
-    region = NixlRegion(_map(fd, nbytes, mmap.PROT_READ | mmap.PROT_WRITE), nbytes, "DRAM", 0)
-    return region, agent.register(region)
 
 
 def _map(fd: int, nbytes: int, protection: int) -> int:

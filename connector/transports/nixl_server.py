@@ -1,7 +1,4 @@
-"""Serves a node's memory to NIXL readers: from a process beside the node, or from the node itself.
-
-Memory of a device belongs to the process that allocated it; host memory is served from outside.
-"""
+"""The node's side of the process that serves its host memory to NIXL readers."""
 
 import select
 import subprocess
@@ -11,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from connector.transports.nixl_agent import NixlAgent, NixlRegion, load_nixl
+from connector.transports.nixl_agent import load_nixl
 from engine.errors import TransportError
 
 log = structlog.get_logger()
@@ -19,20 +16,6 @@ log = structlog.get_logger()
 START_S = 30.0
 STOP_S = 5.0
 RESTART_S = 0.2  # before the next process starts, which may not live long either
-
-
-class AgentHere:
-    """An agent in this process; `devices` as of `NixlAgent`."""
-
-    def __init__(self, name: str, regions: Sequence[NixlRegion], *, devices: str) -> None:
-        self._agent = NixlAgent(name, progress_thread=True, devices=devices)
-        self._registered = [self._agent.register(region) for region in regions]
-        self.address = self._agent.address(regions)
-
-    def close(self) -> None:
-        for registered in self._registered:
-            self._agent.deregister(registered)
-        self._agent.close()
 
 
 class OwnerProcess:
@@ -64,7 +47,6 @@ class OwnerProcess:
         return self._process.pid
 
     def close(self) -> None:
-        """Ends the process. Idempotent."""
         self._is_over.set()
         _end(self._process)
         self._watcher.join(START_S + STOP_S)
@@ -101,23 +83,19 @@ class OwnerProcess:
             )
         except OSError as error:
             raise TransportError(f"nixl could not serve the arena: no process: {error}") from error
-        address = _read_address(process)
-        if address:
-            return process, address
+        assert process.stdout is not None and process.stderr is not None
+        news = select.poll()  # not select.select, which knows no descriptor beyond 1,023
+        with process.stdout as pipe:
+            news.register(pipe, select.POLLIN)
+            if news.poll(1e3 * START_S) and (address := pipe.read()):
+                return process, address
         _end(process)
+        with process.stderr as pipe:
+            last_words = pipe.read().decode(errors="replace").strip().rpartition("\n")[2]
         raise TransportError(
             f"nixl could not serve the arena: its process told no address within {START_S} s and "
-            f"ended with {process.returncode}: {_last_words(process)}"
+            f"ended with {process.returncode}: {last_words}"
         )
-
-
-def _read_address(process: subprocess.Popen[bytes]) -> bytes:
-    """The whole output of a process; empty if it ends or takes too long."""
-    assert process.stdout is not None
-    news = select.poll()  # not select.select, which knows no descriptor beyond 1,023
-    with process.stdout as pipe:
-        news.register(pipe, select.POLLIN)
-        return pipe.read() if news.poll(1e3 * START_S) else b""
 
 
 def _listen(process: subprocess.Popen[bytes]) -> int:
@@ -128,12 +106,6 @@ def _listen(process: subprocess.Popen[bytes]) -> int:
                 line = said.decode(errors="replace").strip()
                 log.info("nixl says", pid=process.pid, line=line)
     return process.wait()
-
-
-def _last_words(process: subprocess.Popen[bytes]) -> str:
-    assert process.stderr is not None
-    with process.stderr as pipe:
-        return pipe.read().decode(errors="replace").strip().rpartition("\n")[2]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -39,14 +39,6 @@ class ShmRegion(msgspec.Struct, frozen=True):
     device: Natural
     label: Annotated[str, msgspec.Meta(pattern=r"^tandem-arena-[0-9a-f]{16}$")]
 
-    @classmethod
-    def of(cls, memory: ArenaMemory) -> "ShmRegion":
-        """Raises TransportError for memory that was closed."""
-        if memory.fd is None:
-            raise TransportError(f"{memory.label} is closed")
-        info = os.fstat(memory.fd)
-        return cls(memory.fd, memory.nbytes, info.st_ino, info.st_dev, memory.label)
-
 
 class ShmAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="shm"):
     """A peer's process and its memfds."""
@@ -109,14 +101,34 @@ class ShmTransfer(Transfer):
                     self._waiting.appendleft(rest)
 
 
+@dataclass(slots=True, frozen=True)
+class _Memfds:
+    """Memory that the kernel serves to processes of the same user."""
+
+    regions: tuple[ArenaMemory, ...]
+
+    @property
+    def address(self) -> bytes:
+        announced = []
+        for it in self.regions:
+            if it.fd is None:
+                raise TransportError(f"{it.label} is closed")
+            info = os.fstat(it.fd)
+            announced.append(ShmRegion(it.fd, it.nbytes, info.st_ino, info.st_dev, it.label))
+        address = ShmAddress(os.getpid(), this_host(), tuple(announced))
+        return msgspec.msgpack.encode(address)
+
+    def close(self) -> None:
+        pass
+
+
 class ShmTransport(ArenaTransport[_Mapped]):
     """Host memory of processes of one user on one host."""
 
     name = "shm"
 
-    def _own_address(self) -> bytes:
-        regions = tuple(map(ShmRegion.of, self._regions))
-        return msgspec.msgpack.encode(ShmAddress(os.getpid(), this_host(), regions))
+    def _serve(self) -> _Memfds:
+        return _Memfds(self._regions)
 
     def _decode(self, peer: str, blob: bytes) -> _Mapped:
         address = decode_address(blob, ShmAddress)

@@ -6,69 +6,72 @@ through shared memory: on one host `shm` is faster. Without that mode a peer tha
 reading process with it, or writes into the arena after the end of a read (benchmarks/README.md).
 """
 
-import hashlib
+import ctypes
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from threading import RLock
-from typing import Annotated
 
-import msgspec
 import numpy as np
 
-from connector.transports.address import RegionSizes, decode_address
 from connector.transports.arena_transport import ArenaTransport, RemoteMemory
-from connector.transports.base import SpanPair, Transfer, TransferStatus
+from connector.transports.base import SpanPair, Transfer, TransferStatus, cut, gather
 from connector.transports.polled_transfer import DrainedTransfer
-from connector.transports.ucx_parts import Part, plan_parts
 from connector.transports.ucx_server import (
+    MAX_PART_SPANS,
     REFUSAL_BYTES,
     REQUEST_TAG,
     ArenaServer,
     PartRequest,
-    Token,
-    WorkerAddress,
+    UcxAddress,
     encode_frame,
 )
 from connector.transports.ucx_worker import Bytes, Request, UcxWorker, wait_readable
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
+PART_BYTES = 2 << 20
+DIRECT_BYTES = 256 * 1024
+"""Spans from here on arrive in the arena itself, smaller ones together through a buffer."""
 _PARTS_IN_FLIGHT = 4
 _NAP_S = 1e-3  # another thread may have taken the event that this one sleeps for
 _TAG_COUNTER = 2**20
 
 
-class UcxAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="ucx"):
-    """A peer's serving worker and its memory; `token` is new in each life and goes into requests.
+@dataclass(slots=True, frozen=True)
+class Part:
+    """Spans that are asked for together; joined they travel as one message, else each as its own.
 
-    `digest` covers the rest: UCX 1.21 aborts the process that parses a damaged worker address.
-    That is against damage, not against malice: addresses must come from members of the cluster.
+    So many spans cost one request, and no large one is copied to be sent or received.
     """
 
-    worker: WorkerAddress
-    token: Token
-    nbytes: RegionSizes
-    digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    spans: tuple[SpanPair, ...]
+    joined: bool
 
-    @classmethod
-    def of(cls, worker: bytes, token: bytes, nbytes: tuple[int, ...]) -> "UcxAddress":
-        """With its digest."""
-        return cls(worker, token, nbytes, _digest(worker, token, nbytes))
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all messages."""
+        return sum(span.length for span in self.spans)
 
-    @classmethod
-    def decode(cls, blob: bytes) -> "UcxAddress":
-        """Raises TransportError for anything but what `of` made."""
-        address = decode_address(blob, cls)
-        if address.digest != _digest(address.worker, address.token, address.nbytes):
-            raise TransportError("a UcxAddress that does not match its digest: it was damaged")
-        return address
+    def scatter(self, buffer: Bytes, arena: Bytes) -> None:
+        """From the one message to where the spans belong."""
+        source, target = buffer.ctypes.data, arena.ctypes.data
+        for span in self.spans:
+            ctypes.memmove(target + span.local, source, span.length)
+            source += span.length
 
 
-def _digest(worker: bytes, token: bytes, nbytes: tuple[int, ...]) -> bytes:
-    whole = worker + token + b"".join(size.to_bytes(8) for size in nbytes)
-    return hashlib.blake2b(whole, digest_size=16).digest()
+def plan_parts(spans: Sequence[SpanPair]) -> Iterator[Part]:
+    """Every byte in one part of at most PART_BYTES: first the large spans, then the small ones.
+
+    Longer spans than PART_BYTES are cut.
+    """
+    pieces = list(cut(spans, PART_BYTES))
+    for joined in (False, True):
+        alike = (piece for piece in pieces if (piece.length < DIRECT_BYTES) is joined)
+        for batch in gather(alike, most_bytes=PART_BYTES, most_spans=MAX_PART_SPANS):
+            yield Part(tuple(batch), joined and len(batch) > 1)
 
 
 @dataclass(slots=True)
@@ -128,18 +131,13 @@ class _Connection:
         buffer = np.zeros(REFUSAL_BYTES, dtype=np.uint8)
         self._refusal = self._worker.receive(buffer, self._tag)
         self._asking: list[Request] = []
-        self._live: list[UcxTransfer] = []
-
-    @property
-    def under_way(self) -> tuple[UcxTransfer, ...]:
-        """Reads that have neither ended nor failed."""
-        return tuple(self._live)
+        self.live: list[UcxTransfer] = []  # neither ended nor failed
 
     def start(self, peer: str, spans: Sequence[SpanPair], region: int) -> UcxTransfer:
         """Ask for the first parts; the transfer tells if that fails."""
         transfer = UcxTransfer(self, peer, spans, region)
         with self.lock:
-            self._live.append(transfer)
+            self.live.append(transfer)
             self.advance()
         return transfer
 
@@ -150,7 +148,7 @@ class _Connection:
         try:
             self._worker.progress()
             self._check()
-            for transfer in tuple(self._live):
+            for transfer in tuple(self.live):
                 self._land(transfer)
                 self._launch(transfer)
         except TransportError as error:
@@ -170,15 +168,15 @@ class _Connection:
             if self.closed:
                 return
             self.closed = True
-            for transfer in self._live:
+            for transfer in self.live:
                 transfer.failure = reason
             try:
                 self._worker.close()
             finally:
-                for transfer in self._live:
+                for transfer in self.live:
                     transfer.flying.clear()
                     transfer.waiting.clear()
-                self._live.clear()
+                self.live.clear()
                 self._asking.clear()
                 del self._refusal, self._endpoint
 
@@ -203,17 +201,21 @@ class _Connection:
         transfer.flying = still
         if not still and not transfer.waiting:
             transfer.status = TransferStatus.DONE
-            self._live.remove(transfer)
+            self.live.remove(transfer)
 
     def _launch(self, transfer: UcxTransfer) -> None:
         # The bound is for the connection: all its reads share the peer's one serving thread.
-        in_flight = sum(len(other.flying) for other in self._live)
+        in_flight = sum(len(other.flying) for other in self.live)
         memory = self._regions[transfer.region]
         for _ in range(min(_PARTS_IN_FLIGHT - in_flight, len(transfer.waiting))):
             part = transfer.waiting.popleft()
             # The tags of one part follow each other: a joined part takes the first for its buffer,
             # the spans of others one each.
-            tag = self._take_tags(len(part.spans))
+            # Reused after a million: by then the parts that had them have long ended.
+            if self._used_tags + len(part.spans) >= _TAG_COUNTER:
+                self._used_tags = 0
+            tag = self._tag + 1 + self._used_tags
+            self._used_tags += len(part.spans)
             buffer = np.empty(part.nbytes if part.joined else 0, dtype=np.uint8)
             direct = [memory[span.local : span.local + span.length] for span in part.spans]
             messages = deque(
@@ -233,15 +235,6 @@ class _Connection:
             frame = encode_frame(request)
             self._asking.append(self._worker.send(self._endpoint, frame, REQUEST_TAG))
 
-    def _take_tags(self, count: int) -> int:
-        """The first of `count` tags in a row."""
-        # Reused after a million: by then the parts that had them have long ended.
-        if self._used_tags + count >= _TAG_COUNTER:
-            self._used_tags = 0
-        first = self._tag + 1 + self._used_tags
-        self._used_tags += count
-        return first
-
 
 @dataclass(slots=True)
 class _Peer(RemoteMemory):
@@ -257,19 +250,8 @@ class UcxTransport(ArenaTransport[_Peer]):
 
     name = "ucx"
 
-    def __init__(self, agent_name: str, host: str = "127.0.0.1") -> None:
-        super().__init__(agent_name, host)
-        self._server: ArenaServer | None = None
-        self._encoded = b""
-
-    def _serve(self) -> None:
-        self._server = ArenaServer(self._regions, self._host)
-        nbytes = tuple(region.nbytes for region in self._regions)
-        address = UcxAddress.of(self._server.start(), self._server.token, nbytes)
-        self._encoded = msgspec.msgpack.encode(address)
-
-    def _own_address(self) -> bytes:
-        return self._encoded
+    def _serve(self) -> ArenaServer:
+        return ArenaServer(self._regions, self._host)
 
     def _decode(self, peer: str, blob: bytes) -> _Peer:
         address = UcxAddress.decode(blob)
@@ -293,9 +275,4 @@ class UcxTransport(ArenaTransport[_Peer]):
     def _under_way(self) -> list[UcxTransfer]:
         with self._lock:
             connections = [remote.connection for remote in self._peers.values()]
-        return [transfer for it in connections if it is not None for transfer in it.under_way]
-
-    def _stop(self) -> None:
-        server, self._server = self._server, None
-        if server is not None:
-            server.close()
+        return [transfer for it in connections if it is not None for transfer in tuple(it.live)]

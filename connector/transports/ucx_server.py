@@ -5,6 +5,7 @@ read inside the regions, and nothing else is looked at before the token is right
 """
 
 import ctypes
+import hashlib
 import hmac
 import os
 import secrets
@@ -13,14 +14,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
 from threading import Thread
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import structlog
 
-from connector.transports.address import Natural, RegionNumber
-from connector.transports.ucx_worker import Bytes, Endpoint, Request, UcxWorker, wait_readable
+from connector.transports.address import Natural, RegionNumber, RegionSizes, decode_address
+from connector.transports.ucx_worker import Bytes, Request, UcxWorker, wait_readable
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
@@ -40,6 +41,33 @@ _PREFIX = struct.Struct("<I")
 Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 WorkerAddress = Annotated[bytes, msgspec.Meta(min_length=1, max_length=16 * 1024)]
 _Length = Annotated[int, msgspec.Meta(ge=1, le=MAX_PART_BYTES)]
+
+
+class UcxAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="ucx"):
+    """A peer's serving worker and its memory; `token` is new in each life and goes into requests.
+
+    `digest` covers the rest: UCX 1.21 aborts the process that parses a damaged worker address.
+    That is against damage, not against malice: addresses must come from members of the cluster.
+    """
+
+    worker: WorkerAddress
+    token: Token
+    nbytes: RegionSizes
+    digest: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+    @classmethod
+    def of(cls, worker: bytes, token: bytes, nbytes: tuple[int, ...]) -> "UcxAddress":
+        """With its digest."""
+        whole = worker + token + b"".join(size.to_bytes(8) for size in nbytes)
+        return cls(worker, token, nbytes, hashlib.blake2b(whole, digest_size=16).digest())
+
+    @classmethod
+    def decode(cls, blob: bytes) -> "UcxAddress":
+        """Raises TransportError for anything but what `of` made."""
+        address = decode_address(blob, cls)
+        if address != cls.of(address.worker, address.token, address.nbytes):
+            raise TransportError("a UcxAddress that does not match its digest: it was damaged")
+        return address
 
 
 class PartRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +91,7 @@ class PartRequest(msgspec.Struct, frozen=True, array_like=True):
 class _Reader(msgspec.Struct):
     """The connection to one reader, and the messages under way to it, by part."""
 
-    endpoint: Endpoint
+    endpoint: Any
     sends: list[list[Request]] = msgspec.field(default_factory=list)
 
 
@@ -105,23 +133,21 @@ class ArenaServer:
     """Serves `regions` from its own thread until `close`; the owner's engine does nothing."""
 
     def __init__(self, regions: Sequence[ArenaMemory], host: str) -> None:
-        self.token = secrets.token_bytes(16)
+        self._token = secrets.token_bytes(16)
         self._regions: list[Bytes] = [region.tensor.numpy() for region in regions]
         self._worker = UcxWorker(host)
+        nbytes = tuple(region.nbytes for region in regions)
+        address = UcxAddress.of(self._worker.address(), self._token, nbytes)
+        self.address = msgspec.msgpack.encode(address)
         self._readers: dict[bytes, _Reader] = {}
         self._leaving: list[Request] = []
         self._stopping = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = Thread(target=self._run, name="ucx-server", daemon=True)
-
-    def start(self) -> bytes:
-        """Serve from now on; the worker's address."""
-        address = self._worker.address()
         self._thread.start()
-        return address
 
     def close(self) -> None:
-        """Stop the thread, which gives everything back."""
+        """Stop the thread, which gives everything back. Raises TransportError if it goes on."""
         self._stopping = True
         os.eventfd_write(self._wake, 1)
         self._thread.join(_STOP_S)
@@ -134,12 +160,12 @@ class ArenaServer:
             stack.callback(self._worker.close)
             stack.callback(self._readers.clear)
             frame = np.zeros(MAX_FRAME_BYTES, dtype=np.uint8)
-            inbox = self._worker.receive_any(frame)
+            inbox = self._worker.receive(frame, None)
             while not self._stopping:
                 self._worker.progress()
                 if inbox.handle.completed:
                     self._take(inbox)
-                    inbox = self._worker.receive_any(frame)
+                    inbox = self._worker.receive(frame, None)
                     continue
                 self._patrol()
                 if self._worker.arm():
@@ -150,7 +176,7 @@ class ArenaServer:
         try:
             self._worker.is_done(inbox)
             request = decode_frame(inbox.buffer.data)
-            if not hmac.compare_digest(request.token, self.token):
+            if not hmac.compare_digest(request.token, self._token):
                 raise TransportError("the token is not that of this incarnation")
             self._answer(request)
         except TransportError as error:

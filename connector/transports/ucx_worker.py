@@ -11,18 +11,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.errors import ConfigError, TransportError
-from engine.hosts import ipv4_of
+from engine.hosts import WILDCARDS, ipv4_of
 
 Bytes = npt.NDArray[np.uint8]
-
-WILDCARDS = ("", "0.0.0.0", "::")
 
 # UCX's own 8 KiB segments move 1.4 GB/s over loopback TCP where these move 2 to 4. TCP has no puts
 # for messages, so this scheme also spares it the round trip of a rendezvous; RDMA keeps its own.
@@ -45,20 +42,6 @@ class Request:
     buffer: Bytes
 
 
-class Endpoint:
-    """A connection to another worker."""
-
-    __slots__ = ("handle",)
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-
-    @property
-    def alive(self) -> bool:
-        """False once UCX has seen the other side go."""
-        return bool(self.handle.alive)
-
-
 class UcxWorker:
     """One UCX context and worker, reachable at `host` only; one thread at a time.
 
@@ -66,10 +49,15 @@ class UcxWorker:
     """
 
     def __init__(self, host: str) -> None:
-        self._ucx = _import_ucxx("ucxx._lib.libucxx")
-        self._array = _import_ucxx("ucxx._lib.arr").Array
+        try:  # heavy and optional, so not imported at the top of the file
+            self._ucx = importlib.import_module("ucxx._lib.libucxx")
+            self._array = importlib.import_module("ucxx._lib.arr").Array
+        except ImportError as error:
+            raise ConfigError(
+                f"the ucx transport needs the ucxx package ({error}): pip install tandem[ucx]"
+            ) from error
         self._errors = (self._ucx.UCXError, RuntimeError, ValueError)
-        self._endpoints: list[Endpoint] = []
+        self._endpoints: list[Any] = []
         feature = self._ucx.Feature
         with self._typed("open a worker"):
             settings = _SETTINGS | network_devices(host)
@@ -90,37 +78,36 @@ class UcxWorker:
         with self._typed("describe itself"):
             return bytes(self._worker.address.tobytes())
 
-    def connect(self, address: bytes) -> Endpoint:
-        """Start connecting. `address` is parsed by UCX itself: take it from trusted peers only."""
+    def connect(self, address: bytes) -> Any:
+        """Start connecting; the endpoint is `alive` until UCX has seen the other side go.
+
+        `address` is parsed by UCX itself: take it from trusted peers only.
+        """
         with self._typed("connect"):
             remote = self._ucx.UCXAddress.create_from_buffer(address)
             endpoint = self._ucx.UCXEndpoint.create_from_worker_address(self._worker, remote, True)
-        self._endpoints.append(Endpoint(endpoint))
-        return self._endpoints[-1]
+        self._endpoints.append(endpoint)
+        return endpoint
 
-    def disconnect(self, endpoint: Endpoint) -> None:
+    def disconnect(self, endpoint: Any) -> None:
         """Close by force: what was under way fails."""
         self._endpoints.remove(endpoint)
         with self._typed("disconnect"):
-            endpoint.handle.close_blocking(_CLOSE_NS, _CLOSE_ATTEMPTS)
+            endpoint.close_blocking(_CLOSE_NS, _CLOSE_ATTEMPTS)
 
-    def send(self, endpoint: Endpoint, message: Bytes, tag: int) -> Request:
+    def send(self, endpoint: Any, message: Bytes, tag: int) -> Request:
         """Start sending; `message` must not change before it is done."""
         with self._typed("send"):
             tagged = self._ucx.UCXXTag(tag)
-            return Request(endpoint.handle.tag_send(self._array(message), tagged), message)
+            return Request(endpoint.tag_send(self._array(message), tagged), message)
 
-    def receive(self, buffer: Bytes, tag: int) -> Request:
-        """Receive a message of exactly this tag; a longer one than `buffer` fails."""
+    def receive(self, buffer: Bytes, tag: int | None) -> Request:
+        """Receive a message of `tag`, None: the next of any; one longer than `buffer` fails."""
         with self._typed("receive"):
-            tagged = self._ucx.UCXXTag(tag)
-            return Request(self._worker.tag_recv(self._array(buffer), tagged), buffer)
-
-    def receive_any(self, buffer: Bytes) -> Request:
-        """Receive the next message, whatever its tag: nothing may pile up unread."""
-        with self._typed("receive"):
-            tag, mask = self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0)
-            return Request(self._worker.tag_recv(self._array(buffer), tag, mask), buffer)
+            array, tagged = self._array(buffer), self._ucx.UCXXTag(tag or 0)
+            if tag is not None:
+                return Request(self._worker.tag_recv(array, tagged), buffer)
+            return Request(self._worker.tag_recv(array, tagged, self._ucx.UCXXTagMask(0)), buffer)
 
     def is_done(self, request: Request) -> bool:
         """True once it has ended well. Raises TransportError if it failed."""
@@ -160,7 +147,7 @@ def wait_readable(fds: Sequence[int], timeout_s: float) -> None:
 
 def network_devices(host: str) -> dict[str, str]:
     """UCX's setting that keeps it on the interface of `host`; RDMA ports too, unless loopback."""
-    if host in WILDCARDS:
+    if not host or host in WILDCARDS:
         return {}
     try:
         wanted = socket.gethostbyname(host)
@@ -175,13 +162,3 @@ def network_devices(host: str) -> dict[str, str]:
     if not names:
         raise ConfigError(f"no network interface of this machine has the address {wanted} ({host})")
     return {"NET_DEVICES": ",".join(names)}
-
-
-def _import_ucxx(name: str) -> ModuleType:
-    """Heavy and optional, so not imported at the top of the file."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ConfigError(
-            f"the ucx transport needs the ucxx package ({error}): pip install tandem[ucx]"
-        ) from error

@@ -7,22 +7,148 @@ our memory only inside `poll` and `wait`, so a read that was cancelled cannot wr
 import ipaddress
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from connector.transports.arena_transport import ArenaTransport, RemoteMemory
-from connector.transports.base import SpanPair, Transfer, TransferStatus
+from connector.transports.base import SpanPair, Transfer, TransferStatus, cut, gather
 from connector.transports.polled_transfer import PolledTransfer
-from connector.transports.zmq_link import Context, Link
-from connector.transports.zmq_owner import ArenaOwner
-from connector.transports.zmq_wire import WINDOW, ZmqAddress, chunks, decode_zmq_address
+from connector.transports.zmq_owner import (
+    CHUNK_BYTES,
+    CHUNK_PIECES,
+    HANDSHAKE_S,
+    HIGH_WATER,
+    MAX_HEADER_BYTES,
+    USER,
+    WINDOW,
+    AnswerHeader,
+    ArenaOwner,
+    Context,
+    PieceRequest,
+    ZmqAddress,
+    decode_zmq_address,
+    endpoint,
+)
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
 _SLICE_S = 0.02  # how long a waiting thread may keep `cancel` of another one waiting
 _MAX_IDLE = 8  # connections kept per peer
+_REFUSED = zmq.Event.HANDSHAKE_FAILED_AUTH
+_ENDS = (
+    _REFUSED
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.DISCONNECTED
+    | zmq.Event.CLOSED
+)
+
+
+def chunks(spans: Sequence[SpanPair]) -> Iterator[list[SpanPair]]:
+    """`spans` in order, cut and gathered into what one request may ask for."""
+    return gather(cut(spans, CHUNK_BYTES), most_bytes=CHUNK_BYTES, most_spans=CHUNK_PIECES)
+
+
+class Link:
+    """A connection to an owner: requests and answers, not reads. Not thread-safe.
+
+    It connects on its own, after the first `ask`. libzmq reconnects in silence; here a lost
+    connection is an error, told by the socket's monitor, and every failure is for good.
+    """
+
+    def __init__(self, context: Context, address: ZmqAddress) -> None:
+        self.peer = endpoint(address.host, address.port)
+        self._header = memoryview(bytearray(MAX_HEADER_BYTES))
+        self._number = 0
+        self._poller = zmq.Poller()
+        with ExitStack() as undo:
+            try:
+                self._socket = context.socket(zmq.DEALER)
+                undo.callback(self._socket.close, 0)
+                self._monitor = self._socket.get_monitor_socket(int(_ENDS))
+                undo.callback(self._monitor.close, 0)
+                self._connect(address)
+            except zmq.ZMQError as error:
+                raise TransportError(f"zmq cannot connect to {self.peer}: {error}") from error
+            undo.pop_all()
+
+    def _connect(self, address: ZmqAddress) -> None:
+        self._socket.linger = 0
+        self._socket.ipv6 = ":" in address.host
+        self._socket.reconnect_ivl = -1
+        self._socket.handshake_ivl = int(1000 * HANDSHAKE_S)
+        self._socket.maxmsgsize = CHUNK_BYTES
+        self._socket.plain_username = USER
+        self._socket.plain_password = address.token.encode()
+        self._socket.set_hwm(HIGH_WATER)
+        for watched in (self._socket, self._monitor):
+            self._poller.register(watched, zmq.POLLIN)
+        self._socket.connect(self.peer)
+
+    def ask(self, pieces: Sequence[SpanPair], region: int = 0) -> int:
+        """Send one request, whose number is returned; at most `WINDOW` may be unanswered."""
+        self._number += 1
+        wanted = tuple((piece.remote, piece.length) for piece in pieces)
+        request = msgspec.msgpack.encode(PieceRequest(self._number, wanted, region))
+        try:
+            # Or libzmq may call a queue full that has drained: it looks only now and then.
+            self._socket.get(zmq.EVENTS)
+            self._socket.send(request, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self.check()
+            raise TransportError(f"cannot ask {self.peer}: {error}") from error
+        return self._number
+
+    def take(self, number: int, pieces: Sequence[SpanPair], local: ArenaMemory) -> bool:
+        """Copy the next answer, which must be to `number`, into `local`; False: not here yet."""
+        try:
+            size = self._socket.recv_into(self._header, flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            raise TransportError(f"cannot hear {self.peer}: {error}") from error
+        try:
+            header = msgspec.msgpack.decode(bytes(self._header[:size]), type=AnswerHeader)
+        except msgspec.DecodeError as error:
+            raise TransportError(f"{self.peer} sent no answer of this protocol: {error}") from error
+        if header.refusal:
+            raise TransportError(f"{self.peer} refused to be read: {header.refusal}")
+        if header.number != number:
+            raise TransportError(f"{self.peer} answered {header.number} instead of {number}")
+        for piece in pieces:
+            with local.writable(piece.local, piece.length) as target:
+                # A message arrives whole: its next frame is here, or the message is too short.
+                more = self._socket.rcvmore
+                size = self._socket.recv_into(target, flags=zmq.NOBLOCK) if more else 0
+                if size != piece.length:
+                    raise TransportError(f"{self.peer} sent {size} B instead of {piece.length} B")
+        if self._socket.rcvmore:
+            raise TransportError(f"{self.peer} sent more pieces than the {len(pieces)} asked for")
+        return True
+
+    def pause(self, seconds: float) -> None:
+        """Return when something has happened, or after `seconds`."""
+        self._poller.poll(max(1, int(1000 * seconds)))
+
+    def check(self) -> None:
+        """Raises TransportError when the connection has ended."""
+        if self._monitor.poll(0):
+            event = zmq.Event(recv_monitor_message(self._monitor)["event"])
+            reason = "closed the connection, or nobody listens there"
+            if event & _REFUSED:
+                reason = "refused our token: another incarnation listens there"
+            raise TransportError(f"{self.peer} {reason}")
+
+    def close(self) -> None:
+        """Drop the connection, and all that is still on its way. Idempotent."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
 
 
 @dataclass(slots=True)
@@ -59,16 +185,6 @@ class _Peer(RemoteMemory):
                 self.idle.append(link)
             elif link is not None:
                 link.close()
-
-    def drop(self, reason: str) -> None:
-        """Fail the reads and close the idle connections."""
-        with self.lock:
-            self.is_dropped = True
-            reads = list(self.reads)
-        for read in reads:
-            read.end(reason)
-        while self.idle:
-            self.idle.pop().close()
 
 
 class ZmqTransfer(PolledTransfer):
@@ -147,21 +263,15 @@ class ZmqTransport(ArenaTransport[_Peer]):
 
     name = "zmq"
     moves_devices = True
-
-    def __init__(self, agent_name: str, host: str = "127.0.0.1") -> None:
-        super().__init__(agent_name, host)
-        self._context = Context()
-        self._owner: ArenaOwner | None = None
+    _context: Context
 
     def listens_at(self, address: bytes) -> str | None:
         return str(ipaddress.ip_address(decode_zmq_address(address).host))
 
-    def _serve(self) -> None:
-        self._owner = ArenaOwner(self._context, self._regions, self._host)
-
-    def _own_address(self) -> bytes:
-        assert self._owner is not None
-        return msgspec.msgpack.encode(self._owner.address)
+    def _serve(self) -> ArenaOwner:
+        owner = ArenaOwner(self._regions, self._host)
+        self._context = owner.context
+        return owner
 
     def _decode(self, peer: str, blob: bytes) -> _Peer:
         address = decode_zmq_address(blob)
@@ -177,9 +287,10 @@ class ZmqTransport(ArenaTransport[_Peer]):
         return transfer
 
     def _drop(self, remote: _Peer, reason: str) -> None:
-        remote.drop(reason)
-
-    def _stop(self) -> None:
-        self._context.term()  # ends the owner's thread
-        if self._owner is not None:
-            self._owner.join()
+        with remote.lock:
+            remote.is_dropped = True
+            reads = list(remote.reads)
+        for read in reads:  # without the lock, which a read takes when it ends
+            read.end(reason)
+        while remote.idle:
+            remote.idle.pop().close()

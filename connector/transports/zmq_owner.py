@@ -1,70 +1,127 @@
-"""The owner's side of zmq: a thread that serves regions to everybody who was told its token.
+"""The owner's side of zmq: a thread that serves regions, and the messages that it understands.
 
-Knows no readers by name. The engine has no part in it; large pieces leave from the arena itself.
+One request names pieces of one region; its answer is a header and one frame per piece. Whoever has
+the token may ask, by whatever name. The engine has no part in it; large pieces leave from the arena
+itself.
 """
 
+import ipaddress
 import secrets
 import socket
 import threading
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import zmq
 
-from connector.transports.zmq_wire import (
-    CHUNK_BYTES,
-    HANDSHAKE_S,
-    HIGH_WATER,
-    MAX_REQUEST_BYTES,
-    USER,
-    AnswerHeader,
-    PieceRequest,
-    ZmqAddress,
-    endpoint,
+from connector.transports.address import (
+    Natural,
+    PortNumber,
+    RegionNumber,
+    RegionSizes,
+    decode_address,
 )
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
+Context = zmq.Context[zmq.Socket[bytes]]
+
+CHUNK_BYTES = 1 << 20
+"""Most bytes that one request asks for."""
+CHUNK_PIECES = 256
+"""Most pieces that one request names."""
+WINDOW = 8
+"""Unanswered requests of one read: at most 8 MiB are on the way."""
+HIGH_WATER = 2 * WINDOW + 2  # libzmq counts what was taken in steps of half the mark
+MAX_REQUEST_BYTES = 8 * 1024
+MAX_HEADER_BYTES = 1024
+HANDSHAKE_S = 5.0
+USER = b"tandem"
 _ZAP = "inproc://zeromq.zap.01"  # where libzmq asks about new connections (ZeroMQ RFC 27)
 _ZAP_FRAMES = 8  # version, id, domain, address, routing id, mechanism, user, password
 _HEARTBEAT_MS = 5_000  # a reader that vanished without a word is forgotten after three of them
 
+_Length = Annotated[int, msgspec.Meta(ge=1, le=CHUNK_BYTES)]
+
+
+class ZmqAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="zmq"):
+    """The socket of one incarnation of an owner; `token` opens its connections and no other's."""
+
+    host: Annotated[str, msgspec.Meta(min_length=2, max_length=45)]
+    port: PortNumber
+    nbytes: RegionSizes
+    token: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+
+
+class PieceRequest(msgspec.Struct, frozen=True, array_like=True):
+    """`pieces`: offset in the owner's region and length, in bytes."""
+
+    number: Natural
+    pieces: Annotated[
+        tuple[tuple[Natural, _Length], ...], msgspec.Meta(min_length=1, max_length=CHUNK_PIECES)
+    ]
+    region: RegionNumber = 0
+
+
+class AnswerHeader(msgspec.Struct, frozen=True, array_like=True):
+    """Stands before the pieces; with a `refusal` none follow."""
+
+    number: Natural
+    refusal: Annotated[str, msgspec.Meta(max_length=MAX_HEADER_BYTES // 4)] = ""
+
+
+def decode_zmq_address(blob: bytes) -> ZmqAddress:
+    """A peer's address. Raises TransportError, also for a host that is no single IP address."""
+    address = decode_address(blob, ZmqAddress)
+    try:
+        host = ipaddress.ip_address(address.host)
+    except ValueError as error:
+        raise TransportError(f"ZmqAddress needs an IP address as host: {error}") from error
+    if host.is_multicast or host.is_unspecified:
+        raise TransportError(f"ZmqAddress names no single host: {host}")
+    return address
+
+
+def endpoint(host: str, port: int | str) -> str:
+    """ZeroMQ's spelling of an IP address and a port."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
 
 class ArenaOwner:
-    """Serves from `context` until that is terminated. Raises TransportError if it cannot listen.
+    """Serves from its thread until `close`. Raises TransportError if it cannot listen.
 
     A connection that does not begin with the token of this incarnation is closed before it has
     sent one request (PLAIN, ZeroMQ RFC 24; nothing is encrypted). A reader that takes no answers
     gets no more of them than `HIGH_WATER`: the rest is dropped.
+
+    `context` is for this node's own readers too: `close` ends it, and waits for their sockets.
     """
 
-    def __init__(
-        self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        regions: Sequence[ArenaMemory],
-        host: str,
-    ) -> None:
+    def __init__(self, regions: Sequence[ArenaMemory], host: str) -> None:
+        self.context = Context()
         self._token = secrets.token_hex(32)
         self._regions = regions
         self._decoder = msgspec.msgpack.Decoder(PieceRequest)
-        self._door = context.socket(zmq.REP)
-        self._readers = context.socket(zmq.ROUTER)
+        self._admission = self.context.socket(zmq.REP)
+        self._readers = self.context.socket(zmq.ROUTER)
         try:
             self.address = self._listen(host)
         except (zmq.ZMQError, OSError) as error:
             self._close_sockets()
+            self.context.term()
             raise TransportError(f"zmq cannot listen on {host!r}: {error}") from error
         self._thread = threading.Thread(target=self._serve, name="kv-zmq-owner", daemon=True)
         self._thread.start()
 
-    def join(self) -> None:
-        """Wait for the thread, which ends when the context is terminated."""
+    def close(self) -> None:
+        self.context.term()  # ends the thread
         self._thread.join()
 
-    def _listen(self, host: str) -> ZmqAddress:
+    def _listen(self, host: str) -> bytes:
         ip = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-        self._door.linger = 0
-        self._door.bind(_ZAP)
+        self._admission.linger = 0
+        self._admission.bind(_ZAP)
         readers = self._readers
         readers.linger = 0
         readers.ipv6 = ":" in ip
@@ -78,17 +135,18 @@ class ArenaOwner:
         readers.router_mandatory = True  # without it, a full queue would be no error
         readers.bind(endpoint(ip, "*"))
         port = int(readers.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        return ZmqAddress(ip, port, tuple(it.nbytes for it in self._regions), self._token)
+        nbytes = tuple(region.nbytes for region in self._regions)
+        return msgspec.msgpack.encode(ZmqAddress(ip, port, nbytes, self._token))
 
     def _serve(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._door, zmq.POLLIN)
+        poller.register(self._admission, zmq.POLLIN)
         poller.register(self._readers, zmq.POLLIN)
         # One thread owns both sockets, which ZeroMQ does not let threads share.
         try:
             while True:
                 for ready, _ in poller.poll():
-                    self._admit() if ready is self._door else self._answer()
+                    self._admit() if ready is self._admission else self._answer()
         except zmq.ContextTerminated:
             pass  # this is how it ends
         finally:
@@ -96,12 +154,12 @@ class ArenaOwner:
 
     def _admit(self) -> None:
         """Tell libzmq whether a new connection has the token."""
-        frames = self._door.recv_multipart()
+        frames = self._admission.recv_multipart()
         known = len(frames) == _ZAP_FRAMES and secrets.compare_digest(
             frames[-1], self._token.encode()
         )
         status = b"200" if known else b"400"
-        self._door.send_multipart([*frames[:2], status, b"", USER, b""])
+        self._admission.send_multipart([*frames[:2], status, b"", USER, b""])
 
     def _answer(self) -> None:
         reader, request, *rest = self._readers.recv_multipart()
@@ -132,7 +190,7 @@ class ArenaOwner:
         return [header, *(memory.read(start, size) for start, size in request.pieces)]
 
     def _close_sockets(self) -> None:
-        self._door.close(0)
+        self._admission.close(0)
         self._readers.close(0)
 
 

@@ -17,7 +17,7 @@ from connector.transports import nixl
 from connector.transports.address import decode_address
 from connector.transports.base import SpanPair, Transport
 from connector.transports.nixl_agent import NixlAddress, NixlAgent, NixlRegion
-from connector.transports.nixl_server import AgentHere, OwnerProcess
+from connector.transports.nixl_server import OwnerProcess
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 from tests.leaks import children_of, excess, held_by, listening
@@ -80,9 +80,9 @@ def test_nobody_who_knows_the_address_can_write_the_arena(
 
 def write(peer: NixlAddress, noise: ArenaMemory) -> None:
     """What a program of somebody else would do, for as long as it is not stopped."""
-    with closing(NixlAgent("intruder", progress_thread=False, devices="lo")) as agent:
+    region = NixlRegion(noise.data_ptr, noise.nbytes, "DRAM", 0)
+    with closing(NixlAgent("intruder", [region], progress_thread=False, devices="lo")) as agent:
         bindings, ours = agent._nixl, (noise.data_ptr, noise.nbytes, 0)
-        registered = agent.register(NixlRegion(noise.data_ptr, noise.nbytes, "DRAM", 0))
         agent.load(peer.metadata, peer.agent)
         lists = [
             bindings.nixlXferDList(bindings.DRAM_SEG, [region])
@@ -98,7 +98,7 @@ def write(peer: NixlAddress, noise: ArenaMemory) -> None:
         for step in (
             partial(agent.release, request),
             partial(agent.unload, peer.agent),
-            partial(agent.deregister, registered),
+            agent.close,
         ):
             with suppress(TransportError):
                 step()
@@ -124,7 +124,8 @@ def test_memory_of_a_device_is_served_by_the_node_itself(
     with closing(ArenaMemory(ARENA_BYTES)) as served:
         served.tensor.random_(256)
         region = NixlRegion(served.data_ptr, served.nbytes, "DRAM", 0)
-        with closing(AgentHere("p", [region], devices="lo")) as here:
+        agent = NixlAgent("p", [region], progress_thread=True, devices="lo")
+        with closing(agent) as here:
             transport.connect("p", here.address)
             pull(transport, "p", [SpanPair(0, 0, ARENA_BYTES)])
             assert torch.equal(arena.tensor, served.tensor)

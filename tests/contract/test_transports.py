@@ -17,8 +17,8 @@ from connector.transports.base import SpanPair, TransferStatus, Transport
 from connector.transports.choose import open_transport
 from connector.transports.nixl_agent import NixlAddress
 from connector.transports.shm import ShmAddress, ShmTransport
-from connector.transports.ucx import UcxAddress
-from connector.transports.zmq_wire import ZmqAddress
+from connector.transports.ucx_server import UcxAddress
+from connector.transports.zmq_owner import ZmqAddress
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
 from tests.reads import ODD_LENGTHS, StartPeer, expected, permuted_blocks, pull, pull_in_the_end

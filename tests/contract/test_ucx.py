@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from connector.transports.base import SpanPair, TransferStatus
-from connector.transports.ucx import UcxAddress, UcxTransport
-from connector.transports.ucx_parts import DIRECT_BYTES, PART_BYTES, plan_parts
+from connector.transports.ucx import DIRECT_BYTES, PART_BYTES, UcxTransport, plan_parts
 from connector.transports.ucx_server import (
     MAX_FRAME_BYTES,
     MAX_PART_BYTES,
@@ -20,6 +19,7 @@ from connector.transports.ucx_server import (
     REFUSAL_BYTES,
     REQUEST_TAG,
     PartRequest,
+    UcxAddress,
     check_part,
     decode_frame,
     encode_frame,

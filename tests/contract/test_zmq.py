@@ -12,19 +12,19 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from connector.transports.base import SpanPair, Transfer, TransferStatus
-from connector.transports.zmq import ZmqTransport
-from connector.transports.zmq_link import Context, Link
-from connector.transports.zmq_owner import ArenaOwner
-from connector.transports.zmq_wire import (
+from connector.transports.zmq import Link, ZmqTransport, chunks
+from connector.transports.zmq_owner import (
     CHUNK_BYTES,
     CHUNK_PIECES,
     MAX_REQUEST_BYTES,
     USER,
     WINDOW,
     AnswerHeader,
+    ArenaOwner,
+    Context,
     PieceRequest,
     ZmqAddress,
-    chunks,
+    decode_zmq_address,
 )
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
@@ -51,13 +51,13 @@ def arena() -> Iterator[ArenaMemory]:
 @pytest.fixture
 def owner() -> Iterator[ZmqAddress]:
     """An owner of `pattern(1)`; it must still be serving at the end."""
-    memory, context = ArenaMemory(ARENA_BYTES), Context()
+    memory = ArenaMemory(ARENA_BYTES)
     memory.tensor.copy_(pattern(1))
-    serving = ArenaOwner(context, [memory], "127.0.0.1")
-    yield serving.address
-    check_serves(serving.address)
-    context.term()
-    serving.join()
+    serving = ArenaOwner([memory], "127.0.0.1")
+    address = decode_zmq_address(serving.address)
+    yield address
+    check_serves(address)
+    serving.close()
     memory.close()
 
 

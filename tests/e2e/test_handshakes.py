@@ -20,7 +20,7 @@ from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.messages import Handshake, HeldBlocks
 from connector.transports.choose import open_transport
 from connector.transports.shm import ShmTransport
-from connector.transports.zmq_wire import ZmqAddress, decode_zmq_address
+from connector.transports.zmq_owner import ZmqAddress, decode_zmq_address
 from engine.arena import ArenaMemory
 from engine.errors import DeadlineExceededError, KVLoadError, TransportError, UnavailableError
 from engine.metrics import NodeMetrics
