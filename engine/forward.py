@@ -51,6 +51,19 @@ LayerCaches = dict[tuple[int, int], LayerCache]
 
 
 @dataclass(slots=True, frozen=True)
+class SequenceLens:
+    """The lengths of a batch's sequences; all KV cache groups share it.
+
+    `query_lens`: tokens in this batch, 1 for the first `num_decodes` sequences. `context_lens`:
+    tokens already in the cache before this step.
+    """
+
+    num_decodes: int
+    query_lens: list[int]
+    context_lens: list[int]
+
+
+@dataclass(slots=True, frozen=True)
 class AttentionIndex:
     """The places of an attention group's tokens: rows of pages to read, rows of tokens to write.
 
@@ -60,6 +73,7 @@ class AttentionIndex:
 
     block_tables: Tensor
     slot_mapping: Tensor
+    lens: SequenceLens
 
 
 @dataclass(slots=True, frozen=True)
@@ -85,6 +99,7 @@ class StateIndex:
 
     units: Tensor
     decode_run: slice | None
+    lens: SequenceLens
     exports: tuple[StateExport, ...] = ()
 
 
@@ -95,32 +110,12 @@ GroupIndex = AttentionIndex | StateIndex
 class ForwardBatch:
     """One step's packed input. `group_index[g]` belongs to KV cache group g.
 
-    `token_ids`, `positions`: int64 [tokens]. `context_lens[i]`: tokens of sequence i already in the
-    cache before this step. `logits_rows`: int64, the token rows whose logits are wanted.
+    `token_ids`, `positions`: int64 [tokens]. `logits_rows`: int64, the token rows whose logits are
+    wanted.
     """
 
     token_ids: Tensor
     positions: Tensor
-    num_decodes: int
-    query_lens: list[int]
-    context_lens: list[int]
+    lens: SequenceLens
     group_index: tuple[GroupIndex, ...]
     logits_rows: Tensor
-
-
-@dataclass(slots=True, frozen=True)
-class PagedKV:
-    """The K and V of the batch's sequences in one layer."""
-
-    cache: AttentionCache
-    index: AttentionIndex
-    batch: ForwardBatch
-
-
-@dataclass(slots=True, frozen=True)
-class StatePool:
-    """One kind of state of the batch's sequences in one layer: `pool` is [units, ...], by unit."""
-
-    pool: Tensor
-    index: StateIndex
-    batch: ForwardBatch

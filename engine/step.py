@@ -5,23 +5,27 @@ They hold ids and numbers only, so they can cross to a worker process (tensor pa
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
+
+import msgspec
 
 from engine.errors import EngineGenerateError, TandemError
 from engine.kv_cache.tables import BlockCopy
 from engine.types import GenerateOutput, SamplingParams, TokenId, TokenLogprob
 
+NO_TOKENS: frozenset[TokenId] = frozenset()
+NO_COUNTS: Mapping[TokenId, int] = MappingProxyType({})
 
-@dataclass(slots=True, frozen=True)
-class StateSave:
+
+class StateSave(msgspec.Struct, frozen=True):
     """Keep the states after `num_tokens` tokens of a sequence: of Mamba group g in `states[g]`."""
 
     num_tokens: int
     states: dict[int, int]
 
 
-@dataclass(slots=True, frozen=True)
-class SamplingInput:
+class SamplingInput(msgspec.Struct, frozen=True):
     """The input for choosing one token.
 
     `position`: number of tokens before it; it seeds the draw. `forbidden` tokens are never chosen.
@@ -30,13 +34,12 @@ class SamplingInput:
 
     params: SamplingParams
     position: int
-    forbidden: frozenset[TokenId] = frozenset()
-    seen: frozenset[TokenId] = frozenset()
-    counts: dict[TokenId, int] = field(default_factory=dict)
+    forbidden: frozenset[TokenId] = NO_TOKENS
+    seen: frozenset[TokenId] = NO_TOKENS
+    counts: Mapping[TokenId, int] = NO_COUNTS
 
 
-@dataclass(slots=True, frozen=True)
-class ScheduledRequest:
+class ScheduledRequest(msgspec.Struct, frozen=True):
     """The next `token_ids` of one request, after `num_computed_tokens`.
 
     `tables[g]`: its blocks in KV cache group g. They are the scheduler's own lists, to be read
@@ -49,11 +52,6 @@ class ScheduledRequest:
     tables: Sequence[Sequence[int]]
     sampling: SamplingInput | None = None
     saves: tuple[StateSave, ...] = ()
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute."""
-        return len(self.token_ids)
 
     @property
     def end(self) -> int:
@@ -142,8 +140,7 @@ class SchedulerOutput:
     connector: Any = None
 
 
-@dataclass(slots=True, frozen=True)
-class SampledToken:
+class SampledToken(msgspec.Struct, frozen=True):
     """One token chosen for one request, with log-probabilities if the request asks for them."""
 
     token_id: TokenId

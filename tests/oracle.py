@@ -17,6 +17,7 @@ from engine.forward import (
     AttentionIndex,
     ForwardBatch,
     GroupIndex,
+    SequenceLens,
     StateCache,
     StateIndex,
 )
@@ -130,7 +131,7 @@ class Runner:
         for key, tokens in work.items():
             self.sequences[key].length += len(tokens)
             self._leave_window(key)
-        return dict(zip(work, logits.split_with_sizes(batch.query_lens), strict=True))
+        return dict(zip(work, logits.split_with_sizes(batch.lens.query_lens), strict=True))
 
     def _make_room(self, key: int, tokens: int) -> None:
         groups = range(len(self.plan.groups))
@@ -186,6 +187,7 @@ class Runner:
     def _batch(self, work: dict[int, list[int]], decodes: int) -> ForwardBatch:
         contexts = [self.sequences[key].length for key in work]
         lens = [len(tokens) for tokens in work.values()]
+        packed = SequenceLens(decodes, lens, contexts)
         positions = [
             position
             for context, n in zip(contexts, lens, strict=True)
@@ -194,21 +196,19 @@ class Runner:
         return ForwardBatch(
             token_ids=torch.tensor([token for tokens in work.values() for token in tokens]),
             positions=torch.tensor(positions),
-            num_decodes=decodes,
-            query_lens=lens,
-            context_lens=contexts,
+            lens=packed,
             group_index=tuple(
-                self._index(group, work, decodes) for group in range(len(self.plan.groups))
+                self._index(group, work, packed) for group in range(len(self.plan.groups))
             ),
             logits_rows=torch.arange(len(positions)),
         )
 
-    def _index(self, group: int, work: dict[int, list[int]], decodes: int) -> GroupIndex:
+    def _index(self, group: int, work: dict[int, list[int]], lens: SequenceLens) -> GroupIndex:
         spec = self.plan.groups[group].spec
         blocks = [self.sequences[key].blocks[group] for key in work]
         if isinstance(spec, MambaSpec):
             units = [own[0] for own in blocks]
-            return StateIndex(torch.tensor(units), _run(units[:decodes]))
+            return StateIndex(torch.tensor(units), _run(units[: lens.num_decodes]), lens)
         rows = [[page_row(self.plan, group, block) for block in own] for own in blocks]
         longest = max(len(own) for own in rows)
         tables = [own + [rows[0][-1]] * (longest - len(own)) for own in rows]
@@ -219,7 +219,7 @@ class Runner:
             for position in _span(self.sequences[key].length, len(tokens))
             for head in range(spec.num_kv_heads)
         ]
-        return AttentionIndex(torch.tensor(tables), torch.tensor(slots))
+        return AttentionIndex(torch.tensor(tables), torch.tensor(slots), lens)
 
 
 def _plan(config: ModelConfig) -> ArenaPlan:

@@ -61,7 +61,8 @@ class Attention:
             rotate_(qk, step.rotary[config.rope])
         q, k = qk.split_with_sizes([config.num_heads, config.num_kv_heads], dim=1)
         v = v.view(rows, config.num_kv_heads, config.head_dim)
-        out = self.attend(q, k, v, step.kv(self.key), scale=config.scale, window=config.window)
+        cache, index = step.attention(self.key)
+        out = self.attend(q, k, v, cache, index, scale=config.scale, window=config.window)
         return self.out_proj(out * gate.sigmoid() if config.gated else out, residual)
 
 

@@ -26,6 +26,10 @@ class Linear:
         outputs, inputs = weight.shape
         self.bias = bias
         self._packed = _pack(weight)
+        if self._packed is not None:
+            # Looked up once: finding the overload anew costs a microsecond per product.
+            self._product = torch.ops.mkldnn._linear_pointwise.default
+            self._product_and_sum = torch.ops.mkldnn._linear_pointwise.binary
         long_rows = outputs > inputs and self._packed is not None
         self._matrix = weight.t().contiguous() if long_rows else weight.t()
 
@@ -33,11 +37,10 @@ class Linear:
         """x [T, in] -> x W^T + b [T, out], added to `residual` [T, out] in the same call."""
         y: Tensor
         if self._packed is not None and x.shape[0] >= PACKED_ROWS:
-            products = torch.ops.mkldnn._linear_pointwise
             if residual is None:
-                y = products(x, self._packed, self.bias, "none", [], "")
+                y = self._product(x, self._packed, self.bias, "none", [], "")
             else:
-                y = products.binary(x, residual, self._packed, self.bias, "add")
+                y = self._product_and_sum(x, residual, self._packed, self.bias, "add")
             return y
         if residual is not None:
             y = torch.addmm(residual, x, self._matrix)

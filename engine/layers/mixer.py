@@ -11,10 +11,8 @@ from engine.forward import (
     AttentionIndex,
     ForwardBatch,
     LayerCaches,
-    PagedKV,
     StateCache,
     StateIndex,
-    StatePool,
 )
 from engine.layers.norm import RMSNorm
 from engine.model_configs.rope import RopeConfig
@@ -31,20 +29,19 @@ class ForwardPass:
     caches: LayerCaches
     rotary: Mapping[RopeConfig, Tensor]
 
-    def kv(self, key: CacheKey) -> PagedKV:
-        """K and V of an attention layer."""
+    def attention(self, key: CacheKey) -> tuple[AttentionCache, AttentionIndex]:
+        """The cache of an attention layer, and the batch's places in it."""
         cache, index = self.caches[key], self.batch.group_index[key[0]]
         assert isinstance(cache, AttentionCache)
         assert isinstance(index, AttentionIndex)
-        return PagedKV(cache, index, self.batch)
+        return cache, index
 
-    def states(self, key: CacheKey) -> tuple[StatePool, StatePool]:
-        """Conv and temporal states of a recurrent layer."""
+    def states(self, key: CacheKey) -> tuple[StateCache, StateIndex]:
+        """The cache of a recurrent layer, and the batch's states in it."""
         cache, index = self.caches[key], self.batch.group_index[key[0]]
         assert isinstance(cache, StateCache)
         assert isinstance(index, StateIndex)
-        conv = StatePool(cache.conv, index, self.batch)
-        return conv, StatePool(cache.temporal, index, self.batch)
+        return cache, index
 
 
 class Part(Protocol):

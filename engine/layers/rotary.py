@@ -3,6 +3,8 @@
 The table of cosines and sines grows on demand; it does not know the model's longest position.
 """
 
+from operator import add
+
 import torch
 from torch import Tensor
 
@@ -23,8 +25,7 @@ class Rotary:
 
     def select(self, batch: ForwardBatch) -> Tensor:
         """[2, T, 1, rotary_dim] of the batch: cosines, and sines with the first half negated."""
-        lengths = zip(batch.context_lens, batch.query_lens, strict=True)
-        needed = max(context + query for context, query in lengths)
+        needed = max(map(add, batch.lens.context_lens, batch.lens.query_lens))
         if needed > self._table.shape[0]:
             # Twice as long, so that a growing sequence rebuilds it a few times only.
             self._table = self._build(2 * needed)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.forward import PagedKV, StatePool
+from engine.forward import AttentionCache, AttentionIndex, StateIndex
 from engine.ops.causal_conv1d.fast import causal_conv1d
 from engine.ops.gated_delta_rule.fast import gated_delta_rule
 from engine.ops.paged_attention.fast import paged_attention
@@ -29,7 +29,15 @@ class PagedAttention(Protocol):
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: PagedKV, *, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: AttentionCache,
+        index: AttentionIndex,
+        *,
+        scale: float,
+        window: int | None,
     ) -> Tensor: ...
 
 
@@ -40,7 +48,7 @@ class CausalConv1d(Protocol):
     """
 
     def __call__(
-        self, x: Tensor, states: StatePool, weight: Tensor, bias: Tensor | None
+        self, x: Tensor, pool: Tensor, index: StateIndex, weight: Tensor, bias: Tensor | None
     ) -> Tensor: ...
 
 
@@ -52,7 +60,14 @@ class GatedDeltaRule(Protocol):
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: StatePool
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        pool: Tensor,
+        index: StateIndex,
     ) -> Tensor: ...
 
 
@@ -64,13 +79,24 @@ class StateSpaceDuality(Protocol):
     """
 
     def __call__(
-        self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: StatePool
+        self,
+        x: Tensor,
+        dt: Tensor,
+        a: Tensor,
+        b: Tensor,
+        c: Tensor,
+        pool: Tensor,
+        index: StateIndex,
     ) -> Tensor: ...
 
 
 @dataclass(slots=True, frozen=True, kw_only=True)
 class Ops:
-    """One column of the table. States in pools move on in place."""
+    """One column of the table.
+
+    A `pool` [units, ...] holds one kind of state of a layer, by unit; the batch's states in it move
+    on in place.
+    """
 
     paged_attention: PagedAttention
     causal_conv1d: CausalConv1d

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.forward import StatePool
+from engine.forward import StateIndex
 
 Step = Callable[[Sequence[Tensor], Tensor], Tensor]
 """(rows [S, ...], states [S, ...] updated IN PLACE) -> y [S, ...]."""
@@ -21,40 +21,56 @@ Chunk = Callable[
 
 
 def move_states(
-    rows: Sequence[Tensor], states: StatePool, step: Step, chunk: Chunk, *, wide: bool = False
+    rows: Sequence[Tensor],
+    pool: Tensor,
+    index: StateIndex,
+    step: Step,
+    chunk: Chunk,
+    *,
+    wide: bool = False,
 ) -> Tensor:
     """y [T, ...] of all rows; the sequences' states move on in the pool, exports are written.
 
     `wide`: the operator computes on float32 states, whatever the pool keeps.
     """
-    decodes = states.batch.num_decodes
-    lens = states.batch.query_lens[decodes:]
+    decodes = index.lens.num_decodes
+    lens = index.lens.query_lens[decodes:]
     if not lens:
-        return _decode(rows, states, step, wide=wide)
-    tail = _prefill([x[decodes:] for x in rows], states, lens, chunk=chunk, wide=wide)
+        return _decode(rows, pool, index, step, wide=wide)
+    tail = _prefill([x[decodes:] for x in rows], pool, index, lens, chunk=chunk, wide=wide)
     if not decodes:
         return tail
-    return torch.cat([_decode([x[:decodes] for x in rows], states, step, wide=wide), tail])
+    return torch.cat([_decode([x[:decodes] for x in rows], pool, index, step, wide=wide), tail])
 
 
-def _decode(rows: Sequence[Tensor], states: StatePool, step: Step, *, wide: bool) -> Tensor:
-    pool, run = states.pool, states.index.decode_run
-    units = states.index.units[: states.batch.num_decodes]
-    # Consecutive units are a view: their states are updated where they lie.
-    kept = _gather(pool, units) if run is None else pool[run]
+def _decode(
+    rows: Sequence[Tensor], pool: Tensor, index: StateIndex, step: Step, *, wide: bool
+) -> Tensor:
+    if index.decode_run is not None:
+        # Consecutive units are a view: their states are updated where they lie.
+        kept = pool[index.decode_run]
+        used = kept.float() if wide else kept
+        y = step(rows, used)
+        if used is not kept:
+            kept.copy_(used)
+        return y
+    units = index.units[: index.lens.num_decodes]
+    kept = _gather(pool, units)
     used = kept.float() if wide else kept
     y = step(rows, used)
-    if run is None:
-        pool.index_copy_(0, units, used.to(pool.dtype))
-    elif used is not kept:
-        kept.copy_(used)
+    pool.index_copy_(0, units, used.to(pool.dtype))
     return y
 
 
 def _prefill(
-    rows: Sequence[Tensor], states: StatePool, lens: list[int], *, chunk: Chunk, wide: bool
+    rows: Sequence[Tensor],
+    pool: Tensor,
+    index: StateIndex,
+    lens: list[int],
+    *,
+    chunk: Chunk,
+    wide: bool,
 ) -> Tensor:
-    pool, index = states.pool, states.index
     units = index.units[-len(lens) :]
     # The operator leaves `initial` as it is, so exports and final states are written back apart.
     initial = _gather(pool, units)

@@ -1,14 +1,13 @@
 """One request's part of the current step, and its form for the worker: ids and numbers."""
 
-from dataclasses import dataclass
+import msgspec
 
 from engine.kv_cache.mamba_states import Checkpoint
 from engine.request import Request
-from engine.step import SamplingInput, ScheduledRequest, StateSave
+from engine.step import NO_COUNTS, NO_TOKENS, SamplingInput, ScheduledRequest, StateSave
 
 
-@dataclass(slots=True)
-class Planned:
+class Planned(msgspec.Struct):
     """The next `num_tokens` of `request`; they count as computed once the worker returns."""
 
     request: Request
@@ -17,25 +16,27 @@ class Planned:
 
     def worker_input(self) -> ScheduledRequest:
         """The worker's view; it samples only if the step computes the last known token."""
-        request = self.request
+        request, tokens = self.request, self.request.token_ids
         assert request.blocks is not None
         start, end = request.num_computed_tokens, request.num_computed_tokens + self.num_tokens
         return ScheduledRequest(
             request.request_id,
-            request.token_ids[start:end],
+            tokens[start:end],
             start,
             request.blocks.groups,
-            _sampling_input(request) if end == request.num_tokens else None,
-            tuple(StateSave(kept.num_tokens, kept.states) for kept in self.checkpoints),
+            _sampling_input(request) if end == len(tokens) else None,
+            tuple([StateSave(kept.num_tokens, kept.states) for kept in self.checkpoints]),
         )
 
 
 def _sampling_input(request: Request) -> SamplingInput:
-    params = request.sampling
+    """With no more than the parameters ask for: most requests need none of the sets."""
+    params, tokens = request.sampling, request.token_ids
+    counted = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     return SamplingInput(
         params,
-        request.num_tokens,
-        request.forbidden_tokens(),
-        frozenset(request.token_ids) if params.repetition_penalty != 1.0 else frozenset(),
-        request.token_counts,
+        len(tokens),
+        request.forbidden_tokens() if params.min_tokens else NO_TOKENS,
+        frozenset(tokens) if params.repetition_penalty != 1.0 else NO_TOKENS,
+        request.token_counts if counted else NO_COUNTS,
     )

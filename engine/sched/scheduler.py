@@ -124,7 +124,7 @@ class Scheduler:
             budget -= used
         while self._unresolved:
             self._waiting.push(self._unresolved.pop())
-        scheduled = tuple(item.worker_input() for item in self._still_planned())
+        scheduled = tuple([item.worker_input() for item in self._still_planned()])
         # After the last block was reserved: the connector hears what this step evicts.
         meta = self._connector.build_meta(scheduled)
         for save in meta.saves:
@@ -143,7 +143,7 @@ class Scheduler:
                 self._fail(request, computed.failed[name])
                 continue
             self._publish_computed(item)
-            if request.num_computed_tokens == request.num_tokens:
+            if request.num_computed_tokens == len(request.token_ids):
                 sample = computed.sampled[name]
                 self._take_token(request, sample.token_id, sample.logprob)
         self.update_transfers(transfers)
@@ -181,11 +181,13 @@ class Scheduler:
         """Publishes tokens whose bytes are complete now: other requests may hit them."""
         request = item.request
         assert request.blocks is not None
-        self.stats.computed(request, item.num_tokens)
-        self.stats.wrote(request, (kept.num_tokens for kept in item.checkpoints))
+        if request.num_computed_tokens < request.num_known_tokens:
+            self.stats.recomputed(request, item.num_tokens)
         request.num_computed_tokens += item.num_tokens
         self.cache.publish(request.blocks, request.prefix, request.num_computed_tokens)
-        self.cache.publish_checkpoints(request.blocks, item.checkpoints)
+        if item.checkpoints:
+            self.stats.wrote(request, [kept.num_tokens for kept in item.checkpoints])
+            self.cache.publish_checkpoints(request.blocks, item.checkpoints)
 
     def _may_start_another(self) -> bool:
         """True if the first waiting request may try to start; see `_without_room`."""
@@ -281,11 +283,14 @@ class Scheduler:
 
     def _plan(self, request: Request, num_tokens: int) -> None:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
-        interval = self.config.mamba_decode_checkpoint_interval
-        decoded = decode_positions(request.num_prompt_tokens, start, end, interval=interval)
-        positions = (*due(request.checkpoints, start, end), *decoded)
-        checkpoints = self.cache.reserve_checkpoints(request.prefix, positions)
-        self._planned.append(Planned(request, num_tokens, checkpoints))
+        num_prompt = request.num_prompt_tokens
+        if start < num_prompt:  # a chunk never crosses the end of the prompt
+            positions = due(request.checkpoints, start, end)
+        else:
+            interval = self.config.mamba_decode_checkpoint_interval
+            positions = decode_positions(num_prompt, start, end, interval=interval)
+        kept = self.cache.reserve_checkpoints(request.prefix, positions) if positions else ()
+        self._planned.append(Planned(request, num_tokens, kept))
 
     def _preempt(self, request: Request) -> None:
         """Frees all blocks; the request starts again, from whatever prefix is cached then."""

@@ -44,13 +44,11 @@ class SchedulerStats:
             self.external_queries += request.num_prompt_tokens - num_hit
             self.external_hits += num_external
 
-    def computed(self, request: Request, num_tokens: int) -> None:
-        """Counts recomputed ones among the next `num_tokens`; call before `request` counts them."""
-        end = min(request.num_computed_tokens + num_tokens, request.num_known_tokens)
-        again = end - request.num_computed_tokens
-        if again > 0:
-            cause = request.recompute_cause
-            self.recomputed_tokens[cause] = self.recomputed_tokens.get(cause, 0) + again
+    def recomputed(self, request: Request, num_tokens: int) -> None:
+        """Counts the known ones among the next `num_tokens`; call before `request` counts them."""
+        num_known = request.num_known_tokens - request.num_computed_tokens
+        cause, again = request.recompute_cause, min(num_tokens, num_known)
+        self.recomputed_tokens[cause] = self.recomputed_tokens.get(cause, 0) + again
 
     def wrote(self, request: Request, positions: Iterable[int]) -> None:
         """Counts states of `request` kept after `positions` tokens, by phase."""

@@ -8,6 +8,7 @@ Knows the plan, but no weights.
 """
 
 from collections.abc import Sequence
+from operator import add
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from engine.forward import (
     AttentionIndex,
     ForwardBatch,
-    GroupIndex,
+    SequenceLens,
     StateExport,
     StateIndex,
 )
@@ -36,14 +37,7 @@ class InputBatcher:
         self._plan = plan
         self._device = device
         self._rows = tuple(_all_rows(plan, group) for group in range(len(plan.groups)))
-        self._state_group = next(
-            (
-                group
-                for group, members in enumerate(plan.groups)
-                if isinstance(members.spec, MambaSpec)
-            ),
-            None,
-        )
+        self._state_groups = plan.state_groups
 
     def order(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
         """Sorts decodes first, then by state unit: neighbours in the arena stay neighbours."""
@@ -51,69 +45,57 @@ class InputBatcher:
 
     def build(self, ordered: Sequence[ScheduledRequest]) -> ForwardBatch:
         """The packed batch of `ordered` (decodes first)."""
-        query_lens = [item.num_tokens for item in ordered]
+        query_lens = [len(item.token_ids) for item in ordered]
         context_lens = [item.num_computed_tokens for item in ordered]
-        num_decodes = sum(count == 1 for count in query_lens)
-        positions = _positions(context_lens, query_lens)
-        indexes = tuple(
-            self._group_index(group, ordered, positions, num_decodes=num_decodes)
+        lens = SequenceLens(query_lens.count(1), query_lens, context_lens)
+        positions = _positions(lens)
+        indexes = (
+            self._state_index(group, ordered, lens)
+            if group in self._state_groups
+            else self._attention_index(group, ordered, lens, positions=positions)
             for group in range(len(self._plan.groups))
         )
         return ForwardBatch(
             token_ids=self._tensor(_token_ids(ordered)),
             positions=self._tensor(positions),
-            num_decodes=num_decodes,
-            query_lens=query_lens,
-            context_lens=context_lens,
-            group_index=indexes,
-            logits_rows=self._tensor(_logits_rows(ordered)),
+            lens=lens,
+            group_index=tuple(indexes),
+            logits_rows=self._tensor(_logits_rows(ordered, query_lens)),
         )
 
     def _place(self, item: ScheduledRequest) -> tuple[bool, int]:
-        state = 0 if self._state_group is None else item.tables[self._state_group][0]
-        return item.num_tokens != 1, state
-
-    def _group_index(
-        self,
-        group: int,
-        ordered: Sequence[ScheduledRequest],
-        positions: IntArray,
-        *,
-        num_decodes: int,
-    ) -> GroupIndex:
-        tables = [item.tables[group] for item in ordered]
-        if isinstance(self._plan.groups[group].spec, MambaSpec):
-            exports = _state_exports(group, ordered[num_decodes:])
-            return self._state_index([table[0] for table in tables], num_decodes, exports)
-        return self._attention_index(group, ordered, tables, positions=positions)
+        state = item.tables[self._state_groups[0]][0] if self._state_groups else 0
+        return len(item.token_ids) != 1, state
 
     def _state_index(
-        self, units: list[int], num_decodes: int, exports: tuple[StateExport, ...]
+        self, group: int, ordered: Sequence[ScheduledRequest], lens: SequenceLens
     ) -> StateIndex:
-        run = _run_of(units[:num_decodes])
-        return StateIndex(self._tensor(np.asarray(units, np.int64)), run, exports)
+        units = [item.tables[group][0] for item in ordered]
+        run = _run_of(units[: lens.num_decodes])
+        exports = _state_exports(group, ordered[lens.num_decodes :])
+        return StateIndex(self._tensor(np.asarray(units, np.int64)), run, lens, exports)
 
     def _attention_index(
         self,
         group: int,
         ordered: Sequence[ScheduledRequest],
-        tables: Sequence[Sequence[int]],
+        lens: SequenceLens,
         *,
         positions: IntArray,
     ) -> AttentionIndex:
         block_size = self._plan.block_size_of(group)
         # Blocks up to this step's last token; shorter tables are padded with block 0, which no
         # sequence length reaches.
-        lens = [-(-item.end // block_size) for item in ordered]
-        padded = np.zeros((len(tables), max(lens)), np.int64)
-        for row, (table, length) in enumerate(zip(tables, lens, strict=True)):
-            padded[row, :length] = table[:length]
+        ends = map(add, lens.context_lens, lens.query_lens)
+        counts = [-(-end // block_size) for end in ends]
+        padded = np.zeros((len(ordered), max(counts)), np.int64)
+        for row, (item, count) in enumerate(zip(ordered, counts, strict=True)):
+            padded[row, :count] = item.tables[group][:count]
         block_tables = self._rows[group][padded]
-        sequence = np.repeat(np.arange(len(ordered)), [item.num_tokens for item in ordered])
+        sequence = np.repeat(np.arange(len(ordered)), lens.query_lens)
         rows = block_tables[sequence, positions // block_size]
-        return AttentionIndex(
-            self._tensor(block_tables), self._tensor(self._slots(group, rows, positions))
-        )
+        slots = self._slots(group, rows, positions)
+        return AttentionIndex(self._tensor(block_tables), self._tensor(slots), lens)
 
     def _slots(self, group: int, rows: IntArray, positions: IntArray) -> IntArray:
         """Rows of `AttentionCache.k_tokens` for every (token, head), heads fastest."""
@@ -148,12 +130,12 @@ def _run_of(units: list[int]) -> slice | None:
     return run if units == list(range(run.start, run.stop)) else None
 
 
-def _positions(context_lens: Sequence[int], query_lens: Sequence[int]) -> IntArray:
-    if all(length == 1 for length in query_lens):
-        return np.asarray(context_lens, np.int64)
+def _positions(lens: SequenceLens) -> IntArray:
+    if lens.num_decodes == len(lens.query_lens):
+        return np.asarray(lens.context_lens, np.int64)
     runs = [
         np.arange(start, start + length, dtype=np.int64)
-        for start, length in zip(context_lens, query_lens, strict=True)
+        for start, length in zip(lens.context_lens, lens.query_lens, strict=True)
     ]
     return np.concatenate(runs)
 
@@ -165,9 +147,9 @@ def _token_ids(ordered: Sequence[ScheduledRequest]) -> IntArray:
     return np.asarray(tokens, np.int64)
 
 
-def _logits_rows(ordered: Sequence[ScheduledRequest]) -> IntArray:
-    ends = np.cumsum([item.num_tokens for item in ordered]) - 1
-    rows: IntArray = ends[[item.sampling is not None for item in ordered]].astype(np.int64)
+def _logits_rows(ordered: Sequence[ScheduledRequest], query_lens: list[int]) -> IntArray:
+    ends = np.cumsum(query_lens, dtype=np.int64) - 1
+    rows: IntArray = ends[[item.sampling is not None for item in ordered]]
     return rows
 
 

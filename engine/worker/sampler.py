@@ -23,14 +23,20 @@ log = structlog.get_logger()
 def sample(logits: Tensor, inputs: Mapping[str, SamplingInput]) -> ModelRunnerOutput:
     """One token per request id, or its error, from float32 `logits` [requests, vocab]."""
     output = ModelRunnerOutput()
+    # One pass over all rows gives the greedy tokens, and finds rows with NaN (which spreads).
     highest, greedy = (values.tolist() for values in logits.max(dim=-1))
     for row, (name, item) in enumerate(inputs.items()):
-        try:
-            _check(highest[row])
-            output.sampled[name] = _sample_one(logits, row, item, greedy=greedy[row])
-        except EngineGenerateError as error:
+        if not isfinite(highest[row]):
+            kind = "NaN" if isnan(highest[row]) else "infinite"
+            error = EngineGenerateError(f"the model produced {kind} logits")
             log.error("a request failed", request_id=name, cause=str(error))
             output.failed[name] = error
+            continue
+        if _is_greedy(item) and item.params.logprobs is None:
+            output.sampled[name] = SampledToken(greedy[row], None)
+            continue
+        try:
+            output.sampled[name] = _sample_one(logits[row], item, greedy=greedy[row])
         # Broad on purpose: one request's values must not end the others of its step.
         except Exception:
             log.exception("sampling failed", request_id=name)
@@ -45,37 +51,21 @@ def uniform(seed: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def _check(highest: float) -> None:
-    """Raises EngineGenerateError unless `highest`, the largest logit, is finite (NaN spreads)."""
-    if not isfinite(highest):
-        kind = "NaN" if isnan(highest) else "infinite"
-        raise EngineGenerateError(f"the model produced {kind} logits")
+def _is_greedy(item: SamplingInput) -> bool:
+    """True if the highest raw logit wins."""
+    return not (item.params.temperature > 0.0 or item.forbidden or item.seen or item.counts)
 
 
-def _sample_one(logits: Tensor, row: int, item: SamplingInput, *, greedy: int) -> SampledToken:
-    token = _choose(logits[row], item) if _needs_own_pass(item) else greedy
+def _sample_one(row: Tensor, item: SamplingInput, *, greedy: int) -> SampledToken:
+    token = greedy if _is_greedy(item) else _choose(row, item)
     count = item.params.logprobs
-    return SampledToken(token, None if count is None else _token_logprob(logits[row], token, count))
-
-
-def _needs_own_pass(item: SamplingInput) -> bool:
-    params = item.params
-    return bool(params.temperature > 0.0 or _has_penalties(params) or item.forbidden)
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return (
-        params.presence_penalty != 0.0
-        or params.frequency_penalty != 0.0
-        or params.repetition_penalty != 1.0
-    )
+    return SampledToken(token, None if count is None else _token_logprob(row, token, count))
 
 
 def _choose(row: Tensor, item: SamplingInput) -> int:
     scores = row.to(torch.float64, copy=True)
     params = item.params
-    if _has_penalties(params):
-        _penalise(scores, item)
+    _penalise(scores, item)
     if item.forbidden:
         scores[[token for token in item.forbidden if token < scores.numel()]] = -torch.inf
     if params.temperature == 0.0:
@@ -86,7 +76,7 @@ def _choose(row: Tensor, item: SamplingInput) -> int:
 def _penalise(scores: Tensor, item: SamplingInput) -> None:
     """Applies OpenAI's two penalties to the output, the repetition penalty to all tokens."""
     params = item.params
-    if params.repetition_penalty != 1.0:
+    if item.seen:
         seen = torch.tensor(sorted(item.seen), device=scores.device)
         values = scores[seen]
         scaled = torch.where(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.forward import ForwardBatch, StateCache, StateExport, StateIndex
+from engine.forward import ForwardBatch, SequenceLens, StateCache, StateExport, StateIndex
 from engine.layers.gated_delta_net import GatedDeltaNet
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import ForwardPass
@@ -96,9 +96,9 @@ def step(
 ) -> Tensor:
     """One forward pass; as everywhere, sequences of one token are the decodes and come first."""
     none = torch.zeros(0, dtype=torch.int64)
-    decodes = lens.count(1)
-    index = StateIndex(torch.tensor(units), None, exports)
-    batch = ForwardBatch(none, none, decodes, lens, [], (index,), none)
+    lengths = SequenceLens(lens.count(1), lens, [])
+    index = StateIndex(torch.tensor(units), None, lengths, exports)
+    batch = ForwardBatch(none, none, lengths, (index,), none)
     return layer(x, None, ForwardPass(batch, {(0, 0): cache}, {}))
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.forward import AttentionCache, AttentionIndex, ForwardBatch, PagedKV
+from engine.forward import AttentionCache, AttentionIndex, SequenceLens
 from engine.ops.paged_attention import fast, naive
 from engine.ops.scratch import Scratch
 
@@ -150,7 +150,8 @@ def test_a_mixed_batch_is_attention_over_each_sequence() -> None:
         q,
         torch.cat([k[rows] for rows in new]),
         torch.cat([v[rows] for rows in new]),
-        PagedKV(cache, AttentionIndex(tables, torch.cat(pages)), _batch(contexts, lens)),
+        cache,
+        AttentionIndex(tables, torch.cat(pages), SequenceLens(2, lens, contexts)),
         scale=SCALE,
         window=None,
         scratch=Scratch(),
@@ -178,19 +179,6 @@ def _slots(table: Tensor, start: int, end: int) -> Tensor:
 
 def _ends(totals: list[int]) -> list[int]:
     return torch.tensor(totals).cumsum(0).tolist()
-
-
-def _batch(contexts: list[int], lens: list[int]) -> ForwardBatch:
-    unused = torch.zeros(sum(lens), dtype=torch.int64)
-    return ForwardBatch(
-        token_ids=unused,
-        positions=unused,
-        num_decodes=2,
-        query_lens=lens,
-        context_lens=contexts,
-        group_index=(),
-        logits_rows=unused,
-    )
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -133,7 +133,7 @@ def test_recomputed_tokens_are_those_that_were_computed_again(units: int, cachin
     requests = [
         add(scheduler, str(number), prompt, max_tokens=50) for number, prompt in enumerate(prompts)
     ]
-    computed = sum(item.num_tokens for output in run(scheduler) for item in output.scheduled)
+    computed = sum(len(item.token_ids) for output in run(scheduler) for item in output.scheduled)
     needed = sum(request.num_tokens - 1 - request.num_cached_tokens for request in requests)
     stats = scheduler.stats
     assert stats.num_preemptions

@@ -80,7 +80,7 @@ def test_a_hit_that_takes_too_many_units_is_left_rather_than_waited_for() -> Non
     assert cache.start(hit, len(longer)) is None
     scheduler = scheduler_of(cache)
     scheduler.add(request_of(cache, "a", longer))
-    assert [item.num_tokens for item in scheduler.schedule().scheduled] == [len(longer)]
+    assert [len(item.token_ids) for item in scheduler.schedule().scheduled] == [len(longer)]
     scheduler.abort("a")
     scheduler.check()
     assert cache.num_free_units == UNITS

@@ -10,18 +10,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.forward import StatePool
+from engine.forward import StateIndex
 from engine.ops.state_pool import move_states
 
 # Rows handled at a time: a block of a few hundred channels stays in a core's second-level cache.
 ROWS = 128
 
 
-def causal_conv1d(x: Tensor, states: StatePool, weight: Tensor, bias: Tensor | None) -> Tensor:
+def causal_conv1d(
+    x: Tensor, pool: Tensor, index: StateIndex, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     """See `backend.CausalConv1d`."""
     return move_states(
         [x],
-        states,
+        pool,
+        index,
         lambda rows, state: conv_step(rows[0], state, weight, bias),
         lambda rows, initial, lens, exports: conv_chunk(
             rows[0], lens, initial, weight, bias, exports=exports

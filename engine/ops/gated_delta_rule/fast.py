@@ -6,12 +6,13 @@ short scan carries the state.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from math import log
 
 import torch
 from torch import Tensor
 
-from engine.forward import StatePool
+from engine.forward import StateIndex
 from engine.ops.chunk_grid import ChunkGrid
 from engine.ops.gated_delta_rule.naive import NORM_EPS
 from engine.ops.scratch import Scratch
@@ -27,14 +28,16 @@ def gated_delta_rule(
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    states: StatePool,
+    pool: Tensor,
+    index: StateIndex,
     *,
     scratch: Scratch,
 ) -> Tensor:
     """See `backend.GatedDeltaRule`."""
     return move_states(
         [q, k, v, g, beta],
-        states,
+        pool,
+        index,
         lambda rows, state: step(*rows[:4], beta=rows[4], state=state, scratch=scratch),
         lambda rows, initial, lens, exports: chunk(
             *rows[:4], beta=rows[4], query_lens=lens, initial=initial, exports=exports
@@ -115,9 +118,13 @@ def chunk(
 def _unit_(x: Tensor) -> Tensor:
     """Divides x by its length over the last dimension, IN PLACE."""
     length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    floor = torch.full((1,), NORM_EPS**0.5, device=x.device)
-    length.hypot_(floor)
-    return x.div_(length)
+    return x.div_(length.hypot_(_floor(x.device)))
+
+
+@cache
+def _floor(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1,), NORM_EPS**0.5, device=device)
 
 
 def _per_value_head(x: Tensor, repeats: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.forward import AttentionCache, PagedKV
+from engine.forward import AttentionCache, AttentionIndex
 from engine.ops.scratch import Scratch
 
 # Beyond this ratio of padded to real tokens, decodes of uneven lengths are done one by one.
@@ -23,7 +23,8 @@ def paged_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    kv: PagedKV,
+    cache: AttentionCache,
+    index: AttentionIndex,
     *,
     scale: float,
     window: int | None,
@@ -33,18 +34,17 @@ def paged_attention(
 
     `scratch` grows to one layer's gathered K and V.
     """
-    cache, tables, batch = kv.cache, kv.index.block_tables, kv.batch
-    write_tokens(k, v, cache, kv.index.slot_mapping)
+    tables, lens = index.block_tables, index.lens
+    write_tokens(k, v, cache, index.slot_mapping)
     decode_all = partial(decode, scale=scale, scratch=scratch, window=window)
     prefill_one = partial(prefill, scale=scale, scratch=scratch, window=window)
-    start = batch.num_decodes
+    start = decodes = lens.num_decodes
     parts = []
-    if start:
-        lens = [context + 1 for context in batch.context_lens[:start]]
-        parts.append(decode_all(q[:start], cache, tables[:start], lens=lens))
-    for segment in range(start, len(batch.query_lens)):
-        end = start + batch.query_lens[segment]
-        context = batch.context_lens[segment]
+    if decodes:
+        totals = [context + 1 for context in lens.context_lens[:decodes]]
+        parts.append(decode_all(q[:decodes], cache, tables[:decodes], lens=totals))
+    for segment in range(decodes, len(lens.query_lens)):
+        end, context = start + lens.query_lens[segment], lens.context_lens[segment]
         parts.append(prefill_one(q[start:end], cache, tables[segment], context=context))
         start = end
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -11,7 +11,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from engine.forward import StatePool
+from engine.forward import StateIndex
 from engine.ops.chunk_grid import ChunkGrid
 from engine.ops.state_pool import move_states
 
@@ -19,7 +19,9 @@ from engine.ops.state_pool import move_states
 LOG2_E = 1.0 / log(2.0)
 
 
-def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: StatePool) -> Tensor:
+def ssd(
+    x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, pool: Tensor, index: StateIndex
+) -> Tensor:
     """See `backend.StateSpaceDuality`."""
 
     def step(rows: Sequence[Tensor], state: Tensor) -> Tensor:
@@ -32,7 +34,7 @@ def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, states: StatePoo
         x, dt, b, c = rows
         return ssd_chunk(x, dt, a, b, c, query_lens=lens, initial=initial, exports=exports)
 
-    return move_states([x, dt, b, c], states, step, chunk, wide=True)
+    return move_states([x, dt, b, c], pool, index, step, chunk, wide=True)
 
 
 def ssd_step(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> Tensor:
