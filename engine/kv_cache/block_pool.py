@@ -225,10 +225,14 @@ class BlockPool:
         if (checkpoint := self.idle_checkpoints.first()) is not None:
             options.append((checkpoint.rank, checkpoint, 0))
         # Slots of a started unit help only their own group; a whole idle unit helps every group.
-        unit = self.order.first_unit_before([rank for rank, _, _ in options], self._is_idle)
-        if unit is None:
-            _, node, keep = min(options, key=itemgetter(0))
-            self.evict(node, keep)
+        units = self.order.units
+        while units and not self._is_idle(next(iter(units))):
+            units.popitem(last=False)
+        best = min(options, key=itemgetter(0), default=None)
+        unit, rank = next(iter(units.items()), (-1, None))
+        if rank is None or (best is not None and best[0] <= rank):
+            assert best is not None, "nothing idle is left, though there is room"
+            self.evict(*best[1:])
             return
         for node in list(self.nodes_in[unit]):
             if unit in node.units:  # it may have gone with a node before it

@@ -6,7 +6,7 @@ byte, and the clock moves up to the rank of what goes; so recency and value both
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from engine.kv_cache.radix_tree import Node, Rank
 
@@ -45,7 +45,8 @@ class IdleQueue:
 class EvictionOrder:
     """Idle nodes per group, and idle units of attention groups.
 
-    `units`: those that became idle, first to last; many are in use again.
+    `units`: those that became idle, first to last. Many are in use again before a unit is needed,
+    so they leave this order only when they come first.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -73,19 +74,6 @@ class EvictionOrder:
     def advance(self, node: Node) -> None:
         """A node is evicted: the clock moves up to its rank."""
         self._clock = max(self._clock, node.rank[0])
-
-    def first_unit_before(
-        self, ranks: Sequence[Rank], is_idle: Callable[[int], bool]
-    ) -> int | None:
-        """The idle unit that is to go first, if it is before all these ranks.
-
-        Units leave this order only here: many are used again before anybody asks for one.
-        """
-        while (unit := next(iter(self.units), None)) is not None and not is_idle(unit):
-            del self.units[unit]
-        if unit is None or any(rank <= self.units[unit] for rank in ranks):
-            return None
-        return unit
 
     def _next_rank(self, value: float) -> Rank:
         self._arrivals += 1

@@ -5,6 +5,7 @@ small. Knows nothing of requests, and of memory only its size.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import gcd, lcm
@@ -97,47 +98,38 @@ def plan_arena(groups: tuple[KVCacheGroup, ...], block_size: int, memory_bytes: 
     block), so that pages can be addressed as rows of one array. Raises ConfigError when not even
     two units fit.
     """
-    largest = max(group.block_bytes(block_size) for group in groups)
-    step = lcm(STATE_ALIGNMENT, *(_row_bytes(group, block_size) for group in groups))
-    unit_bytes = _least_waste(groups, block_size, round_up(largest, step), step=step)
+    is_state = [isinstance(group.spec, MambaSpec) for group in groups]
+    sizes = [group.block_bytes(block_size) for group in groups]
+    half_pages = (
+        group.spec.page_bytes(group.block_size or block_size) // 2
+        for group in groups
+        if not isinstance(group.spec, MambaSpec)
+    )
+    step = lcm(STATE_ALIGNMENT, *half_pages)
+    unit_bytes = _least_waste(sizes, is_state, step)
     num_units = memory_bytes // unit_bytes
     if num_units < 2:
         raise ConfigError(
             f"kv_cache_memory_bytes={memory_bytes} holds {num_units} units of {unit_bytes} bytes; "
             f"give at least {2 * unit_bytes}"
         )
-    per_unit = tuple(_blocks_per_unit(group, block_size, unit_bytes) for group in groups)
-    return ArenaPlan(groups, block_size, unit_bytes, num_units, per_unit)
+    per_unit = (
+        1 if state else unit_bytes // size for size, state in zip(sizes, is_state, strict=True)
+    )
+    return ArenaPlan(groups, block_size, unit_bytes, num_units, tuple(per_unit))
 
 
-def _row_bytes(group: KVCacheGroup, block_size: int) -> int:
-    spec = group.spec
-    if isinstance(spec, MambaSpec):
-        return STATE_ALIGNMENT
-    return spec.page_bytes(group.block_size or block_size) // 2
-
-
-def _blocks_per_unit(group: KVCacheGroup, block_size: int, unit_bytes: int) -> int:
-    if isinstance(group.spec, MambaSpec):
-        return 1
-    return unit_bytes // group.block_bytes(block_size)
-
-
-def _least_waste(
-    groups: tuple[KVCacheGroup, ...], block_size: int, smallest: int, *, step: int
-) -> int:
+def _least_waste(sizes: Sequence[int], is_state: Sequence[bool], step: int) -> int:
     """Among unit sizes up to one more of the largest block, the one with the least worst waste."""
-    block_sizes = [group.block_bytes(block_size) for group in groups]
-    states = [
-        group.block_bytes(block_size) for group in groups if isinstance(group.spec, MambaSpec)
-    ]
-    if not states:
+    smallest = round_up(max(sizes), step)
+    if not any(is_state):
         return round_up(smallest * MIN_BLOCKS_PER_UNIT, step)
 
     def worst_waste(unit_bytes: int) -> float:
-        attention = (size for size in block_sizes if size not in states)
-        used = [size * (unit_bytes // size) for size in attention] + states
-        return max(1.0 - share / unit_bytes for share in used)
+        return max(
+            1.0 - size * (1 if state else unit_bytes // size) / unit_bytes
+            for size, state in zip(sizes, is_state, strict=True)
+        )
 
-    candidates = {smallest, *(round_up(round_up(smallest, size), step) for size in block_sizes)}
+    candidates = {smallest, *(round_up(round_up(smallest, size), step) for size in sizes)}
     return min(sorted(candidates), key=worst_waste)
