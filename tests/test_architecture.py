@@ -311,7 +311,6 @@ def test_public_names_are_explained() -> None:
     assert_only(bare, {})
 
 
-@pytest.mark.xfail(strict=False, reason="most files have none yet")
 def test_tricky_lines_have_comments() -> None:
     """Why it is so, beside the line; what a whole function is for stands in its docstring."""
     counts = {name: comments_and_code(text) for name, text in sources(*NODES, "deploy").items()}
