@@ -13,26 +13,16 @@ from engine.errors import (
     VerificationError,
 )
 
-PEER_UNREACHABLE: Final = "peer_unreachable"
-"""The peer did not answer in time, or is not a node."""
-PEER_DOES_NOT_FIT: Final = "peer_does_not_fit"
-"""The nodes differ in model, geometry or transport: only a restart can help."""
-UNAUTHENTICATED: Final = "unauthenticated"
-"""The cluster tokens of the two nodes differ."""
-TOO_MANY_PULLS: Final = "too_many_pulls"
-"""This node has too many waiting pulls."""
-LEASE_LOST: Final = "lease_lost"
-"""The peer reported, before the read, that the lease had ended."""
-LATE_READ: Final = "late_read"
-"""The lease had ended before the read did."""
-OTHER_PROMPT: Final = "other_prompt"
-"""The lease is for another prompt or for other blocks."""
-VERIFICATION_FAILED: Final = "verification_failed"
-"""The bytes that arrived differ from the peer's, also when read again."""
-TRANSFER_FAILED: Final = "transfer_failed"
-"""The bytes could not be moved."""
-REQUEST_ENDED: Final = "request_ended"
-"""The request ended before the pull did."""
+PEER_UNREACHABLE: Final = "peer_unreachable"  # no node answers there in time
+PEER_DOES_NOT_FIT: Final = "peer_does_not_fit"  # another model, layout or transport
+UNAUTHENTICATED: Final = "unauthenticated"  # one of the two does not know the other's token
+TOO_MANY_PULLS: Final = "too_many_pulls"  # too many wait on this node
+LEASE_LOST: Final = "lease_lost"  # the peer said so before anything was read
+LATE_READ: Final = "late_read"  # the lease had ended before the read did
+OTHER_PROMPT: Final = "other_prompt"  # the lease is for another prompt, or for other blocks
+VERIFICATION_FAILED: Final = "verification_failed"  # the bytes differ from the peer's, twice
+TRANSFER_FAILED: Final = "transfer_failed"  # the bytes could not be moved
+REQUEST_ENDED: Final = "request_ended"  # no request waits for it now
 OF_ONE_OBJECT: Final = frozenset(
     {TOO_MANY_PULLS, LATE_READ, OTHER_PROMPT, REQUEST_ENDED, "foreign", "expired", "mismatched"}
 )

@@ -62,7 +62,7 @@ class PdConnector:
         self.address.port = port
 
     def is_awaited(self) -> bool:
-        """Whether a peer may still come: turns kept for nobody in particular do not count."""
+        """True while a peer may come for a lease; spare ones, for a next turn, do not count."""
         return any(not lease.is_spare for lease in self.leases.all_held())
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ def _open_transport(
 def _identity(
     settings: ConnectorSettings, plan: ArenaPlan, transport: Transport, *, lease_s: float
 ) -> Handshake:
-    """What this node tells its peers about itself; the address of its arena may change."""
+    """This node as its peers see it; the address of its arena may change."""
     geometry = describe_geometry(
         plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
     )

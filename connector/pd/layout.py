@@ -82,10 +82,10 @@ class GroupBlocks:
         heads = 2 * self.spec.num_kv_heads
         row = self.spec.page_bytes(1) // heads
         for head in range(heads):
-            for first, count in _runs(start, end, self.block_size):
+            for first, stop in _parts(start, end, self.block_size):
                 number, token = divmod(first, self.block_size)
                 page = self.offsets[number - self.first_block] + skipped
-                yield Piece(page + (head * self.block_size + token) * row, count * row)
+                yield Piece(page + (head * self.block_size + token) * row, (stop - first) * row)
 
     @property
     def _layer_bytes(self) -> int:
@@ -131,8 +131,13 @@ class SequenceBlocks:
         if whole is not None:
             yield from zip(whole)
             return
-        for cut in [(0, 1)] if first.is_state else _cuts(asked):
-            yield tuple(_by_layer(asked.layers, owners, cut))
+        # Otherwise layer by layer; a state is one block, whatever the token numbers say.
+        layers = list(zip(asked.layers, owners, strict=True))
+        parts = [(0, 1)] if first.is_state else _parts(asked.start, asked.end, asked.block_size)
+        for start, end in parts:
+            yield tuple(
+                joined(it for layer, owner in layers for it in owner.layer(layer, start, end))
+            )
 
     def _owner(self, kept: str, layer: int) -> GroupBlocks:
         for group in self.groups:
@@ -188,25 +193,11 @@ def joined(pieces: Iterable[Piece]) -> Iterator[Piece]:
         yield last
 
 
-def _by_layer(
-    layers: Sequence[int], owners: Sequence[GroupBlocks], tokens: tuple[int, int]
-) -> Iterator[Piece]:
-    pairs = zip(layers, owners, strict=True)
-    return joined(piece for layer, owner in pairs for piece in owner.layer(layer, *tokens))
-
-
-def _cuts(asked: BlockRange) -> Iterator[tuple[int, int]]:
-    """(start, end) tokens of each block of a range; the first and the last may be parts."""
-    size = asked.block_size
-    for first, count in _runs(asked.start, asked.end, size):
-        yield first, first + count
-
-
-def _runs(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """(first token, count) of each stretch between block boundaries."""
+def _parts(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """`start` to `end`, cut at the multiples of `size`."""
     while start < end:
         stop = min(end, (start // size + 1) * size)
-        yield start, stop - start
+        yield start, stop
         start = stop
 
 

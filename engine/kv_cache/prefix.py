@@ -42,12 +42,6 @@ class PrefixHasher:
         salt = b"" if cache_salt is None else b"=" + cache_salt.encode()
         return b"".join(sha256(part).digest() for part in (self._seed.encode(), salt))
 
-    def digest(self, token_ids: Sequence[TokenId], cache_salt: str | None = None) -> bytes:
-        """The digest of a whole prompt; equal to `PrefixDigests.key(len(token_ids)).digest`."""
-        end = len(token_ids) - len(token_ids) % self.hash_block_size
-        boundary = sha256(self.root(cache_salt) + _bytes(token_ids[:end])).digest()
-        return PrefixKey(len(token_ids), boundary, tuple(token_ids[end:])).digest
-
 
 class PrefixDigests:
     """Digests of the prefixes of one request's tokens, computed once, when they are asked for.

@@ -75,13 +75,16 @@ def test_new_states_are_reported_once_and_not_after_free() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 48])
-def test_a_whole_prompt_has_one_digest_however_it_is_asked_for(num_tokens: int) -> None:
-    hasher, tokens = PrefixHasher(16, "seed"), list(range(60))
-    digest = hasher.digest(tokens[:num_tokens], "salt")
-    assert digest == PrefixDigests(hasher, tokens, "salt").key(num_tokens).digest
-    others = (tokens[:num_tokens], None), (tokens[: num_tokens + 1], "salt")
-    assert digest not in {hasher.digest(*other) for other in others}
-    assert digest != PrefixHasher(16).digest(tokens[:num_tokens], "salt")
+def test_a_prefix_has_one_digest_for_its_tokens_salt_and_seed(num_tokens: int) -> None:
+    def digest(num_known: int, num_tokens: int, salt: str | None, seed: str = "seed") -> bytes:
+        prefix = PrefixDigests(PrefixHasher(16, seed), list(range(num_known)), salt)
+        return prefix.key(num_tokens).digest
+
+    whole = digest(60, num_tokens, "salt")
+    assert whole == digest(num_tokens, num_tokens, "salt")
+    assert whole != digest(60, num_tokens, None)
+    assert whole != digest(60, num_tokens + 1, "salt")
+    assert whole != digest(60, num_tokens, "salt", "")
 
 
 def test_a_private_block_cannot_be_pinned() -> None:

@@ -24,7 +24,7 @@ Block = tuple[SpanPair, ...]
 
 @dataclass(slots=True, frozen=True)
 class GroupPull:
-    """What one of D's groups reads: the range that P can be asked for, and its blocks in order."""
+    """The pull of one of D's groups: the range that P can be asked for, and its blocks in order."""
 
     asked: BlockRange
     blocks: tuple[Block, ...]
@@ -33,7 +33,7 @@ class GroupPull:
 
 @dataclass(slots=True, frozen=True)
 class PullPlan:
-    """What one pull reads from `remote`, which is all that P holds of the sequence.
+    """All bytes of one pull from `remote`, which is all that P holds of the sequence.
 
     `blocks`: of all groups, in their order. `spans`: the same bytes, neighbours joined.
     """
@@ -46,7 +46,7 @@ class PullPlan:
     remote: SequenceBlocks
 
     def numbers_at_p(self) -> list[int] | None:
-        """Of each block its number among P's; None when one is not exactly a block of P."""
+        """The number of each block among P's; None if a block is not exactly one of P's."""
         numbers = {block: number for number, block in enumerate(self.remote.whole_blocks())}
         whole = [(block[0].remote, block[0].length) for block in self.blocks if len(block) == 1]
         found = [numbers[block] for block in whole if block in numbers]

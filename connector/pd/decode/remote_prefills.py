@@ -108,7 +108,7 @@ class RemotePrefill:
         seconds: float = 0.0,
         verified: bool = False,
     ) -> None:
-        """What the client is told: `pulled` has moved, after `num_local_tokens` that were here."""
+        """Tells the client what `pulled` moved, after `num_local_tokens` that were here."""
         num_remote_tokens = self.params.remote_num_cached_tokens or 0
         cached = num_remote_tokens, num_local_tokens
         if self.params.is_return_pull:  # this node is P, and the peer D

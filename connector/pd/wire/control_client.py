@@ -18,7 +18,7 @@ from connector.pd.wire.messages import (
     Handshake,
     HeldBlocks,
 )
-from engine.errors import AuthenticationError, TandemError
+from engine.errors import AuthenticationError
 from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, credentials, no_proof
 from engine.rpc.convert import from_pb, to_pb
 from engine.rpc.pb import node_pb2 as pb
@@ -193,9 +193,6 @@ def _errors_of(address: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        raise _named(error, address) from error
-
-
-def _named(error: grpc.RpcError, address: str) -> TandemError:
-    metadata = [(item.key, item.value) for item in error.trailing_metadata() or ()]
-    return error_from_status(error.code(), f"{error.details()} (peer {address})", metadata)
+        metadata = [(item.key, item.value) for item in error.trailing_metadata() or ()]
+        details = f"{error.details()} (peer {address})"
+        raise error_from_status(error.code(), details, metadata) from error

@@ -1,4 +1,4 @@
-"""What nodes tell each other about a hand-over: the structs behind protobuf's `KvControl`.
+"""The messages between nodes about a hand-over: the structs behind protobuf's `KvControl`.
 
 Knows neither protobuf nor sockets; `convert.py` translates.
 """
@@ -37,8 +37,7 @@ class BlockRange(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens `start` to `end` of some layers, in blocks of `block_size` tokens.
 
     `kept` is what these layers keep (`connector.pd.wire.geometry.describe_spec`). Blocks end at
-    multiples of their size; the first and the last may be parts. Of states there is one block,
-    whatever the numbers say.
+    multiples of their size; the first and the last may be parts. A state is always one block.
     """
 
     kept: str
@@ -49,13 +48,13 @@ class BlockRange(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_blocks(self) -> int:
-        """How many it names; at least one, of states just that."""
+        """Blocks in the range, at least one."""
         size = max(self.block_size, 1)
         return max(-(-self.end // size) - self.start // size, 1)
 
 
 class DigestsQuestion(msgspec.Struct, frozen=True, kw_only=True):
-    """What are the bytes of these ranges, under that lease of incarnation `engine_id`?"""
+    """Asks incarnation `engine_id` for digests of these ranges, under one of its leases."""
 
     engine_id: str
     request_id: str
