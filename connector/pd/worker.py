@@ -106,7 +106,7 @@ class PdWorker(WorkerConnector):
         return self._leases.next_deadline()
 
     def close(self) -> None:
-        """Waits for pulls in flight (each is bounded) and stops the threads; no more begin."""
+        """Waits for pulls in flight (each is bounded) and stops the threads; no other begins."""
         self._stopping.set()
         self._pool.close()
         self._reader.close()

@@ -6,9 +6,9 @@ A process of its own, since UCX 1.21 over TCP aborts the one that owes bytes to 
 left: so a node loses this process, and starts another. It knows regions by their descriptors, tells
 the address on its output, and ends when its input does. Imports neither torch nor the node.
 
-It can read the memory and not write it, or whoever is told the address could: UCX asks nobody for a
-right. Whoever tries over TCP ends this process. A network card that may read must be given memory
-that it may write as well: where one refuses, a region is mapped writable, and the log says so.
+It maps the memory read-only, since UCX lets every peer that has the address write. A peer that
+tries over TCP ends this process. A network card that may read must be given memory that it may
+write as well: where one refuses, a region is mapped writable, and the log says so.
 """
 
 import ctypes

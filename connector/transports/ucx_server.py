@@ -1,6 +1,6 @@
 """The owner's side of the ucx transport: a thread that answers requests for parts of its memory.
 
-Knows frames and regions, and no readers by name. Whoever has the token of this incarnation may
+Knows frames and regions, and no readers by name. A reader with the token of this incarnation may
 read inside the regions, and nothing else is looked at before the token is right.
 """
 

@@ -1,4 +1,4 @@
-"""Grouped-query attention, whatever family it is in. Torch-free."""
+"""Grouped-query attention of any family. Torch-free."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class AttentionConfig:
 
 
 def read_attention(reader: ConfigReader) -> AttentionConfig:
-    """Heads, sizes and bias under their common names; scores are scaled by head_dim^-0.5."""
+    """Reads heads, sizes and bias by their common names; scores are scaled by head_dim^-0.5."""
     heads = reader.require("num_attention_heads", int)
     kv_heads = reader.get("num_key_value_heads", int, heads)
     reader.require_divisor(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))

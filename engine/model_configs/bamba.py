@@ -13,7 +13,7 @@ PARTIAL_ROTARY = 0.5
 
 
 def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
-    """Raises CheckpointError for unsupported settings; `dtype` overrides the file's."""
+    """Reads config.json; `dtype` overrides the file's. Raises CheckpointError if unsupported."""
     reader.reject_quantization()
     reader.require_one_of("hidden_act", ["silu"])
     # transformers reads this one from `rope_parameters` only, and else takes one half.

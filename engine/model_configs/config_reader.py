@@ -1,4 +1,4 @@
-"""Reading config.json: typed fields, clear errors, unsupported settings refused. Torch-free."""
+"""Reads config.json: typed fields, clear errors, unsupported settings refused. Torch-free."""
 
 import json
 from collections.abc import Collection

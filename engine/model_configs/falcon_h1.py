@@ -10,7 +10,7 @@ from engine.model_configs.rope import read_rope
 
 
 def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
-    """Raises CheckpointError for unsupported settings; `dtype` overrides the file's."""
+    """Reads config.json; `dtype` overrides the file's. Raises CheckpointError if unsupported."""
     reader.reject_quantization()
     reader.require_one_of("hidden_act", ["silu"])
     reader.require_one_of("mamba_use_mlp", [True])

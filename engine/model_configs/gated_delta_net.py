@@ -42,7 +42,7 @@ class GatedDeltaNetConfig:
 
 
 def read_gated_delta_net(reader: ConfigReader) -> GatedDeltaNetConfig:
-    """Under the names of Qwen3.5 (`linear_*`); raises CheckpointError for heads that do not fit."""
+    """Reads Qwen3.5's `linear_*` fields. Raises CheckpointError for heads that do not fit."""
     config = GatedDeltaNetConfig(
         key_heads=reader.require("linear_num_key_heads", int),
         value_heads=reader.require("linear_num_value_heads", int),

@@ -19,7 +19,7 @@ LOCAL_THETA = 10_000.0
 
 
 def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
-    """Raises CheckpointError for unsupported settings; `dtype` overrides the file's."""
+    """Reads config.json; `dtype` overrides the file's. Raises CheckpointError if unsupported."""
     reader.reject_quantization()
     text = reader.section("text_config") if "text_config" in reader.fields else reader
     _check(text)
@@ -62,7 +62,7 @@ def _old_dtype(reader: ConfigReader) -> str | None:
 
 
 def _attention(text: ConfigReader) -> AttentionConfig:
-    """Of the layers that read all tokens."""
+    """The settings of full-attention layers."""
     heads = text.get("num_attention_heads", int, 8)
     kv_heads = text.get("num_key_value_heads", int, 4)
     text.require_divisor(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))
@@ -94,7 +94,7 @@ def _layer_types(text: ConfigReader) -> tuple[str, ...]:
 
 
 def _rope(text: ConfigReader, kind: str, head_dim: int) -> RopeConfig:
-    """Nested by layer type in files of transformers 5; before, `rope_scaling` was for FULL only."""
+    """Reads rope settings: nested by layer type since transformers 5, at top level before."""
     nested = ConfigReader(text.get("rope_parameters", dict, {}), f"{text.source}:rope_parameters")
     if "rope_theta" in nested.fields:
         raise CheckpointError(

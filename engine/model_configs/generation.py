@@ -7,7 +7,7 @@ from engine.model_configs.config_reader import ConfigReader
 
 
 def read_eos_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
-    """From generation_config.json, else from config.json or its text part; may be empty.
+    """Reads generation_config.json, else config.json or its text part; may be empty.
 
     Raises CheckpointError for broken files, mistyped ids and those outside the vocabulary.
     """

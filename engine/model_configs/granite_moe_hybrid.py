@@ -20,7 +20,7 @@ ATTENTION = ("attention", "full_attention")
 
 
 def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
-    """Raises CheckpointError for unsupported settings; `dtype` overrides the file's.
+    """Reads config.json; `dtype` overrides the file's. Raises CheckpointError if unsupported.
 
     `residual_multiplier` multiplies what mixers and feed-forward blocks add to the residual.
     """

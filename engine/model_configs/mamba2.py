@@ -1,4 +1,4 @@
-"""Sizes and switches of a Mamba2 mixer, whatever family it is in. Torch-free."""
+"""Sizes and switches of a Mamba2 mixer of any family. Torch-free."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -68,7 +68,7 @@ class Mamba2Config:
 
 
 def read_mamba2(reader: ConfigReader, inner_key: str | None = None) -> Mamba2Config:
-    """Under the names of Bamba, Granite and Falcon-H1 (`mamba_n_heads`, ...).
+    """Reads the fields of Bamba, Granite and Falcon-H1 (`mamba_n_heads`, ...).
 
     `inner_key`: the field with the channels of x; without one they are `mamba_expand` times
     `hidden_size`. Raises CheckpointError when heads, channels and groups do not fit together.

@@ -1,4 +1,4 @@
-"""A model in numbers: what engine, planner and builder need of any family. Torch-free."""
+"""A model in numbers, for engine, planner and builder of any family. Torch-free."""
 
 from dataclasses import dataclass
 from typing import Any

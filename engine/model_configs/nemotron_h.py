@@ -22,7 +22,7 @@ MOE_NAMES = ("E", "moe")
 
 
 def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
-    """Raises CheckpointError for what is missing, mistyped or not supported (MoE layers).
+    """Reads config.json. Raises CheckpointError for missing, mistyped or unsupported fields (MoE).
 
     A layer is one mixer or one MLP; attention has no positional encoding.
     """

@@ -10,7 +10,7 @@ from engine.model_configs.rope import read_rope
 
 
 def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
-    """Raises CheckpointError for unsupported settings; `dtype` overrides the file's."""
+    """Reads config.json; `dtype` overrides the file's. Raises CheckpointError if unsupported."""
     _check(reader)
     attention = read_attention(reader)
     rope = read_rope(reader, attention.head_dim)

@@ -16,7 +16,7 @@ FULL_ATTENTION_INTERVAL = 4
 
 
 def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
-    """Raises CheckpointError for unsupported settings; `dtype` overrides the file's."""
+    """Reads config.json; `dtype` overrides the file's. Raises CheckpointError if unsupported."""
     reader.reject_quantization()
     text = reader.section("text_config") if "text_config" in reader.fields else reader
     _check(text)

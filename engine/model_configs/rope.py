@@ -19,7 +19,7 @@ class RopeConfig:
 
 
 def read_rope(reader: ConfigReader, head_dim: int, partial: float = 1.0) -> RopeConfig:
-    """From `rope_parameters` (or `rope_scaling`), else from top-level `rope_theta`.
+    """Reads `rope_parameters` (or `rope_scaling`), else top-level `rope_theta`.
 
     `partial` is the family's default for `partial_rotary_factor`. Raises CheckpointError for any
     rope type but "default".

@@ -98,7 +98,7 @@ class PdAdmission(AdmissionConnector):
         self._remote.end(request_id)
 
     async def _claim_prefill(self, request: GenerateRequest, params: KVTransferParams) -> bool:
-        """Whether P's answer may be used, if only its first token."""
+        """True if P's answer may be used, if only its first token."""
         check_remote_prefill(request, params)
         try:
             self._signer.verify(params)

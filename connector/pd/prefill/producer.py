@@ -17,7 +17,7 @@ from engine.types import FinishReason, KVTransferParams
 
 @dataclass(slots=True)
 class AdvertisedAddress:
-    """Where peers reach this node's control service; `port` is set once the server is bound."""
+    """The address of this node's control service; `port` is set once the server is bound."""
 
     engine_id: str
     host: str
