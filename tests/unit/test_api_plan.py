@@ -285,8 +285,6 @@ def test_params_that_ask_for_nothing_are_none(value: object) -> None:
         "x",
         [],
         {"do_remote_decode": "yes"},
-        {"do_remote_decode": True, "remote_host": "10.0.0.1"},
-        {"remote_engine_id": "p"},
         {**PREFILL_REPLY, "extra": 1},
         {**PREFILL_REPLY, "tp_size": 10**9},
         {**PREFILL_REPLY, "remote_port": 0},
