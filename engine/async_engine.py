@@ -13,8 +13,8 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-import msgspec
 import structlog
+from msgspec import structs
 
 from engine.core import EngineCore
 from engine.errors import (
@@ -81,8 +81,8 @@ class AsyncEngine:
         self.limits = limits
         self._admission = admission
         self._metrics = metrics
-        # Calls for the engine thread, at most two per request (add, abort); None only wakes it.
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Calls for the engine thread, at most two per request (add, abort).
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Only the event loop reads and writes the streams, so they need no lock.
         self._streams: dict[str, _Stream] = {}
         self._counter = 0
@@ -102,7 +102,7 @@ class AsyncEngine:
 
     def wake(self) -> None:
         """Makes an idle engine step; from any thread (a transfer ended, a lease was released)."""
-        self._inbox.put(None)
+        self._inbox.put(lambda: None)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
         """The outputs of one request, the last with a finish reason; `aclose` aborts it.
@@ -135,7 +135,6 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """True while the engine thread runs and takes requests."""
         return self._dead is None and not self._stopping
 
     async def check_health(self) -> None:
@@ -154,7 +153,6 @@ class AsyncEngine:
 
     @property
     def hand_over_problems(self) -> tuple[HandOverProblem, ...]:
-        """The peers whose hand-overs to this node keep failing."""
         return self._admission.problems()
 
     @property
@@ -189,7 +187,7 @@ class AsyncEngine:
         if self._stopping:
             return
         self._stopping = True
-        self._inbox.put(None)  # an idle thread sleeps on the inbox
+        self.wake()  # an idle thread sleeps on the inbox
         await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
         self.core.close()
         self._fail_all(EngineDeadError("the node is shutting down"))
@@ -214,17 +212,14 @@ class AsyncEngine:
         check_priority(request.priority, self.core.scheduler.config.scheduling_policy)
 
     async def _admit(self, request: GenerateRequest) -> Admitted:
-        self._num_admitting += 1
-        try:
-            return await self._admission.admit(self._with_unique_id(request))
-        finally:
-            self._num_admitting -= 1
-
-    def _with_unique_id(self, request: GenerateRequest) -> GenerateRequest:
         # Callers' ids are labels: two callers may use the same one at the same time.
         self._counter += 1
         unique = unique_id(request.request_id, self._counter)
-        return msgspec.structs.replace(request, request_id=unique)
+        self._num_admitting += 1
+        try:
+            return await self._admission.admit(structs.replace(request, request_id=unique))
+        finally:
+            self._num_admitting -= 1
 
     def _submit(self, admitted: Admitted) -> None:
         origin = admitted.request
@@ -265,7 +260,8 @@ class AsyncEngine:
         # Broad on purpose: whatever ends this thread must reach the callers and `wait`.
         try:
             while not self._stopping:
-                self._drain_inbox()
+                while not self._inbox.empty():
+                    self._inbox.get_nowait()()
                 news, may_go_on = self.core.step()
                 self._emit(news)
                 if not may_go_on:
@@ -273,26 +269,16 @@ class AsyncEngine:
         except Exception as error:
             log.exception("the engine thread died")
             self._dead = error
-            self._on_loop(self._bury)
-
-    def _bury(self) -> None:
-        # Callers get their error before `wait` returns and the process ends.
-        self._fail_all(_dead_engine())
-        self._ended.set()
-
-    def _drain_inbox(self) -> None:
-        while not self._inbox.empty():
-            message = self._inbox.get_nowait()
-            if message is not None:
-                message()
+            # Callers get their error before `wait` returns and the process ends.
+            self._on_loop(lambda: self._fail_all(_dead_engine()))
+            self._on_loop(self._ended.set)
 
     def _wait_for_inbox(self) -> None:
         try:
-            message = self._inbox.get(timeout=self._idle_seconds())
+            call = self._inbox.get(timeout=self._idle_seconds())
         except queue.Empty:
             return
-        if message is not None:
-            message()
+        call()
 
     def _idle_seconds(self) -> float | None:
         """Seconds until the next lease ends, or fewer while requests wait; None: no limit."""

@@ -206,7 +206,6 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ConfigError("no model: give a folder or hub name as first argument")
 
     def scheduler(self, max_model_len: int) -> "SchedulerConfig":
-        """The part that the scheduler reads."""
         return SchedulerConfig(
             max_model_len=max_model_len,
             max_num_seqs=self.max_num_seqs,

@@ -103,7 +103,6 @@ class HandOverProblems:
             self._failures.pop(engine_id, None)
 
     def present(self) -> tuple[HandOverProblem, ...]:
-        """The peers whose hand-overs keep failing."""
         now = self._clock()
         with self._lock:
             self._forget(now)

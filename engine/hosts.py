@@ -18,11 +18,6 @@ _DISCARD_PORT = 9
 log = structlog.get_logger()
 
 
-def check_listen_host(host: str) -> None:
-    """Raises ConfigError naming `--host` unless this machine can listen there."""
-    _addresses_here("--host", host)
-
-
 def advertised_host(host: str, asked: str | None) -> str:
     """The host that peers are told: `asked` (`--advertise-host`), else `host` (`--host`).
 
@@ -33,8 +28,8 @@ def advertised_host(host: str, asked: str | None) -> str:
         return _own_address(host) if host in WILDCARDS else host
     if asked in WILDCARDS:
         raise ConfigError(f"--advertise-host {asked} is no address that peers can connect to")
-    told = _addresses_here("--advertise-host", asked)
-    if host not in WILDCARDS and not told & _addresses_here("--host", host):
+    told = addresses_here("--advertise-host", asked)
+    if host not in WILDCARDS and not told & addresses_here("--host", host):
         raise ConfigError(
             f"--advertise-host {asked} is not where this node listens, --host {host}; "
             "listen there or on 0.0.0.0"
@@ -53,7 +48,7 @@ def ipv4_of(interface: str) -> str | None:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _addresses_here(flag: str, host: str) -> set[str]:
+def addresses_here(flag: str, host: str) -> set[str]:
     """The addresses that `host` names. Raises ConfigError unless all are this machine's."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_DGRAM)

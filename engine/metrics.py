@@ -155,7 +155,6 @@ class RequestMetrics:
         )
 
     def start(self, request: GenerateRequest) -> "RequestTimer":
-        """Begins the clock of one request."""
         self.prompt_tokens.inc(len(request.prompt_token_ids))
         return RequestTimer(self)
 
@@ -170,7 +169,6 @@ class RequestTimer:
         self._second: float | None = None
 
     def observe(self, output: GenerateOutput) -> None:
-        """Records one output."""
         now = time.monotonic()
         if self._last is None:
             self._metrics.ttft.observe(now - self._start)

@@ -1,7 +1,4 @@
-"""The life of a server process: start, serve until a signal or a fault, drain, close.
-
-Knows no server by name and no option.
-"""
+"""The life of a server process: start, serve until a signal or a fault, drain, close."""
 
 import asyncio
 import logging
@@ -19,8 +16,6 @@ from engine.errors import EngineDeadError, TandemError
 
 MAX_DESCRIPTORS: Final = 65_536
 POLL_S: Final = 0.02
-DIED: Final = 1
-WRONG_OPTION: Final = 2
 
 
 class Server(Protocol):
@@ -51,9 +46,9 @@ def run_server(make: Callable[[], Server]) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(make()))
     except EngineDeadError as error:
-        _fail(error, DIED)
+        _fail(error, code=1)
     except TandemError as error:
-        _fail(error, WRONG_OPTION)
+        _fail(error, code=2)
 
 
 def configure_logging(level: str = "INFO") -> None:

@@ -66,11 +66,11 @@ class RequestTimer:
     def observe(self, output: GenerateOutput) -> None:
         """Counts one output of the request as sent now."""
         now, metrics, model_name = time.monotonic(), self._metrics, self._metrics.model_name
-        if output.token_ids and self._previous is None:
-            metrics.time_to_first_token.labels(model_name).observe(now - self._started)
-        elif output.token_ids and self._previous is not None:
-            metrics.inter_token_latency.labels(model_name).observe(now - self._previous)
         if output.token_ids:
+            if self._previous is None:
+                metrics.time_to_first_token.labels(model_name).observe(now - self._started)
+            else:
+                metrics.inter_token_latency.labels(model_name).observe(now - self._previous)
             self._previous = now
         if output.finish_reason is not None:
             metrics.e2e_request_latency.labels(model_name).observe(now - self._started)

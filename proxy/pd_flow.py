@@ -54,7 +54,6 @@ class Prefilled:
 
     @property
     def params(self) -> KVTransferParams | None:
-        """The place of P's blocks, for D."""
         return self.output.kv_transfer_params
 
     def release(self) -> None:
@@ -93,7 +92,10 @@ class RequestState:
 
 
 class PdFlow:
-    """The proxy's `Generator`. `pool` owns the nodes; `policy` is a key of `POLICIES`."""
+    """The proxy's `Generator`. `pool` owns the nodes; `policy` is a key of `POLICIES`.
+
+    `num_open` counts the requests under way.
+    """
 
     def __init__(
         self, pool: NodePool, policy: str, deadlines: StreamDeadlines, *, metrics: ProxyMetrics
@@ -104,14 +106,9 @@ class PdFlow:
         self._deadlines = deadlines
         self._metrics = metrics
         self._pairs = Pairs(pool)
-        self._num_open = 0
+        self.num_open = 0
         self._refuses_new = False
         self._is_over = False
-
-    @property
-    def num_open(self) -> int:
-        """Requests under way."""
-        return self._num_open
 
     def refuse_new(self) -> None:
         """Refuses new requests and fails /ready from now on; requests under way continue."""
@@ -172,14 +169,14 @@ class PdFlow:
         """
         state.num_attempts += 1
         state.prefilled = None
-        self._num_open += 1
+        self.num_open += 1
         try:
             yield
         except TandemError as error:
             if not self._may_retry(state, error):
                 raise as_client_sees_it(error, state.num_tokens) from error
         finally:
-            self._num_open -= 1
+            self.num_open -= 1
             if state.prefilled is not None and not state.num_tokens:
                 state.prefilled.release()
 

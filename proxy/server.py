@@ -73,7 +73,6 @@ class ProxyServer:
 
     @property
     def url(self) -> str:
-        """Base URL of the HTTP server."""
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://{join_host_port(self._config.host, self.port)}"
 
@@ -146,7 +145,6 @@ class ProxyServer:
             serving,
             metrics_registry=self._metrics.registry,
             api_key=self._config.api_key,
-            accept_kv_transfer_params=False,
         )
 
 

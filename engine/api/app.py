@@ -38,25 +38,16 @@ def create_app(
     `accept_kv_transfer_params`; without it the key is ignored. The caller closes the generator.
     """
     bodies = RequestBodies()
-    routes = [
-        Route(
-            path,
-            GenerateEndpoint(
-                generator,
-                serving,
-                reply_format,
-                plan=partial(
-                    plan, serving=serving, accept_kv_transfer_params=accept_kv_transfer_params
-                ),
-                bodies=bodies,
-            ),
-            methods=["POST"],
+    routes = []
+    for path, planner, reply_format in (
+        ("/v1/completions", plan_completion, CompletionFormat(serving.tokenizer)),
+        ("/v1/chat/completions", plan_chat, ChatFormat(serving.tokenizer)),
+    ):
+        plan = partial(
+            planner, serving=serving, accept_kv_transfer_params=accept_kv_transfer_params
         )
-        for path, plan, reply_format in (
-            ("/v1/completions", plan_completion, CompletionFormat(serving.tokenizer)),
-            ("/v1/chat/completions", plan_chat, ChatFormat(serving.tokenizer)),
-        )
-    ]
+        endpoint = GenerateEndpoint(generator, serving, reply_format, plan=plan, bodies=bodies)
+        routes.append(Route(path, endpoint, methods=["POST"]))
     operations = Operations(generator, serving, metrics_registry, bodies=bodies)
     # Outermost first: refusals of the API key carry the request id too.
     middleware = [Middleware(RequestIdEcho)]

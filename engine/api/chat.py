@@ -35,7 +35,6 @@ class ChatFormat:
         self._tokenizer = tokenizer
 
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> ChatReply:
-        """Whole reply of a finished request."""
         return ChatReply(
             **plan.envelope("chat.completion", counter.kv_transfer_params),
             choices=[

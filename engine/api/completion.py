@@ -25,7 +25,6 @@ class CompletionFormat:
         self._tokenizer = tokenizer
 
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> CompletionReply:
-        """Whole reply of a finished request."""
         return CompletionReply(
             **plan.envelope(_OBJECT, counter.kv_transfer_params),
             choices=[self._choice(plan, delta, first=True) for delta in choices],
@@ -41,7 +40,6 @@ class CompletionFormat:
         return [CompletionReply(**envelope, choices=[choice], usage=usage)]
 
     def usage_chunk(self, plan: Plan, counter: UsageCounter) -> CompletionReply:
-        """The extra chunk that has usage and no choices."""
         return self.reply(plan, [], counter)
 
     def _choice(self, plan: Plan, delta: Delta, *, first: bool) -> CompletionChoice:

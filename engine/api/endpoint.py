@@ -119,7 +119,6 @@ class GenerateEndpoint:
 
 
 def _event(data: bytes) -> bytes:
-    """One server-sent event."""
     return b"data: " + data + b"\n\n"
 
 

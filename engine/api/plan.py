@@ -51,7 +51,6 @@ class Plan:
     prompt_tokens_details: bool
 
     def prompt_of(self, choice: int) -> TokenIds:
-        """The prompt of a choice, by the choice's index."""
         return self.prompts[choice // self.choices_per_prompt]
 
     def envelope(

@@ -21,7 +21,6 @@ class UsageCounter:
     kv_transfer: KVTransferStats | UnsetType = UNSET
 
     def add(self, delta: Delta) -> None:
-        """Count one delta."""
         self.completion_tokens += len(delta.token_ids)
         if delta.index % self.plan.choices_per_prompt == 0:  # the prompt's first choice
             known = self.cached_tokens.get(delta.index, 0)

@@ -22,7 +22,7 @@ from engine.arena import ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
 from engine.core import EngineCore
-from engine.hosts import advertised_host, check_listen_host
+from engine.hosts import addresses_here, advertised_host
 from engine.http.server import HttpServer
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
@@ -162,7 +162,7 @@ class NodeServer:
         check_device(config.device)
         self._token = token_for_calls(config)
         self._tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
-        check_listen_host(config.host)
+        addresses_here("--host", config.host)
         self.host = advertised_host(config.host, config.advertise_host)
         check_ports(config)
 

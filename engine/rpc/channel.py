@@ -7,7 +7,6 @@ import grpc
 from engine.errors import TandemError
 from engine.rpc.proof import unproven
 from engine.rpc.status import error_from_status
-from engine.tls import ClientTls
 
 MAX_REQUEST_BYTES: Final = 32 * 2**20
 MAX_REPLY_BYTES: Final = 64 * 2**20
@@ -34,11 +33,6 @@ _OF_THE_LINK: Final = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.CANCELLED,
 )
-
-
-def credentials(tls: ClientTls) -> grpc.ChannelCredentials:
-    """For servers with TLS; their certificate must name the host of their address."""
-    return grpc.ssl_channel_credentials(tls.authorities)
 
 
 def no_proof(code: grpc.StatusCode, details: str | None, address: str) -> TandemError:

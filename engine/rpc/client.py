@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeAlias, TypeVar
 
-from grpc import ChannelConnectivity, StatusCode, aio
+from grpc import ChannelConnectivity, StatusCode, aio, ssl_channel_credentials
 
 from engine.errors import (
     AuthenticationError,
@@ -20,7 +20,7 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.rpc import convert
-from engine.rpc.channel import MAX_REQUEST_BYTES, OPTIONS, PROVE_TIMEOUT_S, credentials, no_proof
+from engine.rpc.channel import MAX_REQUEST_BYTES, OPTIONS, PROVE_TIMEOUT_S, no_proof
 from engine.rpc.messages import NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub, NodeStub
@@ -60,7 +60,9 @@ class NodeClient:
         self._channel = (
             aio.insecure_channel(address, options=OPTIONS)
             if tls is None
-            else aio.secure_channel(address, credentials(tls), options=OPTIONS)
+            else aio.secure_channel(
+                address, ssl_channel_credentials(tls.authorities), options=OPTIONS
+            )
         )
         self._identity = IdentityStub(self._channel)  # type: ignore[no-untyped-call]
         self._node = NodeStub(self._channel)  # type: ignore[no-untyped-call]
@@ -108,7 +110,6 @@ class NodeClient:
     async def _begin(
         self, message: pb.GenerateRequest, deadlines: StreamDeadlines, proof: Metadata
     ) -> tuple[OutputCall, GenerateOutput]:
-        """The call and its first output."""
         call = self._node.Generate(message, timeout=deadlines.total_s, metadata=proof)
         self._running.add(call)
         call.add_done_callback(self._running.discard)

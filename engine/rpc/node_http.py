@@ -77,7 +77,6 @@ class HttpNode:
         return await self._ask("GET", path)
 
     async def post(self, path: str, key: str | None, body: dict[str, Any]) -> HttpAnswer:
-        """Raises UnavailableError or DeadlineExceededError without an answer."""
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         return await self._ask("POST", path, json=body, headers=headers)
 

@@ -163,7 +163,6 @@ class RpcServer:
         await self._server.stop(deadline_s)
 
     async def close(self) -> None:
-        """Cancels every call and frees the port."""
         await self._server.stop(0)
         await self._server.wait_for_termination(CANCEL_GRACE_S)
 

@@ -76,7 +76,7 @@ class Node:
     def view(self) -> NodeView:
         """Raises `UnavailableError` before the node was first described."""
         if self.info is None:
-            raise UnavailableError(f"node {self.name} has not answered yet")
+            raise UnavailableError(f"node {self.name} {NOT_YET}")
         return NodeView(
             name=self.name,
             engine_id=self.info.engine_id,
@@ -103,7 +103,10 @@ class Node:
     async def refresh(self, timeout_s: float) -> NodeInfo | None:
         """Asks the node what it is; None, with `problem` set, when it is away or not ready."""
         try:
-            info = await self._describe(timeout_s)
+            # A node with a problem may have restarted on another port: resolve its address again.
+            if self._client is None or self.problem is not None:
+                await self._connect(timeout_s)
+            info = await self.client.describe(timeout_s)
         except DeadlineExceededError as error:
             self._on_late_answer(error)
             return None
@@ -161,12 +164,6 @@ class Node:
         if self._client is not None:
             await self._client.close()
             self._client = None
-
-    async def _describe(self, timeout_s: float) -> NodeInfo:
-        # A node with a problem may have restarted on another port: resolve its address again.
-        if self._client is None or self.problem is not None:
-            await self._connect(timeout_s)
-        return await self.client.describe(timeout_s)
 
     async def _connect(self, timeout_s: float) -> None:
         # The same address keeps its channel: streams may still run on it.

@@ -1,7 +1,4 @@
-"""All nodes of the proxy's options: watches their health, refuses those of another model.
-
-Knows nothing of requests and routing.
-"""
+"""All nodes of the proxy's options: watches their health, refuses those of another model."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -110,7 +107,6 @@ class NodePool:
             await asyncio.sleep(self._poll_interval_s)
 
     def _objection(self, node: Node, info: NodeInfo) -> str | None:
-        """The reason not to use the node, or None."""
         if not info.model_names or info.vocab_size < 1:
             return "names no model"
         identity = ModelIdentity(info.model_names[0], info.vocab_size)

@@ -59,7 +59,6 @@ class Pairs:
     def _log_new(
         self, decode: NodeView, problems: Iterable[HandOverProblem], prefill: Sequence[NodeView]
     ) -> None:
-        """Logs each pair that has begun to fail."""
         known = {node.engine_id for node in prefill}
         of_decode = {pair for pair in self._logged if pair[0] == decode.name}
         now = {(decode.name, it.engine_id): it for it in problems if it.engine_id in known}

@@ -1,11 +1,29 @@
-"""The routing policies and the table of their names. They do not look at the prompt."""
+"""Routing: its seam, the policies, and the table of their names. None looks at the prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from engine.types import GenerateRequest
 from proxy.cluster.node import NodeView
-from proxy.routing.policy import Route, RoutingPolicy
+
+
+@dataclass(slots=True, frozen=True)
+class Route:
+    """The nodes of one request. Without a prefill node the decode node computes the prompt too."""
+
+    prefill: NodeView | None
+    decode: NodeView
+
+
+class RoutingPolicy(Protocol):
+    """Chooses P and D of one request together. Runs on the event loop and must not wait."""
+
+    def choose(
+        self, request: GenerateRequest, prefill: Sequence[NodeView], decode: Sequence[NodeView]
+    ) -> Route:
+        """`decode` holds at least one node; an empty `prefill` means that D must do it all."""
+        ...
 
 
 class RoundRobin:

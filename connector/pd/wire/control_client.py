@@ -19,7 +19,7 @@ from connector.pd.wire.messages import (
     HeldBlocks,
 )
 from engine.errors import AuthenticationError
-from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, credentials, no_proof
+from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, no_proof
 from engine.rpc.convert import from_pb, to_pb
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub
@@ -52,7 +52,9 @@ class ControlClient:
         self._channel = (
             grpc.insecure_channel(address, options=OPTIONS)
             if tls is None
-            else grpc.secure_channel(address, credentials(tls), options=OPTIONS)
+            else grpc.secure_channel(
+                address, grpc.ssl_channel_credentials(tls.authorities), options=OPTIONS
+            )
         )
         self._identity = IdentityStub(self._channel)  # type: ignore[no-untyped-call]
         self._stub = KvControlStub(self._channel)  # type: ignore[no-untyped-call]
