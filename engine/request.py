@@ -48,7 +48,11 @@ TRANSITIONS = {
         RequestStatus.FINISHED,
     },
     RequestStatus.RUNNING: {RequestStatus.PREEMPTED, RequestStatus.FINISHED},
-    RequestStatus.PREEMPTED: {RequestStatus.RUNNING, RequestStatus.FINISHED},
+    RequestStatus.PREEMPTED: {
+        RequestStatus.RUNNING,
+        RequestStatus.WAITING_FOR_REMOTE_KVS,
+        RequestStatus.FINISHED,
+    },
     RequestStatus.FINISHED: set(),
 }
 

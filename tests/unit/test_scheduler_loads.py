@@ -124,6 +124,37 @@ def test_the_connector_is_asked_about_what_the_request_could_go_on_from_alone(
     assert request.is_finished
 
 
+class Tier(LocalScheduler):
+    """Has the first 16 tokens of everything that was preempted."""
+
+    def match(self, request: Request, num_local_tokens: int) -> Match | None:
+        was_preempted = request.status is RequestStatus.PREEMPTED
+        return Match(Coverage(16, (16,))) if was_preempted else None
+
+    def start_load(self, request: Request, load: BlockLoad | None) -> int:
+        return int(load is not None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_preempted_may_load_when_it_starts_again(fails: bool) -> None:
+    scheduler = scheduler_of(6, caching=False, connector=Tier())
+    requests = [
+        add(scheduler, str(number), tokens(40, 100 * number), max_tokens=50) for number in range(6)
+    ]
+    num_loads = 0
+    while scheduler.has_work or scheduler.loads:
+        step(scheduler)
+        for request in list(scheduler.loads.requests()):
+            num_loads += 1
+            name = request.request_id
+            failure = (LoadFailure(name, "transfer_failed"),)
+            ended = ConnectorOutput(failed=failure) if fails else ConnectorOutput(loaded=(name,))
+            scheduler.update_transfers(ended)
+    assert num_loads and scheduler.stats.num_preemptions
+    assert [request.num_output_tokens for request in requests] == [50] * 6
+    scheduler.check()
+
+
 class Keeper(LocalScheduler):
     """Holds every request for a next turn."""
 
