@@ -72,7 +72,10 @@ class MultiBuilder:
             own = decode_config({**inherited, **fields}, KVTransferConfig, source)
             if own.kv_connector in builders:
                 raise ConfigError(f"{SOURCE}: {own.kv_connector} is there twice; leave one out")
-            builders[own.kv_connector] = own, builder_of(own)
+            try:
+                builders[own.kv_connector] = own, builder_of(own)
+            except ConfigError as error:
+                raise ConfigError(f"{source} ({own.kv_connector}): {error}") from error
         if not builders:
             raise ConfigError(f"{SOURCE}: connectors is empty; name at least one")
         return cls(builders)

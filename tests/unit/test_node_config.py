@@ -79,6 +79,25 @@ def test_one_peer_gets_no_more_pulls_than_the_node() -> None:
     assert PdConnectorConfig(max_concurrent_pulls=2).pulls_per_peer == 2
 
 
+@pytest.mark.parametrize(
+    ("children", "told"),
+    [
+        ([], "connectors is empty; name at least one"),
+        ([{}, {}], "PdConnector is there twice; leave one out"),
+        ([{"kv_connector": "Nope"}], r"connectors\[0\] \(Nope\): kv_connector 'Nope' is not known"),
+        (
+            [{"kv_connector_extra_config": {"transprot": "shm"}}],
+            r"connectors\[0\] \(PdConnector\): .* unknown field `transprot`",
+        ),
+    ],
+)
+def test_a_child_that_cannot_be_built_is_named(children: list[object], told: str) -> None:
+    extra = {"connectors": children}
+    config = KVTransferConfig(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+    with pytest.raises(ConfigError, match=told):
+        builder_of(config)
+
+
 def test_a_connector_that_nobody_knows_is_refused_with_those_that_are() -> None:
     with pytest.raises(ConfigError, match="'LMCacheConnector' is not known; use one of Pd"):
         builder_of(KVTransferConfig(kv_connector="LMCacheConnector"))
