@@ -106,7 +106,8 @@ class MultiScheduler(SchedulerConnector):
         # Each group is walked from left to right; the child of the greatest weight goes first.
         by_weight = sorted(matches, key=lambda name: -matches[name].weight)
         known = [name for name in by_weight if not matches[name].is_pending]
-        ranges = {name: list(_nothing(load)) for name in known}
+        nothing = [(load.num_tokens, load.num_tokens)] * len(load.ranges)
+        ranges = {name: list(nothing) for name in known}
         for group, (start, end) in enumerate(load.ranges):
             # One child brings the whole state, and only if it has it at this length.
             if isinstance(self._plan.groups[group].spec, MambaSpec):
@@ -127,15 +128,7 @@ class MultiScheduler(SchedulerConnector):
 
     def _stop(self, covered: int, end: int) -> int:
         """Two children never write into one block: between them, whole blocks only."""
-        return (
-            end
-            if covered >= end
-            else covered // self._plan.joint_block_size * (self._plan.joint_block_size)
-        )
-
-
-def _nothing(load: BlockLoad) -> list[tuple[int, int]]:
-    return [(load.num_tokens, load.num_tokens)] * len(load.ranges)
+        return end if covered >= end else covered - covered % self._plan.joint_block_size
 
 
 class _Listeners:

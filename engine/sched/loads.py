@@ -46,6 +46,7 @@ class Loads:
 
     def add(self, request: Request, num_parts: int) -> None:
         """Starts a load of which the connector will report `num_parts` ends."""
+        assert num_parts, "a load without an end would never let its request start"
         self._loads[request.request_id] = Load(request, num_parts)
 
     def end_part(self, request_id: str, failure: LoadFailure | None) -> Load | None:
