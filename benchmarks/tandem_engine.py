@@ -18,7 +18,7 @@ from engine.config import NodeConfig, SchedulerConfig
 from engine.core import EngineCore
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
-from engine.kv_connector import local_connector
+from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
 from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
 from engine.sched.scheduler import Scheduler
@@ -97,7 +97,7 @@ class BareCore:
         config = read_config(folder, None)
         plan = plan_arena(config.groups, 16, ARENA_BYTES)
         self._arena = ArenaMemory(plan.arena_bytes)
-        self.connector = local_connector()
+        self.connector = Connector(LocalAdmission(), SchedulerConnector(), WorkerConnector())
         limits = SchedulerConfig(
             max_model_len=config.max_position_embeddings, max_num_seqs=max_num_seqs
         )

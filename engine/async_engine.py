@@ -10,8 +10,8 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 
 import structlog
 from msgspec import structs
@@ -38,6 +38,9 @@ SHUTTING_DOWN = "the node is shutting down"
 
 log = structlog.get_logger()
 
+Stream = asyncio.Queue[GenerateOutput | TandemError]
+"""One caller's mailbox; the tokens of the request bound its length."""
+
 
 @dataclass(slots=True, frozen=True)
 class EngineLimits:
@@ -46,24 +49,6 @@ class EngineLimits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-
-
-@dataclass(slots=True)
-class _Stream:
-    """One caller's mailbox; the tokens of the request bound its length."""
-
-    outputs: list[GenerateOutput | TandemError] = field(default_factory=list)
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def put(self, item: GenerateOutput | TandemError) -> None:
-        self.outputs.append(item)
-        self.ready.set()
-
-    async def take(self) -> list[GenerateOutput | TandemError]:
-        await self.ready.wait()
-        self.ready.clear()
-        taken, self.outputs = self.outputs, []
-        return taken
 
 
 class AsyncEngine:
@@ -84,7 +69,7 @@ class AsyncEngine:
         # Calls for the engine thread, at most two per request (add, abort).
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Only the event loop reads and writes the streams, so they need no lock.
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, Stream] = {}
         self._counter = 0
         self._num_admitting = 0
         self._refuses_new = False
@@ -115,15 +100,18 @@ class AsyncEngine:
         self._validate(request)
         admitted = await self._admit(request)
         request_id = admitted.request.request_id
-        stream = self._streams[request_id] = _Stream()
+        stream = self._streams[request_id] = Stream()
         timer = self._metrics.start(admitted.request)
         all_taken = False
         try:
             self._submit(admitted)
-            async for output in self._outputs(stream):
+            while not all_taken:
+                output = await stream.get()
+                if isinstance(output, TandemError):
+                    raise output
                 timer.observe(output)
                 yield output
-            all_taken = True
+                all_taken = output.finish_reason is not None
         except (EngineGenerateError, KVLoadError):
             self._metrics.finished(FinishReason.ERROR).inc()
             raise
@@ -193,18 +181,6 @@ class AsyncEngine:
         self._fail_all(EngineDeadError("the node is shutting down"))
         self._ended.set()
 
-    async def run_in_engine(self, call: Callable[[], None]) -> None:
-        """Runs `call` in the engine thread between two steps and waits for it."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
-
-        def guarded() -> None:
-            call()
-            loop.call_soon_threadsafe(done.set_result, None)
-
-        self._inbox.put(guarded)
-        await asyncio.wait_for(done, JOIN_TIMEOUT_S)
-
     def _validate(self, request: GenerateRequest) -> None:
         vocab_size, max_model_len = self.limits.vocab_size, self.limits.max_model_len
         check_prompt(request.prompt_token_ids, vocab_size=vocab_size, max_model_len=max_model_len)
@@ -245,15 +221,6 @@ class AsyncEngine:
         except TandemError as error:
             self._admission.withdraw(request.request_id)
             self._emit(StepNews(errors=[(request.request_id, error)]))
-
-    async def _outputs(self, stream: _Stream) -> AsyncIterator[GenerateOutput]:
-        while True:
-            for item in await stream.take():
-                if isinstance(item, TandemError):
-                    raise item
-                yield item
-                if item.finish_reason is not None:
-                    return
 
     def _run(self) -> None:
         """The engine thread."""
@@ -301,11 +268,11 @@ class AsyncEngine:
         for request_id, item in items:
             stream = self._streams.get(request_id)
             if stream is not None:  # None: the caller left while this step ran
-                stream.put(item)
+                stream.put_nowait(item)
 
     def _fail_all(self, error: TandemError) -> None:
         for stream in self._streams.values():
-            stream.put(error)
+            stream.put_nowait(error)
 
 
 def _dead_engine() -> EngineDeadError:

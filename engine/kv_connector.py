@@ -88,37 +88,38 @@ class AdmissionConnector(ABC):
         return ()
 
 
-class SchedulerConnector(ABC):
+class SchedulerConnector:
     """Decides what is loaded and what is kept for others; runs in the engine thread.
 
-    `cache_listener` hears of everything that the cache stores and evicts.
+    Loads and keeps nothing unless it is overridden. `cache_listener` hears of everything that the
+    cache stores and evicts.
     """
 
     cache_listener: CacheListener | None = None
 
-    @abstractmethod
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
         """The part of a prompt that can be loaded, if `num_local_tokens` are here already.
 
         Has no side effects; the scheduler asks at every attempt to start the request. None: the
         request does not concern this connector.
         """
+        return None
 
-    @abstractmethod
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         """Queues `load`, whose blocks are reserved, for the next message.
 
         None: the match is not needed. Returns how many ends (loaded or failed) the worker side will
         report for the load.
         """
+        return 0
 
-    @abstractmethod
     def build_meta(self, scheduled: Sequence[ScheduledRequest]) -> ConnectorMeta:
         """This step's message, built after all its blocks are reserved; empties the queues.
 
-        `cache_listener.evicting` has announced the blocks that this reservation evicts. The worker
+        `cache_listener.removed` has announced the blocks that this reservation evicts. The worker
         side must have read them when `start_save` returns.
         """
+        return ConnectorMeta()
 
     def update(self, output: ConnectorOutput) -> None:
         """Takes the worker side's report, before the scheduler acts on it."""
@@ -142,8 +143,11 @@ class SchedulerConnector(ABC):
         return None
 
 
-class WorkerConnector(ABC):
-    """Moves the bytes; polled by the engine thread and never blocks it."""
+class WorkerConnector:
+    """Moves the bytes; polled by the engine thread and never blocks it.
+
+    Moves none unless it is overridden.
+    """
 
     def start_save(self, message: Any) -> None:
         """Begins the saves of `message`; evicted blocks have been read when it returns.
@@ -153,13 +157,13 @@ class WorkerConnector(ABC):
         """
         return None
 
-    @abstractmethod
     def start_load(self, message: Any) -> None:
         """Begins the loads of `message`, into blocks that nobody else uses; never waits."""
+        return None
 
-    @abstractmethod
     def get_finished(self) -> ConnectorOutput:
         """The transfers that ended since the last call."""
+        return ConnectorOutput()
 
     def next_deadline(self) -> float | None:
         """Monotonic time (seconds) at which an idle engine must poll again, if any."""
@@ -192,31 +196,3 @@ class LocalAdmission(AdmissionConnector):
 
     def withdraw(self, request_id: str) -> None:
         pass
-
-
-class LocalScheduler(SchedulerConnector):
-    """Loads nothing and holds nothing."""
-
-    def match(self, request: Request, num_local_tokens: int) -> Match | None:
-        return None
-
-    def start_load(self, request: Request, load: BlockLoad | None) -> int:
-        return 0
-
-    def build_meta(self, scheduled: Sequence[ScheduledRequest]) -> ConnectorMeta:
-        return ConnectorMeta()
-
-
-class LocalWorker(WorkerConnector):
-    """Moves no bytes."""
-
-    def start_load(self, message: Any) -> None:
-        pass
-
-    def get_finished(self) -> ConnectorOutput:
-        return ConnectorOutput()
-
-
-def local_connector() -> Connector:
-    """The connector of a node that works alone."""
-    return Connector(LocalAdmission(), LocalScheduler(), LocalWorker())

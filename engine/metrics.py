@@ -43,9 +43,9 @@ SCHEDULER_GAUGES: Final[Table] = {
     "vllm:num_requests_waiting": ("num_waiting", "Requests without blocks."),
     "vllm:kv_cache_usage_perc": ("cache.usage", "Share of units in use."),
     "tandem:held_requests": ("num_held", "Finished requests held under a lease."),
-    "tandem:mamba_states": ("cache.num_states", "Units with a Mamba state in use."),
+    "tandem:mamba_states": ("cache.states.num_used", "Units with a Mamba state in use."),
     "tandem:mamba_idle_states": (
-        "cache.num_idle_states",
+        "cache.states.num_idle",
         "Units with a Mamba state that is kept for reuse and not in use.",
     ),
 }

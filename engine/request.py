@@ -71,6 +71,8 @@ class Request:
     `num_loading_tokens`; the rest of the prompt is computed. `checkpoints`: prompt tokens after
     which states are kept. Only the connector reads `kv_transfer_params`.
 
+    Once it has ended, its blocks stay until `num_holds` holds on them have ended too.
+
     The first `num_known_tokens` were computed before, here or by another request. If some of them
     are computed again, `recompute_cause` says why.
     """
@@ -90,6 +92,7 @@ class Request:
     num_computed_tokens: int = 0
     num_loading_tokens: int = 0
     num_failed_loads: int = 0
+    num_holds: int = 0
     num_cached_tokens: int = 0
     num_known_tokens: int = 0
     recompute_cause: str = ""

@@ -12,7 +12,7 @@ from engine.core import EngineCore
 from engine.errors import TandemError
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
-from engine.kv_connector import Connector, LocalAdmission, LocalScheduler, LocalWorker
+from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
 from engine.models.registry import CausalLM
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
@@ -20,11 +20,12 @@ from engine.step import ConnectorMeta, ScheduledRequest
 from engine.types import GenerateOutput, GenerateRequest
 from engine.worker.model_runner import ModelRunner
 from tests.cluster import Generation
+from tests.recount import check_scheduler
 
 MAX_LENGTH = 4096
 
 
-class _Watch(LocalScheduler):
+class _Watch(SchedulerConnector):
     """The scheduler's side of a node that works alone, which looks when a step is planned."""
 
     def __init__(self, look: Callable[[], None]) -> None:
@@ -58,7 +59,7 @@ class BareEngine:
         self._num_added = 0
         self.usage = 0.0
         self.running: set[str] = set()
-        connector = Connector(LocalAdmission(), _Watch(self._look), LocalWorker())
+        connector = Connector(LocalAdmission(), _Watch(self._look), WorkerConnector())
         limits = SchedulerConfig(
             max_model_len=MAX_LENGTH,
             max_num_seqs=max_num_seqs,
@@ -111,6 +112,6 @@ class BareEngine:
         self._core.close()
         self._arena.close()
         if kind is None:
-            self.scheduler.check()
+            check_scheduler(self.scheduler)
             assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
-            assert self.cache.num_free_units == self.plan.num_units
+            assert self.cache.usage == 0

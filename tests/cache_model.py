@@ -127,8 +127,6 @@ class HeardCache:
         self.check = check
         self.texts: dict[bytes, Text] = {}
         self.items: list[dict[Text, Item]] = [{} for _ in plan.groups]
-        self.going: set[Item] = set()
-        self.resets = False
 
     def learn(self, digest: bytes, text: Text) -> None:
         assert self.texts.setdefault(digest, text) == text, "two texts have one digest"
@@ -146,22 +144,12 @@ class HeardCache:
             self.check_parent(item, text)
             self.check(item, text)
 
-    def evicting(self, cached: Cached) -> None:
-        for item, digest in self.items_of(cached):
-            assert self.items[item.group][self.texts[digest]] == item
-            self.check(item, self.texts[digest])
-            self.going.add(item)
-
     def removed(self, cached: Cached) -> None:
         for item, digest in self.items_of(cached):
             assert self.items[item.group].pop(self.texts[digest]) == item
-            assert self.resets or item in self.going, "gone without a word"
-            self.going.discard(item)
+            self.check(item, self.texts[digest])
         for text, item in self.items[_group(cached)].items():
             self.check_parent(item, text)
-
-    def cleared(self) -> None:
-        assert not any(self.items)
 
     def check_parent(self, item: Item, text: Text) -> None:
         salt, tokens = text

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -25,9 +26,11 @@ from engine.node.server import NodeServer
 from engine.types import GenerateOutput, GenerateRequest, TokenLogprob
 from prefill_node.server import prefill_server
 from tests.api_double import write_model_folder
+from tests.engine_thread import run_in_engine
 from tests.forks import forks
 from tests.leaks import Holdings, excess, held_here
 from tests.oracle import widen
+from tests.recount import check_scheduler
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 
@@ -247,18 +250,16 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def settled(node: NodeServer) -> None:
     """Waits until a node holds nothing, and asserts it."""
-    core = node.engine.core
-    scheduler = core.scheduler
+    scheduler = node.engine.core.scheduler
     for _ in range(500):
-        if scheduler.cache.num_free_units == scheduler.cache.plan.num_units:
+        if scheduler.cache.usage == 0:
             break
         await asyncio.sleep(0.02)
-    held, loading = list(scheduler.holds.requests()), list(scheduler.loads.requests())
+    held, loading = list(scheduler.holds), list(scheduler.loads)
     assert not (held or loading or scheduler.num_running), (node.kind, held, loading)
-    assert scheduler.cache.num_free_units == scheduler.cache.plan.num_units
-    await node.engine.run_in_engine(core.scheduler.check)
-    assert (core.scheduler.num_running, core.scheduler.num_waiting) == (0, 0)
-    assert core.scheduler.num_held == 0
+    assert scheduler.cache.usage == 0
+    await run_in_engine(node.engine, partial(check_scheduler, scheduler))
+    assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_held) == (0, 0, 0)
 
 
 @pytest.fixture(scope="session")

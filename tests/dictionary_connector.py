@@ -65,16 +65,10 @@ class DictionaryScheduler(SchedulerConnector):
         if isinstance(cached, CachedStates):
             self.state_ends[cached.digest] = cached.end
 
-    def evicting(self, cached: Cached) -> None:
-        self.removed(cached)
-
     def removed(self, cached: Cached) -> None:
         for key, block in self._keys(cached):
             if self.new.get(key) == block:
                 del self.new[key]
-
-    def cleared(self) -> None:
-        self.new.clear()
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
         if request.token_ids[0] in self.undecided:

@@ -7,6 +7,7 @@ from connector.registry import builder_of
 from engine.cli import node_app
 from engine.config import NodeConfig
 from engine.node.server import NodeServer
+from tests.engine_thread import run_in_engine
 
 
 class DyingNode(NodeServer):
@@ -20,7 +21,7 @@ class DyingNode(NodeServer):
         asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self._die)
 
     def _die(self) -> None:
-        self._dying = asyncio.ensure_future(self.engine.run_in_engine(_break))
+        self._dying = asyncio.ensure_future(run_in_engine(self.engine, _break))
 
 
 def _break() -> None:

@@ -12,6 +12,7 @@ from connector.pd.wire.params import ParamsSigner
 from connector.transports.shm import ShmAddress, ShmRegion
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from tests.engine_thread import run_in_engine
 
 UNASKED = HeldBlocks(num_tokens=0, block_ids=())
 
@@ -25,7 +26,7 @@ async def give_up(p: NodeServer, params: list[KVTransferParams]) -> None:
     """Ends leases that nobody knows of but P."""
     scheduler = p.engine.core.scheduler
     for one in params:
-        await p.engine.run_in_engine(partial(scheduler.abort, str(one.remote_request_id)))
+        await run_in_engine(p.engine, partial(scheduler.abort, str(one.remote_request_id)))
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ import psutil
 from deploy.config import ClusterConfig, NodeGroup
 from deploy.process import wait_gone
 from deploy.session import Session, new_session
+from tests.engine_thread import run_in_engine
 
 if TYPE_CHECKING:
     from deploy.actors import Member
@@ -190,7 +191,7 @@ def _engine_death(decode: "Member", proxy: "Member") -> dict[str, Any]:
 
 def _break_engine(actor: Any) -> None:
     """In the actor's process."""
-    asyncio.run_coroutine_threadsafe(actor._node.engine.run_in_engine(_raise), actor._loop)
+    asyncio.run_coroutine_threadsafe(run_in_engine(actor._node.engine, _raise), actor._loop)
 
 
 def _raise() -> None:

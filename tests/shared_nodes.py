@@ -5,6 +5,7 @@ What stays from test to test is what peers keep for one another: connections, an
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from connector.pd.faults import NO_FAULTS, FaultInjector
 from engine.node.server import NodeServer
 from tests.accounts import at_rest
 from tests.cluster import Cluster, all_back, close_all, count_from_here
+from tests.engine_thread import run_in_engine
 from tests.faults import Armed
 from tests.leaks import Holdings, assert_no_orphans_but, held_here, orphans
+from tests.recount import evict_all
 
 MAX_IDLE = 6
 
@@ -75,7 +78,8 @@ class SharedNodes(Cluster):
             for one in used:
                 one.faults.inner = NO_FAULTS
                 await at_rest(one.node)
-                await one.node.engine.run_in_engine(one.node.engine.core.scheduler.cache.reset)
+                cache = one.node.engine.core.scheduler.cache
+                await run_in_engine(one.node.engine, partial(evict_all, cache))
         except BaseException:
             await self._close(used)
             raise

@@ -12,8 +12,10 @@ from engine.config import KVTransferConfig
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams, SamplingParams
 from tests.cluster import Cluster, Generation, generate, settled
+from tests.engine_thread import run_in_engine
 from tests.faults import counted
 from tests.pairs import GREEDY, REMOTE_DECODE, prompt_of, request_of
+from tests.recount import evict_all
 
 SKIPPED = "tandem:kv_return_pulls_skipped"
 CAUSES = (
@@ -112,7 +114,7 @@ async def pair_of_nodes(
 async def forget(node: NodeServer) -> None:
     """Empties a node's prefix cache: what it needs again, it must compute or pull."""
     await settled(node)
-    await node.engine.run_in_engine(node.engine.core.scheduler.cache.reset)
+    await run_in_engine(node.engine, partial(evict_all, node.engine.core.scheduler.cache))
 
 
 async def let_go(d: NodeServer, *turns: Turn) -> None:
@@ -127,7 +129,7 @@ async def end_hold(node: NodeServer, done: Generation) -> None:
     params = done.last.kv_transfer_params
     assert params is not None and params.remote_request_id is not None
     abort = partial(node.engine.core.scheduler.abort, params.remote_request_id)
-    await node.engine.run_in_engine(abort)
+    await run_in_engine(node.engine, abort)
 
 
 def skipped(node: NodeServer) -> dict[str, float]:

@@ -101,7 +101,7 @@ class Node:
             end = min(start + CHUNK, len(token_ids))
             self.cache.grow(tables, end)
             kept = self.cache.reserve_checkpoints(prefix, due(positions, start, end))
-            self.cache.take_new_states()
+            self.cache.states.take_new()
             self.cache.copies_done()
             self.cache.publish(tables, prefix, end)
             self.cache.publish_checkpoints(tables, kept)
@@ -135,7 +135,6 @@ def measure(num_tokens: int, arena: str, rounds: int) -> Cost:
         chain(token_ids)
         chains.append(perf_counter() - started)
         node.serve(token_ids)
-    node.cache.check()
     columns = zip(*node.readings[-rounds:], strict=True)
     return Cost(num_tokens, arena, _micros(chains[-rounds:]), tuple(map(_micros, columns)))
 

@@ -38,10 +38,13 @@ def hand_overs(records: Sequence[Record], hasher: PrefixHasher) -> Iterator[Hand
 
 
 class DecodeNode:
-    """One node's cache, driven as the scheduler drives it around a pull."""
+    """One node's cache, driven as the scheduler drives it around a pull.
 
-    def __init__(self, plan: ArenaPlan) -> None:
-        self.cache = KVCacheManager(plan)
+    Without `remembers` nothing stays for the next hand-over.
+    """
+
+    def __init__(self, plan: ArenaPlan, *, remembers: bool = True) -> None:
+        self.cache = KVCacheManager(plan, prefix_caching=remembers)
 
     def serve(self, request: HandOver) -> PullPlan:
         """Pulls what is not here, decodes, lets go; raises RuntimeError when it does not fit."""
@@ -50,7 +53,7 @@ class DecodeNode:
         is_here = all(local == size for local in hit.local)
         if (tables := cache.start(hit, size)) is None:
             raise RuntimeError(f"a prompt of {size} tokens does not fit {cache.plan.arena_bytes}")
-        cache.take_new_states()
+        cache.states.take_new()
         cache.copies_done()
         pull = NOTHING
         if not is_here:

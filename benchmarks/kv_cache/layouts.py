@@ -79,12 +79,10 @@ def share_of_ideal(plan: ArenaPlan, records: list[Record], policy: Policy) -> fl
 
 def megabytes(plan: ArenaPlan, records: Sequence[Record], *, remembers: bool) -> float:
     """Mean megabytes per hand-over."""
-    node, moved = DecodeNode(plan), 0
+    node, moved = DecodeNode(plan, remembers=remembers), 0
     for hand_over in hand_overs(records, node.cache.hasher):
         pull = node.serve(hand_over)
         moved += pull.attention_bytes + pull.state_bytes
-        if not remembers:
-            node.cache.reset()
     return moved / 1e6 / len(records)
 
 

@@ -133,7 +133,7 @@ class PrefillNode:
             return 0
         tally.hits += hit.num_tokens
         tally.lost += hit.branch_point - hit.num_tokens
-        self.cache.take_new_states()
+        self.cache.states.take_new()
         at = Arrival(hit.num_tokens, hit.branch_point, size, self.cache.hasher.hash_block_size)
         wanted = sorted({p for p in self._policy(at) if hit.num_tokens < p <= at.last})
         end = hit.num_tokens

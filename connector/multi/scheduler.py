@@ -141,14 +141,6 @@ class _Listeners:
         for listener in self._listeners:
             listener.stored(cached, parent, token_ids)
 
-    def evicting(self, cached: Cached) -> None:
-        for listener in self._listeners:
-            listener.evicting(cached)
-
     def removed(self, cached: Cached) -> None:
         for listener in self._listeners:
             listener.removed(cached)
-
-    def cleared(self) -> None:
-        for listener in self._listeners:
-            listener.cleared()

@@ -24,7 +24,7 @@ class BlockPool:
     """Owner of all blocks and states of one arena and of the trees that find them.
 
     `nodes_in[u]`: the nodes with blocks in unit u. `num_releases` grows with everything that is
-    let go.
+    let go: while it stands still, no room has been freed.
     """
 
     def __init__(self, plan: ArenaPlan, listener: CacheListener | None = None) -> None:
@@ -194,14 +194,6 @@ class BlockPool:
                 return node
         raise LookupError(f"group {group}: block {block} is not cached")
 
-    def clear(self) -> None:
-        """Drops everything idle."""
-        for queue in self.order.idle:
-            while (node := queue.first()) is not None:
-                self.evict(node, resets=True)
-        if self._listener is not None and all(tree.is_empty for tree in self.trees):
-            self._listener.cleared()
-
     def _move_front(self, node: Node, count: int) -> None:
         """The first `count` blocks of a node join the end of its parent."""
         parent, units = node.parent, self.units.units_of(node.group, node.blocks[:count])
@@ -244,27 +236,22 @@ class BlockPool:
         nodes = self.nodes_in.get(unit)
         return nodes is not None and unit not in self.units.used[next(iter(nodes)).group]
 
-    def evict(self, node: Node, keep: int = 0, *, resets: bool = False) -> None:
+    def evict(self, node: Node, keep: int = 0) -> None:
         """Frees all but the first `keep` blocks of an idle node, and first all that follows it."""
-        listener = self._listener
         # A block is findable only after all blocks before it, so what follows goes first.
         ends_first = [(child, 0) for child in reversed(node.descendants())]
         for gone, num_kept in [*ends_first, (node, keep)]:
             assert not gone.refs, f"group {gone.group}: {len(gone.blocks)} blocks are in use"
-            # Described before anything changes: `removed` says the same as `evicting`.
-            cached = [] if listener is None else self._cached(gone, num_kept)
-            for each in cached:
-                if listener is not None and not resets:
-                    listener.evicting(each)
+            if self._listener is not None:
+                # Told while the node still says what goes.
+                for cached in self._cached(gone, num_kept):
+                    self._listener.removed(cached)
             self.order.advance(gone)
             if not num_kept:
                 self.trees[gone.group].remove(gone)
                 self.order.remove(gone)
             del gone.digests[num_kept * self.trees[gone.group].stride :]
             self._free_blocks(gone, num_kept)
-            for each in cached:
-                if listener is not None:
-                    listener.removed(each)
 
     def _free_blocks(self, node: Node, keep: int) -> None:
         gone = node.blocks[keep:]

@@ -56,14 +56,8 @@ class CacheListener(Protocol):
         `token_ids`: the tokens between the prefix with digest `parent` and `cached.end`.
         """
 
-    def evicting(self, cached: Cached) -> None:
-        """Content gives way to other content after this call, until then its bytes can be read.
-
-        Not called for what `KVCacheManager.reset` drops.
-        """
-
     def removed(self, cached: Cached) -> None:
-        """Content cannot be found from now on, and its blocks are free."""
+        """Content cannot be found from now on; until the next step writes, its bytes can be read.
 
-    def cleared(self) -> None:
-        """Nothing is findable after a reset; every removal was announced before."""
+        See `engine.kv_connector.WorkerConnector.start_save`.
+        """

@@ -71,13 +71,11 @@ class MambaStates:
     """All Mamba groups of one arena, which may be none.
 
     `max_idle_units`: what idle checkpoints may fill. `one_set`: the room that one set needs.
-    `reserved`: checkpoints that are not dropped yet.
     """
 
     def __init__(self, pool: BlockPool, *, max_idle_units: int) -> None:
         self.groups = pool.plan.state_groups
         self.one_set: NewBlocks = {group: (len(self.groups), None) for group in self.groups[:1]}
-        self.reserved: set[Checkpoint] = set()
         self._value_per_token = value_per_token(pool.plan)
         self._pool = pool
         self._tree = pool.trees[self.groups[0]] if self.groups else None
@@ -108,7 +106,7 @@ class MambaStates:
         return node
 
     def take_new(self) -> tuple[tuple[int, int], ...]:
-        """(group, state) that start from nothing; each is returned once."""
+        """(group, state) that start from nothing, each once; the worker zeroes them before use."""
         if not self._new:
             return ()
         new, self._new = self._new, []
@@ -123,10 +121,7 @@ class MambaStates:
         new = self._pool.allocate(self.one_set)
         if new is None:
             return None
-        node = self._pool.add_states(new[self.groups[0]])
-        checkpoint = Checkpoint(key, self.groups, node)
-        self.reserved.add(checkpoint)
-        return checkpoint
+        return Checkpoint(key, self.groups, self._pool.add_states(new[self.groups[0]]))
 
     def publish(self, tables: BlockTables, node: Node, key: PrefixKey) -> None:
         """Complete states become a checkpoint, of value for the tokens since the one before it."""
@@ -137,7 +132,6 @@ class MambaStates:
     def drop(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Gives reserved rooms back; what is published stays as long as nobody needs its room."""
         for checkpoint in checkpoints:
-            self.reserved.remove(checkpoint)
             self._pool.release(checkpoint.node)
 
     def free(self, node: Node | None) -> None:

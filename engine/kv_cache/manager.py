@@ -5,7 +5,6 @@ its bytes are complete. A shared one is never written: a request that extends it
 Torch-free.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,9 +16,10 @@ from engine.kv_cache.mamba_states import Checkpoint, MambaStates
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.radix_tree import Node
-from engine.kv_cache.recount import recount
 from engine.kv_cache.tables import BlockCopy, BlockTables, GroupTable
 from engine.kv_cache.unit_allocator import Allocated, NewBlocks
+
+Pin = tuple[Node, ...]  # cached blocks and states that stay where they are until `unpin`
 
 
 @dataclass(slots=True)
@@ -34,13 +34,6 @@ class _Pending:
     targets: list[int]
     owner: BlockTables
     checkpoint: Checkpoint | None = None
-
-
-@dataclass(slots=True, eq=False, frozen=True)
-class Pin:
-    """Cached blocks and states that stay where they are until `KVCacheManager.unpin`."""
-
-    nodes: tuple[Node, ...]
 
 
 class KVCacheManager:
@@ -67,36 +60,14 @@ class KVCacheManager:
         self._no_prefix = PrefixDigests(self.hasher, [], None)
         self._attention = attention_kinds(plan)
         budget = int(checkpoint_share * plan.num_units)
-        self._states = MambaStates(self.pool, max_idle_units=budget)
-        self._coordinator = Coordinator(self.pool, self._states)
-        self._live: dict[int, BlockTables] = {}
+        self.states = MambaStates(self.pool, max_idle_units=budget)
+        self._coordinator = Coordinator(self.pool, self.states)
         self._pending: list[_Pending] = []
-        self._pins: set[Pin] = set()
 
     @property
     def usage(self) -> float:
         """Share of units of which something is in use, 0 to 1."""
         return self.pool.units.num_used_units / self.plan.num_units
-
-    @property
-    def num_free_units(self) -> int:
-        """Units of which nothing is in use; what they hold gives way when they are needed."""
-        return self.plan.num_units - self.pool.units.num_used_units
-
-    @property
-    def num_states(self) -> int:
-        """Mamba states in use."""
-        return self._states.num_used
-
-    @property
-    def num_idle_states(self) -> int:
-        """Mamba states that are kept for reuse and not in use."""
-        return self._states.num_idle
-
-    @property
-    def num_releases(self) -> int:
-        """A counter of releases: while it stands still, no room has been freed."""
-        return self.pool.num_releases
 
     def find_hit(
         self,
@@ -128,7 +99,6 @@ class KVCacheManager:
         new = self.pool.allocate(needed)
         assert new is not None
         tables = self._tables(attention, new, hit)
-        self._live[id(tables)] = tables
         self._pending += [_Pending(source, new[source.group][0], tables) for source in sources]
         return tables
 
@@ -152,7 +122,7 @@ class KVCacheManager:
         """Rooms for the states after `positions` tokens, as far as the budget and memory allow."""
         if not positions or not self._caches_prefixes:
             return ()
-        checkpoints = [self._states.reserve(prefix, position) for position in positions]
+        checkpoints = [self.states.reserve(prefix, position) for position in positions]
         return tuple(checkpoint for checkpoint in checkpoints if checkpoint is not None)
 
     def publish(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
@@ -165,12 +135,8 @@ class KVCacheManager:
     def publish_checkpoints(self, tables: BlockTables, checkpoints: Sequence[Checkpoint]) -> None:
         """The worker has written these states: they become checkpoints."""
         for checkpoint in checkpoints:
-            self._states.publish(tables, checkpoint.node, checkpoint.key)
-        self._states.drop(checkpoints)
-
-    def drop_checkpoints(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Gives the rooms back; what is published stays as long as nobody needs its room."""
-        self._states.drop(checkpoints)
+            self.states.publish(tables, checkpoint.node, checkpoint.key)
+        self.states.drop(checkpoints)
 
     def keep_loaded(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         """Publishes loaded blocks up to the exact length, and a copy of the loaded states."""
@@ -188,11 +154,10 @@ class KVCacheManager:
             return
         self._publish_all(tables, prefix, num_tokens)
         if tables.state is not None:
-            self._states.publish(tables, tables.state, prefix.key(num_tokens))
+            self.states.publish(tables, tables.state, prefix.key(num_tokens))
 
     def free(self, tables: BlockTables) -> None:
         """Gives all blocks and states of one request back, last ones first."""
-        del self._live[id(tables)]
         # A copy into a checkpoint goes on without the request; one into its own blocks does not.
         cancelled = [p for p in self._pending if p.owner is tables and p.checkpoint is None]
         self._pending = [pending for pending in self._pending if pending not in cancelled]
@@ -204,11 +169,7 @@ class KVCacheManager:
             # Ends become idle before roots, so that they are evicted first.
             for node in reversed(nodes):
                 self.pool.release(node)
-        self._states.free(tables.state)
-
-    def take_new_states(self) -> tuple[tuple[int, int], ...]:
-        """(group, state) that start from nothing; the worker zeroes them before use."""
-        return self._states.take_new()
+        self.states.free(tables.state)
 
     def copies(self) -> tuple[BlockCopy, ...]:
         """The copies that the worker makes before it computes; call `copies_done` after that."""
@@ -235,33 +196,12 @@ class KVCacheManager:
                 is_state = group in self.plan.state_groups  # the states of all groups stay together
                 end = node.end if is_state else node.start + node.blocks.index(block) + 1
                 ends[node] = max(ends.get(node, 0), end)
-        pin = Pin(tuple(self.pool.share(node, end) for node, end in ends.items()))
-        self._pins.add(pin)
-        return pin
+        return tuple(self.pool.share(node, end) for node, end in ends.items())
 
     def unpin(self, pin: Pin) -> None:
         """The save has read what `pin` kept."""
-        self._pins.remove(pin)
-        for node in reversed(pin.nodes):
+        for node in reversed(pin):
             self.pool.release(node)
-
-    def reset(self) -> None:
-        """Forgets everything that nobody uses."""
-        self.pool.clear()
-
-    def check(self) -> None:
-        """Recounts every unit, block, reference and digest; AssertionError on a difference."""
-        users = Counter(pending.source for pending in self._pending)
-        users.update(node for pin in self._pins for node in pin.nodes)
-        users.update(checkpoint.node for checkpoint in self._states.reserved)
-        private: list[list[int]] = [[] for _ in self.plan.groups]
-        for tables in self._live.values():
-            users.update([tables.state] if tables.state else ())
-            for group, table in tables.attention.items():
-                nodes, own = table.held()
-                users.update(nodes)
-                private[group] += own
-        recount(self.pool, users, private)
 
     def _publish_all(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         self.publish(tables, prefix, num_tokens)
@@ -271,7 +211,7 @@ class KVCacheManager:
 
     def _new_blocks(self, hit: PrefixHit, num_tokens: int) -> NewBlocks:
         """The new blocks and states that a request needs beside `hit`."""
-        new = dict(self._states.one_set)
+        new = dict(self.states.one_set)
         for group, part in hit.attention.items():
             count = self.plan.blocks_for(group, num_tokens) - len(part.blocks)
             # After the last shared block, so that neighbours in the sequence are neighbours here.
@@ -286,9 +226,9 @@ class KVCacheManager:
             table.take(new[group])
             groups[group] = table.blocks
         has_states = hit.states.source is not None
-        state = self._states.begin(new, is_new=not has_states)
+        state = self.states.begin(new, is_new=not has_states)
         if state is not None:
-            for group, unit in zip(self._states.groups, state.blocks, strict=True):
+            for group, unit in zip(self.states.groups, state.blocks, strict=True):
                 groups[group] = [unit]
         num_checkpointed = hit.num_tokens if has_states else hit.num_local
         return BlockTables(tuple(groups), attention, state, num_checkpointed)
@@ -298,4 +238,4 @@ class KVCacheManager:
         if source.group in self._attention:
             yield BlockCopy(source.group, source.blocks[-1], targets[0])
         else:
-            yield from map(BlockCopy, self._states.groups, source.blocks, targets)
+            yield from map(BlockCopy, self.states.groups, source.blocks, targets)

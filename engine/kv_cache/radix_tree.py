@@ -84,11 +84,6 @@ class RadixTree:
         self.whole: dict[bytes, Node] = {}
         self.partial: dict[bytes, dict[tuple[TokenId, ...], Node]] = {}
 
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is findable."""
-        return not (self.whole or self.partial or self.root.children)
-
     def digests(self, prefix: PrefixDigests, start: int, end: int) -> list[bytes]:
         """Digests of the hash blocks in the blocks from index `start` to `end` - 1."""
         return prefix.boundaries()[start * self.stride + 1 : end * self.stride + 1]

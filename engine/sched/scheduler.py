@@ -9,24 +9,16 @@ from engine.config import SchedulerConfig
 from engine.errors import KVLoadError, OverloadedError, TandemError
 from engine.kv_cache.checkpoints import decode_positions, due
 from engine.kv_cache.manager import KVCacheManager, Pin
-from engine.kv_cache.spec import MambaSpec
 from engine.kv_cache.tables import BlockTables
 from engine.kv_connector import FirstToken, SchedulerConnector
 from engine.request import Request, RequestStatus
 from engine.sched.chunk import plan_prefill_chunk
-from engine.sched.loads import Holds, Load, Loads
+from engine.sched.load import Load
 from engine.sched.planned import Planned
 from engine.sched.request_queue import RequestQueue
 from engine.sched.start import Start, find_start
 from engine.sched.stats import NO_CHECKPOINT, SchedulerStats
-from engine.step import (
-    BlockLoad,
-    ConnectorOutput,
-    LoadFailure,
-    ModelRunnerOutput,
-    SchedulerOutput,
-    StepNews,
-)
+from engine.step import ConnectorOutput, LoadFailure, ModelRunnerOutput, SchedulerOutput, StepNews
 from engine.types import FinishReason, GenerateOutput, TokenId, TokenLogprob
 
 
@@ -49,17 +41,16 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
         self._unresolved: list[Request] = []  # wait for the connector's answer, not for room
-        self.loads = Loads()
+        self.loads: dict[str, Load] = {}  # also of requests that have ended meanwhile
         self._running: list[Request] = []
-        self.holds = Holds()
+        self.holds: dict[str, Request] = {}  # finished, and kept until `num_holds` is 0
         self._saving: dict[str, Pin] = {}
         self._planned: list[Planned] = []
         self._news = StepNews()
         self._arrivals = 0
-        # The first in line that found no room, and `cache.num_releases` then: it is not looked up
-        # again before that number moves.
+        # The first in line that found no room, and the number of releases then: it is not looked
+        # up again before that number moves.
         self._without_room: tuple[str, int] | None = None
-        self._keeps_states = any(isinstance(g.spec, MambaSpec) for g in cache.plan.groups)
 
     @property
     def num_running(self) -> int:
@@ -124,12 +115,12 @@ class Scheduler:
             budget -= used
         while self._unresolved:
             self._waiting.push(self._unresolved.pop())
-        scheduled = tuple([item.worker_input() for item in self._still_planned()])
+        scheduled = tuple([item.worker_input() for item in self._planned])
         # After the last block was reserved: the connector hears what this step evicts.
         meta = self._connector.build_meta(scheduled)
         for save in meta.saves:
             self._saving[save.save_id] = self.cache.pin(save.blocks)
-        new_states, copies = self.cache.take_new_states(), self.cache.copies()
+        new_states, copies = self.cache.states.take_new(), self.cache.copies()
         return SchedulerOutput(scheduled, new_states, copies, meta.message)
 
     def update(self, computed: ModelRunnerOutput, transfers: ConnectorOutput) -> StepNews:
@@ -139,7 +130,7 @@ class Scheduler:
         for item in planned:
             request, name = item.request, item.request.request_id
             if name in computed.failed:
-                self.cache.drop_checkpoints(item.checkpoints)
+                self.cache.states.drop(item.checkpoints)
                 self._fail(request, computed.failed[name])
                 continue
             self._publish_computed(item)
@@ -162,21 +153,6 @@ class Scheduler:
         for save_id in transfers.saved:
             self.cache.unpin(self._saving.pop(save_id))
 
-    def check(self) -> None:
-        """Recounts requests and blocks. Raises AssertionError on any difference."""
-        self.cache.check()
-        owners = [*self._running, *self.loads.requests(), *self.holds.requests()]
-        assert all(request.blocks is not None for request in owners)
-        assert len(self._requests) == self.num_running + len(self._waiting)
-
-    def _still_planned(self) -> list[Planned]:
-        """The requests of this step, without those preempted after they were planned."""
-        for item in self._planned:
-            if item.request.status is not RequestStatus.RUNNING:
-                self.cache.drop_checkpoints(item.checkpoints)
-        self._planned = [p for p in self._planned if p.request.status is RequestStatus.RUNNING]
-        return self._planned
-
     def _publish_computed(self, item: Planned) -> None:
         """Publishes tokens whose bytes are complete now: other requests may hit them."""
         request = item.request
@@ -193,7 +169,7 @@ class Scheduler:
         """True if the first waiting request may try to start; see `_without_room`."""
         if not self._waiting or self.num_running >= self.config.max_num_seqs:
             return False
-        first = self._waiting.peek().request_id, self.cache.num_releases
+        first = self._waiting.peek().request_id, self.cache.pool.num_releases
         return first != self._without_room
 
     def _schedule_running(self, request: Request, budget: int) -> int:
@@ -216,7 +192,7 @@ class Scheduler:
         start, tables = self._try_start(request, budget)
         while start and not tables and self._end_a_hold():
             start, tables = self._try_start(request, budget)
-        if start and not tables and self.cache.num_free_units == self.cache.plan.num_units:
+        if start and not tables and self.cache.usage == 0:
             # The arena is empty and still too small: a hit takes more units than its tokens alone
             # would, since its blocks may be scattered over many. So start without one.
             start, tables = self._try_start(request, budget, reuse=False)
@@ -225,7 +201,7 @@ class Scheduler:
             self._unresolved.append(request)
             return 0
         if tables is None:
-            self._without_room = request.request_id, self.cache.num_releases
+            self._without_room = request.request_id, self.cache.pool.num_releases
             return None
         self._waiting.pop()
         self._begin(request, tables, start)
@@ -255,13 +231,17 @@ class Scheduler:
 
     def _end_a_hold(self) -> bool:
         """Frees the least needed held blocks that no peer has claimed; False if there are none."""
-        self._release(request_id := self._connector.end_hold(None))
+        request_id = self._connector.end_hold(None)
+        if request_id is not None:
+            self._release(request_id)
         return request_id is not None
 
-    def _release(self, request_id: str | None) -> None:
+    def _release(self, request_id: str) -> None:
         """Ends one hold on a finished request; frees its blocks after the last one."""
-        request = None if request_id is None else self.holds.end(request_id)
-        if request is not None:
+        request = self.holds[request_id]
+        request.num_holds -= 1
+        if not request.num_holds:
+            del self.holds[request_id]
             self._free(request)
 
     def _begin(self, request: Request, tables: BlockTables, start: Start) -> None:
@@ -275,7 +255,7 @@ class Scheduler:
         if not request.num_known_tokens:  # a failed load comes here again
             num_external = hit.num_tokens - num_here if start.match else None
             self.stats.started(request, num_here, num_external)
-        if start.needs_load or not self._keeps_states:
+        if start.needs_load or not self.cache.plan.state_groups:
             return
         self.stats.checkpoint_hits += num_here > 0
         if hit.branch_point > max(num_here, request.num_known_tokens):
@@ -295,6 +275,10 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Frees all blocks; the request starts again, from whatever prefix is cached then."""
         self._running.remove(request)
+        for item in self._planned:
+            if item.request is request:  # planned before this step ran out of room
+                self.cache.states.drop(item.checkpoints)
+        self._planned = [item for item in self._planned if item.request is not request]
         request.move(RequestStatus.PREEMPTED)
         self._retire(request)
         self.stats.num_preemptions += 1
@@ -308,22 +292,19 @@ class Scheduler:
 
     def _start_load(self, request: Request, start: Start) -> None:
         assert request.blocks is not None
-        num_tokens = start.hit.num_tokens
-        request.num_loading_tokens = num_tokens
+        request.num_loading_tokens = start.hit.num_tokens
         request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
-        load = BlockLoad(
-            request.request_id,
-            tuple(map(tuple, request.blocks.groups)),
-            num_tokens,
-            tuple((local, num_tokens) for local in start.hit.local),
-        )
-        self.loads.add(request, self._connector.start_load(request, load))
+        load = start.block_load(request.request_id, request.blocks)
+        num_parts = self._connector.start_load(request, load)
+        self.loads[request.request_id] = Load(request, num_parts)
 
     def _load_ended(self, request_id: str, failure: LoadFailure | None = None) -> None:
         """Counts the end of one part of a load; acts when the last part has ended."""
-        load = self.loads.end_part(request_id, failure)
-        if load is None:
+        load = self.loads[request_id]
+        load.end_part(failure)
+        if load.num_open:
             return
+        del self.loads[request_id]
         if load.request.is_finished:
             self._free(load.request)
         elif load.failures:
@@ -385,7 +366,8 @@ class Scheduler:
         request.move(RequestStatus.FINISHED)
         decision = self._connector.request_finished(request)
         if decision.num_holds:
-            self.holds.add(request, decision.num_holds)
+            request.num_holds = decision.num_holds
+            self.holds[request.request_id] = request
             self._without_room = None  # a waiting request may end this hold to get room
         elif request.request_id not in self.loads:
             self._free(request)

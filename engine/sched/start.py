@@ -8,8 +8,10 @@ from typing import NamedTuple
 from engine.kv_cache.checkpoints import checkpoint_positions
 from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.tables import BlockTables
 from engine.kv_connector import Match, SchedulerConnector
 from engine.request import Request
+from engine.step import BlockLoad
 
 MAX_LOADS = 3
 """After so many failed loads a request is computed here, whatever the connector offers."""
@@ -30,6 +32,12 @@ class Start(NamedTuple):
     def num_computed_tokens(self) -> int:
         """Leading tokens that are complete here before any load."""
         return self.hit.num_local if self.needs_load else self.hit.num_tokens
+
+    def block_load(self, request_id: str, tables: BlockTables) -> BlockLoad:
+        """The load of what is missing here, into the blocks of `tables`."""
+        end = self.hit.num_tokens
+        ranges = tuple((local, end) for local in self.hit.local)
+        return BlockLoad(request_id, tuple(map(tuple, tables.groups)), end, ranges)
 
     def checkpoints(self, num_prompt_tokens: int, block_size: int) -> tuple[int, ...]:
         """Positions where the rest of the prompt keeps its states; see `checkpoint_positions`."""

@@ -30,6 +30,7 @@ from engine.types import KVTransferParams
 from tests.accounts import Account, at_rest, forget_peers
 from tests.asking import prefill_over_http
 from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
+from tests.engine_thread import run_in_engine
 from tests.faults import Armed, AtNth, Refusing, counted, flip, raising, recomputed
 from tests.pairs import (
     GREEDY,
@@ -214,7 +215,7 @@ async def read_while_p_uses_the_blocks_again(
     asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
     assert await asyncio.to_thread(holding.reached.wait, 20)
     held = str(params.remote_request_id)
-    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
+    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
     other = await prefill(p, OTHER)
     assert other.remote_block_ids == params.remote_block_ids
     holding.go.set()

@@ -21,6 +21,7 @@ from engine.model_configs.registry import read_config
 from engine.node.server import NodeServer
 from tests.accounts import claims_of, leases_of
 from tests.cluster import BASE, Cluster, Generation, generate, settled, transfer_config, until
+from tests.engine_thread import run_in_engine
 from tests.faults import (
     DamagedReads,
     HeldPull,
@@ -219,7 +220,7 @@ async def test_a_read_that_outlives_its_lease_is_not_believed(
     assert held is not None
     asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
     assert await asyncio.to_thread(faults.reached.wait, 20)
-    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
+    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
     await settled(p)
     faults.go.set()
     assert_equal(await asked, alone)
@@ -240,7 +241,7 @@ async def test_a_pull_ends_with_its_own_cause_whatever_a_heartbeat_finds_meanwhi
     assert await asyncio.to_thread(faults.reached.wait, 20)
     (claim,) = claims_of(d).all()
     claim.fail("lease_lost")
-    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
+    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
     faults.go.set()
     await asked
     assert claim.failure == "lease_lost"
@@ -269,7 +270,7 @@ async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
     assert recomputed(d) == {"late_read": len(PROMPT)}
     await settled(d)
     assert p.engine.core.scheduler.num_held == len(leases) == 1
-    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
+    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

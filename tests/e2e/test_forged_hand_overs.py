@@ -19,6 +19,7 @@ from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import Cluster, settled, transfer_config
+from tests.engine_thread import run_in_engine
 from tests.faults import recomputed
 from tests.pairs import prompt_of
 from tests.turns import both_ways
@@ -43,7 +44,7 @@ class Forger:
         """Ends P's leases, which nobody will."""
         scheduler = self.p.engine.core.scheduler
         for request_id in self.held:
-            await self.p.engine.run_in_engine(partial(scheduler.abort, request_id))
+            await run_in_engine(self.p.engine, partial(scheduler.abort, request_id))
         self.held.clear()
         await settled(self.p)
 

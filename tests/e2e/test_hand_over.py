@@ -10,6 +10,7 @@ import pytest
 
 from engine.errors import KVLoadError
 from tests.cluster import Cluster, all_back, generate, settled, transfer_config
+from tests.engine_thread import run_in_engine
 from tests.hand_over_checks import (
     CHANGES,
     cancel_behind_the_first_token,
@@ -108,7 +109,7 @@ async def test_a_lease_is_renewed_while_its_request_waits(
     waiting = asyncio.create_task(hand_over(p, d, prompt_of(50)))
     await asyncio.sleep(3.0)
     assert not waiting.done()
-    await d.engine.run_in_engine(lambda: d.engine.core.scheduler.abort(held))
+    await run_in_engine(d.engine, lambda: d.engine.core.scheduler.abort(held))
     assert (await waiting).last.kv_transfer is not None
 
 

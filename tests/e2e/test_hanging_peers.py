@@ -18,6 +18,7 @@ from engine.types import KVTransferParams
 from tests.accounts import claims_of
 from tests.asking import prefill_over_http
 from tests.cluster import BASE, Cluster, Generation, generate, sample, transfer_config, until
+from tests.engine_thread import run_in_engine
 from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag
 
@@ -58,7 +59,7 @@ async def test_pulls_from_a_peer_that_hangs_delay_no_other_pull(
     def hold() -> None:
         assert go_on.wait(CONTROL_S)
 
-    engine_waits = asyncio.create_task(d.engine.run_in_engine(hold))
+    engine_waits = asyncio.create_task(run_in_engine(d.engine, hold))
     waiting = start(d, params)
     await until(lambda: sum(claim.peer is not None for claim in claims_of(d).all()) == NUM_HANGING)
     async with stopped(hung):

@@ -14,6 +14,7 @@ from connector.pd.wire.params import prompt_digest
 from engine.node.server import NodeServer
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import Cluster, settled, until
+from tests.engine_thread import run_in_engine
 from tests.hostile_params import NO_PROMPT_NEEDS, hostile_returns, outdated_returns
 from tests.pairs import prompt_of
 from tests.processes import CLUSTER_TOKEN
@@ -94,5 +95,5 @@ async def test_what_a_node_signed_and_nobody_holds_is_computed(
     alone = await ask(d.url, question(prompt, kv_transfer_params=done.body["kv_transfer_params"]))
     assert alone.token_ids[:1] == plain.token_ids
     held = alone.body["kv_transfer_params"]["remote_request_id"]
-    await d.engine.run_in_engine(lambda: d.engine.core.scheduler.abort(held))
+    await run_in_engine(d.engine, lambda: d.engine.core.scheduler.abort(held))
     await until(lambda: d.engine.core.scheduler.num_held == 0)

@@ -19,6 +19,7 @@ from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import BASE, Cluster, generate, settled, transfer_config
+from tests.engine_thread import run_in_engine
 from tests.faults import recomputed
 from tests.pairs import GREEDY, arena_for, prefill, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag
@@ -46,7 +47,7 @@ async def make_room(node: NodeServer, blocker: KVTransferParams) -> None:
     """Gives the prefill up that fills the node's arena."""
     held = blocker.remote_request_id
     assert held is not None
-    await node.engine.run_in_engine(lambda: node.engine.core.scheduler.abort(held))
+    await run_in_engine(node.engine, lambda: node.engine.core.scheduler.abort(held))
 
 
 @pytest.mark.parametrize("transport", ["shm", "nixl", "ucx", "zmq"])

@@ -296,7 +296,7 @@ async def test_what_was_preempted_on_d_is_kept_as_well(
     turns = await asyncio.gather(*(take_turn(p, d, prompt, long) for prompt in prompts))
     assert d.engine.core.scheduler.stats.num_preemptions
     assert d.engine.core.scheduler.num_held == 1
-    (name,) = (held.request_id for held in d.engine.core.scheduler.holds.requests())
+    (name,) = d.engine.core.scheduler.holds
     (kept,) = [turn for turn in turns if turn.kept.remote_request_id == name]
     second = await take_turn(p, d, next_prompt(kept), LONG, kept)
     assert second.prefilled.last.kv_transfer is not None

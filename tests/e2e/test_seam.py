@@ -1,6 +1,7 @@
 """A tier of a few lines behind the seam: alone, and beside the hand-over, for hybrid models."""
 
 import asyncio
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,7 +18,9 @@ from tests.dictionary_connector import (
     DictionaryScheduler,
     dictionary_connector,
 )
+from tests.engine_thread import run_in_engine
 from tests.pairs import GREEDY, count_near_ties, prefill, prompt_of, request_of
+from tests.recount import evict_all
 
 HYBRIDS = ("qwen3_5", "nemotron_h")
 PROMPT = prompt_of(150)
@@ -50,7 +53,7 @@ async def forget(node: NodeServer) -> None:
     scheduler = dictionary_of(node).scheduler
     await until(lambda: not scheduler.new)
     await settled(node)
-    await node.engine.run_in_engine(node.engine.core.scheduler.cache.reset)
+    await run_in_engine(node.engine, partial(evict_all, node.engine.core.scheduler.cache))
 
 
 def assert_equal(alone: Generation, found: Generation) -> None:

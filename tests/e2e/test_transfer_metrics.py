@@ -10,6 +10,7 @@ from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, generate, sample, settled, transfer_config, until
+from tests.engine_thread import run_in_engine
 from tests.faults import DamagedReads, HeldPull, flip
 from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 from tests.processes import Launcher
@@ -92,7 +93,7 @@ async def test_a_release_that_comes_too_late_is_counted(
     assert name is not None
     asked = asyncio.create_task(generate(d, request_of(PROMPT, params=params)))
     assert await asyncio.to_thread(held.reached.wait, 20)
-    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(name))
+    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(name))
     held.go.set()
     await asked
     await until(lambda: sample(p, "vllm:nixl_num_notifications_after_expiry_total") == 1)

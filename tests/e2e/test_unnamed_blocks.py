@@ -10,6 +10,7 @@ from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.accounts import at_rest
 from tests.cluster import Cluster, generate, transfer_config, until
+from tests.engine_thread import run_in_engine
 from tests.faults import counted
 from tests.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
 
@@ -78,6 +79,6 @@ async def let_go(p: NodeServer) -> KVTransferParams:
     params = await prefill(p, PROMPT)
     held = params.remote_request_id
     assert held is not None
-    await p.engine.run_in_engine(lambda: p.engine.core.scheduler.abort(held))
+    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
     await until(lambda: not p.engine.core.scheduler.num_held)
     return params

@@ -12,7 +12,7 @@ from engine.errors import EngineDeadError
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
-from engine.kv_connector import local_connector
+from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
 from engine.metrics import NodeMetrics, RequestMetrics
 from engine.sched.scheduler import Scheduler
 from engine.step import StepNews
@@ -24,7 +24,8 @@ class FragileCore(EngineCore):
 
     def __init__(self) -> None:
         group = KVCacheGroup(FullAttentionSpec(1, 8, "float32"), layers=(0,))
-        connector, cache = local_connector(), KVCacheManager(plan_arena((group,), 4, 1 << 20))
+        cache = KVCacheManager(plan_arena((group,), 4, 1 << 20))
+        connector = Connector(LocalAdmission(), SchedulerConnector(), WorkerConnector())
         scheduler = Scheduler(SchedulerConfig(max_model_len=64), cache, connector.scheduler)
         super().__init__(scheduler, cast(Any, None), connector)
 
@@ -37,7 +38,7 @@ class FragileCore(EngineCore):
 async def test_a_waiting_caller_hears_why_the_engine_died() -> None:
     limits = EngineLimits(max_model_len=64, vocab_size=10, eos_token_ids=frozenset())
     metrics = RequestMetrics(NodeMetrics("m", "e"))
-    engine = AsyncEngine(FragileCore(), local_connector().admission, limits, metrics=metrics)
+    engine = AsyncEngine(FragileCore(), LocalAdmission(), limits, metrics=metrics)
     engine.start()
     request = GenerateRequest(request_id="r", prompt_token_ids=(1, 2))
     ended = asyncio.create_task(engine.wait())

@@ -12,9 +12,9 @@ from engine.kv_connector import (
     Connector,
     FirstToken,
     LocalAdmission,
-    LocalScheduler,
-    LocalWorker,
     Match,
+    SchedulerConnector,
+    WorkerConnector,
 )
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
@@ -22,7 +22,7 @@ from engine.step import BlockLoad, ConnectorOutput, ModelRunnerOutput, SampledTo
 from engine.types import GenerateRequest, SamplingParams
 
 
-class _Elsewhere(LocalScheduler):
+class _Elsewhere(SchedulerConnector):
     """Every prompt is computed elsewhere."""
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
@@ -32,7 +32,7 @@ class _Elsewhere(LocalScheduler):
         return 1
 
 
-class _Loads(LocalWorker):
+class _Loads(WorkerConnector):
     """Reports what the test puts into `loaded`."""
 
     def __init__(self) -> None:

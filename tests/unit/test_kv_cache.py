@@ -8,6 +8,7 @@ from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, form_groups
 from engine.kv_cache.tables import BlockTables
+from tests.recount import check_cache
 
 MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
 ATTENTION = FullAttentionSpec(num_kv_heads=1, head_dim=16, dtype="float32")
@@ -70,8 +71,8 @@ def test_new_states_are_reported_once_and_not_after_free() -> None:
     kept, gone = reserve(cache, 1), reserve(cache, 1)
     assert kept and gone
     cache.free(gone)
-    assert cache.take_new_states() == ((0, kept.groups[0][0]),)
-    assert cache.take_new_states() == ()
+    assert cache.states.take_new() == ((0, kept.groups[0][0]),)
+    assert cache.states.take_new() == ()
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 15, 16, 17, 48])
@@ -94,7 +95,7 @@ def test_a_private_block_cannot_be_pinned() -> None:
     for group in (0, 1):
         with pytest.raises(LookupError, match="is not cached"):
             cache.pin({group: tables.groups[group]})
-    cache.check()
+    check_cache(cache, [tables])
 
 
 def test_too_little_memory_names_what_is_needed() -> None:

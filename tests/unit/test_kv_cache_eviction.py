@@ -10,6 +10,7 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, form_groups
+from tests.recount import check_cache
 from tests.unit.test_kv_cache_policy import BLOCK, Tokens, serve, text
 
 ATTENTION = FullAttentionSpec(1, 16, "float32")
@@ -70,15 +71,15 @@ def test_what_is_in_use_stays_and_a_start_that_fails_evicts_nothing() -> None:
     serve(cache, shared)
     prefix = PrefixDigests(cache.hasher, [*shared, *text(rng, BLOCK)], None)
     tables = cache.start(cache.find_hit(prefix, 11 * BLOCK), 11 * BLOCK)
-    serve(cache, idle)
-    nothing = cache.find_hit(PrefixDigests(cache.hasher, [], None), 0)
     assert tables is not None
+    serve(cache, idle, live=[tables])
+    nothing = cache.find_hit(PrefixDigests(cache.hasher, [], None), 0)
     assert cache.start(nothing, 22 * BLOCK) is None
     assert (found(cache, shared), found(cache, idle)) == (10 * BLOCK, 10 * BLOCK)
-    serve(cache, text(rng, 21 * BLOCK))
+    serve(cache, text(rng, 21 * BLOCK), live=[tables])
     assert (found(cache, shared), found(cache, idle)) == (10 * BLOCK, 0)
     cache.free(tables)
-    cache.check()
+    check_cache(cache)
 
 
 def test_a_checkpoint_in_use_between_others_stays_however_many_come() -> None:
@@ -129,4 +130,4 @@ def test_whole_units_go_from_the_end_of_a_chain(lost: int) -> None:
     for tables in live:
         assert tables is not None
         cache.free(tables)
-    cache.check()
+    check_cache(cache)

@@ -29,6 +29,7 @@ from engine.kv_cache.spec import (
 )
 from engine.kv_cache.tables import NULL_BLOCK
 from tests.cache_model import Contents, HeardCache, Item, Live, Text
+from tests.recount import check_cache, evict_all
 
 Tokens = tuple[int, ...]
 SMALL_STATE = MambaSpec("gdn", (3, 16), "float32", (2, 8, 8))
@@ -159,7 +160,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     def work(self) -> None:
         """The worker's part of a step: zero, then copy."""
-        self.contents.zero_and_copy(self.cache.take_new_states(), self.cache.copies())
+        self.contents.zero_and_copy(self.cache.states.take_new(), self.cache.copies())
         self.cache.copies_done()
 
     def local_states(self, hit: PrefixHit) -> list[int]:
@@ -190,7 +191,7 @@ class CacheMachine(RuleBasedStateMachine):
         if data.draw(st.booleans()):
             self.cache.publish_checkpoints(request.tables, checkpoints)
         else:
-            self.cache.drop_checkpoints(checkpoints)
+            self.cache.states.drop(checkpoints)
 
     def check_published(self, request: Live) -> None:
         """All whole blocks of a request can be found while it lives, unless a window passed."""
@@ -239,10 +240,8 @@ class CacheMachine(RuleBasedStateMachine):
             self.admit(request, NOTHING)
 
     @rule()
-    def reset(self) -> None:
-        self.heard.resets = True
-        self.cache.reset()
-        self.heard.resets = False
+    def forget(self) -> None:
+        evict_all(self.cache)
 
     @invariant()
     def nobody_writes_into_others(self) -> None:
@@ -333,7 +332,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def recount(self) -> None:
-        self.cache.check()
+        tables = [request.tables for request in self.live if request.tables is not None]
+        check_cache(self.cache, tables, [pin for pin, _ in self.pins])
 
     def teardown(self) -> None:
         for request in self.live:
@@ -342,10 +342,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.work()
         for pin, _ in self.pins:
             self.cache.unpin(pin)
-        self.cache.check()
-        assert self.cache.num_free_units == self.plan.num_units
-        self.heard.resets = True
-        self.cache.reset()
+        check_cache(self.cache)
+        assert self.cache.usage == 0
+        evict_all(self.cache)
         assert self.cache.pool.units.num_free_units == self.plan.num_units
         assert not any(self.published())
 

@@ -1,5 +1,6 @@
 """What the checkpoint policy and the two-level allocator promise, request by request."""
 
+from collections.abc import Sequence
 from hashlib import sha256
 from random import Random
 
@@ -11,6 +12,7 @@ from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
 from engine.kv_cache.tables import BlockTables
+from tests.recount import check_cache
 
 BLOCK = 16
 STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
@@ -23,8 +25,13 @@ def cache_of(units: int, share: float = 0.5) -> KVCacheManager:
     return KVCacheManager(plan_arena(GROUPS, BLOCK, units * size), checkpoint_share=share)
 
 
-def serve(cache: KVCacheManager, tokens: Tokens, *, chunk: int = 4096) -> int:
-    """One prompt from arrival to its end, as the scheduler does it; returns the hit."""
+def serve(
+    cache: KVCacheManager, tokens: Tokens, *, chunk: int = 4096, live: Sequence[BlockTables] = ()
+) -> int:
+    """One prompt from arrival to its end, as the scheduler does it; returns the hit.
+
+    `live`: all that else is in use.
+    """
     prefix = PrefixDigests(cache.hasher, list(tokens), None)
     hit = cache.find_hit(prefix, len(tokens) - 1)
     positions = checkpoint_positions(
@@ -36,13 +43,13 @@ def serve(cache: KVCacheManager, tokens: Tokens, *, chunk: int = 4096) -> int:
         end = min(start + chunk, len(tokens))
         assert cache.grow(tables, end)
         kept = cache.reserve_checkpoints(prefix, due(positions, start, end))
-        cache.take_new_states()
+        cache.states.take_new()
         cache.copies_done()
         cache.publish(tables, prefix, end)
         cache.publish_checkpoints(tables, kept)
     cache.retire(tables, prefix, len(tokens))
     cache.free(tables)
-    cache.check()
+    check_cache(cache, live)
     return hit.num_tokens
 
 
@@ -120,14 +127,14 @@ def test_units_follow_the_workload_and_back(units: int) -> None:
             tables = cache.start(cache.find_hit(prefix, length - 1), length)
             if tables is None:
                 break
-            cache.take_new_states()
+            cache.states.take_new()
             live.append((tables, prefix))
         assert cache.usage >= 0.95, phase
         for tables, prefix in live:
             cache.retire(tables, prefix, length)
             cache.free(tables)
-        cache.check()
-    assert cache.num_free_units == units
+        check_cache(cache)
+    assert cache.usage == 0
 
 
 def test_a_large_block_is_the_inflated_layout() -> None:
@@ -185,5 +192,5 @@ def test_without_prefix_caching_nothing_is_hashed_or_found() -> None:
         cache.keep_loaded(tables, prefix, 100)
         cache.retire(tables, prefix, 100)
         cache.free(tables)
-    cache.check()
+    check_cache(cache)
     assert cache.pool.units.num_free_units == 16

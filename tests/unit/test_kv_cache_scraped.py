@@ -36,7 +36,7 @@ def test_a_scrape_never_meets_a_half_changed_cache() -> None:
     def scrape() -> None:
         try:
             while not done.is_set():
-                seen.append(cache.num_states)
+                seen.append(cache.states.num_used)
         except RuntimeError as error:
             failures.append(error)
 

@@ -8,7 +8,7 @@ from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
-from engine.kv_connector import FirstToken, LocalScheduler, Match, SchedulerConnector
+from engine.kv_connector import FirstToken, Match, SchedulerConnector
 from engine.metrics import SCHEDULER_COUNTERS, SCHEDULER_GAUGES, NodeMetrics
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
@@ -21,6 +21,7 @@ from engine.step import (
     SchedulerOutput,
 )
 from engine.types import GenerateRequest, KVTransferParams, SamplingParams
+from tests.recount import check_scheduler
 
 BLOCK = 16
 STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
@@ -44,7 +45,7 @@ def scheduler_of(
         max_num_batched_tokens=64,
         mamba_decode_checkpoint_interval=interval,
     )
-    return Scheduler(config, cache, connector or LocalScheduler())
+    return Scheduler(config, cache, connector or SchedulerConnector())
 
 
 def add(
@@ -80,7 +81,7 @@ def step(scheduler: Scheduler) -> SchedulerOutput:
         }
     )
     scheduler.update(computed, ConnectorOutput())
-    scheduler.check()
+    check_scheduler(scheduler)
     return output
 
 
@@ -172,7 +173,7 @@ def test_a_request_that_ends_early_counts_only_what_was_computed_again() -> None
     assert scheduler.stats.recomputed_tokens == {"no_checkpoint": 64}
 
 
-class Elsewhere(LocalScheduler):
+class Elsewhere(SchedulerConnector):
     """Another node has every prompt."""
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:

@@ -3,18 +3,19 @@
 import pytest
 
 from engine.kv_cache.coverage import Coverage
-from engine.kv_connector import FinishDecision, LocalScheduler, Match
+from engine.kv_connector import FinishDecision, Match, SchedulerConnector
 from engine.request import Request, RequestStatus
 from engine.sched.scheduler import Scheduler
 from engine.step import BlockLoad, ConnectorOutput, LoadFailure
 from engine.types import KVTransferParams
+from tests.recount import check_scheduler
 from tests.unit.test_scheduler import add, run, scheduler_of, step, tokens
 
 THERE = 70
 RETURN = KVTransferParams(do_remote_decode=True, remote_engine_id="decode-1")
 
 
-class KeptElsewhere(LocalScheduler):
+class KeptElsewhere(SchedulerConnector):
     """Another node has the first `THERE` tokens of every prompt that names one."""
 
     def __init__(self, least: int = 1) -> None:
@@ -55,7 +56,7 @@ def test_behind_a_load_the_prompt_is_computed_in_chunks_with_checkpoints() -> No
     assert [len(item.token_ids) for item in items] == [64, 64, 2]
     assert [kept.num_tokens for item in items for kept in item.saves] == [192]
     assert request.is_finished and request.num_output_tokens == 1
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_a_request_is_given_blocks_for_what_is_loaded_and_no_more() -> None:
@@ -68,7 +69,7 @@ def test_a_request_is_given_blocks_for_what_is_loaded_and_no_more() -> None:
     assert [len(blocks) for blocks in load.tables] == [1, 5]
     scheduler.abort("r")
     scheduler.update_transfers(ConnectorOutput(failed=(LoadFailure("r", "request_ended"),)))
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_a_failed_load_costs_what_was_to_be_loaded() -> None:
@@ -98,7 +99,7 @@ def test_after_a_failure_the_good_prefix_is_here_and_only_the_rest_is_loaded() -
     run(scheduler)
     assert request.is_finished
     assert scheduler.stats.recomputed_tokens == {}
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 @pytest.mark.parametrize(("least", "pulled"), [(5, True), (6, False)])
@@ -124,7 +125,7 @@ def test_the_connector_is_asked_about_what_the_request_could_go_on_from_alone(
     assert request.is_finished
 
 
-class Tier(LocalScheduler):
+class Tier(SchedulerConnector):
     """Has the first 16 tokens of everything that was preempted."""
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
@@ -144,18 +145,17 @@ def test_what_was_preempted_may_load_when_it_starts_again(fails: bool) -> None:
     num_loads = 0
     while scheduler.has_work or scheduler.loads:
         step(scheduler)
-        for request in list(scheduler.loads.requests()):
+        for name in list(scheduler.loads):
             num_loads += 1
-            name = request.request_id
             failure = (LoadFailure(name, "transfer_failed"),)
             ended = ConnectorOutput(failed=failure) if fails else ConnectorOutput(loaded=(name,))
             scheduler.update_transfers(ended)
     assert num_loads and scheduler.stats.num_preemptions
     assert [request.num_output_tokens for request in requests] == [50] * 6
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
-class Keeper(LocalScheduler):
+class Keeper(SchedulerConnector):
     """Holds every request for a next turn."""
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ def test_who_waits_is_given_the_room_of_the_oldest_that_is_held() -> None:
     assert keeper.kept and keeper.kept[-1] == "5"
     assert len(keeper.kept) == scheduler.num_held < 6
     assert scheduler.stats.num_preemptions == 0
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_who_runs_takes_what_is_held_before_anybody_is_preempted() -> None:
@@ -193,7 +193,7 @@ def test_who_runs_takes_what_is_held_before_anybody_is_preempted() -> None:
     run(scheduler)
     assert request.num_output_tokens == 400
     assert scheduler.stats.num_preemptions == 0
-    scheduler.check()
+    check_scheduler(scheduler)
 
 
 def test_who_found_no_room_looks_again_when_something_is_held_that_may_go() -> None:

@@ -7,10 +7,11 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
-from engine.kv_connector import LocalScheduler
+from engine.kv_connector import SchedulerConnector
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.types import GenerateRequest
+from tests.recount import check_scheduler
 
 MAMBA = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
 ATTENTION = FullAttentionSpec(num_kv_heads=1, head_dim=16, dtype="float32")
@@ -42,7 +43,7 @@ def small_cache() -> CountingCache:
 
 def scheduler_of(cache: KVCacheManager) -> Scheduler:
     limits = SchedulerConfig(max_model_len=4096, max_num_seqs=8, max_num_batched_tokens=4096)
-    return Scheduler(limits, cache, LocalScheduler())
+    return Scheduler(limits, cache, SchedulerConnector())
 
 
 def request_of(cache: KVCacheManager, name: str, tokens: list[int]) -> Request:
@@ -66,7 +67,7 @@ def scatter(cache: KVCacheManager, tokens: list[int]) -> None:
         cache.free(filling)
         assert cache.grow(tables, end)
         cache.publish(tables, prefix, end)
-    cache.take_new_states()
+    cache.states.take_new()
     cache.retire(tables, prefix, len(tokens))
     cache.free(tables)
 
@@ -82,8 +83,8 @@ def test_a_hit_that_takes_too_many_units_is_left_rather_than_waited_for() -> Non
     scheduler.add(request_of(cache, "a", longer))
     assert [len(item.token_ids) for item in scheduler.schedule().scheduled] == [len(longer)]
     scheduler.abort("a")
-    scheduler.check()
-    assert cache.num_free_units == UNITS
+    check_scheduler(scheduler)
+    assert cache.usage == 0
 
 
 def test_who_waits_is_looked_up_again_only_when_something_was_let_go() -> None:
@@ -98,5 +99,3 @@ def test_who_waits_is_looked_up_again_only_when_something_was_let_go() -> None:
     assert cache.num_lookups == num_lookups
     scheduler.abort("first")
     assert [item.request_id for item in scheduler.schedule().scheduled] == ["second"]
-    scheduler.abort("second")
-    scheduler.check()

@@ -1,17 +1,54 @@
-"""Recounts a block pool from scratch and compares: tests, and nodes that are asked to, call it."""
+"""Recounts a scheduler and its cache from scratch and compares, and empties a cache."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.manager import KVCacheManager, Pin
 from engine.kv_cache.radix_tree import Node, RadixTree
+from engine.kv_cache.tables import BlockTables
+from engine.sched.scheduler import Scheduler
 
 
-def recount(pool: BlockPool, users: Counter[Node], private: Sequence[Sequence[int]]) -> None:
-    """Compares a pool with its users per node and private blocks per group.
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Compares, between two steps, the cache with those whom the scheduler gave blocks."""
+    held, loading = scheduler.holds.values(), (load.request for load in scheduler.loads.values())
+    owners = [*scheduler._running, *held, *loading]
+    tables = [request.blocks for request in owners if request.blocks is not None]
+    assert len(tables) == len(owners)
+    assert len(scheduler._requests) == scheduler.num_running + scheduler.num_waiting
+    check_cache(scheduler.cache, tables, scheduler._saving.values())
 
-    Raises AssertionError on any difference.
+
+def check_cache(
+    cache: KVCacheManager, tables: Iterable[BlockTables] = (), pins: Iterable[Pin] = ()
+) -> None:
+    """Compares every unit, block, reference and digest of a cache with its users, which are all.
+
+    Call while no checkpoint is reserved for a step.
     """
+    users = Counter(pending.source for pending in cache._pending)
+    users.update(p.checkpoint.node for p in cache._pending if p.checkpoint is not None)
+    users.update(node for pin in pins for node in pin)
+    private: list[list[int]] = [[] for _ in cache.plan.groups]
+    for own in tables:
+        users.update([own.state] if own.state else ())
+        for group, table in own.attention.items():
+            nodes, blocks = table.held()
+            users.update(nodes)
+            private[group] += blocks
+    _check_pool(cache.pool, users, private)
+
+
+def evict_all(cache: KVCacheManager) -> None:
+    """Evicts everything that nobody uses."""
+    for queue in cache.pool.order.idle:
+        while (node := queue.first()) is not None:
+            cache.pool.evict(node)
+
+
+def _check_pool(pool: BlockPool, users: Counter[Node], private: Sequence[Sequence[int]]) -> None:
+    """Compares a pool with its users per node and private blocks per group."""
     roots = {tree.root for tree in pool.trees}
     nodes = set(users).union(*pool.nodes_in.values(), *(q.members for q in pool.order.idle)) - roots
     for node in nodes:
