@@ -6,15 +6,14 @@ from engine.errors import CheckpointError
 from engine.model_configs.attention import AttentionConfig, read_attention
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.mamba2 import read_mamba2
-from engine.model_configs.model_config import MLPConfig, ModelConfig, read_model
+from engine.model_configs.model_config import ModelConfig, read_mlp, read_model
 from engine.model_configs.rope import read_rope
 
 PARTIAL_ROTARY = 0.5
 
 
-def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
-    """Reads config.json; `dtype` overrides the file's. Raises CheckpointError if unsupported."""
-    reader.reject_quantization()
+def read(reader: ConfigReader) -> ModelConfig:
+    """Reads config.json. Raises CheckpointError if unsupported."""
     reader.require_one_of("hidden_act", ["silu"])
     # transformers reads this one from `rope_parameters` only, and else takes one half.
     reader.require_one_of("partial_rotary_factor", [PARTIAL_ROTARY])
@@ -26,12 +25,8 @@ def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
         family="bamba",
         positions=262144,
         eps=1e-5,
-        dtype=reader.compute_dtype(dtype),
         mixers=tuple((attention if i in attention_layers else mamba,) for i in range(layers)),
-        mlp=MLPConfig(
-            intermediate_size=reader.require("intermediate_size", int),
-            bias=reader.get("mlp_bias", bool, False),
-        ),
+        mlp=read_mlp(reader),
     )
 
 

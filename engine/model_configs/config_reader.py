@@ -1,12 +1,14 @@
 """Reads config.json: typed fields, clear errors, unsupported settings refused. Torch-free."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
-from engine.kv_cache.spec import DTYPE_BYTES
+
+# Fields of vision-language wrappers that are said of their text part too.
+OF_WRAPPERS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
 
 
 class ConfigReader:
@@ -41,8 +43,19 @@ class ConfigReader:
         return cls(fields, str(path))
 
     def section(self, key: str) -> "ConfigReader":
-        """The nested object `key` (for example `text_config` of a vision-language wrapper)."""
+        """The nested object `key`."""
         return ConfigReader(self.require(key, dict), f"{self.source}:{key}")
+
+    def text_part(self) -> "ConfigReader":
+        """The text part of a vision-language wrapper, or all of a text model.
+
+        The wrapper's own values of `OF_WRAPPERS` win over those of its text part.
+        """
+        if self.fields.get("text_config") is None:
+            return self
+        text = self.section("text_config")
+        own = {key: self.fields[key] for key in OF_WRAPPERS if self.fields.get(key) is not None}
+        return ConfigReader(text.fields | own, text.source)
 
     def require(self, key: str, kind: type) -> Any:
         """The value of `key`, which must be there and of type `kind`."""
@@ -62,6 +75,17 @@ class ConfigReader:
             raise CheckpointError(f"{self.source}: {key!r} is {values!r}, expected {count} numbers")
         return tuple(self._typed(key, value, float) for value in values)
 
+    def layer_types(self, default: Sequence[str], kinds: Sequence[str]) -> tuple[str, ...]:
+        """The list `layer_types`, else `default`; one of `kinds` for each hidden layer."""
+        types = tuple(self.get("layer_types", list, default))
+        count = self.require("num_hidden_layers", int)
+        if len(types) != count or not all(kind in kinds for kind in types):
+            raise CheckpointError(
+                f"{self.source}: 'layer_types' {types!r} must name {count} layers, "
+                f"each one of {', '.join(kinds)}"
+            )
+        return types
+
     def require_one_of(self, key: str, allowed: Collection[Any]) -> None:
         """Raises CheckpointError when `key` is there, not null, and not one of `allowed`."""
         value = self.fields.get(key)
@@ -75,22 +99,6 @@ class ConfigReader:
             raise CheckpointError(
                 f"{self.source}: {part[0]!r} {part[1]} does not divide {whole[0]!r} {whole[1]}"
             )
-
-    def reject_quantization(self) -> None:
-        """Raises CheckpointError for quantized checkpoints; tensors are read as they are stored."""
-        found = self.fields.get("quantization_config")
-        if found is not None:
-            raise CheckpointError(
-                f"{self.source}: 'quantization_config' {found!r} is not supported"
-            )
-
-    def compute_dtype(self, dtype: str | None) -> str:
-        """`dtype` when given, else the file's `dtype` or `torch_dtype`, else float32."""
-        chosen = dtype or self.get("dtype", str, self.get("torch_dtype", str, "float32"))
-        if chosen not in DTYPE_BYTES:
-            options = ", ".join(DTYPE_BYTES)
-            raise CheckpointError(f"{self.source}: dtype {chosen!r} is not one of {options}")
-        return str(chosen)
 
     def _typed(self, key: str, value: Any, kind: type) -> Any:
         # JSON has one kind of number, Python has bool as an int: 1 is a float, True is no int.

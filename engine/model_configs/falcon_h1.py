@@ -5,13 +5,11 @@ from dataclasses import replace
 from engine.model_configs.attention import AttentionConfig, read_attention
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.mamba2 import Gating, Mamba2Config, read_mamba2
-from engine.model_configs.model_config import MLPConfig, ModelConfig, read_model
-from engine.model_configs.rope import read_rope
+from engine.model_configs.model_config import ModelConfig, read_mlp, read_model
 
 
-def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
-    """Reads config.json; `dtype` overrides the file's. Raises CheckpointError if unsupported."""
-    reader.reject_quantization()
+def read(reader: ConfigReader) -> ModelConfig:
+    """Reads config.json. Raises CheckpointError if unsupported."""
     reader.require_one_of("hidden_act", ["silu"])
     reader.require_one_of("mamba_use_mlp", [True])
     reader.require_one_of("partial_rotary_factor", [1.0])
@@ -22,14 +20,8 @@ def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
         family="falcon_h1",
         positions=8192,
         eps=1e-5,
-        dtype=reader.compute_dtype(dtype),
         mixers=(both,) * reader.require("num_hidden_layers", int),
-        mlp=MLPConfig(
-            intermediate_size=reader.require("intermediate_size", int),
-            bias=reader.get("mlp_bias", bool, False),
-            gate_scale=gate,
-            output_scale=output,
-        ),
+        mlp=replace(read_mlp(reader), gate_scale=gate, output_scale=output),
         embedding_scale=reader.get("embedding_multiplier", float, 1.0),
         logits_scale=reader.get("lm_head_multiplier", float, 1.0),
     )
@@ -56,12 +48,11 @@ def _gating(reader: ConfigReader) -> Gating:
 
 
 def _attention(reader: ConfigReader) -> AttentionConfig:
-    attention = read_attention(reader)
+    attention = read_attention(reader, rotary=1.0)
     return replace(
         attention,
         # Keys are multiplied by it before they are rotated; scores can be, just as well.
         scale=attention.scale * reader.get("key_multiplier", float, 1.0),
-        rope=read_rope(reader, attention.head_dim),
         input_scale=reader.get("attention_in_multiplier", float, 1.0),
         output_scale=reader.get("attention_out_multiplier", float, 1.0),
     )

@@ -14,13 +14,8 @@ def read_eos_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
     config = ConfigReader.from_folder(folder)
     path = folder / "generation_config.json"
     readers = [ConfigReader.from_file(path)] if path.exists() else []
-    sources = [*readers, config, _text_config(config)]
+    sources = [*readers, config, config.text_part()]
     return next(filter(None, (_eos(source, vocab_size) for source in sources)), ())
-
-
-def _text_config(config: ConfigReader) -> ConfigReader:
-    """The text part of a vision-language wrapper, or the config itself."""
-    return config.section("text_config") if config.fields.get("text_config") else config
 
 
 def _eos(reader: ConfigReader, vocab_size: int) -> tuple[int, ...]:

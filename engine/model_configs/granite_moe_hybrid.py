@@ -13,14 +13,13 @@ from engine.model_configs.model_config import (
     ModelConfig,
     read_model,
 )
-from engine.model_configs.rope import read_rope
 
 MAMBA = ("mamba", "linear_attention")
 ATTENTION = ("attention", "full_attention")
 
 
-def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
-    """Reads config.json; `dtype` overrides the file's. Raises CheckpointError if unsupported.
+def read(reader: ConfigReader) -> ModelConfig:
+    """Reads config.json. Raises CheckpointError if unsupported.
 
     `residual_multiplier` multiplies what mixers and feed-forward blocks add to the residual.
     """
@@ -37,7 +36,6 @@ def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
         family="granite_moe_hybrid",
         positions=2048,
         eps=1e-6,
-        dtype=reader.compute_dtype(dtype),
         mixers=tuple((mamba if recurrent else attention,) for recurrent in is_mamba),
         mlp=MLPConfig(
             intermediate_size=reader.get("shared_intermediate_size", int, 1024), output_scale=scale
@@ -49,7 +47,6 @@ def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
 
 
 def _check(reader: ConfigReader) -> None:
-    reader.reject_quantization()
     reader.require_one_of("hidden_act", ["silu"])
     reader.require_one_of("normalization_function", ["rmsnorm"])
     reader.require_one_of("position_embedding_type", ["nope", "rope"])
@@ -61,22 +58,14 @@ def _check(reader: ConfigReader) -> None:
 def _mamba_layers(reader: ConfigReader) -> tuple[bool, ...]:
     count = reader.require("num_hidden_layers", int)
     names = reader.get("layers_block_type", list, [MAMBA[0]] * count)
-    names = reader.get("layer_types", list, names)
-    if len(names) != count or not all(name in (*MAMBA, *ATTENTION) for name in names):
-        raise CheckpointError(
-            f"{reader.source}: 'layer_types' {names!r} must name {count} layers, "
-            f"each one of {', '.join((*MAMBA, *ATTENTION))}"
-        )
-    return tuple(name in MAMBA for name in names)
+    return tuple(name in MAMBA for name in reader.layer_types(names, (*MAMBA, *ATTENTION)))
 
 
 def _attention(reader: ConfigReader, residual_scale: float) -> AttentionConfig:
-    attention = read_attention(reader)
     rotated = reader.get("position_embedding_type", str, "nope") == "rope"
     return replace(
-        attention,
+        read_attention(reader, rotary=1.0 if rotated else None),
         scale=reader.get("attention_multiplier", float, 1.0),
-        rope=read_rope(reader, attention.head_dim) if rotated else None,
         output_scale=residual_scale,
     )
 

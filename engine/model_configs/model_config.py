@@ -76,15 +76,23 @@ class ModelConfig:
 def read_model(reader: ConfigReader, *, positions: int, eps: float, **own: Any) -> ModelConfig:
     """A ModelConfig of `own` fields, and of the others under their common names.
 
-    `positions` and `eps` are the family's defaults. Raises CheckpointError.
+    `positions` and `eps` are the family's defaults. Raises CheckpointError, also for quantized
+    checkpoints: tensors are read as they are stored.
     """
+    reader.require_one_of("quantization_config", [])
     return ModelConfig(
         vocab_size=reader.require("vocab_size", int),
         hidden_size=reader.require("hidden_size", int),
         max_position_embeddings=reader.get("max_position_embeddings", int, positions),
-        **{
-            "tie_word_embeddings": reader.get("tie_word_embeddings", bool, False),
-            "rms_norm_eps": reader.get("rms_norm_eps", float, eps),
-            **own,
-        },
+        tie_word_embeddings=reader.get("tie_word_embeddings", bool, False),
+        dtype=reader.get("dtype", str, reader.get("torch_dtype", str, "float32")),
+        **{"rms_norm_eps": reader.get("rms_norm_eps", float, eps), **own},
+    )
+
+
+def read_mlp(reader: ConfigReader) -> MLPConfig:
+    """Size and bias of the feed-forward blocks under their common names."""
+    return MLPConfig(
+        intermediate_size=reader.require("intermediate_size", int),
+        bias=reader.get("mlp_bias", bool, False),
     )

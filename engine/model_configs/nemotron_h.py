@@ -21,12 +21,11 @@ LAYER_NAMES = {
 MOE_NAMES = ("E", "moe")
 
 
-def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
+def read(reader: ConfigReader) -> ModelConfig:
     """Reads config.json. Raises CheckpointError for missing, mistyped or unsupported fields (MoE).
 
     A layer is one mixer or one MLP; attention has no positional encoding.
     """
-    reader.reject_quantization()
     reader.require_one_of("mlp_hidden_act", ["relu2"])
     reader.require_one_of("mamba_hidden_act", ["silu"])
     kinds = _layer_kinds(reader)
@@ -41,7 +40,6 @@ def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
         positions=4096,
         eps=1e-5,
         rms_norm_eps=_norm_eps(reader),
-        dtype=reader.compute_dtype(dtype),
         mixers=tuple(mixers[kind] for kind in kinds),
         mlp=MLPConfig(
             intermediate_size=reader.require("intermediate_size", int) if MLP in kinds else 0,

@@ -2,35 +2,24 @@
 
 from dataclasses import replace
 
-from engine.errors import CheckpointError
-from engine.model_configs.attention import read_attention
+from engine.model_configs.attention import FULL, read_attention
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.model_config import MLPConfig, ModelConfig, read_model
-from engine.model_configs.rope import read_rope
+from engine.model_configs.model_config import ModelConfig, read_mlp, read_model
 
 
-def read(reader: ConfigReader, dtype: str | None = None) -> ModelConfig:
-    """Reads config.json; `dtype` overrides the file's. Raises CheckpointError if unsupported."""
-    _check(reader)
-    attention = read_attention(reader)
-    rope = read_rope(reader, attention.head_dim)
-    attention = replace(attention, rope=rope, qk_norm=True)
+def read(reader: ConfigReader) -> ModelConfig:
+    """Reads config.json. Raises CheckpointError if unsupported."""
+    reader.require_one_of("hidden_act", ["silu"])
+    reader.require_one_of("attention_bias", [False])
+    reader.require_one_of("use_sliding_window", [False])
+    count = reader.require("num_hidden_layers", int)
+    reader.layer_types([FULL] * count, [FULL])
+    attention = replace(read_attention(reader, rotary=1.0), qk_norm=True)
     return read_model(
         reader,
         family="qwen3",
         positions=32768,
         eps=1e-6,
-        dtype=reader.compute_dtype(dtype),
-        mixers=((attention,),) * reader.require("num_hidden_layers", int),
-        mlp=MLPConfig(intermediate_size=reader.require("intermediate_size", int)),
+        mixers=((attention,),) * count,
+        mlp=read_mlp(reader),
     )
-
-
-def _check(reader: ConfigReader) -> None:
-    reader.reject_quantization()
-    reader.require_one_of("hidden_act", ["silu"])
-    reader.require_one_of("attention_bias", [False])
-    reader.require_one_of("use_sliding_window", [False])
-    types = reader.get("layer_types", list, [])
-    if set(types) - {"full_attention"}:
-        raise CheckpointError(f"{reader.source}: layer_types {types!r} must all be full_attention")

@@ -1,11 +1,13 @@
 """The supported architectures, and config.json read as one of them. Torch-free."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
 
 from engine.errors import CheckpointError
+from engine.kv_cache.spec import DTYPE_BYTES
 from engine.model_configs import (
     bamba,
     falcon_h1,
@@ -18,7 +20,7 @@ from engine.model_configs import (
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.model_config import ModelConfig
 
-ARCHITECTURES: Mapping[str, Callable[[ConfigReader, str | None], ModelConfig]] = MappingProxyType(
+ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProxyType(
     {
         "Qwen3ForCausalLM": qwen3.read,
         "Qwen3_5ForCausalLM": qwen3_5.read,
@@ -40,28 +42,35 @@ def read_config(folder: Path, dtype: str | None = None, *, device: str = "cpu") 
     slower, and the weights lose nothing in float32. Raises CheckpointError for a broken file, and
     for an architecture or setting without support.
     """
-    reader = ConfigReader.from_folder(folder)
-    if dtype != "auto":
-        return _checked(_config_of(reader, dtype), reader.source)
-    config = _checked(_config_of(reader, None), reader.source)
-    if config.dtype == "float16" and device == "cpu":
-        return _config_of(reader, "float32")
+    return config_of(ConfigReader.from_folder(folder), dtype, device=device)
+
+
+def config_of(reader: ConfigReader, dtype: str | None, *, device: str = "cpu") -> ModelConfig:
+    """As `read_config`, from a config.json that is read already."""
+    config = _read(reader)
+    if dtype == "auto":
+        dtype = "float32" if config.dtype == "float16" and device == "cpu" else None
+    config = replace(config, dtype=dtype or config.dtype)
+    _check(config, reader.source)
     return config
 
 
-def _config_of(reader: ConfigReader, dtype: str | None) -> ModelConfig:
+def _read(reader: ConfigReader) -> ModelConfig:
     names = reader.require("architectures", list)
-    for name in names:
+    for name in map(str, names):
         if name in ARCHITECTURES:
-            return ARCHITECTURES[name](reader, dtype)
+            return ARCHITECTURES[name](reader)
     raise CheckpointError(
         f"{reader.source}: architectures {names!r} are not supported; "
         f"supported: {', '.join(sorted(ARCHITECTURES))}"
     )
 
 
-def _checked(config: ModelConfig, source: str) -> ModelConfig:
-    """Raises CheckpointError for numbers with which no family can compute."""
+def _check(config: ModelConfig, source: str) -> None:
+    """Raises CheckpointError for what no family can compute with."""
+    if config.dtype not in DTYPE_BYTES:
+        options = ", ".join(DTYPE_BYTES)
+        raise CheckpointError(f"{source}: dtype {config.dtype!r} is not one of {options}")
     if config.max_position_embeddings < 1:
         raise CheckpointError(
             f"{source}: 'max_position_embeddings' is {config.max_position_embeddings}, "
@@ -71,4 +80,3 @@ def _checked(config: ModelConfig, source: str) -> ModelConfig:
         raise CheckpointError(
             f"{source}: the norms' epsilon is {config.rms_norm_eps}, expected a small number"
         )
-    return config

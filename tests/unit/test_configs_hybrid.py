@@ -6,12 +6,12 @@ import pytest
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.attention import FULL, AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.gemma3 import FULL, SLIDING
+from engine.model_configs.gemma3 import SLIDING
 from engine.model_configs.mamba2 import Gating, Mamba2Config
 from engine.model_configs.model_config import ModelConfig
-from engine.model_configs.registry import ARCHITECTURES
+from engine.model_configs.registry import config_of
 from engine.model_configs.rope import RopeConfig
 from engine.models.registry import FAMILIES
 
@@ -36,7 +36,8 @@ BAMBA = MAMBA | {"attn_layer_indices": [1], "attn_rotary_emb": 8}
 
 
 def read(family: str, fields: dict[str, Any]) -> ModelConfig:
-    return ARCHITECTURES[f"{family}ForCausalLM"](ConfigReader(fields, "config.json"), None)
+    fields = fields | {"architectures": [f"{family}ForCausalLM"]}
+    return config_of(ConfigReader(fields, "config.json"), None)
 
 
 def attention_of(config: ModelConfig) -> AttentionConfig:
@@ -165,6 +166,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("Gemma3", {"query_pre_attn_scalar": 0}),
     ("Gemma3", {"num_key_value_heads": 3}),
     ("Gemma3", {"layer_types": ["linear_attention"] * 4}),
+    ("Gemma3", {"sliding_window_pattern": 0}),
     ("Gemma3", {"rope_scaling": {"rope_type": "yarn"}}),
     ("Gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 0}}),
     ("Gemma3", {"rope_scaling": {"rope_type": "linear", "factor": None}}),

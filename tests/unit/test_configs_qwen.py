@@ -9,7 +9,7 @@ from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.model_config import ModelConfig
-from engine.model_configs.registry import ARCHITECTURES
+from engine.model_configs.registry import config_of
 from engine.model_configs.rope import RopeConfig
 from engine.models import qwen3_5
 
@@ -32,7 +32,8 @@ QWEN3_5 = QWEN3 | {
 
 
 def read(family: str, fields: dict[str, Any], dtype: str | None = None) -> ModelConfig:
-    return ARCHITECTURES[f"{family}ForCausalLM"](ConfigReader(fields, "config.json"), dtype)
+    fields = fields | {"architectures": [f"{family}ForCausalLM"]}
+    return config_of(ConfigReader(fields, "config.json"), dtype)
 
 
 def rope_of(config: ModelConfig) -> RopeConfig | None:
@@ -84,6 +85,7 @@ def test_the_wrapper_is_read_through_its_text_config() -> None:
         ("Qwen3", {"attention_bias": True}),
         ("Qwen3", {"use_sliding_window": True}),
         ("Qwen3", {"layer_types": ["sliding_attention"] * 4}),
+        ("Qwen3", {"layer_types": [["full_attention"]] * 4}),
         ("Qwen3", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}),
         ("Qwen3", {"rope_scaling": {"type": "linear", "factor": 2.0}}),
         ("Qwen3", {"quantization_config": {"quant_method": "fp8"}}),
@@ -91,6 +93,8 @@ def test_the_wrapper_is_read_through_its_text_config() -> None:
         ("Qwen3_5", {"attn_output_gate": False}),
         ("Qwen3_5", {"layer_types": ["linear_attention"] * 3}),
         ("Qwen3_5", {"layer_types": ["sliding_attention"] * 4}),
+        ("Qwen3_5", {"layer_types": [["full_attention"]] * 4}),
+        ("Qwen3_5", {"full_attention_interval": 0}),
         ("Qwen3_5", {"linear_num_value_heads": 3}),
         ("Qwen3_5", {"partial_rotary_factor": 0.01}),
     ],

@@ -206,6 +206,7 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["LlamaForCausalLM"]},
         r"LlamaForCausalLM.*NemotronHForCausalLM, Qwen3ForCausalLM",
     ),
+    "architecture-type": ({"architectures": [[]]}, "architectures"),
     "no-architecture": ({"architectures": None}, "architectures"),
 }
 
