@@ -3,7 +3,6 @@
 from dataclasses import dataclass, field
 
 from engine.kv_cache.plan import ArenaPlan
-from engine.kv_cache.spec import MambaSpec
 from engine.request import Request
 from engine.step import LoadFailure
 
@@ -31,6 +30,6 @@ class Load:
         for failure in self.failures:
             if failure.group is None:
                 return 0
-            if not isinstance(plan.groups[failure.group].spec, MambaSpec):
+            if failure.group not in plan.state_groups:
                 good = min(good, failure.num_good_tokens)
         return good

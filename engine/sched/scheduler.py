@@ -104,9 +104,10 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         self._planned = []
         preemptions = self.stats.num_preemptions
-        for request in list(self._running):
+        for request in list(self._running):  # a copy: a preemption removes some
             if request.status is RequestStatus.RUNNING and budget:
                 budget -= self._schedule_running(request, budget)
+        # Nobody starts in a step that preempted: it would take the room that was just made.
         nobody_lost_blocks = self.stats.num_preemptions == preemptions
         while nobody_lost_blocks and budget and self._may_start_another():
             used = self._schedule_waiting(self._waiting.peek(), budget)
@@ -134,6 +135,7 @@ class Scheduler:
                 self._fail(request, computed.failed[name])
                 continue
             self._publish_computed(item)
+            # A chunk that ends before the last known token chooses none.
             if request.num_computed_tokens == len(request.token_ids):
                 sample = computed.sampled[name]
                 self._take_token(request, sample.token_id, sample.logprob)

@@ -57,6 +57,7 @@ def find_start(
     may reach further. Without `reuse` the blocks of this node do not count.
     """
     limit = request.num_tokens - 1
+    # Twice: the connector hears what is here anyway, and what it offers may change what is used.
     hit = cache.find_hit(request.prefix, limit, reuse=reuse)
     if request.num_failed_loads == MAX_LOADS:
         return Start(hit, None)

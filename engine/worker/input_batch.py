@@ -102,6 +102,10 @@ class InputBatcher:
         spec = self._plan.groups[group].spec
         assert not isinstance(spec, MambaSpec)
         block_size = self._plan.block_size_of(group)
+        # A page is [head, token of the block]: one token's heads are `block_size` rows apart.
+        #
+        #   page row r, place p    head 0: (r * heads + 0) * block_size + p
+        #                          head 1: (r * heads + 1) * block_size + p
         heads = np.arange(spec.num_kv_heads) * block_size
         first = rows * (spec.num_kv_heads * block_size) + positions % block_size
         slots: IntArray = (first[:, None] + heads[None, :]).reshape(-1)
@@ -131,6 +135,7 @@ def _run_of(units: list[int]) -> slice | None:
 
 
 def _positions(lens: SequenceLens) -> IntArray:
+    # Of decodes alone: each one's token comes right after its context.
     if lens.num_decodes == len(lens.query_lens):
         return np.asarray(lens.context_lens, np.int64)
     runs = [
