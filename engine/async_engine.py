@@ -200,12 +200,9 @@ class AsyncEngine:
     def _submit(self, admitted: Admitted) -> None:
         origin = admitted.request
         # Admission awaits: the engine may have died or closed since `generate` looked.
-        if not self.is_alive:
+        if self._is_over or not self.is_alive:
             self._admission.withdraw(origin.request_id)
-            raise _dead_engine()
-        if self._is_over:
-            self._admission.withdraw(origin.request_id)
-            raise UnavailableError(SHUTTING_DOWN)
+            raise UnavailableError(SHUTTING_DOWN) if self.is_alive else _dead_engine()
         request = Request.from_generate(
             origin,
             self.core.scheduler.cache.hasher,

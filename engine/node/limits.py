@@ -1,7 +1,6 @@
 """Limits of this machine, of a model and of an arena, checked before a node serves."""
 
 import socket
-from math import lcm
 
 import torch
 
@@ -9,7 +8,6 @@ from engine.arena import available_host_bytes
 from engine.config import NodeConfig
 from engine.errors import ConfigError
 from engine.kv_cache.plan import ArenaPlan
-from engine.kv_cache.spec import MambaSpec
 
 
 def refuse_unavailable(config: NodeConfig) -> None:
@@ -65,9 +63,7 @@ def check_decode_checkpoints(config: NodeConfig, plan: ArenaPlan) -> None:
     flag = f"--mamba-decode-checkpoint-interval {interval}"
     if not config.enable_prefix_caching:
         raise ConfigError(f"{flag} needs prefix caching; drop one of the two options")
-    # Tokens after which the blocks of every attention group are full at once.
-    groups = [g for g, own in enumerate(plan.groups) if not isinstance(own.spec, MambaSpec)]
-    step = lcm(*map(plan.block_size_of, groups))
+    step = plan.joint_block_size
     if interval % step:
         lower = interval - interval % step
         nearest = f"{lower} or {lower + step}" if lower else f"{step}"
