@@ -209,8 +209,8 @@ class BlockPool:
         # For each short group its least idle node, cut to what is missing; or a checkpoint.
         options: list[tuple[Rank, Node, int]] = []
         for group, (count, _) in new.items():
-            missing = self.units.num_missing_slots(group, count)
-            if group == self._state_group or not missing:
+            missing = count - self.units.slots[group].num_free
+            if group == self._state_group or missing <= 0:
                 continue
             if (node := self.order.idle[group].first()) is not None:
                 options.append((node.rank, node, max(0, len(node.blocks) - missing)))

@@ -123,10 +123,6 @@ class UnitAllocator:
             units[unit] = units.get(unit, 0) + length
         return units
 
-    def num_missing_slots(self, group: int, count: int) -> int:
-        """The number of `count` blocks that do not fit the units that a group has started."""
-        return max(0, count - self.slots[group].num_free)
-
     def can_allocate(self, new: NewBlocks) -> bool:
         """True if all these blocks fit at once, without eviction."""
         needed = 0
