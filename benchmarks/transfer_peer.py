@@ -72,7 +72,7 @@ async def _answer(
         for case in prompts() + sizes():
             digests = ArenaDigests(case.plan, arena.read)
             stack.callback(digests.close)
-            service = ControlService(_desk(case, digests, records))
+            service = ControlService(_handler(case, digests, records))
             server = await start_server([service], "127.0.0.1", 0, token=None)
             stack.push_async_callback(server.close)
             ports[case.name] = server.port
@@ -80,7 +80,7 @@ async def _answer(
         await asyncio.to_thread(pipe.poll, None)
 
 
-def _desk(case: Case, digests: ArenaDigests, records: LeaseRecords) -> ControlHandler:
+def _handler(case: Case, digests: ArenaDigests, records: LeaseRecords) -> ControlHandler:
     """Grants a released lease anew."""
     leases = LeaseTable(LEASE_S, monotonic, records)
 

@@ -18,7 +18,6 @@ from benchmarks.transfer_cases import Case
 from benchmarks.transfer_peer import DEADLINE_S, ENGINE_ID, FILL, HOLDING
 from connector.pd.decode.peer_registry import Peer
 from connector.pd.decode.pull_reader import PullReader
-from connector.pd.faults import NO_FAULTS
 from connector.pd.metrics import TransferMetrics
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.geometry import geometry_of
@@ -108,7 +107,6 @@ class Pull:
             self.records,
             verify=self.verify,
             metrics=TransferMetrics(NodeMetrics("bench", "d")),
-            faults=NO_FAULTS,
         )
 
     def __call__(self) -> float:

@@ -10,7 +10,6 @@ from typing import TypeVar
 from connector.pd.decode.peer_registry import Peer
 from connector.pd.decode.pull_plan import PullPlan, plan_pull
 from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader
-from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.layout import blocks_announced
 from connector.pd.metrics import TransferMetrics
 from connector.pd.prefill.arena_digests import ArenaDigests
@@ -29,6 +28,13 @@ from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
 from engine.metrics import NodeMetrics
 from engine.rpc.server import start_server
 from tests.cluster import until
+from tests.fault_points import (
+    NO_FAULTS,
+    FaultInjector,
+    FaultPoint,
+    FaultScene,
+    FaultyTransport,
+)
 from tests.faults import flip
 from tests.leases import HOLDING, LEASE_S, identity
 
@@ -57,12 +63,12 @@ class Pair:
     p_records: ArenaMemory
     d_records: ArenaMemory
     leases: LeaseTable
-    desk: ControlHandler
+    handler: ControlHandler
     digests: "ChangedDigests"
     control: ControlClient
     metrics: NodeMetrics
     transfers: TransferMetrics
-    transport: ShmTransport
+    transport: FaultyTransport
     now: list[float]
 
     @property
@@ -78,7 +84,7 @@ class Pair:
 
     async def hash_ahead(self) -> None:
         """Returns when P has hashed all it holds."""
-        self.desk.claim("p", "r", "d")
+        self.handler.claim("p", "r", "d")
         digests = self.lease.digests
         await until(lambda: digests is not None and digests.num_known == 5)
 
@@ -102,6 +108,7 @@ class Pair:
         stage_bytes: int = STAGE_BYTES,
         timeout_s: float = 5.0,
     ) -> None:
+        self.transport.faults = faults
         peer = Peer("p", "p", self.control, timeout_s, geometry_of(PLAN), 30.0)
         reader = PullReader(
             self.transport,
@@ -109,7 +116,6 @@ class Pair:
             self.d_records,
             verify=verify,
             metrics=self.transfers,
-            faults=faults,
             stage_bytes=stage_bytes,
         )
         with closing(reader):
@@ -174,10 +180,10 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
     leases = LeaseTable(LEASE_S, lambda: now[0], LeaseRecords(p_records.host_bytes().cast("Q")))
     leases.grant("r", REMOTE, 64, holding=HOLDING)
     digests = ChangedDigests(p, digest)
-    desk = ControlHandler(lambda: IDENTITY, leases, digests=digests, wake=lambda: None)
-    server = await start_server([ControlService(desk)], "127.0.0.1", 0, token=None)
+    handler = ControlHandler(lambda: IDENTITY, leases, digests=digests, wake=lambda: None)
+    server = await start_server([ControlService(handler)], "127.0.0.1", 0, token=None)
     control = ControlClient(f"127.0.0.1:{server.port}", token=None, caller_engine_id="d")
-    theirs, ours = ShmTransport("p"), ShmTransport("d")
+    theirs, ours = ShmTransport("p"), FaultyTransport(ShmTransport("d"), NO_FAULTS)
     ours.register(d, d_records)
     theirs.register(p, p_records)
     ours.connect("p", theirs.address)
@@ -188,7 +194,7 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
         p_records,
         d_records,
         leases,
-        desk,
+        handler,
         digests,
         control,
         metrics,

@@ -17,9 +17,7 @@ import torch
 import transformers
 import zmq
 
-from connector.pd.connector import PdBuilder
 from connector.pd.decode.pull_reader import STAGE_BYTES
-from connector.pd.faults import NO_FAULTS, FaultInjector
 from decode_node.server import decode_server
 from engine.config import KVTransferConfig, NodeConfig
 from engine.node.server import NodeServer
@@ -27,6 +25,7 @@ from engine.types import GenerateOutput, GenerateRequest, TokenLogprob
 from prefill_node.server import prefill_server
 from tests.api_double import write_model_folder
 from tests.engine_thread import run_in_engine
+from tests.fault_points import NO_FAULTS, FaultInjector, faulty_builder
 from tests.forks import forks
 from tests.leaks import Holdings, excess, held_here
 from tests.oracle import widen
@@ -177,8 +176,8 @@ class Cluster:
         config = msgspec.structs.replace(BASE, model=str(model), **changes)
         node = (prefill_server if kind == "prefill" else decode_server)(config)
         if faults is not NO_FAULTS or stage_bytes != STAGE_BYTES:
-            extra = PdBuilder.of(config.kv_transfer_config).extra
-            node = NodeServer(config, kind, lambda _: PdBuilder(extra, faults, stage_bytes))
+            build = partial(faulty_builder, faults=faults, stage_bytes=stage_bytes)
+            node = NodeServer(config, kind, build)
         await node.start()
         self.nodes.append(node)
         return node

@@ -4,10 +4,10 @@ import threading
 from collections.abc import Callable, Sequence
 from random import Random
 
-from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from engine.errors import TandemError
 from engine.node.server import NodeServer
 from tests.cluster import sample, sample_or_none
+from tests.fault_points import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 
 Span = tuple[int, int, int]
 Damage = Callable[[memoryview, Sequence[Span]], None]
@@ -83,7 +83,7 @@ class Armed(FaultInjector):
     """Nothing, until a test puts something there."""
 
     def __init__(self) -> None:
-        self.inner: FaultInjector = NO_FAULTS
+        self.inner = NO_FAULTS
 
     def at(self, point: FaultPoint, scene: FaultScene) -> None:
         self.inner.at(point, scene)

@@ -9,13 +9,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
-from connector.pd.faults import FaultInjector, FaultPoint, FaultScene
 from connector.pd.prefill.lease_table import Lease
 from connector.pd.wire.messages import ANY_GENERATION
 from engine import errors
 from engine.errors import TandemError
 from engine.node.server import NodeServer
 from tests.accounts import arena_of, leases_of
+from tests.fault_points import FaultInjector, FaultPoint, FaultScene
 from tests.faults import content, raising, random_damage
 
 KINDS: dict[str, type[TandemError]] = {
@@ -108,19 +108,19 @@ class Plans:
     def __init__(self) -> None:
         self.prefill_node: NodeServer | None = None
         self.fired: Counter[tuple[FaultPoint, str]] = Counter()
-        self._by_request: dict[str, Plan] = {}
+        self._by_name: dict[str, Plan] = {}
         self._lock = threading.Lock()
 
-    def add(self, plan: Plan, request_id: str) -> None:
-        """From now on `plan` is that of P's prefill `request_id`."""
+    def add(self, plan: Plan, request_id: str, reader: str) -> None:
+        """From now on `plan` is that of P's prefill `request_id` and of the D that reads it."""
         plan.request_id = request_id
-        self._by_request[request_id] = plan
+        self._by_name[request_id] = self._by_name[reader] = plan
 
-    def get(self, request_id: str) -> Plan | None:
-        """The plan of a prefill, if it has one."""
-        return self._by_request.get(request_id)
+    def get(self, name: str) -> Plan | None:
+        """The plan of a prefill, or the newest one of a reader, if it has one."""
+        return self._by_name.get(name)
 
-    def book(self, plan: Plan, step: Step) -> None:
+    def record(self, plan: Plan, step: Step) -> None:
         """`step` is going to be done."""
         with self._lock:
             plan.fired.append(step)
@@ -137,17 +137,20 @@ class Plans:
 
 
 class PlannedFaults(FaultInjector):
-    """Carries plans out on one node; a handshake, which has no name, has the `newest` one's."""
+    """Carries plans out on P, or on a D, which has one hand-over at a time; `reader` is its name.
+
+    On P a handshake has a reader, and all else a prefill.
+    """
 
     def __init__(self, plans: Plans) -> None:
         self.plans = plans
-        self.newest: Plan | None = None
+        self.reader = ""
 
     def at(self, point: FaultPoint, scene: FaultScene) -> None:
-        plan = self.plans.get(scene.request_id) if scene.request_id else self.newest
+        plan = self.plans.get(scene.request_id or scene.reader or self.reader)
         if plan is not None:
             for step in plan.due(point):
-                self.plans.book(plan, step)
+                self.plans.record(plan, step)
                 self._do(plan, step, scene)
 
     def _do(self, plan: Plan, step: Step, scene: FaultScene) -> None:

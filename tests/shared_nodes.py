@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from connector.pd.decode.pull_reader import STAGE_BYTES
-from connector.pd.faults import NO_FAULTS, FaultInjector
 from engine.node.server import NodeServer
 from tests.accounts import at_rest
 from tests.cluster import Cluster, all_back, close_all, count_from_here
 from tests.engine_thread import run_in_engine
+from tests.fault_points import NO_FAULTS, FaultInjector
 from tests.faults import Armed
 from tests.leaks import Holdings, assert_no_orphans_but, held_here, orphans
 from tests.recount import evict_all

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from connector.pd.faults import NO_FAULTS, FaultInjector
 from engine.config import KVTransferConfig
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams, SamplingParams
 from tests.cluster import Cluster, Generation, generate, settled
 from tests.engine_thread import run_in_engine
+from tests.fault_points import NO_FAULTS, FaultInjector
 from tests.faults import counted
 from tests.pairs import GREEDY, REMOTE_DECODE, prompt_of, request_of
 from tests.recount import evict_all

@@ -6,7 +6,6 @@ Times are CLOCK_MONOTONIC seconds, which all processes of one machine share.
 
 import asyncio
 import multiprocessing
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from connector.pd.connector import PdBuilder, PdConnector
-from connector.pd.faults import FaultInjector, FaultScene
-from connector.pd.faults import FaultPoint as Point
-from connector.pd.prefill.control_service import ControlService, KvControl
-from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
+from connector.pd.wire.lease_record import REGION
+from connector.transports.base import SpanPair, Transfer, Transport
+from connector.transports.choose import open_transport
+from engine.arena import ArenaMemory
 from engine.config import KVTransferConfig, NodeConfig
 from engine.kv_connector import (
     AdmissionConnector,
@@ -49,8 +48,8 @@ class Stamp(NamedTuple):
     request_id: str = ""
 
 
-class Stamps(FaultInjector):
-    """Everything noted since the last `take`; a fault injector that only looks."""
+class Stamps:
+    """Everything noted since the last `take`."""
 
     def __init__(self) -> None:
         self._noted: list[Stamp] = []
@@ -63,10 +62,6 @@ class Stamps(FaultInjector):
         """What was noted since the last call."""
         taken, self._noted = self._noted, []
         return taken
-
-    def at(self, point: Point, scene: FaultScene) -> None:
-        """A named point of the pull thread: `before_read`, `after_read`, `before_confirm` ..."""
-        self.note(point.name.lower(), scene.request_id)
 
 
 @dataclass(slots=True, frozen=True)
@@ -147,56 +142,41 @@ class StampedWorker(WorkerConnector):
         self.inner.close()
 
 
-@dataclass(slots=True, frozen=True)
-class StampedControl:
-    """P's answers: `claim` and `claimed`, `digests` and `digested`, `release` and `released`."""
+class StampedTransport(Transport):
+    """`before_read` for each read of blocks, `before_confirm` for each of a lease's record."""
 
-    inner: KvControl
-    stamps: Stamps
+    def __init__(self, inner: Transport, stamps: Stamps) -> None:
+        self.name = inner.name
+        self._inner = inner
+        self._stamps = stamps
 
-    def handshake(self, caller_engine_id: str) -> Handshake:
-        return self.inner.handshake(caller_engine_id)
+    @property
+    def address(self) -> bytes:
+        return self._inner.address
 
-    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
-        self.stamps.note("claim")
-        claim = self.inner.claim(engine_id, request_id, caller_engine_id)
-        self.stamps.note("claimed")
-        return claim
+    def register(self, *regions: ArenaMemory) -> None:
+        self._inner.register(*regions)
 
-    def renew(
-        self,
-        engine_id: str,
-        caller_engine_id: str,
-        request_ids: Sequence[str],
-        *,
-        generations: Sequence[int],
-    ) -> Sequence[str]:
-        return self.inner.renew(engine_id, caller_engine_id, request_ids, generations=generations)
+    def listens_at(self, address: bytes) -> str | None:
+        return self._inner.listens_at(address)
 
-    def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool:
-        self.stamps.note("release")
-        was_alive = self.inner.release(engine_id, request_id, reason, generation=generation)
-        self.stamps.note("released")
-        return was_alive
+    def connect(self, peer: str, address: bytes) -> None:
+        self._inner.connect(peer, address)
 
-    def digests(
-        self,
-        engine_id: str,
-        request_id: str,
-        generation: int,
-        *,
-        ranges: Sequence[BlockRange],
-        left: threading.Event,
-    ) -> Digests:
-        self.stamps.note("digests")
-        digests = self.inner.digests(engine_id, request_id, generation, ranges=ranges, left=left)
-        self.stamps.note("digested")
-        return digests
+    def read(self, peer: str, spans: Sequence[SpanPair], region: int = 0) -> Transfer:
+        self._stamps.note("before_confirm" if region == REGION else "before_read")
+        return self._inner.read(peer, spans, region)
+
+    def disconnect(self, peer: str) -> None:
+        self._inner.disconnect(peer)
+
+    def close(self) -> None:
+        self._inner.close()
 
 
 @dataclass(slots=True, frozen=True)
 class StampedConnector:
-    """The product's connector with all its doors watched; `engine.node.connector.NodeConnector`."""
+    """The product's connector with its three sides watched (`engine.node.connector`)."""
 
     inner: PdConnector
     stamps: Stamps
@@ -213,7 +193,7 @@ class StampedConnector:
 
     def services(self) -> Sequence[RpcService]:
         """The control service."""
-        return [ControlService(StampedControl(self.inner.control, self.stamps))]
+        return self.inner.services()
 
     def advertise(self, port: int) -> None:
         self.inner.advertise(port)
@@ -233,7 +213,11 @@ class StampedBuilder:
 
     def __call__(self, config: KVTransferConfig) -> ConnectorBuilder:
         """Builds the product's connector, watched."""
-        build = PdBuilder(PdBuilder.of(config).extra, self.stamps)
+
+        def opened(*args: Any, **kwargs: Any) -> StampedTransport:
+            return StampedTransport(open_transport(*args, **kwargs), self.stamps)
+
+        build = PdBuilder(PdBuilder.of(config).extra, opened)
 
         def watched(*args: Any, **kwargs: Any) -> StampedConnector:
             return StampedConnector(build(*args, **kwargs), self.stamps)

@@ -11,7 +11,6 @@ from connector.pd.decode.admission import PdAdmission
 from connector.pd.decode.peer_registry import PeerRegistry
 from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader
 from connector.pd.decode.remote_prefills import RemotePrefills
-from connector.pd.faults import NO_FAULTS, FaultInjector
 from connector.pd.metrics import LEASE_COUNTERS, LEASE_GAUGES, PULL_GAUGES, TransferMetrics
 from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_handler import ControlHandler
@@ -71,10 +70,13 @@ class PdConnector:
 
 @dataclass(slots=True, frozen=True)
 class PdBuilder:
-    """Builds the PdConnector of one node (`engine.node.connector.ConnectorBuilder`)."""
+    """Builds the PdConnector of one node (`engine.node.connector.ConnectorBuilder`).
+
+    `open_transport` takes the arguments of `connector.transports.choose.open_transport`.
+    """
 
     extra: PdConnectorConfig
-    faults: FaultInjector = NO_FAULTS
+    open_transport: Callable[..., Transport] = open_transport
     stage_bytes: int = STAGE_BYTES
 
     @classmethod
@@ -93,11 +95,17 @@ class PdBuilder:
         wake: Callable[[], None],
     ) -> PdConnector:
         """Builds each part from those above it; if one fails, closes those that were opened."""
-        extra, faults, token = self.extra, self.faults, settings.cluster_token
+        extra, token = self.extra, settings.cluster_token
         with ExitStack() as opened:
             records = ArenaMemory(REGION_BYTES)
             opened.callback(records.close)
-            transport = _open_transport(settings, extra, arena)
+            transport = self.open_transport(
+                extra.transport,
+                settings.engine_id,
+                same_host=is_loopback(settings.host),
+                on_device=arena.device_index is not None,
+                host=settings.host,
+            )
             opened.callback(transport.close)
             transport.register(arena, records)
             identity = partial(
@@ -113,7 +121,7 @@ class PdBuilder:
             producer = Producer(
                 address, plan, leases, digests=digests, signer=signer, turn_ttl_s=extra.turn_ttl_s
             )
-            control = ControlHandler(identity, leases, digests=digests, wake=wake, faults=faults)
+            control = ControlHandler(identity, leases, digests=digests, wake=wake)
 
             transfers = TransferMetrics(metrics)
             peers = PeerRegistry(
@@ -122,7 +130,6 @@ class PdBuilder:
                 cluster_token=token,
                 tls=settings.tls,
                 control_timeout_s=extra.control_timeout,
-                faults=faults,
             )
             opened.callback(peers.close)
             remote = RemotePrefills(peers, extra.kv_lease_duration, transfers)
@@ -133,7 +140,6 @@ class PdBuilder:
                 records,
                 verify=extra.verify_transfers,
                 metrics=transfers,
-                faults=faults,
                 stage_bytes=self.stage_bytes,
             )
 
@@ -148,18 +154,6 @@ class PdBuilder:
             metrics.read(worker, gauges=PULL_GAUGES)
             sides = Connector(admission, scheduler, worker)
             return PdConnector(sides, control, address, leases, remote, reader, opened.pop_all())
-
-
-def _open_transport(
-    settings: ConnectorSettings, extra: PdConnectorConfig, arena: ArenaMemory
-) -> Transport:
-    return open_transport(
-        extra.transport,
-        settings.engine_id,
-        same_host=is_loopback(settings.host),
-        on_device=arena.device_index is not None,
-        host=settings.host,
-    )
 
 
 def _identity(

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint
 from engine.config import KVTransferConfig
 from engine.errors import (
     DeadlineExceededError,
@@ -31,6 +30,7 @@ from tests.accounts import Account, at_rest, forget_peers
 from tests.asking import prefill_over_http
 from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
 from tests.engine_thread import run_in_engine
+from tests.fault_points import NO_FAULTS, FaultInjector, FaultPoint
 from tests.faults import Armed, AtNth, Refusing, counted, flip, raising, recomputed
 from tests.pairs import (
     GREEDY,
@@ -100,7 +100,7 @@ async def test_a_handshake_that_fails_costs_a_recompute_and_the_next_one_pulls(
     shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], lease_s=0.6, on_d=faults)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], lease_s=0.6, on_p=faults)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -117,7 +117,7 @@ async def test_a_handshake_that_fails_is_a_typed_error_where_nothing_may_be_reco
     shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     faults, model = Armed(), checkpoints[FAMILY]
-    p, d = await pair_of_nodes(shared, model, policy="fail", lease_s=0.6, on_d=faults)
+    p, d = await pair_of_nodes(shared, model, policy="fail", lease_s=0.6, on_p=faults)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint
 from engine.errors import (
     KVLoadError,
     KVTransferParamsError,
@@ -22,6 +21,7 @@ from engine.node.server import NodeServer
 from tests.accounts import claims_of, leases_of
 from tests.cluster import BASE, Cluster, Generation, generate, settled, transfer_config, until
 from tests.engine_thread import run_in_engine
+from tests.fault_points import NO_FAULTS, FaultInjector, FaultPoint
 from tests.faults import (
     DamagedReads,
     HeldPull,

@@ -13,7 +13,6 @@ import pytest
 from connector.pd.decode import peer_registry
 from connector.pd.decode.peer_registry import Peer, PeerRegistry
 from connector.pd.decode.remote_prefills import RENEWALS_PER_LEASE, RemotePrefills
-from connector.pd.faults import FaultPoint
 from connector.pd.metrics import TransferMetrics
 from connector.pd.prefill.control_service import ControlService
 from connector.pd.wire.control_client import ControlClient
@@ -29,6 +28,7 @@ from engine.rpc.server import start_server
 from engine.types import KVTransferParams
 from tests.accounts import Account, at_rest, claims_of, forget_peers
 from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
+from tests.fault_points import FaultPoint
 from tests.faults import HeldPull, recomputed
 from tests.leases import LEASE_S, identity
 from tests.liars import BLOCKS, GENERATION, HANDSHAKES, Groups, Liar, elsewhere, give_up
@@ -92,8 +92,8 @@ async def test_64_requests_at_once_shake_hands_once(
 ) -> None:
     faults = HeldPull(FaultPoint.BEFORE_HANDSHAKE)
     config = transfer_config(control_s=30.0)
-    p = await cluster.start("prefill", checkpoints[FAMILY])
-    d = await cluster.start("decode", checkpoints[FAMILY], faults=faults, kv_transfer_config=config)
+    p = await cluster.start("prefill", checkpoints[FAMILY], faults=faults)
+    d = await cluster.start("decode", checkpoints[FAMILY], kv_transfer_config=config)
     alone = await generate(p, request_of(PROMPT))
     held = [await prefill(p, PROMPT) for _ in range(CROWD)]
     waiting = [asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, one))) for one in held]

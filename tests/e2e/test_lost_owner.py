@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from connector.pd.faults import FaultPoint
 from connector.transports.nixl import NixlTransport
 from connector.transports.nixl_server import OwnerProcess
 from engine.node.server import NodeServer
 from tests.accounts import Account, claims_of
 from tests.cluster import Cluster, generate, transfer_config, until
+from tests.fault_points import FaultPoint
 from tests.faults import HeldPull
 from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 
@@ -25,7 +25,7 @@ async def test_an_aborted_owner_costs_at_most_a_recompute(
     cluster: Cluster, checkpoints: dict[str, Path], point: FaultPoint | None
 ) -> None:
     """Before D comes, or while it reads."""
-    faults = HeldPull(point or FaultPoint.BEFORE_HANDSHAKE, nth=99 if point is None else 2)
+    faults = HeldPull(point or FaultPoint.BEFORE_READ, nth=99 if point is None else 2)
     model, config = checkpoints[FAMILY], transfer_config("nixl")
     p = await cluster.start("prefill", model, kv_transfer_config=config)
     d = await cluster.start("decode", model, faults=faults, kv_transfer_config=config)

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from connector.pd.faults import NO_FAULTS, FaultPoint
 from connector.pd.wire.params import ParamsSigner
 from engine.config import KVTransferConfig
 from engine.errors import KVLoadError
@@ -18,6 +17,7 @@ from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.accounts import at_rest, forget_peers, leases_of
 from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
+from tests.fault_points import NO_FAULTS, FaultPoint
 from tests.faults import Armed, counted
 from tests.pairs import GREEDY, prefill, prompt_of, request_of
 from tests.tcp_relay import Relay, relay_to
@@ -27,8 +27,9 @@ PROMPT = prompt_of(100, salt=4)
 PATIENCE_S = 0.5
 LEASE_S = 1.5
 D_BLOCK_SIZE = 2 * BASE.block_size
+# None: D has not been asked yet, and will have to shake hands.
 MOMENTS = (
-    FaultPoint.BEFORE_HANDSHAKE,
+    None,
     FaultPoint.BEFORE_DIGESTS,
     FaultPoint.BEFORE_READ,
     FaultPoint.BEFORE_CONFIRM,
@@ -61,9 +62,13 @@ async def test_silence_in_one_direction_is_bounded_and_changes_no_token(
         await pull(p, d, relay, alone)
         for moment in MOMENTS:
             forget_peers(d)
-            faults.nth(moment, lambda scene: relay.lost.add(direction))
-            was_pulled = await pull_or_not(d, await prefill_behind(relay, p), alone, policy)
-            if moment is FaultPoint.BEFORE_HANDSHAKE:
+            params = await prefill_behind(relay, p)
+            if moment is None:
+                relay.lost.add(direction)
+            else:
+                faults.nth(moment, lambda scene: relay.lost.add(direction))
+            was_pulled = await pull_or_not(d, params, alone, policy)
+            if moment is None:
                 assert not was_pulled
             elif moment is FaultPoint.BEFORE_DIGESTS:
                 assert was_pulled == (direction == "there")

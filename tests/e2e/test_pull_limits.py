@@ -6,11 +6,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from connector.pd.faults import FaultPoint
 from engine.config import KVTransferConfig
 from engine.errors import KVLoadError
 from engine.node.server import NodeServer
 from tests.cluster import Cluster, generate, sample, settled, transfer_config, until
+from tests.fault_points import FaultPoint
 from tests.faults import HeldPull, recomputed
 from tests.pairs import count_near_ties, prefill, prompt_of, request_of
 

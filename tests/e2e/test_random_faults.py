@@ -16,11 +16,11 @@ from random import SystemRandom
 import msgspec
 import pytest
 
-from connector.pd.faults import FaultPoint
 from engine.errors import KVLoadError, TandemError
 from engine.node.server import NodeServer
 from tests.accounts import Account, forget_peers
 from tests.cluster import BASE, Cluster, Generation, generate, transfer_config
+from tests.fault_points import FaultPoint
 from tests.faults import counted
 from tests.pairs import GREEDY, TRANSPORTS, count_near_ties, prefill, prompt_of, request_of
 from tests.random_faults import DAMAGE, KINDS, Plan, PlannedFaults, Plans, draw_plan
@@ -68,7 +68,6 @@ class Lane:
 
     kind: Kind
     d: NodeServer
-    faults: PlannedFaults
 
 
 @dataclass(slots=True)
@@ -107,8 +106,7 @@ class Chaos:
             if prompt not in self.alone:
                 self.alone[prompt] = await generate(self.p, request_of(prompt, SAMPLING))
             params = await prefill(self.p, prompt, SAMPLING)
-        self.plans.add(plan, str(params.remote_request_id))
-        lane.faults.newest = plan
+        self.plans.add(plan, str(params.remote_request_id), lane.d.engine_id)
         if any(step.point is FaultPoint.BEFORE_HANDSHAKE for step in plan.steps):
             forget_peers(lane.d)
         try:
@@ -166,7 +164,8 @@ async def start_chaos(
                 transport, kind.policy, LEASE_S, CONTROL_S, verify=kind.verify
             ),
         )
-        chaos.lanes.append(Lane(kind, d, faults))
+        faults.reader = d.engine_id
+        chaos.lanes.append(Lane(kind, d))
         params = await prefill(p, SHARED_PREFIX, SAMPLING)
         await generate(d, request_of(SHARED_PREFIX, SAMPLING, params))
     return chaos

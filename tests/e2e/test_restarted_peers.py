@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from connector.pd.faults import FaultPoint
 from engine.errors import KVLoadError
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.accounts import Account, at_rest, forget_peers
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, generate, settled, transfer_config
+from tests.fault_points import FaultPoint
 from tests.faults import HeldPull, recomputed
 from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag

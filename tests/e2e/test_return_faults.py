@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from connector.pd.faults import FaultPoint
 from engine.errors import KVLoadError
 from engine.kv_cache.plan import plan_arena
 from engine.model_configs.registry import read_config
@@ -15,6 +14,7 @@ from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.accounts import at_rest
 from tests.cluster import BASE, Cluster, Generation, generate, settled
+from tests.fault_points import FaultPoint
 from tests.faults import Damage, DamagedReads, HeldPull, Span, counted, flip, recomputed
 from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
 from tests.turns import (

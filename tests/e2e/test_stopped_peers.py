@@ -9,12 +9,12 @@ import signal
 import msgspec
 import pytest
 
-from connector.pd.faults import FaultPoint
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.accounts import at_rest
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, generate, transfer_config, until
+from tests.fault_points import FaultPoint
 from tests.faults import HeldPull, counted, recomputed
 from tests.pairs import GREEDY, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag
@@ -54,7 +54,7 @@ async def test_a_prefill_that_was_slept_through_is_computed_and_the_next_one_is_
     cluster: Cluster, real: Launcher
 ) -> None:
     """D asks while P stands still; P answers when it goes on."""
-    p, d = await pair_of_nodes(cluster, real, HeldPull(FaultPoint.BEFORE_HANDSHAKE, nth=99))
+    p, d = await pair_of_nodes(cluster, real, HeldPull(FaultPoint.BEFORE_READ, nth=99))
     alone = await generate(d, request_of(PROMPT))
     params = await remote_prefill(p)
     p.signal(signal.SIGSTOP)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-from connector.pd.faults import FaultPoint
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, generate, sample, settled, transfer_config, until
 from tests.engine_thread import run_in_engine
+from tests.fault_points import FaultPoint
 from tests.faults import DamagedReads, HeldPull, flip
 from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 from tests.processes import Launcher

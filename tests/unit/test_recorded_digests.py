@@ -5,12 +5,12 @@ import threading
 import pytest
 
 from connector.pd.decode import pull_reader
-from connector.pd.faults import FaultPoint, FaultScene
 from connector.pd.wire.lease_record import HEADER_WORDS, start_of
 from connector.pd.wire.messages import Digests
 from engine.errors import LateReadError, TransportError, VerificationError
 from tests.bare_pulls import PAGES, PLAN, STATE, DamagedOnce, Pair, pair
 from tests.cluster import until
+from tests.fault_points import FaultPoint, FaultScene
 from tests.faults import AtNth
 
 NUM_PAGES = 4

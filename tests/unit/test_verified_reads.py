@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from connector.pd import digest as digest_module
 from connector.pd.decode.pull_reader import in_stages
 from connector.pd.digest import digest
-from connector.pd.faults import FaultPoint, FaultScene
 from connector.pd.layout import blocks_announced
 from connector.pd.prefill.held_digests import HeldDigests
 from connector.pd.wire.geometry import describe_spec, geometry_of
@@ -30,6 +29,7 @@ from engine.errors import (
     VerificationError,
 )
 from tests.bare_pulls import ATTENTION, PAGES, PLAN, REMOTE, STATE, DamagedOnce, Pair, pair
+from tests.fault_points import FaultPoint, FaultScene
 from tests.faults import AtNth
 from tests.leases import HOLDING, LEASE_S, lease_table
 
@@ -79,7 +79,7 @@ async def test_a_lease_of_another_generation_has_no_digests() -> None:
 def digests_of(nodes: Pair, ranges: list[BlockRange], left: Event | None = None) -> Digests:
     """P's own, without a connection."""
     left = left or Event()
-    return nodes.desk.digests("p", "r", nodes.generation, ranges=ranges, left=left)
+    return nodes.handler.digests("p", "r", nodes.generation, ranges=ranges, left=left)
 
 
 @pytest.mark.parametrize("verify", [True, False])

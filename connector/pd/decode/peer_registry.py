@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.geometry import GroupGeometry, check_geometry, groups_of
 from connector.pd.wire.messages import Handshake
@@ -89,14 +88,12 @@ class PeerRegistry:
         cluster_token: str | None,
         control_timeout_s: float,
         tls: ClientTls | None = None,
-        faults: FaultInjector = NO_FAULTS,
     ) -> None:
         self._identity = identity
         self._transport = transport
         self._token = cluster_token
         self._tls = tls
         self._timeout_s = control_timeout_s
-        self._faults = faults
         # Order of locks: an entry's, which a handshake holds for seconds, then this one, which
         # nobody holds while waiting for a peer.
         self._lock = threading.Lock()
@@ -216,7 +213,6 @@ class PeerRegistry:
             self.forget(old)
 
     def _handshake(self, host: str, port: int, engine_id: str) -> Peer:
-        self._faults.at(FaultPoint.BEFORE_HANDSHAKE, FaultScene())
         control = self._open(host, port)
         try:
             reply = control.handshake(timeout_s=self._timeout_s)

@@ -27,7 +27,6 @@ from connector.pd.decode.peer_registry import Peer
 from connector.pd.decode.pull_plan import Block, PullPlan, coalesce
 from connector.pd.decode.record_places import RecordPlaces
 from connector.pd.digest import ReadBytes, digest, step_back
-from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.metrics import TransferMetrics
 from connector.pd.wire.lease_record import (
     HEADER_WORDS,
@@ -144,7 +143,6 @@ class PullReader:
         *,
         verify: bool,
         metrics: TransferMetrics,
-        faults: FaultInjector,
         stage_bytes: int = STAGE_BYTES,
     ) -> None:
         self._transport = transport
@@ -152,7 +150,6 @@ class PullReader:
         self._places = RecordPlaces(records.host_bytes().cast("Q"))
         self._verify = verify
         self._metrics = metrics
-        self._faults = faults
         self._stage_bytes = stage_bytes
         self._hashing = ThreadPoolExecutor(NUM_PLACES, "kv-hash", initializer=step_back)
 
@@ -264,14 +261,12 @@ class PullReader:
         arrived: Callable[[Stage], object],
     ) -> None:
         """Reads `spans`, and tells of each stage when it is here."""
-        self._touch(FaultPoint.BEFORE_READ, reading, spans)
         started = time.monotonic()
         transfer = self._transport.read(reading.peer.link, spans)
         reading.post_s += time.monotonic() - started
         try:
             for stage in stages:
                 transfer.wait(reading.time_left(), stage.end)
-                self._touch(FaultPoint.AFTER_READ, reading, chain.from_iterable(stage.blocks))
                 arrived(stage)
         finally:
             transfer.cancel()
@@ -284,7 +279,6 @@ class PullReader:
         Returns the digests of its `num_held` blocks, or none where it has no room for just them.
         Raises LateReadError if P has released it, OtherPromptError if it holds something else.
         """
-        self._faults.at(FaultPoint.BEFORE_CONFIRM, FaultScene(reading.request_id))
         peer, num_words = reading.peer, HEADER_WORDS + num_held
         with self._places.place() as place:
             start = start_of(reading.generation) * WORD_BYTES
@@ -301,11 +295,6 @@ class PullReader:
                 "blocks than its object names; send P's object as it is"
             )
         return digests if header.num_digests == num_held else []
-
-    def _touch(self, point: FaultPoint, reading: Reading, spans: Iterable[SpanPair]) -> None:
-        if self._faults is not NO_FAULTS:
-            memory = self._arena.host_bytes()
-            self._faults.at(point, FaultScene(reading.request_id, tuple(spans), memory))
 
 
 def in_stages(blocks: Iterable[Block], limit: int) -> Iterator[Stage]:

@@ -7,7 +7,6 @@ Knows nothing of gRPC; `connector/pd/prefill/control_service.py` serves it.
 import threading
 from collections.abc import Callable, Sequence
 
-from connector.pd.faults import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.lease_table import Lease, LeaseTable
 from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
@@ -28,14 +27,12 @@ class ControlHandler:
         *,
         digests: ArenaDigests,
         wake: Callable[[], None],
-        faults: FaultInjector = NO_FAULTS,
     ) -> None:
         self._identity = identity
         self._engine_id = identity().engine_id
         self._leases = leases
         self._digests = digests
         self._wake = wake
-        self._faults = faults
 
     def handshake(self, caller_engine_id: str) -> Handshake:
         """The node's name, the address of its memory and the geometry of its blocks."""
@@ -70,7 +67,6 @@ class ControlHandler:
         TransportError for ranges that are not held.
         """
         self._check_incarnation(engine_id)
-        self._faults.at(FaultPoint.BEFORE_DIGESTS, FaultScene(request_id))
         lease = self._still(request_id, self._leases.held(request_id, generation))
         digests = self._digests.of(lease, ranges, left)
         self._still(request_id, self._leases.held(request_id, generation))
@@ -98,10 +94,8 @@ class ControlHandler:
         A caller that left too early to learn P's id may give its own label.
         """
         self._check_incarnation(engine_id)
-        self._faults.at(FaultPoint.BEFORE_RELEASE, FaultScene(request_id))
         was_alive = self._leases.release(request_id, generation)
         self._wake()
-        self._faults.at(FaultPoint.AFTER_RELEASE, FaultScene(request_id))
         return was_alive
 
     def _still(self, request_id: str, lease: Lease | None) -> Lease:

@@ -15,16 +15,16 @@ IDENTITY = identity()
 
 def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_nothing() -> None:
     leases = lease_table(LEASE_S, lambda: 0.0)
-    desk = ControlHandler(lambda: IDENTITY, leases, digests=NO_DIGESTS, wake=lambda: None)
+    handler = ControlHandler(lambda: IDENTITY, leases, digests=NO_DIGESTS, wake=lambda: None)
     leases.grant("r", REMOTE, 64, holding=HOLDING)
-    old = desk.claim("p", "r", "d").generation
+    old = handler.claim("p", "r", "d").generation
     leases.grant("r", REMOTE, 64, holding=HOLDING)
-    new = desk.claim("p", "r", "d").generation
+    new = handler.claim("p", "r", "d").generation
     assert old != new
-    assert desk.renew("p", "d", ["r", "r"], generations=[old, new]) == ["r"]
-    assert not desk.release("p", "r", "read", generation=old)
+    assert handler.renew("p", "d", ["r", "r"], generations=[old, new]) == ["r"]
+    assert not handler.release("p", "r", "read", generation=old)
     assert leases.take_ended() == ()
-    assert desk.release("p", "r", "read", generation=new)
+    assert handler.release("p", "r", "read", generation=new)
     assert leases.take_ended() == ("r",)
 
 
@@ -41,14 +41,14 @@ def test_generations_go_on_when_a_request_id_comes_again() -> None:
 
 
 def test_renewals_name_a_generation_each() -> None:
-    desk = ControlHandler(
+    handler = ControlHandler(
         lambda: IDENTITY,
         lease_table(LEASE_S, lambda: 0.0),
         digests=NO_DIGESTS,
         wake=lambda: None,
     )
     with pytest.raises(KVTransferParamsError, match="1 generations given for 2 requests"):
-        desk.renew("p", "d", ["a", "b"], generations=[1])
+        handler.renew("p", "d", ["a", "b"], generations=[1])
 
 
 def test_no_renewal_keeps_a_lease_for_ever() -> None:
