@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.wire.messages import Digests, Handshake, HeldBlocks
 from connector.pd.wire.params import ParamsSigner
 from connector.transports.shm import ShmAddress, ShmRegion
@@ -30,7 +31,7 @@ async def give_up(p: NodeServer, params: list[KVTransferParams]) -> None:
 
 
 @dataclass(slots=True)
-class Liar:
+class Liar(ControlHandler):
     """Answers as a prefill node would, with something in it that is not true."""
 
     says: Handshake

@@ -12,6 +12,7 @@ import openai
 from prometheus_client.parser import text_string_to_metric_families
 
 from connector.pd.prefill.arena_digests import ArenaDigests
+from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
 from connector.pd.prefill.lease_table import Lease
 from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
@@ -46,7 +47,7 @@ def tokens_of(prompt: Sequence[int], count: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class ScriptedNode:
+class ScriptedNode(ControlHandler):
     """A node that follows `token_at`; `error` and `hang_at` make its next requests fail."""
 
     name: str
@@ -184,7 +185,7 @@ class ScriptedNode:
     def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
         if engine_id != self.engine_id:
             raise KVTransferParamsError(f"this is {self.engine_id}", code="foreign")
-        return HeldBlocks(num_tokens=33, block_ids=((0, 2**40), (), (4096,)), generation=9)
+        return HeldBlocks(num_tokens=33, block_ids=((0, 2**63), (), (4096,)), generation=2**64 - 1)
 
     def renew(
         self,

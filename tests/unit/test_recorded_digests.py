@@ -152,5 +152,5 @@ async def test_the_record_of_another_generation_vouches_for_nothing() -> None:
         await nodes.hash_ahead()
         plan, generation = nodes.plan(), nodes.generation
         word(nodes, 0)[0] += 1
-        with pytest.raises(LateReadError, match="no more when the read ended"):
+        with pytest.raises(LateReadError, match="no longer held r when the read ended"):
             await nodes.read(plan, generation=generation)

@@ -54,8 +54,8 @@ async def test_all_five_verbs() -> None:
         )
     assert handshake == node.handshake("d-incarnation")
     assert isinstance(handshake, Handshake)
-    groups = ((0, 2**40), (), (4096,))
-    assert claim == HeldBlocks(num_tokens=33, block_ids=groups, generation=9)
+    groups = ((0, 2**63), (), (4096,))
+    assert claim == HeldBlocks(num_tokens=33, block_ids=groups, generation=2**64 - 1)
     assert lost == ("lost-b",)
     assert digests == ((2**64 - 10,) * 2, (), (2**64 - 10,))
     assert node.ranges == 2 * RANGES

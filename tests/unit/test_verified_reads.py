@@ -71,7 +71,7 @@ async def test_a_lease_of_another_generation_has_no_digests() -> None:
         old = nodes.generation
         nodes.leases.grant("r", REMOTE, 64, holding=HOLDING)
         assert nodes.generation > old
-        with pytest.raises(LateReadError, match="no more when the read ended"):
+        with pytest.raises(LateReadError, match="no longer held r when the read ended"):
             await nodes.read(nodes.plan(), generation=old)
         await nodes.read(nodes.plan())
 
@@ -100,7 +100,7 @@ async def test_a_read_that_outlives_its_lease_is_late(verify: bool, stage_bytes:
             assert nodes.leases.release("r", nodes.generation)
 
         ending = AtNth(FaultPoint.BEFORE_CONFIRM, end)
-        with pytest.raises(LateReadError, match="no more when the read ended"):
+        with pytest.raises(LateReadError, match="no longer held r when the read ended"):
             await nodes.read(nodes.plan(), verify=verify, faults=ending, stage_bytes=stage_bytes)
         assert nodes.has_read(nodes.plan())
 
@@ -127,14 +127,14 @@ async def test_a_lease_that_ends_while_p_hashes_has_no_digests() -> None:
 
     async with pair(end) as nodes:
         ranges = [group.asked for group in nodes.plan().groups]
-        with pytest.raises(KVTransferParamsError, match="not held any more"):
+        with pytest.raises(KVTransferParamsError, match="not held here"):
             digests_of(nodes, ranges)
 
 
 async def test_a_lease_that_ran_out_has_no_digests() -> None:
     async with pair() as nodes:
         nodes.now[0] = LEASE_S
-        with pytest.raises(LateReadError, match="not held any more"):
+        with pytest.raises(LateReadError, match="not held here"):
             await nodes.read(nodes.plan())
 
 

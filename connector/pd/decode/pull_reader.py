@@ -119,7 +119,7 @@ def _late_if_refused() -> Iterator[None]:
     try:
         yield
     except KVTransferParamsError as error:
-        raise LateReadError(f"the peer vouches for nothing any more: {error}") from error
+        raise LateReadError(f"the peer no longer holds what was read: {error}") from error
 
 
 def _in_order(digests: Digests, plan: PullPlan) -> list[int]:
@@ -287,7 +287,7 @@ class PullReader:
             header, digests = self._places.at(place, num_words)
         if header.generation != reading.generation:
             raise LateReadError(
-                f"{peer.engine_id} held {reading.request_id} no more when the read ended"
+                f"{peer.engine_id} no longer held {reading.request_id} when the read ended"
             )
         if header.holding != reading.holding:
             raise OtherPromptError(

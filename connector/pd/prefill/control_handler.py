@@ -14,7 +14,7 @@ from engine.errors import KVTransferParamsError
 
 
 class ControlHandler:
-    """Answers handshakes, claims, renewals, releases and questions about bytes.
+    """Answers handshakes, claims, renewals, releases and questions about bytes, in any thread.
 
     `identity` describes this node as it is now; the address of its arena may change. `wake` tells
     the engine that a lease has ended.
@@ -101,7 +101,7 @@ class ControlHandler:
     def _still(self, request_id: str, lease: Lease | None) -> Lease:
         if lease is None:
             raise KVTransferParamsError(
-                f"{request_id!r} is not held any more: its lease ran out or it was released; "
+                f"{request_id!r} is not held here: its lease ran out or it was released; "
                 "prefill it again",
                 code="expired_kv_transfer_params",
             )

@@ -1,14 +1,12 @@
-"""The `KvControl` service over anything with its five verbs. Knows no connector."""
+"""The `KvControl` service of gRPC over a `ControlHandler`."""
 
 import asyncio
 import threading
-from collections.abc import Sequence
-from typing import Protocol
 
 from grpc import aio
 
-from connector.pd.wire.convert import digests_to_pb, held_blocks_to_pb
-from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
+from connector.pd.prefill.control_handler import ControlHandler
+from connector.pd.wire.messages import BlockRange
 from engine.rpc.convert import from_pb, to_pb
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import KvControlServicer, add_KvControlServicer_to_server
@@ -17,42 +15,10 @@ CONCURRENT_DIGESTS = 2
 """Calls that hash at once; others wait without a thread, so that claims and renewals never do."""
 
 
-class KvControl(Protocol):
-    """The node's side of the hand-over; synchronous, thread-safe, called from worker threads.
-
-    Raises `KVTransferParamsError` for an incarnation or request that it does not hold.
-    """
-
-    def handshake(self, caller_engine_id: str) -> Handshake: ...
-
-    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks: ...
-
-    def renew(
-        self,
-        engine_id: str,
-        caller_engine_id: str,
-        request_ids: Sequence[str],
-        *,
-        generations: Sequence[int],
-    ) -> Sequence[str]: ...
-
-    def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool: ...
-
-    def digests(
-        self,
-        engine_id: str,
-        request_id: str,
-        generation: int,
-        *,
-        ranges: Sequence[BlockRange],
-        left: threading.Event,
-    ) -> Digests: ...
-
-
 class ControlService(KvControlServicer):
     """Runs the handler in worker threads, so that a lock never delays token streams."""
 
-    def __init__(self, handler: KvControl) -> None:
+    def __init__(self, handler: ControlHandler) -> None:
         self._handler = handler
         self._hashing = asyncio.Semaphore(CONCURRENT_DIGESTS)
 
@@ -64,10 +30,11 @@ class ControlService(KvControlServicer):
         return to_pb(reply, pb.HandshakeReply)
 
     async def Claim(self, request: pb.ClaimRequest, context: object) -> pb.ClaimReply:
-        claim = await asyncio.to_thread(
+        held = await asyncio.to_thread(
             self._handler.claim, request.engine_id, request.request_id, request.caller_engine_id
         )
-        return held_blocks_to_pb(claim)
+        groups = [pb.GroupBlocks(ids=ids) for ids in held.block_ids]
+        return pb.ClaimReply(num_tokens=held.num_tokens, groups=groups, generation=held.generation)
 
     async def Renew(self, request: pb.RenewRequest, context: object) -> pb.RenewReply:
         lost = await asyncio.to_thread(
@@ -103,4 +70,4 @@ class ControlService(KvControlServicer):
                 )
             finally:
                 left.set()
-        return digests_to_pb(digests)
+        return pb.DigestsReply(ranges=[pb.RangeDigests(digests=blocks) for blocks in digests])

@@ -10,7 +10,6 @@ from typing import Any
 
 import grpc
 
-from connector.pd.wire.convert import digests_from_pb, held_blocks_from_pb
 from connector.pd.wire.messages import (
     ANY_GENERATION,
     Digests,
@@ -73,7 +72,11 @@ class ControlClient:
             engine_id=engine_id, request_id=request_id, caller_engine_id=self._caller_engine_id
         )
         reply: pb.ClaimReply = self._call(self._stub.Claim, request, timeout_s)
-        return held_blocks_from_pb(reply)
+        return HeldBlocks(
+            num_tokens=reply.num_tokens,
+            block_ids=tuple(tuple(group.ids) for group in reply.groups),
+            generation=reply.generation,
+        )
 
     def renew(
         self,
@@ -112,8 +115,7 @@ class ControlClient:
     def digests(self, question: DigestsQuestion, *, timeout_s: float) -> Digests:
         """Digests of a held prefill; the peer refuses once it has released it."""
         request = to_pb(question, pb.DigestsRequest)
-        reply: pb.DigestsReply = self._call(self._stub.Digests, request, timeout_s)
-        return digests_from_pb(reply)
+        return _digests_of(self._call(self._stub.Digests, request, timeout_s))
 
     @contextmanager
     def asking_digests(
@@ -133,7 +135,7 @@ class ControlClient:
                 with _errors_of(self.address):
                     reply = call.result()
                     self._check(call, proven)
-                    return digests_from_pb(reply)
+                    return _digests_of(reply)
             except AuthenticationError:
                 return self.digests(question, timeout_s=timeout_s)
 
@@ -187,6 +189,10 @@ class ControlClient:
         with self._proving:
             # Another thread may have proven the new process already: its proof stays.
             self._proven = None if self._proven is proven else self._proven
+
+
+def _digests_of(reply: pb.DigestsReply) -> Digests:
+    return tuple(tuple(blocks.digests) for blocks in reply.ranges)
 
 
 @contextmanager

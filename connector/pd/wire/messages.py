@@ -1,6 +1,6 @@
 """The messages between nodes about a hand-over: the structs behind protobuf's `KvControl`.
 
-Knows neither protobuf nor sockets; `convert.py` translates.
+Knows neither protobuf nor sockets.
 """
 
 from collections.abc import Mapping
