@@ -15,6 +15,7 @@ from connector.pd.metrics import TransferMetrics
 from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
+from connector.pd.prefill.held_digests import HeldDigests
 from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import Lease, LeaseTable
 from connector.pd.wire.control_client import ControlClient
@@ -84,9 +85,9 @@ class Pair:
 
     async def hash_ahead(self) -> None:
         """Returns when P has hashed all it holds."""
-        self.handler.claim("p", "r", "d")
+        self.handler.claim("p", "r")
         digests = self.lease.digests
-        await until(lambda: digests is not None and digests.num_known == 5)
+        await until(lambda: digests is not None and len(digests._known) == 5)
 
     def plan(self, num_local_tokens: int = 0) -> PullPlan:
         return plan_pull(
@@ -150,9 +151,20 @@ class ChangedDigests(ArenaDigests):
         self.change = change
         self.num_asked = 0
 
-    def of(self, lease: Lease, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:
-        self.num_asked += 1
-        return self.change(super().of(lease, ranges, left))
+    def begin(self, lease: Lease) -> HeldDigests:
+        return ChangedAnswers(super().begin(lease), self)
+
+
+class ChangedAnswers(HeldDigests):
+    """Those of one lease."""
+
+    def __init__(self, found: HeldDigests, owner: ChangedDigests) -> None:
+        self.found = found
+        self.owner = owner
+
+    def of(self, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:
+        self.owner.num_asked += 1
+        return self.owner.change(self.found.of(ranges, left))
 
 
 @dataclass(slots=True)

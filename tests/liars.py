@@ -38,15 +38,13 @@ class Liar(ControlHandler):
     claims: HeldBlocks = UNASKED
     num_released: int = 0
 
-    def handshake(self, caller_engine_id: str) -> Handshake:
+    def handshake(self) -> Handshake:
         return self.says
 
-    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
+    def claim(self, engine_id: str, request_id: str) -> HeldBlocks:
         return self.claims
 
-    def renew(
-        self, engine_id: str, caller_engine_id: str, request_ids: Any, *, generations: Any
-    ) -> tuple[str, ...]:
+    def renew(self, engine_id: str, request_ids: Any, generations: Any) -> tuple[str, ...]:
         return ()
 
     def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool:

@@ -11,9 +11,11 @@ import aiohttp
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
+from connector.pd.layout import SequenceBlocks
 from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
+from connector.pd.prefill.held_digests import HeldDigests
 from connector.pd.prefill.lease_table import Lease
 from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
 from engine.config import load_config
@@ -173,27 +175,22 @@ class ScriptedNode(ControlHandler):
             remote_num_cached_tokens=self.num_cached,
         )
 
-    def handshake(self, caller_engine_id: str) -> Handshake:
+    def handshake(self) -> Handshake:
         return Handshake(
             engine_id=self.engine_id,
             transport="shm",
-            transport_address=b"\x00\xff" + caller_engine_id.encode(),
+            transport_address=b"\x00\xff",
             geometry={"block_size": "16"},
             lease_s=30.0,
         )
 
-    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
+    def claim(self, engine_id: str, request_id: str) -> HeldBlocks:
         if engine_id != self.engine_id:
             raise KVTransferParamsError(f"this is {self.engine_id}", code="foreign")
         return HeldBlocks(num_tokens=33, block_ids=((0, 2**63), (), (4096,)), generation=2**64 - 1)
 
     def renew(
-        self,
-        engine_id: str,
-        caller_engine_id: str,
-        request_ids: Sequence[str],
-        *,
-        generations: Sequence[int],
+        self, engine_id: str, request_ids: Sequence[str], generations: Sequence[int]
     ) -> Sequence[str]:
         self.generations += generations
         return [request_id for request_id in request_ids if request_id.startswith("lost")]
@@ -225,11 +222,9 @@ class NoDigests(ArenaDigests):
     def __init__(self) -> None:
         pass
 
-    def begin(self, lease: Lease) -> None:
+    def begin(self, lease: Lease) -> HeldDigests:
         """Nothing is hashed."""
-
-    def of(self, lease: Lease, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:
-        raise AssertionError("nobody asks")
+        return HeldDigests(SequenceBlocks(()), lambda *_: memoryview(b""), lease.record.put)
 
 
 NO_DIGESTS = NoDigests()

@@ -315,7 +315,7 @@ async def test_what_p_has_hashed_is_verified_without_a_question(
     (lease,) = leases.all_held()
     digests = lease.digests
     assert digests is not None
-    await until(lambda: digests.num_known == sum(map(len, lease.block_ids)))
+    await until(lambda: len(digests._known) == sum(map(len, lease.block_ids)))
     pair = await generate(d, request_of(PROMPT, GREEDY, params))
     assert_equal(pair, alone)
     assert pair.last.kv_transfer is not None

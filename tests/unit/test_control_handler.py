@@ -17,11 +17,11 @@ def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_not
     leases = lease_table(LEASE_S, lambda: 0.0)
     handler = ControlHandler(lambda: IDENTITY, leases, digests=NO_DIGESTS, wake=lambda: None)
     leases.grant("r", REMOTE, 64, holding=HOLDING)
-    old = handler.claim("p", "r", "d").generation
+    old = handler.claim("p", "r").generation
     leases.grant("r", REMOTE, 64, holding=HOLDING)
-    new = handler.claim("p", "r", "d").generation
+    new = handler.claim("p", "r").generation
     assert old != new
-    assert handler.renew("p", "d", ["r", "r"], generations=[old, new]) == ["r"]
+    assert handler.renew("p", ["r", "r"], [old, new]) == ["r"]
     assert not handler.release("p", "r", "read", generation=old)
     assert leases.take_ended() == ()
     assert handler.release("p", "r", "read", generation=new)
@@ -48,7 +48,7 @@ def test_renewals_name_a_generation_each() -> None:
         wake=lambda: None,
     )
     with pytest.raises(KVTransferParamsError, match="1 generations given for 2 requests"):
-        handler.renew("p", "d", ["a", "b"], generations=[1])
+        handler.renew("p", ["a", "b"], [1])
 
 
 def test_no_renewal_keeps_a_lease_for_ever() -> None:

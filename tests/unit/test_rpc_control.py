@@ -52,7 +52,7 @@ async def test_all_five_verbs() -> None:
         alive = await asyncio.to_thread(
             client.release, node.engine_id, "r", reason="done", generation=9, timeout_s=S
         )
-    assert handshake == node.handshake("d-incarnation")
+    assert handshake == node.handshake()
     assert isinstance(handshake, Handshake)
     groups = ((0, 2**63), (), (4096,))
     assert claim == HeldBlocks(num_tokens=33, block_ids=groups, generation=2**64 - 1)
@@ -100,9 +100,9 @@ async def test_a_peer_that_holds_a_lock_is_late_and_streams_go_on() -> None:
     class Locked(ScriptedNode):
         lock = threading.Event()
 
-        def handshake(self, caller_engine_id: str) -> Handshake:
+        def handshake(self) -> Handshake:
             self.lock.wait(S)
-            return ScriptedNode.handshake(self, caller_engine_id)
+            return ScriptedNode.handshake(self)
 
     node = Locked("p")
     async with connected(node) as client:

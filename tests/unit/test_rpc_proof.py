@@ -142,7 +142,7 @@ async def test_a_node_that_was_started_anew_is_proven_anew() -> None:
         handshake = await until_it_answers(
             lambda: asyncio.to_thread(control.handshake, timeout_s=S)
         )
-        assert handshake == node.handshake("d")
+        assert handshake == node.handshake()
         assert await client.describe(S) == node.describe()
 
 

@@ -4,9 +4,7 @@ Between P's answer and the end of the read lie a proxy, D's queue, one of its st
 has to ask only for what is not hashed by then, or cut differently. Knows no cuts but P's own.
 """
 
-import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from connector.pd.digest import ReadBytes, step_back
@@ -14,7 +12,6 @@ from connector.pd.layout import blocks_announced
 from connector.pd.prefill.held_digests import HeldDigests
 from connector.pd.prefill.lease_table import Lease
 from connector.pd.wire.geometry import geometry_of
-from connector.pd.wire.messages import BlockRange, Digests
 from engine.kv_cache.plan import ArenaPlan
 
 ANSWER_S = 0.003
@@ -30,25 +27,16 @@ class ArenaDigests:
         self._read = read
         self._thread = ThreadPoolExecutor(1, "kv-digests", initializer=step_back)
 
-    def begin(self, lease: Lease) -> None:
-        """Hash what `lease` holds, as a reader will come for it."""
+    def begin(self, lease: Lease) -> HeldDigests:
+        """Hash what `lease` holds, once, as a reader has come or will come for it."""
         if lease.digests is None:
-            lease.digests = self._held(lease)
+            held = blocks_announced(
+                self._plan, self._geometry, lease.block_ids, num_tokens=lease.num_tokens
+            )
+            lease.digests = HeldDigests(held, self._read, lease.record.put)
             self._thread.submit(lease.digests.hash_ahead, time.monotonic() + ANSWER_S)
-
-    def of(self, lease: Lease, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:
-        """Digests of every block of every range, until the caller has `left`.
-
-        Raises TransportError for ranges that the lease does not hold.
-        """
-        return (lease.digests or self._held(lease)).of(ranges, left)
+        return lease.digests
 
     def close(self) -> None:
         """Returns when the thread has ended; call before the arena is freed."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _held(self, lease: Lease) -> HeldDigests:
-        held = blocks_announced(
-            self._plan, self._geometry, lease.block_ids, num_tokens=lease.num_tokens
-        )
-        return HeldDigests(held, self._read, lease.record.put)

@@ -34,11 +34,11 @@ class ControlHandler:
         self._digests = digests
         self._wake = wake
 
-    def handshake(self, caller_engine_id: str) -> Handshake:
+    def handshake(self) -> Handshake:
         """The node's name, the address of its memory and the geometry of its blocks."""
         return self._identity()
 
-    def claim(self, engine_id: str, request_id: str, caller_engine_id: str) -> HeldBlocks:
+    def claim(self, engine_id: str, request_id: str) -> HeldBlocks:
         """The places of the blocks of a held request; renews its lease, which no longer is spare.
 
         Raises KVTransferParamsError when this is another incarnation or the lease has ended.
@@ -68,17 +68,12 @@ class ControlHandler:
         """
         self._check_incarnation(engine_id)
         lease = self._still(request_id, self._leases.held(request_id, generation))
-        digests = self._digests.of(lease, ranges, left)
+        digests = self._digests.begin(lease).of(ranges, left)
         self._still(request_id, self._leases.held(request_id, generation))
         return digests
 
     def renew(
-        self,
-        engine_id: str,
-        caller_engine_id: str,
-        request_ids: Sequence[str],
-        *,
-        generations: Sequence[int],
+        self, engine_id: str, request_ids: Sequence[str], generations: Sequence[int]
     ) -> Sequence[str]:
         """Extends leases, all that one peer holds here at once; returns those that are lost."""
         self._check_incarnation(engine_id)

@@ -26,13 +26,11 @@ class ControlService(KvControlServicer):
         add_KvControlServicer_to_server(self, server)  # type: ignore[no-untyped-call]
 
     async def Handshake(self, request: pb.HandshakeRequest, context: object) -> pb.HandshakeReply:
-        reply = await asyncio.to_thread(self._handler.handshake, request.engine_id)
+        reply = await asyncio.to_thread(self._handler.handshake)
         return to_pb(reply, pb.HandshakeReply)
 
     async def Claim(self, request: pb.ClaimRequest, context: object) -> pb.ClaimReply:
-        held = await asyncio.to_thread(
-            self._handler.claim, request.engine_id, request.request_id, request.caller_engine_id
-        )
+        held = await asyncio.to_thread(self._handler.claim, request.engine_id, request.request_id)
         groups = [pb.GroupBlocks(ids=ids) for ids in held.block_ids]
         return pb.ClaimReply(num_tokens=held.num_tokens, groups=groups, generation=held.generation)
 
@@ -40,9 +38,8 @@ class ControlService(KvControlServicer):
         lost = await asyncio.to_thread(
             self._handler.renew,
             request.engine_id,
-            request.caller_engine_id,
             tuple(request.request_ids),
-            generations=tuple(request.generations),
+            tuple(request.generations),
         )
         return pb.RenewReply(lost_request_ids=lost)
 

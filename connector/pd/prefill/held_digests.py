@@ -30,11 +30,6 @@ class HeldDigests:
         self._known: dict[tuple[int, int], int] = {}
         self._is_over = threading.Event()
 
-    @property
-    def num_known(self) -> int:
-        """Blocks hashed ahead."""
-        return len(self._known)
-
     def hash_ahead(self, not_before: float = 0.0) -> None:
         """All blocks, or as many as there is time for before `stop`; from a monotonic time on."""
         self._is_over.wait(max(not_before - time.monotonic(), 0.0))
