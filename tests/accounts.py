@@ -19,6 +19,7 @@ from engine.arena import ArenaMemory
 from engine.node.server import NodeServer
 from tests.cluster import all_back, sample, settled, until
 from tests.leaks import Holdings, held_here
+from tests.leases import num_free
 
 CONTROL_THREADS = CONTROL_LIMITS.total + FIRST_LIMITS.total
 THREADS_PER_NODE = 3 + CONTROL_THREADS + 2 * PdConnectorConfig().max_concurrent_pulls
@@ -93,8 +94,8 @@ async def at_rest(node: NodeServer) -> None:
     await settled(node)
     peers = claims_of(node)._peers
     await until(lambda: not any(peer.users for peer in peers.known()))
-    assert (len(leases_of(node)), len(claims_of(node))) == (0, 0)
-    assert records_of(node).num_free == NUM_WORDS
+    assert (leases_of(node).all_held(), claims_of(node).all()) == ([], [])
+    assert num_free(records_of(node).free) == NUM_WORDS
     assert len(reader_of(node)._places._free) == NUM_PLACES
     stages = (sample(node, "vllm:num_requests_kv_fetch_by_stage", stage=name) for name in STAGES)
     assert sum(stages) == 0

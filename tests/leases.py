@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from connector.pd.prefill.lease_records import LeaseRecords
+from connector.pd.prefill.lease_records import FreeRuns, LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.wire.lease_record import REGION_BYTES
 from connector.pd.wire.messages import Handshake
@@ -16,6 +16,11 @@ def lease_table(duration_s: float, clock: Callable[[], float]) -> LeaseTable:
     return LeaseTable(
         duration_s, clock, LeaseRecords(memoryview(bytearray(REGION_BYTES)).cast("Q"))
     )
+
+
+def num_free(runs: FreeRuns) -> int:
+    """Places in all runs."""
+    return sum(length for _, length in runs._runs)
 
 
 def identity() -> Handshake:

@@ -269,7 +269,7 @@ async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
     assert_equal(await asked, alone)
     assert recomputed(d) == {"late_read": len(PROMPT)}
     await settled(d)
-    assert p.engine.core.scheduler.num_held == len(leases) == 1
+    assert p.engine.core.scheduler.num_held == len(leases.all_held()) == 1
     await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
 
 

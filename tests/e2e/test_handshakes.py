@@ -98,7 +98,7 @@ async def test_64_requests_at_once_shake_hands_once(
     held = [await prefill(p, PROMPT) for _ in range(CROWD)]
     waiting = [asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, one))) for one in held]
     assert await asyncio.to_thread(faults.reached.wait, 20)
-    await until(lambda: len(claims_of(d)) == CROWD)
+    await until(lambda: len(claims_of(d).all()) == CROWD)
     faults.go.set()
     pulled = await asyncio.gather(*waiting)
     count_near_ties([alone] * CROWD, pulled)
@@ -145,7 +145,7 @@ async def test_a_handshake_that_takes_for_ever_is_bounded_and_delays_no_other(
         waiting = [
             asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, one))) for one in lost
         ]
-        await until(lambda: len(claims_of(d)) == len(params))
+        await until(lambda: len(claims_of(d).all()) == len(params))
         other = await hand_over(p, d, PROMPT)
         done = await asyncio.gather(*waiting)
     count_near_ties([alone] * (len(done) + 1), [other, *done])
@@ -190,7 +190,7 @@ async def test_silent_addresses_by_the_dozen_delay_neither_known_peers_nor_a_new
         params = await prefill(p, PROMPT)
         silent = [elsewhere(params, port, remote_engine_id=f"silent-{port}") for port in ports]
         lost = [asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, it))) for it in silent]
-        await until(lambda: len(claims_of(d)) == SILENT)
+        await until(lambda: len(claims_of(d).all()) == SILENT)
         known, new = await asyncio.gather(hand_over(p, d, PROMPT), hand_over(late, d, PROMPT))
         count_near_ties([alone] * (SILENT + 2), [known, new, *await asyncio.gather(*lost)])
         assert known.last.kv_transfer is not None

@@ -38,7 +38,7 @@ async def test_claims_at_a_peer_that_hangs_delay_no_other_claim(
     params = [await remote_prefill(hung) for _ in range(NUM_HANGING)]
     async with stopped(hung):
         waiting = start(d, params)
-        await until(lambda: len(claims_of(d)) == NUM_HANGING)
+        await until(lambda: len(claims_of(d).all()) == NUM_HANGING)
         await check_others(d, healthy, alone)
         assert not any(task.done() for task in waiting)
     count_near_ties([alone] * NUM_HANGING, await asyncio.gather(*waiting))

@@ -64,7 +64,7 @@ async def test_a_release_that_comes_twice_frees_once(
     params, other = [await prefill(p, PROMPT) for _ in range(2)]
     with control_of(p) as client:
         assert [await release(client, params) for _ in range(3)] == [True, False, False]
-        assert len(leases_of(p)) == 1
+        assert len(leases_of(p).all_held()) == 1
         pair = await generate(d, request_of(PROMPT, GREEDY, other))
         assert not await release(client, other)
     assert pair.last.kv_transfer is not None
@@ -81,7 +81,8 @@ async def test_a_release_of_nothing_ends_nothing(
     assert params.remote_request_id == "r-2"
     with control_of(p) as client:
         assert not await release(client, params, name)
-    assert len(leases_of(p)) == (name != "r")  # which is the label of a caller who left early
+    # "r" is the label of a caller who left early.
+    assert len(leases_of(p).all_held()) == (name != "r")
     if name != "r":
         pair = await generate(d, request_of(PROMPT, GREEDY, params))
         assert pair.last.kv_transfer is not None
@@ -98,10 +99,10 @@ async def test_a_name_that_begins_another_name_means_itself(
     assert (first.remote_request_id, last.remote_request_id) == ("r-2", "r-10")
     with control_of(p) as client:
         assert not await release(client, last, "r-1")
-        assert len(leases_of(p)) == len(held)
+        assert len(leases_of(p).all_held()) == len(held)
         assert await release(client, last)
         assert not await release(client, last, "r-1")
-        assert len(leases_of(p)) == len(held) - 1
+        assert len(leases_of(p).all_held()) == len(held) - 1
         for params in held[1:-1]:
             assert await release(client, params)
     pair = await generate(d, request_of(PROMPT, GREEDY, first))
@@ -133,7 +134,7 @@ async def test_what_was_said_once_has_no_effect_when_it_is_said_again_later(
         for stranger in ("", "another-node", f"{engine_id}0"):
             with pytest.raises(KVTransferParamsError, match="that node is gone"):
                 await said(client.release, stranger, living.remote_request_id, reason="test")
-    assert len(leases_of(p)) == 1
+    assert len(leases_of(p).all_held()) == 1
     pair = await generate(d, request_of(PROMPT, GREEDY, living))
     assert pair.last.kv_transfer is not None
     await account.close()

@@ -143,9 +143,6 @@ class RemotePrefills:
         self._renewer = threading.Thread(target=self._renew_regularly, name="kv-renew", daemon=True)
         self._renewer.start()
 
-    def __len__(self) -> int:
-        return len(self._by_request)
-
     def get(self, request_id: str) -> RemotePrefill | None:
         """The remote prefill of a request, if it has one."""
         with self._lock:

@@ -27,39 +27,44 @@ class LeaseRecord:
         self._owner = owner
 
     def put(self, block: int, digest: int) -> None:
-        """Let readers compare `block` from now on; does nothing once the record has ended."""
-        self._owner.put(self, block, digest)
+        """Let readers compare `block` from now on; does nothing without room for it, or once ended.
+
+        Any thread may call it.
+        """
+        start = start_of(self.generation)
+        with self._owner.lock:
+            # The room of a record that has ended may be another one's by now.
+            if block < self.num_digests and self._owner.words[start] == self.generation:
+                self._owner.words[start + HEADER_WORDS + block] = digest
 
     def end(self) -> None:
-        """Let readers see that the lease has ended. Once for each record."""
-        self._owner.end(self)
+        """Let readers see that the lease has ended, and give its room back. Once."""
+        start = start_of(self.generation)
+        with self._owner.lock:
+            self._owner.words[start] = 0
+            self._owner.free.give(start, HEADER_WORDS + self.num_digests)
 
 
 class LeaseRecords:
     """Owner of the records in a region of 64-bit `words` (`REGION_BYTES` in all).
 
-    Thread-safe: blocks are hashed while leases end.
+    `lock` guards `words` and `free`: blocks are hashed while leases end.
     """
 
     def __init__(self, words: "memoryview[int]") -> None:
-        self._words = words
+        self.words = words
+        self.free = FreeRuns(NUM_WORDS)
+        self.lock = threading.Lock()
         self._serial = 1 + secrets.randbits(FIRST_SERIAL_BITS)
-        self._free = FreeRuns(NUM_WORDS)
-        self._lock = threading.Lock()
-
-    @property
-    def num_free(self) -> int:
-        """Words that no record takes."""
-        return self._free.num_free
 
     def begin(self, num_blocks: int, holding: bytes) -> LeaseRecord | None:
         """A record with a generation that no lease had before; None when all room is taken.
 
         Without digests where there is only room for the header, or the lease is too long.
         """
-        with self._lock:
+        with self.lock:
             for num_digests in (num_blocks, 0) if num_blocks <= MAX_DIGESTS else (0,):
-                start = self._free.take(HEADER_WORDS + num_digests)
+                start = self.free.take(HEADER_WORDS + num_digests)
                 if start is not None:
                     break
             else:
@@ -67,25 +72,10 @@ class LeaseRecords:
             # The generation names its own place: `start_of` finds it without a table.
             self._serial += 1
             generation = self._serial * NUM_WORDS + start
-            words = self._words[start : start + HEADER_WORDS + num_digests]
+            words = self.words[start : start + HEADER_WORDS + num_digests]
             words.cast("B")[:] = bytes(words.nbytes)
             RecordHeader(generation, num_digests, holding).write(words)
             return LeaseRecord(generation, num_digests, self)
-
-    def put(self, record: LeaseRecord, block: int, digest: int) -> None:
-        """Write the digest of a block, if the record has room for it and has not ended."""
-        start = start_of(record.generation)
-        with self._lock:
-            # The room of a record that has ended may be another one's by now.
-            if block < record.num_digests and self._words[start] == record.generation:
-                self._words[start + HEADER_WORDS + block] = digest
-
-    def end(self, record: LeaseRecord) -> None:
-        """Clear the generation and give the room back."""
-        start = start_of(record.generation)
-        with self._lock:
-            self._words[start] = 0
-            self._free.give(start, HEADER_WORDS + record.num_digests)
 
 
 class FreeRuns:
@@ -93,11 +83,6 @@ class FreeRuns:
 
     def __init__(self, total: int) -> None:
         self._runs = [(0, total)]  # (start, length), by start, never two that touch
-
-    @property
-    def num_free(self) -> int:
-        """Places in all runs."""
-        return sum(length for _, length in self._runs)
 
     def take(self, length: int) -> int | None:
         """The first of `length` free places in a row; None when no run is that long."""

@@ -60,9 +60,6 @@ class LeaseTable:
         self._ended: list[str] = []
         self._records = records
 
-    def __len__(self) -> int:
-        return len(self._leases)
-
     def grant(
         self,
         request_id: str,
