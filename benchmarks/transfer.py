@@ -24,7 +24,7 @@ from benchmarks import machine, report
 from benchmarks.pairs import Spread, alternate
 from benchmarks.plots import grouped_bars
 from benchmarks.transfer_cases import ARENA_BYTES, Case, prompts, sizes
-from benchmarks.transfer_peer import ENGINE_ID, OURS, peer_addresses
+from benchmarks.transfer_peer import DEADLINE_S, ENGINE_ID, OURS, peer_addresses
 from benchmarks.transfer_ways import Baseline, Pull, Read, memcpy_read, raw_nixl_read
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.lease_record import REGION_BYTES
@@ -125,7 +125,9 @@ def run(cases: Sequence[Case], rounds: int, console: Console) -> list[Row]:
         tell = stack.enter_context(report.progress(console, total))
         for case in cases:
             address = f"127.0.0.1:{ports[case.name]}"
-            with closing(ControlClient(address, token=None, caller_engine_id="d")) as control:
+            with closing(
+                ControlClient(address, token=None, caller_engine_id="d", timeout_s=DEADLINE_S)
+            ) as control:
                 ways = ways_of(case, arena, control, records=records, plain=plain, ours=ours)
                 rows.append(measure(case, ways, rounds, done=tell(case.name)))
     return rows

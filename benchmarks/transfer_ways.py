@@ -113,16 +113,16 @@ class Pull:
         """Seconds of one run, under a lease that P grants anew."""
         case, control = self.case, self.control
         geometry = geometry_of(case.plan)
-        peer = Peer(ENGINE_ID, ENGINE_ID, control, DEADLINE_S, geometry, DEADLINE_S)
+        peer = Peer(ENGINE_ID, ENGINE_ID, control, geometry, DEADLINE_S)
         plan = case.pull()
         with emptied(self.arena, plan.spans):
-            claim = control.claim(ENGINE_ID, case.name, timeout_s=DEADLINE_S)
+            claim = control.claim(ENGINE_ID, case.name)
             lease: dict[str, Any] = {"request_id": case.name, "generation": claim.generation}
             sleep(case.nbytes / HASHED_PER_S)
             started = perf_counter()
             self.reader.read(peer, case.pull(), **lease, holding=HOLDING, timeout_s=DEADLINE_S)
             seconds = perf_counter() - started
-        control.release(ENGINE_ID, **lease, reason="read", timeout_s=DEADLINE_S)
+        control.release(ENGINE_ID, **lease, reason="read")
         return seconds
 
 

@@ -110,7 +110,7 @@ class Pair:
         timeout_s: float = 5.0,
     ) -> None:
         self.transport.faults = faults
-        peer = Peer("p", "p", self.control, timeout_s, geometry_of(PLAN), 30.0)
+        peer = Peer("p", "p", self.control, geometry_of(PLAN), 30.0)
         reader = PullReader(
             self.transport,
             self.d,
@@ -194,7 +194,9 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
     digests = ChangedDigests(p, digest)
     handler = ControlHandler(lambda: IDENTITY, leases, digests=digests, wake=lambda: None)
     server = await start_server([ControlService(handler)], "127.0.0.1", 0, token=None)
-    control = ControlClient(f"127.0.0.1:{server.port}", token=None, caller_engine_id="d")
+    control = ControlClient(
+        f"127.0.0.1:{server.port}", token=None, caller_engine_id="d", timeout_s=5.0
+    )
     theirs, ours = ShmTransport("p"), FaultyTransport(ShmTransport("d"), NO_FAULTS)
     ours.register(d, d_records)
     theirs.register(p, p_records)

@@ -95,9 +95,11 @@ async def _ask_control(
     name: str, address: str, token: str | None, *, findings: list[Finding], http: HttpNode
 ) -> Handshake | None:
     subject = f"{name} control {address}"
-    control = ControlClient(address, token=token, caller_engine_id=CALLER, tls=http.tls)
+    control = ControlClient(
+        address, token=token, caller_engine_id=CALLER, timeout_s=http.timeout_s, tls=http.tls
+    )
     try:
-        met = await asyncio.to_thread(control.handshake, timeout_s=http.timeout_s)
+        met = await asyncio.to_thread(control.handshake)
     except TandemError as error:
         findings.append(_unreachable(subject, error))
         return None

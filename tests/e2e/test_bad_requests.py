@@ -127,13 +127,14 @@ async def test_the_nodes_own_doors_open_with_the_cluster_token_only(
     assert sorted(info) == ["engine_id", "grpc_port", "host", "kind"]
     for token in (None, "wrong", API_KEY, CLUSTER_TOKEN):
         address = f"127.0.0.1:{info['grpc_port']}"
-        with closing(ControlClient(address, token=token, caller_engine_id="a guest")) as control:
+        guest = ControlClient(address, token=token, caller_engine_id="a guest", timeout_s=5.0)
+        with closing(guest) as control:
             if token == CLUSTER_TOKEN:
-                assert control.handshake(timeout_s=5.0).engine_id == info["engine_id"]
+                assert control.handshake().engine_id == info["engine_id"]
                 continue
             refusal = AuthenticationError if token is None else UnprovenPeerError
             with pytest.raises(refusal, match="TANDEM_CLUSTER_TOKEN"):
-                control.handshake(timeout_s=5.0)
+                control.handshake()
 
 
 # change to P's answer, code of the error (None: it is not even JSON)

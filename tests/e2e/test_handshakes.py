@@ -333,9 +333,11 @@ async def test_a_peer_that_lies_about_the_turn_before_costs_a_recompute(
 
 async def truth_of(node: NodeServer) -> Handshake:
     """What an honest node says."""
-    client = ControlClient(f"127.0.0.1:{node.rpc.port}", token=None, caller_engine_id="the test")
+    client = ControlClient(
+        f"127.0.0.1:{node.rpc.port}", token=None, caller_engine_id="the test", timeout_s=10.0
+    )
     try:
-        return await asyncio.to_thread(client.handshake, timeout_s=10.0)
+        return await asyncio.to_thread(client.handshake)
     finally:
         client.close()
 

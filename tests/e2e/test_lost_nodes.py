@@ -154,9 +154,9 @@ async def pull_from_a_late_peer(d: NodeServer, p: ServerProcess) -> list[int]:
 def release(params: dict[str, Any]) -> None:
     """As a decode node that has read what it wanted."""
     address = f"{params['remote_host']}:{params['remote_port']}"
-    control = ControlClient(address, token=None, caller_engine_id="the test")
+    control = ControlClient(address, token=None, caller_engine_id="the test", timeout_s=10.0)
     engine_id, request_id = params["remote_engine_id"], params["remote_request_id"]
-    control.release(engine_id, request_id, reason="read", timeout_s=10.0)
+    control.release(engine_id, request_id, reason="read")
     control.close()
 
 

@@ -30,7 +30,9 @@ Reply = TypeVar("Reply")
 @contextmanager
 def control_of(p: NodeServer) -> Iterator[ControlClient]:
     """Somebody who may talk to P."""
-    client = ControlClient(f"127.0.0.1:{p.rpc.port}", token=None, caller_engine_id="the test")
+    client = ControlClient(
+        f"127.0.0.1:{p.rpc.port}", token=None, caller_engine_id="the test", timeout_s=S
+    )
     try:
         yield client
     finally:
@@ -39,7 +41,7 @@ def control_of(p: NodeServer) -> Iterator[ControlClient]:
 
 async def said(call: Callable[..., Reply], *arguments: object, **named: object) -> Reply:
     """A blocking call, off the event loop that answers it."""
-    return await asyncio.to_thread(partial(call, *arguments, timeout_s=S, **named))
+    return await asyncio.to_thread(partial(call, *arguments, **named))
 
 
 async def release(
@@ -126,7 +128,7 @@ async def test_what_was_said_once_has_no_effect_when_it_is_said_again_later(
     with control_of(p) as client:
         with pytest.raises(KVTransferParamsError, match="not held here"):
             await said(client.claim, engine_id, name)
-        lost = await said(client.renew, engine_id, [name], generations=[generation])
+        lost = await said(client.renew, engine_id, [name], [generation])
         assert lost == (name,)
         with pytest.raises(KVTransferParamsError, match="not held here"):
             await said(client.digests, question)

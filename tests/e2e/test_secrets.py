@@ -35,14 +35,15 @@ async def test_an_api_key_without_a_cluster_token_closes_the_grpc_port(real: Lau
 async def refusals(address: str, token: str | None) -> list[BaseException]:
     """What a stranger gets from every method that says or does something."""
     client = NodeClient(address, token=token)
-    with closing(ControlClient(address, token=token, caller_engine_id="stranger")) as control:
+    stranger = ControlClient(address, token=token, caller_engine_id="stranger", timeout_s=S)
+    with closing(stranger) as control:
         answers = await asyncio.gather(
             anext(client.generate(REQUEST, StreamDeadlines())),
             client.describe(S),
             client.get_tokenizer(S),
             client.release("e", "r", reason="done", timeout_s=S),
-            asyncio.to_thread(control.handshake, timeout_s=S),
-            asyncio.to_thread(control.claim, "e", "r", timeout_s=S),
+            asyncio.to_thread(control.handshake),
+            asyncio.to_thread(control.claim, "e", "r"),
             return_exceptions=True,
         )
     await client.close()

@@ -124,11 +124,12 @@ async def nobody_else_is_trusted(port: int, theirs: Files) -> None:
             await client.describe(S)
         await client.close()
     address = f"127.0.0.1:{port}"
+    caller = ControlClient(address, token=TOKEN, caller_engine_id="d", timeout_s=S, tls=tls)
     with (
-        closing(ControlClient(address, token=TOKEN, caller_engine_id="d", tls=tls)) as control,
+        closing(caller) as control,
         pytest.raises(UnavailableError, match=str(port)),
     ):
-        await asyncio.to_thread(control.handshake, timeout_s=S)
+        await asyncio.to_thread(control.handshake)
 
 
 def doctor(p: str, d: str, files: Files) -> "subprocess.CompletedProcess[str]":

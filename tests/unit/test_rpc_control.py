@@ -17,10 +17,13 @@ S = 5.0
 
 
 @asynccontextmanager
-async def connected(node: ScriptedNode) -> AsyncIterator[ControlClient]:
+async def connected(node: ScriptedNode, timeout_s: float = S) -> AsyncIterator[ControlClient]:
     async with running_nodes(node):
         client = ControlClient(
-            f"127.0.0.1:{node.port}", token=node.token, caller_engine_id="d-incarnation"
+            f"127.0.0.1:{node.port}",
+            token=node.token,
+            caller_engine_id="d-incarnation",
+            timeout_s=timeout_s,
         )
         try:
             yield client
@@ -38,19 +41,17 @@ RANGES = [
 async def test_all_five_verbs() -> None:
     node = ScriptedNode("p", token="secret")
     async with connected(node) as client:
-        handshake = await asyncio.to_thread(client.handshake, timeout_s=S)
-        claim = await asyncio.to_thread(client.claim, node.engine_id, "r", timeout_s=S)
-        lost = await asyncio.to_thread(
-            client.renew, node.engine_id, ["a", "lost-b"], generations=[3, 2**63], timeout_s=S
-        )
+        handshake = await asyncio.to_thread(client.handshake)
+        claim = await asyncio.to_thread(client.claim, node.engine_id, "r")
+        lost = await asyncio.to_thread(client.renew, node.engine_id, ["a", "lost-b"], [3, 2**63])
         question = DigestsQuestion(
             engine_id=node.engine_id, request_id="r", generation=9, ranges=tuple(RANGES)
         )
-        digests = await asyncio.to_thread(client.digests, question, timeout_s=S)
-        with client.asking_digests(question, timeout_s=S) as answer:
+        digests = await asyncio.to_thread(client.digests, question)
+        with client.asking_digests(question) as answer:
             assert await asyncio.to_thread(answer) == digests
         alive = await asyncio.to_thread(
-            client.release, node.engine_id, "r", reason="done", generation=9, timeout_s=S
+            client.release, node.engine_id, "r", reason="done", generation=9
         )
     assert handshake == node.handshake()
     assert isinstance(handshake, Handshake)
@@ -69,14 +70,14 @@ async def test_a_caller_that_leaves_is_not_worked_for_any_more() -> None:
     async with connected(node) as client:
         question = DigestsQuestion(engine_id="p", request_id="r", generation=9, ranges=())
         with pytest.raises(DeadlineExceededError):
-            await asyncio.to_thread(client.digests, question, timeout_s=0.2)
+            await asyncio.to_thread(client.digests, question, 0.2)
         assert await asyncio.to_thread(node.left.wait, S)
 
 
 async def test_refusal_keeps_its_class_and_code() -> None:
     async with connected(ScriptedNode("p")) as client:
         with pytest.raises(KVTransferParamsError) as caught:
-            await asyncio.to_thread(client.claim, "another", "r", timeout_s=S)
+            await asyncio.to_thread(client.claim, "another", "r")
     assert caught.value.code == "foreign"
 
 
@@ -90,9 +91,9 @@ async def test_asynchronous_release_is_the_same_call() -> None:
 
 
 def test_absent_peer_is_unavailable() -> None:
-    client = ControlClient("127.0.0.1:1", token=None, caller_engine_id="d")
+    client = ControlClient("127.0.0.1:1", token=None, caller_engine_id="d", timeout_s=S)
     with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
-        client.handshake(timeout_s=S)
+        client.handshake()
     client.close()
 
 
@@ -105,10 +106,8 @@ async def test_a_peer_that_holds_a_lock_is_late_and_streams_go_on() -> None:
             return ScriptedNode.handshake(self)
 
     node = Locked("p")
-    async with connected(node) as client:
+    async with connected(node, timeout_s=1.0) as client:
         with pytest.raises(DeadlineExceededError):
-            await asyncio.to_thread(client.handshake, timeout_s=0.2)
-        assert await asyncio.to_thread(
-            client.renew, node.engine_id, ["lost"], generations=[1], timeout_s=S
-        )
+            await asyncio.to_thread(client.handshake)
+        assert await asyncio.to_thread(client.renew, node.engine_id, ["lost"], [1])
         node.lock.set()

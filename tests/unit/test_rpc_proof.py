@@ -63,7 +63,7 @@ async def impostor_at(port: int, impostor: Impostor) -> AsyncIterator[None]:
 async def clients_of(port: int) -> AsyncIterator[tuple[NodeClient, ControlClient]]:
     address = f"127.0.0.1:{port}"
     client = NodeClient(address, token=TOKEN)
-    control = ControlClient(address, token=TOKEN, caller_engine_id="d")
+    control = ControlClient(address, token=TOKEN, caller_engine_id="d", timeout_s=S)
     try:
         yield client, control
     finally:
@@ -92,7 +92,7 @@ async def test_who_takes_over_a_dead_node_s_port_gets_nothing_of_use() -> None:
     node, other = ScriptedNode("p", token=TOKEN), ScriptedNode("q", token=TOKEN)
     async with running_nodes(node, other), clients_of(node.port) as (client, control):
         await client.describe(S)
-        await asyncio.to_thread(control.handshake, timeout_s=S)
+        await asyncio.to_thread(control.handshake)
         await node.close()
         for impostor in (Impostor(), Impostor(accomplice=other.port)):
             async with impostor_at(node.port, impostor), clients_of(node.port) as (fresh, puller):
@@ -100,7 +100,7 @@ async def test_who_takes_over_a_dead_node_s_port_gets_nothing_of_use() -> None:
                     lambda: client.describe(S),
                     lambda: tokens_from(client),
                     lambda: fresh.describe(S),
-                    lambda puller=puller: asyncio.to_thread(puller.handshake, timeout_s=S),
+                    lambda puller=puller: asyncio.to_thread(puller.handshake),
                 ):
                     with pytest.raises(UnprovenPeerError, match=f"127.0.0.1:{node.port}"):
                         await until_it_answers(ask)
@@ -109,7 +109,7 @@ async def test_who_takes_over_a_dead_node_s_port_gets_nothing_of_use() -> None:
         impostor = Impostor()
         async with impostor_at(node.port, impostor):
             with pytest.raises(UnprovenPeerError):
-                await until_it_answers(lambda: asyncio.to_thread(control.handshake, timeout_s=S))
+                await until_it_answers(lambda: asyncio.to_thread(control.handshake))
             assert "/tandem.v1.KvControl/Handshake" in impostor.heard  # but it is not believed
 
 
@@ -134,14 +134,12 @@ async def test_a_node_that_was_started_anew_is_proven_anew() -> None:
     node = ScriptedNode("p", token=TOKEN)
     async with running_nodes(node), clients_of(node.port) as (client, control):
         await client.describe(S)
-        await asyncio.to_thread(control.handshake, timeout_s=S)
+        await asyncio.to_thread(control.handshake)
         port = node.port
         await node.close()
         await node.start(port)
         assert await until_it_answers(lambda: tokens_from(client)) == tokens_of(PROMPT, 16)
-        handshake = await until_it_answers(
-            lambda: asyncio.to_thread(control.handshake, timeout_s=S)
-        )
+        handshake = await until_it_answers(lambda: asyncio.to_thread(control.handshake))
         assert handshake == node.handshake()
         assert await client.describe(S) == node.describe()
 

@@ -21,7 +21,6 @@ from connector.transports.base import Transport
 from engine.errors import (
     DeadlineExceededError,
     KVTransferParamsError,
-    TandemError,
     TransportError,
     UnavailableError,
 )
@@ -51,7 +50,6 @@ class Peer:
     engine_id: str
     link: str
     control: ControlClient
-    timeout_s: float
     groups: tuple[GroupGeometry, ...]
     lease_s: float
     users: int = 1
@@ -153,23 +151,15 @@ class PeerRegistry:
             peers = [entry.peer for entry in self._entries.values()]
         return [peer for peer in peers if peer is not None and not peer.is_gone]
 
-    def decline(
-        self, address: PeerAddress, engine_id: str, request_id: str, *, generation: int
-    ) -> None:
-        """Ends a lease that nobody here will read, which would otherwise have to run out."""
-        control = self._open(*address)
-        try:
-            control.release(
-                engine_id,
-                request_id,
-                reason="refused",
-                generation=generation,
-                timeout_s=self._timeout_s,
-            )
-        except TandemError as error:
-            log.info("a declined prefill is left to its lease", peer=engine_id, error=str(error))
-        finally:
-            control.close()
+    def control_of(self, host: str, port: int) -> ControlClient:
+        """A client of what serves there, without a handshake; the caller closes it."""
+        return ControlClient(
+            join_host_port(host, port),
+            token=self._token,
+            caller_engine_id=self._identity.engine_id,
+            timeout_s=self._timeout_s,
+            tls=self._tls,
+        )
 
     def close(self) -> None:
         """Drops every peer; call after all threads have released theirs."""
@@ -213,9 +203,9 @@ class PeerRegistry:
             self.forget(old)
 
     def _handshake(self, host: str, port: int, engine_id: str) -> Peer:
-        control = self._open(host, port)
+        control = self.control_of(host, port)
         try:
-            reply = control.handshake(timeout_s=self._timeout_s)
+            reply = control.handshake()
             if reply.engine_id != engine_id:
                 raise KVTransferParamsError(
                     f"{host}:{port} is {reply.engine_id}, not {engine_id}; that node is gone",
@@ -230,7 +220,7 @@ class PeerRegistry:
             control.close()
             raise
         log.info("connected to peer", peer=engine_id, host=host, port=port)
-        return Peer(engine_id, link, control, self._timeout_s, groups, lease_s)
+        return Peer(engine_id, link, control, groups, lease_s)
 
     def _check_host(self, host: str, reply: Handshake) -> None:
         """Raises TransportError unless its memory is on `host`: a peer could name any host."""
@@ -247,11 +237,6 @@ class PeerRegistry:
         if not math.isfinite(lease_s) or lease_s <= 0:
             raise TransportError(f"a peer's leases last {lease_s} s; it must be a time above 0")
         return min(max(lease_s, min(least, self._identity.lease_s)), most)
-
-    def _open(self, host: str, port: int) -> ControlClient:
-        address = join_host_port(host, port)
-        caller = self._identity.engine_id
-        return ControlClient(address, token=self._token, caller_engine_id=caller, tls=self._tls)
 
     def _drop_unused(self, peer: Peer) -> None:
         with self._lock:

@@ -89,7 +89,7 @@ class Reading:
         Raises LateReadError if P has released them.
         """
         with _late_if_refused():
-            digests = self.peer.control.digests(self._question(plan), timeout_s=self._answer_s())
+            digests = self.peer.control.digests(self._question(plan), self.time_left())
         return _in_order(digests, plan)
 
     @contextmanager
@@ -98,7 +98,7 @@ class Reading:
         control, question = self.peer.control, self._question(plan)
         with (
             _late_if_refused(),
-            control.asking_digests(question, timeout_s=self._answer_s()) as answer,
+            control.asking_digests(question, self.time_left()) as answer,
         ):
             yield lambda: _in_order(answer(), plan)
 
@@ -109,9 +109,6 @@ class Reading:
             generation=self.generation,
             ranges=tuple(group.asked for group in plan.groups),
         )
-
-    def _answer_s(self) -> float:
-        return min(self.time_left(), self.peer.timeout_s)
 
 
 @contextmanager

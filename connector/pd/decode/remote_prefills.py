@@ -8,6 +8,7 @@ back the peer is a D that keeps a turn for nobody in particular: it must be aske
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,6 +19,7 @@ from connector.pd.decode.fair_pool import FairPool, PoolLimits
 from connector.pd.decode.peer_registry import Peer, PeerAddress, PeerRegistry
 from connector.pd.decode.pull_plan import PullPlan
 from connector.pd.metrics import TransferMetrics
+from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.messages import ANY_GENERATION, BlockIds, HeldBlocks
 from engine.errors import (
     DeadlineExceededError,
@@ -99,6 +101,12 @@ class RemotePrefill:
         """It will not be pulled. The first cause stays."""
         with self.lock:
             self.failure = self.failure or cause
+
+    def release(self, control: ControlClient, reason: str) -> None:
+        """Ends its lease at the peer. Raises TandemError if the peer does not hear it."""
+        control.release(
+            self.engine_id, self.remote_request_id, reason=reason, generation=self.generation
+        )
 
     def set_stats(
         self,
@@ -241,12 +249,13 @@ class RemotePrefills:
             log.warning("leases are left to run out", peer=peer.engine_id, error=str(error))
 
     def _decline(self, prefill: RemotePrefill) -> None:
-        self._peers.decline(
-            prefill.address,
-            prefill.engine_id,
-            prefill.remote_request_id,
-            generation=prefill.generation,
-        )
+        """Nobody here will read it: without a word its lease would have to run out."""
+        try:
+            with closing(self._peers.control_of(*prefill.address)) as control:
+                prefill.release(control, "refused")
+        except TandemError as error:
+            peer = prefill.engine_id
+            log.info("a declined prefill is left to its lease", peer=peer, error=str(error))
 
     def _claim(self, prefill: RemotePrefill) -> None:
         if self._stopping.is_set():
@@ -280,9 +289,7 @@ class RemotePrefills:
         A turn that nobody has claimed may be gone at any time: that is refused at once.
         """
         try:
-            return peer.control.claim(
-                peer.engine_id, prefill.remote_request_id, timeout_s=peer.timeout_s
-            )
+            return peer.control.claim(peer.engine_id, prefill.remote_request_id)
         except BaseException as error:
             if isinstance(error, KVTransferParamsError) and not prefill.params.is_return_pull:
                 return None
@@ -293,13 +300,7 @@ class RemotePrefills:
     def _release(self, prefill: RemotePrefill, peer: Peer, reason: str) -> None:
         """Best effort: if the peer does not hear it, the lease runs out by itself."""
         try:
-            peer.control.release(
-                peer.engine_id,
-                prefill.remote_request_id,
-                reason=reason,
-                generation=prefill.generation,
-                timeout_s=peer.timeout_s,
-            )
+            prefill.release(peer.control, reason)
         except TandemError as error:
             self._metrics.failed_notifications.inc()
             self._forget_if_silent(peer, error)
@@ -343,11 +344,7 @@ class RemotePrefills:
         ids = [prefill.remote_request_id for prefill in prefills]
         generations = [prefill.generation for prefill in prefills]
         try:
-            lost = set(
-                peer.control.renew(
-                    peer.engine_id, ids, generations=generations, timeout_s=peer.timeout_s
-                )
-            )
+            lost = set(peer.control.renew(peer.engine_id, ids, generations))
         except TandemError as error:
             self._metrics.failed_notifications.inc()
             self._peers.forget(peer)

@@ -3,6 +3,7 @@
 Every call has a deadline; every failure is a leaf of the error tree.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from engine.tls import ClientTls
 class ControlClient:
     """One channel to one peer; safe to use from several threads. Its owner must `close` it.
 
+    `timeout_s` bounds each call, and `left_s` those for digests, where a read has less time left.
+
     All methods raise `UnavailableError` when the peer is away, `DeadlineExceededError` when it is
     late, `UnprovenPeerError` when it does not know the token, and otherwise what the peer raised
     (`KVTransferParamsError` for an unknown or expired request or incarnation).
@@ -41,10 +44,12 @@ class ControlClient:
         *,
         token: str | None,
         caller_engine_id: str,
+        timeout_s: float,
         tls: ClientTls | None = None,
     ) -> None:
         self.address = address
         self._caller_engine_id = caller_engine_id
+        self._timeout_s = timeout_s
         self._token = token
         self._proven: Proven | None = None
         self._proving = threading.Lock()
@@ -61,17 +66,17 @@ class ControlClient:
     def close(self) -> None:
         self._channel.close()
 
-    def handshake(self, *, timeout_s: float) -> Handshake:
+    def handshake(self) -> Handshake:
         request = pb.HandshakeRequest(engine_id=self._caller_engine_id)
-        reply: pb.HandshakeReply = self._call(self._stub.Handshake, request, timeout_s)
+        reply: pb.HandshakeReply = self._call(self._stub.Handshake, request)
         return from_pb(reply, Handshake)
 
-    def claim(self, engine_id: str, request_id: str, *, timeout_s: float) -> HeldBlocks:
+    def claim(self, engine_id: str, request_id: str) -> HeldBlocks:
         """`engine_id` is the incarnation that is meant; another one at the same address refuses."""
         request = pb.ClaimRequest(
             engine_id=engine_id, request_id=request_id, caller_engine_id=self._caller_engine_id
         )
-        reply: pb.ClaimReply = self._call(self._stub.Claim, request, timeout_s)
+        reply: pb.ClaimReply = self._call(self._stub.Claim, request)
         return HeldBlocks(
             num_tokens=reply.num_tokens,
             block_ids=tuple(tuple(group.ids) for group in reply.groups),
@@ -79,12 +84,7 @@ class ControlClient:
         )
 
     def renew(
-        self,
-        engine_id: str,
-        request_ids: Sequence[str],
-        *,
-        generations: Sequence[int],
-        timeout_s: float,
+        self, engine_id: str, request_ids: Sequence[str], generations: Sequence[int]
     ) -> tuple[str, ...]:
         """Extend the leases of `request_ids`; returns those that are lost already."""
         request = pb.RenewRequest(
@@ -93,39 +93,33 @@ class ControlClient:
             request_ids=request_ids,
             generations=generations,
         )
-        reply: pb.RenewReply = self._call(self._stub.Renew, request, timeout_s)
+        reply: pb.RenewReply = self._call(self._stub.Renew, request)
         return tuple(reply.lost_request_ids)
 
     def release(
-        self,
-        engine_id: str,
-        request_id: str,
-        *,
-        reason: str,
-        timeout_s: float,
-        generation: int = ANY_GENERATION,
+        self, engine_id: str, request_id: str, *, reason: str, generation: int = ANY_GENERATION
     ) -> bool:
         """End a lease; true when it was still alive."""
         request = pb.ReleaseRequest(
             engine_id=engine_id, request_id=request_id, reason=reason, generation=generation
         )
-        reply: pb.ReleaseReply = self._call(self._stub.Release, request, timeout_s)
+        reply: pb.ReleaseReply = self._call(self._stub.Release, request)
         return reply.was_alive
 
-    def digests(self, question: DigestsQuestion, *, timeout_s: float) -> Digests:
+    def digests(self, question: DigestsQuestion, left_s: float = math.inf) -> Digests:
         """Digests of a held prefill; the peer refuses once it has released it."""
         request = to_pb(question, pb.DigestsRequest)
-        return _digests_of(self._call(self._stub.Digests, request, timeout_s))
+        return _digests_of(self._call(self._stub.Digests, request, left_s))
 
     @contextmanager
     def asking_digests(
-        self, question: DigestsQuestion, *, timeout_s: float
+        self, question: DigestsQuestion, left_s: float = math.inf
     ) -> Iterator[Callable[[], Digests]]:
         """The same, asynchronously: yields a call that waits for the answer; cancelled at the end.
 
         Costs a third of a millisecond, for a thread of gRPC's.
         """
-        message = to_pb(question, pb.DigestsRequest)
+        message, timeout_s = to_pb(question, pb.DigestsRequest), min(self._timeout_s, left_s)
         # Begun now, so that the peer hashes while the caller reads.
         proven = self._proof(timeout_s)
         call = self._stub.Digests.future(message, timeout=timeout_s, metadata=proven.metadata)
@@ -137,15 +131,16 @@ class ControlClient:
                     self._check(call, proven)
                     return _digests_of(reply)
             except AuthenticationError:
-                return self.digests(question, timeout_s=timeout_s)
+                return self.digests(question, left_s)
 
         try:
             yield answer
         finally:
             call.cancel()
 
-    def _call(self, method: Any, request: Any, timeout_s: float) -> Any:
+    def _call(self, method: Any, request: Any, left_s: float = math.inf) -> Any:
         """The reply of `method`, with one more try for a peer that has restarted."""
+        timeout_s = min(self._timeout_s, left_s)
         proven = self._proof(timeout_s)
         try:
             return self._call_once(method, request, proven, timeout_s=timeout_s)
