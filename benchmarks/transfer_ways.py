@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from time import perf_counter, sleep
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 import msgspec
@@ -17,7 +17,7 @@ import torch
 from benchmarks.transfer_cases import Case
 from benchmarks.transfer_peer import DEADLINE_S, ENGINE_ID, FILL, HOLDING
 from connector.pd.decode.peer_registry import Peer
-from connector.pd.decode.pull_reader import PullReader
+from connector.pd.decode.pull_reader import PullReader, Reading
 from connector.pd.metrics import TransferMetrics
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.geometry import geometry_of
@@ -117,12 +117,13 @@ class Pull:
         plan = case.pull()
         with emptied(self.arena, plan.spans):
             claim = control.claim(ENGINE_ID, case.name)
-            lease: dict[str, Any] = {"request_id": case.name, "generation": claim.generation}
             sleep(case.nbytes / HASHED_PER_S)
+            deadline = monotonic() + DEADLINE_S
             started = perf_counter()
-            self.reader.read(peer, case.pull(), **lease, holding=HOLDING, timeout_s=DEADLINE_S)
+            reading = Reading(peer, case.name, claim.generation, HOLDING, deadline)
+            self.reader.read(reading, case.pull())
             seconds = perf_counter() - started
-        control.release(ENGINE_ID, **lease, reason="read")
+        control.release(ENGINE_ID, case.name, reason="read", generation=claim.generation)
         return seconds
 
 

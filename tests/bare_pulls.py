@@ -5,11 +5,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
+from time import monotonic
 from typing import TypeVar
 
 from connector.pd.decode.peer_registry import Peer
 from connector.pd.decode.pull_plan import PullPlan, plan_pull
-from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader
+from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader, Reading
 from connector.pd.layout import blocks_announced
 from connector.pd.metrics import TransferMetrics
 from connector.pd.prefill.arena_digests import ArenaDigests
@@ -119,16 +120,11 @@ class Pair:
             metrics=self.transfers,
             stage_bytes=stage_bytes,
         )
+        if generation is None:
+            generation = self.generation
+        reading = Reading(peer, "r", generation, holding, monotonic() + timeout_s)
         with closing(reader):
-            await asyncio.to_thread(
-                reader.read,
-                peer,
-                plan,
-                request_id="r",
-                generation=self.generation if generation is None else generation,
-                holding=holding,
-                timeout_s=timeout_s,
-            )
+            await asyncio.to_thread(reader.read, reading, plan)
 
     def has_read(self, plan: PullPlan) -> bool:
         theirs, ours = self.p.host_bytes(), self.d.host_bytes()

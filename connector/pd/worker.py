@@ -17,7 +17,7 @@ from connector.pd.config import PdConnectorConfig
 from connector.pd.decode.fair_pool import FairPool, PoolLimits
 from connector.pd.decode.peer_registry import Peer
 from connector.pd.decode.pull_plan import plan_pull
-from connector.pd.decode.pull_reader import PullReader
+from connector.pd.decode.pull_reader import PullReader, Reading
 from connector.pd.decode.remote_prefills import RemotePrefill, RemotePrefills
 from connector.pd.layout import blocks_announced
 from connector.pd.metrics import TransferMetrics
@@ -160,16 +160,15 @@ class PdWorker(WorkerConnector):
         )
         # Admission has compared this digest with the request's own tokens. So what P's record says
         # it holds must be this request's prompt, in the very blocks that are read.
-        holding = holding_of(prefill.params.remote_prompt_digest or "", block_ids)
+        reading = Reading(
+            peer,
+            prefill.remote_request_id,
+            prefill.generation,
+            holding_of(prefill.params.remote_prompt_digest or "", block_ids),
+            deadline=time.monotonic() + self._timeout_s,
+        )
         try:
-            verified = self._reader.read(
-                peer,
-                plan,
-                request_id=prefill.remote_request_id,
-                generation=prefill.generation,
-                holding=holding,
-                timeout_s=self._timeout_s,
-            )
+            verified = self._reader.read(reading, plan)
         except (LateReadError, OtherPromptError, VerificationError):
             raise
         except (TransportError, UnavailableError, DeadlineExceededError):

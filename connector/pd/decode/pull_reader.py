@@ -66,7 +66,7 @@ class Stage(NamedTuple):
 
 @dataclass(slots=True)
 class Reading:
-    """One pull: its peer, the lease it reads under, and a monotonic `deadline`.
+    """One pull: its peer, the lease it reads under, and the monotonic `deadline` of all of it.
 
     `holding`: the digest that the lease must have (`params.holding_of`). `post_s`: seconds that
     posting its reads has taken.
@@ -154,24 +154,13 @@ class PullReader:
         """Stops the threads; call after the last read."""
         self._hashing.shutdown()
 
-    def read(
-        self,
-        peer: Peer,
-        plan: PullPlan,
-        *,
-        request_id: str,
-        generation: int,
-        holding: bytes,
-        timeout_s: float,
-    ) -> bool:
+    def read(self, reading: Reading, plan: PullPlan) -> bool:
         """Returns once all bytes are here and P held them until then; whether they were compared.
 
-        `timeout_s` bounds all of it. Raises TransportError when they cannot be read,
-        VerificationError when they differ twice, LateReadError when P had released them, and
-        OtherPromptError when its lease is for something else.
+        Raises TransportError when they cannot be read, VerificationError when they differ twice,
+        LateReadError when P had released them, and OtherPromptError when its lease is for something
+        else.
         """
-        deadline = time.monotonic() + timeout_s
-        reading = Reading(peer, request_id, generation, holding, deadline)
         if self._verify:
             self._read_verified(reading, plan)
         else:
