@@ -8,9 +8,9 @@ from multiprocessing.connection import Connection
 from time import monotonic
 
 from benchmarks.transfer_cases import ARENA_BYTES, Case, prompts, sizes
-from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
+from connector.pd.prefill.held_digests import ArenaDigests
 from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.wire.lease_record import REGION_BYTES
@@ -82,10 +82,10 @@ async def _answer(
 
 def _handler(case: Case, digests: ArenaDigests, records: LeaseRecords) -> ControlHandler:
     """Grants a released lease anew."""
-    leases = LeaseTable(LEASE_S, monotonic, records)
+    leases = LeaseTable(LEASE_S, monotonic, records, digests=digests)
 
     def grant() -> None:
-        digests.begin(leases.grant(case.name, case.remote, case.num_tokens, holding=HOLDING))
+        leases.grant(case.name, case.remote, case.num_tokens, holding=HOLDING)
 
     grant()
     identity = Handshake(
@@ -95,4 +95,4 @@ def _handler(case: Case, digests: ArenaDigests, records: LeaseRecords) -> Contro
         geometry={},
         lease_s=LEASE_S,
     )
-    return ControlHandler(lambda: identity, leases, digests=digests, wake=grant)
+    return ControlHandler(lambda: identity, leases, grant)

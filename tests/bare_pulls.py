@@ -11,12 +11,11 @@ from typing import TypeVar
 from connector.pd.decode.peer_registry import Peer
 from connector.pd.decode.pull_plan import PullPlan, plan_pull
 from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader, Reading
-from connector.pd.layout import blocks_announced
+from connector.pd.layout import SequenceBlocks, blocks_announced
 from connector.pd.metrics import TransferMetrics
-from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
-from connector.pd.prefill.held_digests import HeldDigests
+from connector.pd.prefill.held_digests import ArenaDigests, HeldDigests, PutDigest
 from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import Lease, LeaseTable
 from connector.pd.wire.control_client import ControlClient
@@ -29,7 +28,6 @@ from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
 from engine.metrics import NodeMetrics
 from engine.rpc.server import start_server
-from tests.cluster import until
 from tests.fault_points import (
     NO_FAULTS,
     FaultInjector,
@@ -86,9 +84,8 @@ class Pair:
 
     async def hash_ahead(self) -> None:
         """Returns when P has hashed all it holds."""
-        self.handler.claim("p", "r")
-        digests = self.lease.digests
-        await until(lambda: digests is not None and len(digests._known) == 5)
+        assert self.lease.digests is not None
+        await asyncio.to_thread(self.lease.digests.hash_ahead)
 
     def plan(self, num_local_tokens: int = 0) -> PullPlan:
         return plan_pull(
@@ -140,27 +137,32 @@ class Pair:
 
 
 class ChangedDigests(ArenaDigests):
-    """What P found, changed before it answers; `num_asked` times it was asked."""
+    """What P found, changed before it answers; `num_asked` times it was asked.
+
+    Hashes ahead when a test says so.
+    """
 
     def __init__(self, arena: ArenaMemory, change: Callable[[Digests], Digests]) -> None:
         super().__init__(PLAN, arena.read)
+        self.read = arena.read
         self.change = change
         self.num_asked = 0
 
-    def begin(self, lease: Lease) -> HeldDigests:
-        return ChangedAnswers(super().begin(lease), self)
+    def begin(self, block_ids: BlockIds, num_tokens: int, put: PutDigest) -> HeldDigests:
+        held = blocks_announced(PLAN, geometry_of(PLAN), block_ids, num_tokens=num_tokens)
+        return ChangedAnswers(held, self, put)
 
 
 class ChangedAnswers(HeldDigests):
     """Those of one lease."""
 
-    def __init__(self, found: HeldDigests, owner: ChangedDigests) -> None:
-        self.found = found
+    def __init__(self, held: SequenceBlocks, owner: ChangedDigests, put: PutDigest) -> None:
+        super().__init__(held, owner.read, put)
         self.owner = owner
 
     def of(self, ranges: Sequence[BlockRange], left: threading.Event) -> Digests:
         self.owner.num_asked += 1
-        return self.owner.change(self.found.of(ranges, left))
+        return self.owner.change(super().of(ranges, left))
 
 
 @dataclass(slots=True)
@@ -185,10 +187,11 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
     p_records, d_records = (ArenaMemory(REGION_BYTES) for _ in range(2))
     p.tensor.random_(256)
     now = [0.0]
-    leases = LeaseTable(LEASE_S, lambda: now[0], LeaseRecords(p_records.host_bytes().cast("Q")))
-    leases.grant("r", REMOTE, 64, holding=HOLDING)
     digests = ChangedDigests(p, digest)
-    handler = ControlHandler(lambda: IDENTITY, leases, digests=digests, wake=lambda: None)
+    records = LeaseRecords(p_records.host_bytes().cast("Q"))
+    leases = LeaseTable(LEASE_S, lambda: now[0], records, digests=digests)
+    leases.grant("r", REMOTE, 64, holding=HOLDING)
+    handler = ControlHandler(lambda: IDENTITY, leases, lambda: None)
     server = await start_server([ControlService(handler)], "127.0.0.1", 0, token=None)
     control = ControlClient(
         f"127.0.0.1:{server.port}", token=None, caller_engine_id="d", timeout_s=5.0

@@ -2,20 +2,35 @@
 
 from collections.abc import Callable
 
+from connector.pd.layout import SequenceBlocks
+from connector.pd.prefill.held_digests import ArenaDigests, HeldDigests, PutDigest
 from connector.pd.prefill.lease_records import FreeRuns, LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.wire.lease_record import REGION_BYTES
-from connector.pd.wire.messages import Handshake
+from connector.pd.wire.messages import BlockIds, Handshake
 
 LEASE_S = 30.0
 HOLDING = bytes(range(32))
 """What all of its leases hold, they say."""
 
 
+class NoDigests(ArenaDigests):
+    """For leases that nobody asks for digests."""
+
+    def __init__(self) -> None:
+        pass
+
+    def begin(self, block_ids: BlockIds, num_tokens: int, put: PutDigest) -> HeldDigests:
+        """Nothing is hashed."""
+        return HeldDigests(SequenceBlocks(()), lambda *_: memoryview(b""), put)
+
+
+NO_DIGESTS = NoDigests()
+
+
 def lease_table(duration_s: float, clock: Callable[[], float]) -> LeaseTable:
-    return LeaseTable(
-        duration_s, clock, LeaseRecords(memoryview(bytearray(REGION_BYTES)).cast("Q"))
-    )
+    records = LeaseRecords(memoryview(bytearray(REGION_BYTES)).cast("Q"))
+    return LeaseTable(duration_s, clock, records, digests=NO_DIGESTS)
 
 
 def num_free(runs: FreeRuns) -> int:

@@ -11,12 +11,8 @@ import aiohttp
 import openai
 from prometheus_client.parser import text_string_to_metric_families
 
-from connector.pd.layout import SequenceBlocks
-from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
-from connector.pd.prefill.held_digests import HeldDigests
-from connector.pd.prefill.lease_table import Lease
 from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
 from engine.config import load_config
 from engine.errors import KVTransferParamsError, TandemError
@@ -214,20 +210,6 @@ class ScriptedNode(ControlHandler):
             left.wait(WAIT_S)
         self.ranges += ranges
         return tuple((2**64 - 1 - generation,) * asked.end for asked in ranges)
-
-
-class NoDigests(ArenaDigests):
-    """For a control handler that nobody asks for digests."""
-
-    def __init__(self) -> None:
-        pass
-
-    def begin(self, lease: Lease) -> HeldDigests:
-        """Nothing is hashed."""
-        return HeldDigests(SequenceBlocks(()), lambda *_: memoryview(b""), lease.record.put)
-
-
-NO_DIGESTS = NoDigests()
 
 
 @asynccontextmanager

@@ -12,9 +12,9 @@ from connector.pd.decode.peer_registry import PeerRegistry
 from connector.pd.decode.pull_reader import STAGE_BYTES, PullReader
 from connector.pd.decode.remote_prefills import RemotePrefills
 from connector.pd.metrics import LEASE_COUNTERS, LEASE_GAUGES, PULL_GAUGES, TransferMetrics
-from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
+from connector.pd.prefill.held_digests import ArenaDigests
 from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.prefill.producer import AdvertisedAddress, Producer
@@ -113,15 +113,15 @@ class PdBuilder:
             )
 
             words = records.host_bytes().cast("Q")
-            leases = LeaseTable(extra.kv_lease_duration, time.monotonic, LeaseRecords(words))
             digests = ArenaDigests(plan, arena.read)
             opened.callback(digests.close)
+            leases = LeaseTable(
+                extra.kv_lease_duration, time.monotonic, LeaseRecords(words), digests=digests
+            )
             signer = ParamsSigner(None if token is None else signing_key(token))
             address = AdvertisedAddress(settings.engine_id, settings.host)
-            producer = Producer(
-                address, plan, leases, digests=digests, signer=signer, turn_ttl_s=extra.turn_ttl_s
-            )
-            control = ControlHandler(identity, leases, digests=digests, wake=wake)
+            producer = Producer(address, plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s)
+            control = ControlHandler(identity, leases, wake)
 
             transfers = TransferMetrics(metrics)
             peers = PeerRegistry(

@@ -15,7 +15,7 @@ from connector.pd.wire.lease_record import (
     REGION_BYTES,
     start_of,
 )
-from tests.leases import HOLDING, LEASE_S, num_free
+from tests.leases import HOLDING, LEASE_S, NO_DIGESTS, num_free
 
 NAMES = st.sampled_from("abcdef")
 LARGEST = 2**64 - 1
@@ -92,7 +92,7 @@ def test_with_all_room_taken_digests_go_first_and_then_the_oldest_lease(
     region: "memoryview[int]",
 ) -> None:
     now = [0.0]
-    leases = LeaseTable(LEASE_S, lambda: now[0], LeaseRecords(region))
+    leases = LeaseTable(LEASE_S, lambda: now[0], LeaseRecords(region), digests=NO_DIGESTS)
 
     def granted(name: str, num_blocks: int) -> int:
         now[0] += 1e-3
@@ -177,7 +177,7 @@ class Leases(RuleBasedStateMachine):
         self.now = 0.0
         self.region = memoryview(bytearray(REGION_BYTES)).cast("Q")
         self.records = LeaseRecords(self.region)
-        self.table = LeaseTable(LEASE_S, lambda: self.now, self.records)
+        self.table = LeaseTable(LEASE_S, lambda: self.now, self.records, digests=NO_DIGESTS)
         self.every: list[LeaseRecord] = []
         self.put: dict[tuple[int, int], int] = {}
 

@@ -6,11 +6,13 @@ Knows nothing of gRPC; `connector/pd/prefill/control_service.py` serves it.
 
 import threading
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from connector.pd.prefill.arena_digests import ArenaDigests
-from connector.pd.prefill.lease_table import Lease, LeaseTable
+from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
 from engine.errors import KVTransferParamsError
+
+_Held = TypeVar("_Held")
 
 
 class ControlHandler:
@@ -21,17 +23,11 @@ class ControlHandler:
     """
 
     def __init__(
-        self,
-        identity: Callable[[], Handshake],
-        leases: LeaseTable,
-        *,
-        digests: ArenaDigests,
-        wake: Callable[[], None],
+        self, identity: Callable[[], Handshake], leases: LeaseTable, wake: Callable[[], None]
     ) -> None:
         self._identity = identity
         self._engine_id = identity().engine_id
         self._leases = leases
-        self._digests = digests
         self._wake = wake
 
     def handshake(self) -> Handshake:
@@ -45,7 +41,6 @@ class ControlHandler:
         """
         self._check_incarnation(engine_id)
         lease = self._still(request_id, self._leases.claim(request_id))
-        self._digests.begin(lease)
         return HeldBlocks(
             num_tokens=lease.num_tokens,
             block_ids=lease.block_ids,
@@ -67,8 +62,8 @@ class ControlHandler:
         TransportError for ranges that are not held.
         """
         self._check_incarnation(engine_id)
-        lease = self._still(request_id, self._leases.held(request_id, generation))
-        digests = self._digests.begin(lease).of(ranges, left)
+        held = self._still(request_id, self._leases.digests(request_id, generation))
+        digests = held.of(ranges, left)
         self._still(request_id, self._leases.held(request_id, generation))
         return digests
 
@@ -93,14 +88,14 @@ class ControlHandler:
         self._wake()
         return was_alive
 
-    def _still(self, request_id: str, lease: Lease | None) -> Lease:
-        if lease is None:
+    def _still(self, request_id: str, held: _Held | None) -> _Held:
+        if held is None:
             raise KVTransferParamsError(
                 f"{request_id!r} is not held here: its lease ran out or it was released; "
                 "prefill it again",
                 code="expired_kv_transfer_params",
             )
-        return lease
+        return held
 
     def _check_incarnation(self, engine_id: str) -> None:
         if engine_id != self._engine_id:

@@ -1,29 +1,37 @@
-"""Digests of one held prefill, block by block: hashed ahead, or when a reader asks."""
+"""P hashes what its leases hold: ahead, on a thread of its own, or when a reader asks.
+
+Between P's answer and the end of the read lie a proxy, D's queue, one of its steps and the read; D
+has to ask only for what is not hashed by then, or cut differently.
+"""
 
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
-from connector.pd.digest import ReadBytes, digest
-from connector.pd.layout import Piece, SequenceBlocks
-from connector.pd.wire.messages import BlockRange, Digests
+from connector.pd.digest import ReadBytes, digest, step_back
+from connector.pd.layout import Piece, SequenceBlocks, blocks_announced
+from connector.pd.wire.geometry import geometry_of
+from connector.pd.wire.messages import BlockIds, BlockRange, Digests
 from engine.errors import TransportError
+from engine.kv_cache.plan import ArenaPlan
 
+ANSWER_S = 0.003
+"""The answer that names the blocks goes out first; no reader comes before it."""
 MAX_CUT = 64
 """So many blocks of a reader may lie in one of P's: it cuts tokens and layers finer."""
+PutDigest = Callable[[int, int], None]
+"""Takes number and digest of each block that was hashed ahead."""
 
 
 class HeldDigests:
     """Digests of one held prefill. Whole blocks are hashed ahead, until one asks.
 
     States first, then from the last block on: a reader with a long prefix lacks only those.
-    `put(number, digest)` is called for each block that was hashed ahead.
     """
 
-    def __init__(
-        self, held: SequenceBlocks, read: ReadBytes, put: Callable[[int, int], None]
-    ) -> None:
+    def __init__(self, held: SequenceBlocks, read: ReadBytes, put: PutDigest) -> None:
         self._held = held
         self._read = read
         self._put = put
@@ -81,3 +89,24 @@ class HeldDigests:
         if pieces[0] not in self._known:
             self._known[pieces[0]] = digest(self._read, pieces)
         return self._known[pieces[0]]
+
+
+class ArenaDigests:
+    """Owner of the thread that hashes ahead. Each lease is one job on it, which ends with it."""
+
+    def __init__(self, plan: ArenaPlan, read: ReadBytes) -> None:
+        self._plan = plan
+        self._geometry = geometry_of(plan)
+        self._read = read
+        self._thread = ThreadPoolExecutor(1, "kv-digests", initializer=step_back)
+
+    def begin(self, block_ids: BlockIds, num_tokens: int, put: PutDigest) -> HeldDigests:
+        """Hash the blocks of a lease, as a reader will come for them."""
+        held = blocks_announced(self._plan, self._geometry, block_ids, num_tokens=num_tokens)
+        digests = HeldDigests(held, self._read, put)
+        self._thread.submit(digests.hash_ahead, time.monotonic() + ANSWER_S)
+        return digests
+
+    def close(self) -> None:
+        """Returns when the thread has ended; call before the arena is freed."""
+        self._thread.shutdown(wait=True, cancel_futures=True)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from connector.pd.prefill.held_digests import HeldDigests
+from connector.pd.prefill.held_digests import ArenaDigests, HeldDigests
 from connector.pd.prefill.lease_records import LeaseRecord, LeaseRecords
 from connector.pd.wire.messages import ANY_GENERATION, BlockIds
 from engine.request_ids import has_label
@@ -44,11 +44,17 @@ class Lease:
 class LeaseTable:
     """Owner of all leases of one node. A lease ends once: by release, by running out, as spare.
 
+    Its blocks are hashed from when a reader is sure to come: at once, or from the claim of a spare.
     `num_taken_back`: spare leases that ended because memory was short.
     """
 
     def __init__(
-        self, duration_s: float, clock: Callable[[], float], records: LeaseRecords
+        self,
+        duration_s: float,
+        clock: Callable[[], float],
+        records: LeaseRecords,
+        *,
+        digests: ArenaDigests,
     ) -> None:
         self.duration_s = duration_s
         self.num_expired = 0
@@ -59,6 +65,7 @@ class LeaseTable:
         self._leases: dict[str, Lease] = {}
         self._ended: list[str] = []
         self._records = records
+        self._digests = digests
 
     def grant(
         self,
@@ -80,7 +87,9 @@ class LeaseTable:
             record = self._record_for(request_id, sum(map(len, block_ids)), holding)
             lease = Lease(block_ids, num_tokens, deadline, deadline + MAX_HOLD_S, record, is_spare)
             self._leases[request_id] = lease
-            return lease
+        if not is_spare:
+            self._hash(lease)  # D may read at once
+        return lease
 
     def claim(self, request_id: str) -> Lease | None:
         """The reader has accepted the request: the lease, renewed; None when there is none.
@@ -93,12 +102,19 @@ class LeaseTable:
                 lease.is_spare = False
                 lease.deadline = min(lease.deadline, self._clock() + self.duration_s)
                 self._extend(lease)
-            return lease
+        if lease is not None:
+            self._hash(lease)
+        return lease
 
     def held(self, request_id: str, generation: int) -> Lease | None:
         """The lease of that generation; None when it is not alive."""
         with self._lock:
             return self._live(request_id, generation)
+
+    def digests(self, request_id: str, generation: int) -> HeldDigests | None:
+        """Digests of what the lease of that generation holds; None when it is not alive."""
+        lease = self.held(request_id, generation)
+        return None if lease is None else self._hash(lease)
 
     def renew(self, leases: Iterable[tuple[str, int]]) -> list[str]:
         """Extends leases by id and generation; returns the ids whose lease has ended."""
@@ -170,6 +186,12 @@ class LeaseTable:
         if lease is None or self._clock() >= lease.deadline:
             return None
         return lease if generation in (ANY_GENERATION, lease.generation) else None
+
+    def _hash(self, lease: Lease) -> HeldDigests:
+        """Without the lock: long leases take their time."""
+        if lease.digests is None:
+            lease.digests = self._digests.begin(lease.block_ids, lease.num_tokens, lease.record.put)
+        return lease.digests
 
     def _extend(self, lease: Lease) -> None:
         extended = self._clock() + RENEWAL_SHARE * self.duration_s

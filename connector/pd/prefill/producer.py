@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from connector.pd.prefill.arena_digests import ArenaDigests
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.wire.params import ParamsSigner, holding_of, prompt_digest
 from engine.kv_cache.plan import ArenaPlan
@@ -42,14 +41,12 @@ class Producer:
         plan: ArenaPlan,
         leases: LeaseTable,
         *,
-        digests: ArenaDigests,
         signer: ParamsSigner,
         turn_ttl_s: float | None = None,
     ) -> None:
         self._address = address
         self._plan = plan
         self._leases = leases
-        self._digests = digests
         self._signer = signer
         self._turn_ttl_s = turn_ttl_s
 
@@ -96,8 +93,7 @@ class Producer:
             remote_num_cached_tokens=request.num_cached_tokens,
         )
         if asked.do_remote_decode:
-            # D may read at once, and goes on from the token that was sampled here.
-            self._digests.begin(lease)
+            # D goes on from the token that was sampled here.
             params = msgspec.structs.replace(
                 params,
                 do_remote_decode=False,
