@@ -8,7 +8,7 @@ from typing import Any
 from msgspec import to_builtins
 
 from connector.pd.wire.params import REQUIRED, ParamsSigner
-from engine.rpc.cluster_token import signing_key
+from engine.rpc.proof import signing_key
 from engine.types import KVTransferParams
 
 Fields = dict[str, Any]

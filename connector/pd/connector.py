@@ -33,7 +33,7 @@ from engine.kv_connector import Connector
 from engine.metrics import NodeMetrics
 from engine.node.connector import ConnectorSettings
 from engine.rpc.address import is_loopback
-from engine.rpc.cluster_token import signing_key
+from engine.rpc.proof import signing_key
 from engine.rpc.server import RpcService
 
 

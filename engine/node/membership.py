@@ -7,7 +7,7 @@ import structlog
 from engine.config import NodeConfig
 from engine.errors import ConfigError
 from engine.rpc.address import is_loopback
-from engine.rpc.cluster_token import SAME_TOKEN
+from engine.rpc.proof import SAME_TOKEN
 from engine.tls import ClientTls, client_tls
 
 log = structlog.get_logger()

@@ -18,12 +18,15 @@ import hmac
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, TypeAlias
 
 from engine.errors import InvalidRequestError, UnprovenPeerError
-from engine.rpc.cluster_token import SAME_TOKEN, call_key
 from engine.rpc.pb import node_pb2 as pb
 
+SAME_TOKEN: Final = (
+    "give all nodes and the proxy the same --cluster-token (or TANDEM_CLUSTER_TOKEN)"
+)
 PROVE_METHOD: Final = "/tandem.v1.Identity/Prove"
 NONCE_KEY: Final = "tandem-nonce-bin"
 PROOF_KEY: Final = "tandem-proof-bin"
@@ -57,7 +60,7 @@ class NodeProof:
 
     def __init__(self, token: str) -> None:
         self.port = 0
-        self._key = call_key(token)
+        self._key = _call_key(token)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
     def answer(self, metadata: Received) -> pb.ProveReply:
@@ -89,7 +92,7 @@ class CallerProof:
         self._address = address
         port = address.rpartition(":")[2]
         self._port = int(port) if port.isdecimal() and int(port) < 2**16 else 0
-        self._key = call_key(token)
+        self._key = _call_key(token)
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
     @property
@@ -108,12 +111,28 @@ class CallerProof:
         return Proven((*self.question, (PROOF_KEY, mine)), its)
 
 
+def signing_key(token: str) -> bytes:
+    """The key derived from the cluster token with which nodes sign `kv_transfer_params`."""
+    return hmac.digest(_stretched(token), b"tandem signing key v1", hashlib.sha256)
+
+
 def unproven(address: str, cause: str) -> UnprovenPeerError:
     """The error for a server that did not prove that it knows the token."""
     return UnprovenPeerError(
         f"{address} did not prove that it knows the cluster token ({cause}); {SAME_TOKEN}, and "
         "reach each node by the very port on which it listens"
     )
+
+
+def _call_key(token: str) -> bytes:
+    return hmac.digest(_stretched(token), b"tandem call key v1", hashlib.sha256)
+
+
+# Cached: every connection of a process asks for the same token.
+@lru_cache(maxsize=64)
+def _stretched(token: str) -> bytes:
+    """Slow on purpose: who has a proof can try tokens against it for as long as they like."""
+    return hashlib.scrypt(token.encode(), salt=b"tandem cluster token v1", n=2**14, r=8, p=1)
 
 
 def _mac(key: bytes, label: bytes, nonces: bytes, *, port: int) -> bytes:

@@ -12,8 +12,7 @@ from grpc import aio
 from engine.errors import AuthenticationError, ConfigError, InvalidRequestError, TandemError
 from engine.rpc.address import join_host_port
 from engine.rpc.channel import MAX_REPLY_BYTES, MAX_REQUEST_BYTES
-from engine.rpc.cluster_token import SAME_TOKEN
-from engine.rpc.proof import PROVE_METHOD, NodeProof
+from engine.rpc.proof import PROVE_METHOD, SAME_TOKEN, NodeProof
 from engine.rpc.status import DETAIL_KEY, error_to_detail, status_code
 from engine.tls import ServerTls
 
@@ -54,7 +53,6 @@ class CallBorder(aio.ServerInterceptor):
 
     def __init__(self, token: str | None) -> None:
         self._proof = None if token is None else NodeProof(token)
-        self.num_refused = 0
 
     def listens_on(self, port: int) -> None:
         """Must be called before the first call arrives, since proofs name the port."""
@@ -69,11 +67,8 @@ class CallBorder(aio.ServerInterceptor):
         # The one call for strangers; every other call must carry a proof made for this process.
         if handler_call_details.method == PROVE_METHOD:
             return _unread(self._prove)
-        known = self._proof is None or self._proof.is_known(
-            handler_call_details.invocation_metadata
-        )
-        if not known:
-            self.num_refused += 1
+        metadata = handler_call_details.invocation_metadata
+        if self._proof is not None and not self._proof.is_known(metadata):
             return _unread(_refuse)
         handler = await continuation(handler_call_details)
         return None if handler is None else _guarded(handler, self._ends_reply)
@@ -148,15 +143,9 @@ async def _abort(context: Context, error: TandemError) -> None:
 class RpcServer:
     """A started server. `port` is the bound one. Close it with `close`, or `drain` first."""
 
-    def __init__(self, server: aio.Server, port: int, border: CallBorder) -> None:
+    def __init__(self, server: aio.Server, port: int) -> None:
         self.port = port
         self._server = server
-        self._border = border
-
-    @property
-    def num_refused(self) -> int:
-        """Calls refused because the caller did not prove that it knows the token."""
-        return self._border.num_refused
 
     async def drain(self, deadline_s: float) -> None:
         """Refuses new calls, lets running ones end, and cancels the rest after `deadline_s`."""
@@ -188,7 +177,7 @@ async def start_server(
     bound_port = _bind(server, join_host_port(host, port), tls)
     border.listens_on(bound_port)
     await server.start()
-    return RpcServer(server, bound_port, border)
+    return RpcServer(server, bound_port)
 
 
 def _bind(server: aio.Server, address: str, tls: ServerTls | None) -> int:

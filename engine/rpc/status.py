@@ -20,23 +20,18 @@ _MAX_MESSAGE_CHARS: Final = 2000
 _FIELDS: Final = ("param", "code", "retry_after_s")
 """Attributes of errors, and fields of `ErrorDetail`."""
 
-# RequestAbortedError is ABORTED, not CANCELLED: gRPC reports its own cancellations with that code.
+# A leaf that is not listed has the status of its base. RequestAbortedError is ABORTED, not
+# CANCELLED: gRPC reports its own cancellations with that code.
 _STATUS: Final[Mapping[type[TandemError], StatusCode]] = {
     TandemError: StatusCode.INTERNAL,
     errors.InvalidRequestError: StatusCode.INVALID_ARGUMENT,
-    errors.PromptTooLongError: StatusCode.INVALID_ARGUMENT,
-    errors.KVTransferParamsError: StatusCode.INVALID_ARGUMENT,
     errors.UnknownModelError: StatusCode.NOT_FOUND,
     errors.AuthenticationError: StatusCode.UNAUTHENTICATED,
     errors.OverloadedError: StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError: StatusCode.UNAVAILABLE,
-    errors.UnprovenPeerError: StatusCode.UNAVAILABLE,
-    errors.NodeLostError: StatusCode.UNAVAILABLE,
     errors.DeadlineExceededError: StatusCode.DEADLINE_EXCEEDED,
     errors.KVLoadError: StatusCode.DATA_LOSS,
     errors.RequestAbortedError: StatusCode.ABORTED,
-    errors.EngineGenerateError: StatusCode.INTERNAL,
-    errors.EngineDeadError: StatusCode.INTERNAL,
     errors.ConfigError: StatusCode.FAILED_PRECONDITION,
     errors.CheckpointError: StatusCode.FAILED_PRECONDITION,
     errors.TransportError: StatusCode.UNAVAILABLE,
@@ -45,7 +40,10 @@ _STATUS: Final[Mapping[type[TandemError], StatusCode]] = {
     errors.OtherPromptError: StatusCode.DATA_LOSS,
     errors.VerificationError: StatusCode.DATA_LOSS,
 }
-_BY_NAME: Final[Mapping[str, type[TandemError]]] = {cls.__name__: cls for cls in _STATUS}
+
+_BY_NAME: Final[Mapping[str, type[TandemError]]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type)
+}
 
 _WITHOUT_DETAIL: Final[Mapping[StatusCode, type[TandemError]]] = {
     StatusCode.UNAUTHENTICATED: errors.AuthenticationError,
@@ -63,7 +61,7 @@ def status_code(error: TandemError) -> StatusCode:
 def error_to_detail(error: TandemError) -> bytes:
     """Serialized `ErrorDetail`; long messages are cut, since peers bound metadata."""
     detail = pb.ErrorDetail(
-        error=next(cls.__name__ for cls in type(error).__mro__ if cls in _STATUS),
+        error=next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME),
         message=str(error)[:_MAX_MESSAGE_CHARS],
         **{name: value for name, value in vars(error).items() if name in _FIELDS},
     )

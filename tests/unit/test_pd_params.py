@@ -14,7 +14,7 @@ from connector.pd.wire.params import (
     why_not_from,
 )
 from engine.errors import KVTransferParamsError
-from engine.rpc.cluster_token import signing_key
+from engine.rpc.proof import signing_key
 from engine.types import GenerateRequest, KVTransferParams
 
 PARAMS = KVTransferParams(
