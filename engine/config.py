@@ -4,7 +4,6 @@ Names are vLLM's flags with underscores; unknown keys are errors. `engine/cli.py
 fields, `load_config` puts flags over a file over defaults; a config never changes afterwards.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,24 +269,18 @@ def load_config(
 
 
 def _json_object(text: str, field: str) -> dict[str, Any]:
-    flag = "--" + field.replace("_", "-")
     try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{flag} is not JSON: {error}; got {text!r}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{flag} must be a JSON object, got {text!r}")
-    return value
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError) as error:
+        flag = "--" + field.replace("_", "-")
+        raise ConfigError(f"{flag} must be a JSON object: {error}; got {text!r}") from error
 
 
 def read_yaml(file: Path) -> dict[Any, Any]:
     """The mapping in `file`; raises ConfigError naming the file when there is none."""
     try:
-        fields = msgspec.yaml.decode(file.read_bytes())
+        return msgspec.yaml.decode(file.read_bytes(), type=dict[Any, Any])
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"{file} must hold a mapping in YAML: {error}") from error
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{file} must hold a mapping in YAML")
-    return fields

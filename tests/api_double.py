@@ -128,18 +128,11 @@ async def running(
     serving: Serving,
     *,
     api_key: str | None = None,
-    accept_kv_transfer_params: bool = False,
 ) -> AsyncIterator[str]:
     """Base address of a real server on a free port of the loopback."""
     registry = CollectorRegistry()
     Counter("tandem_probe", "for the test", registry=registry).inc()
-    app = create_app(
-        generator,
-        serving,
-        metrics_registry=registry,
-        api_key=api_key,
-        accept_kv_transfer_params=accept_kv_transfer_params,
-    )
+    app = create_app(generator, serving, metrics_registry=registry, api_key=api_key)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
     config.load()
     server = uvicorn.Server(config)

@@ -1,13 +1,10 @@
 """The OpenAI surface as a Starlette app over any Generator, for the proxy and the nodes alike."""
 
 from collections.abc import Sequence
-from functools import partial
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 from engine.api.chat import ChatFormat
@@ -16,9 +13,8 @@ from engine.api.endpoint import GenerateEndpoint
 from engine.api.operations import PROBE_PATHS, Operations
 from engine.api.plan import plan_chat, plan_completion
 from engine.api.serving import Serving
-from engine.errors import TandemError
 from engine.generator import Generator
-from engine.http.errors import on_disconnect, on_http_error, on_tandem_error, on_unexpected
+from engine.http.errors import ERROR_HANDLERS
 from engine.http.middleware import BearerAuth, RequestIdEcho
 from engine.http.request_bodies import RequestBodies
 
@@ -29,13 +25,12 @@ def create_app(
     *,
     metrics_registry: CollectorRegistry,
     api_key: str | None = None,
-    accept_kv_transfer_params: bool = False,
     open_routes: Sequence[Route] = (),
 ) -> Starlette:
     """App with the generating endpoints, /v1/models, /tokenize, /detokenize, probes and /metrics.
 
-    `api_key` guards all but probes, metrics and `open_routes`; None guards nothing. A node sets
-    `accept_kv_transfer_params`; without it the key is ignored. The caller closes the generator.
+    `api_key` guards all but probes, metrics and `open_routes`; None guards nothing. The caller
+    closes the generator.
     """
     bodies = RequestBodies()
     routes = []
@@ -43,10 +38,7 @@ def create_app(
         ("/v1/completions", plan_completion, CompletionFormat(serving.tokenizer)),
         ("/v1/chat/completions", plan_chat, ChatFormat(serving.tokenizer)),
     ):
-        plan = partial(
-            planner, serving=serving, accept_kv_transfer_params=accept_kv_transfer_params
-        )
-        endpoint = GenerateEndpoint(generator, serving, reply_format, plan=plan, bodies=bodies)
+        endpoint = GenerateEndpoint(generator, serving, reply_format, plan=planner, bodies=bodies)
         routes.append(Route(path, endpoint, methods=["POST"]))
     operations = Operations(generator, serving, metrics_registry, bodies=bodies)
     # Outermost first: refusals of the API key carry the request id too.
@@ -57,10 +49,5 @@ def create_app(
     return Starlette(
         routes=[*routes, *operations.routes(), *open_routes],
         middleware=middleware,
-        exception_handlers={
-            TandemError: on_tandem_error,
-            HTTPException: on_http_error,
-            ClientDisconnect: on_disconnect,
-            Exception: on_unexpected,
-        },
+        exception_handlers=ERROR_HANDLERS,
     )

@@ -42,7 +42,7 @@ class ChatFormat:
                 for it in choices
             ],
             usage=counter.usage(),
-            prompt_token_ids=plan.if_asked(plan.prompts[0]),
+            prompt_token_ids=plan.if_asked(plan.prompt_of(0)),
         )
 
     def chunks(
@@ -63,7 +63,7 @@ class ChatFormat:
             **plan.envelope(_CHUNK),
             choices=[ChatChunkChoice(index=delta.index, delta=role)],
             usage=usage,
-            prompt_token_ids=plan.if_asked(plan.prompts[0]),
+            prompt_token_ids=plan.if_asked(plan.prompt_of(0)),
         )
         return [opening, chunk]
 

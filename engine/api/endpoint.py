@@ -34,7 +34,7 @@ _STREAM_HEADERS = [
 class GenerateEndpoint:
     """ASGI app of /v1/completions or /v1/chat/completions.
 
-    `plan` reads a request's body, on a thread, and raises InvalidRequestError leaves.
+    `plan` reads a request's body, in a thread, and raises InvalidRequestError leaves.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class GenerateEndpoint:
         serving: Serving,
         reply_format: ChatFormat | CompletionFormat,
         *,
-        plan: Callable[[bytes], Plan],
+        plan: Callable[[bytes, Serving], Plan],
         bodies: RequestBodies,
     ) -> None:
         self._generator = generator
         self._tokenizer = serving.tokenizer
         self._format = reply_format
-        self._plan = plan
+        self._plan = lambda body: plan(body, serving)
         self._bodies = bodies
         self._max_bytes = max_body_bytes(serving, num_prompts=reply_format.max_prompts)
 

@@ -53,6 +53,7 @@ class Operations:
             Route("/version", self.version),
             Route("/metrics", self.metrics),
             Route("/v1/models", self.models),
+            # A path, since names such as those of the hub have slashes.
             Route("/v1/models/{name:path}", self.model),
             Route("/tokenize", partial(self._in_thread, self._tokenize), methods=["POST"]),
             Route("/detokenize", partial(self._in_thread, self._detokenize), methods=["POST"]),

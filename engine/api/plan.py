@@ -38,7 +38,6 @@ class Plan:
     id: str
     created: int
     model: str
-    prompts: tuple[TokenIds, ...]
     requests: tuple[GenerateRequest, ...]
     choices_per_prompt: int
     stop: tuple[str, ...]
@@ -51,7 +50,13 @@ class Plan:
     prompt_tokens_details: bool
 
     def prompt_of(self, choice: int) -> TokenIds:
-        return self.prompts[choice // self.choices_per_prompt]
+        return self.requests[choice].prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts; one with several choices counts once."""
+        firsts = self.requests[:: self.choices_per_prompt]
+        return sum(len(request.prompt_token_ids) for request in firsts)
 
     def envelope(
         self, kind: str, kv_params: KVTransferParams | UnsetType | None = None
@@ -70,22 +75,23 @@ class Plan:
         return token_ids if self.return_token_ids else UNSET
 
 
-def plan_completion(body: bytes, serving: Serving, *, accept_kv_transfer_params: bool) -> Plan:
+def plan_completion(body: bytes, serving: Serving) -> Plan:
     """Plan of POST /v1/completions; raises InvalidRequestError leaves."""
     fields = decode_body(body, CompletionRequest, serving.max_model_len)
-    kv_params = _kv_params(fields, accept=accept_kv_transfer_params)
+    kv_params = _kv_params(fields, serving)
     check_model(fields.model, serving)
     prompts = _completion_prompts(fields, serving)
+    # As in vLLM: 16 where the key is absent, all the room where it is null.
     default = None if fields.max_tokens is None else COMPLETION_MAX_TOKENS
     return _plan(
         fields, prompts, kv_params, serving=serving, default=default, logprobs=fields.logprobs
     )
 
 
-def plan_chat(body: bytes, serving: Serving, *, accept_kv_transfer_params: bool) -> Plan:
+def plan_chat(body: bytes, serving: Serving) -> Plan:
     """Plan of POST /v1/chat/completions; raises InvalidRequestError leaves."""
     fields = decode_body(body, ChatRequest, serving.max_model_len)
-    kv_params = _kv_params(fields, accept=accept_kv_transfer_params)
+    kv_params = _kv_params(fields, serving)
     check_model(fields.model, serving)
     logprobs = _chat_logprobs(fields)
     prompt = encode_chat(fields, fields.messages, serving)
@@ -105,9 +111,11 @@ def encode_chat(
     )
 
 
-def _kv_params(fields: SamplingFields, *, accept: bool) -> KVTransferParams | None:
+def _kv_params(fields: SamplingFields, serving: Serving) -> KVTransferParams | None:
     """None unless accepted: a proxy throws away unread what clients send under that key."""
-    return decode_kv_transfer_params(fields.kv_transfer_params) if accept else None
+    if not serving.accept_kv_transfer_params:
+        return None
+    return decode_kv_transfer_params(fields.kv_transfer_params)
 
 
 def check_model(name: str | None, serving: Serving) -> None:
@@ -134,6 +142,7 @@ def _split_prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | 
     """One entry per prompt; a flat list of ids is one prompt."""
     if isinstance(prompt, str):
         return [prompt]
+    # One list of numbers is one prompt; anything else is one prompt per item.
     ids = tuple(item for item in prompt if isinstance(item, int))
     if len(ids) == len(prompt):
         return [ids]
@@ -169,14 +178,15 @@ def _plan(
     # The engine checks the same at its border; here a proxy refuses before any node computes.
     for prompt in prompts:
         check_prompt(prompt, vocab_size=serving.vocab_size, max_model_len=serving.max_model_len)
+    n = fields.n or 1
+    _check_num_sequences(n, len(prompts), kv_params)
     remote_decode = kv_params is not None and kv_params.do_remote_decode
-    _check_combination(fields, len(prompts), kv_params)
+    # A PD proxy leaves the client's options beside its own stream=false.
+    if fields.stream_options is not None and not fields.stream and not remote_decode:
+        raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
+    longest = max(map(len, prompts))
     max_tokens = resolve_max_tokens(
-        fields,
-        default=default,
-        num_prompt_tokens=max(map(len, prompts)),
-        max_model_len=serving.max_model_len,
-        remote_decode=remote_decode,
+        fields, serving, longest, default=default, remote_decode=remote_decode
     )
     sampling = sampling_params(
         fields, serving, max_tokens, logprobs=logprobs, remote_decode=remote_decode
@@ -184,14 +194,12 @@ def _plan(
     options = fields.stream_options or StreamOptions()
     # A fresh id: whatever the client calls its request stays a label.
     request_id = f"{'chatcmpl' if isinstance(fields, ChatRequest) else 'cmpl'}-{uuid.uuid4().hex}"
-    n = fields.n or 1
     # Choices of one prompt lie together: choice i belongs to prompt i // n.
     sequences = [(prompt, offset) for prompt in prompts for offset in range(n)]
     return Plan(
         id=request_id,
         created=int(time.time()),
         model=serving.model_name,
-        prompts=tuple(prompts),
         requests=tuple(
             GenerateRequest(
                 request_id=request_id if len(sequences) == 1 else f"{request_id}-{index}",
@@ -215,11 +223,7 @@ def _plan(
     )
 
 
-def _check_combination(
-    fields: SamplingFields, prompts: int, kv_params: KVTransferParams | None
-) -> None:
-    """Refuse what cannot go together, except what a PD proxy leaves in a remote decode."""
-    n = fields.n or 1
+def _check_num_sequences(n: int, prompts: int, kv_params: KVTransferParams | None) -> None:
     if n * prompts > MAX_SEQUENCES:
         raise InvalidRequestError(
             f"n={n} for {prompts} prompts makes {n * prompts} sequences: at most {MAX_SEQUENCES} "
@@ -230,9 +234,6 @@ def _check_combination(
         raise KVTransferParamsError(
             f"kv_transfer_params describe one sequence, not {prompts} prompts with n={n}"
         )
-    remote_decode = kv_params is not None and kv_params.do_remote_decode
-    if fields.stream_options is not None and not fields.stream and not remote_decode:
-        raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
 
 
 def _stop_strings(fields: SamplingFields, serving: Serving) -> tuple[str, ...]:

@@ -75,30 +75,32 @@ def _warn_that_it_was_raised(name: str, least: float) -> None:
 
 def resolve_max_tokens(
     fields: SamplingFields,
+    serving: Serving,
+    num_prompt_tokens: int,
     *,
     default: int | None,
-    num_prompt_tokens: int,
-    max_model_len: int,
     remote_decode: bool,
 ) -> int:
     """Tokens to generate: as asked, else the default cut to the room, else all the room.
 
-    `num_prompt_tokens` is the length of the longest prompt, less than `max_model_len`.
+    `num_prompt_tokens` is the length of the longest prompt, less than the context.
     `max_completion_tokens` goes before `max_tokens`, as in vLLM, except in a remote decode: PD
     proxies set `max_tokens` to 1 beside whatever the client sent.
     """
     max_tokens = None if isinstance(fields.max_tokens, UnsetType) else fields.max_tokens
-    asked = (fields.max_completion_tokens, max_tokens)
-    requested = next((it for it in asked[:: -1 if remote_decode else 1] if it is not None), None)
-    room = max_model_len - num_prompt_tokens
+    asked = [fields.max_completion_tokens, max_tokens]
+    if remote_decode:
+        asked.reverse()
+    requested = next((it for it in asked if it is not None), None)
+    room = serving.max_model_len - num_prompt_tokens
     if requested is None:
         return room if default is None else min(default, room)
     if requested < 1:
         raise InvalidRequestError(f"max_tokens={requested}: must be at least 1", param="max_tokens")
     if requested > room:
         raise PromptTooLongError(
-            f"max_tokens={requested} does not fit: max_model_len is {max_model_len} and the prompt "
-            f"has {num_prompt_tokens} tokens; ask for at most {room} or shorten the prompt",
+            f"max_tokens={requested} does not fit: max_model_len is {serving.max_model_len} and "
+            f"the prompt has {num_prompt_tokens} tokens; ask for at most {room} or shorten it",
             param="max_tokens",
             code="context_length_exceeded",
         )

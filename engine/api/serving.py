@@ -28,7 +28,10 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True, frozen=True)
 class Serving:
-    """Any served model name is accepted, the first is announced; `vocab_size` bounds token ids."""
+    """Any served model name is accepted, the first is announced; `vocab_size` bounds token ids.
+
+    Only nodes accept `kv_transfer_params`; the proxy ignores what clients send under that key.
+    """
 
     served_model_names: tuple[str, ...]
     max_model_len: int
@@ -36,6 +39,7 @@ class Serving:
     tokenizer: Tokenizer
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     enable_prompt_tokens_details: bool = False
+    accept_kv_transfer_params: bool = False
     root: str = ""
     version: str = "0.1.0"
 

@@ -30,10 +30,8 @@ class Tokenizer:
     other threads go on.
     """
 
-    @property
-    def chars_per_token(self) -> int | None:
-        """The most characters that one token stands for; None: any number of them."""
-        return 0
+    chars_per_token: int | None = 0
+    """The most characters that one token stands for; None: any number of them."""
 
     def encode(
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
@@ -84,11 +82,9 @@ class TextTokenizer(Tokenizer):
         self._added = {key: it.content for key, it in core.get_added_tokens_decoder().items()}
         is_byte_level = any(part["type"] == "ByteLevel" for part in _parts_of(core.decoder))
         self._byte_of = _byte_alphabet() if is_byte_level else {}
-        self._length = _TextLength(core)
-
-    @property
-    def chars_per_token(self) -> int | None:
-        return self._length.chars_per_token
+        parts = [*_parts_of(core.normalizer), *_parts_of(core.pre_tokenizer)]
+        self._composes = any(part["type"] == "NFC" for part in parts)
+        self.chars_per_token = _chars_per_token(core, parts)
 
     def encode(
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
@@ -96,7 +92,7 @@ class TextTokenizer(Tokenizer):
         if max_tokens is not None and self.chars_per_token is not None:
             # vLLM's rule: no text is tokenized that cannot fit, however well it would be cut.
             max_chars = max_tokens * self.chars_per_token
-            if self._length.exceeds(text, max_chars):
+            if self._exceeds(text, max_chars):
                 raise PromptTooLongError(
                     f"This model's maximum context length is {max_tokens} tokens, which are at "
                     f"most {max_chars} characters. However, your prompt has {len(text)} "
@@ -107,6 +103,15 @@ class TextTokenizer(Tokenizer):
         # A batch of one lets go of Python's global lock; `encode` holds it all the while.
         found = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return tuple(found[0].ids)
+
+    def _exceeds(self, text: str, max_chars: int) -> bool:
+        """True if `text` is longer, also with its accents composed as the tokenizer does."""
+        if len(text) <= max_chars:
+            return False
+        # Normalizing takes time, so only a text that could still fit is normalized.
+        if not self._composes or text.isascii() or len(text) > MAX_COMPOSED * max_chars:
+            return True
+        return len(unicodedata.normalize("NFC", text)) > max_chars
 
     def encode_chat(
         self,
@@ -221,34 +226,20 @@ def _no_tokenizer(what: str) -> InvalidRequestError:
     )
 
 
-class _TextLength:
-    """The most characters that one token of a tokenizer can stand for: `chars_per_token`.
+def _chars_per_token(core: tokenizers.Tokenizer, parts: Sequence[dict[str, Any]]) -> int | None:
+    """Characters of the longest token; None where a token may stand for any number of them.
 
     A text with more characters than a context of such tokens holds is refused before it is
-    tokenized. That is only sound for tokenizers that drop no characters; for all others
-    `chars_per_token` is None.
+    tokenized, which is only sound for tokenizers whose `parts` drop no characters.
     """
-
-    def __init__(self, core: tokenizers.Tokenizer) -> None:
-        parts = [*_parts_of(core.normalizer), *_parts_of(core.pre_tokenizer)]
-        added = core.get_added_tokens_decoder().values()
-        vocabulary = core.get_vocab()
-        sound = (
-            all(map(_keeps_all, parts))
-            and not any(token.lstrip or token.rstrip for token in added)
-            and _has_all_bytes(core, vocabulary, parts)
-        )
-        self.chars_per_token = max(map(len, vocabulary)) if sound else None
-        self._composes = any(part["type"] == "NFC" for part in parts)
-
-    def exceeds(self, text: str, max_chars: int) -> bool:
-        """True if `text` is longer, also with its accents composed as the tokenizer does."""
-        if len(text) <= max_chars:
-            return False
-        # Normalizing takes time, so only a text that could still fit is normalized.
-        if not self._composes or text.isascii() or len(text) > MAX_COMPOSED * max_chars:
-            return True
-        return len(unicodedata.normalize("NFC", text)) > max_chars
+    added = core.get_added_tokens_decoder().values()
+    vocabulary = core.get_vocab()
+    sound = (
+        all(map(_keeps_all, parts))
+        and not any(token.lstrip or token.rstrip for token in added)
+        and _has_all_bytes(core, vocabulary, parts)
+    )
+    return max(map(len, vocabulary)) if sound else None
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -263,6 +254,7 @@ def _parts_of(step: Any) -> list[dict[str, Any]]:
     """A normalizer, pre-tokenizer or decoder as JSON, and those of a sequence one by one."""
     if step is None:
         return []
+    # The bindings show the parts of a sequence in no other way than as pickled JSON.
     state = json.loads(step.__getstate__())
     lists = (state.get(key) for key in ("normalizers", "pretokenizers", "decoders"))
     return next(filter(None, lists), [state])
@@ -273,12 +265,14 @@ def _keeps_all(part: dict[str, Any]) -> bool:
     if kind in ("Split", "Punctuation"):
         return part.get("behavior") != "Removed"
     if kind == "Replace":
-        return len(part["content"]) >= len(part["pattern"].get("String", part["content"] + "*"))
+        # What a regular expression matches may have any length, a string only its own.
+        pattern = part["pattern"].get("String")
+        return pattern is not None and len(part["content"]) >= len(pattern)
     return kind in _KEEPS_ALL
 
 
 def _has_all_bytes(
-    core: tokenizers.Tokenizer, vocabulary: dict[str, int], parts: list[dict[str, Any]]
+    core: tokenizers.Tokenizer, vocabulary: dict[str, int], parts: Sequence[dict[str, Any]]
 ) -> bool:
     """True where unknown characters become byte tokens, and not one token or none."""
     if not isinstance(core.model, models.BPE):

@@ -30,7 +30,7 @@ class UsageCounter:
 
     def usage(self) -> Usage:
         """Usage so far. A prompt with several choices counts once, and so do its cached tokens."""
-        prompt_tokens = sum(map(len, self.plan.prompts))
+        prompt_tokens = self.plan.num_prompt_tokens
         details = PromptTokensDetails(cached_tokens=sum(self.cached_tokens.values()))
         return Usage(
             prompt_tokens=prompt_tokens,

@@ -1,8 +1,11 @@
 """Errors as OpenAI clients read them: status, `{"error": {...}}`, Retry-After."""
 
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final
+
 import msgspec
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from engine import errors
@@ -82,3 +85,12 @@ async def on_unexpected(request: Request, error: Exception) -> Response:
     """Starlette handler for bugs: the client learns nothing, the server logs the traceback."""
     body = error_body(500, "internal error", "server_error")
     return Response(body, 500, media_type="application/json")
+
+
+ERROR_HANDLERS: Final[Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]]] = {
+    TandemError: on_tandem_error,
+    HTTPException: on_http_error,
+    ClientDisconnect: on_disconnect,
+    Exception: on_unexpected,
+}
+"""For the apps: Starlette's own handlers answer in plain text."""

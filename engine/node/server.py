@@ -244,13 +244,13 @@ class NodeServer:
             tokenizer=model.tokenizer,
             defaults=model.defaults,
             enable_prompt_tokens_details=self.config.enable_prompt_tokens_details,
+            accept_kv_transfer_params=True,
             root=self.config.model,
         )
         app = create_app(
             self.engine,
             serving,
             api_key=self.config.api_key,
-            accept_kv_transfer_params=True,
             metrics_registry=self.metrics.registry,
             open_routes=[Route("/node_info", self._node_info)],
         )

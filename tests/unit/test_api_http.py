@@ -1,6 +1,7 @@
 """The surface through the real openai client over a real server."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -272,7 +273,7 @@ async def test_sequential_pd_proxy_gets_and_passes_on_kv_transfer_params(
     prompt: dict[str, Any] = {"prompt": [5, 6]} if "chat" not in path else {"messages": TURN}
     asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
     body = {**prompt, "model": "tiny", "max_tokens": 1, "kv_transfer_params": asked}
-    async with running(generator, serving, accept_kv_transfer_params=True) as base:
+    async with running(generator, replace(serving, accept_kv_transfer_params=True)) as base:
         whole = json.loads("".join(await post_lines(base, path, **body, min_tokens=9)))
         lines = await post_lines(base, path, **body, stream=True)
     assert whole["kv_transfer_params"]["remote_engine_id"] == "p0"

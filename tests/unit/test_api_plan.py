@@ -1,6 +1,7 @@
 """From a JSON body to GenerateRequests: what is accepted, what is refused and how it is named."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -47,12 +48,12 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
 
 def complete(serving: Serving, **body: Any) -> Plan:
     encoded = msgspec.json.encode({"prompt": [1, 2, 3], **body})
-    return plan_completion(encoded, serving, accept_kv_transfer_params=True)
+    return plan_completion(encoded, replace(serving, accept_kv_transfer_params=True))
 
 
 def chat(serving: Serving, **body: Any) -> Plan:
     encoded = msgspec.json.encode({"messages": TURN, **body})
-    return plan_chat(encoded, serving, accept_kv_transfer_params=False)
+    return plan_chat(encoded, serving)
 
 
 def test_every_sampling_value_arrives(serving: Serving) -> None:
@@ -118,9 +119,9 @@ def test_chat_fills_the_context_and_renders_parts(serving: Serving) -> None:
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     turns = [{"role": "user", "content": parts}]
     plan = chat(serving, messages=turns)
-    text = serving.tokenizer.decode(plan.prompts[0], skip_special_tokens=False)
+    text = serving.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False)
     assert text == "<|im_start|>user\nhel\nlo<|im_end|>\n<|im_start|>assistant\n"
-    assert plan.requests[0].sampling.max_tokens == 256 - len(plan.prompts[0])
+    assert plan.requests[0].sampling.max_tokens == 256 - len(plan.prompt_of(0))
 
 
 def test_chat_default_comes_from_generation_config_and_is_cut(serving: Serving) -> None:
@@ -139,7 +140,7 @@ def test_chat_logprobs_are_counted_from_top_logprobs(serving: Serving) -> None:
 def test_a_reply_of_the_openai_client_can_be_sent_back(serving: Serving) -> None:
     nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
     turns = [*TURN, {"role": "assistant", "content": "ok", **nulls}, *TURN]
-    assert len(chat(serving, messages=turns).prompts[0]) > 0
+    assert len(chat(serving, messages=turns).prompt_of(0)) > 0
 
 
 def test_neutral_values_of_unsupported_keys_and_labels_are_fine(serving: Serving) -> None:
@@ -312,7 +313,7 @@ def test_params_describe_one_sequence(serving: Serving, body: dict[str, Any]) ->
 
 def test_without_tokenizer_ids_work_and_text_names_the_file() -> None:
     bare = tiny_serving(Tokenizer())
-    assert complete(bare).prompts == ((1, 2, 3),)
+    assert complete(bare).prompt_of(0) == (1, 2, 3)
     wrong: list[Callable[[], Plan]] = [
         lambda: complete(bare, prompt="hi"),
         lambda: complete(bare, stop="x"),
@@ -379,4 +380,4 @@ def test_deep_values_are_refused_and_never_break_the_server(serving: Serving) ->
         for key in (b"tools", b"bogus", b"kv_transfer_params", b"stop"):
             body = b'{"prompt":[5],"%s":%s}' % (key, deep)
             with pytest.raises(InvalidRequestError):
-                plan_completion(body, serving, accept_kv_transfer_params=True)
+                plan_completion(body, replace(serving, accept_kv_transfer_params=True))

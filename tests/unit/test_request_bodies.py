@@ -9,13 +9,11 @@ from dataclasses import dataclass, field
 import aiohttp
 import pytest
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.errors import TandemError
-from engine.http.errors import on_disconnect, on_http_error, on_tandem_error
+from engine.http.errors import ERROR_HANDLERS
 from engine.http.request_bodies import BodyLimits, RequestBodies
 from engine.http.server import HttpServer
 
@@ -65,12 +63,9 @@ async def place_with(**limits: float) -> AsyncIterator[Workplace]:
         size = await bodies.process(request.scope, request.receive, place.work, max_bytes=1_000_000)
         return Response(str(size))
 
-    handlers = {
-        TandemError: on_tandem_error,
-        HTTPException: on_http_error,
-        ClientDisconnect: on_disconnect,
-    }
-    app = Starlette(routes=[Route("/", answer, methods=["POST"])], exception_handlers=handlers)
+    app = Starlette(
+        routes=[Route("/", answer, methods=["POST"])], exception_handlers=ERROR_HANDLERS
+    )
     server = HttpServer(app, "127.0.0.1", 0, drain_timeout_s=1)
     await server.start()
     place.url = f"http://127.0.0.1:{server.port}"
