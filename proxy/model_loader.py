@@ -35,8 +35,9 @@ async def load_serving(pool: NodePool, served_names: Sequence[str]) -> Serving:
 
 async def _load_from(node: Node, served_names: Sequence[str]) -> Serving | None:
     """None from a node that is out of use or has no tokenizer to give."""
+    # Taken now: what a node in use has said is checked, and it may say something else meanwhile.
     info = node.info
-    if not node.is_available or info is None:
+    if not node.is_available:
         return None
     try:
         files = await node.client.get_tokenizer(FETCH_TIMEOUT_S)

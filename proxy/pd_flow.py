@@ -126,7 +126,8 @@ class PdFlow:
     async def check_ready(self) -> tuple[str, ...]:
         if self._refuses_new:
             raise UnavailableError(SHUTTING_DOWN)
-        self._pool.check_ready()
+        if not self._pool.num_available(NodeKind.DECODE):
+            raise NoDecodeNodeError
         return self._pairs.reasons()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput]:
@@ -224,8 +225,7 @@ class PdFlow:
                 return Prefilled(node, output)
         except (asyncio.CancelledError, DeadlineExceededError):
             # P may finish the prefill, and nobody has heard P's id of it. P knows ours too.
-            if node.info is not None:
-                node.release(node.info.engine_id, request.request_id)
+            node.release(node.info.engine_id, request.request_id)
             raise
 
     @asynccontextmanager
@@ -304,7 +304,7 @@ class PdFlow:
         return tuple(
             node.view
             for node in self._pool.available(kind)
-            if node.name not in state.failed and length <= node.max_model_len
+            if node.name not in state.failed and length <= node.info.max_model_len
         )
 
 

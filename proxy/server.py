@@ -8,7 +8,6 @@ from typing import Final
 import structlog
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -16,9 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.api.app import create_app
 from engine.api.operations import HEALTH_PATHS, metrics_response
-from engine.api.serving import Serving
-from engine.errors import TandemError, UnavailableError
-from engine.http.errors import on_http_error, on_tandem_error
+from engine.errors import UnavailableError
+from engine.http.errors import ERROR_HANDLERS
 from engine.http.server import HttpServer
 from engine.process import wait_until
 from engine.rpc.address import join_host_port
@@ -76,6 +74,11 @@ class ProxyServer:
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://{join_host_port(self._config.host, self.port)}"
 
+    def missing(self) -> tuple[str, ...]:
+        """What the proxy waits for before it can use every node of its options, in words."""
+        problems = (f"{it.name}: {it.problem}" for it in self._pool.nodes if not it.is_available)
+        return (*problems, *(() if self._metrics.model_name else ("a model",)))
+
     async def start(self) -> None:
         """Returns when HTTP is served; nodes may come later. ConfigError for a taken port."""
         config = self._config
@@ -129,23 +132,16 @@ class ProxyServer:
             enable_prompt_tokens_details=self._config.enable_prompt_tokens_details,
         )
         self._metrics.model_name = serving.model_name
-        self._app = self._make_app(serving)
         log.info("proxy serves", url=self.url)
-        # The app holds `max_model_len`, so a new one is made when a decode node changes it.
+        registry, api_key = self._metrics.registry, self._config.api_key
         while True:
-            await self._pool.wait_for_news(POLL_INTERVAL_S)
-            context = self._pool.max_model_len or serving.max_model_len
-            if context != serving.max_model_len:
-                serving = replace(serving, max_model_len=context)
-                self._app = self._make_app(serving)
-
-    def _make_app(self, serving: Serving) -> ASGIApp:
-        return create_app(
-            self._flow,
-            serving,
-            metrics_registry=self._metrics.registry,
-            api_key=self._config.api_key,
-        )
+            self._app = create_app(self._flow, serving, metrics_registry=registry, api_key=api_key)
+            # The app holds `max_model_len`, so a new one is made when a decode node changes it.
+            context = serving.max_model_len
+            while context == serving.max_model_len:
+                await self._pool.wait_for_news(POLL_INTERVAL_S)
+                context = self._pool.max_model_len or context
+            serving = replace(serving, max_model_len=context)
 
 
 def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:
@@ -180,5 +176,5 @@ def _waiting_app(registry: CollectorRegistry) -> Starlette:
             Route("/metrics", metrics),
             Route("/{path:path}", not_yet, methods=ANY_METHOD),
         ],
-        exception_handlers={TandemError: on_tandem_error, HTTPException: on_http_error},
+        exception_handlers=ERROR_HANDLERS,
     )

@@ -22,6 +22,8 @@ MAX_LATE_ANSWERS: Final = 3
 NOT_YET: Final = "has not answered yet"
 MAX_RELEASES: Final = 256
 RELEASE_TIMEOUT_S: Final = 2.0
+UNKNOWN: Final = NodeInfo(engine_id="", kind="", model_names=(), max_model_len=0, vocab_size=0)
+"""A node that has not described itself yet."""
 
 
 class NodeKind(StrEnum):
@@ -33,14 +35,14 @@ class NodeKind(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class NodeView:
-    """A snapshot of one usable node, for routing policies. `name` is its URL."""
+    """A snapshot of one usable node, for routing policies. `name` is its URL.
+
+    `info` is what the node said last; `num_in_flight` counts this proxy's requests on it.
+    """
 
     name: str
-    engine_id: str
-    num_requests_running: int
-    num_requests_waiting: int
+    info: NodeInfo
     num_in_flight: int
-    kv_cache_usage: float
 
 
 class Node:
@@ -51,7 +53,7 @@ class Node:
     ) -> None:
         self.name = url.text
         self.kind = kind
-        self.info: NodeInfo | None = None
+        self.info = UNKNOWN
         self.problem: str | None = NOT_YET
         self._url = url
         self._token = token
@@ -74,22 +76,7 @@ class Node:
 
     @property
     def view(self) -> NodeView:
-        """Raises `UnavailableError` before the node was first described."""
-        if self.info is None:
-            raise UnavailableError(f"node {self.name} {NOT_YET}")
-        return NodeView(
-            name=self.name,
-            engine_id=self.info.engine_id,
-            num_requests_running=self.info.num_requests_running,
-            num_requests_waiting=self.info.num_requests_waiting,
-            num_in_flight=self._num_in_flight,
-            kv_cache_usage=self.info.kv_cache_usage,
-        )
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of one request with its answer; 0 before the node was first described."""
-        return 0 if self.info is None else self.info.max_model_len
+        return NodeView(self.name, self.info, self._num_in_flight)
 
     @contextmanager
     def carrying(self) -> Iterator[None]:
@@ -176,6 +163,6 @@ class Node:
     def _on_late_answer(self, error: DeadlineExceededError) -> None:
         self._num_late += 1
         # One late answer does not mean absence, but a node that never answered was never there.
-        if self._num_late >= MAX_LATE_ANSWERS or self.info is None:
+        if self._num_late >= MAX_LATE_ANSWERS or self.info is UNKNOWN:
             self.set_problem(str(error))
             self.cut_off()

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -12,23 +11,11 @@ from engine.rpc.messages import NodeInfo
 from engine.rpc.node_http import NodeUrl
 from engine.tls import ClientTls
 from proxy.cluster.node import Node, NodeKind
-from proxy.errors import NoDecodeNodeError
 
 log = structlog.get_logger()
 
 POLL_INTERVAL_S: Final = 1.0
 DESCRIBE_TIMEOUT_S: Final = 2.0
-
-
-@dataclass(slots=True, frozen=True)
-class ModelIdentity:
-    """All nodes must agree on it; the first that answers sets it for the life of the proxy."""
-
-    model_name: str
-    vocab_size: int
-
-    def __str__(self) -> str:
-        return f"model {self.model_name!r} with {self.vocab_size} tokens"
 
 
 class NodePool:
@@ -43,7 +30,7 @@ class NodePool:
         tls: ClientTls | None = None,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
-        self.identity: ModelIdentity | None = None
+        self._model = ""
         urls = [(NodeKind.DECODE, url) for url in decode]
         urls += [(NodeKind.PREFILL, url) for url in prefill]
         self._by_name = {url.text: Node(url, kind, token=token, tls=tls) for kind, url in urls}
@@ -90,11 +77,6 @@ class NodePool:
     def num_available(self, kind: NodeKind) -> int:
         return len(self.available(kind))
 
-    def check_ready(self) -> None:
-        """Raises `NoDecodeNodeError` when no decode node can be used."""
-        if not self.available(NodeKind.DECODE):
-            raise NoDecodeNodeError
-
     async def _watch(self, node: Node) -> None:
         while True:
             info = await node.refresh(DESCRIBE_TIMEOUT_S)
@@ -102,20 +84,19 @@ class NodePool:
             if info is not None:
                 node.set_problem(self._objection(node, info))
             if node.is_available and node.kind is NodeKind.DECODE:
-                self._contexts[node.name] = node.max_model_len
+                self._contexts[node.name] = node.info.max_model_len
             self._news.set()
             await asyncio.sleep(self._poll_interval_s)
 
     def _objection(self, node: Node, info: NodeInfo) -> str | None:
         if not info.model_names or info.vocab_size < 1:
             return "names no model"
-        identity = ModelIdentity(info.model_names[0], info.vocab_size)
+        model = f"model {info.model_names[0]!r} with {info.vocab_size} tokens"
         # The first answer wins for the life of the proxy, also over nodes that are lost since.
-        if self.identity is None:
-            self.identity = identity
-        if identity == self.identity:
+        self._model = self._model or model
+        if model == self._model:
             return None
-        problem = f"serves {identity} where this cluster serves {self.identity}"
+        problem = f"serves {model} where this cluster serves {self._model}"
         if problem != node.problem:
             log.error("node is refused", node=node.name, problem=problem)
         return problem

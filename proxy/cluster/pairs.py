@@ -31,35 +31,34 @@ class Pairs:
         problems = self._problems(self._pool.node(decode.name))
         self._log_new(decode, problems, prefill)
         avoided = {problem.engine_id for problem in problems if problem.retry_in_s > 0}
-        return tuple(node for node in prefill if node.engine_id not in avoided)
+        return tuple(node for node in prefill if node.info.engine_id not in avoided)
 
     def refused(self, prefill: Node, decode: Node, error: TandemError) -> None:
         """Counts a hand-over from `prefill` that `decode` refused."""
-        engine_id, address = prefill.view.engine_id, prefill.name
+        engine_id, address = prefill.info.engine_id, prefill.name
         self._refusals[decode.name].failed(engine_id, address, "refused", detail=str(error))
 
     def accepted(self, prefill: Node, decode: Node) -> None:
         """`decode` accepted a hand-over. If its pull fails, its next `Describe` reports that."""
-        self._refusals[decode.name].worked(prefill.view.engine_id, prefill.name)
+        self._refusals[decode.name].worked(prefill.info.engine_id, prefill.name)
 
     def reasons(self) -> tuple[str, ...]:
         """One line for each failing pair whose two nodes are in use."""
-        known = {node.view.engine_id for node in self._pool.available(NodeKind.PREFILL)}
+        known = {node.info.engine_id for node in self._pool.available(NodeKind.PREFILL)}
         return tuple(
-            problem.reason(node.view.engine_id)
+            problem.reason(node.info.engine_id)
             for node in self._pool.available(NodeKind.DECODE)
             for problem in self._problems(node)
             if problem.engine_id in known
         )
 
     def _problems(self, decode: Node) -> tuple[HandOverProblem, ...]:
-        said = decode.info.hand_over_problems if decode.info is not None else ()
-        return *said, *self._refusals[decode.name].present()
+        return *decode.info.hand_over_problems, *self._refusals[decode.name].present()
 
     def _log_new(
         self, decode: NodeView, problems: Iterable[HandOverProblem], prefill: Sequence[NodeView]
     ) -> None:
-        known = {node.engine_id for node in prefill}
+        known = {node.info.engine_id for node in prefill}
         of_decode = {pair for pair in self._logged if pair[0] == decode.name}
         now = {(decode.name, it.engine_id): it for it in problems if it.engine_id in known}
         for pair in now.keys() - of_decode:

@@ -55,8 +55,8 @@ class LeastLoaded:
 
 def _load(node: NodeView) -> tuple[int, float]:
     # The proxy's own count of requests in flight is newer than what the node reported.
-    reported = node.num_requests_running + node.num_requests_waiting
-    return max(reported, node.num_in_flight), node.kv_cache_usage
+    reported = node.info.num_requests_running + node.info.num_requests_waiting
+    return max(reported, node.num_in_flight), node.info.kv_cache_usage
 
 
 POLICIES: Final[Mapping[str, Callable[[], RoutingPolicy]]] = {

@@ -1,5 +1,6 @@
 """What each policy chooses, from plain snapshots."""
 
+from engine.rpc.messages import NodeInfo
 from engine.types import GenerateRequest
 from proxy.cluster.node import NodeView
 from proxy.routing.policies import POLICIES, LeastLoaded, RoundRobin
@@ -8,14 +9,16 @@ REQUEST = GenerateRequest(request_id="r", prompt_token_ids=(1,))
 
 
 def node(name: str, *, queued: int = 0, in_flight: int = 0, usage: float = 0.0) -> NodeView:
-    return NodeView(
-        name=name,
+    info = NodeInfo(
         engine_id=f"{name}-1",
-        num_requests_running=0,
+        kind="decode",
+        model_names=("tiny",),
+        max_model_len=64,
+        vocab_size=8,
         num_requests_waiting=queued,
-        num_in_flight=in_flight,
         kv_cache_usage=usage,
     )
+    return NodeView(name, info, num_in_flight=in_flight)
 
 
 def test_round_robin_takes_each_node_in_turn() -> None:
