@@ -14,16 +14,9 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from deploy.config import DEMO_CLUSTER, ClusterConfig, load_cluster
+from deploy.config import DEMO_CLUSTER, load_cluster
 from deploy.process import stop_on_signals, wait_gone
-from deploy.session import (
-    ClusterState,
-    embedded_environment,
-    new_session,
-    read_state,
-    shown_session,
-    state_file,
-)
+from deploy.session import ClusterState, Session, embedded_cluster, read_state, state_file
 from engine.errors import TandemError, UnavailableError
 
 if TYPE_CHECKING:
@@ -45,10 +38,16 @@ def up(
     stop_on_signals()
     config = load_cluster(cluster)
     try:
-        if address is None:
-            _up_embedded(config)
-        else:
-            _up_on(address, config)
+        if address is not None:
+            with _connected(address):
+                from deploy.ray_cluster import start_cluster
+
+                console.print(_table(start_cluster(config, _say)))
+            return
+        with embedded_cluster(config, os.environ, _say, state=_state_file()) as (session, members):
+            console.print(_table(members))
+            console.print(f"logs in {session.ray_folder}/session_latest/logs; Ctrl-C stops")
+            threading.Event().wait()
     except KeyboardInterrupt:
         console.print("stopped")
 
@@ -61,7 +60,7 @@ def status(address: Address = None) -> None:
         if not state.address:
             console.print("Ray is starting")
             return
-        os.environ.update(embedded_environment(Path(state.token_path)))
+        os.environ.update(Session(Path(state.folder)).environment())
         address = state.address
     with _connected(address):
         from deploy.ray_cluster import cluster_members
@@ -80,28 +79,6 @@ def down(address: Address = None) -> None:
         from deploy.ray_cluster import stop_cluster
 
         stop_cluster(_say)
-
-
-def _up_on(address: str, config: ClusterConfig) -> None:
-    with _connected(address):
-        from deploy.ray_cluster import start_cluster
-
-        console.print(_table(start_cluster(config, _say)))
-
-
-def _up_embedded(config: ClusterConfig) -> None:
-    with new_session() as session, shown_session(_state_file(), session) as show_address:
-        os.environ.update(session.environment())
-        _say("starting Ray")
-        # Ray reads its environment when it is imported.
-        from deploy.ray_cluster import embedded, running
-
-        with embedded(session.ray_folder, config.resources()) as address:
-            show_address(address)
-            with running(config, _say) as members:
-                console.print(_table(members))
-                console.print(f"logs in {session.ray_folder}/session_latest/logs; Ctrl-C stops")
-                threading.Event().wait()
 
 
 @contextmanager

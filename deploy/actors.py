@@ -9,11 +9,9 @@ import signal
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from http import HTTPStatus
 from types import FrameType
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 import ray
 import uvloop
@@ -22,18 +20,15 @@ from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 from deploy.config import MAX_DRAIN_S, OWN_HOST
 from engine.config import NodeConfig
 from engine.errors import UnavailableError
-from engine.process import Server, configure_logging, raise_descriptor_limit
+from engine.process import Server, configure_logging, raise_descriptor_limit, wait_until
 from engine.rpc.address import join_host_port
-from engine.tls import client_tls
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
 
 PORTS = "tandem-ports"
-IN_USE = "tandem_proxy_available_nodes"
 START_S = 120.0
 END_S = 15.0
 CLOSE_S = MAX_DRAIN_S + END_S
-READY_POLL_S = 0.05
 
 T = TypeVar("T")
 ConfigT = TypeVar("ConfigT", NodeConfig, ProxyConfig)
@@ -55,10 +50,10 @@ class Member(msgspec.Struct, frozen=True):
 class ServerActor:
     """One server on an event loop in a thread of its own; the main thread keeps the signals.
 
-    Ray runs methods one after the other, in the main thread. SIGTERM drains the server before the
-    process ends, a second one ends it at once; Ray itself kills 5 s after its own SIGTERM, so what
-    stops a cluster calls `close` first. After a restart by Ray the server starts by itself, on the
-    ports it had.
+    Ray runs methods one after the other, in the main thread, as long as none of them is async.
+    SIGTERM drains the server before the process ends, a second one ends it at once; Ray itself
+    kills 5 s after its own SIGTERM, so what stops a cluster calls `close` first. After a restart by
+    Ray the server starts by itself, on the ports it had.
     """
 
     def __init__(self, server: Server) -> None:
@@ -88,7 +83,8 @@ class ServerActor:
     def close(self) -> tuple[str, int]:
         """Drains the server and gives everything back; the machine and pid to end now."""
         self._closing = True
-        self._run(_drain_and_close(self._server), CLOSE_S)
+        self._run(self._server.drain(), CLOSE_S)
+        self._run(self._server.close(), END_S)
         return ray.util.get_node_ip_address(), os.getpid()
 
     def _run(self, coroutine: Coroutine[Any, Any, T], seconds: float) -> T:
@@ -116,11 +112,10 @@ class NodeActor(ServerActor):
 
     def __init__(self, kind: str, config: NodeConfig) -> None:
         # Only now: they need torch, and the driver, which imports this module, does not.
-        from decode_node.server import decode_server
-        from prefill_node.server import prefill_server
+        from connector.registry import builder_of
+        from engine.node.server import NodeServer
 
-        make = prefill_server if kind == "prefill" else decode_server
-        self._node = make(_at_home(config))
+        self._node = NodeServer(_at_home(config), kind, builder_of)
         super().__init__(self._node)
 
     def start(self) -> Member:
@@ -146,8 +141,7 @@ class ProxyActor(ServerActor):
     """The proxy."""
 
     def __init__(self, config: ProxyConfig) -> None:
-        self._config = _at_home(config)
-        self._proxy = ProxyServer(self._config)
+        self._proxy = ProxyServer(_at_home(config))
         super().__init__(self._proxy)
 
     def start(self) -> Member:
@@ -160,41 +154,10 @@ class ProxyActor(ServerActor):
 
     def wait_ready(self, seconds: float) -> None:
         """Returns when all nodes are in use. Raises UnavailableError after `seconds`."""
-        url = self.describe().url
-        self._run(_wait_ready(url, self._config, seconds), seconds + 1.0)
-
-
-# No methods: Ray would run all methods of a class with an async one off the main thread.
-async def _drain_and_close(server: Server) -> None:
-    await server.drain()
-    await server.close()
-
-
-async def _wait_ready(url: str, config: ProxyConfig, seconds: float) -> None:
-    missing = {"an answer"}
-    try:
-        tls = client_tls(config.ssl_ca_certs) if url.startswith("https:") else None
-        connector = aiohttp.TCPConnector(ssl=True if tls is None else tls.context)
-        async with (
-            asyncio.timeout(seconds),
-            aiohttp.ClientSession(url, connector=connector) as http,
-        ):
-            while missing:
-                missing = await _missing(http, config)
-                await asyncio.sleep(READY_POLL_S)
-    except TimeoutError as error:
-        raise UnavailableError(f"the proxy is not ready, it misses {missing}") from error
-
-
-async def _missing(http: aiohttp.ClientSession, config: ProxyConfig) -> set[str]:
-    async with http.get("/metrics") as reply:
-        found = set((await reply.text()).splitlines())
-    async with http.get("/ready") as reply:
-        if reply.status != HTTPStatus.OK:
-            return {await reply.text()}
-    counts = {"prefill": len(config.prefill), "decode": len(config.decode)}
-    lines = [f'{IN_USE}{{kind="{kind}"}} {float(count)}' for kind, count in counts.items()]
-    return set(lines) - found
+        ready = wait_until(lambda: not self._proxy.missing(), seconds)
+        if not self._run(ready, seconds + 1.0):
+            missing = "; ".join(self._proxy.missing())
+            raise UnavailableError(f"the proxy is not ready, it misses {missing}")
 
 
 def _at_home(config: ConfigT) -> ConfigT:

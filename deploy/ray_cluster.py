@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import ray
@@ -20,6 +21,7 @@ from deploy.actors import CLOSE_S, PORTS, START_S, Member, NodeActor, ProxyActor
 from deploy.config import ClusterConfig, Place
 from deploy.process import ignore_signals, signals_held, wait_gone
 from engine.errors import ConfigError, DeadlineExceededError, TandemError, UnavailableError
+from engine.rpc.address import is_loopback
 
 NAMESPACE = "tandem"
 GROUP = "tandem-nodes"
@@ -29,12 +31,6 @@ MAX_RESTARTS = 10
 PLACE_S = 30.0
 READY_S = 30.0
 CALL_S = 15.0
-LOOPBACK = tuple(
-    f"{scheme}://{host}"
-    for scheme in ("http", "https")
-    for host in ("127.", "localhost:", "[::1]:")
-)
-
 CANNOT_IMPORT = "failed to import on the worker"  # Ray's words
 
 Progress = Callable[[str], None]
@@ -171,7 +167,7 @@ def _refuse_loopback_between_machines(members: Sequence[Member]) -> None:
     if len({member.node_ip for member in members}) == 1:
         return
     for member in members:
-        if member.rpc_url and member.url.startswith(LOOPBACK):
+        if member.rpc_url and is_loopback(urlsplit(member.url).hostname or ""):
             raise ConfigError(
                 f"the members are on several machines, but {member.engine_id} serves {member.url}: "
                 f"set host: auto in {member.kind}.config"
@@ -246,17 +242,13 @@ def _forget() -> None:
 @contextmanager
 def _ray(problem: str, **options: Any) -> Iterator[None]:
     try:
-        _init(problem, options)
+        try:
+            with signals_held():
+                ray.init(
+                    namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options
+                )
+        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+            raise UnavailableError(f"{problem}: {error}") from error
         yield
     finally:
         ray.shutdown()
-
-
-def _init(problem: str, options: dict[str, Any]) -> None:
-    try:
-        with signals_held():
-            ray.init(
-                namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options
-            )
-    except (OSError, RuntimeError, ray.exceptions.RayError) as error:
-        raise UnavailableError(f"{problem}: {error}") from error

@@ -1,25 +1,29 @@
 """One embedded Ray: its folder, token and environment, and the file by which others find it.
 
-Imports no ray. `up` and `make serve` own a cluster; `status` and `down` read the file.
+`up` and the demo own a cluster; `status` and `down` read the file, and import no ray for that.
 """
 
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from filelock import FileLock, Timeout
 from msgspec import Meta
 
+from deploy.config import ClusterConfig
 from deploy.process import end_descendants, ignore_signals
 from engine.config import Config
 from engine.errors import ConfigError, UnavailableError
+
+if TYPE_CHECKING:
+    from deploy.actors import Member
 
 FOLDER_PREFIX = "tandem-ray-"
 END_S = 3.0
@@ -32,7 +36,6 @@ class ClusterState(Config, frozen=True):
 
     pid: Annotated[int, Meta(ge=1)]
     folder: str
-    token_path: str
     address: str = ""
 
 
@@ -53,19 +56,43 @@ class Session:
         return self.folder / "token"
 
     def environment(self) -> dict[str, str]:
-        """For this process, before it imports ray, and so for all that Ray starts."""
-        return {**embedded_environment(self.token_path), "TMPDIR": str(self.folder)}
+        """For a process, before it imports ray: it reaches this Ray by token, on this machine only.
+
+        All that Ray starts inherits the owner's.
+        """
+        return {
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN_PATH": str(self.token_path),
+            # Despite its name: with 0, Ray binds its ports to the loopback address, on Linux too.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "TMPDIR": str(self.folder),
+        }
 
 
-def embedded_environment(token_path: Path) -> dict[str, str]:
-    """Variables that let a process reach an embedded Ray: by token, on this machine only."""
-    return {
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN_PATH": str(token_path),
-        # Despite its name: with 0, Ray binds its ports to the loopback address, on Linux too.
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-    }
+@contextmanager
+def embedded_cluster(
+    config: ClusterConfig,
+    environment: MutableMapping[str, str],
+    progress: Callable[[str], None],
+    *,
+    state: Path | None,
+) -> Iterator[tuple[Session, list["Member"]]]:
+    """A cluster on a Ray of its own, up for as long as the block; its members, the proxy last.
+
+    `environment` is this process's. `state` is the file by which `status` and `down` see it.
+    """
+    with new_session() as session, shown_session(state, session) as show_address:
+        environment.update(session.environment())
+        progress("starting an embedded Ray, for which only this user has the token")
+        # Ray reads its environment when it is imported.
+        from deploy.ray_cluster import embedded, running
+
+        with embedded(session.ray_folder, config.resources()) as address:
+            show_address(address)
+            with running(config, progress) as members:
+                yield session, members
+            progress("stopping Ray")
 
 
 @contextmanager
@@ -98,9 +125,7 @@ def shown_session(file: Path | None, session: Session) -> Iterator[Callable[[str
     if file is None:
         yield lambda address: None
         return
-    state = ClusterState(
-        pid=os.getpid(), folder=str(session.folder), token_path=str(session.token_path)
-    )
+    state = ClusterState(pid=os.getpid(), folder=str(session.folder))
     lock = _acquire(file, LOOK_S)
     if lock is None:
         raise ConfigError(f"a cluster is up already, see {file}: run down first")
