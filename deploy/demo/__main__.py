@@ -3,9 +3,6 @@
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from time import perf_counter
 from typing import Annotated
 
@@ -15,10 +12,9 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 
 from deploy.config import ClusterConfig, load_cluster
-from deploy.demo.leftovers import Leftovers
 from deploy.demo.talk import Exchange, Talk, table_of
-from deploy.process import descendants, stop_on_signals
-from deploy.session import new_session, shown_session, state_file
+from deploy.process import stop_on_signals
+from deploy.session import embedded_cluster, state_file
 from engine.errors import TandemError
 from engine.process import configure_logging
 
@@ -48,59 +44,30 @@ class Steps:
         self._console.print(f"[dim]{seconds:5.1f} s[/] {text}", highlight=False)
 
 
-@contextmanager
-def demo_cluster(
-    port: int, steps: Steps, leftovers: Leftovers, *, state: Path | None = None
-) -> Iterator[str]:
-    """One P, one D and the proxy on an embedded Ray; yields the proxy's URL.
-
-    `state` is the file by which `deploy status` and `down` see it.
-    """
-    config = _on_port(load_cluster(), port)
-    with new_session() as session, shown_session(state, session) as show_address:
-        leftovers.watch_folder(session.folder)
-        os.environ.update(session.environment())
-        steps("starting an embedded Ray, for which only this user has the token")
-        # Ray reads its environment when it is imported.
-        from deploy.ray_cluster import embedded, running
-
-        with embedded(session.ray_folder, config.resources()) as address:
-            show_address(address)
-            with running(config, steps) as members:
-                leftovers.watch_processes(descendants())
-                yield members[-1].url
-            steps("stopping Ray")
-
-
 def show(console: Console) -> bool:
-    """Runs the demo; whether the tokens are right and nothing is left."""
+    """Runs the demo; whether the tokens are right."""
     steps = Steps(console)
-    leftovers = Leftovers()
-    with demo_cluster(0, steps, leftovers) as url:
+    with embedded_cluster(_on_port(0), os.environ, steps, state=None) as (_, members):
         console.rule("through proxy, prefill node and decode node")
-        pair = asyncio.run(_run(url, console))
+        pair = asyncio.run(_run(members[-1].url, console))
         console.rule()
         steps("sending the same requests to a single kv_both node")
         alone = asyncio.run(_alone())
     console.print(table_of(pair))
-    same = _compare(pair, alone, console)
-    left = leftovers.find()
-    for line in left:
-        console.print(f"[bold red]left behind:[/] {line}", highlight=False)
-    steps("done" if left else f"[green]nothing is left behind:[/] {leftovers.watched}")
-    return same and not left
+    return _compare(pair, alone, console)
 
 
 def keep(console: Console, port: int) -> None:
     """Keeps the cluster up until Ctrl-C or `deploy down`."""
     state = state_file(os.environ.get("XDG_RUNTIME_DIR"))
-    with demo_cluster(port, Steps(console), Leftovers(), state=state) as url:
-        text = EXAMPLES.format(url=url, name=NAME)
+    with embedded_cluster(_on_port(port), os.environ, Steps(console), state=state) as (_, members):
+        text = EXAMPLES.format(url=members[-1].url, name=NAME)
         console.print(text, highlight=False, soft_wrap=True)
         threading.Event().wait()
 
 
-def _on_port(config: ClusterConfig, port: int) -> ClusterConfig:
+def _on_port(port: int) -> ClusterConfig:
+    config = load_cluster()
     return msgspec.structs.replace(config, proxy={**config.proxy, "port": port})
 
 
@@ -115,9 +82,10 @@ async def _run(url: str, console: Console) -> list[Exchange]:
 async def _alone() -> list[Exchange]:
     """All requests to one node in this process, which prefills and decodes."""
     # Only now: importing torch takes seconds, in which nothing would be seen.
-    from prefill_node.server import prefill_server
+    from connector.registry import builder_of
+    from engine.node.server import NodeServer
 
-    node = prefill_server(load_cluster().node("prefill"))
+    node = NodeServer(load_cluster().node("prefill"), "prefill", builder_of)
     await node.start()
     try:
         return await _run(node.url, Console(quiet=True))

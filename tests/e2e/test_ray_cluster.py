@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import psutil
 import pytest
 
 from deploy.process import is_alive
-from deploy.session import ClusterState, read_state
+from deploy.session import FOLDER_PREFIX, ClusterState, read_state
 from engine.errors import UnavailableError
 from tests.leaks import assert_no_orphans_but, orphans
 from tests.ray_driver import Report, complete
@@ -207,19 +208,31 @@ def test_make_serve_is_seen_and_a_signal_to_all_its_processes_ends_it_cleanly(
 
 @pytest.mark.long
 def test_the_demo_shows_equal_tokens_and_leaves_nothing() -> None:
-    done = subprocess.run(
+    names, folders = orphans(), _session_folders()
+    processes: set[psutil.Process] = set()
+    with subprocess.Popen(
         [sys.executable, "-m", "deploy.demo"],
         env={**os.environ, "COLUMNS": "80"},
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = re.findall(r"^ (completion|chat|turn \d of 3) +(\d+) +(\d+)", done.stdout, re.M)
+    ) as demo:
+        assert demo.stdout is not None
+        said = ""
+        for line in demo.stdout:
+            said += line
+            processes |= below(demo.pid)
+    assert demo.returncode == 0, said
+    rows = re.findall(r"^ (completion|chat|turn \d of 3) +(\d+) +(\d+)", said, re.M)
     assert len(rows) == 5
-    assert "tokens equal those of a single kv_both node" in done.stdout
-    assert "nothing is left behind: " in done.stdout
+    assert "tokens equal those of a single kv_both node" in said
+    assert len(processes) > 3
+    assert not list(filter(is_alive, processes))
+    assert _session_folders() <= folders
+    assert_no_orphans_but(names)
+
+
+def _session_folders() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"))
 
 
 def _url_of_proxy(table: str) -> str:

@@ -1,15 +1,12 @@
-"""Processes are found, told apart and ended; leftovers of the demo are seen."""
+"""Processes are found, told apart and ended."""
 
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
-from deploy.demo.leftovers import SHARED_MEMORY, Leftovers
 from deploy.process import descendants, is_alive, wait_gone
 
 SLEEPER = "import subprocess, sys; subprocess.run(['sleep', '60'])"
@@ -54,19 +51,3 @@ def test_a_zombie_is_gone(sleeper: subprocess.Popen[bytes]) -> None:
     assert now.status() == psutil.STATUS_ZOMBIE
     assert not is_alive(now)
     assert now not in descendants()
-
-
-def test_leftovers_are_seen(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
-    leftovers = Leftovers()
-    segment = SHARED_MEMORY / f"tandem-test-{uuid.uuid4().hex}"
-    leftovers.watch_folder(tmp_path)
-    leftovers.watch_folder(tmp_path / "gone")
-    try:
-        segment.write_bytes(b"x")
-        found = leftovers.find(0.0)
-    finally:
-        segment.unlink()
-    assert f"process {sleeper.pid}" in found
-    assert str(tmp_path) in found
-    assert str(tmp_path / "gone") not in found
-    assert str(segment) in found
