@@ -12,7 +12,7 @@ from typing import Self
 import msgspec
 import torch
 
-from decode_node.server import decode_server
+from connector.registry import builder_of
 from engine.arena import ArenaMemory
 from engine.config import NodeConfig, SchedulerConfig
 from engine.core import EngineCore
@@ -21,6 +21,7 @@ from engine.kv_cache.plan import plan_arena
 from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
 from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
+from engine.node.server import NodeServer
 from engine.sched.scheduler import Scheduler
 from engine.types import GenerateRequest, SamplingParams
 from engine.worker.model_runner import ModelRunner
@@ -63,7 +64,7 @@ class TandemNode:
             enable_prefix_caching=False,  # rounds repeat their prompts; each is computed anew
         )
         self._loop = asyncio.Runner()
-        self._node = decode_server(config)
+        self._node = NodeServer(config, "decode", builder_of)
         self._loop.run(self._node.start())
 
     def __enter__(self) -> Self:

@@ -1,9 +1,10 @@
 """`python -m decode_node MODEL ...`: one decode node in this process."""
 
-from decode_node.server import decode_server
+from connector.registry import builder_of
 from engine.cli import node_app
+from engine.node.server import NodeServer
 
 DEFAULT_PORT = 8200
 
 if __name__ == "__main__":
-    node_app("decode", DEFAULT_PORT, decode_server)()
+    node_app("decode", DEFAULT_PORT, lambda config: NodeServer(config, "decode", builder_of))()

@@ -1,9 +1,10 @@
 """`python -m prefill_node MODEL ...`: one prefill node in this process."""
 
+from connector.registry import builder_of
 from engine.cli import node_app
-from prefill_node.server import prefill_server
+from engine.node.server import NodeServer
 
 DEFAULT_PORT = 8100
 
 if __name__ == "__main__":
-    node_app("prefill", DEFAULT_PORT, prefill_server)()
+    node_app("prefill", DEFAULT_PORT, lambda config: NodeServer(config, "prefill", builder_of))()

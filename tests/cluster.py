@@ -18,11 +18,10 @@ import transformers
 import zmq
 
 from connector.pd.decode.pull_reader import STAGE_BYTES
-from decode_node.server import decode_server
+from connector.registry import builder_of
 from engine.config import KVTransferConfig, NodeConfig
 from engine.node.server import NodeServer
 from engine.types import GenerateOutput, GenerateRequest, TokenLogprob
-from prefill_node.server import prefill_server
 from tests.api_double import write_model_folder
 from tests.engine_thread import run_in_engine
 from tests.fault_points import NO_FAULTS, FaultInjector, faulty_builder
@@ -174,7 +173,7 @@ class Cluster:
     ) -> NodeServer:
         """One more node; `changes` are NodeConfig fields."""
         config = msgspec.structs.replace(BASE, model=str(model), **changes)
-        node = (prefill_server if kind == "prefill" else decode_server)(config)
+        node = NodeServer(config, kind, builder_of)
         if faults is not NO_FAULTS or stage_bytes != STAGE_BYTES:
             build = partial(faulty_builder, faults=faults, stage_bytes=stage_bytes)
             node = NodeServer(config, kind, build)

@@ -15,7 +15,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 
-PRELOADED = ("engine.cli", "prefill_node.server", "decode_node.server", "proxy.server")
+PRELOADED = ("engine.cli", "engine.node.server", "connector.registry", "proxy.server")
 
 
 def forks() -> ForkServerContext:

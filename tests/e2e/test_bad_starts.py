@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from decode_node.server import decode_server
+from connector.registry import builder_of
 from engine.errors import ConfigError, TandemError
+from engine.node.server import NodeServer
 from engine.plan import plan
 from tests.cluster import BASE, transfer_config
 from tests.processes import NODE_FLAGS, STOP_S, ServerProcess
@@ -73,7 +74,7 @@ def folder(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
 async def refusal(folder: Path, **changes: object) -> TandemError:
     config = replace(BASE, model=str(folder), kv_transfer_config=transfer_config(), **changes)
     with pytest.raises(TandemError) as caught:
-        await decode_server(config).start()
+        await NodeServer(config, "decode", builder_of).start()
     return caught.value
 
 

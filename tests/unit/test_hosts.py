@@ -9,10 +9,11 @@ from os import getpid
 import pytest
 import structlog
 
+from connector.registry import builder_of
 from engine.config import NodeConfig, decode_config
 from engine.errors import ConfigError
 from engine.hosts import advertised_host
-from prefill_node.server import prefill_server
+from engine.node.server import NodeServer
 from tests.netns import End, cable, enter, namespaces, run, skip_if_impossible
 
 Inside = Callable[[str, str | None], str]
@@ -71,5 +72,6 @@ async def test_an_address_of_another_machine_is_called_that(
 ) -> None:
     """Before a model is looked for, and whether or not the port is free."""
     with pytest.raises(ConfigError) as caught:
-        await prefill_server(decode_config({"model": "none", **flags}, NodeConfig, "flags")).start()
+        config = decode_config({"model": "none", **flags}, NodeConfig, "flags")
+        await NodeServer(config, "prefill", builder_of).start()
     assert said in str(caught.value)
