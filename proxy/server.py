@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.api.app import create_app
-from engine.api.operations import HEALTH_PATHS, metrics_response
+from engine.api.operations import HEALTH_PATHS, metrics
 from engine.errors import UnavailableError
 from engine.http.errors import ERROR_HANDLERS
 from engine.http.server import HttpServer
@@ -164,16 +164,13 @@ def _waiting_app(registry: CollectorRegistry) -> Starlette:
     async def alive(request: Request) -> Response:
         return Response()
 
-    async def metrics(request: Request) -> Response:
-        return await metrics_response(registry)
-
     async def not_yet(request: Request) -> Response:
         raise UnavailableError("no node has answered yet, so the model is not known")
 
     return Starlette(
         routes=[
             *(Route(path, alive) for path in HEALTH_PATHS),
-            Route("/metrics", metrics),
+            Route("/metrics", partial(metrics, registry)),
             Route("/{path:path}", not_yet, methods=ANY_METHOD),
         ],
         exception_handlers=ERROR_HANDLERS,

@@ -51,7 +51,7 @@ class Operations:
             *(Route(path, self.health) for path in HEALTH_PATHS),
             Route("/ready", self.ready),
             Route("/version", self.version),
-            Route("/metrics", self.metrics),
+            Route("/metrics", partial(metrics, self._registry)),
             Route("/v1/models", self.models),
             # A path, since names such as those of the hub have slashes.
             Route("/v1/models/{name:path}", self.model),
@@ -70,9 +70,6 @@ class Operations:
 
     async def version(self, request: Request) -> Response:
         return _json({"version": self._serving.version})
-
-    async def metrics(self, request: Request) -> Response:
-        return await metrics_response(self._registry)
 
     async def models(self, request: Request) -> Response:
         return _json(ModelList(data=[self._card(self._serving.model_name)]))
@@ -137,7 +134,7 @@ class Operations:
         return {"prompt": text}
 
 
-async def metrics_response(registry: CollectorRegistry) -> Response:
+async def metrics(registry: CollectorRegistry, request: Request) -> Response:
     """Prometheus' text of a registry; collecting it takes time, so not on the event loop."""
     # Gauges ask schedulers and pools, and thousands of series become text.
     text = await asyncio.to_thread(generate_latest, registry)

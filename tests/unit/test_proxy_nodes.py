@@ -14,9 +14,13 @@ from starlette.routing import Route
 from engine.config import load_config
 from engine.errors import UnavailableError
 from engine.http.server import HttpServer
+from engine.process import wait_until
 from engine.rpc.node_http import parse_node_url, resolve_grpc_address
 from proxy.config import ProxyConfig
+from proxy.server import ProxyServer
 from tests.node_double import (
+    POLL_S,
+    WAIT_S,
     ScriptedNode,
     client_of,
     cluster_config,
@@ -140,6 +144,21 @@ async def test_a_node_that_is_not_ready_gets_nothing() -> None:
         _, text = await fetch(f"{base}/ready")
     assert "no decode node is available" in text
     assert "127.0.0.1" not in text
+
+
+async def test_the_proxy_names_the_nodes_that_it_waits_for() -> None:
+    prefill, decode = ScriptedNode("p", kind="prefill"), ScriptedNode("d", ready=False)
+    async with running_nodes(prefill, decode):
+        proxy = ProxyServer(cluster_config([prefill], [decode]), poll_interval_s=POLL_S)
+        assert proxy.missing()[-1] == "a model"
+        await proxy.start()
+        try:
+            said = (f"{decode.url}: is not ready: draining",)
+            assert await wait_until(lambda: proxy.missing() == said, WAIT_S)
+            decode.ready = True
+            assert await wait_until(lambda: not proxy.missing(), WAIT_S)
+        finally:
+            await proxy.close()
 
 
 async def test_a_node_that_moves_to_another_port_is_found_again() -> None:
