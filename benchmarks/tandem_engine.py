@@ -14,7 +14,7 @@ import torch
 
 from connector.registry import builder_of
 from engine.arena import ArenaMemory
-from engine.config import NodeConfig, SchedulerConfig
+from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
@@ -99,12 +99,9 @@ class BareCore:
         plan = plan_arena(config.groups, 16, ARENA_BYTES)
         self._arena = ArenaMemory(plan.arena_bytes)
         self.connector = Connector(LocalAdmission(), SchedulerConnector(), WorkerConnector())
-        limits = SchedulerConfig(
-            max_model_len=config.max_position_embeddings, max_num_seqs=max_num_seqs
-        )
-        self.scheduler = Scheduler(
-            limits, KVCacheManager(plan, prefix_caching=False), self.connector.scheduler
-        )
+        cache = KVCacheManager(plan, prefix_caching=False)
+        options = NodeConfig(max_num_seqs=max_num_seqs)
+        self.scheduler = Scheduler(options, cache, self.connector.scheduler)
         model = load_model(folder, config, torch.device("cpu"))
         self.runner = ModelRunner(model, plan, self._arena)
         self.core = EngineCore(self.scheduler, self.runner, self.connector)

@@ -5,7 +5,6 @@ fields, `load_config` puts flags over a file over defaults; a config never chang
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -204,33 +203,8 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         if not self.model:
             raise ConfigError("no model: give a folder or hub name as first argument")
 
-    def scheduler(self, max_model_len: int) -> "SchedulerConfig":
-        return SchedulerConfig(
-            max_model_len=max_model_len,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            scheduling_policy=self.scheduling_policy,
-            mamba_decode_checkpoint_interval=self.mamba_decode_checkpoint_interval,
-        )
-
 
 DEFAULTS = NodeConfig()
-
-
-@dataclass(slots=True, frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of one step, the order of requests, and where decoding keeps states.
-
-    With the policy `fcfs` no request may bring a priority.
-    """
-
-    max_model_len: int
-    max_num_waiting: int = 1024
-    max_num_seqs: int = DEFAULTS.max_num_seqs
-    max_num_batched_tokens: int = DEFAULTS.max_num_batched_tokens
-    scheduling_policy: SchedulingPolicy = DEFAULTS.scheduling_policy
-    mamba_decode_checkpoint_interval: int = DEFAULTS.mamba_decode_checkpoint_interval
-
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 

@@ -7,7 +7,7 @@ from typing import Self
 import torch
 
 from engine.arena import ArenaMemory
-from engine.config import SchedulerConfig
+from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.errors import TandemError
 from engine.kv_cache.manager import KVCacheManager
@@ -60,8 +60,7 @@ class BareEngine:
         self.usage = 0.0
         self.running: set[str] = set()
         connector = Connector(LocalAdmission(), _Watch(self._look), WorkerConnector())
-        limits = SchedulerConfig(
-            max_model_len=MAX_LENGTH,
+        limits = NodeConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )

@@ -211,8 +211,7 @@ class NodeServer:
             listener=connector.scheduler.cache_listener,
         )
         recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
-        limited = config.scheduler(limits.max_model_len)
-        scheduler = Scheduler(limited, cache, connector.scheduler, recompute_failed_loads=recompute)
+        scheduler = Scheduler(config, cache, connector.scheduler, recompute_failed_loads=recompute)
         self.metrics.read(scheduler, gauges=SCHEDULER_GAUGES, counters=SCHEDULER_COUNTERS)
         core, metrics = EngineCore(scheduler, runner, connector), RequestMetrics(self.metrics)
         engine = AsyncEngine(core, connector.admission, limits, metrics=metrics)

@@ -5,7 +5,7 @@ Torch-free. Knows that tokens may come from outside (the seam), never from whom.
 
 import msgspec
 
-from engine.config import SchedulerConfig
+from engine.config import NodeConfig
 from engine.errors import KVLoadError, OverloadedError, TandemError
 from engine.kv_cache.checkpoints import decode_positions, due
 from engine.kv_cache.manager import KVCacheManager, Pin
@@ -21,13 +21,15 @@ from engine.sched.stats import NO_CHECKPOINT, SchedulerStats
 from engine.step import ConnectorOutput, LoadFailure, ModelRunnerOutput, SchedulerOutput, StepNews
 from engine.types import FinishReason, GenerateOutput, TokenId, TokenLogprob
 
+MAX_WAITING = 1024
+
 
 class Scheduler:
     """Owner of every request from `add` to its end, and of blocks held after the end."""
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        config: NodeConfig,
         cache: KVCacheManager,
         connector: SchedulerConnector,
         *,
@@ -77,7 +79,7 @@ class Scheduler:
         A first token that is known already is emitted at once; if it ends the request, nothing is
         loaded.
         """
-        if len(self._waiting) >= self.config.max_num_waiting:
+        if len(self._waiting) >= MAX_WAITING:
             raise OverloadedError(f"{len(self._waiting)} requests wait already; try again later")
         request.arrival = self._arrivals
         self._arrivals += 1

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from engine.async_engine import AsyncEngine, EngineLimits
-from engine.config import SchedulerConfig
+from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
 from engine.kv_cache.manager import KVCacheManager
@@ -26,7 +26,7 @@ class FragileCore(EngineCore):
         group = KVCacheGroup(FullAttentionSpec(1, 8, "float32"), layers=(0,))
         cache = KVCacheManager(plan_arena((group,), 4, 1 << 20))
         connector = Connector(LocalAdmission(), SchedulerConnector(), WorkerConnector())
-        scheduler = Scheduler(SchedulerConfig(max_model_len=64), cache, connector.scheduler)
+        scheduler = Scheduler(NodeConfig(), cache, connector.scheduler)
         super().__init__(scheduler, cast(Any, None), connector)
 
     def step(self) -> tuple[StepNews, bool]:

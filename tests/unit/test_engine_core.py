@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from engine.config import SchedulerConfig
+from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
@@ -58,7 +58,7 @@ def test_a_finished_load_is_followed_by_a_step_although_none_was_computed() -> N
     group = KVCacheGroup(FullAttentionSpec(1, 8, "float32"), layers=(0,))
     cache = KVCacheManager(plan_arena((group,), 4, 1 << 20))
     sides = Connector(LocalAdmission(), _Elsewhere(), loads := _Loads())
-    scheduler = Scheduler(SchedulerConfig(max_model_len=64), cache, sides.scheduler)
+    scheduler = Scheduler(NodeConfig(), cache, sides.scheduler)
     core = EngineCore(scheduler, cast(Any, _NoModel()), sides)
     sampling = SamplingParams(max_tokens=2)
     origin = GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=sampling)

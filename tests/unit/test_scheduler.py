@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.config import SchedulerConfig
+from engine.config import NodeConfig
 from engine.kv_cache.checkpoints import decode_positions
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
@@ -40,8 +40,7 @@ def scheduler_of(
     cache = KVCacheManager(
         plan_arena(HYBRID, BLOCK, units * plan.unit_bytes), prefix_caching=caching
     )
-    config = SchedulerConfig(
-        max_model_len=1000,
+    config = NodeConfig(
         max_num_batched_tokens=64,
         mamba_decode_checkpoint_interval=interval,
     )

@@ -1,6 +1,6 @@
 """Who waits for room, and when nobody may have to wait."""
 
-from engine.config import SchedulerConfig
+from engine.config import NodeConfig
 from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.manager import KVCacheManager
@@ -42,7 +42,7 @@ def small_cache() -> CountingCache:
 
 
 def scheduler_of(cache: KVCacheManager) -> Scheduler:
-    limits = SchedulerConfig(max_model_len=4096, max_num_seqs=8, max_num_batched_tokens=4096)
+    limits = NodeConfig(max_num_seqs=8, max_num_batched_tokens=4096)
     return Scheduler(limits, cache, SchedulerConnector())
 
 
