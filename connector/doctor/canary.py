@@ -1,16 +1,14 @@
 """A small real hand-over from P to D, checked against the same request on D alone."""
 
 import secrets
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from connector.doctor.findings import Finding, good, wrong
+from connector.doctor.findings import DoctorError, Finding, good, wrong
 from connector.doctor.probe import NodeReport
 from engine.errors import TandemError
 from engine.rpc.messages import NodeInfo
-from engine.rpc.node_http import HttpAnswer
 from engine.types import KVTransferStats
 
 SUBJECT = "canary P to D"
@@ -20,16 +18,8 @@ OUTPUT_TOKENS = 4
 NO_TOKEN = 2  # the first ids of a vocabulary are often special
 
 
-class CanaryError(TandemError):
-    """One of the canary's requests was refused; the finding says which and why."""
-
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(finding.text)
-        self.finding = finding
-
-
 class _Choice(msgspec.Struct, frozen=True):
-    token_ids: tuple[int, ...]
+    token_ids: list[int]
 
 
 class _Usage(msgspec.Struct, frozen=True):
@@ -37,20 +27,11 @@ class _Usage(msgspec.Struct, frozen=True):
 
 
 class _Reply(msgspec.Struct, frozen=True):
-    """The fields of a completion that the canary reads."""
+    """The fields of a completion that the canary reads; it asks for one choice."""
 
-    choices: Annotated[tuple[_Choice, ...], msgspec.Meta(min_length=1)]
+    choices: tuple[_Choice]
     usage: _Usage
     kv_transfer_params: dict[str, Any] | None = None
-
-
-@dataclass(slots=True, frozen=True)
-class _Asked:
-    """A node's answer: tokens, P's `kv_transfer_params`, D's statistics of the transfer."""
-
-    token_ids: list[int]
-    params: dict[str, Any] | None
-    moved: KVTransferStats | None
 
 
 async def fly(p: NodeReport, d: NodeReport, api_key: str | None) -> Finding:
@@ -59,33 +40,34 @@ async def fly(p: NodeReport, d: NodeReport, api_key: str | None) -> Finding:
     prompt = _prompt(p.info, d.info)
     try:
         held = await _ask(p, api_key, _body(prompt, 1, {"do_remote_decode": True}))
-        if held.params is None:
+        params = held.kv_transfer_params
+        if params is None:
             fix = 'start P with kv_role "kv_producer" or "kv_both" in --kv-transfer-config'
             return wrong(SUBJECT, "P answered without kv_transfer_params", fix)
         # D alone must compute the prompt itself: another salt, so it cannot hit what was pulled.
-        pulled = await _ask(d, api_key, _body(prompt, OUTPUT_TOKENS, held.params))
+        pulled = await _ask(d, api_key, _body(prompt, OUTPUT_TOKENS, params))
         alone = await _ask(d, api_key, _body(prompt, OUTPUT_TOKENS, None))
-    except CanaryError as error:
+    except DoctorError as error:
         return error.finding
     except TandemError as error:
         return wrong(SUBJECT, f"no answer: {error}", "look into the logs of both nodes")
-    return _judge(held, pulled, alone)
+    return _judge(params, pulled, alone)
 
 
-def _judge(held: _Asked, pulled: _Asked, alone: _Asked) -> Finding:
-    params, moved = held.params or {}, pulled.moved
+def _judge(params: dict[str, Any], pulled: _Reply, alone: _Reply) -> Finding:
+    moved = pulled.usage.kv_transfer
     if moved is None or not moved.attention_bytes + moved.state_bytes:
         where = f"{params.get('remote_host')}:{params.get('remote_port')}"
         text = f"D computed the prompt itself instead of reading it from P at {where}"
         fix = "see D's log; give P an --advertise-host that D can reach, or change the transport"
         return wrong(SUBJECT, text, fix)
-    if pulled.token_ids != alone.token_ids:
-        text = f"tokens {pulled.token_ids} after the transfer, {alone.token_ids} on D alone"
+    after, without = (reply.choices[0].token_ids for reply in (pulled, alone))
+    if after != without:
+        text = f"tokens {after} after the transfer, {without} on D alone"
         return wrong(SUBJECT, text, "send no traffic; report it with both nodes' flags")
     if not moved.verified:
         text = f"{_rate(moved)}; the tokens are right, but D did not compare digests"
-        fix = "set verify_transfers on D"
-        return wrong(SUBJECT, text, fix)
+        return wrong(SUBJECT, text, "set verify_transfers on D")
     return good(SUBJECT, f"{_rate(moved)}, verified; the tokens equal those of D alone")
 
 
@@ -119,22 +101,15 @@ def _body(prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> 
     }
 
 
-async def _ask(node: NodeReport, api_key: str | None, body: dict[str, Any]) -> _Asked:
+async def _ask(node: NodeReport, api_key: str | None, body: dict[str, Any]) -> _Reply:
     answer = await node.http.post(PATH, api_key, body)
-    if answer.status != 200:
-        raise CanaryError(_refused(node, answer))
-    try:
-        reply = msgspec.convert(answer.body, _Reply)
-    except msgspec.ValidationError as error:
-        text = f"{node.name}'s answer cannot be read: {error}"
-        raise CanaryError(wrong(SUBJECT, text, "run the same version everywhere")) from error
-    return _Asked(
-        list(reply.choices[0].token_ids), reply.kv_transfer_params, reply.usage.kv_transfer
-    )
-
-
-def _refused(node: NodeReport, answer: HttpAnswer) -> Finding:
     if answer.status == 401:
         fix = "give the doctor the nodes' --api-key (or VLLM_API_KEY)"
-        return wrong(SUBJECT, f"{node.name} refuses the API key", fix)
-    return wrong(SUBJECT, f"{node.name} answers {answer.error}", "look into its log")
+        raise DoctorError(SUBJECT, f"{node.name} refuses the API key", fix)
+    if answer.status != 200:
+        raise DoctorError(SUBJECT, f"{node.name} answers {answer.error}", "look into its log")
+    try:
+        return msgspec.convert(answer.body, _Reply)
+    except msgspec.ValidationError as error:
+        text = f"{node.name}'s answer cannot be read: {error}"
+        raise DoctorError(SUBJECT, text, "run the same version everywhere") from error

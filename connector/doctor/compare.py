@@ -25,7 +25,7 @@ EXPECTED = {"P": "prefill", "D": "decode"}
 
 def compare(p: NodeReport, d: NodeReport) -> list[Finding]:
     """Findings about the pair, from both handshakes; none if a node gave no handshake."""
-    findings = [found for node in (p, d) if (found := _kind(node)) is not None]
+    findings = [*_kind(p), *_kind(d)]
     if p.handshake is None or d.handshake is None:
         return findings
     if p.handshake.engine_id == d.handshake.engine_id:
@@ -41,17 +41,20 @@ def compare(p: NodeReport, d: NodeReport) -> list[Finding]:
     return [*findings, *(differing or agreed), *_address(p, apart)]
 
 
-def _kind(node: NodeReport) -> Finding | None:
+def _kind(node: NodeReport) -> list[Finding]:
     """A note for an unexpected kind; only a note, since any node can do either part."""
     if node.info is None or node.info.kind == EXPECTED[node.name]:
-        return None
+        return []
     text = f"{node.http.url} was started as {node.info.kind} node"
-    return Finding(Verdict.NOTE, node.name, text, "the first URL is P's, the second D's")
+    return [Finding(Verdict.NOTE, node.name, text, "the first URL is P's, the second D's")]
 
 
 def _agreed(p: Handshake, d: Handshake) -> list[Finding]:
-    sizes = [sorted({group.block_size for group in groups_of(node)}) for node in (p, d)]
-    blocks = f"blocks of {_listed(sizes[0])} tokens on P, of {_listed(sizes[1])} on D"
+    of_p, of_d = (
+        " and ".join(map(str, sorted({group.block_size for group in groups_of(node)})))
+        for node in (p, d)
+    )
+    blocks = f"blocks of {of_p} tokens on P, of {of_d} on D"
     layers = {layer for group in groups_of(p) for layer in group.layers}
     return [
         good("protocol", f"both speak {p.geometry.get('protocol', '?')}"),
@@ -88,10 +91,6 @@ def _address(p: NodeReport, apart: str | None) -> list[Finding]:
         return []
     text = f"P tells its peers {p.host}, which leads nowhere but to their own host"
     return [wrong("address of P", text, ADVERTISE)]
-
-
-def _listed(sizes: list[int]) -> str:
-    return " and ".join(map(str, sizes))
 
 
 def _differing(found: list[Difference]) -> list[Finding]:

@@ -5,6 +5,8 @@ from enum import Enum
 
 from rich.text import Text
 
+from engine.errors import TandemError
+
 
 class Verdict(Enum):
     """The mark of a finding; only `WRONG` fails the check."""
@@ -41,3 +43,11 @@ def good(subject: str, text: str) -> Finding:
 def wrong(subject: str, text: str, fix: str) -> Finding:
     """A finding with which traffic would fail or go astray."""
     return Finding(Verdict.WRONG, subject, text, fix)
+
+
+class DoctorError(TandemError):
+    """A finding after which there is nothing more to ask."""
+
+    def __init__(self, subject: str, text: str, fix: str) -> None:
+        super().__init__(text)
+        self.finding = wrong(subject, text, fix)

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from connector.doctor.__main__ import examine
-from connector.doctor.canary import _Asked, _judge
+from connector.doctor.canary import _judge, _Reply
 from connector.doctor.compare import compare
 from connector.doctor.findings import Finding, Verdict
 from connector.doctor.probe import probe
@@ -179,14 +179,19 @@ def test_other_tokens_after_the_transfer_are_wrong() -> None:
     moved = KVTransferStats(
         attention_bytes=5_000_000, state_bytes=1_000_000, transfer_ms=2.0, verified=True
     )
-    held, alone = _Asked([7], {}, None), _Asked([7, 8, 9], None, None)
-    found = _judge(held, _Asked([7, 8, 9], None, moved), alone)
+    pulled, alone = reply([7, 8, 9], moved), reply([7, 8, 9], None)
+    found = _judge({}, pulled, alone)
     assert (found.verdict, "3.000 GB/s" in found.text) == (Verdict.GOOD, True)
-    unverified = _Asked([7, 8, 9], None, msgspec.structs.replace(moved, verified=False))
-    found = _judge(held, unverified, alone)
+    unverified = reply([7, 8, 9], msgspec.structs.replace(moved, verified=False))
+    found = _judge({}, unverified, alone)
     assert (found.verdict, "did not compare digests" in found.text) == (Verdict.WRONG, True)
-    found = _judge(held, _Asked([7, 8, 8], None, moved), alone)
+    found = _judge({}, reply([7, 8, 8], moved), alone)
     assert (found.verdict, found.text[:16]) == (Verdict.WRONG, "tokens [7, 8, 8]")
+
+
+def reply(tokens: list[int], moved: KVTransferStats | None) -> _Reply:
+    told = {"choices": [{"token_ids": tokens}], "usage": {"kv_transfer": moved}}
+    return msgspec.convert(told, _Reply)
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:8100", "grpc://h:1", "http://h", "http://h:x"])
