@@ -14,7 +14,7 @@ from connector.pd.connector import PdBuilder, PdConnector
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
 from connector.pd.wire.lease_record import REGION
-from connector.transports.base import SpanPair, Transfer, TransferStatus, Transport
+from connector.transports.base import SpanPair, Transfer, Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
 from engine.config import KVTransferConfig
@@ -79,7 +79,7 @@ class FaultyTransfer(Transfer):
         self._faults = faults
         self._seen = 0
 
-    def poll(self) -> TransferStatus:
+    def poll(self) -> bool:
         return self._inner.poll()
 
     def wait(self, timeout_s: float, nbytes: int | None = None) -> None:

@@ -8,27 +8,23 @@ the transport's lock unless it says otherwise. No thread waits for bytes while i
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from threading import RLock
 from typing import Generic, Protocol, TypeVar
+from weakref import WeakSet
 
-from connector.transports.base import (
-    CompletedTransfer,
-    SpanPair,
-    Transfer,
-    Transport,
-    check_spans,
-)
+from connector.transports.base import SpanPair, Transfer, Transport, check_spans
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
 
 @dataclass(slots=True)
 class RemoteMemory:
-    """One connected peer: its encoded address, and the bytes of each of its regions."""
+    """One connected peer: its name here, its encoded address, and the bytes of each region."""
 
+    name: str
     blob: bytes
     nbytes: tuple[int, ...]
 
@@ -53,6 +49,8 @@ class ArenaTransport(Transport, Generic[_Remote]):
     """
 
     moves_devices = False
+    package: str | None = None
+    """Imported by it, and installed by `pip install 'tandem[NAME]'`; None: comes with tandem."""
 
     def __init__(self, agent_name: str, host: str = "127.0.0.1") -> None:
         self.agent_name = agent_name
@@ -61,15 +59,12 @@ class ArenaTransport(Transport, Generic[_Remote]):
         self._regions: tuple[ArenaMemory, ...] = ()
         self._server: Server | None = None
         self._peers: dict[str, _Remote] = {}
+        self._reads: WeakSet[Transfer] = WeakSet()
 
     def register(self, *regions: ArenaMemory) -> None:
         if self._regions:
             raise TransportError(
                 "this transport has an arena already; open one transport per arena"
-            )
-        if not self.moves_devices and any(it.device_index is not None for it in regions):
-            raise TransportError(
-                f"{self.name} moves host memory only; use nixl or zmq for an arena on a device"
             )
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -106,7 +101,9 @@ class ArenaTransport(Transport, Generic[_Remote]):
                 raise TransportError(f"peer {peer!r} and this node do not both have {region=}")
             sizes = remote.nbytes[region], self._regions[region].nbytes
             check_spans(spans, remote_nbytes=sizes[0], local_nbytes=sizes[1])
-            return self._start(remote, spans, region) if spans else CompletedTransfer()
+            transfer = self._start(remote, spans, region)
+            self._reads.add(transfer)
+            return transfer
 
     def disconnect(self, peer: str) -> None:
         with self._lock:
@@ -117,7 +114,9 @@ class ArenaTransport(Transport, Generic[_Remote]):
     def close(self) -> None:
         # Reads end first, so that peers owe nothing to a reader that has left: over TCP, UCX aborts
         # the process that does.
-        for transfer in self._under_way():
+        with self._lock:
+            reads = tuple(self._reads)
+        for transfer in reads:  # without the lock: they may drain
             transfer.cancel()
         with self._lock, ExitStack() as stack:  # runs bottom up, every step even if one fails
             if self._server is not None:
@@ -145,10 +144,6 @@ class ArenaTransport(Transport, Generic[_Remote]):
 
     def _drop(self, remote: _Remote, reason: str) -> None:
         """Fail the reads from a peer and disconnect it; with or without the lock."""
-
-    def _under_way(self) -> Iterable[Transfer]:
-        """Reads that `close` drains; without the lock."""
-        return ()
 
     def _stop_reading(self) -> None:
         """Give back what the reads of all peers share. Idempotent."""

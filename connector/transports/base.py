@@ -6,7 +6,6 @@ or `notices`: D reads and nobody pushes, and control messages travel on gRPC.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from enum import Enum, auto
 from typing import NamedTuple
 
 from engine.arena import ArenaMemory
@@ -21,19 +20,15 @@ class SpanPair(NamedTuple):
     length: int
 
 
-class TransferStatus(Enum):
-    """State of a read that has not failed; failure is an exception."""
-
-    PENDING = auto()
-    DONE = auto()
-
-
 class Transfer(ABC):
-    """One read under way; it ends by DONE, by an error or by `cancel`."""
+    """One read under way; it ends by itself, by an error or by `cancel`."""
 
     @abstractmethod
-    def poll(self) -> TransferStatus:
-        """Progress without blocking. Raises TransportError after a failure or `cancel`."""
+    def poll(self) -> bool:
+        """Progress without blocking; True once all bytes are here.
+
+        Raises TransportError after a failure or `cancel`.
+        """
 
     @abstractmethod
     def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
@@ -49,21 +44,6 @@ class Transfer(ABC):
 
         Afterwards no late byte can reach the local arena.
         """
-
-
-class CompletedTransfer(Transfer):
-    """A read of no spans at all."""
-
-    __slots__ = ()
-
-    def poll(self) -> TransferStatus:
-        return TransferStatus.DONE
-
-    def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
-        pass
-
-    def cancel(self) -> None:
-        pass
 
 
 class Transport(ABC):
@@ -134,6 +114,24 @@ def check_spans(spans: Sequence[SpanPair], *, remote_nbytes: int, local_nbytes: 
         ):
             if end > nbytes:
                 raise TransportError(f"span {index} {span} ends past the {side} arena ({nbytes} B)")
+
+
+def check_pieces(
+    pieces: Sequence[tuple[int, int]], region: int, *, sizes: Sequence[int], most: int
+) -> None:
+    """Check what a reader asks for: `pieces` (offset, length) of one of the owner's regions.
+
+    `sizes` are those of all regions, `most` is that of a request, in bytes. Raises TransportError
+    naming the first piece outside the region, an unknown region, or a request that is too big.
+    """
+    if region >= len(sizes):
+        raise TransportError(f"there is no region {region}")
+    for offset, length in pieces:
+        if offset + length > sizes[region]:
+            raise TransportError(f"{length} B at {offset} end past the arena ({sizes[region]} B)")
+    total = sum(length for _, length in pieces)
+    if total > most:
+        raise TransportError(f"{total} B in one request are over {most} B")
 
 
 def cut(spans: Sequence[SpanPair], most: int) -> Iterator[SpanPair]:

@@ -4,28 +4,26 @@ The place where a peer runs decides, not the address by which it is reached.
 """
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
 import structlog
 
-from connector.transports.address import MAX_ADDRESS_BYTES, decode_address
+from connector.transports.address import decode_address
 from connector.transports.base import SpanPair, Transfer, Transport
-from connector.transports.shm import ShmTransport, host_of, this_host, why_out_of_reach
+from connector.transports.shm import ShmAddress, ShmTransport
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
 log = structlog.get_logger()
 
 BOTH = "+"
-_Part = Annotated[bytes, msgspec.Meta(max_length=MAX_ADDRESS_BYTES)]
 
 
 class NearAndFarAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="near and far"):
     """Two addresses of the same memory: by shared memory and by the other transport."""
 
-    near: _Part
-    far: _Part
+    near: bytes
+    far: bytes
 
 
 class NearAndFar(Transport):
@@ -52,16 +50,13 @@ class NearAndFar(Transport):
     def connect(self, peer: str, address: bytes) -> None:
         both = decode_address(address, NearAndFarAddress)
         chosen: Transport = self._near
-        # One host is not enough to share memory: the peer may run as another user, say.
-        reason = why_out_of_reach(this_host(), host_of(both.near))
-        if reason is None:
-            try:
-                self._near.connect(peer, both.near)
-            except TransportError as error:
-                reason = str(error)
-        if reason is not None:
+        reason: str | None = None
+        try:
+            self._near.connect(peer, both.near)
+        except TransportError as error:
+            # One host is not enough to share memory: the peer may run as another user, say.
+            chosen, reason = self._far, str(error)
             self._far.connect(peer, both.far)
-            chosen = self._far
         log.info("a peer is read", peer=peer, transport=chosen.name, reason=reason)
         before = self._by_peer.get(peer)
         self._by_peer[peer] = chosen
@@ -93,4 +88,5 @@ def host_behind(name: str, address: bytes) -> str | None:
     near, _, far = name.partition(BOTH)
     if near != ShmTransport.name:
         return None
-    return host_of(decode_address(address, NearAndFarAddress).near if far else address)
+    whole = decode_address(address, NearAndFarAddress).near if far else address
+    return decode_address(whole, ShmAddress).host

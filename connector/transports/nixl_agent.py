@@ -5,7 +5,9 @@ process spins on a whole core, and serialises descriptors with pickle.
 """
 
 import importlib
+import secrets
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Annotated, Any, Literal
 
@@ -37,9 +39,10 @@ class NixlAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="nixl"
 class NixlAgent:
     """One NIXL agent with its registered regions; not thread-safe. Raises ConfigError without nixl.
 
+    Its own name begins with `name`: NIXL refuses new metadata under a name that it knows.
     `progress_thread`: needed to answer peers over TCP while nobody calls. An agent that only reads
     is about twice as fast without it: the thread fights the caller for the UCX worker. `devices`:
-    the only ones that UCX uses and listens on, by comma (`ucx_worker.network_devices`); empty: all.
+    the only ones that UCX uses and listens on, by comma (`ucx_worker.network_devices`).
     """
 
     def __init__(
@@ -54,25 +57,23 @@ class NixlAgent:
         self._nixl = bindings or load_nixl()
         # NIXL's errors share no base class but Exception.
         named = [kind for name, kind in vars(self._nixl).items() if name.endswith("Error")]
-        self._errors = (RuntimeError, *named)
-        self.name = name
+        self._typed = partial(_Typed, (RuntimeError, *named))
+        self.name = f"{name}-{secrets.token_hex(8)}"
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = progress_thread
         config.useListenThread = False
         config.pthrDelay = _PROGRESS_DELAY_US
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_STRICT
         with self._typed("open the UCX backend"):
-            self._agent: Any = self._nixl.nixlAgent(name, config)
+            self._agent: Any = self._nixl.nixlAgent(self.name, config)
             # `peer`: UCX reports a peer that vanished instead of waiting for it for ever.
             options = {"ucx_error_handling_mode": "peer", **_only(devices)}
             backend = self._agent.createBackend("UCX", options)
         self._backends = [backend]
-        self._registered: list[tuple[NixlRegion, Any]] = []
+        self.regions: list[NixlRegion] = []
+        self._registered: list[Any] = []
         for region in regions:
             self.register(region)
-
-    def _typed(self, action: str) -> "_Typed":
-        return _Typed(self._errors, action)
 
     def register(self, region: NixlRegion) -> None:
         """Pin one more region."""
@@ -80,15 +81,15 @@ class NixlAgent:
         registered = self._nixl.nixlRegDList(segment, [(*descriptor, region.device, "")])
         with self._typed(f"register {region.nbytes} B of {region.memory}"):
             self._agent.registerMem(registered, self._backends)
-        self._registered.append((region, registered))
+        self.regions.append(region)
+        self._registered.append(registered)
 
     @property
     def address(self) -> bytes:
         """A NixlAddress of all regions, encoded: what a peer needs to read from them."""
         with self._typed("describe itself"):
             metadata = bytes(self._agent.getLocalMD())
-        regions = tuple(region for region, _ in self._registered)
-        return msgspec.msgpack.encode(NixlAddress(self.name, metadata, regions))
+        return msgspec.msgpack.encode(NixlAddress(self.name, metadata, tuple(self.regions)))
 
     def load(self, metadata: bytes, name: str) -> None:
         """Make a remote agent known and start connecting. Refuses metadata of any other agent."""
@@ -143,7 +144,7 @@ class NixlAgent:
         try:
             with self._typed("deregister the arena"):
                 while self._registered:
-                    self._agent.deregisterMem(self._registered.pop()[1], self._backends)
+                    self._agent.deregisterMem(self._registered.pop(), self._backends)
         finally:
             self._agent = None
 
@@ -156,7 +157,7 @@ def _only(devices: str) -> dict[str, str]:
     # One option cuts its value at the first comma, so it takes one device, the interface. The other
     # takes many, and appends `:1` to the last, which must be the first port of an RDMA device.
     if not devices.endswith(":1"):
-        return {"engine_config": f"NET_DEVICES={devices}"} if devices else {}
+        return {"engine_config": f"NET_DEVICES={devices}"}
     return {"device_list": devices.removesuffix(":1")}
 
 

@@ -1,14 +1,14 @@
 """The node's side of the process that serves its host memory to NIXL readers."""
 
-import select
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import structlog
 
 from connector.transports.nixl_agent import load_nixl
+from connector.transports.ucx_worker import wait_readable
 from engine.errors import TransportError
 
 log = structlog.get_logger()
@@ -22,29 +22,18 @@ class OwnerProcess:
     """A process that serves host memory (`nixl_owner`), and the next one when it is aborted.
 
     Then `address` changes: readers of the old one fail, and learn the new one when they shake
-    hands again. `name_of_next` names each agent, `memfds` are descriptors and lengths in bytes,
-    `devices` are its network. Raises TransportError when none can be started.
+    hands again. `agent_name` begins the names of all agents, `memfds` are descriptors and lengths
+    in bytes, `devices` are its network. Raises TransportError when none can be started.
     """
 
-    def __init__(
-        self,
-        name_of_next: Callable[[], str],
-        memfds: Sequence[tuple[int, int]],
-        *,
-        devices: str,
-    ) -> None:
-        self._name_of_next = name_of_next
+    def __init__(self, agent_name: str, memfds: Sequence[tuple[int, int]], *, devices: str) -> None:
+        self._agent_name = agent_name
         self._memfds = memfds
         self._devices = devices
         self._is_over = threading.Event()
         self._process, self.address = self._start()
         self._watcher = threading.Thread(target=self._watch, name="kv-nixl-owner", daemon=True)
         self._watcher.start()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the one that serves now."""
-        return self._process.pid
 
     def close(self) -> None:
         self._is_over.set()
@@ -69,9 +58,9 @@ class OwnerProcess:
 
     def _start(self) -> tuple[subprocess.Popen[bytes], bytes]:
         """A process and the address that it has told. Raises TransportError."""
-        module, name = "connector.transports.nixl_owner", self._name_of_next()
+        module = "connector.transports.nixl_owner"
         regions = [f"{fd}:{nbytes}" for fd, nbytes in self._memfds]
-        arguments = [name, self._devices, str(load_nixl().__file__), *regions]
+        arguments = [self._agent_name, self._devices, str(load_nixl().__file__), *regions]
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
@@ -84,10 +73,8 @@ class OwnerProcess:
         except OSError as error:
             raise TransportError(f"nixl could not serve the arena: no process: {error}") from error
         assert process.stdout is not None and process.stderr is not None
-        news = select.poll()  # not select.select, which knows no descriptor beyond 1,023
         with process.stdout as pipe:
-            news.register(pipe, select.POLLIN)
-            if news.poll(1e3 * START_S) and (address := pipe.read()):
+            if wait_readable((pipe.fileno(),), START_S) and (address := pipe.read()):
                 return process, address
         _end(process)
         with process.stderr as pipe:

@@ -6,7 +6,7 @@ from collections import deque
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Generic, TypeVar
 
-from connector.transports.base import Transfer, TransferStatus
+from connector.transports.base import Transfer
 from engine.errors import TransferTimeoutError, TransportError
 
 _DRAIN_S = 1.0  # how long a cancelled read may take to end by itself
@@ -23,22 +23,21 @@ class PolledTransfer(Transfer):
     def __init__(self, peer: str, total: int, lock: AbstractContextManager[Any]) -> None:
         self.peer = peer
         self.here = 0
-        self.status = TransferStatus.PENDING
+        self.is_done = False
         self.failure: str | None = None
-        self._total = total
         self._lock = lock
+        self._end = total + 1  # more bytes than there are: who wants them waits for the end
 
     @property
     def is_open(self) -> bool:
         """True while the read has neither ended nor failed."""
-        return self.status is TransferStatus.PENDING and self.failure is None
+        return not self.is_done and self.failure is None
 
-    def poll(self) -> TransferStatus:
-        self._has(self._total)
-        return self.status
+    def poll(self) -> bool:
+        return self._has(self._end)
 
     def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
-        wanted = self._total if nbytes is None else nbytes
+        wanted = self._end if nbytes is None else nbytes
         if not self._wait_until(time.monotonic() + timeout_s, wanted):
             self.cancel()
             raise TransferTimeoutError(f"read from {self.peer} not done after {timeout_s} s")
@@ -59,13 +58,13 @@ class PolledTransfer(Transfer):
                 self._advance(wanted)
             if self.failure is not None:
                 raise TransportError(self.failure)
-            return self.status is TransferStatus.DONE or self.here >= wanted
+            return self.is_done or self.here >= wanted
 
     @abstractmethod
     def _advance(self, wanted: int) -> None:
         """Take what has come and ask for more, without blocking, until `wanted` bytes are here.
 
-        Sets `status`, or `failure`.
+        Sets `is_done`, or `failure`.
         """
 
     @abstractmethod
@@ -89,9 +88,8 @@ class DrainedTransfer(PolledTransfer, Generic[_Request]):
             if not self.is_open:
                 return
             self.waiting.clear()
-        # One byte more than there is: waits for the end, whatever has come so far.
         with suppress(TransportError):  # it may fail while it drains: cancelled is cancelled
-            self._wait_until(time.monotonic() + _DRAIN_S, self._total + 1)
+            self._wait_until(time.monotonic() + _DRAIN_S, self._end)
         with self._lock:
             if self.is_open:
                 self._close_connection(f"a read from {self.peer} was cancelled")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import msgspec
 import numpy as np
@@ -22,7 +22,8 @@ import numpy.typing as npt
 
 from connector.transports.address import Natural, Nbytes, PerRegion, decode_address
 from connector.transports.arena_transport import ArenaTransport, RemoteMemory
-from connector.transports.base import SpanPair, Transfer, TransferStatus
+from connector.transports.base import SpanPair, Transfer
+from connector.transports.polled_transfer import PolledTransfer
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
@@ -56,67 +57,52 @@ class _Mapped(RemoteMemory):
     data: list[npt.NDArray[np.uint8]] = field(default_factory=list)
 
 
-class ShmTransfer(Transfer):
-    """Copies only as far as it is waited for, so that a hasher finds those bytes in its cache."""
+class ShmTransfer(PolledTransfer):
+    """Copies only as far as it is waited for, so that a hasher finds those bytes in its cache.
 
-    __slots__ = ("_here", "_lock", "_source", "_target", "_total", "_waiting", "_was_cancelled")
+    The caller copies, as it is a pull thread and memmove lets go of the GIL.
+    """
 
     def __init__(
-        self, source: npt.NDArray[np.uint8], target: ArenaMemory, spans: Sequence[SpanPair]
+        self,
+        peer: str,
+        data: npt.NDArray[np.uint8],
+        spans: Sequence[SpanPair],
+        *,
+        local: ArenaMemory,
     ) -> None:
-        self._source = source
-        self._target = target.tensor  # keeps the memory mapped while it is written
+        super().__init__(peer, sum(span.length for span in spans), Lock())
+        self._data = data
+        self._local = local.tensor  # keeps the memory mapped while it is written
         self._waiting = deque(spans)
-        self._total = sum(span.length for span in spans)
-        self._here = 0
-        self._was_cancelled = False
-        self._lock = Lock()
-
-    def poll(self) -> TransferStatus:
-        self._copy(self._total)
-        return TransferStatus.DONE
-
-    def wait(self, timeout_s: float, nbytes: int | None = None) -> None:
-        # The copy runs here: the caller is a pull thread, and memmove lets go of the GIL. It takes
-        # few calls, as long ones go past the cache.
-        self._copy(self._total if nbytes is None else nbytes)
 
     def cancel(self) -> None:
         with self._lock:
-            self._was_cancelled |= bool(self._waiting)
+            if self.is_open:
+                self.failure = f"the read from {self.peer} was cancelled"
 
-    def _copy(self, wanted: int) -> None:
-        source, target = self._source.ctypes.data, self._target.data_ptr()
-        with self._lock:
-            if self._was_cancelled:
-                raise TransportError("the read was cancelled")
-            while self._waiting and self._here < wanted:
-                remote, local, length = self._waiting.popleft()
-                # The rest of a span that reaches beyond `wanted` waits for the next call.
-                now = min(length, wanted - self._here)
-                ctypes.memmove(target + local, source + remote, now)
-                self._here += now
-                if now < length:
-                    rest = SpanPair(remote + now, local + now, length - now)
-                    self._waiting.appendleft(rest)
+    def _advance(self, wanted: int) -> None:
+        source, target = self._data.ctypes.data, self._local.data_ptr()
+        # Few calls, as long ones go past the cache.
+        while self._waiting and self.here < wanted:
+            remote, local, length = self._waiting.popleft()
+            # The rest of a span that reaches beyond `wanted` waits for the next call.
+            now = min(length, wanted - self.here)
+            ctypes.memmove(target + local, source + remote, now)
+            self.here += now
+            if now < length:
+                self._waiting.appendleft(SpanPair(remote + now, local + now, length - now))
+        self.is_done = not self._waiting
+
+    def _pause(self, waited_s: float, left_s: float) -> None:
+        """Nothing to wait for: what is wanted has been copied."""
 
 
 @dataclass(slots=True, frozen=True)
 class _Memfds:
-    """Memory that the kernel serves to processes of the same user."""
+    """Memory that the kernel serves to processes of the same user, as long as it is there."""
 
-    regions: tuple[ArenaMemory, ...]
-
-    @property
-    def address(self) -> bytes:
-        announced = []
-        for it in self.regions:
-            if it.fd is None:
-                raise TransportError(f"{it.label} is closed")
-            info = os.fstat(it.fd)
-            announced.append(ShmRegion(it.fd, it.nbytes, info.st_ino, info.st_dev, it.label))
-        address = ShmAddress(os.getpid(), this_host(), tuple(announced))
-        return msgspec.msgpack.encode(address)
+    address: bytes
 
     def close(self) -> None:
         pass
@@ -128,31 +114,34 @@ class ShmTransport(ArenaTransport[_Mapped]):
     name = "shm"
 
     def _serve(self) -> _Memfds:
-        return _Memfds(self._regions)
+        announced = []
+        for it in self._regions:
+            if it.fd is None:
+                raise TransportError(f"{it.label} is closed, or on a device")
+            info = os.fstat(it.fd)
+            announced.append(ShmRegion(it.fd, it.nbytes, info.st_ino, info.st_dev, it.label))
+        address = ShmAddress(os.getpid(), this_host(), tuple(announced))
+        return _Memfds(msgspec.msgpack.encode(address))
 
     def _decode(self, peer: str, blob: bytes) -> _Mapped:
         address = decode_address(blob, ShmAddress)
         if (reason := why_out_of_reach(this_host(), address.host)) is not None:
             raise TransportError(f"cannot map the peer's memory: {reason}")
-        return _Mapped(blob, tuple(region.nbytes for region in address.regions), address)
+        return _Mapped(peer, blob, tuple(region.nbytes for region in address.regions), address)
 
     def _open(self, remote: _Mapped) -> None:
         address = remote.address
         remote.data = [_map(address.pid, region) for region in address.regions]
 
     def _start(self, remote: _Mapped, spans: Sequence[SpanPair], region: int) -> Transfer:
-        return ShmTransfer(remote.data[region], self._regions[region], spans)
+        local = self._regions[region]
+        return ShmTransfer(remote.name, remote.data[region], spans, local=local)
 
 
 def this_host() -> str:
     """One life of one kernel, and what this process sees of its /proc."""
     boot = BOOT_ID.read_text().strip()
     return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-
-
-def host_of(address: bytes) -> str:
-    """`this_host` of the process whose address that is; raises TransportError."""
-    return decode_address(address, ShmAddress).host
 
 
 def why_out_of_reach(here: str, there: str) -> str | None:
@@ -166,13 +155,13 @@ def _map(pid: int, region: ShmRegion) -> npt.NDArray[np.uint8]:
     """All bytes of a peer's memfd, shape (nbytes,), read-only."""
     path = f"/proc/{pid}/fd/{region.fd}"
     try:
-        fd = _open_verified(path, pid, region)
-        try:
+        with _open_verified(path, pid, region) as file:
+            # Without this seal a peer could shrink it, and our next read would end in SIGBUS.
+            if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise TransportError(f"{path} is not sealed against shrinking, and could crash us")
             # MAP_POPULATE: the page tables are filled now, not by faults inside the first read.
             flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            mapped = mmap.mmap(fd, region.nbytes, flags=flags, prot=mmap.PROT_READ)
-        finally:
-            os.close(fd)
+            mapped = mmap.mmap(file.fileno(), region.nbytes, flags=flags, prot=mmap.PROT_READ)
     except OSError as error:
         raise TransportError(
             f"cannot map {path} ({error.strerror}): the peer is gone, or runs as another user"
@@ -180,19 +169,14 @@ def _map(pid: int, region: ShmRegion) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mapped, dtype=np.uint8)
 
 
-def _open_verified(path: str, pid: int, region: ShmRegion) -> int:
+def _open_verified(path: str, pid: int, region: ShmRegion) -> BinaryIO:
     # First through an O_PATH handle: to open an unknown file may block or have effects.
     handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         _check_identity(os.fstat(handle), os.readlink(path), pid, region=region)
-        fd = os.open(f"/proc/self/fd/{handle}", os.O_RDONLY | os.O_CLOEXEC)
+        return open(f"/proc/self/fd/{handle}", "rb")
     finally:
         os.close(handle)
-    # Without this seal a peer could shrink the file, and our next read would end in SIGBUS.
-    if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        os.close(fd)
-        raise TransportError(f"{path} is not sealed against shrinking; reading it could crash us")
-    return fd
 
 
 def _check_identity(info: os.stat_result, link: str, pid: int, *, region: ShmRegion) -> None:

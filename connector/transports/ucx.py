@@ -11,12 +11,14 @@ import secrets
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 from threading import RLock
 
 import numpy as np
 
+from connector.transports.address import decode_address
 from connector.transports.arena_transport import ArenaTransport, RemoteMemory
-from connector.transports.base import SpanPair, Transfer, TransferStatus, cut, gather
+from connector.transports.base import SpanPair, Transfer, cut, gather
 from connector.transports.polled_transfer import DrainedTransfer
 from connector.transports.ucx_server import (
     MAX_PART_SPANS,
@@ -36,7 +38,6 @@ DIRECT_BYTES = 256 * 1024
 """Spans from here on arrive in the arena itself, smaller ones together through a buffer."""
 _PARTS_IN_FLIGHT = 4
 _NAP_S = 1e-3  # another thread may have taken the event that this one sleeps for
-_TAG_COUNTER = 2**20
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,14 +77,10 @@ def plan_parts(spans: Sequence[SpanPair]) -> Iterator[Part]:
 
 @dataclass(slots=True)
 class _Flight:
-    """A part that was asked for, and those of its messages that have not come, in order.
-
-    `buffer`: where the one message of a joined part arrives; nothing for others.
-    """
+    """A part that was asked for, and those of its messages that have not come, in order."""
 
     part: Part
     messages: deque[Request]
-    buffer: Bytes
 
 
 class UcxTransfer(DrainedTransfer[Part]):
@@ -126,10 +123,10 @@ class _Connection:
         self._worker = UcxWorker(host)
         self._own_address = self._worker.address()
         self._endpoint = self._worker.connect(address.worker)
-        self._tag = secrets.randbits(43) * _TAG_COUNTER  # nobody else can guess a tag of ours
-        self._used_tags = 0
+        self._refusal_tag = secrets.randbits(62)  # nobody else can guess a tag of ours
+        self._next_tag = self._refusal_tag + 1
         buffer = np.zeros(REFUSAL_BYTES, dtype=np.uint8)
-        self._refusal = self._worker.receive(buffer, self._tag)
+        self._refusal = self._worker.receive(buffer, self._refusal_tag)
         self._asking: list[Request] = []
         self.live: list[UcxTransfer] = []  # neither ended nor failed
 
@@ -189,58 +186,51 @@ class _Connection:
         self._asking = [request for request in self._asking if not self._worker.is_done(request)]
 
     def _land(self, transfer: UcxTransfer) -> None:
-        still = []
         for flight in transfer.flying:
             # Messages of one part are sent in order, so the first is done first.
             while flight.messages and self._worker.is_done(flight.messages[0]):
-                flight.messages.popleft()
-            if flight.messages:
-                still.append(flight)
-            elif flight.part.joined:
-                flight.part.scatter(flight.buffer, self._regions[transfer.region])
-        transfer.flying = still
-        if not still and not transfer.waiting:
-            transfer.status = TransferStatus.DONE
+                message = flight.messages.popleft()
+                if flight.part.joined:
+                    flight.part.scatter(message.buffer, self._regions[transfer.region])
+        transfer.flying = [flight for flight in transfer.flying if flight.messages]
+        if not transfer.flying and not transfer.waiting:
+            transfer.is_done = True
             self.live.remove(transfer)
 
     def _launch(self, transfer: UcxTransfer) -> None:
         # The bound is for the connection: all its reads share the peer's one serving thread.
         in_flight = sum(len(other.flying) for other in self.live)
-        memory = self._regions[transfer.region]
         for _ in range(min(_PARTS_IN_FLIGHT - in_flight, len(transfer.waiting))):
-            part = transfer.waiting.popleft()
-            # The tags of one part follow each other: a joined part takes the first for its buffer,
-            # the spans of others one each.
-            # Reused after a million: by then the parts that had them have long ended.
-            if self._used_tags + len(part.spans) >= _TAG_COUNTER:
-                self._used_tags = 0
-            tag = self._tag + 1 + self._used_tags
-            self._used_tags += len(part.spans)
-            buffer = np.empty(part.nbytes if part.joined else 0, dtype=np.uint8)
-            direct = [memory[span.local : span.local + span.length] for span in part.spans]
-            messages = deque(
-                self._worker.receive(target, tag + number)
-                for number, target in enumerate([buffer] if part.joined else direct)
-            )
-            transfer.flying.append(_Flight(part, messages, buffer))
-            request = PartRequest(
-                self._token,
-                self._own_address,
-                tag,
-                self._tag,
-                [(span.remote, span.length) for span in part.spans],
-                joined=part.joined,
-                region=transfer.region,
-            )
-            frame = encode_frame(request)
-            self._asking.append(self._worker.send(self._endpoint, frame, REQUEST_TAG))
+            self._ask(transfer, transfer.waiting.popleft())
+
+    def _ask(self, transfer: UcxTransfer, part: Part) -> None:
+        memory = self._regions[transfer.region]
+        if part.joined:
+            targets = [np.empty(part.nbytes, dtype=np.uint8)]
+        else:
+            targets = [memory[span.local : span.local + span.length] for span in part.spans]
+        # The tags of one part follow each other.
+        tag = self._next_tag
+        self._next_tag += len(targets)
+        messages = deque(map(self._worker.receive, targets, count(tag)))
+        transfer.flying.append(_Flight(part, messages))
+        request = PartRequest(
+            self._token,
+            self._own_address,
+            tag,
+            self._refusal_tag,
+            [(span.remote, span.length) for span in part.spans],
+            joined=part.joined,
+            region=transfer.region,
+        )
+        frame = encode_frame(request)
+        self._asking.append(self._worker.send(self._endpoint, frame, REQUEST_TAG))
 
 
 @dataclass(slots=True)
 class _Peer(RemoteMemory):
     """`connection`: the last one; a read opens another when that was closed."""
 
-    name: str
     address: UcxAddress
     connection: _Connection | None = None
 
@@ -249,30 +239,24 @@ class UcxTransport(ArenaTransport[_Peer]):
     """Host memory, one host or many. Raises ConfigError when ucxx is not installed."""
 
     name = "ucx"
+    package = "ucxx"
 
     def _serve(self) -> ArenaServer:
         return ArenaServer(self._regions, self._host)
 
     def _decode(self, peer: str, blob: bytes) -> _Peer:
-        address = UcxAddress.decode(blob)
-        for name, other in self._peers.items():
-            if name != peer and other.address.worker == address.worker:
-                raise TransportError(f"{peer!r} announces the worker of {name!r}")
-        return _Peer(blob, address.nbytes, peer, address)
+        address = decode_address(blob, UcxAddress)
+        return _Peer(peer, blob, address.nbytes, address)
 
     def _open(self, remote: _Peer) -> None:
-        remote.connection = _Connection(remote.address, self._regions, self._host)
-
-    def _start(self, remote: _Peer, spans: Sequence[SpanPair], region: int) -> Transfer:
         if remote.connection is None or remote.connection.closed:
             remote.connection = _Connection(remote.address, self._regions, self._host)
+
+    def _start(self, remote: _Peer, spans: Sequence[SpanPair], region: int) -> Transfer:
+        self._open(remote)
+        assert remote.connection is not None
         return remote.connection.start(remote.name, spans, region)
 
     def _drop(self, remote: _Peer, reason: str) -> None:
         if remote.connection is not None:
             remote.connection.close(reason)
-
-    def _under_way(self) -> list[UcxTransfer]:
-        with self._lock:
-            connections = [remote.connection for remote in self._peers.values()]
-        return [transfer for it in connections if it is not None for transfer in tuple(it.live)]

@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 import structlog
 
-from connector.transports.address import Natural, RegionNumber, RegionSizes, decode_address
+from connector.transports.address import Natural, RegionNumber, RegionSizes
+from connector.transports.base import check_pieces
 from connector.transports.ucx_worker import Bytes, Request, UcxWorker, wait_readable
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
@@ -58,16 +59,16 @@ class UcxAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="ucx"):
     @classmethod
     def of(cls, worker: bytes, token: bytes, nbytes: tuple[int, ...]) -> "UcxAddress":
         """With its digest."""
-        whole = worker + token + b"".join(size.to_bytes(8) for size in nbytes)
-        return cls(worker, token, nbytes, hashlib.blake2b(whole, digest_size=16).digest())
+        return cls(worker, token, nbytes, _digest_of(worker, token, nbytes))
 
-    @classmethod
-    def decode(cls, blob: bytes) -> "UcxAddress":
-        """Raises TransportError for anything but what `of` made."""
-        address = decode_address(blob, cls)
-        if address != cls.of(address.worker, address.token, address.nbytes):
-            raise TransportError("a UcxAddress that does not match its digest: it was damaged")
-        return address
+    def __post_init__(self) -> None:
+        if self.digest != _digest_of(self.worker, self.token, self.nbytes):
+            raise ValueError("it does not match its digest, so it was damaged")
+
+
+def _digest_of(worker: bytes, token: bytes, nbytes: tuple[int, ...]) -> bytes:
+    whole = worker + token + b"".join(size.to_bytes(8) for size in nbytes)
+    return hashlib.blake2b(whole, digest_size=16).digest()
 
 
 class PartRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -113,22 +114,6 @@ def decode_frame(frame: memoryview) -> PartRequest:
         raise TransportError(f"not a request for a part: {error}") from error
 
 
-def check_part(request: PartRequest, sizes: Sequence[int]) -> None:
-    """Check a part against the `sizes` of all regions, in bytes.
-
-    Raises TransportError naming the first span outside the region, or a part that is too big.
-    """
-    if request.region >= len(sizes):
-        raise TransportError(f"there is no region {request.region}")
-    nbytes = sizes[request.region]
-    for offset, length in request.spans:
-        if offset + length > nbytes:
-            raise TransportError(f"{length} B at {offset} end past the arena ({nbytes} B)")
-    total = sum(length for _, length in request.spans)
-    if total > MAX_PART_BYTES:
-        raise TransportError(f"a part of {total} B is over {MAX_PART_BYTES} B")
-
-
 class ArenaServer:
     """Serves `regions` from its own thread until `close`; the owner's engine does nothing."""
 
@@ -136,8 +121,8 @@ class ArenaServer:
         self._token = secrets.token_bytes(16)
         self._regions: list[Bytes] = [region.tensor.numpy() for region in regions]
         self._worker = UcxWorker(host)
-        nbytes = tuple(region.nbytes for region in regions)
-        address = UcxAddress.of(self._worker.address(), self._token, nbytes)
+        self._sizes = tuple(region.nbytes for region in regions)
+        address = UcxAddress.of(self._worker.address(), self._token, self._sizes)
         self.address = msgspec.msgpack.encode(address)
         self._readers: dict[bytes, _Reader] = {}
         self._leaving: list[Request] = []
@@ -185,7 +170,7 @@ class ArenaServer:
     def _answer(self, request: PartRequest) -> None:
         reader = self._reader(request.reader)
         try:
-            check_part(request, [region.nbytes for region in self._regions])
+            check_pieces(request.spans, request.region, sizes=self._sizes, most=MAX_PART_BYTES)
             self._reap(reader)
             if len(reader.sends) >= MAX_PARTS_IN_FLIGHT:
                 raise TransportError(f"over {MAX_PARTS_IN_FLIGHT} parts in flight")

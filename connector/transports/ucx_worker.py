@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import ConfigError, TransportError
-from engine.hosts import WILDCARDS, ipv4_of
+from engine.hosts import ipv4_of
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -60,7 +60,7 @@ class UcxWorker:
         self._endpoints: list[Any] = []
         feature = self._ucx.Feature
         with self._typed("open a worker"):
-            settings = _SETTINGS | network_devices(host)
+            settings = _SETTINGS | {"NET_DEVICES": network_devices(host)}
             context = self._ucx.UCXContext(settings, (feature.TAG, feature.WAKEUP))
             self._worker: Any = self._ucx.UCXWorker(context)
             self._worker.init_blocking_progress_mode()
@@ -137,18 +137,19 @@ class UcxWorker:
         self._worker = None
 
 
-def wait_readable(fds: Sequence[int], timeout_s: float) -> None:
-    """Until one of `fds` is readable, or `timeout_s` seconds."""
-    events = select.poll()
+def wait_readable(fds: Sequence[int], timeout_s: float) -> bool:
+    """Return True once one of `fds` is readable, False after `timeout_s` seconds."""
+    events = select.poll()  # not select.select, which knows no descriptor beyond 1,023
     for fd in fds:
         events.register(fd, select.POLLIN)
-    events.poll(timeout_s * 1e3)
+    return bool(events.poll(timeout_s * 1e3))
 
 
-def network_devices(host: str) -> dict[str, str]:
-    """UCX's setting that keeps it on the interface of `host`; RDMA ports too, unless loopback."""
-    if not host or host in WILDCARDS:
-        return {}
+def network_devices(host: str) -> str:
+    """The devices that UCX may use, by comma: the interface of `host`, and RDMA ports beside it.
+
+    On loopback no RDMA ports. Raises ConfigError if this machine has no such address.
+    """
     try:
         wanted = socket.gethostbyname(host)
     except OSError as error:
@@ -161,4 +162,4 @@ def network_devices(host: str) -> dict[str, str]:
         names += [f"{port.parents[1].name}:{port.name}" for port in ports]
     if not names:
         raise ConfigError(f"no network interface of this machine has the address {wanted} ({host})")
-    return {"NET_DEVICES": ",".join(names)}
+    return ",".join(names)

@@ -4,7 +4,6 @@ The reader asks and a thread of the owner answers, a bounded number of bytes at 
 our memory only inside `poll` and `wait`, so a read that was cancelled cannot write any.
 """
 
-import ipaddress
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,8 +14,9 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from connector.transports.address import decode_address
 from connector.transports.arena_transport import ArenaTransport, RemoteMemory
-from connector.transports.base import SpanPair, Transfer, TransferStatus, cut, gather
+from connector.transports.base import SpanPair, Transfer, cut, gather
 from connector.transports.polled_transfer import PolledTransfer
 from connector.transports.zmq_owner import (
     CHUNK_BYTES,
@@ -31,7 +31,6 @@ from connector.transports.zmq_owner import (
     Context,
     PieceRequest,
     ZmqAddress,
-    decode_zmq_address,
     endpoint,
 )
 from engine.arena import ArenaMemory
@@ -158,7 +157,6 @@ class _Peer(RemoteMemory):
     `lock` guards both. It is the last in the order of locks: a read takes it when it ends.
     """
 
-    name: str
     address: ZmqAddress
     reads: "set[ZmqTransfer]" = field(default_factory=set)
     idle: list[Link] = field(default_factory=list)
@@ -221,11 +219,11 @@ class ZmqTransfer(PolledTransfer):
                 raise TransportError(self._stop)
             self._ask()
             self._is_idle = not self._take()
-            if self._is_idle:
-                self._link.check()
-            elif not self._asked:
-                self.status = TransferStatus.DONE
+            if not self._asked:
+                self.is_done = True
                 self._source.retire(self, self._link)
+            elif self._is_idle:
+                self._link.check()
         except TransportError as error:
             self._fail(str(error))
 
@@ -266,7 +264,7 @@ class ZmqTransport(ArenaTransport[_Peer]):
     _context: Context
 
     def listens_at(self, address: bytes) -> str | None:
-        return str(ipaddress.ip_address(decode_zmq_address(address).host))
+        return decode_address(address, ZmqAddress).host
 
     def _serve(self) -> ArenaOwner:
         owner = ArenaOwner(self._regions, self._host)
@@ -274,8 +272,8 @@ class ZmqTransport(ArenaTransport[_Peer]):
         return owner
 
     def _decode(self, peer: str, blob: bytes) -> _Peer:
-        address = decode_zmq_address(blob)
-        return _Peer(blob, address.nbytes, peer, address)
+        address = decode_address(blob, ZmqAddress)
+        return _Peer(peer, blob, address.nbytes, address)
 
     def _start(self, remote: _Peer, spans: Sequence[SpanPair], region: int) -> Transfer:
         local = self._regions[region]

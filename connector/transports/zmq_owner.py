@@ -15,13 +15,8 @@ from typing import Annotated
 import msgspec
 import zmq
 
-from connector.transports.address import (
-    Natural,
-    PortNumber,
-    RegionNumber,
-    RegionSizes,
-    decode_address,
-)
+from connector.transports.address import Natural, PortNumber, RegionNumber, RegionSizes
+from connector.transports.base import check_pieces
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
@@ -53,6 +48,11 @@ class ZmqAddress(msgspec.Struct, frozen=True, tag_field="transport", tag="zmq"):
     nbytes: RegionSizes
     token: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
+    def __post_init__(self) -> None:
+        host = ipaddress.ip_address(self.host)  # ValueError for a name
+        if host.is_multicast or host.is_unspecified:
+            raise ValueError(f"{host} is no single host")
+
 
 class PieceRequest(msgspec.Struct, frozen=True, array_like=True):
     """`pieces`: offset in the owner's region and length, in bytes."""
@@ -69,18 +69,6 @@ class AnswerHeader(msgspec.Struct, frozen=True, array_like=True):
 
     number: Natural
     refusal: Annotated[str, msgspec.Meta(max_length=MAX_HEADER_BYTES // 4)] = ""
-
-
-def decode_zmq_address(blob: bytes) -> ZmqAddress:
-    """A peer's address. Raises TransportError, also for a host that is no single IP address."""
-    address = decode_address(blob, ZmqAddress)
-    try:
-        host = ipaddress.ip_address(address.host)
-    except ValueError as error:
-        raise TransportError(f"ZmqAddress needs an IP address as host: {error}") from error
-    if host.is_multicast or host.is_unspecified:
-        raise TransportError(f"ZmqAddress names no single host: {host}")
-    return address
 
 
 def endpoint(host: str, port: int | str) -> str:
@@ -102,12 +90,13 @@ class ArenaOwner:
         self.context = Context()
         self._token = secrets.token_hex(32)
         self._regions = regions
+        self._sizes = tuple(region.nbytes for region in regions)
         self._decoder = msgspec.msgpack.Decoder(PieceRequest)
         self._admission = self.context.socket(zmq.REP)
         self._readers = self.context.socket(zmq.ROUTER)
         try:
             self.address = self._listen(host)
-        except (zmq.ZMQError, OSError) as error:
+        except (zmq.ZMQError, OSError, ValueError) as error:
             self._close_sockets()
             self.context.term()
             raise TransportError(f"zmq cannot listen on {host!r}: {error}") from error
@@ -135,8 +124,7 @@ class ArenaOwner:
         readers.router_mandatory = True  # without it, a full queue would be no error
         readers.bind(endpoint(ip, "*"))
         port = int(readers.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        nbytes = tuple(region.nbytes for region in self._regions)
-        return msgspec.msgpack.encode(ZmqAddress(ip, port, nbytes, self._token))
+        return msgspec.msgpack.encode(ZmqAddress(ip, port, self._sizes, self._token))
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -173,26 +161,17 @@ class ArenaOwner:
 
     def _find(self, encoded: bytes) -> "list[bytes | memoryview[int]]":
         """Header and pieces, or a header that refuses: no offset leads out of a region."""
+        number = 0
         try:
             request = self._decoder.decode(encoded)
-        except msgspec.DecodeError as error:
-            return [_refusal(0, f"not a request: {error}")]
-        if sum(length for _, length in request.pieces) > CHUNK_BYTES:
-            return [_refusal(request.number, f"more than {CHUNK_BYTES} B in one request")]
-        if request.region >= len(self._regions):
-            return [_refusal(request.number, f"there is no region {request.region}")]
+            number = request.number
+            check_pieces(request.pieces, request.region, sizes=self._sizes, most=CHUNK_BYTES)
+        except (msgspec.DecodeError, TransportError) as error:
+            return [msgspec.msgpack.encode(AnswerHeader(number, f"not answered: {error}"[:200]))]
         memory = self._regions[request.region]
-        for offset, length in request.pieces:
-            if offset + length > memory.nbytes:
-                text = f"{length} B at {offset} end past the arena ({memory.nbytes} B)"
-                return [_refusal(request.number, text)]
-        header = msgspec.msgpack.encode(AnswerHeader(request.number))
+        header = msgspec.msgpack.encode(AnswerHeader(number))
         return [header, *(memory.read(start, size) for start, size in request.pieces)]
 
     def _close_sockets(self) -> None:
         self._admission.close(0)
         self._readers.close(0)
-
-
-def _refusal(number: int, text: str) -> bytes:
-    return msgspec.msgpack.encode(AnswerHeader(number, text[:200]))

@@ -149,11 +149,11 @@ def test_closing_leaves_nothing() -> None:
     before = held_by(os.getpid())
     with closing(ArenaMemory(ARENA_BYTES)) as arena:
         assert arena.fd is not None
-        owner = OwnerProcess(lambda: "p", [(arena.fd, arena.nbytes)], devices="lo")
-        assert owner.pid in children_of(os.getpid())
+        owner = OwnerProcess("p", [(arena.fd, arena.nbytes)], devices="lo")
+        assert owner._process.pid in children_of(os.getpid())
         owner.close()
         owner.close()
-        assert not is_running(owner.pid)
+        assert not is_running(owner._process.pid)
     assert not excess(before, held_by(os.getpid()))
 
 
@@ -163,7 +163,7 @@ def test_a_node_that_cannot_open_its_reader_is_not_served_either(
     def refuse(*arguments: object, **options: object) -> None:
         raise TransportError("refused by the test")
 
-    monkeypatch.setattr(nixl, "_Reader", refuse)
+    monkeypatch.setattr(nixl, "NixlAgent", refuse)
     before = held_by(os.getpid())
     with closing(ArenaMemory(ARENA_BYTES)) as arena:
         with pytest.raises(TransportError, match="refused by the test"):
@@ -177,7 +177,7 @@ def test_what_cannot_be_served_is_an_error_that_says_why() -> None:
     with closing(ArenaMemory(ARENA_BYTES)) as arena:
         assert arena.fd is not None
         with pytest.raises(TransportError, match=r"could not serve the arena.*(mmap|length)"):
-            OwnerProcess(lambda: "p", [(arena.fd, 2 * ARENA_BYTES)], devices="lo")
+            OwnerProcess("p", [(arena.fd, 2 * ARENA_BYTES)], devices="lo")
     assert not excess(before, held_by(os.getpid()))
 
 
@@ -188,7 +188,7 @@ def test_a_node_with_many_descriptors_is_served_too(arena: ArenaMemory) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     taken = [os.dup(arena.fd) for _ in range(1100)]
     try:
-        with closing(OwnerProcess(lambda: "p", [(arena.fd, arena.nbytes)], devices="lo")) as owner:
+        with closing(OwnerProcess("p", [(arena.fd, arena.nbytes)], devices="lo")) as owner:
             assert owner.address
     finally:
         for fd in taken:
@@ -203,6 +203,6 @@ def test_no_room_for_another_process_is_a_typed_error(arena: ArenaMemory) -> Non
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
     try:
         with pytest.raises(TransportError, match=r"no process.*Too many open files"):
-            OwnerProcess(lambda: "p", [(arena.fd, arena.nbytes)], devices="lo")
+            OwnerProcess("p", [(arena.fd, arena.nbytes)], devices="lo")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from connector.transports.base import SpanPair, TransferStatus, Transport
+from connector.transports.base import SpanPair, Transport
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 from tests.reads import ODD_LENGTHS, StartPeer, expected, pull
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.parametrize(
 def test_no_spans_is_done_at_once(start: StartPeer, transport: Transport) -> None:
     transport.connect("p", start().address)
     transfer = transport.read("p", [])
-    assert transfer.poll() is TransferStatus.DONE
+    assert transfer.poll()
     transfer.wait(0)
     transfer.cancel()
 

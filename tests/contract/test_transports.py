@@ -13,12 +13,9 @@ import msgspec
 import pytest
 import torch
 
-from connector.transports.base import SpanPair, TransferStatus, Transport
+from connector.transports.base import SpanPair, Transport
 from connector.transports.choose import open_transport
-from connector.transports.nixl_agent import NixlAddress
-from connector.transports.shm import ShmAddress, ShmTransport
-from connector.transports.ucx_server import UcxAddress
-from connector.transports.zmq_owner import ZmqAddress
+from connector.transports.shm import ShmTransport
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
 from tests.reads import ODD_LENGTHS, StartPeer, expected, permuted_blocks, pull, pull_in_the_end
@@ -106,31 +103,29 @@ def test_a_forged_address_is_refused(kind: str, start: StartPeer, transport: Tra
 
 
 def forge(kind: str, address: bytes) -> list[bytes]:
-    """Well-typed lies: other files, processes and regions than the one that was registered."""
+    """Lies in the right form: other files, processes and regions than the one registered."""
     changes: list[dict[str, object]]
     regions: list[dict[str, object]] = []
     if kind == "shm":
-        real: msgspec.Struct = msgspec.msgpack.decode(address, type=ShmAddress)
         changes = [{"pid": 1}, {"pid": 2**31 - 1}, {"regions": ()}]
         regions = [{"fd": 0}, {"inode": 1}, {"nbytes": 2 * ARENA_BYTES}]
         regions += [{"label": "tandem-arena-0123456789abcdef"}]
     elif kind == "zmq":
-        real = msgspec.msgpack.decode(address, type=ZmqAddress)
         changes = [{"token": "0" * 64}, {"port": 1}, {"token": "f"}, {"nbytes": (0,)}]
         changes += [{"nbytes": ()}]
         changes += [{"host": host} for host in ("0.0.0.0", "224.0.0.1", "localhost", "::", "*")]
     elif kind == "ucx":
-        real = msgspec.msgpack.decode(address, type=UcxAddress)
         changes = [{"worker": b"\xff" * 300}, {"token": b"\0" * 16}]
         changes += [{"nbytes": (2 * ARENA_BYTES,)}]
     else:
-        real = msgspec.msgpack.decode(address, type=NixlAddress)
         changes = [{"agent": "someone-else"}, {"metadata": b"\0" * 400}, {"regions": ()}]
         regions = [{"base": 4096}]
+    real = msgspec.msgpack.decode(address)
     for change in regions:
-        first, *more = real.regions  # type: ignore[attr-defined]
-        changes.append({"regions": (msgspec.structs.replace(first, **change), *more)})
-    return [msgspec.msgpack.encode(msgspec.structs.replace(real, **change)) for change in changes]
+        first, *more = real["regions"]
+        changes.append({"regions": (first | change, *more)})
+    assert all(set(change) <= set(real) for change in changes)
+    return [msgspec.msgpack.encode(real | change) for change in changes]
 
 
 def test_a_killed_peer_is_an_error_or_the_right_bytes(
@@ -168,9 +163,9 @@ def test_a_peer_killed_while_it_owes_bytes_is_an_error(
     pull(transport, "p", [SpanPair(0, 0, 8)])
     peer.signal(signal.SIGSTOP)
     transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
-    pending = [transfer.poll() for _ in range(100)][-1]  # lets the request leave
+    done = [transfer.poll() for _ in range(100)][-1]  # lets the request leave
     peer.kill()
-    if pending is TransferStatus.DONE:
+    if done:
         assert torch.equal(arena.tensor, peer.bytes)
         return
     with pytest.raises(TransportError) as caught:
@@ -202,7 +197,7 @@ def test_a_cancelled_read_writes_nothing_later(
     peer.signal(signal.SIGSTOP)  # over TCP the read cannot finish
     try:
         transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
-        pending = transfer.poll() is TransferStatus.PENDING
+        pending = not transfer.poll()
         transfer.cancel()
         transfer.cancel()
         arena.tensor.zero_()
@@ -229,7 +224,7 @@ def test_the_first_bytes_can_be_waited_for(
         for remote, local, length in wanted:
             here = arena.tensor[local : local + length]
             assert torch.equal(here, peer.bytes[remote : remote + length])
-        assert transfer.poll() is TransferStatus.DONE or share < 1.0
+        assert transfer.poll() or share < 1.0
         transfer.wait(DEADLINE_S)
         assert torch.equal(arena.tensor, expected(peer, spans))
 
@@ -266,7 +261,7 @@ def test_a_stopped_peer_is_a_timeout_or_done(start: StartPeer, transport: Transp
     peer.signal(signal.SIGSTOP)
     try:
         transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
-        if transfer.poll() is TransferStatus.PENDING:
+        if not transfer.poll():
             with pytest.raises(TransferTimeoutError):
                 transfer.wait(0.05)
     finally:

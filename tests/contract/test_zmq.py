@@ -11,7 +11,8 @@ import torch
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from connector.transports.base import SpanPair, Transfer, TransferStatus
+from connector.transports.address import decode_address
+from connector.transports.base import SpanPair, Transfer
 from connector.transports.zmq import Link, ZmqTransport, chunks
 from connector.transports.zmq_owner import (
     CHUNK_BYTES,
@@ -24,7 +25,6 @@ from connector.transports.zmq_owner import (
     Context,
     PieceRequest,
     ZmqAddress,
-    decode_zmq_address,
 )
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
@@ -54,7 +54,7 @@ def owner() -> Iterator[ZmqAddress]:
     memory = ArenaMemory(ARENA_BYTES)
     memory.tensor.copy_(pattern(1))
     serving = ArenaOwner([memory], "127.0.0.1")
-    address = decode_zmq_address(serving.address)
+    address = decode_address(serving.address, ZmqAddress)
     yield address
     check_serves(address)
     serving.close()
@@ -214,11 +214,10 @@ def test_the_owner_listens_on_its_host_alone(arena: ArenaMemory) -> None:
     assert not any(thread.name.startswith("kv-zmq") for thread in threading.enumerate())
 
 
-def test_a_host_of_another_machine_is_a_typed_error(arena: ArenaMemory) -> None:
-    opened = ZmqTransport("d", "192.0.2.1")
-    with pytest.raises(TransportError, match=r"192\.0\.2\.1"):
-        opened.register(arena)
-    opened.close()
+@pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0"], ids=["of another machine", "of none"])
+def test_a_host_where_nobody_can_listen_is_a_typed_error(arena: ArenaMemory, host: str) -> None:
+    with pytest.raises(TransportError, match=f"cannot listen on '{host}'"):
+        ZmqTransport("d", host).register(arena)
 
 
 class ScriptedOwner:
@@ -270,12 +269,12 @@ def test_a_read_asks_for_one_window_and_then_answer_by_answer(
     small = [SpanPair(i, i, 1) for i in range(2 * WINDOW * CHUNK_PIECES)]
     transfer = transport.read("p", small)
     waiting = [scripted.must_hear() for _ in range(WINDOW)]
-    assert transfer.poll() is TransferStatus.PENDING
+    assert not transfer.poll()
     assert scripted.hear(100) is None
     for _ in range(WINDOW):
         scripted.answer(*waiting.pop(0), b"\7")
         while scripted.socket.poll(0) == 0:
-            assert transfer.poll() is TransferStatus.PENDING
+            assert not transfer.poll()
         waiting.append(scripted.must_hear())
         assert scripted.hear(20) is None
     for reader, request in waiting:
@@ -318,8 +317,8 @@ def test_a_waiting_thread_hears_of_the_end(
     }
     ends[ending]()
     thread.join(DEADLINE_S)
-    assert len(failures) == 1
-    assert ending in failures[0]
+    word = "disconnected" if ending == "disconnect" else "cancelled"
+    assert [word in failure for failure in failures] == [True]
 
 
 def failure_of(transfer: Transfer) -> str:

@@ -17,9 +17,10 @@ from connector.pd.metrics import TransferMetrics
 from connector.pd.prefill.control_service import ControlService
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.messages import Handshake, HeldBlocks
+from connector.transports.address import decode_address
 from connector.transports.choose import open_transport
 from connector.transports.shm import ShmTransport
-from connector.transports.zmq_owner import ZmqAddress, decode_zmq_address
+from connector.transports.zmq_owner import ZmqAddress
 from engine.arena import ArenaMemory
 from engine.errors import DeadlineExceededError, KVLoadError, TransportError, UnavailableError
 from engine.metrics import NodeMetrics
@@ -268,7 +269,7 @@ async def test_what_a_peer_says_of_hosts_and_times_is_bounded() -> None:
     true = msgspec.structs.replace(identity(), transport="zmq")
     with ExitStack() as stack:
         registry = registry_of(stack, true, 0, kind="zmq")
-        honest = decode_zmq_address(registry._transport.address)
+        honest = decode_address(registry._transport.address, ZmqAddress)
         liar = Liar(true)
         server = await start_server([ControlService(liar)], "127.0.0.1", 0, token=None)
         keeper = RemotePrefills(registry, LEASE_S, TransferMetrics(NodeMetrics("m", "d")))

@@ -55,5 +55,5 @@ async def abort_owner(p: NodeServer) -> None:
     assert isinstance(transport, NixlTransport)
     owner, before = transport._server, transport.address
     assert isinstance(owner, OwnerProcess)
-    os.kill(owner.pid, signal.SIGABRT)
+    os.kill(owner._process.pid, signal.SIGABRT)
     await until(lambda: transport.address != before)

@@ -37,11 +37,9 @@ def test_auto_across_hosts_takes_the_first_that_is_installed_and_says_why() -> N
     name, reason = choose_transport(same_host=False, is_installed=lambda package: True)
     assert name == "nixl"
     assert reason.startswith("peers may be on other hosts")
-    name, reason = choose_transport(same_host=False, is_installed=lambda package: package == "zmq")
+    name, reason = choose_transport(same_host=False, is_installed=lambda package: False)
     assert name == "zmq"
     assert "nixl is not installed (pip install 'tandem[nixl]')" in reason
-    with pytest.raises(ConfigError, match="no transport reaches other hosts"):
-        choose_transport(same_host=False, is_installed=lambda package: False)
     assert choose_transport(same_host=True, is_installed=lambda package: False)[0] == "shm"
 
 
