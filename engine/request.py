@@ -68,8 +68,8 @@ class Request:
         computed   [ ..................>                           ]
 
     `prefix` gives the digests of its tokens. A load in flight brings the first
-    `num_loading_tokens`; the rest of the prompt is computed. `checkpoints`: prompt tokens after
-    which states are kept. Only the connector reads `kv_transfer_params`.
+    `num_loading_tokens`; the rest of the prompt is computed. Only the connector reads
+    `kv_transfer_params`.
 
     Once it has ended, its blocks stay until `num_holds` holds on them have ended too.
 
@@ -85,7 +85,6 @@ class Request:
     max_total_tokens: int
     prefix: PrefixDigests
     kv_transfer_params: KVTransferParams | None = None
-    checkpoints: tuple[int, ...] = ()
     priority: int = 0
     arrival: int = 0
     status: RequestStatus = RequestStatus.WAITING

@@ -31,7 +31,7 @@ from benchmarks import machine, report
 from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES, Geometry
 from benchmarks.pairs import Spread
 from benchmarks.plots import curves
-from engine.kv_cache.checkpoints import checkpoint_positions, due
+from engine.kv_cache.checkpoints import due
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.prefix import PrefixDigests
@@ -92,15 +92,13 @@ class Node:
         clock.append(perf_counter())
         hit = self.cache.find_hit(prefix, len(token_ids) - 1)
         clock.append(perf_counter())
-        positions = checkpoint_positions(
-            hit.num_tokens, hit.branch_point, len(token_ids), block_size=BLOCK_SIZE
-        )
         tables = self.cache.start(hit, min(hit.num_tokens + CHUNK, len(token_ids)))
         assert tables is not None, "the arena is too small"
+        self.cache.plan_checkpoints(tables, hit, len(token_ids))
         for start in range(hit.num_tokens, len(token_ids), CHUNK):
             end = min(start + CHUNK, len(token_ids))
             self.cache.grow(tables, end)
-            kept = self.cache.reserve_checkpoints(prefix, due(positions, start, end))
+            kept = self.cache.reserve_checkpoints(prefix, due(tables.checkpoints, start, end))
             self.cache.states.take_new()
             self.cache.copies_done()
             self.cache.publish(tables, prefix, end)

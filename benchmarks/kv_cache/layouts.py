@@ -72,7 +72,7 @@ def prompts_held(plan: ArenaPlan, num_tokens: int) -> int:
     return held
 
 
-def share_of_ideal(plan: ArenaPlan, records: list[Record], policy: Policy) -> float:
+def share_of_ideal(plan: ArenaPlan, records: list[Record], policy: Policy | None) -> float:
     """Hit tokens on one prefill node."""
     return replay(prompts_of(records, plan.hash_block_size), plan, policy).of_ideal
 

@@ -2,7 +2,7 @@
 
 A prefill node's real KV cache, ids only, with the units of Qwen3.5-4B, serves G1 conversation, G2
 documents, or a trace in Mooncake's format, one prompt after another: with endless memory, and with
-shares of the footprint, which is what the default policy keeps when it has endless memory.
+shares of the footprint, which is what the fixed policy with most reasons keeps with endless memory.
 
 - ideal: tokens that some earlier prompt began with, without a prompt's last token, by brute force.
 - write: a state copied out while prefilling. The request's own state, which stays where it is when
@@ -23,7 +23,7 @@ from rich.console import Console
 from benchmarks import machine, report
 from benchmarks.kv_cache import adversarial
 from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES
-from benchmarks.kv_cache.prefill_replay import POLICIES, Prompt, Tally, prompts_of, replay
+from benchmarks.kv_cache.prefill_replay import FIXED, POLICIES, Prompt, Tally, prompts_of, replay
 from benchmarks.kv_cache.traces import TRACE_BLOCK, Record, TraceError, read_trace
 from benchmarks.kv_cache.workloads import WORKLOADS
 from benchmarks.plots import curves
@@ -84,9 +84,9 @@ class Workload:
         return self._row(policy, None, 2 * self._bytes(states))
 
     def share(self, policy: str, memory: float) -> Row:
-        """`memory` times what the default policy keeps."""
+        """`memory` times what `FIXED` keeps."""
         if not self._footprint:
-            tally = self.endless(DEFAULT)
+            tally = self.endless(FIXED)
             self._footprint = self._bytes(round((1 + tally.writes) * tally.requests))
         return self._row(policy, memory, round(memory * self._footprint))
 
@@ -185,7 +185,7 @@ def publish(console: Console, rows: Sequence[Row], *, note: str) -> None:
         shares = [f"{row.memory:.0%}" for row in next(iter(lines.values()))]
         report.publish(
             console,
-            "Share of the ideal by memory, in % of the default policy's footprint",
+            "Share of the ideal by memory, in % of the footprint",
             headers=("case", *shares),
             rows=[memory_cells(key, line) for key, line in lines.items()],
             note=note,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from benchmarks.kv_cache.traces import Record, TokenTable, ideal_hits
-from engine.kv_cache.checkpoints import checkpoint_positions, due
+from engine.kv_cache.checkpoints import INTERVAL, TAIL, due
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
@@ -40,15 +40,17 @@ class Arrival:
 Policy = Callable[[Arrival], Iterable[int]]
 
 
-def _default(new: Arrival) -> Iterable[int]:
-    return checkpoint_positions(
-        new.num_hit_tokens, new.branch_point, new.num_tokens, block_size=new.hash_block_size
-    )
+def _fixed(new: Arrival) -> Iterable[int]:
+    size = new.hash_block_size
+    spread = (new.last, new.last - TAIL, *new.strided(INTERVAL))
+    return (new.branch_point, *(position // size * size for position in spread))
 
 
-POLICIES: Mapping[str, Policy] = MappingProxyType(
+FIXED = "last, branch point, tail, every 16,384"
+POLICIES: Mapping[str, Policy | None] = MappingProxyType(
     {
-        "default": _default,
+        "default": None,  # what the node itself learns
+        FIXED: _fixed,
         "last": lambda new: (new.last,),
         "last, branch point": lambda new: (new.last, new.branch_point),
         "last, every 2,048": lambda new: (new.last, *new.strided(2048)),
@@ -115,7 +117,7 @@ class Tally:
 class PrefillNode:
     """One node's cache and what its prompts found there."""
 
-    def __init__(self, plan: ArenaPlan, policy: Policy, *, chunk: int = CHUNK) -> None:
+    def __init__(self, plan: ArenaPlan, policy: Policy | None, *, chunk: int = CHUNK) -> None:
         self.cache = KVCacheManager(plan)
         self.tally = Tally()
         self._policy = policy
@@ -134,8 +136,11 @@ class PrefillNode:
         tally.hits += hit.num_tokens
         tally.lost += hit.branch_point - hit.num_tokens
         self.cache.states.take_new()
-        at = Arrival(hit.num_tokens, hit.branch_point, size, self.cache.hasher.hash_block_size)
-        wanted = sorted({p for p in self._policy(at) if hit.num_tokens < p <= at.last})
+        self.cache.plan_checkpoints(tables, hit, size)
+        wanted: Iterable[int] = tables.checkpoints
+        if self._policy is not None:
+            at = Arrival(hit.num_tokens, hit.branch_point, size, self.cache.hasher.hash_block_size)
+            wanted = sorted({p for p in self._policy(at) if hit.num_tokens < p <= at.last})
         end = hit.num_tokens
         while end < size:
             start, end = end, end + plan_prefill_chunk(end, size, size, budget=self._chunk)
@@ -150,7 +155,7 @@ class PrefillNode:
 
 
 def replay(
-    prompts: Iterable[Prompt], plan: ArenaPlan, policy: Policy, *, chunk: int = CHUNK
+    prompts: Iterable[Prompt], plan: ArenaPlan, policy: Policy | None, *, chunk: int = CHUNK
 ) -> Tally:
     """All prompts on one node whose cache starts empty."""
     node = PrefillNode(plan, policy, chunk=chunk)

@@ -7,7 +7,7 @@ Ends of a tree are evicted before their roots. A whole unit goes when that is wh
 all that follows its blocks (two levels, as in Jenga, SOSP'25).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import indexOf, itemgetter
 
 from engine.kv_cache.eviction import EvictionOrder, IdleQueue
@@ -24,7 +24,8 @@ class BlockPool:
     """Owner of all blocks and states of one arena and of the trees that find them.
 
     `nodes_in[u]`: the nodes with blocks in unit u. `num_releases` grows with everything that is
-    let go: while it stands still, no room has been freed.
+    let go: while it stands still, no room has been freed. `on_states_evicted` is called with each
+    checkpoint that gives way.
     """
 
     def __init__(self, plan: ArenaPlan, listener: CacheListener | None = None) -> None:
@@ -41,6 +42,7 @@ class BlockPool:
         state_queues = [self.order.idle[group] for group in plan.state_groups]
         self.idle_checkpoints = state_queues[0] if state_queues else IdleQueue()
         self._listener = listener
+        self.on_states_evicted: Callable[[Node], None] = lambda node: None
 
     def fits(self, new: NewBlocks, paths: Iterable[Path] = ()) -> bool:
         """True if new blocks fit while `paths` are in use as well; exact."""
@@ -252,6 +254,8 @@ class BlockPool:
                 self.order.remove(gone)
             del gone.digests[num_kept * self.trees[gone.group].stride :]
             self._free_blocks(gone, num_kept)
+            if gone.group == self._state_group:
+                self.on_states_evicted(gone)
 
     def _free_blocks(self, node: Node, keep: int) -> None:
         gone = node.blocks[keep:]

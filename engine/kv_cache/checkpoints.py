@@ -1,39 +1,105 @@
-"""The positions at which a prefill keeps its Mamba states for reuse: a pure policy.
+"""The positions at which a prefill keeps its Mamba states for reuse, learned from what is found.
 
-`last + branch point + one shortly before the end + one per interval`. Prompts mostly differ near
-their ends: other questions about one document, other tails after one context. A state there gives
-more hits, with fewer writes, than one per 8,192 tokens alone (benchmarks/README.md).
+Every request leaves the state at its end, which costs no copy. States before the end are copies:
+some workloads find them again (other questions about one document, the same prompt twice), others
+never do, and then a state only takes the room of blocks. So each kind of position is kept while it
+pays, and tried again from time to time (measured in benchmarks/README.md).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+from enum import StrEnum
 
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec
 
-DEFAULT_TAIL = 2048
-DEFAULT_INTERVAL = 16_384
+TAIL = 2048
+INTERVAL = 16_384
+ENOUGH_EVICTED = 16
+TRY_EVERY = 8
+MEMORY = 0.98
+"""What remains of older experience with each new one: about fifty of them count."""
 
 
-def checkpoint_positions(
-    num_hit_tokens: int,
-    branch_point: int,
-    num_prompt_tokens: int,
-    *,
-    block_size: int,
-    interval: int = DEFAULT_INTERVAL,
-    tail: int = DEFAULT_TAIL,
-) -> tuple[int, ...]:
-    """Token counts after the hit, ascending, at which the state is worth keeping.
+class Reason(StrEnum):
+    """The reason for keeping a state where it is.
 
-    The prompt's last boundary before its last token; the `branch_point`, where this prompt leaves a
-    longer cached one that had no checkpoint there; `tail` tokens before the last; and every
-    multiple of `interval`. All but the branch point are rounded down to boundaries, multiples of
-    `block_size`, at which blocks of all attention groups end.
+    END: a request ended there. LAST: the last block boundary of a prompt, for the same prompt
+    again. BRANCH: a prompt left a cached one there. TAIL: some 2,048 tokens before LAST, for
+    prompts that differ near their ends. INTERVAL: every 16,384 tokens, for all others.
     """
-    last = (num_prompt_tokens - 1) // block_size * block_size
-    spread = (last, last - tail, *range(interval, last, interval))
-    wanted = {branch_point, *(p // block_size * block_size for p in spread)}
-    return tuple(sorted(p for p in wanted if num_hit_tokens < p <= last))
+
+    END = "end"
+    LAST = "last"
+    BRANCH = "branch"
+    TAIL = "tail"
+    INTERVAL = "interval"
+
+
+class CheckpointPolicy:
+    """Chooses positions by what the states that were kept for each reason have been worth.
+
+    A reason pays while hardly any of its states are evicted unread, so with enough memory all are
+    kept. After that it pays if its states save as many tokens as the states at the ends of
+    requests. One that does not is tried at every `TRY_EVERY`th chance. Branch points always pay:
+    prompts have parted there already. Pure, and deterministic.
+    """
+
+    def __init__(self, *, tail: int = TAIL, interval: int = INTERVAL) -> None:
+        self._tail = tail
+        self._interval = interval
+        # By reason, older ones fading: states found or evicted unread, the latter, tokens saved.
+        self._count = dict.fromkeys(Reason, 0.0)
+        self._evicted = dict.fromkeys(Reason, 0.0)
+        self._saved = dict.fromkeys(Reason, 0.0)
+        self._num_skipped = 0
+
+    def positions(
+        self, num_hit_tokens: int, branch_point: int, num_prompt_tokens: int, *, block_size: int
+    ) -> dict[int, Reason]:
+        """Token counts after the hit, ascending, at which the state is worth keeping, and why.
+
+        None is after the prompt's last boundary before its last token. All but the `branch_point`,
+        where this prompt leaves a longer cached one that had no checkpoint there, are rounded down
+        to boundaries, multiples of `block_size`, at which blocks of all attention groups end.
+        """
+        last = (num_prompt_tokens - 1) // block_size * block_size
+        wanted: dict[int, Reason] = {}
+        if last > self._interval and self._pays(Reason.INTERVAL):
+            spread = range(self._interval, last, self._interval)
+            wanted.update(dict.fromkeys(spread, Reason.INTERVAL))
+        if last > self._tail and self._pays(Reason.TAIL):
+            wanted[last - self._tail] = Reason.TAIL
+        if self._pays(Reason.LAST):
+            wanted[last] = Reason.LAST
+        rounded = {p // block_size * block_size: reason for p, reason in wanted.items()}
+        rounded[branch_point] = Reason.BRANCH
+        return {p: rounded[p] for p in sorted(rounded) if num_hit_tokens < p <= last}
+
+    def found(self, reason: Reason, num_saved_tokens: int) -> None:
+        """A request started from such a state for the first time."""
+        self._note(reason, num_saved_tokens, evicted=0)
+
+    def evicted_unread(self, reason: Reason) -> None:
+        """Such a state gave way before any request started from it."""
+        self._note(reason, 0, evicted=1)
+
+    def _note(self, reason: Reason, num_saved_tokens: int, *, evicted: int) -> None:
+        self._count[reason] = self._count[reason] * MEMORY + 1
+        self._evicted[reason] = self._evicted[reason] * MEMORY + evicted
+        self._saved[reason] = self._saved[reason] * MEMORY + num_saved_tokens
+
+    def _pays(self, reason: Reason) -> bool:
+        if self._evicted[reason] < ENOUGH_EVICTED:
+            return True
+        # The end of a request is the fair yardstick: its state takes the same room.
+        if self._worth(reason) > 0 and self._worth(reason) >= self._worth(Reason.END):
+            return True
+        self._num_skipped += 1
+        return self._num_skipped % TRY_EVERY == 0
+
+    def _worth(self, reason: Reason) -> float:
+        """Tokens saved per state."""
+        return self._saved[reason] / max(1.0, self._count[reason])
 
 
 def decode_positions(
@@ -49,7 +115,7 @@ def decode_positions(
     return tuple(range(first * interval, end + 1, interval))
 
 
-def due(positions: Sequence[int], start: int, end: int) -> tuple[int, ...]:
+def due(positions: Iterable[int], start: int, end: int) -> tuple[int, ...]:
     """The positions that a chunk from `start` to `end` reaches."""
     return tuple(p for p in positions if start < p <= end)
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.kv_cache.block_pool import BlockPool
-from engine.kv_cache.checkpoints import value_per_token
+from engine.kv_cache.checkpoints import CheckpointPolicy, Reason, value_per_token
 from engine.kv_cache.prefix import PrefixDigests, PrefixKey
 from engine.kv_cache.radix_tree import Node, RadixTree
 from engine.kv_cache.tables import BlockTables, GroupHit, Lookup
@@ -71,11 +71,15 @@ class MambaStates:
     """All Mamba groups of one arena, which may be none.
 
     `max_idle_units`: what idle checkpoints may fill. `one_set`: the room that one set needs.
+    `policy` hears which checkpoints are found.
     """
 
     def __init__(self, pool: BlockPool, *, max_idle_units: int) -> None:
         self.groups = pool.plan.state_groups
         self.one_set: NewBlocks = {group: (len(self.groups), None) for group in self.groups[:1]}
+        self.policy = CheckpointPolicy()
+        self._unread: dict[Node, tuple[Reason, int]] = {}  # and the tokens that a hit would save
+        pool.on_states_evicted = self._on_evicted
         self._value_per_token = value_per_token(pool.plan)
         self._pool = pool
         self._tree = pool.trees[self.groups[0]] if self.groups else None
@@ -123,11 +127,20 @@ class MambaStates:
             return None
         return Checkpoint(key, self.groups, self._pool.add_states(new[self.groups[0]]))
 
-    def publish(self, tables: BlockTables, node: Node, key: PrefixKey) -> None:
+    def found(self, node: Node) -> None:
+        """A request starts from this checkpoint."""
+        if (kept := self._unread.pop(node, None)) is not None:
+            self.policy.found(*kept)
+
+    def publish(
+        self, tables: BlockTables, node: Node, key: PrefixKey, *, reason: Reason | None
+    ) -> None:
         """Complete states become a checkpoint, of value for the tokens since the one before it."""
         saved = max(0, key.num_tokens - tables.num_checkpointed)
         tables.num_checkpointed = key.num_tokens
         self._pool.publish_states(node, key, saved * self._value_per_token)
+        if reason is not None and node.is_findable:
+            self._unread[node] = reason, key.num_tokens - tables.num_hit
 
     def drop(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Gives reserved rooms back; what is published stays as long as nobody needs its room."""
@@ -141,6 +154,10 @@ class MambaStates:
             self._new = [new for new in self._new if new is not node]
             self._pool.release(node)
             self.trim()
+
+    def _on_evicted(self, node: Node) -> None:
+        if (kept := self._unread.pop(node, None)) is not None:
+            self.policy.evicted_unread(kept[0])
 
     def trim(self) -> None:
         """Evicts idle checkpoints over the budget."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.checkpoints import Reason
 from engine.kv_cache.coordinator import Coordinator, PrefixHit, attention_kinds
 from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.listener import CacheListener
@@ -94,6 +95,8 @@ class KVCacheManager:
             group: kind.table(self.pool, group, hit.attention[group])
             for group, kind in self._attention.items()
         }
+        if hit.states.source is not None:
+            self.states.found(hit.states.source[0])
         parts = (*hit.attention.values(), hit.states)
         sources = [self.pool.share(*part.source) for part in parts if part.source is not None]
         new = self.pool.allocate(needed)
@@ -116,6 +119,15 @@ class KVCacheManager:
             tables.attention[group].take(each)
         return True
 
+    def plan_checkpoints(self, tables: BlockTables, hit: PrefixHit, num_prompt_tokens: int) -> None:
+        """Decides after which tokens of the prompt states are kept: `tables.checkpoints`."""
+        tables.checkpoints = self.states.policy.positions(
+            hit.num_tokens,
+            hit.branch_point,
+            num_prompt_tokens,
+            block_size=self.plan.joint_block_size,
+        )
+
     def reserve_checkpoints(
         self, prefix: PrefixDigests, positions: Sequence[int]
     ) -> tuple[Checkpoint, ...]:
@@ -135,7 +147,8 @@ class KVCacheManager:
     def publish_checkpoints(self, tables: BlockTables, checkpoints: Sequence[Checkpoint]) -> None:
         """The worker has written these states: they become checkpoints."""
         for checkpoint in checkpoints:
-            self.states.publish(tables, checkpoint.node, checkpoint.key)
+            reason = tables.checkpoints.get(checkpoint.num_tokens)
+            self.states.publish(tables, checkpoint.node, checkpoint.key, reason=reason)
         self.states.drop(checkpoints)
 
     def keep_loaded(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
@@ -154,7 +167,8 @@ class KVCacheManager:
             return
         self._publish_all(tables, prefix, num_tokens)
         if tables.state is not None:
-            self.states.publish(tables, tables.state, prefix.key(num_tokens))
+            key = prefix.key(num_tokens)
+            self.states.publish(tables, tables.state, key, reason=Reason.END)
 
     def free(self, tables: BlockTables) -> None:
         """Gives all blocks and states of one request back, last ones first."""
@@ -231,7 +245,7 @@ class KVCacheManager:
             for group, unit in zip(self.states.groups, state.blocks, strict=True):
                 groups[group] = [unit]
         num_checkpointed = hit.num_tokens if has_states else hit.num_local
-        return BlockTables(tuple(groups), attention, state, num_checkpointed)
+        return BlockTables(tuple(groups), attention, state, num_checkpointed, hit.num_tokens)
 
     def _copies_of(self, pending: _Pending) -> Iterator[BlockCopy]:
         source, targets = pending.source, pending.targets

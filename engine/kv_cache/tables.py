@@ -2,10 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.kv_cache.block_pool import BlockPool, Path
+from engine.kv_cache.checkpoints import Reason
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.radix_tree import Node, Units
 from engine.kv_cache.unit_allocator import Allocated, NewBlocks
@@ -107,12 +108,16 @@ class BlockTables:
     `groups[g]` lists an attention group's blocks in token order, or a Mamba group's state.
     `attention[g]`: the table of attention group g. `state`: the states of all Mamba groups.
     `num_checkpointed`: tokens up to the last checkpoint that the request started from or made.
+    `num_hit`: tokens that it started from. `checkpoints`: positions in the prompt where states are
+    to be kept, ascending, and why.
     """
 
     groups: tuple[list[int], ...]
     attention: dict[int, GroupTable]
     state: Node | None
     num_checkpointed: int = 0
+    num_hit: int = 0
+    checkpoints: dict[int, Reason] = field(default_factory=dict)
 
     def used(self, group: int) -> list[int]:
         """The group's blocks without those that lie before its window."""

@@ -249,10 +249,10 @@ class Scheduler:
             self._free(request)
 
     def _begin(self, request: Request, tables: BlockTables, start: Start) -> None:
-        hit, block_size = start.hit, self.cache.plan.joint_block_size
+        hit = start.hit
         request.blocks = tables
         request.num_computed_tokens = num_here = start.num_computed_tokens
-        request.checkpoints = start.checkpoints(request.num_prompt_tokens, block_size)
+        self.cache.plan_checkpoints(tables, hit, request.num_prompt_tokens)
         if request.status is not RequestStatus.WAITING:
             return
         request.num_cached_tokens = num_here
@@ -269,7 +269,8 @@ class Scheduler:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
         num_prompt = request.num_prompt_tokens
         if start < num_prompt:  # a chunk never crosses the end of the prompt
-            positions = due(request.checkpoints, start, end)
+            assert request.blocks is not None
+            positions = due(request.blocks.checkpoints, start, end)
         else:
             interval = self.config.mamba_decode_checkpoint_interval
             positions = decode_positions(num_prompt, start, end, interval=interval)

@@ -5,7 +5,6 @@ Reads only. Knows the seam, but no steps, queues or budgets.
 
 from typing import NamedTuple
 
-from engine.kv_cache.checkpoints import checkpoint_positions
 from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.tables import BlockTables
@@ -38,12 +37,6 @@ class Start(NamedTuple):
         end = self.hit.num_tokens
         ranges = tuple((local, end) for local in self.hit.local)
         return BlockLoad(request_id, tuple(map(tuple, tables.groups)), end, ranges)
-
-    def checkpoints(self, num_prompt_tokens: int, block_size: int) -> tuple[int, ...]:
-        """Positions where the rest of the prompt keeps its states; see `checkpoint_positions`."""
-        return checkpoint_positions(
-            self.hit.num_tokens, self.hit.branch_point, num_prompt_tokens, block_size=block_size
-        )
 
 
 def find_start(

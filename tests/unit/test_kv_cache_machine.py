@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from engine.kv_cache.checkpoints import checkpoint_positions, due
+from engine.kv_cache.checkpoints import CheckpointPolicy, due
 from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.mamba_states import Checkpoint
@@ -204,10 +204,12 @@ class CacheMachine(RuleBasedStateMachine):
             assert hit.branch_point >= request.computed // unit * unit
 
     def reserve(self, request: Live, end: int) -> tuple[Checkpoint, ...]:
-        wanted = checkpoint_positions(
-            request.hit, request.branch_point, request.num_prompt, block_size=4, interval=12, tail=6
+        assert request.tables is not None
+        request.tables.checkpoints = CheckpointPolicy(tail=6, interval=12).positions(
+            request.hit, request.branch_point, request.num_prompt, block_size=4
         )
-        return self.cache.reserve_checkpoints(request.prefix, due(wanted, request.computed, end))
+        positions = due(request.tables.checkpoints, request.computed, end)
+        return self.cache.reserve_checkpoints(request.prefix, positions)
 
     @precondition(lambda self: any(r.loading for r in self.live))
     @rule(data=st.data(), ok=st.booleans())

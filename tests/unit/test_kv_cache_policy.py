@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from engine.kv_cache.checkpoints import checkpoint_positions, due, value_per_token
+from engine.kv_cache.checkpoints import CheckpointPolicy, Reason, due, value_per_token
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
@@ -34,15 +34,13 @@ def serve(
     """
     prefix = PrefixDigests(cache.hasher, list(tokens), None)
     hit = cache.find_hit(prefix, len(tokens) - 1)
-    positions = checkpoint_positions(
-        hit.num_tokens, hit.branch_point, len(tokens), block_size=BLOCK
-    )
     tables = cache.start(hit, min(hit.num_tokens + chunk, len(tokens)))
     assert tables is not None
+    cache.plan_checkpoints(tables, hit, len(tokens))
     for start in range(hit.num_tokens, len(tokens), chunk):
         end = min(start + chunk, len(tokens))
         assert cache.grow(tables, end)
-        kept = cache.reserve_checkpoints(prefix, due(positions, start, end))
+        kept = cache.reserve_checkpoints(prefix, due(tables.checkpoints, start, end))
         cache.states.take_new()
         cache.copies_done()
         cache.publish(tables, prefix, end)
@@ -90,7 +88,7 @@ def test_a_prefix_with_a_long_tail_behind_it_is_not_lost_either() -> None:
 
 def test_positions_are_last_branch_point_tail_and_strides_behind_the_hit() -> None:
     def positions(hit: int, branch_point: int, length: int, size: int = 16) -> Tokens:
-        return checkpoint_positions(hit, branch_point, length, block_size=size)
+        return tuple(CheckpointPolicy().positions(hit, branch_point, length, block_size=size))
 
     assert positions(0, 0, 12) == ()
     assert positions(0, 0, 32) == (16,)
@@ -102,6 +100,51 @@ def test_positions_are_last_branch_point_tail_and_strides_behind_the_hit() -> No
     assert positions(0, 0, 20_000, 528) == (31 * 528, 33 * 528, 37 * 528)
     assert positions(32, 32, 40) == ()
     assert due((16, 32, 48), 16, 32) == (32,)
+
+
+def test_what_is_evicted_unread_is_kept_no_more_but_tried_again() -> None:
+    """Three states per prompt, then the end's alone and one try in 8, until one is found."""
+    policy = CheckpointPolicy()
+
+    def reasons() -> list[Reason]:
+        return list(policy.positions(0, 0, 20_000, block_size=16).values())
+
+    assert reasons() == [Reason.INTERVAL, Reason.TAIL, Reason.LAST]
+    policy.found(Reason.END, 5000)
+    for reason in (Reason.INTERVAL, Reason.TAIL, Reason.LAST):
+        for _ in range(30):
+            policy.evicted_unread(reason)
+    tried = [reason for _ in range(32) for reason in reasons()]
+    assert len(tried) == 12, "one chance in 8 of 96"
+    for _ in range(40):
+        policy.found(Reason.TAIL, 18_000)
+    assert reasons()[0] is Reason.TAIL
+
+
+def test_branch_points_are_kept_whatever_was_evicted() -> None:
+    policy = CheckpointPolicy()
+    policy.found(Reason.END, 5000)
+    for _ in range(100):
+        policy.evicted_unread(Reason.BRANCH)
+    assert policy.positions(0, 800, 1600, block_size=16)[800] is Reason.BRANCH
+
+
+def test_conversations_in_little_memory_soon_keep_their_ends_alone() -> None:
+    """Each prompt goes on once from its exact end, and no state before an end is ever found."""
+    cache, rng = cache_of(60), Random(3)
+    for _ in range(100):
+        prompt = text(rng, 100)
+        serve(cache, prompt)
+        assert serve(cache, prompt + text(rng, 50)) == 100
+    prefix = PrefixDigests(cache.hasher, list(text(rng, 100)), None)
+    tables = cache.start(hit := cache.find_hit(prefix, 99), 100)
+    assert tables is not None
+    planned = []
+    for _ in range(32):
+        cache.plan_checkpoints(tables, hit, 100)
+        planned.append(len(tables.checkpoints))
+    assert sum(planned) == 4, "tried every 8th time"
+    cache.free(tables)
 
 
 def test_the_least_valuable_checkpoint_goes_first() -> None:
