@@ -29,7 +29,7 @@ serve: $(STAMP) ## keep the demo cluster up and print how to talk to it
 test: $(STAMP) ## every promise once: minutes on two cores
 	$(PYTEST) --durations 15
 
-test-long: $(STAMP) ## more seeds, transports and slow faults for the same promises
+test-long: $(STAMP) ## the same promises crossed, repeated and slow
 	$(PYTEST) --durations 15 -m long
 
 check: $(STAMP) ## lint, types, architecture

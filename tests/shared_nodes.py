@@ -102,9 +102,9 @@ class SharedNodes(Cluster):
         await close_all([one.node for one in some])
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 async def shared_nodes(warm: None) -> AsyncIterator[SharedNodes]:
-    """Nodes that any test may borrow through `shared`."""
+    """Nodes that any test of a file may borrow through `shared`."""
     made = SharedNodes([])
     yield made
     await made.close()

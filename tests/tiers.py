@@ -14,9 +14,10 @@ def everyday(cases: Iterable[object], chosen: Container[object]) -> Cases:
     return [pytest.param(case, marks=() if case in chosen else marks) for case in cases]
 
 
-def l_shape(rows: Sequence[object], columns: Sequence[object], *corner: object) -> Cases:
-    """All pairs; every day those of the corner's row and of its column."""
-    return [
-        pytest.param(*pair, marks=() if set(pair) & set(corner) else pytest.mark.long)
-        for pair in product(rows, columns)
-    ]
+def l_shape(*axes: Iterable[object], corner: Sequence[object]) -> Cases:
+    """All crossings of the axes; every day those that leave the corner along one axis at most."""
+    cases = []
+    for case in product(*axes):
+        num_away = sum(value != usual for value, usual in zip(case, corner, strict=True))
+        cases.append(pytest.param(*case, marks=pytest.mark.long if num_away > 1 else ()))
+    return cases

@@ -26,6 +26,11 @@ MIB = 1 << 20
 ARENA_BYTES = 4 * MIB
 SECOND_BYTES = 8192
 DEADLINE_S = 20.0
+# `nixl-tcp`: as between hosts, where there is one only; `-hosts`: between two.
+ONE_HOST = ("shm", "nixl", "nixl-tcp", "ucx", "zmq")
+TWO_HOSTS = ("nixl-hosts", "ucx-hosts", "zmq-hosts")
+KINDS = (*ONE_HOST, *TWO_HOSTS)
+ONCE_EACH = ("shm", "nixl", "ucx", "zmq")
 
 
 class Place(NamedTuple):

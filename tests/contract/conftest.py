@@ -14,14 +14,24 @@ from engine.arena import ArenaMemory
 from tests.netns import End, cable, namespaces, obstacle, skip_if_impossible
 from tests.reads import StartPeer
 from tests.relay import Relay
-from tests.transport_peer import ARENA_BYTES, LOCAL, SECOND_BYTES, Peer, Place, Road, Wire
+from tests.tiers import everyday
+from tests.transport_peer import (
+    ARENA_BYTES,
+    KINDS,
+    LOCAL,
+    ONCE_EACH,
+    SECOND_BYTES,
+    TWO_HOSTS,
+    Peer,
+    Place,
+    Road,
+    Wire,
+)
 
 BENCHMARKS = ipaddress.ip_network("198.18.0.0/15")  # RFC 2544: on no real network
-ONE_HOST = ("shm", "nixl", "nixl-tcp", "ucx", "zmq")
-TWO_HOSTS = ("nixl-hosts", "ucx-hosts", "zmq-hosts")
 
 
-@pytest.fixture(params=[*ONE_HOST, *TWO_HOSTS])
+@pytest.fixture(params=everyday(KINDS, ONCE_EACH))
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name, _, network = request.param.partition("-")
     if name == "nixl":

@@ -9,14 +9,14 @@ from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
 from tests.leaks import Holdings, excess, held_by
 from tests.reads import pull, until
-from tests.transport_peer import ARENA_BYTES, Peer
+from tests.transport_peer import ARENA_BYTES, ONCE_EACH, Peer
 
 ROUNDS = 24
 # NIXL gives the sockets of a connection back with its agent, which lasts for a few of them.
 MAX_LEFT = {"nixl": Holdings({"fd socket:": 8})}
 
 
-@pytest.mark.parametrize("kind", ["shm", "nixl", "ucx", "zmq"])
+@pytest.mark.parametrize("kind", ONCE_EACH)
 def test_reconnecting_holds_no_more_and_more(kind: str) -> None:
     peer, memory = Peer(kind, "p", seed=1), ArenaMemory(ARENA_BYTES)
     transport = open_transport(kind, "d")

@@ -7,11 +7,9 @@ from connector.transports.base import SpanPair, Transport
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 from tests.reads import ODD_LENGTHS, StartPeer, expected, pull
-from tests.transport_peer import ARENA_BYTES
+from tests.transport_peer import ARENA_BYTES, ONCE_EACH
 
-pytestmark = pytest.mark.parametrize(
-    "kind", ["shm", "nixl", "nixl-tcp", "ucx", "zmq"], indirect=True
-)
+pytestmark = pytest.mark.parametrize("kind", ONCE_EACH, indirect=True)
 
 
 def test_no_spans_is_done_at_once(start: StartPeer, transport: Transport) -> None:

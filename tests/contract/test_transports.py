@@ -1,6 +1,7 @@
 """One suite for every transport, between real processes and, as `-hosts`, between two hosts.
 
-`nixl-tcp` is nixl as across hosts, where there is no second one.
+Every day the whole suite runs once per transport, and elsewhere what is done otherwise there: that
+bytes arrive, and that a read under way ends with its peer or by a cancellation.
 """
 
 import os
@@ -19,12 +20,15 @@ from connector.transports.shm import ShmTransport
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
 from tests.reads import ODD_LENGTHS, StartPeer, expected, permuted_blocks, pull, pull_in_the_end
-from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, SECOND_BYTES, Road
+from tests.transport_peer import ARENA_BYTES, DEADLINE_S, KINDS, MIB, SECOND_BYTES, Road
+
+EVERYWHERE = pytest.mark.parametrize("kind", KINDS, indirect=True)
 
 A_BYTE_APART = [SpanPair(0, 0, 8), SpanPair(9, 9, 1)]
 READS = ([SpanPair(0, 0, ARENA_BYTES)], permuted_blocks(), ODD_LENGTHS, A_BYTE_APART)
 
 
+@EVERYWHERE
 def test_exactly_the_named_bytes_arrive(
     start: StartPeer, transport: Transport, arena: ArenaMemory
 ) -> None:
@@ -155,6 +159,7 @@ def test_a_peer_killed_before_connect_is_an_error(start: StartPeer, transport: T
     assert not isinstance(caught.value, TransferTimeoutError)
 
 
+@EVERYWHERE
 def test_a_peer_killed_while_it_owes_bytes_is_an_error(
     start: StartPeer, transport: Transport, arena: ArenaMemory
 ) -> None:
@@ -188,6 +193,7 @@ def test_one_dead_peer_leaves_the_others_readable(
     assert torch.equal(arena.tensor[: 64 * 12_288], wanted[: 64 * 12_288])
 
 
+@EVERYWHERE
 def test_a_cancelled_read_writes_nothing_later(
     start: StartPeer, transport: Transport, arena: ArenaMemory
 ) -> None:

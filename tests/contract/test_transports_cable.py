@@ -13,10 +13,10 @@ from connector.transports.base import SpanPair, Transfer, Transport
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError
 from tests.reads import StartPeer, expected, pull, pull_in_the_end
-from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer, Road, Wire
+from tests.tiers import everyday
+from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, TWO_HOSTS, Peer, Road, Wire
 
-TWO_HOSTS = ("nixl-hosts", "ucx-hosts", "zmq-hosts")
-pytestmark = pytest.mark.parametrize("kind", TWO_HOSTS, indirect=True)
+pytestmark = pytest.mark.parametrize("kind", everyday(TWO_HOSTS, ("nixl-hosts",)), indirect=True)
 
 WHOLE = [SpanPair(0, 0, ARENA_BYTES)]
 

@@ -83,10 +83,10 @@ async def ask(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_through_the_proxy(
-    cluster: Cluster, checkpoints: dict[str, Path], stream: bool
+    shared: Cluster, checkpoints: dict[str, Path], stream: bool
 ) -> None:
     """`cached_tokens` are P's, who has computed the rest; `kv_transfer` names both."""
-    async with proxy_of(*await pair_of_nodes(cluster, checkpoints["qwen3_5"])) as client:
+    async with proxy_of(*await pair_of_nodes(shared, checkpoints["qwen3_5"])) as client:
         first = await ask(client, PROMPT, stream=stream)
         same = await ask(client, PROMPT, stream=stream)
         more = await ask(client, [*PROMPT, *first.token_ids, *MORE], stream=stream)
@@ -98,10 +98,10 @@ async def test_through_the_proxy(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_each_node_by_itself(
-    cluster: Cluster, checkpoints: dict[str, Path], stream: bool
+    shared: Cluster, checkpoints: dict[str, Path], stream: bool
 ) -> None:
     """Behind a foreign proxy each node tells what itself had."""
-    urls = [node.url for node in await pair_of_nodes(cluster, checkpoints["qwen3_5"])]
+    urls = [node.url for node in await pair_of_nodes(shared, checkpoints["qwen3_5"])]
     found, prompt = [], PROMPT
     async with client_of(urls[0]) as p, client_of(urls[1]) as d:
         for turn in range(3):
@@ -115,10 +115,10 @@ async def test_each_node_by_itself(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_without_a_hand_over(
-    cluster: Cluster, checkpoints: dict[str, Path], stream: bool
+    shared: Cluster, checkpoints: dict[str, Path], stream: bool
 ) -> None:
     """A node goes on from where its own answer ended."""
-    node = await cluster.start("decode", checkpoints["qwen3_5"], enable_prefix_caching=True)
+    node = await shared.start("decode", checkpoints["qwen3_5"], enable_prefix_caching=True)
     async with client_of(node.url) as client:
         first = await ask(client, PROMPT, stream=stream)
         same = await ask(client, PROMPT, stream=stream)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import everyday
+
 STOP_S = 240.0
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", everyday(("qwen3_5", "nemotron_h"), ("qwen3_5",)))
 def test_only_operators_and_the_arena_itself_touch_its_bytes(
     checkpoints: dict[str, Path], family: str
 ) -> None:

@@ -25,7 +25,8 @@ async def pair_of_nodes(
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), l_shape(FAMILIES, [(16, 32), (64, 16), (48, 32)], "qwen3_5", (48, 32))
+    ("family", "sizes"),
+    l_shape(FAMILIES, [(16, 32), (64, 16), (48, 32)], corner=("qwen3_5", (48, 32))),
 )
 async def test_blocks_of_another_size(
     shared: Cluster, checkpoints: dict[str, Path], family: str, sizes: tuple[int, int]
@@ -68,7 +69,7 @@ async def test_damage_is_found_by_the_blocks_of_the_reader(
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), l_shape(FAMILIES, [(16, 32), (48, 16)], "qwen3_5", (48, 16))
+    ("family", "sizes"), l_shape(FAMILIES, [(16, 32), (48, 16)], corner=("qwen3_5", (48, 16)))
 )
 async def test_only_what_d_lacks_is_pulled(
     shared: Cluster, checkpoints: dict[str, Path], family: str, sizes: tuple[int, int]

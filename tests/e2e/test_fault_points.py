@@ -42,6 +42,7 @@ from tests.pairs import (
     request_of,
 )
 from tests.processes import Launcher, transport_flag
+from tests.tiers import everyday
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)
@@ -51,6 +52,7 @@ STAGE_BYTES = 16 << 10
 NUM_STAGES = 5
 EXPIRED = "vllm:nixl_num_kv_expired_reqs"
 RETRIES = "tandem:kv_verification_retries"
+EACH_TRANSPORT = pytest.mark.parametrize("transport", everyday(TRANSPORTS, ("shm",)))
 
 
 async def pair_of_nodes(
@@ -133,7 +135,7 @@ async def test_a_handshake_that_fails_is_a_typed_error_where_nothing_may_be_reco
 # --- after the n-th stage ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 async def test_a_byte_flipped_after_the_nth_stage_is_read_again(
     shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
@@ -169,7 +171,7 @@ async def test_a_read_that_fails_at_any_stage_costs_a_recompute(
     assert counted(p, EXPIRED) == 0
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 async def test_blocks_that_p_uses_again_after_the_nth_stage_reach_no_answer(
     shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
@@ -181,7 +183,7 @@ async def test_blocks_that_p_uses_again_after_the_nth_stage_reach_no_answer(
         assert cause == "late_read"
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 async def test_blocks_that_p_uses_again_reach_no_answer_without_verification_either(
     shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
@@ -227,7 +229,7 @@ async def read_while_p_uses_the_blocks_again(
     return cause
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 async def test_p_killed_after_the_nth_stage_costs_a_recompute_and_no_token(
     cluster: Cluster, real: Launcher, transport: str
 ) -> None:
@@ -308,7 +310,7 @@ async def recompute_or_fail(asked: Awaitable[Generation], alone: Generation, pol
 RELEASES = (FaultPoint.BEFORE_RELEASE, FaultPoint.AFTER_RELEASE)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 async def test_a_hand_over_held_at_any_point_changes_nothing_and_delays_nobody_else(
     shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:

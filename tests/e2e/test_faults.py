@@ -36,12 +36,14 @@ from tests.faults import (
 )
 from tests.leases import HOLDING
 from tests.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
+from tests.tiers import everyday, l_shape
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)
 FAILURES = "tandem:kv_verification_failures"
 OTHER_SIZE = 2 * BASE.block_size
 RETRIES = "tandem:kv_verification_retries"
+EACH_TRANSPORT = pytest.mark.parametrize("transport", everyday(TRANSPORTS, ("shm",)))
 
 
 class Places:
@@ -110,7 +112,7 @@ def assert_equal(pair: Generation, alone: Generation) -> None:
     assert pair.logprobs == alone.logprobs
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 async def test_without_faults_all_that_was_pulled_is_verified(
     shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
@@ -128,7 +130,8 @@ async def test_without_faults_all_that_was_pulled_is_verified(
 # Damage is done where D has read to: what brought the bytes does not know of it.
 DAMAGED = pytest.mark.parametrize(
     ("transport", "damage"),
-    [("shm", damage) for damage in DAMAGES] + [(each, "permute") for each in TRANSPORTS[1:]],
+    [pytest.param("shm", damage) for damage in DAMAGES]
+    + [pytest.param(each, "permute", marks=pytest.mark.long) for each in TRANSPORTS[1:]],
 )
 
 
@@ -188,7 +191,7 @@ async def test_policy_fail_turns_damage_into_an_error(
     await settled(d)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 async def test_bytes_that_become_visible_late_are_read_again(
     shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
@@ -202,13 +205,14 @@ async def test_bytes_that_become_visible_late_are_read_again(
     assert counted(d, FAILURES, kind="attention") == 7
 
 
-HELD_AT = pytest.mark.parametrize(
-    "point", [FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM], ids=lambda point: point.name
+HELD_AT = (FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM)
+
+
+@pytest.mark.parametrize(
+    ("transport", "point"),
+    l_shape(TRANSPORTS, HELD_AT, corner=("shm", FaultPoint.BEFORE_CONFIRM)),
+    ids=str,
 )
-
-
-@HELD_AT
-@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_read_that_outlives_its_lease_is_not_believed(
     shared: Cluster, checkpoints: dict[str, Path], transport: str, point: FaultPoint
 ) -> None:
@@ -249,7 +253,7 @@ async def test_a_pull_ends_with_its_own_cause_whatever_a_heartbeat_finds_meanwhi
     await settled(d)
 
 
-@HELD_AT
+@pytest.mark.parametrize("point", HELD_AT, ids=str)
 async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
     shared: Cluster, checkpoints: dict[str, Path], point: FaultPoint
 ) -> None:
@@ -273,7 +277,7 @@ async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
     await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 async def test_p_that_does_not_vouch_for_a_read_costs_a_recompute(
     shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
@@ -302,7 +306,7 @@ async def test_a_p_that_cannot_be_asked_is_met_anew(
     assert claims_of(d)._peers.known() == []
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@EACH_TRANSPORT
 async def test_what_p_has_hashed_is_verified_without_a_question(
     shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:

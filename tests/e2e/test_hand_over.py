@@ -34,9 +34,12 @@ from tests.pairs import (
 )
 from tests.tiers import l_shape
 
+EACH_FAMILY_AND_TRANSPORT = pytest.mark.parametrize(
+    ("family", "transport"), l_shape(FAMILIES, TRANSPORTS, corner=("qwen3_5", "shm"))
+)
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("family", FAMILIES)
+
+@EACH_FAMILY_AND_TRANSPORT
 async def test_tokens_and_logprobs_are_bit_equal_to_one_node(
     shared: Cluster, checkpoints: dict[str, Path], family: str, transport: str
 ) -> None:
@@ -183,7 +186,7 @@ async def test_the_arena_of_a_dead_peer_does_not_stay_mapped(
     await all_back(before)
 
 
-@pytest.mark.parametrize(("family", "transport"), l_shape(FAMILIES, TRANSPORTS, "qwen3_5", "shm"))
+@EACH_FAMILY_AND_TRANSPORT
 async def test_eight_at_once_agree_with_one_at_a_time(
     shared: Cluster,
     checkpoints: dict[str, Path],

@@ -21,6 +21,7 @@ from tests.cluster import BASE, Cluster, Generation, generate, sample, transfer_
 from tests.engine_thread import run_in_engine
 from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag
+from tests.tiers import everyday
 
 PROMPT = prompt_of(100, salt=4)
 NUM_HANGING = 6
@@ -44,7 +45,7 @@ async def test_claims_at_a_peer_that_hangs_delay_no_other_claim(
     count_near_ties([alone] * NUM_HANGING, await asyncio.gather(*waiting))
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
+@pytest.mark.parametrize("transport", everyday(("shm", "nixl"), ("nixl",)))
 async def test_pulls_from_a_peer_that_hangs_delay_no_other_pull(
     cluster: Cluster, real: Launcher, transport: str
 ) -> None:

@@ -5,6 +5,7 @@ What no node of the cluster signed is refused; what one signed and nobody holds 
 
 import json
 import secrets
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from connector.pd.wire.params import prompt_digest
 from engine.node.server import NodeServer
 from tests.asking import ask, prefill_over_http, question
-from tests.cluster import Cluster, settled, until
+from tests.cluster import Cluster, settled
 from tests.engine_thread import run_in_engine
 from tests.hostile_params import NO_PROMPT_NEEDS, hostile_returns, outdated_returns
 from tests.pairs import prompt_of
@@ -24,8 +25,8 @@ FAMILY = "qwen3_5"
 AT_LEAST = 200
 
 
-async def two_nodes(cluster: Cluster, model: Path, ttl_s: float = 60.0) -> list[NodeServer]:
-    config = both_ways(kv_recompute_threshold=1, decoder_kv_blocks_ttl=ttl_s)
+async def two_nodes(cluster: Cluster, model: Path) -> list[NodeServer]:
+    config = both_ways(kv_recompute_threshold=1, decoder_kv_blocks_ttl=60.0)
     return [
         await cluster.start(
             kind,
@@ -48,9 +49,9 @@ async def kept_turn(p: NodeServer, d: NodeServer) -> tuple[list[int], dict[str, 
 
 
 async def test_what_no_node_signed_is_a_400_and_the_true_object_still_pulls(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p, d = await two_nodes(cluster, checkpoints[FAMILY])
+    p, d = await two_nodes(shared, checkpoints[FAMILY])
     prompt, valid = await kept_turn(p, d)
     seed = secrets.randbelow(2**32)
     print(f"seed of hostile_returns: {seed}")
@@ -80,10 +81,10 @@ async def test_what_no_node_signed_is_a_400_and_the_true_object_still_pulls(
     ["other_tokens", "not_longer", "mismatched", "foreign", "expired", "peer_unreachable"],
 )
 async def test_what_a_node_signed_and_nobody_holds_is_computed(
-    cluster: Cluster, checkpoints: dict[str, Path], cause: str
+    shared: Cluster, checkpoints: dict[str, Path], cause: str
 ) -> None:
     """`mismatched`: the tokens are right, and D's state stands one token behind them."""
-    p, d = await two_nodes(cluster, checkpoints[FAMILY], ttl_s=3.0)
+    p, d = await two_nodes(shared, checkpoints[FAMILY])
     prompt, valid = await kept_turn(p, d)
     shorter = prompt_digest(prompt[: valid["remote_num_tokens"] - 1])
     params = outdated_returns(valid, shorter, CLUSTER_TOKEN)[cause]
@@ -94,6 +95,7 @@ async def test_what_a_node_signed_and_nobody_holds_is_computed(
     assert done.token_ids == plain.token_ids
     alone = await ask(d.url, question(prompt, kv_transfer_params=done.body["kv_transfer_params"]))
     assert alone.token_ids[:1] == plain.token_ids
-    held = alone.body["kv_transfer_params"]["remote_request_id"]
-    await run_in_engine(d.engine, lambda: d.engine.core.scheduler.abort(held))
-    await until(lambda: d.engine.core.scheduler.num_held == 0)
+    for kept in (valid, alone.body["kv_transfer_params"]):
+        held = kept["remote_request_id"]
+        await run_in_engine(d.engine, partial(d.engine.core.scheduler.abort, held))
+    await settled(d)

@@ -12,6 +12,7 @@ from engine.types import GenerateRequest
 from tests.cluster import Cluster, generate, with_context
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of
 from tests.e2e.test_prefix_cache_pd import hand_over, moved, prompt_of
+from tests.tiers import everyday, l_shape
 
 CONTEXT = 800
 FAMILIES = ("qwen3_5", "nemotron_h")
@@ -24,7 +25,7 @@ HITS = {16: [0, 609, 0, 560], 64: [0, 609, 0, 512], INFLATED: [0, 609, 528, 528]
 ATTENTION_HITS = {16: 560, 64: 512, INFLATED: 528}
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture
 def model(request: pytest.FixtureRequest, checkpoints: dict[str, Path], tmp_path: Path) -> Path:
     return with_context(checkpoints[request.param], tmp_path / "model", CONTEXT)
 
@@ -34,7 +35,11 @@ def prompts_behind(answer: list[int]) -> list[tuple[int, ...]]:
     return [FIRST, (*FIRST, *answer, *prompt_of(30, seed=7)), *BRANCHES]
 
 
-@pytest.mark.parametrize("block_size", [16, 64, INFLATED])
+@pytest.mark.parametrize(
+    ("model", "block_size"),
+    l_shape(FAMILIES, (16, 64, INFLATED), corner=("nemotron_h", INFLATED)),
+    indirect=["model"],
+)
 async def test_one_node(cluster: Cluster, model: Path, block_size: int) -> None:
     on = await cluster.start("prefill", model, enable_prefix_caching=True, block_size=block_size)
     off = await cluster.start("prefill", model)
@@ -47,7 +52,11 @@ async def test_one_node(cluster: Cluster, model: Path, block_size: int) -> None:
     assert hits == HITS[block_size]
 
 
-@pytest.mark.parametrize("block_size", [64, INFLATED])
+@pytest.mark.parametrize(
+    ("model", "block_size"),
+    l_shape(FAMILIES, (64, INFLATED), corner=("qwen3_5", INFLATED)),
+    indirect=["model"],
+)
 async def test_two_nodes(cluster: Cluster, model: Path, block_size: int) -> None:
     p, d = [
         await cluster.start(kind, model, enable_prefix_caching=True, block_size=block_size)
@@ -66,6 +75,7 @@ async def test_two_nodes(cluster: Cluster, model: Path, block_size: int) -> None
     assert (moved(again).attention_bytes, moved(again).state_bytes) == (0, 0)
 
 
+@pytest.mark.parametrize("model", everyday(FAMILIES, ("nemotron_h",)), indirect=True)
 async def test_many_at_once_with_one_block_per_unit(cluster: Cluster, model: Path) -> None:
     """Twelve requests that need two units each, in room for five."""
     plan = plan_arena(read_config(model).groups, INFLATED, 1 << 30)

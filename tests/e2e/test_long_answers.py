@@ -8,6 +8,7 @@ import pytest
 from tests.cluster import Cluster, Generation, generate, with_context
 from tests.e2e.test_prefix_cache import assert_same, request_of
 from tests.e2e.test_prefix_cache_pd import hand_over, moved, pair_of_nodes, prompt_of
+from tests.tiers import everyday
 
 CONTEXT = 700
 ANSWER = 500
@@ -31,7 +32,7 @@ def assert_no_growth(cached: Generation, alone: Generation) -> None:
     assert late < 4 * max(early, ROUNDING), (early, late)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", everyday(("qwen3_5", "nemotron_h"), ("nemotron_h",)))
 async def test_one_node(
     cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, family: str
 ) -> None:

@@ -21,8 +21,9 @@ from tests.asking import ask, prefill_over_http, question
 from tests.cluster import BASE, Cluster, generate, settled, transfer_config
 from tests.engine_thread import run_in_engine
 from tests.faults import recomputed
-from tests.pairs import GREEDY, arena_for, prefill, prompt_of, request_of
+from tests.pairs import GREEDY, TRANSPORTS, arena_for, prefill, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag
+from tests.tiers import everyday
 
 PROMPT = prompt_of(100, salt=4)
 OTHER_CUTS = ("--block-size", str(2 * BASE.block_size))
@@ -31,6 +32,7 @@ FAMILY = "qwen3_5"
 TOKENS = 120
 # Long enough that nothing in these tests ends by a timeout instead of by the peer's death.
 CONTROL_S = 30.0
+EACH_TRANSPORT = pytest.mark.parametrize("transport", everyday(TRANSPORTS, ("shm", "nixl")))
 
 
 async def small_decode_node(
@@ -50,7 +52,7 @@ async def make_room(node: NodeServer, blocker: KVTransferParams) -> None:
     await run_in_engine(node.engine, lambda: node.engine.core.scheduler.abort(held))
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl", "ucx", "zmq"])
+@EACH_TRANSPORT
 async def test_p_killed_during_the_pull_costs_a_recompute_and_no_token(
     cluster: Cluster, real: Launcher, transport: str
 ) -> None:
@@ -90,7 +92,7 @@ async def remote_prefill(p: ServerProcess) -> dict[str, Any]:
     return question(prompt, model=None, kv_transfer_params=params)
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl", "ucx", "zmq"])
+@EACH_TRANSPORT
 async def test_d_killed_with_a_claim_gives_p_its_memory_back(
     cluster: Cluster, real: Launcher, transport: str
 ) -> None:

@@ -19,6 +19,7 @@ from tests.pairs import (
     prompt_of,
     request_of,
 )
+from tests.tiers import everyday
 
 PROMPTS = [prompt_of(40 + 9 * i, salt=3 * i) for i in range(8)]
 SAMPLING = msgspec.structs.replace(GREEDY, max_tokens=120)
@@ -33,16 +34,16 @@ async def alone(node: NodeServer) -> list[Generation]:
     return [await generate(node, request_of(prompt, SAMPLING)) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", everyday(FAMILIES, ("qwen3_5",)))
 async def test_preempted_requests_end_with_the_tokens_of_requests_run_alone(
-    cluster: Cluster,
+    shared: Cluster,
     checkpoints: dict[str, Path],
     record_property: Callable[[str, object], None],
     family: str,
 ) -> None:
     """Their own prompts on one node, then prompts that another has prefilled."""
-    roomy = await cluster.start("prefill", checkpoints[family])
-    small = await cluster.start(
+    roomy = await shared.start("prefill", checkpoints[family])
+    small = await shared.start(
         "decode",
         checkpoints[family],
         kv_cache_memory_bytes=arena_for(checkpoints[family], LONGEST, 3),
@@ -59,10 +60,10 @@ async def test_preempted_requests_end_with_the_tokens_of_requests_run_alone(
 
 
 async def test_a_prefill_node_full_of_leases_goes_on_when_they_end(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    d = await cluster.start("decode", checkpoints["qwen3_5"])
-    p = await cluster.start(
+    d = await shared.start("decode", checkpoints["qwen3_5"])
+    p = await shared.start(
         "prefill",
         checkpoints["qwen3_5"],
         kv_cache_memory_bytes=arena_for(checkpoints["qwen3_5"], LONGEST, 2),

@@ -21,6 +21,7 @@ from tests.fault_points import NO_FAULTS, FaultPoint
 from tests.faults import Armed, counted
 from tests.pairs import GREEDY, prefill, prompt_of, request_of
 from tests.tcp_relay import Relay, relay_to
+from tests.tiers import l_shape
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)
@@ -42,8 +43,10 @@ def impatient(policy: str) -> KVTransferConfig:
     return msgspec.structs.replace(config, kv_connector_extra_config=extra)
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("direction", ["there", "back"])
+@pytest.mark.parametrize(
+    ("direction", "policy"),
+    l_shape(("there", "back"), ("recompute", "fail"), corner=("back", "recompute")),
+)
 async def test_silence_in_one_direction_is_bounded_and_changes_no_token(
     cluster: Cluster, checkpoints: dict[str, Path], direction: str, policy: str
 ) -> None:

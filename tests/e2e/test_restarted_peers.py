@@ -22,6 +22,7 @@ from tests.fault_points import FaultPoint
 from tests.faults import HeldPull, recomputed
 from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag
+from tests.tiers import everyday, l_shape
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)
@@ -128,10 +129,16 @@ async def test_a_restart_with_another_geometry_is_refused_with_both_values(
 # they and the record of its lease are still right.
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
-@pytest.mark.parametrize("point", [FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM], ids=str)
+@pytest.mark.parametrize(
+    ("transport", "point"),
+    l_shape(
+        *(("shm", "zmq"), (FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM)),
+        corner=("zmq", FaultPoint.BEFORE_CONFIRM),
+    ),
+    ids=str,
+)
 async def test_the_new_incarnation_does_not_vouch_for_a_read_from_the_old_one(
-    cluster: Cluster, checkpoints: dict[str, Path], point: FaultPoint, transport: str
+    cluster: Cluster, checkpoints: dict[str, Path], transport: str, point: FaultPoint
 ) -> None:
     """It holds a prefill of the same name."""
     model, port, faults = checkpoints[FAMILY], free_port(), HeldPull(point)
@@ -155,7 +162,7 @@ async def test_the_new_incarnation_does_not_vouch_for_a_read_from_the_old_one(
     await at_rest(d)
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
+@pytest.mark.parametrize("transport", everyday(("shm", "nixl"), ("nixl",)))
 async def test_a_killed_process_and_the_next_one_on_its_ports(
     cluster: Cluster, real: Launcher, transport: str
 ) -> None:

@@ -17,6 +17,7 @@ from tests.cluster import BASE, Cluster, Generation, generate, settled
 from tests.fault_points import FaultPoint
 from tests.faults import Damage, DamagedReads, HeldPull, Span, counted, flip, recomputed
 from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
+from tests.tiers import everyday, l_shape
 from tests.turns import (
     Turn,
     assert_equal,
@@ -89,8 +90,11 @@ OTHER_PROMPTS: dict[Callable[[Turn], tuple[int, ...]], str] = {
 }
 
 
-@pytest.mark.parametrize("make", OTHER_PROMPTS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize(
+    ("family", "make"),
+    l_shape(HYBRIDS, OTHER_PROMPTS, corner=(FAMILY, edited)),
+    ids=lambda value: getattr(value, "__name__", value),
+)
 async def test_a_prompt_that_does_not_go_on_from_there_is_computed(
     shared: Cluster,
     checkpoints: dict[str, Path],
@@ -203,12 +207,13 @@ def damage_of(model: Path, kind: str) -> Damage:
     return damage
 
 
-# Every family with both kinds, and another transport, which does not know of the damage.
-FLIPPED = [(family, "shm", kind) for family in HYBRIDS for kind in ("state", "attention")]
-
-
-@pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize(("family", "transport", "kind"), [*FLIPPED, (FAMILY, "nixl", "state")])
+@pytest.mark.parametrize(
+    ("family", "transport", "kind", "times"),
+    l_shape(
+        *(HYBRIDS, ("shm", "nixl"), ("state", "attention"), (1, 2)),
+        corner=(FAMILY, "shm", "state", 2),
+    ),
+)
 async def test_a_flipped_bit_is_read_again_and_then_computed(
     shared: Cluster,
     checkpoints: dict[str, Path],
@@ -251,7 +256,7 @@ async def test_policy_fail_ends_a_request_whose_pull_failed_and_keeps_nothing(
     await settled(d)
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
+@pytest.mark.parametrize("transport", everyday(("shm", "nixl"), ("shm",)))
 async def test_a_turn_that_d_lets_go_during_the_read_is_not_believed(
     shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:

@@ -23,6 +23,7 @@ from tests.pairs import (
     prompt_of,
     request_of,
 )
+from tests.tiers import everyday, l_shape
 from tests.turns import (
     Turn,
     assert_equal,
@@ -41,25 +42,29 @@ LONG = msgspec.structs.replace(GREEDY, max_tokens=20)
 SAMPLED = SamplingParams(
     max_tokens=20, temperature=0.9, top_p=0.95, seed=11, logprobs=1, ignore_eos=True
 )
+SAMPLINGS = {"greedy": LONG, "sampled": SAMPLED}
+TRANSPORTS = ("shm", "nixl")
+LENGTHS, ANSWERS = (16, 77, 78, 79, 80, 81), (2, 3, 17)
 
 
-@pytest.mark.parametrize("sampling", [LONG, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "transport", "sampling"),
+    l_shape(FAMILIES, TRANSPORTS, SAMPLINGS, corner=(FAMILY, "shm", "greedy")),
+)
 async def test_three_turns_are_bit_equal_to_one_node(
     shared: Cluster,
     checkpoints: dict[str, Path],
     family: str,
     transport: str,
-    sampling: SamplingParams,
+    sampling: str,
 ) -> None:
     p, d = await pair_of_nodes(shared, checkpoints[family], both_ways(transport))
     one = await shared.start("decode", checkpoints[family], enable_prefix_caching=True)
-    prompt, before, computed = prompt_of(90), None, 0
+    params, prompt, before, computed = SAMPLINGS[sampling], prompt_of(90), None, 0
     for _ in range(3):
-        alone = await generate(one, request_of(prompt, sampling))
+        alone = await generate(one, request_of(prompt, params))
         assert alone.last.num_cached_tokens == computed
-        turn = await take_turn(p, d, prompt, sampling, before)
+        turn = await take_turn(p, d, prompt, params, before)
         assert_equal(turn.decoded, alone)
         assert (turn.prefilled.last.kv_transfer is not None) == (before is not None)
         await until(lambda: d.engine.core.scheduler.num_held == 1)
@@ -70,8 +75,9 @@ async def test_three_turns_are_bit_equal_to_one_node(
     assert skipped(p) == {}
 
 
-@pytest.mark.parametrize("transport", ["shm", "nixl"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "transport"), l_shape(FAMILIES, TRANSPORTS, corner=(FAMILY, "shm"))
+)
 async def test_what_p_has_stays_and_only_the_rest_moves(
     shared: Cluster, checkpoints: dict[str, Path], family: str, transport: str
 ) -> None:
@@ -96,7 +102,7 @@ async def test_what_p_has_stays_and_only_the_rest_moves(
     await let_go(d, second)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", everyday(FAMILIES, (FAMILY,)))
 async def test_behind_what_was_pulled_the_prompt_goes_on_in_chunks_and_keeps_states(
     shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
@@ -114,8 +120,7 @@ async def test_behind_what_was_pulled_the_prompt_goes_on_in_chunks_and_keeps_sta
     await let_go(d, second)
 
 
-@pytest.mark.parametrize("length", [16, 77, 78, 79, 80, 81])
-@pytest.mark.parametrize("max_tokens", [2, 3, 17])
+@pytest.mark.parametrize(("length", "max_tokens"), l_shape(LENGTHS, ANSWERS, corner=(80, 2)))
 async def test_around_block_boundaries(
     shared: Cluster, checkpoints: dict[str, Path], length: int, max_tokens: int
 ) -> None:
@@ -133,7 +138,7 @@ async def test_around_block_boundaries(
     await let_go(d, second)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", everyday(FAMILIES, (FAMILY,)))
 async def test_a_stop_token_ends_what_is_kept_before_itself(
     shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
@@ -157,7 +162,7 @@ async def test_a_stop_token_ends_what_is_kept_before_itself(
     await let_go(d, second)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", everyday(FAMILIES, (FAMILY,)))
 async def test_what_d_had_to_compute_again_is_kept_as_well(
     shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
@@ -277,7 +282,7 @@ async def test_short_memory_takes_back_what_nobody_has_claimed(
     await let_go(d, turns[2])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", everyday(FAMILIES, (FAMILY,)))
 async def test_what_was_preempted_on_d_is_kept_as_well(
     cluster: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:

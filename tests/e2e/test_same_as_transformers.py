@@ -19,14 +19,14 @@ SAMPLING = msgspec.structs.replace(GREEDY, max_tokens=40)
 
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_greedy_tokens_equal_transformers(
-    cluster: Cluster,
+    shared: Cluster,
     checkpoints: dict[str, Path],
     record_property: Callable[[str, object], None],
     family: str,
 ) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[family]).eval()
-    p = await cluster.start("prefill", checkpoints[family])
-    d = await cluster.start("decode", checkpoints[family])
+    p = await shared.start("prefill", checkpoints[family])
+    d = await shared.start("decode", checkpoints[family])
     prompts = [prompt_of(length, salt=length) for length in LENGTHS]
     answers = [await hand_over(p, d, prompt, SAMPLING) for prompt in prompts]
     answers += await hand_over_all(p, d, prompts, SAMPLING)

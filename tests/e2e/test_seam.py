@@ -21,6 +21,7 @@ from tests.dictionary_connector import (
 from tests.engine_thread import run_in_engine
 from tests.pairs import GREEDY, count_near_ties, prefill, prompt_of, request_of
 from tests.recount import evict_all
+from tests.tiers import everyday
 
 HYBRIDS = ("qwen3_5", "nemotron_h")
 PROMPT = prompt_of(150)
@@ -61,7 +62,7 @@ def assert_equal(alone: Generation, found: Generation) -> None:
     assert found.token_ids == alone.token_ids
 
 
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("family", everyday(HYBRIDS, ("nemotron_h",)))
 async def test_what_a_tier_has_is_loaded_and_gives_the_same_tokens(
     cluster: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:

@@ -15,6 +15,7 @@ from engine.types import FinishReason, GenerateRequest
 from tests.bare_engine import BareEngine
 from tests.e2e.test_prefix_cache import request_of
 from tests.pairs import prompt_of
+from tests.tiers import everyday
 
 UNITS = 200
 TOKENS_PER_STEP = 1024
@@ -56,7 +57,7 @@ class Phase:
                 self.at_once = max(self.at_once, len(engine.running))
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+@pytest.mark.parametrize("family", everyday(("qwen3_5", "nemotron_h"), ("nemotron_h",)))
 def test_short_chats_and_long_prompts_use_all_units_in_turn(
     checkpoints: dict[str, Path], family: str
 ) -> None:

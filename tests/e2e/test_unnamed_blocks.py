@@ -13,6 +13,7 @@ from tests.cluster import Cluster, generate, transfer_config, until
 from tests.engine_thread import run_in_engine
 from tests.faults import counted
 from tests.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
+from tests.tiers import everyday
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=7)
@@ -33,11 +34,11 @@ async def pair_of_nodes(
     return p, d
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", everyday(TRANSPORTS, ("shm",)))
 async def test_blocks_that_p_has_not_named_are_asked_for(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], transport)
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport)
     for length, is_named in ((64, True), (100, False), (100, False)):
         alone = await generate(p, request_of(PROMPT[:length]))
         params = await prefill(p, PROMPT[:length])
@@ -51,9 +52,9 @@ async def test_blocks_that_p_has_not_named_are_asked_for(
 
 
 async def test_a_prefill_that_p_holds_no_more_is_computed(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY])
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY])
     alone = await generate(p, request_of(PROMPT))
     params = await let_go(p)
     pair = await generate(d, request_of(PROMPT, GREEDY, params))
@@ -66,9 +67,9 @@ async def test_a_prefill_that_p_holds_no_more_is_computed(
 
 
 async def test_or_is_an_error_where_the_node_is_told_so(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], policy="fail")
+    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], policy="fail")
     with pytest.raises(KVLoadError, match="late_read"):
         await generate(d, request_of(PROMPT, GREEDY, await let_go(p)))
     await at_rest(d)

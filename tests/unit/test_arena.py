@@ -1,20 +1,29 @@
 """Bytes of an arena on the host: of a host arena without a copy, of a device's by a copy."""
 
+import ctypes
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from engine.arena import ArenaMemory
 from tests.device_arena import DeviceArena
+from tests.forks import forks
 
-TOUCHES = {
-    "numpy": "arena.tensor.numpy()[4096]",
-    "torch": "arena.tensor.sum()",
-    "address": "__import__('ctypes').string_at(arena.data_ptr, 1)",
-}
+
+def by_numpy(arena: ArenaMemory) -> int:
+    return int(arena.tensor.numpy()[4096])
+
+
+def by_torch(arena: ArenaMemory) -> int:
+    return int(arena.tensor.sum())
+
+
+def by_address(arena: ArenaMemory) -> int:
+    return ctypes.string_at(arena.data_ptr, 1)[0]
+
+
+TOUCHES = {"numpy": by_numpy, "torch": by_torch, "address": by_address}
 
 
 @pytest.fixture(params=[ArenaMemory, DeviceArena])
@@ -56,10 +65,15 @@ def test_a_device_keeps_its_bytes_when_filling_fails() -> None:
 
 
 @pytest.mark.parametrize("touch", TOUCHES.values(), ids=TOUCHES)
-def test_whoever_does_not_ask_a_device_arena_is_ended(touch: str) -> None:
-    code = f"from tests.device_arena import DeviceArena; arena = DeviceArena(8192); {touch}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
-    assert done.returncode == -signal.SIGSEGV, done.stderr.decode()
+def test_whoever_does_not_ask_a_device_arena_is_ended(touch: Callable[[ArenaMemory], int]) -> None:
+    process = forks().Process(target=touch_a_device, args=(touch,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGSEGV
+
+
+def touch_a_device(touch: Callable[[ArenaMemory], int]) -> None:
+    touch(DeviceArena(8192))
 
 
 def test_a_closed_arena_has_no_bytes(arena: ArenaMemory) -> None:
