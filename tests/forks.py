@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import NamedTuple
 
+COMMAND_S = 60.0
 PRELOADED = ("engine.cli", "engine.node.server", "connector.registry", "proxy.server")
 
 
@@ -26,14 +28,30 @@ def forks() -> ForkServerContext:
     return context
 
 
+class Command(NamedTuple):
+    """A command that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 class Fork:
     """As much of `subprocess.Popen` as tests need."""
 
     def __init__(
-        self, module: str, arguments: tuple[str, ...], log: Path, environment: Mapping[str, str]
+        self,
+        module: str,
+        arguments: tuple[str, ...],
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        output: Path | None = None,
     ) -> None:
+        """`log` gets its errors, and `output`, if there is one, what it prints."""
+        paths = log, output or Path(os.devnull)
         self._process: ForkServerProcess = forks().Process(
-            target=_run, args=(module, arguments, log, dict(environment)), daemon=False
+            target=_run, args=(module, arguments, paths, dict(environment)), daemon=False
         )
         self._process.start()
         assert self._process.pid is not None
@@ -61,10 +79,21 @@ class Fork:
         os.kill(self.pid, signal.SIGTERM)
 
 
-def _run(module: str, arguments: tuple[str, ...], log: Path, environment: dict[str, str]) -> None:
-    with log.open("ab") as file, open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), sys.stdout.fileno())
-        os.dup2(file.fileno(), sys.stderr.fileno())
+def run_command(folder: Path, module: str, *arguments: str, **environment: str) -> Command:
+    """`python -m MODULE ARGUMENTS` from its start to its end."""
+    output, errors = folder / "stdout", folder / "stderr"
+    for path in (output, errors):
+        path.write_bytes(b"")
+    fork = Fork(module, arguments, errors, {**os.environ, **environment}, output=output)
+    return Command(fork.wait(COMMAND_S), output.read_text(), errors.read_text())
+
+
+def _run(
+    module: str, arguments: tuple[str, ...], paths: tuple[Path, Path], environment: dict[str, str]
+) -> None:
+    for path, stream in zip(paths, (sys.stderr, sys.stdout), strict=True):
+        with path.open("ab") as file:
+            os.dup2(file.fileno(), stream.fileno())
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module, *arguments]

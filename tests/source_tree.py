@@ -27,9 +27,20 @@ def sources(*folders: str) -> dict[str, str]:
     return {name: text for name, text in named.items() if not name.startswith(GENERATED)}
 
 
-@cache
 def trees(*folders: str) -> dict[str, ast.Module]:
-    return {name: ast.parse(text) for name, text in sources(*folders).items()}
+    return {name: parsed(text) for name, text in sources(*folders).items()}
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+@cache
+def words(tree: ast.Module) -> set[str]:
+    """Every imported module, and every name and attribute as it is written."""
+    used = {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute | ast.Name)}
+    return used.union(imports(tree))
 
 
 def functions(*folders: str) -> Iterator[tuple[str, Function]]:

@@ -3,19 +3,16 @@
 import asyncio
 import dataclasses
 import re
-import subprocess
-import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from connector.doctor.__main__ import app, examine
+from connector.doctor.__main__ import examine
 from connector.doctor.canary import _judge, _Reply
 from connector.doctor.compare import compare
 from connector.doctor.findings import Finding, Verdict
@@ -26,23 +23,31 @@ from engine.node.server import NodeServer
 from engine.rpc.node_http import HttpNode
 from engine.types import KVTransferStats
 from tests.cluster import Cluster, transfer_config
+from tests.forks import run_command
 from tests.processes import API_KEY, CLUSTER_TOKEN, ServedCluster
 
 KEYS = ("--cluster-token", CLUSTER_TOKEN, "--api-key", API_KEY)
 
 
-def doctor(*arguments: str) -> tuple[int, list[str]]:
+class Doctor(Protocol):
     """Exit code and lines of the command."""
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    return done.exit_code, done.stdout.splitlines()
+
+    def __call__(self, *arguments: str) -> tuple[int, list[str]]: ...
 
 
-def test_a_healthy_pair_is_found_well(served: ServedCluster) -> None:
-    """By the command as a user runs it."""
-    command = [sys.executable, "-m", "connector.doctor", served.p.url, served.d.url, *KEYS]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = done.stdout.splitlines()
+@pytest.fixture
+def doctor(tmp_path: Path) -> Doctor:
+    def ask(*arguments: str) -> tuple[int, list[str]]:
+        done = run_command(tmp_path, "connector.doctor", *arguments)
+        assert not done.stderr, done.stderr
+        return done.returncode, done.stdout.splitlines()
+
+    return ask
+
+
+def test_a_healthy_pair_is_found_well(served: ServedCluster, doctor: Doctor) -> None:
+    code, lines = doctor(served.p.url, served.d.url, *KEYS)
+    assert code == 0, lines
     assert all(line.startswith("ok ") for line in lines), lines
     told = "\n".join(lines)
     for subject in ("P HTTP", "P gRPC", "P control", "D HTTP", "D gRPC", "D control", "protocol"):
@@ -55,7 +60,9 @@ def test_a_healthy_pair_is_found_well(served: ServedCluster) -> None:
 
 
 @pytest.mark.parametrize("token", [None, "wrong"])
-def test_a_wrong_token_is_named_with_its_fix(served: ServedCluster, token: str | None) -> None:
+def test_a_wrong_token_is_named_with_its_fix(
+    served: ServedCluster, doctor: Doctor, token: str | None
+) -> None:
     flags = () if token is None else ("--cluster-token", token)
     code, lines = doctor(served.p.url, served.d.url, *flags)
     assert code == 1
@@ -67,14 +74,14 @@ def test_a_wrong_token_is_named_with_its_fix(served: ServedCluster, token: str |
     assert all("; fix: give the doctor and all nodes the same" in line for line in wrong)
 
 
-def test_a_wrong_api_key_stops_the_canary_only(served: ServedCluster) -> None:
+def test_a_wrong_api_key_stops_the_canary_only(served: ServedCluster, doctor: Doctor) -> None:
     code, lines = doctor(served.p.url, served.d.url, *KEYS[:2], "--api-key", "wrong")
     assert code == 1
     assert [line for line in lines if not line.startswith("ok ")] == lines[-1:]
     assert "P refuses the API key; fix: give the doctor the nodes' --api-key" in lines[-1]
 
 
-def test_what_is_no_node_is_said_to_be_none(served: ServedCluster) -> None:
+def test_what_is_no_node_is_said_to_be_none(served: ServedCluster, doctor: Doctor) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         code, lines = doctor(f"http://127.0.0.1:{other.server_port}", served.d.url, *KEYS)
@@ -83,7 +90,7 @@ def test_what_is_no_node_is_said_to_be_none(served: ServedCluster) -> None:
     assert any("no Tandem node" in line and "not of a proxy" in line for line in lines), lines
 
 
-def test_one_node_is_no_pair(served: ServedCluster) -> None:
+def test_one_node_is_no_pair(served: ServedCluster, doctor: Doctor) -> None:
     code, lines = doctor(served.d.url, served.d.url, *KEYS)
     assert code == 1
     assert any("both URLs lead to one process" in line for line in lines), lines

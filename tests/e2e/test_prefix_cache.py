@@ -76,19 +76,9 @@ async def pair_of_nodes(
     return on, await cluster.start("prefill", model)
 
 
-# Every day each family in one of the two; the state and window rules of the others are the same.
-TIGHT_EVERY_DAY = ("qwen3_5", "granitemoehybrid", "bamba")
-MEMORIES = {
-    (family, memory): (family in TIGHT_EVERY_DAY) == (memory == TIGHT)
-    for family in FAMILIES
-    for memory in (ROOMY, TIGHT)
-}
-
-
-@pytest.mark.parametrize(
-    ("family", "memory"),
-    [pytest.param(*case, marks=() if now else pytest.mark.long) for case, now in MEMORIES.items()],
-)
+# Every day both memories and all kinds of groups; the families that are left out have the same.
+@pytest.mark.parametrize("family", everyday(FAMILIES, ("qwen3_5", "gemma3")))
+@pytest.mark.parametrize("memory", [ROOMY, TIGHT])
 async def test_one_by_one(
     shared: Cluster, checkpoints: dict[str, Path], family: str, memory: int
 ) -> None:
@@ -105,7 +95,7 @@ async def test_one_by_one(
     assert hits >= (10 if memory > TIGHT else 3)
 
 
-@pytest.mark.parametrize("family", everyday(FAMILIES, ("qwen3_5", "nemotron_h", "gemma3")))
+@pytest.mark.parametrize("family", everyday(FAMILIES, ("nemotron_h", "gemma3")))
 async def test_all_at_once_under_pressure(
     cluster: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:

@@ -1,9 +1,6 @@
 """A secret that is missing, empty or garbled opens no door."""
 
 import asyncio
-import os
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -12,6 +9,7 @@ from engine.errors import AuthenticationError, TandemError, UnprovenPeerError
 from engine.rpc.client import NodeClient, StreamDeadlines
 from engine.types import GenerateRequest
 from tests.asking import ask, get, question
+from tests.forks import run_command
 from tests.processes import API_KEY, Launcher
 
 S = 10.0
@@ -62,22 +60,8 @@ WRONG = [
 
 def test_a_secret_that_is_none_ends_the_start_with_one_line(tmp_path: Path) -> None:
     """As a Kubernetes secret that is not there leaves it, or a file that ends with a line end."""
-    root = Path(__file__).parents[2]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", *command],
-            stderr=subprocess.PIPE,
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(root), **environment},
-        )
-        for command, environment, _ in WRONG
-    ]
-    try:
-        for process, (_, _, told) in zip(started, WRONG, strict=True):
-            said = process.communicate(timeout=90)[1].decode()
-            assert process.returncode == 2, said
-            assert told in said
-            assert said.count("\n") == 1, said
-    finally:
-        for process in started:
-            process.kill()
+    for command, environment, told in WRONG:
+        done = run_command(tmp_path, *command, **environment)
+        assert done.returncode == 2, done
+        assert told in done.stderr
+        assert done.stderr.count("\n") == 1, done

@@ -2,8 +2,6 @@
 
 import asyncio
 import ssl
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from engine.tls import client_tls, server_tls
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
 from tests.cluster import Cluster, transfer_config, until
+from tests.forks import Command, run_command
 from tests.pairs import prompt_of
 
 TOKEN = "secret of the cluster"
@@ -57,7 +56,7 @@ def theirs(tmp_path: Path) -> Files:
 
 
 async def test_a_hand_over_through_the_proxy_over_tls(
-    cluster: Cluster, checkpoints: dict[str, Path], ours: Files, theirs: Files
+    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, *, ours: Files, theirs: Files
 ) -> None:
     model = checkpoints["qwen3_5"]
     p, d = [
@@ -98,7 +97,7 @@ async def test_a_hand_over_through_the_proxy_over_tls(
         await nobody_else_is_trusted(p.rpc.port, theirs)
         refused = "certificate verify failed"
         await until(lambda: all(refused in str(node.problem) for node in stranger._pool.nodes))
-        told = await asyncio.to_thread(doctor, p.url, d.url, ours)
+        told = await asyncio.to_thread(doctor, p.url, d.url, ours, tmp_path)
         assert told.returncode == 0, told.stdout
     finally:
         await stranger.close()
@@ -132,10 +131,9 @@ async def nobody_else_is_trusted(port: int, theirs: Files) -> None:
         await asyncio.to_thread(control.handshake)
 
 
-def doctor(p: str, d: str, files: Files) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "connector.doctor", p, d, "--cluster-token", TOKEN]
-    command += ["--ssl-ca-certs", files.ca]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+def doctor(p: str, d: str, files: Files, folder: Path) -> Command:
+    flags = "--cluster-token", TOKEN, "--ssl-ca-certs", files.ca
+    return run_command(folder, "connector.doctor", p, d, *flags)
 
 
 def test_files_that_are_no_good_are_refused_by_name(
@@ -158,13 +156,8 @@ def test_files_that_are_no_good_are_refused_by_name(
             client_tls(ca)
 
 
-def test_a_missing_file_ends_the_start_with_one_line(ours: Files) -> None:
-    command = [sys.executable, "-m", "proxy", "--decode", "https://127.0.0.1:1"]
-    done = subprocess.run(
-        [*command, "--ssl-certfile", ours.cert, "--ssl-keyfile", "absent"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+def test_a_missing_file_ends_the_start_with_one_line(ours: Files, tmp_path: Path) -> None:
+    flags = "--ssl-certfile", ours.cert, "--ssl-keyfile", "absent"
+    done = run_command(tmp_path, "proxy", "--decode", "https://127.0.0.1:1", *flags)
     assert done.returncode == 2
     assert done.stderr == "error: --ssl-keyfile absent: No such file or directory\n"

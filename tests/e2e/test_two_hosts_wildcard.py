@@ -73,6 +73,7 @@ def test_wildcard_hosts_with_a_token_hand_over_by_what_reaches_both(
     hosts.stop_servers()
 
 
+@pytest.mark.long
 def test_a_p_that_advertises_loopback_costs_local_prefills_said_once(
     hosts: TwoHosts, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
