@@ -4,6 +4,7 @@ Names are vLLM's flags with underscores; unknown keys are errors. `engine/cli.py
 fields, `load_config` puts flags over a file over defaults; a config never changes afterwards.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -17,8 +18,11 @@ from engine.errors import ConfigError
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0.0, le=86_400.0)]
-ListenPort = Annotated[int, Meta(ge=0, le=65_535)]
+MAX_PORT = 65_535
+ListenPort = Annotated[int, Meta(ge=0, le=MAX_PORT)]
+EventCount = Annotated[int, Meta(ge=1, le=10_000_000)]
 SchedulingPolicy = Literal["fcfs", "priority"]
+_ZMQ_ADDRESS = re.compile(r"tcp://(\*|[\w.-]+|\[[\w.:%]+\]):(?P<port>\d{1,5})|ipc://.+")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,17 +45,42 @@ class KVTransferConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_connector_extra_config: dict[str, Any] = {}
 
 
-# Nothing publishes them yet: nodes refuse `enable_kv_cache_events` (`engine/node/limits.py`).
 class KVEventsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's `--kv-events-config`: where KV cache events are published."""
+    """vLLM's `--kv-events-config`, and `encoding`: how KV cache events are published.
+
+    Addresses are ZeroMQ's. As in vLLM one with a wildcard, `ipc://` or port 0 is listened on, and
+    any other `endpoint` is a collector to connect to. What is not given is a free port of `--host`.
+    Events hold the tokens of prompts, and whoever reaches the ports may read them.
+    """
 
     enable_kv_cache_events: bool = False
-    publisher: Literal["zmq"] = "zmq"
-    endpoint: str = "tcp://127.0.0.1:5557"
+    publisher: Literal["zmq", "null"] = "zmq"
+    endpoint: str | None = None
     replay_endpoint: str | None = None
-    buffer_steps: Positive = 10_000
-    hwm: Positive = 100_000
-    topic: str = ""
+    buffer_steps: EventCount = 10_000
+    hwm: EventCount = 100_000
+    max_queue_size: EventCount = 100_000
+    topic: Annotated[str, Meta(max_length=256)] = ""
+    encoding: Literal["map", "array"] = "map"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which decoding reports as a ConfigError."""
+        for name in ("endpoint", "replay_endpoint"):
+            address = getattr(self, name)
+            match = None if address is None else _ZMQ_ADDRESS.fullmatch(address)
+            if address is not None and (match is None or int(match["port"] or 0) > MAX_PORT):
+                raise ValueError(
+                    f"{name} {address!r} is no address: write tcp://HOST:PORT, tcp://*:PORT or "
+                    "ipc://PATH"
+                )
+        same = self.endpoint is not None and self.endpoint == self.replay_endpoint
+        if same and not str(self.endpoint).endswith(":0"):
+            raise ValueError(f"endpoint and replay_endpoint are both {self.endpoint}: change one")
+
+    @property
+    def is_published(self) -> bool:
+        """True if a node announces what its cache holds."""
+        return self.enable_kv_cache_events and self.publisher != "null"
 
 
 class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -193,7 +222,11 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = KVTransferConfig()
     kv_events_config: Annotated[
-        KVEventsConfig, Meta(description="JSON: enable_kv_cache_events, endpoint, topic, ...")
+        KVEventsConfig,
+        Meta(
+            description="JSON: enable_kv_cache_events, publisher (zmq, null), endpoint, "
+            "replay_endpoint, buffer_steps, hwm, max_queue_size, topic, encoding (map, array)."
+        ),
     ] = KVEventsConfig()
     num_threads: Annotated[
         int, Meta(ge=1, le=1024, description="torch threads; more than cores is far slower.")
@@ -202,6 +235,8 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     def check(self) -> None:
         if not self.model:
             raise ConfigError("no model: give a folder or hub name as first argument")
+        if self.kv_events_config.enable_kv_cache_events and not self.enable_prefix_caching:
+            raise ConfigError("KV cache events need prefix caching: drop one of the two options")
 
 
 DEFAULTS = NodeConfig()

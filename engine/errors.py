@@ -17,6 +17,7 @@ TandemError
 ├── EngineDeadError              the engine thread stopped; HTTP 500, the node is not live
 ├── ConfigError                  a flag or file asks for something impossible
 ├── CheckpointError              a model folder does not match its config
+├── KVEventError                 a payload is no batch of KV events
 └── TransportError               bytes could not be moved
     ├── TransferTimeoutError     they did not move in time
     ├── LateReadError            P's lease had ended before the read did
@@ -110,6 +111,10 @@ class ConfigError(TandemError):
 
 class CheckpointError(TandemError):
     """A model folder does not hold what its config promises."""
+
+
+class KVEventError(TandemError):
+    """A payload is no batch of KV events in any form that was ever published."""
 
 
 class TransportError(TandemError):

@@ -1,0 +1,96 @@
+"""The cache's changes as KV events, on the engine thread: appended here, taken once per step."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.kv_cache.listener import Cached, CachedStates
+from engine.kv_events.wire import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from engine.types import TokenId
+
+
+class AnnouncedGroup(NamedTuple):
+    """A KV cache group in vLLM's words: `full_attention`, `sliding_window` or `mamba`.
+
+    `sliding_window`: tokens, None for other kinds.
+    """
+
+    kind: str
+    sliding_window: int | None = None
+
+
+class EventRecorder:
+    """A `CacheListener` whose events are in units of whole hash blocks, for every physical copy.
+
+    An attention group announces the hash boundaries of its blocks. A checkpoint is announced in
+    each Mamba group as one block with the digest of the whole prefix: `block_size` is the number of
+    tokens, 1 to `hash_block_size`, since the hash boundary before its end.
+    """
+
+    def __init__(
+        self, groups: Sequence[AnnouncedGroup], hash_block_size: int, medium: str = GPU
+    ) -> None:
+        self._groups = groups
+        self._hash_block_size = hash_block_size
+        self._medium = medium
+        self._events: list[Event] = []
+
+    def take(self) -> list[Event]:
+        """What has changed since the last call, in its order."""
+        events, self._events = self._events, []
+        return events
+
+    def stored(
+        self,
+        cached: Cached,
+        parent: bytes,
+        token_ids: tuple[TokenId, ...],
+        *,
+        cache_salt: str | None,
+    ) -> None:
+        start = cached.end - len(token_ids)
+        # A prompt's first block has no parent, and alone names the salt, as in vLLM.
+        known = None if start == 0 else parent
+        salt = cache_salt if start == 0 else None
+        if isinstance(cached, CachedStates):
+            for group in cached.groups:
+                self._store(group, (cached.digest,), known, token_ids=token_ids, salt=salt)
+        elif cached.digests:
+            # Tokens after the last boundary stay: they are no hash block yet.
+            whole = token_ids[: len(cached.digests) * self._hash_block_size]
+            self._store(cached.group, cached.digests, known, token_ids=whole, salt=salt)
+
+    def evicting(self, cached: Cached) -> None:
+        """Says nothing: `removed` comes for the same content."""
+
+    def removed(self, cached: Cached) -> None:
+        if isinstance(cached, CachedStates):
+            gone = [BlockRemoved((cached.digest,), self._medium, g) for g in cached.groups]
+            self._events.extend(gone)
+        elif cached.digests:
+            self._events.append(BlockRemoved(cached.digests, self._medium, cached.group))
+
+    def cleared(self) -> None:
+        # Whatever this step said before, thousands of removals by now, is said by this alone.
+        self._events = [AllBlocksCleared()]
+
+    def _store(
+        self, group: int, digests: tuple[bytes, ...], parent: bytes | None, *,
+        token_ids: tuple[TokenId, ...], salt: str | None,
+    ) -> None:  # fmt: skip
+        kind, window = self._groups[group]
+        extra_keys = None if salt is None else ((salt,), *[None] * (len(digests) - 1))
+        self._events.append(
+            BlockStored(
+                digests,
+                parent,
+                token_ids,
+                len(token_ids) // len(digests),
+                lora_id=None,
+                medium=self._medium,
+                lora_name=None,
+                extra_keys=extra_keys,
+                group_idx=group,
+                kv_cache_spec_kind=kind,
+                kv_cache_spec_sliding_window=window,
+            )
+        )

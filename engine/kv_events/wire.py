@@ -1,0 +1,217 @@
+"""KV events on the wire: vLLM's structs, encoded as it does today and decoded in every older form.
+
+An event is a map whose `type` is its class, or (before vLLM 0.24) an array that begins with it; the
+batch around it is an array, in one version a map. Hashes are bytes, or integers of 64 bits, signed
+for some publishers. Fields were only ever added at the end. Knows no sockets.
+"""
+
+from collections.abc import Iterable
+from types import NoneType
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta, field
+from msgspec.msgpack import Decoder
+
+from engine.errors import KVEventError
+
+Form = Literal["map", "array"]
+BlockHash = Annotated[bytes, Meta(max_length=64)] | int
+MAX_PAYLOAD_BYTES = 64 * 2**20
+"""Of one batch: no step of an engine needs more, and no consumer takes more."""
+SEQUENCE_BYTES = 8
+SNAPSHOT = b"snapshot"
+"""Asks a replay endpoint for the state; as long as a sequence number, and none has its value."""
+END_SEQUENCE = -1
+"""The number of an answer's last message, which has no payload."""
+GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
+FULL_ATTENTION, SLIDING_WINDOW, MAMBA = "full_attention", "sliding_window", "mamba"
+_MAX_HASH = 2**64 - 1
+
+
+# No default on the wire: vLLM's own decoder demands these fields, and msgspec leaves out only what
+# equals a plain default. They may be missing in what is decoded, which is older.
+def _always_sent() -> Any:
+    return field(default_factory=NoneType)
+
+
+class _Map(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag=True):
+    """Base of the events of today: a map with the class as `type`."""
+
+
+class BlockStored(_Map, frozen=True):
+    """Blocks of one group became findable. A hash names a whole prefix, the next one's parent.
+
+    `parent_block_hash`: of the prefix before the first of them, None at the start of a prompt.
+    `token_ids`: `block_size` for each hash, in order. `extra_keys`: for each hash what else went
+    into it, such as `cache_salt` in a prompt's first one. `medium`: the tier. A hash that is stored
+    twice is removed twice.
+    """
+
+    block_hashes: tuple[BlockHash, ...]
+    parent_block_hash: BlockHash | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    lora_id: int | None = _always_sent()
+    medium: str | None = _always_sent()
+    lora_name: str | None = _always_sent()
+    extra_keys: tuple[tuple[Any, ...] | None, ...] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+
+
+class BlockRemoved(_Map, frozen=True):
+    """One copy of each of these blocks is gone."""
+
+    block_hashes: tuple[BlockHash, ...]
+    medium: str | None = _always_sent()
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(_Map, frozen=True):
+    """Nothing is findable any more, in no group and tier."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, frozen=True):
+    """The events of one step. `ts`: seconds since the epoch, on the publisher's clock.
+
+    `incarnation`: one life of the publisher; None for those of other projects. `num_unknown`:
+    events of types that this version does not know, left out of `events`; never sent.
+    """
+
+    ts: float
+    events: tuple[Event, ...]
+    data_parallel_rank: int | None = None
+    incarnation: str | None = None
+    num_unknown: int = 0
+
+
+def encode(batch: EventBatch, form: Form = "map") -> bytes:
+    """One batch as MessagePack. The incarnation follows the fields that vLLM's decoder reads."""
+    events: Iterable[Any] = batch.events
+    if form == "array":
+        events = [(type(e).__name__, *msgspec.structs.astuple(e)) for e in events]
+    head = (batch.ts, events, batch.data_parallel_rank)
+    return _ENCODER.encode(head if batch.incarnation is None else (*head, batch.incarnation))
+
+
+def decode(payload: bytes) -> EventBatch:
+    """A batch in any published form. Integer hashes come out unsigned.
+
+    Raises KVEventError that says what is wrong.
+    """
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise KVEventError(f"a batch of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}")
+    try:
+        return _decode(payload)
+    # Beside its own errors msgspec lets those of UTF-8 and of deep nesting through.
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise KVEventError(f"no batch of KV events: {error}") from error
+
+
+# --- forms -------------------------------------------------------------------------------------
+
+
+class _StoredArray(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
+    pass
+
+
+class _RemovedArray(BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved"):
+    pass
+
+
+class _ClearedArray(AllBlocksCleared, frozen=True, array_like=True, tag="AllBlocksCleared"):
+    pass
+
+
+E = TypeVar("E")
+_ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
+
+
+class _Batch(msgspec.Struct, Generic[E], array_like=True):
+    """The array around events. What stands fourth may be another project's, of any type."""
+
+    ts: float
+    events: tuple[E, ...]
+    data_parallel_rank: int | None = None
+    incarnation: Any = None
+
+
+class _BatchMap(_Batch[E], Generic[E], array_like=False):
+    """The same as a map."""
+
+
+class _TypeOf(msgspec.Struct):
+    type: str
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_OF_MAPS = Decoder(_Batch[Event])
+_OF_ARRAYS = Decoder(_Batch[_ArrayEvent])
+_OF_ANY = Decoder(_Batch[msgspec.Raw])
+_MAP_OF_ANY = Decoder(_BatchMap[msgspec.Raw])
+_MAP: Decoder[Event] = Decoder(Event)
+_ARRAY: Decoder[_ArrayEvent] = Decoder(_ArrayEvent)
+_TYPE_IN_MAP = Decoder(_TypeOf)
+_TYPE_IN_ARRAY: Decoder[tuple[Any, ...]] = Decoder(tuple[Any, ...])
+_NAMES = {kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+
+
+def _decode(payload: bytes) -> EventBatch:
+    """Today's form at once; the others event by event, which also leaves out unknown types."""
+    for decoder in (_OF_MAPS, _OF_ARRAYS):
+        try:
+            batch = decoder.decode(payload)
+        except msgspec.ValidationError:
+            continue
+        return _plain(batch, tuple(map(_plain_event, batch.events)))
+    mixed = (_OF_ANY if _is_array(payload) else _MAP_OF_ANY).decode(payload)
+    events = [event for raw in mixed.events if (event := _event(bytes(raw))) is not None]
+    return _plain(mixed, tuple(events), num_unknown=len(mixed.events) - len(events))
+
+
+def _plain(batch: _Batch[Any], events: tuple[Event, ...], num_unknown: int = 0) -> EventBatch:
+    incarnation = batch.incarnation if isinstance(batch.incarnation, str) else None
+    return EventBatch(batch.ts, events, batch.data_parallel_rank, incarnation, num_unknown)
+
+
+def _event(raw: bytes) -> Event | None:
+    """One event in either form; None for a type that this version does not know."""
+    is_array = _is_array(raw)
+    try:
+        return _plain_event((_ARRAY if is_array else _MAP).decode(raw))
+    except msgspec.ValidationError:
+        kind = _TYPE_IN_ARRAY.decode(raw)[:1] if is_array else (_TYPE_IN_MAP.decode(raw).type,)
+        if not kind or not isinstance(kind[0], str) or kind[0] in _NAMES:
+            raise
+        return None
+
+
+def _is_array(raw: bytes) -> bool:
+    """MessagePack's arrays begin with 0x9. up to 15 entries, with 0xDC or 0xDD beyond."""
+    return raw[0] >> 4 == 0x9 or raw[0] in (0xDC, 0xDD)
+
+
+def _plain_event(event: Event) -> Event:
+    """One class for each type, whatever its form was, and one integer for each integer hash."""
+    if isinstance(event, _StoredArray):
+        event = BlockStored(*msgspec.structs.astuple(event))
+    elif isinstance(event, _RemovedArray):
+        event = BlockRemoved(*msgspec.structs.astuple(event))
+    elif isinstance(event, AllBlocksCleared):
+        return AllBlocksCleared()
+    if not event.block_hashes or isinstance(event.block_hashes[0], bytes):
+        return event
+    hashes = tuple(map(_unsigned, event.block_hashes))
+    if isinstance(event, BlockRemoved):
+        return msgspec.structs.replace(event, block_hashes=hashes)
+    parent = None if event.parent_block_hash is None else _unsigned(event.parent_block_hash)
+    return msgspec.structs.replace(event, block_hashes=hashes, parent_block_hash=parent)
+
+
+def _unsigned(block_hash: BlockHash) -> BlockHash:
+    return block_hash & _MAX_HASH if isinstance(block_hash, int) else block_hash

@@ -1,0 +1,489 @@
+"""Publishers and subscribers over real sockets: loss, restarts, rubbish and slow readers."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import pytest
+import zmq
+
+import engine.kv_events.subscriber
+from engine.config import KVEventsConfig, NodeConfig, decode_config
+from engine.errors import ConfigError
+from engine.kv_events.follower import EventSource
+from engine.kv_events.publisher import MAX_ANSWERS, EventPublisher, listens, reachable
+from engine.kv_events.subscriber import MAX_FRAME_BYTES, EventSubscriber
+from engine.kv_events.wire import (
+    END_SEQUENCE,
+    SNAPSHOT,
+    AllBlocksCleared,
+    BlockStored,
+    EventBatch,
+    decode,
+    encode,
+)
+from tests.announced_cache import AnnouncedCache, HeardBlocks
+from tests.leaks import excess, held_here
+
+DEADLINE_S = 30.0
+END = END_SEQUENCE.to_bytes(8, "big", signed=True)
+Socket = zmq.Socket[bytes]
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Node:
+    """A cache and its publisher, which may end and come back at the same addresses."""
+
+    def __init__(self, config: KVEventsConfig | None = None) -> None:
+        self.config = config or KVEventsConfig()
+        self.num_lives = 0
+        self.start()
+        self.source = EventSource(
+            self.publisher.endpoint or "", self.publisher.replay_endpoint, self.config.topic
+        )
+
+    def start(self) -> None:
+        self.num_lives += 1
+        self.cache = AnnouncedCache()
+        self.publisher = EventPublisher(self.config, f"life-{self.num_lives}")
+
+    def restart(self) -> None:
+        self.publisher.close()
+        fields = {"endpoint": self.source.endpoint, "replay_endpoint": self.source.replay_endpoint}
+        self.config = decode_config(fields, KVEventsConfig, "test")
+        deadline = time.monotonic() + DEADLINE_S
+        while True:  # until the kernel has given the ports back
+            try:
+                return self.start()
+            except ConfigError:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+
+    def work(self, random: Random, steps: int) -> None:
+        for _ in range(steps):
+            if events := self.cache.change(random):
+                self.publisher.publish(events)
+
+    def agrees_with(self, subscriber: EventSubscriber, sink: HeardBlocks, name: str) -> bool:
+        return sink.held[name] == self.cache.held and subscriber.stats(name).is_synced
+
+
+@contextmanager
+def running(*nodes: Node) -> Iterator[tuple[EventSubscriber, HeardBlocks]]:
+    """A subscriber; all are closed in the end."""
+    sink = HeardBlocks()
+    subscriber = EventSubscriber(sink)
+    try:
+        yield subscriber, sink
+    finally:
+        subscriber.close()
+        for node in nodes:
+            node.publisher.close()
+
+
+def agree(node: Node, sink: HeardBlocks, name: str = "node") -> bool:
+    return sink.held[name] == node.cache.held
+
+
+@pytest.mark.parametrize("encoding", ["map", "array"])
+def test_who_comes_early_and_who_comes_late_know_the_same(encoding: str) -> None:
+    config = decode_config({"encoding": encoding, "topic": "kv@p@m"}, KVEventsConfig, "test")
+    random, node = Random(1), Node(config)
+    with running(node) as (subscriber, sink):
+        subscriber.add("early", node.source)
+        node.work(random, 200)
+        subscriber.add("late", node.source)
+        node.work(random, 200)
+        for name in ("early", "late"):
+            until(partial(node.agrees_with, subscriber, sink, name))
+        assert subscriber.stats("early").num_garbage == 0
+
+
+class LossyCable:
+    """Passes live messages on: some are lost, repeated or damaged, and some wait for the next."""
+
+    def __init__(self, source: EventSource, seed: int) -> None:
+        self._random = Random(seed)
+        self._context = zmq.Context()
+        self._heard = self._context.socket(zmq.SUB)
+        self._heard.subscribe(b"")
+        self._heard.connect(source.endpoint)
+        self._told = self._context.socket(zmq.PUB)
+        port = self._told.bind_to_random_port("tcp://127.0.0.1")
+        self.source = EventSource(f"tcp://127.0.0.1:{port}", source.replay_endpoint)
+        self._is_whole = threading.Event()
+        self._is_closing = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def heal(self) -> None:
+        self._is_whole.set()
+
+    def close(self) -> None:
+        self._is_closing.set()
+        self._thread.join(DEADLINE_S)
+        self._context.destroy(linger=0)
+
+    def _run(self) -> None:
+        late: list[list[bytes]] = []
+        while not self._is_closing.is_set():
+            if not self._heard.poll(10):
+                continue
+            frames = self._heard.recv_multipart()
+            fate = 1.0 if self._is_whole.is_set() else self._random.random()
+            if fate < 0.15:
+                continue
+            if fate < 0.2:
+                late.append(frames)
+                continue
+            if fate < 0.25:
+                frames[2] = b"\xc1"
+            for each in (frames, frames) if fate < 0.35 else (frames,):
+                self._told.send_multipart(each)
+            while late:
+                self._told.send_multipart(late.pop())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_lossy_cable_changes_nothing_in_the_end(seed: int) -> None:
+    buffer = {"buffer_steps": 20 if seed % 2 else 10_000}
+    random, node = Random(seed), Node(decode_config(buffer, KVEventsConfig, "test"))
+    cable = LossyCable(node.source, seed)
+    try:
+        with running(node) as (subscriber, sink):
+            subscriber.add("node", cable.source)
+            until(lambda: subscriber.stats("node").is_synced)
+            for _ in range(60):
+                node.work(random, 5)
+                time.sleep(0.005)
+            until(lambda: subscriber.stats("node").num_gaps_repaired)
+            cable.heal()
+            node.work(random, 1)
+            until(lambda: agree(node, sink))
+            stats = subscriber.stats("node")
+            assert stats.num_gaps_repaired and stats.num_garbage and not stats.num_gaps_lost
+    finally:
+        cable.close()
+
+
+def test_a_restarted_publisher_begins_with_nothing() -> None:
+    random, node = Random(5), Node()
+    with running(node) as (subscriber, sink):
+        subscriber.add("node", node.source)
+        node.work(random, 100)
+        until(lambda: agree(node, sink) and subscriber.stats("node").is_synced)
+        for _ in range(2):
+            node.restart()
+            node.work(random, 3)
+            until(lambda: agree(node, sink) and subscriber.stats("node").is_synced)
+
+
+def test_a_full_queue_is_repaired_by_a_snapshot() -> None:
+    config = decode_config({"max_queue_size": 2}, KVEventsConfig, "test")
+    random, node = Random(6), Node(config)
+    with running(node) as (subscriber, sink):
+        subscriber.add("node", node.source)
+        until(lambda: subscriber.stats("node").is_synced)
+        while not node.publisher.num_dropped:
+            node.work(random, 50)
+        node.work(random, 1)
+        until(lambda: agree(node, sink) and subscriber.stats("node").is_synced)
+        assert subscriber.stats("node").num_gaps_lost == 0
+
+
+def test_many_publishers_have_one_thread_and_removed_ones_are_silent() -> None:
+    random, nodes = Random(8), [Node() for _ in range(5)]
+    with running(*nodes) as (subscriber, sink):
+        before = threading.active_count()
+        for number, node in enumerate(nodes):
+            subscriber.add(str(number), node.source)
+            node.work(random, 50)
+        assert threading.active_count() == before
+        for number, node in enumerate(nodes):
+            until(partial(node.agrees_with, subscriber, sink, str(number)))
+        subscriber.remove("3")
+        subscriber.remove("3")
+        known = sink.held["3"].copy()
+        for node in nodes:
+            node.work(random, 50)
+        until(lambda: all(agree(node, sink, str(n)) for n, node in enumerate(nodes) if n != 3))
+        assert sink.held["3"] == known
+        with pytest.raises(KeyError):
+            subscriber.stats("3")
+
+
+@contextmanager
+def raw(kind: int) -> Iterator[Socket]:
+    context = zmq.Context()
+    opened = context.socket(kind)
+    opened.rcvtimeo = int(1000 * DEADLINE_S)
+    try:
+        yield opened
+    finally:
+        context.destroy(linger=0)
+
+
+def ask(asking: Socket, word: bytes) -> list[list[bytes]]:
+    asking.send_multipart([b"", word])
+    answer = [asking.recv_multipart()]
+    while answer[-1][-2] != END:
+        answer.append(asking.recv_multipart())
+    return answer
+
+
+def test_frames_are_those_of_vllm() -> None:
+    node = Node(decode_config({"topic": "kv@pod@model"}, KVEventsConfig, "test"))
+    with running(node), raw(zmq.SUB) as heard, raw(zmq.DEALER) as asking:
+        heard.subscribe(b"kv@")
+        heard.connect(node.source.endpoint)
+        asking.connect(node.source.replay_endpoint or "")
+        (first, end) = ask(asking, bytes(8))
+        assert first[:3] == [b"", b"kv@pod@model", bytes(8)]
+        assert decode(first[3]).events == (AllBlocksCleared(),)
+        assert end == [b"", b"", END, b""]
+        stop = threading.Event()
+
+        def publish() -> None:
+            while not stop.wait(0.005):
+                node.cache.store((1, 2), 0)
+                node.publisher.publish(node.cache.recorder.take())
+
+        worker = threading.Thread(target=publish)
+        worker.start()
+        topic, sequence, payload = heard.recv_multipart()
+        stop.set()
+        worker.join()
+        assert (topic, len(sequence)) == (b"kv@pod@model", 8)
+        batch = decode(payload)
+        assert (batch.incarnation, len(batch.events)) == ("life-1", 1)
+        repeated = ask(asking, sequence)
+        assert repeated[0] == [b"", topic, sequence, payload]
+        numbers = [int.from_bytes(each[2], "big") for each in repeated[:-1]]
+        start = int.from_bytes(sequence, "big")
+        assert numbers == list(range(start, start + len(numbers)))
+        snapshot = ask(asking, SNAPSHOT)
+        assert [decode(each[3]).incarnation for each in snapshot[:-1]] == ["life-1"]
+        assert snapshot[0][2] == repeated[-2][2]
+
+
+def test_requests_that_are_none_get_no_answer() -> None:
+    node = Node()
+    with running(node), raw(zmq.DEALER) as asking:
+        asking.connect(node.source.replay_endpoint or "")
+        for frames in ([b""], [b"", b"123"], [b"x", bytes(8)], [b"", bytes(8), b""], [bytes(8)]):
+            asking.send_multipart(frames)
+        assert [each[-1] for each in ask(asking, (1).to_bytes(8, "big"))] == [b""]
+
+
+def test_rubbish_is_counted_and_passed_over() -> None:
+    sink = HeardBlocks()
+    subscriber = EventSubscriber(sink)
+    with raw(zmq.PUB) as told:
+        port = told.bind_to_random_port("tcp://127.0.0.1")
+        subscriber.add("node", EventSource(f"tcp://127.0.0.1:{port}"))
+        try:
+            good = encode(EventBatch(1.0, (AllBlocksCleared(),)))
+            until(lambda: told.send_multipart([b"", bytes(8), good]) or (
+                subscriber.stats("node").is_synced
+            ))  # fmt: skip
+            for frames in (
+                [b""], [b"", b"1", good], [b"", END, good], [b"", (1).to_bytes(8, "big"), b"\xc1"],
+                [b"", b"", b"", b"", b""], [b"", (2).to_bytes(8, "big"), bytes(1 << 20)],
+            ):  # fmt: skip
+                told.send_multipart(frames)
+            stored = BlockStored((b"a",), None, (1,), 1)
+            told.send_multipart([b"", (3).to_bytes(8, "big"), encode(EventBatch(2.0, (stored,)))])
+            until(lambda: sink.held["node"].total() == 1)
+            assert subscriber.stats("node").num_garbage == 6
+        finally:
+            subscriber.close()
+
+
+@pytest.mark.parametrize("limit", [MAX_FRAME_BYTES, 2 << 20])
+def test_a_frame_without_bounds_stops_nothing(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, or ends its connection, after which a new one comes."""
+    monkeypatch.setattr(engine.kv_events.subscriber, "MAX_FRAME_BYTES", limit)
+    if limit < MAX_FRAME_BYTES:
+        monkeypatch.setattr(engine.kv_events.subscriber, "DEAF_S", 0.5)
+    sink = HeardBlocks()
+    subscriber = EventSubscriber(sink)
+    with raw(zmq.PUB) as told:
+        port = told.bind_to_random_port("tcp://127.0.0.1")
+        subscriber.add("node", EventSource(f"tcp://127.0.0.1:{port}"))
+        try:
+            number = 0
+
+            def tell() -> bool:
+                nonlocal number
+                number += 1
+                stored = BlockStored((b"%d" % number,), None, (1,), 1)
+                payload = encode(EventBatch(float(number), (stored,)))
+                told.send_multipart([b"", number.to_bytes(8, "big"), payload])
+                return True
+
+            until(lambda: tell() and sink.held["node"].total())
+            told.send_multipart([b"", bytes(8), bytes(100 << 20)])
+            heard = subscriber.stats("node").num_events + 3
+            until(lambda: tell() and subscriber.stats("node").num_events > heard)
+            assert subscriber.stats("node").num_garbage == (limit == MAX_FRAME_BYTES)
+        finally:
+            subscriber.close()
+
+
+def test_old_answers_without_a_topic_are_read() -> None:
+    sink = HeardBlocks()
+    subscriber = EventSubscriber(sink)
+    with raw(zmq.ROUTER) as asked, raw(zmq.PUB) as told:
+        ports = [each.bind_to_random_port("tcp://127.0.0.1") for each in (told, asked)]
+        addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
+        subscriber.add("node", EventSource(addresses[0], addresses[1]))
+        try:
+            stored = encode(EventBatch(1.0, (BlockStored((b"a",), None, (1,), 1),)))
+            for batches in ([], [[bytes(8), stored]]):
+                asker, _, _ = asked.recv_multipart()
+                for each in (*batches, [END, b""]):
+                    asked.send_multipart([asker, b"", *each])
+            until(lambda: subscriber.stats("node").is_synced)
+            assert sink.held["node"].total() == 1
+        finally:
+            subscriber.close()
+
+
+def test_slow_readers_delay_neither_the_engine_nor_others() -> None:
+    random, node = Random(9), Node(decode_config({"hwm": 10}, KVEventsConfig, "test"))
+    node.work(random, 300)
+    with running(node) as (subscriber, sink), raw(zmq.SUB) as slow, raw(zmq.DEALER) as asking:
+        slow.rcvhwm = asking.rcvhwm = 1
+        slow.subscribe(b"")
+        slow.connect(node.source.endpoint)
+        asking.connect(node.source.replay_endpoint or "")
+        for _ in range(2 * MAX_ANSWERS):  # and reads none of the answers
+            asking.send_multipart([b"", bytes(8)])
+        subscriber.add("node", node.source)
+        node.work(random, 5_000)
+        until(lambda: agree(node, sink))
+
+
+def test_a_publisher_may_connect_to_a_collector(tmp_path: Path) -> None:
+    with raw(zmq.SUB) as collector:
+        port = collector.bind_to_random_port("tcp://127.0.0.1")
+        collector.subscribe(b"")
+        node = Node(decode_config({"endpoint": f"tcp://127.0.0.1:{port}"}, KVEventsConfig, "test"))
+        assert node.publisher.endpoint is None
+        with running(node):
+            random = Random(1)
+            while not collector.poll(5):
+                node.work(random, 1)
+            assert len(collector.recv_multipart()) == 3
+
+
+def test_addresses_may_be_files(tmp_path: Path) -> None:
+    fields = {"endpoint": f"ipc://{tmp_path}/live", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    random, node = Random(2), Node(decode_config(fields, KVEventsConfig, "test"))
+    with running(node) as (subscriber, sink):
+        subscriber.add("node", node.source)
+        node.work(random, 50)
+        until(lambda: agree(node, sink))
+
+
+async def test_nothing_is_left_of_publishers_and_subscribers() -> None:
+    def once(seed: int) -> None:
+        random, node = Random(seed), Node()
+        with running(node) as (subscriber, sink):
+            subscriber.add("node", node.source)
+            node.work(random, 20)
+            until(lambda: agree(node, sink))
+            subscriber.add("gone", node.source)
+        subscriber.close()
+        node.publisher.close()
+
+    once(0)  # ZeroMQ's and Python's own first-time resources
+    before = held_here()
+    for seed in range(3):
+        once(seed)
+    assert not excess(before, held_here())
+
+
+def test_an_address_that_is_taken_or_none_is_refused_by_name() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name in ("replay_endpoint",):
+            fields = {name: f"tcp://127.0.0.1:{port}"}
+            with pytest.raises(ConfigError, match=f"cannot open tcp://127.0.0.1:{port}"):
+                Node(decode_config(fields, KVEventsConfig, "test"))
+    sink = HeardBlocks()
+    subscriber = EventSubscriber(sink)
+    for source in (EventSource("nowhere"), EventSource("tcp://127.0.0.1:1", "tcp://x")):
+        with pytest.raises(ConfigError, match="cannot subscribe to"):
+            subscriber.add("node", source)
+    assert sink.held == {}
+    subscriber.close()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "binds"),
+    [
+        ("tcp://*:5557", True),
+        ("tcp://[::]:5557", True),
+        ("tcp://10.0.0.1:0", True),
+        ("ipc://run/kv", True),
+        ("tcp://10.0.0.1:5557", False),
+        ("tcp://collector:5550", False),
+    ],
+)
+def test_vllm_s_rule_says_who_listens(endpoint: str, binds: bool) -> None:
+    assert listens(endpoint) is binds
+
+
+def test_others_are_told_an_address_that_they_can_reach() -> None:
+    assert reachable("tcp://0.0.0.0:5557", "node-7") == "tcp://node-7:5557"
+    assert reachable("tcp://[::]:5557", "fe80::1") == "tcp://[fe80::1]:5557"
+    assert reachable("tcp://127.0.0.1:5557", "node-7") == "tcp://127.0.0.1:5557"
+    assert reachable("ipc://run/kv", "node-7") == "ipc://run/kv"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"endpoint": "tcp://*"}, r"endpoint 'tcp://\*' is no address: write tcp://HOST:PORT"),
+        ({"replay_endpoint": "udp://h:1"}, "replay_endpoint 'udp://h:1' is no address"),
+        ({"endpoint": "tcp://h:70000"}, "endpoint 'tcp://h:70000' is no address"),
+        ({"endpoint": "tcp://*:1", "replay_endpoint": "tcp://*:1"}, "are both"),
+        ({"publisher": "kafka"}, "publisher"),
+        ({"encoding": "json"}, "encoding"),
+        ({"buffer_steps": 0}, "buffer_steps"),
+        ({"hwm": 0}, "hwm"),
+        ({"max_queue_size": 0}, "max_queue_size"),
+        ({"topic": "x" * 300}, "topic"),
+        ({"endpoints": "tcp://*:1"}, "endpoints"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_by_name(fields: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        decode_config({"model": "m", "kv_events_config": fields}, NodeConfig, "flags")
+
+
+def test_events_need_prefix_caching() -> None:
+    fields = {"model": "m", "kv_events_config": {"enable_kv_cache_events": True}}
+    decode_config(fields, NodeConfig, "flags").check()
+    config = decode_config({**fields, "enable_prefix_caching": False}, NodeConfig, "flags")
+    with pytest.raises(ConfigError, match="need prefix caching"):
+        config.check()
+
+
+def test_the_null_publisher_publishes_nothing() -> None:
+    on = {"enable_kv_cache_events": True}
+    assert decode_config(on, KVEventsConfig, "test").is_published
+    assert not decode_config({**on, "publisher": "null"}, KVEventsConfig, "test").is_published
+    assert not KVEventsConfig().is_published
