@@ -22,6 +22,7 @@ MAX_PORT = 65_535
 ListenPort = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 EventCount = Annotated[int, Meta(ge=1, le=10_000_000)]
 SchedulingPolicy = Literal["fcfs", "priority"]
+# ZeroMQ knows more kinds, but no other process reaches inproc:// and the rest is multicast.
 _ZMQ_ADDRESS = re.compile(r"tcp://(\*|[\w.-]+|\[[\w.:%]+\]):(?P<port>\d{1,5})|ipc://.+")
 
 
@@ -65,14 +66,15 @@ class KVEventsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding reports as a ConfigError."""
-        for name in ("endpoint", "replay_endpoint"):
-            address = getattr(self, name)
+        given = {"endpoint": self.endpoint, "replay_endpoint": self.replay_endpoint}
+        for name, address in given.items():
             match = None if address is None else _ZMQ_ADDRESS.fullmatch(address)
             if address is not None and (match is None or int(match["port"] or 0) > MAX_PORT):
                 raise ValueError(
                     f"{name} {address!r} is no address: write tcp://HOST:PORT, tcp://*:PORT or "
                     "ipc://PATH"
                 )
+        # Port 0 stands for any free one, so two of them are two ports.
         same = self.endpoint is not None and self.endpoint == self.replay_endpoint
         if same and not str(self.endpoint).endswith(":0"):
             raise ValueError(f"endpoint and replay_endpoint are both {self.endpoint}: change one")

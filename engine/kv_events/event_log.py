@@ -82,7 +82,10 @@ class EventLog:
         return iter([taken for taken in self._latest if taken.sequence >= start])
 
     def snapshot(self) -> Iterator[NumberedPayload]:
-        """Batches that make the state as it is now, at least one; all have the state's number."""
+        """Batches that make the state as it is now, at least one; all have the state's number.
+
+        That is the number of the batch that was taken, or dropped, last; -1 before the first.
+        """
         with self._lock:
             sequence, state = self._stands_at, self._mirror.copy()
         return self._encoded(sequence, state)

@@ -249,8 +249,6 @@ class SourceFollower:
             self._go_on()
         elif self.request is None:
             self._ask(Asking.REPLAY)
-        elif self.request.kind is not Asking.REPLAY:
-            self._forget()
 
     def _keep(self, sequence: int, batch: EventBatch, nbytes: int) -> None:
         is_full = len(self._waiting) >= MAX_WAITING or (

@@ -118,15 +118,15 @@ class EventPublisher:
     def close(self) -> None:
         """Send what is waiting, as far as it goes at once, and end the thread. Idempotent."""
         self._is_closing = True
-        with suppress(OSError):  # closed already
-            self._ring()
+        self._ring()
         self._thread.join(_CLOSE_S)
         self._wake.close()
         self._woken.close()
         self._context.destroy(linger=0)
 
     def _ring(self) -> None:
-        with suppress(BlockingIOError):  # so many bells are unheard that one more adds nothing
+        # Closed, or so many bells are unheard that one more adds nothing.
+        with suppress(OSError):
             self._wake.send(b"\0")
 
     # --- the thread --------------------------------------------------------------------------
@@ -140,6 +140,7 @@ class EventPublisher:
             with suppress(BlockingIOError):
                 while self._woken.recv(4096):
                     pass
+            # First, so that batch 0 is in every answer: a state before it would have no number.
             self._send_live()
             if self._is_closing and self._log.is_empty:
                 return
@@ -168,7 +169,11 @@ class EventPublisher:
                 return
             asker, empty, word = frames if len(frames) == 3 else (b"", b"", b"")
             is_request = not empty and len(word) == SEQUENCE_BYTES
-            if not is_request or len(self._answers) >= MAX_ANSWERS:
+            # One answer for each asker, or one that reads nothing could use up all.
+            is_busy = len(self._answers) >= MAX_ANSWERS or any(
+                answer.asker == asker for answer in self._answers
+            )
+            if not is_request or is_busy:
                 continue
             start = int.from_bytes(word, "big")
             rest = self._log.snapshot() if word == SNAPSHOT else self._log.replay(start)

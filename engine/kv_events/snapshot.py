@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -122,16 +122,15 @@ def _runs(blocks: dict[BlockHash, _Block], longest: int) -> Iterator[_Run]:
     while blocks:
         # The latest block is a leaf or near one; what is above it goes out with it, from the top.
         block_hash, block = blocks.popitem()
-        chain = [(block_hash, block)]
+        path = [(block_hash, block)]
         while (parent := block.parent) in blocks and parent is not None:
             block = blocks.pop(parent)
-            chain.append((parent, block))
-        chain.reverse()
-        for copy in range(1, 1 + max(block.num_copies for _, block in chain)):
-            counted = groupby([(copy <= item[1].num_copies, item) for item in chain], itemgetter(0))
-            for is_there, run in counted:
-                if is_there:
-                    yield from _cut([item for _, item in run], longest)
+            path.append((parent, block))
+        path.reverse()
+        for copy in range(1, 1 + max(block.num_copies for _, block in path)):
+            counted = groupby([(copy <= item[1].num_copies, item) for item in path], itemgetter(0))
+            runs = [[item for _, item in run] for is_there, run in counted if is_there]
+            yield from chain.from_iterable(_cut(run, longest) for run in runs)
 
 
 def _cut(run: _Run, longest: int) -> Iterator[_Run]:

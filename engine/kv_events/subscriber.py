@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import zmq
 
@@ -176,8 +177,7 @@ class EventSubscriber:
     def close(self) -> None:
         """End the thread and all connections. Idempotent."""
         self._is_closing = True
-        with suppress(OSError):  # closed already
-            self._ring()
+        self._ring()
         self._thread.join(_CLOSE_S)
         self._wake.close()
         self._woken.close()
@@ -188,7 +188,8 @@ class EventSubscriber:
             self._removed.append(dropped)
 
     def _ring(self) -> None:
-        with suppress(BlockingIOError):  # so many bells are unheard that one more adds nothing
+        # Closed, or so many bells are unheard that one more adds nothing.
+        with suppress(OSError):
             self._wake.send(b"\0")
 
     # --- the thread --------------------------------------------------------------------------
@@ -196,16 +197,12 @@ class EventSubscriber:
     def _run(self) -> None:
         tick_at = 0.0
         while not self._is_closing:
-            ready = [each for each, _ in self._poller.poll(int(1000 * _TICK_S))]
+            ready = {each for each, _ in self._poller.poll(int(1000 * _TICK_S))}
             if self._woken.fileno() in ready:
-                with suppress(BlockingIOError):
-                    while self._woken.recv(4096):
-                        pass
                 self._settle()
                 tick_at = 0.0
-            for each in ready:
-                if isinstance(each, zmq.Socket):
-                    self._read(each)
+            for each in ready & self._by_socket.keys():
+                self._read(each)
             now = time.monotonic()
             if now >= tick_at:
                 self._tick(now)
@@ -213,6 +210,9 @@ class EventSubscriber:
 
     def _settle(self) -> None:
         """Open and close what other threads have added and removed."""
+        with suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
         with self._lock:
             removed, self._removed = self._removed, []
             wanted = list(self._connections.values())
@@ -222,7 +222,7 @@ class EventSubscriber:
         for connection in wanted:
             self._watch(connection, connection.sockets)
 
-    def _read(self, ready: Socket) -> None:
+    def _read(self, ready: Any) -> None:
         """Hand on what has come, a limited number of messages."""
         connection = self._by_socket.get(ready)
         if connection is None:

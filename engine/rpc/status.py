@@ -34,6 +34,7 @@ _STATUS: Final[Mapping[type[TandemError], StatusCode]] = {
     errors.RequestAbortedError: StatusCode.ABORTED,
     errors.ConfigError: StatusCode.FAILED_PRECONDITION,
     errors.CheckpointError: StatusCode.FAILED_PRECONDITION,
+    errors.KVEventError: StatusCode.INVALID_ARGUMENT,
     errors.TransportError: StatusCode.UNAVAILABLE,
     errors.TransferTimeoutError: StatusCode.DEADLINE_EXCEEDED,
     errors.LateReadError: StatusCode.DATA_LOSS,

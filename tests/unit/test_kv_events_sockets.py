@@ -1,6 +1,5 @@
 """Publishers and subscribers over real sockets: loss, restarts, rubbish and slow readers."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +12,10 @@ import pytest
 import zmq
 
 import engine.kv_events.subscriber
-from engine.config import KVEventsConfig, NodeConfig, decode_config
+from engine.config import KVEventsConfig, decode_config
 from engine.errors import ConfigError
 from engine.kv_events.follower import EventSource
-from engine.kv_events.publisher import MAX_ANSWERS, EventPublisher, listens, reachable
+from engine.kv_events.publisher import MAX_ANSWERS, EventPublisher
 from engine.kv_events.subscriber import MAX_FRAME_BYTES, EventSubscriber
 from engine.kv_events.wire import (
     END_SEQUENCE,
@@ -413,77 +412,3 @@ async def test_nothing_is_left_of_publishers_and_subscribers() -> None:
     for seed in range(3):
         once(seed)
     assert not excess(before, held_here())
-
-
-def test_an_address_that_is_taken_or_none_is_refused_by_name() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        for name in ("replay_endpoint",):
-            fields = {name: f"tcp://127.0.0.1:{port}"}
-            with pytest.raises(ConfigError, match=f"cannot open tcp://127.0.0.1:{port}"):
-                Node(decode_config(fields, KVEventsConfig, "test"))
-    sink = HeardBlocks()
-    subscriber = EventSubscriber(sink)
-    for source in (EventSource("nowhere"), EventSource("tcp://127.0.0.1:1", "tcp://x")):
-        with pytest.raises(ConfigError, match="cannot subscribe to"):
-            subscriber.add("node", source)
-    assert sink.held == {}
-    subscriber.close()
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "binds"),
-    [
-        ("tcp://*:5557", True),
-        ("tcp://[::]:5557", True),
-        ("tcp://10.0.0.1:0", True),
-        ("ipc://run/kv", True),
-        ("tcp://10.0.0.1:5557", False),
-        ("tcp://collector:5550", False),
-    ],
-)
-def test_vllm_s_rule_says_who_listens(endpoint: str, binds: bool) -> None:
-    assert listens(endpoint) is binds
-
-
-def test_others_are_told_an_address_that_they_can_reach() -> None:
-    assert reachable("tcp://0.0.0.0:5557", "node-7") == "tcp://node-7:5557"
-    assert reachable("tcp://[::]:5557", "fe80::1") == "tcp://[fe80::1]:5557"
-    assert reachable("tcp://127.0.0.1:5557", "node-7") == "tcp://127.0.0.1:5557"
-    assert reachable("ipc://run/kv", "node-7") == "ipc://run/kv"
-
-
-@pytest.mark.parametrize(
-    ("fields", "told"),
-    [
-        ({"endpoint": "tcp://*"}, r"endpoint 'tcp://\*' is no address: write tcp://HOST:PORT"),
-        ({"replay_endpoint": "udp://h:1"}, "replay_endpoint 'udp://h:1' is no address"),
-        ({"endpoint": "tcp://h:70000"}, "endpoint 'tcp://h:70000' is no address"),
-        ({"endpoint": "tcp://*:1", "replay_endpoint": "tcp://*:1"}, "are both"),
-        ({"publisher": "kafka"}, "publisher"),
-        ({"encoding": "json"}, "encoding"),
-        ({"buffer_steps": 0}, "buffer_steps"),
-        ({"hwm": 0}, "hwm"),
-        ({"max_queue_size": 0}, "max_queue_size"),
-        ({"topic": "x" * 300}, "topic"),
-        ({"endpoints": "tcp://*:1"}, "endpoints"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused_by_name(fields: object, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        decode_config({"model": "m", "kv_events_config": fields}, NodeConfig, "flags")
-
-
-def test_events_need_prefix_caching() -> None:
-    fields = {"model": "m", "kv_events_config": {"enable_kv_cache_events": True}}
-    decode_config(fields, NodeConfig, "flags").check()
-    config = decode_config({**fields, "enable_prefix_caching": False}, NodeConfig, "flags")
-    with pytest.raises(ConfigError, match="need prefix caching"):
-        config.check()
-
-
-def test_the_null_publisher_publishes_nothing() -> None:
-    on = {"enable_kv_cache_events": True}
-    assert decode_config(on, KVEventsConfig, "test").is_published
-    assert not decode_config({**on, "publisher": "null"}, KVEventsConfig, "test").is_published
-    assert not KVEventsConfig().is_published

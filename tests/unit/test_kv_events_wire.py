@@ -19,6 +19,7 @@ from engine.kv_events.wire import (
     encode,
 )
 from tests.published_events import FORMS, TODAY, PublishedForm
+from tests.recorded_events import RECORDED
 
 SIGNED, UNSIGNED = -3, 2**64 - 3
 VALUES: dict[str, Any] = {
@@ -86,19 +87,19 @@ def test_fields_that_are_not_set_are_none(name: str) -> None:
     assert event == BlockStored(read, None, (1, 2), 1)
 
 
-# Recorded from the definitions of tests/published_events.py.
-RECORDED = {
-    "vllm arrays": "",
-    "vllm arrays with media": "",
-    "vllm arrays with bytes": "",
-    "vllm arrays with keys": "",
-    "vllm arrays with groups": "",
-    "vllm maps": "",
-    "vllm maps, batch too": "",
-    "vllm maps of today": "",
-    "sglang arrays": "",
-    "sglang maps": "",
-}
+@pytest.mark.parametrize("name", FORMS)
+def test_recorded_bytes_are_read(name: str) -> None:
+    form, payload = FORMS[name], bytes.fromhex(RECORDED[name])
+    integers = [SIGNED if "sglang" in name else UNSIGNED, 7]
+    sent: list[Any] = [b"a" * 8, b"b" * 8] if form.takes_bytes else integers
+    stored = some_of(form.stored, sent, sent[0], [1, 2, 3, 4], 2)
+    again = form.encode(stored, some_of(form.removed, sent), form.cleared(), rank=3)
+    assert again == payload
+    first, second, _ = decode(payload).events
+    assert isinstance(first, BlockStored) and isinstance(second, BlockRemoved)
+    hashes = (b"a" * 8, b"b" * 8) if form.takes_bytes else (UNSIGNED, 7)
+    assert first.block_hashes == second.block_hashes == hashes
+    assert (first.parent_block_hash, first.token_ids) == (hashes[0], (1, 2, 3, 4))
 
 
 OURS = EventBatch(

@@ -1,0 +1,108 @@
+"""`python -m benchmarks.kv_events`: what KV events cost an engine's step, a publisher and a reader.
+
+One step stores `BLOCKS` hash blocks of 16 tokens, in stretches of 8 and with a checkpoint each, and
+removes as many. Beside plain dictionary work on the same hashes, which any index has to do, so the
+ratios hold on other machines.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks import machine, report
+from benchmarks.pairs import Spread, alternate
+from engine.kv_cache.listener import CachedBlocks, CachedStates
+from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
+from engine.kv_events.snapshot import CacheMirror
+from engine.kv_events.wire import EventBatch, decode, encode
+
+BLOCKS, STRETCH, SIZE = 1024, 8, 16
+GROUPS = (AnnouncedGroup("full_attention"), AnnouncedGroup("mamba"))
+HEADERS = ("part", "us per step", "block events per second", "times plain dictionaries")
+
+
+def stretch(start: int) -> tuple[CachedBlocks, CachedStates]:
+    """A chain of hashes, and a checkpoint at its end."""
+    digests = tuple(b"%032d" % number for number in range(start, start + STRETCH))
+    end = (start + STRETCH) * SIZE
+    blocks = CachedBlocks(0, start * SIZE, end, digests, (0,))
+    return blocks, CachedStates((1,), end, digests[-1], (0,))
+
+
+class Bench:
+    """The work of one step at each station, on equal events."""
+
+    def __init__(self) -> None:
+        self._stored = [stretch(start) for start in range(0, BLOCKS, STRETCH)]
+        self._tokens = tuple(range(150_000, 150_000 + SIZE * STRETCH))
+        self._recorder = EventRecorder(GROUPS, SIZE)
+        self._mirror = CacheMirror()
+        self.record()
+        self._batch = EventBatch(0.0, self.events, incarnation="node")
+        self._payload = encode(self._batch)
+
+    def record(self) -> None:
+        """The engine thread: every call of the cache's listener, and the hand-over."""
+        recorder, tokens = self._recorder, self._tokens
+        for cached, states in self._stored:
+            recorder.stored(cached, cached.digests[0], tokens, cache_salt=None)
+            recorder.stored(states, cached.digests[-2], tokens[-SIZE:], cache_salt=None)
+        for cached, states in self._stored:
+            recorder.removed(cached)
+            recorder.removed(states)
+        self.events = tuple(recorder.take())
+
+    def mirror(self) -> None:
+        """The publisher's thread: the announced state."""
+        self._mirror.apply(self._batch.events)
+
+    def encode(self) -> None:
+        """The publisher's thread: the bytes."""
+        encode(self._batch)
+
+    def decode(self) -> None:
+        """A reader: the events."""
+        decode(self._payload)
+
+    def dictionaries(self) -> None:
+        """The least that an index does: each hash goes in once and out once."""
+        table: dict[bytes, int] = {}
+        for cached, _ in self._stored:
+            for each in cached.digests:
+                table[each] = table.get(each, 0) | 1
+        for each in list(table):
+            del table[each]
+
+
+def seconds(work: Callable[[], None]) -> float:
+    """The time of one call."""
+    started = perf_counter()
+    work()
+    return perf_counter() - started
+
+
+def main(
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 200,
+    cpu: Annotated[str, typer.Option(help="Core to run on, or `all`.")] = "0",
+) -> None:
+    """Recorder, publisher and decoder, each beside plain dictionary work on the same hashes."""
+    host, bench = machine.prepare(cpu), Bench()
+    works = [bench.record, bench.mirror, bench.encode, bench.decode, bench.dictionaries]
+    ways = {work.__name__: partial(seconds, work) for work in works}
+    samples = alternate(ways, rounds, done=lambda: None)
+    plain = samples["dictionaries"]
+    events = 2 * (BLOCKS + BLOCKS // STRETCH)
+    rows = []
+    for name, taken in samples.items():
+        one, ratio = Spread.of(taken).median, Spread.of_ratio(taken, plain).median
+        rows.append([name, f"{1e6 * one:,.0f}", f"{events / one:,.0f}", f"{ratio:.2f}"])
+    note = f"{events:,} block events a step, median of {rounds} rounds; {machine.describe(host)}"
+    report.publish(Console(), "KV events", headers=HEADERS, rows=rows, note=note)
+
+
+if __name__ == "__main__":
+    typer.run(main)
