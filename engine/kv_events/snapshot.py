@@ -39,7 +39,7 @@ _Run = list[tuple[BlockHash, _Block]]
 
 
 class CacheMirror:
-    """Which hashes stand, how often, and all that storing them said; about 350 bytes for each."""
+    """Which hashes stand, how often, and all that storing them said; some 270 bytes for each."""
 
     def __init__(self) -> None:
         self._tables: dict[_Tier, _Table] = {}
