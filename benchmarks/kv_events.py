@@ -5,9 +5,8 @@ removes as many. Beside plain dictionary work on the same hashes, which any inde
 ratios hold on other machines.
 """
 
-from collections.abc import Callable
 from functools import partial
-from time import perf_counter
+from timeit import timeit
 from typing import Annotated
 
 import typer
@@ -78,13 +77,6 @@ class Bench:
             del table[each]
 
 
-def seconds(work: Callable[[], None]) -> float:
-    """The time of one call."""
-    started = perf_counter()
-    work()
-    return perf_counter() - started
-
-
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 200,
     cpu: Annotated[str, typer.Option(help="Core to run on, or `all`.")] = "0",
@@ -92,7 +84,7 @@ def main(
     """Recorder, publisher and decoder, each beside plain dictionary work on the same hashes."""
     host, bench = machine.prepare(cpu), Bench()
     works = [bench.record, bench.mirror, bench.encode, bench.decode, bench.dictionaries]
-    ways = {work.__name__: partial(seconds, work) for work in works}
+    ways = {work.__name__: partial(timeit, work, number=1) for work in works}
     samples = alternate(ways, rounds, done=lambda: None)
     plain = samples["dictionaries"]
     events = 2 * (BLOCKS + BLOCKS // STRETCH)

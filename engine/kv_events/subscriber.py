@@ -22,6 +22,8 @@ MAX_FRAME_BYTES = 256 * 2**20
 """A longer frame ends its connection and takes no memory; a shorter one may still be refused."""
 DEAF_S = 30.0
 """Silence after which a publisher is connected anew: ZeroMQ does not after a breach of protocol."""
+MAX_SOCKETS = 16_384
+"""Two for each source at most; ZeroMQ's own limit, 1,023, is met at 512 nodes."""
 _ANSWER_HWM = 64  # messages of an answer that wait to be read; the publisher keeps the rest
 _ROUND = 64  # messages of one socket before the next one has a chance
 _TICK_S = 0.1
@@ -137,6 +139,7 @@ class EventSubscriber:
     def __init__(self, sink: EventSink) -> None:
         self._sink = sink
         self._context = Context()
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         # Guards the connections, their followers and every call of the sink. A thread that holds
         # it handles one message at most.
         self._lock = threading.Lock()

@@ -28,6 +28,7 @@ from engine.kv_events.wire import (
 )
 from tests.announced_cache import AnnouncedCache, HeardBlocks
 from tests.leaks import excess, held_here
+from tests.lossy_cable import LossyCable
 
 DEADLINE_S = 30.0
 END = END_SEQUENCE.to_bytes(8, "big", signed=True)
@@ -107,51 +108,6 @@ def test_who_comes_early_and_who_comes_late_know_the_same(encoding: str) -> None
         for name in ("early", "late"):
             until(partial(node.agrees_with, subscriber, sink, name))
         assert subscriber.stats("early").num_garbage == 0
-
-
-class LossyCable:
-    """Passes live messages on: some are lost, repeated or damaged, and some wait for the next."""
-
-    def __init__(self, source: EventSource, seed: int) -> None:
-        self._random = Random(seed)
-        self._context = zmq.Context()
-        self._heard = self._context.socket(zmq.SUB)
-        self._heard.subscribe(b"")
-        self._heard.connect(source.endpoint)
-        self._told = self._context.socket(zmq.PUB)
-        port = self._told.bind_to_random_port("tcp://127.0.0.1")
-        self.source = EventSource(f"tcp://127.0.0.1:{port}", source.replay_endpoint)
-        self._is_whole = threading.Event()
-        self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def heal(self) -> None:
-        self._is_whole.set()
-
-    def close(self) -> None:
-        self._is_closing.set()
-        self._thread.join(DEADLINE_S)
-        self._context.destroy(linger=0)
-
-    def _run(self) -> None:
-        late: list[list[bytes]] = []
-        while not self._is_closing.is_set():
-            if not self._heard.poll(10):
-                continue
-            frames = self._heard.recv_multipart()
-            fate = 1.0 if self._is_whole.is_set() else self._random.random()
-            if fate < 0.15:
-                continue
-            if fate < 0.2:
-                late.append(frames)
-                continue
-            if fate < 0.25:
-                frames[2] = b"\xc1"
-            for each in (frames, frames) if fate < 0.35 else (frames,):
-                self._told.send_multipart(each)
-            while late:
-                self._told.send_multipart(late.pop())
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -397,7 +353,7 @@ def test_addresses_may_be_files(tmp_path: Path) -> None:
 
 
 async def test_nothing_is_left_of_publishers_and_subscribers() -> None:
-    def once(seed: int) -> None:
+    def once(seed: int) -> tuple[Node, EventSubscriber]:
         random, node = Random(seed), Node()
         with running(node) as (subscriber, sink):
             subscriber.add("node", node.source)
@@ -406,9 +362,9 @@ async def test_nothing_is_left_of_publishers_and_subscribers() -> None:
             subscriber.add("gone", node.source)
         subscriber.close()
         node.publisher.close()
+        return node, subscriber
 
     once(0)  # ZeroMQ's and Python's own first-time resources
     before = held_here()
-    for seed in range(3):
-        once(seed)
-    assert not excess(before, held_here())
+    ended = [once(seed) for seed in range(3)]  # kept: nothing is left to the garbage collector
+    assert not excess(before, held_here()), ended
