@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist loadscope --no-loadscope-reorder
 
 .PHONY: help setup demo serve test test-long check tree proto model bench clean
 
