@@ -99,7 +99,8 @@ def _sized(nbytes: int, span_bytes: int) -> Case:
     row_bytes = 2 * 2 * BLOCK_SIZE  # K and V, two bytes each, of one channel
     spec = FullAttentionSpec(1, span_bytes // row_bytes, "bfloat16")
     count = nbytes // span_bytes
-    plan = ArenaPlan((KVCacheGroup(spec, (0,)),), BLOCK_SIZE, span_bytes, count, (1,))
+    group = KVCacheGroup(spec, (0,))
+    plan = ArenaPlan((group,), BLOCK_SIZE, BLOCK_SIZE, span_bytes, count, (1,))
     remote = tuple(reversed(range(count)))
     name = f"{_show(nbytes)}, {count} x {_show(span_bytes)}" if count > 1 else _show(nbytes)
     return Case(name, plan, (remote,), [list(range(count))], count * BLOCK_SIZE)

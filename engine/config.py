@@ -179,6 +179,14 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     block_size: Annotated[
         int, Meta(ge=1, le=65_536, description="Tokens in an attention block.")
     ] = 16
+    # None, since the default depends on another option; `plan_arena` knows all block sizes.
+    hash_block_size: Annotated[
+        Positive | None,
+        Meta(
+            description="Tokens per digest, the step of prefix hits and KV events; divides all "
+            "attention blocks. Default: the smaller of --block-size and 16.",
+        ),
+    ] = None
     kv_cache_memory_bytes: Annotated[Positive, Meta(description="Size of the KV arena.")] = (
         512 << 20
     )

@@ -17,6 +17,9 @@ def plan(
     model: Annotated[str, option(NodeConfig, "model")],
     block_size: Annotated[int, option(NodeConfig, "block_size")] = DEFAULTS.block_size,
     *,
+    hash_block_size: Annotated[
+        int | None, option(NodeConfig, "hash_block_size")
+    ] = DEFAULTS.hash_block_size,
     kv_cache_memory_bytes: Annotated[
         int, option(NodeConfig, "kv_cache_memory_bytes")
     ] = DEFAULTS.kv_cache_memory_bytes,
@@ -25,7 +28,9 @@ def plan(
     """Prints what fits, KV cache groups, unit size, blocks per unit and waste."""
     try:
         config = read_config(resolve_folder(model), dtype)
-        arena = plan_arena(config.groups, block_size, kv_cache_memory_bytes)
+        arena = plan_arena(
+            config.groups, block_size, kv_cache_memory_bytes, hash_block_size=hash_block_size
+        )
         typer.echo(plan_report(arena, config.max_position_embeddings))
     except TandemError as error:
         typer.echo(f"error: {error}", err=True)

@@ -44,14 +44,18 @@ class Geometry:
         return plan_arena(groups, block_size, memory_bytes)
 
     def inflated(self, memory_bytes: int) -> ArenaPlan:
-        """Upstream's layout: groups of equally many layers, every block and state one page each."""
+        """Upstream's layout: groups of equally many layers, every block and state one page each.
+
+        Hits end at these large blocks, as there.
+        """
         first, step = self.num_states, self.num_attention
         states = (range(start, min(start + step, first)) for start in range(0, first, step))
         groups = (
             *(KVCacheGroup(self.state, tuple(layers)) for layers in states),
             KVCacheGroup(self.attention, tuple(range(first, first + step))),
         )
-        return plan_arena(groups, self.inflated_block_size, memory_bytes)
+        size = self.inflated_block_size
+        return plan_arena(groups, size, memory_bytes, hash_block_size=size)
 
 
 GEOMETRIES: Mapping[str, Geometry] = MappingProxyType(

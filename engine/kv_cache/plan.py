@@ -17,13 +17,21 @@ from engine.kv_cache.spec import STATE_ALIGNMENT, KVCacheGroup, MambaSpec, round
 # bookkeeping.
 MIN_BLOCKS_PER_UNIT = 16
 
+# vLLM's block size, which consumers of events expect; larger blocks are hashed in such steps.
+MAX_DEFAULT_HASH_BLOCK = 16
+
 
 @dataclass(slots=True, frozen=True)
 class ArenaPlan:
-    """An arena of `num_units` equal units; `blocks_per_unit[g]` is 1 for a Mamba group."""
+    """An arena of `num_units` equal units; `blocks_per_unit[g]` is 1 for a Mamba group.
+
+    `hash_block_size`: tokens between two prefixes that have digests, and so the step of hits and
+    events; divides the blocks of every attention group.
+    """
 
     groups: tuple[KVCacheGroup, ...]
     block_size: int
+    hash_block_size: int
     unit_bytes: int
     num_units: int
     blocks_per_unit: tuple[int, ...]
@@ -34,11 +42,6 @@ class ArenaPlan:
         return self.unit_bytes * self.num_units
 
     @property
-    def hash_block_size(self) -> int:
-        """The largest number of tokens that divides the blocks of every attention group."""
-        return gcd(*(group.block_size or self.block_size for group in self.groups))
-
-    @property
     def state_groups(self) -> tuple[int, ...]:
         """The Mamba groups. Their states come and go together, one unit of each per sequence."""
         specs = enumerate(group.spec for group in self.groups)
@@ -47,8 +50,23 @@ class ArenaPlan:
     @property
     def joint_block_size(self) -> int:
         """The smallest number of tokens at which blocks of all attention groups end."""
-        attention = set(range(len(self.groups))) - set(self.state_groups)
-        return lcm(self.hash_block_size, *map(self.block_size_of, attention))
+        return lcm(self.hash_block_size, *map(self.block_size_of, self.attention_groups))
+
+    @property
+    def attention_groups(self) -> tuple[int, ...]:
+        """The groups that keep K and V of every token, or of those in a window."""
+        return tuple(group for group in range(len(self.groups)) if group not in self.state_groups)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's K and V in all attention groups."""
+        sizes = ((self.block_bytes(group), group) for group in self.attention_groups)
+        return sum(nbytes // self.block_size_of(group) for nbytes, group in sizes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one sequence's states in all Mamba groups."""
+        return sum(map(self.block_bytes, self.state_groups))
 
     def block_size_of(self, group: int) -> int:
         """Tokens per block of an attention group."""
@@ -91,13 +109,22 @@ class ArenaPlan:
         return bisect_right(longer, self.num_units, key=self.units_for)
 
 
-def plan_arena(groups: tuple[KVCacheGroup, ...], block_size: int, memory_bytes: int) -> ArenaPlan:
+def plan_arena(
+    groups: tuple[KVCacheGroup, ...],
+    block_size: int,
+    memory_bytes: int,
+    *,
+    hash_block_size: int | None = None,
+) -> ArenaPlan:
     """The unit size that wastes least for these groups, and how many units `memory_bytes` holds.
 
     A unit is at least the largest state and a multiple of every half page (K or V of one layer's
-    block), so that pages can be addressed as rows of one array. Raises ConfigError when not even
-    two units fit.
+    block), so that pages can be addressed as rows of one array. `hash_block_size`: None for the
+    smaller of `block_size` and 16. Raises ConfigError when not even two units fit, or for a hash
+    block that does not divide an attention group's blocks.
     """
+    hash_block_size = hash_block_size or min(block_size, MAX_DEFAULT_HASH_BLOCK)
+    _check_hash_blocks(groups, block_size, hash_block_size)
     is_state = [isinstance(group.spec, MambaSpec) for group in groups]
     sizes = [group.block_bytes(block_size) for group in groups]
     half_pages = (
@@ -116,7 +143,22 @@ def plan_arena(groups: tuple[KVCacheGroup, ...], block_size: int, memory_bytes: 
     per_unit = (
         1 if state else unit_bytes // size for size, state in zip(sizes, is_state, strict=True)
     )
-    return ArenaPlan(groups, block_size, unit_bytes, num_units, tuple(per_unit))
+    return ArenaPlan(groups, block_size, hash_block_size, unit_bytes, num_units, tuple(per_unit))
+
+
+def _check_hash_blocks(
+    groups: Sequence[KVCacheGroup], block_size: int, hash_block_size: int
+) -> None:
+    """Raises ConfigError naming both sizes, and the largest one that works."""
+    sizes = [g.block_size or block_size for g in groups if not isinstance(g.spec, MambaSpec)]
+    for size in sizes:
+        if size % hash_block_size:
+            common = gcd(*sizes)
+            works = max(d for d in range(1, min(common, hash_block_size) + 1) if common % d == 0)
+            raise ConfigError(
+                f"--hash-block-size {hash_block_size} does not divide attention blocks of {size} "
+                f"tokens; --hash-block-size {works} does"
+            )
 
 
 def _least_waste(sizes: Sequence[int], is_state: Sequence[bool], step: int) -> int:

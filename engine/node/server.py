@@ -168,7 +168,12 @@ class NodeServer:
 
     def _plan_arena(self, model: ModelFolder) -> tuple[ArenaPlan, EngineLimits]:
         config = self.config
-        plan = plan_arena(model.config.groups, config.block_size, config.kv_cache_memory_bytes)
+        plan = plan_arena(
+            model.config.groups,
+            config.block_size,
+            config.kv_cache_memory_bytes,
+            hash_block_size=config.hash_block_size,
+        )
         check_decode_checkpoints(config, plan)
         check_memory(plan, config.device)
         max_model_len = context_length(

@@ -53,7 +53,7 @@ def groups(*sizes: int, split: bool = False) -> tuple[KVCacheGroup, ...]:
 
 
 def plan_of(kept: tuple[KVCacheGroup, ...]) -> ArenaPlan:
-    return plan_arena(kept, 16, 4 << 20)
+    return plan_arena(kept, 16, 4 << 20, hash_block_size=4)
 
 
 def tables_of(plan: ArenaPlan, num_tokens: int, rng: Random) -> list[list[int]]:
