@@ -136,6 +136,13 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_missing_prompt_tokens(self) -> int:
+        """Prompt tokens that are neither computed nor being loaded."""
+        is_loading = self.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        num_here = self.num_loading_tokens if is_loading else self.num_computed_tokens
+        return max(0, self.num_prompt_tokens - num_here)
+
+    @property
     def is_finished(self) -> bool:
         """True once the request has ended."""
         return self.status is RequestStatus.FINISHED

@@ -60,7 +60,14 @@ class DictionaryScheduler(SchedulerConnector):
     def cache_listener(self) -> "DictionaryScheduler":  # type: ignore[override]
         return self
 
-    def stored(self, cached: Cached, parent: bytes, token_ids: tuple[TokenId, ...]) -> None:
+    def stored(
+        self,
+        cached: Cached,
+        parent: bytes,
+        token_ids: tuple[TokenId, ...],
+        *,
+        cache_salt: str | None,
+    ) -> None:
         self.new |= {key: block for key, block in self._keys(cached) if key not in self.known}
         if isinstance(cached, CachedStates):
             self.state_ends[cached.digest] = cached.end
@@ -119,11 +126,13 @@ class DictionaryScheduler(SchedulerConnector):
             pairs = zip(cached.groups, cached.states, strict=True)
             yield from (((group, cached.digest), state) for group, state in pairs)
             return
-        size = self.plan.block_size_of(cached.group)
-        step = size // self.plan.hash_block_size
-        if cached.end - cached.start == size * len(cached.blocks):
-            ends = cached.digests[step - 1 :: step]
-            yield from zip(((cached.group, end) for end in ends), cached.blocks, strict=True)
+        # Only whole blocks are kept, each under the digest at its end; a block that was stored
+        # while partly filled starts inside.
+        size, step = self.plan.block_size_of(cached.group), self.plan.hash_block_size
+        for end, block in enumerate(cached.blocks, cached.start // size + 1):
+            if end * size <= cached.end:
+                digest = cached.digests[(end * size - cached.start) // step - 1]
+                yield (cached.group, digest), block
 
     def _items(
         self,
@@ -205,6 +214,9 @@ class DictionaryConnector:
 
     def is_awaited(self) -> bool:
         return False
+
+    def link_bytes_per_s(self) -> float:
+        return 0.0
 
     def close(self) -> None:
         pass

@@ -58,6 +58,8 @@ def _check_pool(pool: BlockPool, users: Counter[Node], private: Sequence[Sequenc
     for group, tree in enumerate(pool.trees):
         mine = {node for node in nodes if node.group == group}
         assert _num_findable(tree) == sum(bool(node.digests) + len(node.keys) for node in mine)
+        num_inside = sum(len(node.inner or node.digests[: tree.stride - 1]) for node in mine)
+        assert sum(map(len, tree.inside.values())) == num_inside
         assert tree.root.refs == 1 + users[tree.root] + _num_used(tree.root)
         _check_idle(pool, group, {node for node in mine if not node.refs})
         used = [*private[group], *(b for node in mine if node.refs for b in node.blocks)]
@@ -78,8 +80,13 @@ def _check_node(pool: BlockPool, node: Node, num_users: int) -> None:
     assert is_state or all(node in pool.nodes_in[unit] for unit in node.units)
     tree = pool.trees[node.group]
     assert all(tree.find(key) is node for key in node.keys)
+    assert not (node.inner and node.digests) and len(node.inner) < tree.stride
+    inside = node.inner or node.digests[: tree.stride - 1]
+    assert all(node in tree.inside[digest] for digest in inside)
     num_whole = len(node.digests) / tree.stride
-    assert num_whole in ((0, 1) if node.keys else (0, len(node.blocks)))
+    is_single = node.keys or node.inner
+    assert num_whole in ((0, 1) if is_single else (0, len(node.blocks)))
+    assert len(node.blocks) == 1 or is_state or not is_single
     for key, child in node.children.items():
         assert child.parent is node and child.start == node.end
         assert key == (child.digests[tree.stride - 1] if child.digests else child)

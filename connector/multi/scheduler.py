@@ -5,13 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 from engine.kv_cache.coverage import Coverage
-from engine.kv_cache.listener import Cached, CacheListener
+from engine.kv_cache.listener import CacheListeners
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec
 from engine.kv_connector import FinishDecision, Match, SchedulerConnector
 from engine.request import Request
 from engine.step import BlockLoad, BlockSave, ConnectorMeta, ConnectorOutput, ScheduledRequest
-from engine.types import TokenId
 
 
 class MultiScheduler(SchedulerConnector):
@@ -30,7 +29,7 @@ class MultiScheduler(SchedulerConnector):
         self._children = children
         self._matches: dict[str, dict[str, Match]] = {}  # by request, of its last answer
         listeners = [c.cache_listener for c in children.values() if c.cache_listener is not None]
-        self.cache_listener = _Listeners(listeners) if listeners else None
+        self.cache_listener = CacheListeners(listeners) if listeners else None
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
         """The tokens that the children can load together, without those that are pending."""
@@ -129,18 +128,3 @@ class MultiScheduler(SchedulerConnector):
     def _stop(self, covered: int, end: int) -> int:
         """Two children never write into one block: between them, whole blocks only."""
         return end if covered >= end else covered - covered % self._plan.joint_block_size
-
-
-class _Listeners:
-    """Passes every call on, in the order of the children."""
-
-    def __init__(self, listeners: Sequence[CacheListener]) -> None:
-        self._listeners = listeners
-
-    def stored(self, cached: Cached, parent: bytes, token_ids: tuple[TokenId, ...]) -> None:
-        for listener in self._listeners:
-            listener.stored(cached, parent, token_ids)
-
-    def removed(self, cached: Cached) -> None:
-        for listener in self._listeners:
-            listener.removed(cached)

@@ -30,10 +30,10 @@ class BlockPool:
 
     def __init__(self, plan: ArenaPlan, listener: CacheListener | None = None) -> None:
         self.plan = plan
-        self.trees = tuple(
-            RadixTree(group, plan.block_size_of(group) // plan.hash_block_size)
-            for group in range(len(plan.groups))
-        )
+        strides = dict.fromkeys(range(len(plan.groups)), 1)  # states end anywhere
+        for group in plan.attention_groups:
+            strides[group] = plan.block_size_of(group) // plan.hash_block_size
+        self.trees = tuple(RadixTree(group, stride) for group, stride in strides.items())
         self.units = UnitAllocator(plan)
         self.order = EvictionOrder(len(plan.groups))
         self.nodes_in: dict[int, set[Node]] = {}
@@ -108,7 +108,8 @@ class BlockPool:
         start, (blocks, units) = last.end, new
         node = self.trees[last.group].append(last, blocks, digests)
         self._enter(node, units)
-        self._announce(node, start, prefix)
+        if self._listener is not None:
+            _announce(self._listener, self._cached_blocks(node, start - node.start), prefix)
         return node
 
     def add_partial(self, last: Node, block: int) -> Node:
@@ -120,25 +121,34 @@ class BlockPool:
 
     def complete(self, partial: Node, digests: list[bytes], prefix: PrefixDigests) -> None:
         """The block of a partial node is whole; without a tree it becomes findable by itself."""
+        num_known = len(partial.inner)
         self.trees[partial.group].complete(partial, digests)
-        self._announce(partial, partial.start, prefix)
+        if self._listener is not None:
+            _announce(self._listener, self._cached_blocks(partial, 0, num_known), prefix)
 
     def publish_partial(self, node: Node, prefix: PrefixDigests, key: PrefixKey) -> None:
         """A node's one block, filled up to the end of `key`, becomes findable."""
-        self.trees[node.group].add_key(node, key)
+        tree, size = self.trees[node.group], prefix.hash_block_size
+        first = node.start * tree.stride + len(node.inner)  # the first hash block that is new
+        new = prefix.boundaries()[first + 1 : key.num_tokens // size + 1]
+        tree.fill(node, new)
+        if key.tail:
+            tree.add_key(node, key)
         if self._listener is not None:
-            start = node.start * self.plan.block_size_of(node.group)
-            parent = prefix.boundaries()[start // prefix.hash_block_size]
-            tokens = prefix.tokens(start, key.num_tokens)
-            self._listener.stored(self._cached_key(node, key), parent, tokens)
+            start, blocks = first * size, tuple(node.blocks)
+            tail = key.digest if key.tail else None
+            cached = CachedBlocks(node.group, start, key.num_tokens, tuple(new), blocks, tail)
+            _announce(self._listener, cached, prefix)
 
-    def publish_states(self, node: Node, key: PrefixKey, value: float) -> None:
+    def publish_states(
+        self, node: Node, prefix: PrefixDigests, key: PrefixKey, *, value: float
+    ) -> None:
         """States become findable, unless others for the same prefix are; `value`: see `Node`."""
         if self.trees[node.group].find(key) is None:
             self.trees[node.group].add_key(node, key)
             node.value = max(node.value, value)
             if self._listener is not None:
-                self._listener.stored(self._cached_key(node, key), key.boundary, key.tail)
+                _announce(self._listener, self._cached_key(node, key), prefix)
 
     def share(self, node: Node, end: int) -> Node:
         """One more use of a node up to index `end`; splits it there and returns the part before."""
@@ -282,25 +292,22 @@ class BlockPool:
                 if not self.nodes_in[unit]:
                     del self.nodes_in[unit]
 
-    def _announce(self, node: Node, index: int, prefix: PrefixDigests) -> None:
-        """Whole blocks of a node, from `index` of its block table on, are findable."""
-        if self._listener is not None:
-            cached = self._cached_blocks(node, index - node.start)
-            parent = prefix.boundaries()[cached.start // prefix.hash_block_size]
-            self._listener.stored(cached, parent, prefix.tokens(cached.start, cached.end))
-
     def _cached(self, node: Node, keep: int) -> list[Cached]:
         """The findable blocks and states of a node after its first `keep` blocks."""
         cached = [self._cached_key(node, key) for key in node.keys]
-        return [*cached, self._cached_blocks(node, keep)] if node.digests else cached
+        has_blocks = node.digests or node.inner
+        return [*cached, self._cached_blocks(node, keep)] if has_blocks else cached
 
-    def _cached_blocks(self, node: Node, first: int) -> CachedBlocks:
-        size, stride = self.plan.block_size_of(node.group), self.trees[node.group].stride
+    def _cached_blocks(self, node: Node, first: int, num_known: int = 0) -> CachedBlocks:
+        """Blocks from index `first` of a node on, without the first `num_known` hash blocks."""
+        stride, size = self.trees[node.group].stride, self.plan.hash_block_size
+        digests = node.digests or node.inner
+        start = node.start * stride
         return CachedBlocks(
             node.group,
-            (node.start + first) * size,
-            node.end * size,
-            tuple(node.digests[first * stride :]),
+            (start + first * stride + num_known) * size,
+            (start + len(digests)) * size,
+            tuple(digests[first * stride + num_known :]),
             tuple(node.blocks[first:]),
         )
 
@@ -308,5 +315,15 @@ class BlockPool:
         blocks = tuple(node.blocks)
         if node.group == self._state_group:
             return CachedStates(self.plan.state_groups, key.num_tokens, key.digest, blocks)
-        start = node.start * self.plan.block_size_of(node.group)
-        return CachedBlocks(node.group, start, key.num_tokens, (key.digest,), blocks)
+        start = key.num_tokens - len(key.tail)
+        return CachedBlocks(node.group, start, key.num_tokens, (), blocks, key.digest)
+
+
+def _announce(listener: CacheListener, cached: Cached, prefix: PrefixDigests) -> None:
+    """Content is findable. Its tokens are told from the last hash boundary before it on."""
+    if isinstance(cached, CachedBlocks):
+        start = cached.start
+    else:
+        start = (cached.end - 1) // prefix.hash_block_size * prefix.hash_block_size
+    parent, tokens = prefix.digest_at(start), prefix.tokens(start, cached.end)
+    listener.stored(cached, parent, tokens, cache_salt=prefix.cache_salt)

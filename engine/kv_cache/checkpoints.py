@@ -60,7 +60,7 @@ class CheckpointPolicy:
 
         None is after the prompt's last boundary before its last token. All but the `branch_point`,
         where this prompt leaves a longer cached one that had no checkpoint there, are rounded down
-        to boundaries, multiples of `block_size`, at which blocks of all attention groups end.
+        to multiples of `block_size`, at which attention of all groups can be hit: hash boundaries.
         """
         last = (num_prompt_tokens - 1) // block_size * block_size
         wanted: dict[int, Reason] = {}

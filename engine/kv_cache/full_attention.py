@@ -16,11 +16,13 @@ class FullAttentionLookup(Lookup):
 
     def __init__(self, pool: BlockPool, prefix: PrefixDigests, group: int) -> None:
         tree, self._size = pool.trees[group], pool.plan.block_size_of(group)
-        digests = tree.digests(prefix, 0, prefix.num_tokens // self._size)
-        self._deepest, num_whole = tree.descend(tree.root, digests)
+        self._deepest, found = tree.descend(tree.root, prefix.boundaries()[1:])
+        num_whole, inside = divmod(found, tree.stride)
         self._end = num_whole * self._size
-        limit = min(self._end + self._size - 1, prefix.num_tokens)
-        self._partial = tree.longest_partial(prefix, self._end, limit)
+        # Where the next block is the deepest node's own, no other node begins after the same ones.
+        self._partial: tuple[int, Node] | None = found * prefix.hash_block_size, self._deepest
+        if not inside:
+            self._partial = tree.longest_inside(prefix, num_whole)
 
     def longest(self, limit: int) -> int:
         return min(limit, self._end if self._partial is None else self._partial[0])
@@ -66,8 +68,8 @@ class FullAttentionTable(GroupTable):
             return
         # Whole blocks that others have published since then replace the request's own.
         stride, digests = self._tree.stride, self._tree.digests(prefix, first, end)
-        node, num_known = self._tree.descend(self._last, digests)
-        if num_known:
+        node, num_found = self._tree.descend(self._last, digests)
+        if num_known := num_found // stride:
             self._follow(node, first + num_known)
         elif self._partial is not None:
             self._pool.complete(self._partial, digests[:stride], prefix)
@@ -81,7 +83,7 @@ class FullAttentionTable(GroupTable):
 
     def publish_partial(self, prefix: PrefixDigests, num_tokens: int) -> None:
         index, rest = divmod(num_tokens, self._size)
-        if not rest or self._tree.find(key := prefix.key(num_tokens)) is not None:
+        if not rest or self._tree.holds(key := prefix.key(num_tokens)):
             return
         if self._partial is None:
             self._partial = self._pool.add_partial(self._last, self.blocks[index])

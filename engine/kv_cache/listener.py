@@ -5,6 +5,7 @@ may be stored several times in one group, by different blocks; then each copy is
 of its own.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,9 +16,16 @@ from engine.types import TokenId
 class CachedBlocks:
     """Findable blocks of one attention group, with the K/V of tokens [`start`, `end`).
 
-    `blocks`: physical ids in token order; the first holds token `start` in its first slot.
-    `digests`: of the prefixes that end at each hash boundary after `start`, up to `end`. A partly
-    filled block stands alone, with the one digest of the whole prefix of `end` tokens.
+    `blocks`: physical ids in token order; the first holds token `start`. `digests`: of the prefixes
+    that end at each hash boundary after `start`, itself one, up to `end`. `tail`: of the whole
+    prefix, if a block is cached up to an `end` between two boundaries.
+
+    A partly filled block stands alone. When it is stored again, fuller or whole, `start` is where
+    its stored hash blocks end; what goes is named as a whole, each `tail` apart.
+
+        tokens     0      16      32    41   48      64      80     block of 64, hash blocks of 16
+        stored     |== 2 digests ==|tail|                           start 0, end 41
+        completed                  |=== 2 digests ===|              start 32, end 64
     """
 
     group: int
@@ -25,6 +33,7 @@ class CachedBlocks:
     end: int
     digests: tuple[bytes, ...]
     blocks: tuple[int, ...]
+    tail: bytes | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,10 +59,18 @@ class CacheListener(Protocol):
     the same call.
     """
 
-    def stored(self, cached: Cached, parent: bytes, token_ids: tuple[TokenId, ...]) -> None:
+    def stored(
+        self,
+        cached: Cached,
+        parent: bytes,
+        token_ids: tuple[TokenId, ...],
+        *,
+        cache_salt: str | None,
+    ) -> None:
         """Complete content is findable from now on.
 
-        `token_ids`: the tokens between the prefix with digest `parent` and `cached.end`.
+        `parent`: digest at `cached.start`, or at the last hash boundary before the end of a
+        checkpoint. `token_ids`: the tokens from there to `cached.end`.
         """
 
     def removed(self, cached: Cached) -> None:
@@ -61,3 +78,25 @@ class CacheListener(Protocol):
 
         See `engine.kv_connector.WorkerConnector.start_save`.
         """
+
+
+class CacheListeners:
+    """Several listeners as one: passes every call on, in their order."""
+
+    def __init__(self, listeners: Sequence[CacheListener]) -> None:
+        self._listeners = listeners
+
+    def stored(
+        self,
+        cached: Cached,
+        parent: bytes,
+        token_ids: tuple[TokenId, ...],
+        *,
+        cache_salt: str | None,
+    ) -> None:
+        for listener in self._listeners:
+            listener.stored(cached, parent, token_ids, cache_salt=cache_salt)
+
+    def removed(self, cached: Cached) -> None:
+        for listener in self._listeners:
+            listener.removed(cached)

@@ -17,8 +17,9 @@ from engine.kv_cache.unit_allocator import Allocated, NewBlocks
 
 @dataclass(slots=True, eq=False)
 class Checkpoint:
-    """Room for the states of all Mamba `groups` after the tokens of `key`."""
+    """Room for the states of all Mamba `groups` after the tokens of `key`, of the `prefix`."""
 
+    prefix: PrefixDigests
     key: PrefixKey
     groups: tuple[int, ...]
     node: Node
@@ -125,7 +126,7 @@ class MambaStates:
         new = self._pool.allocate(self.one_set)
         if new is None:
             return None
-        return Checkpoint(key, self.groups, self._pool.add_states(new[self.groups[0]]))
+        return Checkpoint(prefix, key, self.groups, self._pool.add_states(new[self.groups[0]]))
 
     def found(self, node: Node) -> None:
         """A request starts from this checkpoint."""
@@ -133,12 +134,18 @@ class MambaStates:
             self.policy.found(*kept)
 
     def publish(
-        self, tables: BlockTables, node: Node, key: PrefixKey, *, reason: Reason | None
+        self,
+        tables: BlockTables,
+        node: Node,
+        prefix: PrefixDigests,
+        *,
+        key: PrefixKey,
+        reason: Reason | None,
     ) -> None:
         """Complete states become a checkpoint, of value for the tokens since the one before it."""
         saved = max(0, key.num_tokens - tables.num_checkpointed)
         tables.num_checkpointed = key.num_tokens
-        self._pool.publish_states(node, key, saved * self._value_per_token)
+        self._pool.publish_states(node, prefix, key, value=saved * self._value_per_token)
         if reason is not None and node.is_findable:
             self._unread[node] = reason, key.num_tokens - tables.num_hit
 

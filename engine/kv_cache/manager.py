@@ -125,7 +125,7 @@ class KVCacheManager:
             hit.num_tokens,
             hit.branch_point,
             num_prompt_tokens,
-            block_size=self.plan.joint_block_size,
+            block_size=self.plan.hash_block_size,
         )
 
     def reserve_checkpoints(
@@ -147,8 +147,9 @@ class KVCacheManager:
     def publish_checkpoints(self, tables: BlockTables, checkpoints: Sequence[Checkpoint]) -> None:
         """The worker has written these states: they become checkpoints."""
         for checkpoint in checkpoints:
+            node, prefix, key = checkpoint.node, checkpoint.prefix, checkpoint.key
             reason = tables.checkpoints.get(checkpoint.num_tokens)
-            self.states.publish(tables, checkpoint.node, checkpoint.key, reason=reason)
+            self.states.publish(tables, node, prefix, key=key, reason=reason)
         self.states.drop(checkpoints)
 
     def keep_loaded(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
@@ -168,7 +169,7 @@ class KVCacheManager:
         self._publish_all(tables, prefix, num_tokens)
         if tables.state is not None:
             key = prefix.key(num_tokens)
-            self.states.publish(tables, tables.state, key, reason=Reason.END)
+            self.states.publish(tables, tables.state, prefix, key=key, reason=Reason.END)
 
     def free(self, tables: BlockTables) -> None:
         """Gives all blocks and states of one request back, last ones first."""

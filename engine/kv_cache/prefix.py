@@ -53,6 +53,7 @@ class PrefixDigests:
         self, hasher: PrefixHasher, token_ids: list[TokenId], cache_salt: str | None
     ) -> None:
         self.hash_block_size = hasher.hash_block_size
+        self.cache_salt = cache_salt
         self._token_ids = token_ids
         self._hash = sha256(hasher.root(cache_salt))
         self._boundaries = [self._hash.digest()]
@@ -77,6 +78,10 @@ class PrefixDigests:
             running.update(tokens[offset : offset + block_bytes])
             digests.append(running.digest())
         return digests
+
+    def digest_at(self, num_tokens: int) -> bytes:
+        """The digest of the first `num_tokens` tokens, which end at a hash boundary."""
+        return self.boundaries()[num_tokens // self.hash_block_size]
 
     def tokens(self, start: int, end: int) -> tuple[TokenId, ...]:
         """The tokens at positions `start` to `end` - 1."""

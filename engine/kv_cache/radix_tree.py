@@ -22,10 +22,11 @@ class Node:
     """Blocks of an attention group, or the states of one checkpoint (one unit per Mamba group).
 
     `start`: index of its first block in a block table. `digests`: of the prefixes that end at each
-    hash boundary in its whole blocks. `keys`: prefixes that end inside its only block, or at its
-    states. `children`: nodes right after its end, by the digest of their first block, or by
-    themselves if their one block is partly filled. `refs`: users, and nodes in use right after it.
-    `value`: tokens saved per byte; `rank`: its place in the order of eviction while idle.
+    hash boundary in its whole blocks; `inner`: in its only block, while that is partly filled.
+    `keys`: prefixes that end inside a hash block of its only block, or at its states. `children`:
+    nodes right after its end, by the digest of their first block, or by themselves if their one
+    block is partly filled. `refs`: users, and nodes in use right after it. `value`: tokens saved
+    per byte; `rank`: its place in the order of eviction while idle.
     """
 
     group: int
@@ -33,6 +34,7 @@ class Node:
     blocks: list[int]
     units: Units = field(default_factory=dict)
     digests: list[bytes] = field(default_factory=list)
+    inner: list[bytes] = field(default_factory=list)
     keys: list[PrefixKey] = field(default_factory=list)
     parent: "Node | None" = None
     children: "dict[bytes | Node, Node]" = field(default_factory=dict)
@@ -48,7 +50,7 @@ class Node:
     @property
     def is_findable(self) -> bool:
         """True if any prefix leads here."""
-        return bool(self.digests or self.keys)
+        return bool(self.digests or self.keys or self.inner)
 
     def descendants(self) -> list["Node"]:
         """All nodes after its end, parents before children."""
@@ -74,14 +76,16 @@ class RadixTree:
     """The findable content of one group; of equal prefixes, the first published stays.
 
     `stride`: hash blocks per block. `root`: the node before all blocks, always in use. `whole`: the
-    single blocks of a window, by digest. `partial`: boundary digest to tail to node, for prefixes
-    that end elsewhere, so that a lookup tries the lengths that exist instead of all.
+    single blocks of a window, by digest. `inside`: nodes by the digests of the hash boundaries
+    inside their first block. `partial`: boundary digest to tail to node, for prefixes that end
+    inside a hash block, so that a lookup tries the lengths that exist instead of all.
     """
 
     def __init__(self, group: int, stride: int) -> None:
         self.stride = stride
         self.root = Node(group, 0, [])
         self.whole: dict[bytes, Node] = {}
+        self.inside: dict[bytes, dict[Node, None]] = {}
         self.partial: dict[bytes, dict[tuple[TokenId, ...], Node]] = {}
 
     def digests(self, prefix: PrefixDigests, start: int, end: int) -> list[bytes]:
@@ -91,6 +95,23 @@ class RadixTree:
     def find(self, key: PrefixKey) -> Node | None:
         """The node with a block or state that ends exactly there."""
         return self.partial.get(key.boundary, {}).get(key.tail)
+
+    def holds(self, key: PrefixKey) -> bool:
+        """True if a block is cached that ends exactly there, or that goes on after it."""
+        return key.boundary in self.inside if not key.tail else self.find(key) is not None
+
+    def longest_inside(self, prefix: PrefixDigests, index: int) -> tuple[int, Node] | None:
+        """The longest prefix that ends inside the block at `index`, and a node with that block."""
+        size, inside, whole = prefix.hash_block_size, self.inside, 0
+        known = self.digests(prefix, index, index + 1)[: self.stride - 1] if inside else []
+        if known:
+            # Who holds one boundary holds all before it in the same block. So bisect.
+            whole = bisect_left(range(len(known)), True, key=lambda i: known[i] not in inside)
+        start = (index * self.stride + whole) * size
+        found = self.longest_partial(prefix, start, min(start + size - 1, prefix.num_tokens))
+        if found is None and whole:
+            return start, next(iter(inside[known[whole - 1]]))
+        return found
 
     def longest_partial(
         self, prefix: PrefixDigests, above: int, limit: int
@@ -111,12 +132,13 @@ class RadixTree:
         return None
 
     def descend(self, node: Node, digests: Sequence[bytes]) -> tuple[Node, int]:
-        """(deepest node, number of blocks found) on the way down from a node's end.
+        """(deepest node, number of hash blocks found) on the way down from a node's end.
 
-        `digests`: of the hash boundaries after that end, whole blocks of them.
+        `digests`: of the hash boundaries after that end. Enters only nodes whose first block is
+        found as a whole.
         """
         found = 0
-        while found < len(digests):
+        while found + self.stride <= len(digests):
             child = node.children.get(digests[found + self.stride - 1])
             if child is None:
                 break
@@ -129,7 +151,7 @@ class RadixTree:
             theirs = child.digests
             found += bisect_left(range(len(known)), True, key=lambda i: known[i] != theirs[i])
             break
-        return node, found // self.stride
+        return node, found
 
     def append(self, node: Node, blocks: list[int], digests: list[bytes]) -> Node:
         """Adds whole blocks after a node's end, for its one user; returns the node they are in."""
@@ -137,6 +159,7 @@ class RadixTree:
         if node.refs > 1 or node.children or node.keys:
             child = Node(node.group, node.end, [], parent=node)
             node.children[digests[self.stride - 1]] = child
+            self._list(child, digests[: self.stride - 1])
             node = child
         node.blocks += blocks
         node.digests += digests
@@ -155,7 +178,14 @@ class RadixTree:
         else:
             del partial.parent.children[partial]
             partial.parent.children[digests[-1]] = partial
+        self._list(partial, digests[len(partial.inner) : self.stride - 1])
+        partial.inner.clear()
         partial.digests += digests
+
+    def fill(self, partial: Node, digests: list[bytes]) -> None:
+        """More whole hash blocks of a partly filled block are complete."""
+        self._list(partial, digests)
+        partial.inner += digests
 
     def add_key(self, node: Node, key: PrefixKey) -> None:
         """A prefix that ends in a node, and that no other node has, leads to it."""
@@ -183,11 +213,15 @@ class RadixTree:
         parent, moved = node.parent, count * self.stride
         assert parent is not None
         del parent.children[node.digests[self.stride - 1]]
+        self._unlist(node)
+        if not parent.blocks:
+            self._list(parent, node.digests[: self.stride - 1])
         parent.blocks += node.blocks[:count]
         parent.digests += node.digests[:moved]
         del node.blocks[:count], node.digests[:moved]
         node.start += count
         parent.children[node.digests[self.stride - 1]] = node
+        self._list(node, node.digests[: self.stride - 1])
 
     def may_move_end(self, node: Node, child: Node) -> bool:
         """True if only `child` and one user of the node depend on the node's end."""
@@ -202,7 +236,21 @@ class RadixTree:
             if not tails:
                 del self.partial[key.boundary]
         node.keys.clear()
+        self._unlist(node)
+        node.inner.clear()
         if node.parent is not None:
             del node.parent.children[node.digests[self.stride - 1] if node.digests else node]
         elif node.digests:
             del self.whole[node.digests[-1]]
+
+    def _list(self, node: Node, digests: Sequence[bytes]) -> None:
+        """A node's first block has these hash boundaries inside."""
+        for digest in digests:
+            self.inside.setdefault(digest, {})[node] = None
+
+    def _unlist(self, node: Node) -> None:
+        for digest in node.inner or node.digests[: self.stride - 1]:
+            nodes = self.inside[digest]
+            del nodes[node]
+            if not nodes:
+                del self.inside[digest]

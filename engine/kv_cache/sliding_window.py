@@ -53,12 +53,11 @@ class SlidingWindowLookup(Lookup):
         return self._found[index]
 
     def _look_up(self, index: int) -> tuple[int, Node] | None:
-        start, end, known = index * self._size, (index + 1) * self._size, self._prefix.num_tokens
-        if end <= known:
+        if (end := (index + 1) * self._size) <= self._prefix.num_tokens:
             digests = self._tree.digests(self._prefix, index, index + 1)
             if (node := self._tree.whole.get(digests[-1])) is not None:
                 return end, node
-        return self._tree.longest_partial(self._prefix, start, min(end - 1, known))
+        return self._tree.longest_inside(self._prefix, index)
 
     def _node(self, index: int) -> Node:
         found = self._find(index)
@@ -84,7 +83,7 @@ class SlidingWindowTable(GroupTable):
 
     def publish_partial(self, prefix: PrefixDigests, num_tokens: int) -> None:
         index, rest = divmod(num_tokens, self._size)
-        if rest and self._tree.find(key := prefix.key(num_tokens)) is None:
+        if rest and not self._tree.holds(key := prefix.key(num_tokens)):
             self._pool.publish_partial(self._own_node(index), prefix, key)
 
     def leave(self, num_tokens: int) -> None:

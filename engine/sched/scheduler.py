@@ -65,6 +65,11 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def num_waiting_tokens(self) -> int:
+        """Prompt tokens that no step has computed yet and no load brings; from any thread."""
+        return sum(one.num_missing_prompt_tokens for one in self._requests.copy().values())
+
+    @property
     def num_held(self) -> int:
         return len(self.holds)
 

@@ -68,10 +68,15 @@ def room_for(model: Path, num_requests: int) -> int:
 
 
 async def pair_of_nodes(
-    cluster: Cluster, model: Path, memory: int
+    cluster: Cluster, model: Path, memory: int, block_size: int = 16
 ) -> tuple[NodeServer, NodeServer]:
     on = await cluster.start(
-        "prefill", model, enable_prefix_caching=True, kv_cache_memory_bytes=memory
+        "prefill",
+        model,
+        enable_prefix_caching=True,
+        kv_cache_memory_bytes=memory,
+        block_size=block_size,
+        hash_block_size=16,
     )
     return on, await cluster.start("prefill", model)
 
@@ -83,16 +88,35 @@ async def test_one_by_one(
     shared: Cluster, checkpoints: dict[str, Path], family: str, memory: int
 ) -> None:
     on, off = await pair_of_nodes(shared, checkpoints[family], memory)
-    ties = hits = 0
+    hits = await hits_one_by_one(on, off)
+    print(f"{family}: {len(hits)} of 40 prompts hit")
+    assert len(hits) >= (10 if memory > TIGHT else 3)
+
+
+async def hits_one_by_one(on: NodeServer, off: NodeServer) -> list[int]:
+    """Asks both nodes the same; the tokens of each hit."""
+    hits = []
     answered: tuple[int, ...] = ()
     for number, prompt in enumerate(conversation_prompts(Random(5), 40)):
         asked = (*answered, *prompt)[:380] if number % 3 == 0 else prompt
         cached = await generate(on, request_of(asked))
-        ties += assert_same(cached, await generate(off, request_of(asked)))
-        hits += cached.last.num_cached_tokens > 0
+        assert_same(cached, await generate(off, request_of(asked)))
+        hits.append(cached.last.num_cached_tokens)
         answered = (*asked, *cached.token_ids)
-    print(f"{family}: {hits} of 40 prompts hit, {ties} near-ties")
-    assert hits >= (10 if memory > TIGHT else 3)
+    return [hit for hit in hits if hit]
+
+
+@pytest.mark.parametrize("family", everyday(FAMILIES, ("qwen3", "qwen3_5", "gemma3")))
+async def test_hash_blocks_inside_blocks(
+    cluster: Cluster, checkpoints: dict[str, Path], family: str
+) -> None:
+    """Blocks of 64 tokens, of which a hit may begin with a part: a whole number of hash blocks."""
+    on, off = await pair_of_nodes(cluster, checkpoints[family], ROOMY, block_size=64)
+    hits = await hits_one_by_one(on, off)
+    inside = [hit for hit in hits if hit % 64 and not hit % 16]
+    print(f"{family}: {len(hits)} of 40 prompts hit, {len(inside)} inside a block")
+    assert len(hits) >= 10
+    assert inside
 
 
 @pytest.mark.parametrize("family", everyday(FAMILIES, ("nemotron_h", "gemma3")))
