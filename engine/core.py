@@ -3,8 +3,11 @@
 Synchronous and single-threaded. `async_engine.py` calls it and delivers the news.
 """
 
+import time
+
 from engine.kv_connector import Connector
 from engine.sched.scheduler import Scheduler
+from engine.sched.step_rates import StepRates
 from engine.step import StepNews
 from engine.worker.model_runner import ModelRunner
 
@@ -14,6 +17,7 @@ class EngineCore:
 
     def __init__(self, scheduler: Scheduler, runner: ModelRunner, connector: Connector) -> None:
         self.scheduler = scheduler
+        self.rates = StepRates()
         self._runner = runner
         self._connector = connector
 
@@ -23,6 +27,7 @@ class EngineCore:
         It may if this step computed something or a transfer ended: a request that was just loaded
         decodes from the next step on, and no other event would start that step.
         """
+        started = time.monotonic()
         output = self.scheduler.schedule()
         worker = self._connector.worker
         worker.start_save(output.connector)  # reads evicted blocks before they are written to
@@ -31,6 +36,7 @@ class EngineCore:
         computed = self._runner.execute(output)
         transfers = worker.get_finished()
         news = self.scheduler.update(computed, transfers)
+        self.rates.add(output.scheduled, time.monotonic() - started)
         return news, bool(output.scheduled) or transfers.is_news
 
     def next_deadline(self) -> float | None:

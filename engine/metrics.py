@@ -10,7 +10,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -106,6 +106,11 @@ class NodeMetrics(Collector):
         """A counter with one more label: call it with a value of `label`."""
         counter = Counter(name, help_text, (*LABELS, label), registry=self.registry)
         return partial(counter.labels, *self.labels)
+
+    def info(self, name: str, help_text: str, values: Mapping[str, object]) -> None:
+        """A gauge that is always 1 and says `values` in its labels."""
+        gauge = Gauge(name, help_text, (*LABELS, *values), registry=self.registry)
+        gauge.labels(*self.labels, *values.values()).set(1)
 
     def read(self, source: object, *, gauges: Table = NO_ROWS, counters: Table = NO_ROWS) -> None:
         """Reads attributes of `source` at each scrape.

@@ -201,6 +201,9 @@ class StampedConnector:
     def is_awaited(self) -> bool:
         return self.inner.is_awaited()
 
+    def link_bytes_per_s(self) -> float:
+        return self.inner.link_bytes_per_s()
+
     def close(self) -> None:
         self.inner.close()
 

@@ -49,6 +49,10 @@ class MultiConnector:
     def is_awaited(self) -> bool:
         return any(child.is_awaited() for child in self.children.values())
 
+    def link_bytes_per_s(self) -> float:
+        """Of the fastest child."""
+        return max(child.link_bytes_per_s() for child in self.children.values())
+
     def close(self) -> None:
         for child in self.children.values():
             child.close()

@@ -50,6 +50,7 @@ class PdConnector:
     leases: LeaseTable
     remote: RemotePrefills
     reader: PullReader
+    transfers: TransferMetrics
     resources: ExitStack
 
     def services(self) -> Sequence[RpcService]:
@@ -63,6 +64,10 @@ class PdConnector:
     def is_awaited(self) -> bool:
         """True while a peer may come for a lease; spare ones, for a next turn, do not count."""
         return any(not lease.is_spare for lease in self.leases.all_held())
+
+    def link_bytes_per_s(self) -> float:
+        """Of pulls by this node."""
+        return self.transfers.link.per_s
 
     def close(self) -> None:
         self.resources.close()
@@ -96,6 +101,7 @@ class PdBuilder:
     ) -> PdConnector:
         """Builds each part from those above it; if one fails, closes those that were opened."""
         extra, token = self.extra, settings.cluster_token
+        lease_s = extra.kv_lease_duration
         with ExitStack() as opened:
             records = ArenaMemory(REGION_BYTES)
             opened.callback(records.close)
@@ -108,16 +114,12 @@ class PdBuilder:
             )
             opened.callback(transport.close)
             transport.register(arena, records)
-            identity = partial(
-                _identity, settings, plan, transport, lease_s=extra.kv_lease_duration
-            )
+            identity = partial(_identity, settings, plan, transport, lease_s=lease_s)
 
             words = records.host_bytes().cast("Q")
             digests = ArenaDigests(plan, arena.read)
             opened.callback(digests.close)
-            leases = LeaseTable(
-                extra.kv_lease_duration, time.monotonic, LeaseRecords(words), digests=digests
-            )
+            leases = LeaseTable(lease_s, time.monotonic, LeaseRecords(words), digests=digests)
             signer = ParamsSigner(None if token is None else signing_key(token))
             address = AdvertisedAddress(settings.engine_id, settings.host)
             producer = Producer(address, plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s)
@@ -132,7 +134,7 @@ class PdBuilder:
                 control_timeout_s=extra.control_timeout,
             )
             opened.callback(peers.close)
-            remote = RemotePrefills(peers, extra.kv_lease_duration, transfers)
+            remote = RemotePrefills(peers, lease_s, transfers)
             opened.callback(remote.close)
             reader = PullReader(
                 transport,
@@ -153,7 +155,9 @@ class PdBuilder:
             metrics.read(leases, counters=LEASE_COUNTERS)
             metrics.read(worker, gauges=PULL_GAUGES)
             sides = Connector(admission, scheduler, worker)
-            return PdConnector(sides, control, address, leases, remote, reader, opened.pop_all())
+            return PdConnector(
+                sides, control, address, leases, remote, reader, transfers, opened.pop_all()
+            )
 
 
 def _identity(

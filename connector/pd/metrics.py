@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from engine.decaying_rate import DecayingRate
 from engine.metrics import NodeMetrics, Table
 
 # vLLM's buckets (vllm/distributed/kv_transfer/kv_connector/v1/nixl): seconds, bytes, spans.
@@ -47,9 +48,11 @@ class TransferMetrics:
     """Costs and failures of hand-overs.
 
     The names are the same for every transport, so that dashboards made for vLLM work unchanged.
+    `link`: bytes per second of one pull, for the proxy's choices.
     """
 
     def __init__(self, metrics: NodeMetrics) -> None:
+        self.link = DecayingRate()
         self.seconds = metrics.histogram(
             "vllm:nixl_xfer_time_seconds", "Duration of one pull.", TRANSFER_BUCKETS
         )
@@ -105,6 +108,7 @@ class TransferMetrics:
 
     def pulled(self, seconds: float, *, spans: int, attention_bytes: int, state_bytes: int) -> None:
         """Records one successful pull."""
+        self.link.add(attention_bytes + state_bytes, seconds)
         self.seconds.observe(seconds)
         self.bytes.observe(attention_bytes + state_bytes)
         self.spans.observe(spans)

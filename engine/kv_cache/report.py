@@ -1,4 +1,4 @@
-"""The arena plan for people: printed when a node starts and by `python -m engine.plan`."""
+"""The arena plan for people, printed by nodes and `python -m engine.plan`, and for metrics."""
 
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
@@ -21,6 +21,20 @@ def plan_report(plan: ArenaPlan, max_model_len: int) -> str:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def plan_labels(plan: ArenaPlan) -> dict[str, int]:
+    """The labels of vLLM's `cache_config_info`.
+
+    `block_size` times `num_gpu_blocks`: tokens of the longest sequence that fits alone, wherever
+    the arena lies.
+    """
+    num_blocks = plan.longest_sequence(MANY_TOKENS) // plan.block_size
+    return {
+        "block_size": plan.block_size,
+        "num_gpu_blocks": num_blocks,
+        "hash_block_size": plan.hash_block_size,
+    }
 
 
 def _row(plan: ArenaPlan, group: int) -> tuple[str, ...]:

@@ -45,6 +45,10 @@ class NodeConnector(Protocol):
         """True while a peer may still pull blocks that this node holds for it."""
         ...
 
+    def link_bytes_per_s(self) -> float:
+        """The measured speed of one load from a peer, of late; 0: nothing was measured yet."""
+        ...
+
     def close(self) -> None:
         """Gives channels, mappings and registrations back; after the engine has stopped."""
         ...

@@ -26,7 +26,7 @@ from engine.hosts import addresses_here, advertised_host
 from engine.http.server import HttpServer
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
-from engine.kv_cache.report import plan_report
+from engine.kv_cache.report import plan_labels, plan_report
 from engine.metrics import SCHEDULER_COUNTERS, SCHEDULER_GAUGES, NodeMetrics, RequestMetrics
 from engine.model_configs.folder import resolve_folder
 from engine.model_configs.generation import read_eos_token_ids
@@ -180,6 +180,11 @@ class NodeServer:
             config.max_model_len, model.config.max_position_embeddings, plan
         )
         log.info(f"arena planned\n{plan_report(plan, max_model_len)}")
+        self.metrics.info(
+            "vllm:cache_config_info",
+            "The KV cache's layout, in labels.",
+            {**plan_labels(plan), "enable_prefix_caching": config.enable_prefix_caching},
+        )
         return plan, EngineLimits(max_model_len, model.config.vocab_size, model.eos_token_ids)
 
     def _connect(self, model: ModelFolder, plan: ArenaPlan, arena: ArenaMemory) -> NodeConnector:
@@ -280,7 +285,8 @@ class NodeServer:
         return JSONResponse({**told, "kind": self.kind, "host": self.host})
 
     def _describe(self, model: ModelFolder) -> NodeInfo:
-        scheduler = self.engine.core.scheduler
+        scheduler, rates = self.engine.core.scheduler, self.engine.core.rates
+        plan = scheduler.cache.plan
         return NodeInfo(
             engine_id=self.engine_id,
             kind=self.kind,
@@ -293,4 +299,10 @@ class NodeServer:
             ready=not self.engine.problem,
             reason=self.engine.problem,
             hand_over_problems=self.engine.hand_over_problems,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            prefill_tokens_per_s=rates.prefill.per_s,
+            decode_tokens_per_s=rates.decode.per_s,
+            link_bytes_per_s=self.connector.link_bytes_per_s(),
+            kv_bytes_per_token=plan.kv_bytes_per_token,
+            state_bytes=plan.state_bytes,
         )

@@ -15,12 +15,41 @@ TOKENIZER_FILES: Final = (
 """The files of a model folder that a proxy needs; a node sends those of them that it has."""
 
 
+class KVGroupInfo(msgspec.Struct, frozen=True):
+    """One KV cache group: `kind` in vLLM's words, `sliding_window` in tokens if it has one.
+
+    Kinds: "full_attention", "sliding_window", "mamba".
+    """
+
+    kind: str
+    sliding_window: int | None = None
+
+
+class KVEventsInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a node publishes the events of its KV cache, and what their digests are made of.
+
+    `endpoint`, `replay_endpoint`: ZMQ addresses that others can reach. `hash_block_size`: tokens
+    per digest. `groups`: in the order of the group index of events.
+    """
+
+    endpoint: str
+    topic: str
+    hash_block_size: int
+    hash_seed: str
+    groups: tuple[KVGroupInfo, ...]
+    replay_endpoint: str | None = None
+
+
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One node's self-description: `engine_id` is its incarnation, `kv_cache_usage` 0 to 1.
 
     `kind` ("prefill" or "decode") says how the node was started; it answers the same calls either
     way. `reason` is empty when the node is ready. `hand_over_problems` name the peers whose
-    prefills it fails to take.
+    prefills it fails to take. `num_waiting_tokens`: of prompts, neither computed nor being loaded.
+    Rates are measured, of late, and 0 where nothing was measured yet: tokens of steps that prefill
+    and of steps that only decode, and bytes of one pull. `kv_bytes_per_token`: in all attention
+    groups; `state_bytes`: one sequence's states in all Mamba groups. `kv_events` is absent if this
+    node publishes none.
     """
 
     engine_id: str
@@ -34,3 +63,10 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool = False
     reason: str = ""
     hand_over_problems: tuple[HandOverProblem, ...] = ()
+    num_waiting_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
+    kv_bytes_per_token: int = 0
+    state_bytes: int = 0
+    kv_events: KVEventsInfo | None = None

@@ -98,8 +98,7 @@ class Scheduler:
         """Ends a request in any status, and the hold on its blocks; ignores unknown ids."""
         if request_id in self.holds:
             self._connector.end_hold(request_id)
-        request = self._requests.get(request_id)
-        if request is None:
+        if (request := self._requests.get(request_id)) is None:
             return
         if request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
             self._waiting.remove(request)
@@ -117,8 +116,7 @@ class Scheduler:
         # Nobody starts in a step that preempted: it would take the room that was just made.
         nobody_lost_blocks = self.stats.num_preemptions == preemptions
         while nobody_lost_blocks and budget and self._may_start_another():
-            used = self._schedule_waiting(self._waiting.peek(), budget)
-            if used is None:
+            if (used := self._schedule_waiting(self._waiting.peek(), budget)) is None:
                 break
             budget -= used
         while self._unresolved:

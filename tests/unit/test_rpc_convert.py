@@ -3,12 +3,13 @@
 import math
 import time
 
+import msgspec
 import pytest
 
 from connector.pd.wire.messages import BlockRange, DigestsQuestion, Handshake
 from engine.errors import InvalidRequestError, KVTransferParamsError, TandemError
 from engine.rpc import convert
-from engine.rpc.messages import NodeInfo
+from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.types import (
     FinishReason,
@@ -87,6 +88,38 @@ def test_request_survives_the_wire(request_: GenerateRequest) -> None:
 def test_output_survives_the_wire(output: GenerateOutput) -> None:
     data = convert.output_to_pb(output).SerializeToString()
     assert convert.output_from_pb(pb.GenerateOutput.FromString(data)) == output
+
+
+EVENTS = KVEventsInfo(
+    endpoint="tcp://10.0.0.1:5557",
+    topic="kv@pod@model",
+    hash_block_size=16,
+    hash_seed="ünïcode",
+    groups=(KVGroupInfo("mamba"), KVGroupInfo("sliding_window", 2**31), KVGroupInfo("mamba", 0)),
+    replay_endpoint="tcp://[::1]:5558",
+)
+
+
+@pytest.mark.parametrize(
+    "events", [None, EVENTS, msgspec.structs.replace(EVENTS, groups=(), replay_endpoint=None)]
+)
+def test_a_node_s_description_survives_the_wire(events: KVEventsInfo | None) -> None:
+    info = NodeInfo(
+        engine_id="p-1",
+        kind="prefill",
+        model_names=("m",),
+        max_model_len=4096,
+        vocab_size=300,
+        num_waiting_tokens=2**40,
+        prefill_tokens_per_s=1e5 / 3,
+        decode_tokens_per_s=0.1,
+        link_bytes_per_s=1e12,
+        kv_bytes_per_token=2**33,
+        state_bytes=2**50,
+        kv_events=events,
+    )
+    data = convert.to_pb(info, pb.NodeInfo).SerializeToString()
+    assert convert.from_pb(pb.NodeInfo.FromString(data), NodeInfo) == info
 
 
 def test_control_messages_survive_the_wire() -> None:

@@ -127,7 +127,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("engine_id", "kind", "model_names", "max_model_len", "vocab_size", "num_requests_running", "num_requests_waiting", "kv_cache_usage", "ready", "reason", "hand_over_problems")
+    __slots__ = ("engine_id", "kind", "model_names", "max_model_len", "vocab_size", "num_requests_running", "num_requests_waiting", "kv_cache_usage", "ready", "reason", "hand_over_problems", "num_waiting_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "link_bytes_per_s", "kv_bytes_per_token", "state_bytes", "kv_events")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAMES_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +139,13 @@ class NodeInfo(_message.Message):
     READY_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     HAND_OVER_PROBLEMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
+    LINK_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     kind: str
     model_names: _containers.RepeatedScalarFieldContainer[str]
@@ -150,7 +157,38 @@ class NodeInfo(_message.Message):
     ready: bool
     reason: str
     hand_over_problems: _containers.RepeatedCompositeFieldContainer[HandOverProblem]
-    def __init__(self, engine_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., ready: _Optional[bool] = ..., reason: _Optional[str] = ..., hand_over_problems: _Optional[_Iterable[_Union[HandOverProblem, _Mapping]]] = ...) -> None: ...
+    num_waiting_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    link_bytes_per_s: float
+    kv_bytes_per_token: int
+    state_bytes: int
+    kv_events: KvEventsInfo
+    def __init__(self, engine_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., ready: _Optional[bool] = ..., reason: _Optional[str] = ..., hand_over_problems: _Optional[_Iterable[_Union[HandOverProblem, _Mapping]]] = ..., num_waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., kv_bytes_per_token: _Optional[int] = ..., state_bytes: _Optional[int] = ..., kv_events: _Optional[_Union[KvEventsInfo, _Mapping]] = ...) -> None: ...
+
+class KvEventsInfo(_message.Message):
+    __slots__ = ("endpoint", "replay_endpoint", "topic", "hash_block_size", "hash_seed", "groups")
+    ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    REPLAY_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
+    TOPIC_FIELD_NUMBER: _ClassVar[int]
+    HASH_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HASH_SEED_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    endpoint: str
+    replay_endpoint: str
+    topic: str
+    hash_block_size: int
+    hash_seed: str
+    groups: _containers.RepeatedCompositeFieldContainer[KvGroupInfo]
+    def __init__(self, endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ..., topic: _Optional[str] = ..., hash_block_size: _Optional[int] = ..., hash_seed: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[KvGroupInfo, _Mapping]]] = ...) -> None: ...
+
+class KvGroupInfo(_message.Message):
+    __slots__ = ("kind", "sliding_window")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    sliding_window: int
+    def __init__(self, kind: _Optional[str] = ..., sliding_window: _Optional[int] = ...) -> None: ...
 
 class HandOverProblem(_message.Message):
     __slots__ = ("engine_id", "address", "cause", "detail", "count", "since_s", "retry_in_s")
