@@ -128,15 +128,17 @@ class BlockPool:
 
     def publish_partial(self, node: Node, prefix: PrefixDigests, key: PrefixKey) -> None:
         """A node's one block, filled up to the end of `key`, becomes findable."""
-        tree, size = self.trees[node.group], prefix.hash_block_size
+        tree = self.trees[node.group]
         first = node.start * tree.stride + len(node.inner)  # the first hash block that is new
-        new = prefix.boundaries()[first + 1 : key.num_tokens // size + 1]
-        tree.fill(node, new)
+        new: list[bytes] = []
+        if tree.stride > 1:
+            new = prefix.boundaries()[first + 1 : key.num_tokens // prefix.hash_block_size + 1]
+            tree.fill(node, new)
         if key.tail:
             tree.add_key(node, key)
         if self._listener is not None:
-            start, blocks = first * size, tuple(node.blocks)
-            tail = key.digest if key.tail else None
+            start, tail = first * prefix.hash_block_size, key.digest if key.tail else None
+            blocks = tuple(node.blocks)
             cached = CachedBlocks(node.group, start, key.num_tokens, tuple(new), blocks, tail)
             _announce(self._listener, cached, prefix)
 

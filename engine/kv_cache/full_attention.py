@@ -19,10 +19,11 @@ class FullAttentionLookup(Lookup):
         self._deepest, found = tree.descend(tree.root, prefix.boundaries()[1:])
         num_whole, inside = divmod(found, tree.stride)
         self._end = num_whole * self._size
-        # Where the next block is the deepest node's own, no other node begins after the same ones.
-        self._partial: tuple[int, Node] | None = found * prefix.hash_block_size, self._deepest
         if not inside:
             self._partial = tree.longest_inside(prefix, num_whole)
+        else:
+            # The next block is the deepest node's own: no other node begins after the same blocks.
+            self._partial = found * prefix.hash_block_size, self._deepest
 
     def longest(self, limit: int) -> int:
         return min(limit, self._end if self._partial is None else self._partial[0])

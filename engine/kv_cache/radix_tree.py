@@ -34,7 +34,7 @@ class Node:
     blocks: list[int]
     units: Units = field(default_factory=dict)
     digests: list[bytes] = field(default_factory=list)
-    inner: list[bytes] = field(default_factory=list)
+    inner: tuple[bytes, ...] = ()
     keys: list[PrefixKey] = field(default_factory=list)
     parent: "Node | None" = None
     children: "dict[bytes | Node, Node]" = field(default_factory=dict)
@@ -102,16 +102,11 @@ class RadixTree:
 
     def longest_inside(self, prefix: PrefixDigests, index: int) -> tuple[int, Node] | None:
         """The longest prefix that ends inside the block at `index`, and a node with that block."""
-        size, inside, whole = prefix.hash_block_size, self.inside, 0
-        known = self.digests(prefix, index, index + 1)[: self.stride - 1] if inside else []
-        if known:
-            # Who holds one boundary holds all before it in the same block. So bisect.
-            whole = bisect_left(range(len(known)), True, key=lambda i: known[i] not in inside)
+        node, whole = self._longest_listed(prefix, index) if self.inside else (None, 0)
+        size = prefix.hash_block_size
         start = (index * self.stride + whole) * size
         found = self.longest_partial(prefix, start, min(start + size - 1, prefix.num_tokens))
-        if found is None and whole:
-            return start, next(iter(inside[known[whole - 1]]))
-        return found
+        return (start, node) if found is None and node is not None else found
 
     def longest_partial(
         self, prefix: PrefixDigests, above: int, limit: int
@@ -159,7 +154,8 @@ class RadixTree:
         if node.refs > 1 or node.children or node.keys:
             child = Node(node.group, node.end, [], parent=node)
             node.children[digests[self.stride - 1]] = child
-            self._list(child, digests[: self.stride - 1])
+            if self.stride > 1:
+                self._list(child, digests)
             node = child
         node.blocks += blocks
         node.digests += digests
@@ -178,14 +174,15 @@ class RadixTree:
         else:
             del partial.parent.children[partial]
             partial.parent.children[digests[-1]] = partial
-        self._list(partial, digests[len(partial.inner) : self.stride - 1])
-        partial.inner.clear()
+        if self.stride > 1:
+            self._list(partial, digests)
+            partial.inner = ()
         partial.digests += digests
 
     def fill(self, partial: Node, digests: list[bytes]) -> None:
         """More whole hash blocks of a partly filled block are complete."""
-        self._list(partial, digests)
-        partial.inner += digests
+        partial.inner += tuple(digests)
+        self._list(partial, partial.inner)
 
     def add_key(self, node: Node, key: PrefixKey) -> None:
         """A prefix that ends in a node, and that no other node has, leads to it."""
@@ -213,15 +210,16 @@ class RadixTree:
         parent, moved = node.parent, count * self.stride
         assert parent is not None
         del parent.children[node.digests[self.stride - 1]]
-        self._unlist(node)
-        if not parent.blocks:
-            self._list(parent, node.digests[: self.stride - 1])
+        if self.stride > 1:
+            self._unlist(node)
+            self._list(parent, parent.digests or node.digests)
         parent.blocks += node.blocks[:count]
         parent.digests += node.digests[:moved]
         del node.blocks[:count], node.digests[:moved]
         node.start += count
         parent.children[node.digests[self.stride - 1]] = node
-        self._list(node, node.digests[: self.stride - 1])
+        if self.stride > 1:
+            self._list(node, node.digests)
 
     def may_move_end(self, node: Node, child: Node) -> bool:
         """True if only `child` and one user of the node depend on the node's end."""
@@ -236,16 +234,24 @@ class RadixTree:
             if not tails:
                 del self.partial[key.boundary]
         node.keys.clear()
-        self._unlist(node)
-        node.inner.clear()
+        if self.stride > 1:
+            self._unlist(node)
+            node.inner = ()
         if node.parent is not None:
             del node.parent.children[node.digests[self.stride - 1] if node.digests else node]
         elif node.digests:
             del self.whole[node.digests[-1]]
 
+    def _longest_listed(self, prefix: PrefixDigests, index: int) -> tuple[Node | None, int]:
+        """A node with the most hash blocks of the block at `index`, and how many these are."""
+        inside, known = self.inside, self.digests(prefix, index, index + 1)[: self.stride - 1]
+        # Who holds one boundary holds all before it in the same block. So bisect.
+        whole = bisect_left(range(len(known)), True, key=lambda i: known[i] not in inside)
+        return (next(iter(inside[known[whole - 1]])) if whole else None), whole
+
     def _list(self, node: Node, digests: Sequence[bytes]) -> None:
-        """A node's first block has these hash boundaries inside."""
-        for digest in digests:
+        """A node begins with these hash boundaries, of which some are inside its first block."""
+        for digest in digests[: self.stride - 1]:
             self.inside.setdefault(digest, {})[node] = None
 
     def _unlist(self, node: Node) -> None:
