@@ -4,6 +4,7 @@ Synchronous and single-threaded. `async_engine.py` calls it and delivers the new
 """
 
 import time
+from collections.abc import Callable
 
 from engine.kv_connector import Connector
 from engine.sched.scheduler import Scheduler
@@ -13,13 +14,24 @@ from engine.worker.model_runner import ModelRunner
 
 
 class EngineCore:
-    """Scheduler, runner and connector of one node, stepped by the engine thread."""
+    """Scheduler, runner and connector of one node, stepped by the engine thread.
 
-    def __init__(self, scheduler: Scheduler, runner: ModelRunner, connector: Connector) -> None:
+    `after_step`: called at the end of each step, with the cache as the step left it.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: ModelRunner,
+        connector: Connector,
+        *,
+        after_step: Callable[[], None] | None = None,
+    ) -> None:
         self.scheduler = scheduler
         self.rates = StepRates()
         self._runner = runner
         self._connector = connector
+        self._after_step = after_step
 
     def step(self) -> tuple[StepNews, bool]:
         """Runs one step; returns its news, and whether the next step may find work at once.
@@ -36,6 +48,8 @@ class EngineCore:
         computed = self._runner.execute(output)
         transfers = worker.get_finished()
         news = self.scheduler.update(computed, transfers)
+        if self._after_step is not None:
+            self._after_step()
         self.rates.add(output.scheduled, time.monotonic() - started)
         return news, bool(output.scheduled) or transfers.is_news
 

@@ -10,12 +10,6 @@ from engine.errors import ConfigError
 from engine.kv_cache.plan import ArenaPlan
 
 
-def refuse_unavailable(config: NodeConfig) -> None:
-    """Raises ConfigError for options whose parts are not built yet, instead of ignoring them."""
-    if config.kv_events_config.enable_kv_cache_events:
-        raise ConfigError("KV events are not available yet")
-
-
 def check_ports(config: NodeConfig) -> None:
     """Raises ConfigError for a port that is taken, before the model is loaded: that takes long."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET

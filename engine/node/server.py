@@ -24,6 +24,7 @@ from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.hosts import addresses_here, advertised_host
 from engine.http.server import HttpServer
+from engine.kv_cache.listener import CacheListener, CacheListeners
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.report import plan_labels, plan_report
@@ -35,13 +36,13 @@ from engine.model_configs.registry import read_config
 from engine.models.fingerprint import model_fingerprint
 from engine.models.loader import load_model
 from engine.node.connector import BuilderOf, ConnectorSettings, NodeConnector
+from engine.node.kv_events import NodeEvents
 from engine.node.limits import (
     check_decode_checkpoints,
     check_device,
     check_memory,
     check_ports,
     context_length,
-    refuse_unavailable,
 )
 from engine.node.membership import tls_to_peers, token_for_calls
 from engine.process import wait_until
@@ -147,6 +148,7 @@ class NodeServer:
         self._resources.callback(arena.close)
         # Before the weights: a missing transport must not cost the time to load them.
         self.connector = self._connect(model, plan, arena)
+        self.events = self._publish_events(plan)
         weights = await asyncio.to_thread(load_model, model.path, model.config, arena.tensor.device)
         self.engine = self._start_engine(plan, ModelRunner(weights, plan, arena), limits)
         self.rpc = await self._start_rpc(model)
@@ -158,7 +160,6 @@ class NodeServer:
     def _check_options(self) -> None:
         """Raises ConfigError now for what would fail later: models load slowly."""
         config = self.config
-        refuse_unavailable(config)
         check_device(config.device)
         self._token = token_for_calls(config)
         self._tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
@@ -209,6 +210,19 @@ class NodeServer:
         self._resources.callback(connector.close)
         return connector
 
+    def _publish_events(self, plan: ArenaPlan) -> NodeEvents | None:
+        if not self.config.kv_events_config.is_published:
+            return None
+        events = NodeEvents(self.config, plan, self.engine_id, host=self.host)
+        self._resources.callback(events.close)
+        return events
+
+    def _cache_listener(self) -> CacheListener | None:
+        heard = (self.connector.connector.scheduler.cache_listener,)
+        every = [*heard, self.events.recorder] if self.events else heard
+        listeners = [listener for listener in every if listener is not None]
+        return CacheListeners(listeners) if len(listeners) > 1 else next(iter(listeners), None)
+
     def _start_engine(
         self, plan: ArenaPlan, runner: ModelRunner, limits: EngineLimits
     ) -> AsyncEngine:
@@ -218,12 +232,14 @@ class NodeServer:
             hash_seed=config.prefix_hash_seed,
             prefix_caching=config.enable_prefix_caching,
             checkpoint_share=config.mamba_checkpoint_share,
-            listener=connector.scheduler.cache_listener,
+            listener=self._cache_listener(),
         )
         recompute = config.kv_transfer_config.kv_load_failure_policy == "recompute"
         scheduler = Scheduler(config, cache, connector.scheduler, recompute_failed_loads=recompute)
         self.metrics.read(scheduler, gauges=SCHEDULER_GAUGES, counters=SCHEDULER_COUNTERS)
-        core, metrics = EngineCore(scheduler, runner, connector), RequestMetrics(self.metrics)
+        after_step = self.events.publish if self.events else None
+        core = EngineCore(scheduler, runner, connector, after_step=after_step)
+        metrics = RequestMetrics(self.metrics)
         engine = AsyncEngine(core, connector.admission, limits, metrics=metrics)
         engine.start()
         self._resources.push_async_callback(engine.close)
@@ -305,4 +321,5 @@ class NodeServer:
             link_bytes_per_s=self.connector.link_bytes_per_s(),
             kv_bytes_per_token=plan.kv_bytes_per_token,
             state_bytes=plan.state_bytes,
+            kv_events=self.events.info if self.events else None,
         )

@@ -1,0 +1,52 @@
+"""A node's KV events: recorded by its cache, published once per step, described to others."""
+
+from engine.config import NodeConfig
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
+from engine.kv_events.publisher import EventPublisher, reachable
+from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
+from engine.kv_events.wire import FULL_ATTENTION, MAMBA, SLIDING_WINDOW
+from engine.rpc.messages import KVEventsInfo, KVGroupInfo
+
+
+class NodeEvents:
+    """Owner of a node's recorder and publisher, for one `incarnation` of it.
+
+    `recorder` listens to the cache. `info`: where to subscribe; None if the publisher connects to a
+    collector. `host`: the address that others are told.
+    """
+
+    def __init__(self, config: NodeConfig, plan: ArenaPlan, incarnation: str, *, host: str) -> None:
+        """Raises ConfigError for an address that cannot be listened on."""
+        groups = [announced(group.spec) for group in plan.groups]
+        self.recorder = EventRecorder(groups, plan.hash_block_size)
+        self._publisher = EventPublisher(config.kv_events_config, incarnation, config.host)
+        endpoint, replay = self._publisher.endpoint, self._publisher.replay_endpoint
+        self.info: KVEventsInfo | None = None
+        if endpoint is not None:
+            self.info = KVEventsInfo(
+                endpoint=reachable(endpoint, host),
+                replay_endpoint=None if replay is None else reachable(replay, host),
+                topic=config.kv_events_config.topic,
+                hash_block_size=plan.hash_block_size,
+                hash_seed=config.prefix_hash_seed,
+                groups=tuple(KVGroupInfo(*group) for group in groups),
+            )
+
+    def publish(self) -> None:
+        """Hands over what the cache has recorded; at the end of each step, on the engine thread."""
+        if events := self.recorder.take():
+            self._publisher.publish(events)
+
+    def close(self) -> None:
+        """Ends the publisher's thread, after the engine's."""
+        self._publisher.close()
+
+
+def announced(spec: LayerSpec) -> AnnouncedGroup:
+    """A KV cache group in vLLM's words."""
+    if isinstance(spec, MambaSpec):
+        return AnnouncedGroup(MAMBA)
+    if isinstance(spec, SlidingWindowSpec):
+        return AnnouncedGroup(SLIDING_WINDOW, spec.window)
+    return AnnouncedGroup(FULL_ATTENTION)

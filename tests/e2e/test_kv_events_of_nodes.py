@@ -1,0 +1,158 @@
+"""Real nodes publish what their caches hold, in hash blocks, and say where."""
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from engine.config import KVEventsConfig
+from engine.kv_cache.prefix import PrefixDigests
+from engine.kv_events.wire import SNAPSHOT, AllBlocksCleared, BlockStored, Event, decode
+from engine.node.server import NodeServer
+from engine.rpc.messages import KVEventsInfo, KVGroupInfo
+from tests.cache_model import walk
+from tests.cluster import BASE, Cluster, generate, settled
+from tests.dictionary_connector import DictionaryConnector, dictionary_connector
+from tests.e2e.test_node_description import described
+from tests.e2e.test_prefix_cache import request_of
+from tests.e2e.test_prefix_cache_pd import hand_over, moved, prompt_of
+from tests.engine_thread import run_in_engine
+from tests.recount import evict_all
+
+PUBLISHES = KVEventsConfig(enable_kv_cache_events=True, topic="kv@pod@model")
+WAIT_MS = 10_000
+Announced = Counter[tuple[int | None, bytes]]
+
+
+def told(info: KVEventsInfo) -> tuple[int, Announced]:
+    """What a snapshot of the node says: (group, hash), each copy; and the number that it has."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
+        asker.linger, asker.rcvtimeo = 0, WAIT_MS
+        assert info.replay_endpoint is not None
+        asker.connect(info.replay_endpoint)
+        asker.send_multipart([b"", SNAPSHOT])
+        announced: Announced = Counter()
+        number = -1
+        while True:
+            _, topic, sequence, payload = asker.recv_multipart()
+            if not payload:
+                return number, announced
+            number = int.from_bytes(sequence, "big")
+            assert topic == info.topic.encode()
+            events = decode(payload).events
+            assert all(isinstance(event, BlockStored) for event in events)
+            apply(events, announced)
+
+
+def held(node: NodeServer) -> Announced:
+    """What the node's cache can find, walked through by brute force."""
+    pool = node.engine.core.scheduler.cache.pool
+    states = pool.plan.state_groups
+    by_tail = [pool.trees[group].partial.values() for group in pool.plan.attention_groups]
+    nodes = {node for every in by_tail for tails in every for node in tails.values()}
+    inside = {key.digest for node in nodes for key in node.keys}  # ends inside a hash block
+    found: Announced = Counter()
+    for (group, digest, _), count in walk(pool).items():
+        if group in states:  # a checkpoint is told in each Mamba group
+            found.update(dict.fromkeys(((each, digest) for each in states), count))
+        elif digest not in inside:
+            found[group, digest] += count
+    return found
+
+
+async def test_a_snapshot_is_what_the_cache_holds(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    nodes = [
+        await cluster.start(
+            kind,
+            checkpoints["qwen3_5"],
+            enable_prefix_caching=True,
+            block_size=64,
+            kv_events_config=PUBLISHES,
+            prefix_hash_seed="seed",
+        )
+        for kind in ("prefill", "decode")
+    ]
+    prompts = [prompt_of(300), (*prompt_of(150), *prompt_of(40, seed=4)), prompt_of(30, seed=5)]
+    for prompt in prompts:
+        assert moved(await hand_over(nodes[0], nodes[1], prompt)).attention_bytes
+    for node in nodes:
+        await settled(node)
+        info = (await described(node)).kv_events
+        assert info is not None
+        kinds = {KVGroupInfo("mamba"), KVGroupInfo("full_attention")}
+        assert (info.hash_block_size, info.hash_seed, set(info.groups)) == (16, "seed", kinds)
+        cache = node.engine.core.scheduler.cache
+        _, announced = told(info)
+        assert announced == held(node)
+        attention = info.groups.index(KVGroupInfo("full_attention"))
+        for prompt in prompts:
+            prefix = PrefixDigests(cache.hasher, list(prompt), None)
+            assert {(attention, digest) for digest in prefix.boundaries()[1:]} <= announced.keys()
+        await run_in_engine(node.engine, partial(evict_all, cache))
+        await generate(node, request_of(prompt_of(9), max_tokens=1))
+        await settled(node)
+        assert told(info)[1] == held(node)
+
+
+async def test_events_reach_a_subscriber_step_by_step(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    node = await cluster.start(
+        "prefill", checkpoints["gemma3"], enable_prefix_caching=True, kv_events_config=PUBLISHES
+    )
+    info = (await described(node)).kv_events
+    assert info is not None and {group.kind for group in info.groups} == {
+        "full_attention",
+        "sliding_window",
+    }
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.linger, subscriber.rcvtimeo = 0, WAIT_MS
+        subscriber.subscribe(b"kv@")
+        subscriber.connect(info.endpoint)
+        number = 0
+        while not subscriber.poll(100):  # the subscription stands when a batch arrives
+            number += 1
+            await generate(node, request_of(prompt_of(100, seed=number)))
+        await settled(node)
+        known, announced = told(info)
+        await generate(node, request_of(prompt_of(100, seed=number + 1)))
+        await settled(node)
+        assert announced != held(node)
+        while announced != held(node):
+            _, sequence, payload = subscriber.recv_multipart()
+            if int.from_bytes(sequence, "big") > known:
+                apply(decode(payload).events, announced)
+
+
+async def test_a_connector_hears_what_is_published(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    config = msgspec.structs.replace(
+        BASE,
+        model=str(checkpoints["qwen3"]),
+        enable_prefix_caching=True,
+        kv_events_config=PUBLISHES,
+    )
+    node = NodeServer(config, "prefill", lambda _: dictionary_connector)
+    await node.start()
+    cluster.nodes.append(node)
+    await generate(node, request_of(prompt_of(100)))
+    await settled(node)
+    info, connector = (await described(node)).kv_events, node.connector
+    assert info is not None and isinstance(connector, DictionaryConnector)
+    assert set(told(info)[1]) == connector.scheduler.known | connector.scheduler.new.keys()
+
+
+def apply(events: Iterable[Event], announced: Announced) -> None:
+    for event in events:
+        if isinstance(event, AllBlocksCleared):
+            announced.clear()
+            continue
+        hashes = [digest for digest in event.block_hashes if isinstance(digest, bytes)]
+        counts = Counter((event.group_idx, digest) for digest in hashes)
+        announced.update(counts) if isinstance(event, BlockStored) else announced.subtract(counts)
