@@ -238,8 +238,7 @@ class Scheduler:
 
     def _end_a_hold(self) -> bool:
         """Frees the least needed held blocks that no peer has claimed; False if there are none."""
-        request_id = self._connector.end_hold(None)
-        if request_id is not None:
+        if (request_id := self._connector.end_hold(None)) is not None:
             self._release(request_id)
         return request_id is not None
 
@@ -252,31 +251,29 @@ class Scheduler:
             self._free(request)
 
     def _begin(self, request: Request, tables: BlockTables, start: Start) -> None:
-        hit = start.hit
         request.blocks = tables
         request.num_computed_tokens = num_here = start.num_computed_tokens
-        self.cache.plan_checkpoints(tables, hit, request.num_prompt_tokens)
+        self.cache.plan_checkpoints(tables, start.hit, request.num_prompt_tokens)
         if request.status is not RequestStatus.WAITING:
             return
         request.num_cached_tokens = num_here
         if not request.num_known_tokens:  # a failed load comes here again
-            num_external = hit.num_tokens - num_here if start.match else None
+            num_external = start.hit.num_tokens - num_here if start.match else None
             self.stats.started(request, num_here, num_external)
         if start.needs_load or not self.cache.plan.state_groups:
             return
         self.stats.checkpoint_hits += num_here > 0
-        if hit.branch_point > max(num_here, request.num_known_tokens):
-            request.lose(hit.branch_point, NO_CHECKPOINT)
+        if start.hit.branch_point > max(num_here, request.num_known_tokens):
+            request.lose(start.hit.branch_point, NO_CHECKPOINT)
 
     def _plan(self, request: Request, num_tokens: int) -> None:
         start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
-        num_prompt = request.num_prompt_tokens
-        if start < num_prompt:  # a chunk never crosses the end of the prompt
+        if start < request.num_prompt_tokens:  # a chunk never crosses the end of the prompt
             assert request.blocks is not None
             positions = due(request.blocks.checkpoints, start, end)
         else:
             interval = self.config.mamba_decode_checkpoint_interval
-            positions = decode_positions(num_prompt, start, end, interval=interval)
+            positions = decode_positions(request.num_prompt_tokens, start, end, interval=interval)
         kept = self.cache.reserve_checkpoints(request.prefix, positions) if positions else ()
         self._planned.append(Planned(request, num_tokens, kept))
 
