@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.checkpoints import CheckpointPolicy
 from engine.kv_cache.manager import KVCacheManager, Pin
 from engine.kv_cache.radix_tree import Node, RadixTree
 from engine.kv_cache.tables import BlockTables
@@ -41,10 +42,11 @@ def check_cache(
 
 
 def evict_all(cache: KVCacheManager) -> None:
-    """Evicts everything that nobody uses."""
+    """Evicts everything that nobody uses, and forgets what that seems to say about checkpoints."""
     for queue in cache.pool.order.idle:
         while (node := queue.first()) is not None:
             cache.pool.evict(node)
+    cache.states.policy = CheckpointPolicy()
 
 
 def _check_pool(pool: BlockPool, users: Counter[Node], private: Sequence[Sequence[int]]) -> None:
