@@ -120,7 +120,10 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One sequence to generate; `request_id` is unique in the process that made it."""
+    """One sequence to generate; `request_id` is unique in the process that made it.
+
+    `session_id`: the caller's label for requests that share nodes; a proxy keeps it to itself.
+    """
 
     request_id: Label
     prompt_token_ids: tuple[TokenId, ...]
@@ -128,6 +131,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     kv_transfer_params: KVTransferParams | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     priority: int = 0
+    session_id: Label | None = None
 
 
 class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +147,16 @@ class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
     prefill_cached_tokens: int = 0
     decode_cached_tokens: int = 0
     verified: bool = False
+
+
+class RoutingDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """A proxy's choice for one request: nodes by URL, why, and the cached tokens it counted on."""
+
+    prefill: str | None
+    decode: str
+    reason: str
+    prefill_hit_tokens: int = 0
+    decode_hit_tokens: int = 0
 
 
 class HandOverProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,7 +186,8 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One request's tokens of one step; the last output says why the request ended.
 
     `kv_transfer_params` come with the last output of a remote decode on P, or of a request that D
-    keeps for the next turn. `kv_transfer` comes with the last output where this node pulled.
+    keeps for the next turn. `kv_transfer` comes with the last output where this node pulled, and
+    `routing` with that of a proxy that tells its choices.
     """
 
     token_ids: tuple[TokenId, ...] = ()
@@ -182,3 +197,4 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0
     kv_transfer_params: KVTransferParams | None = None
     kv_transfer: KVTransferStats | None = None
+    routing: RoutingDetails | None = None

@@ -13,6 +13,7 @@ from engine.types import (
     GenerateOutput,
     KVTransferParams,
     KVTransferStats,
+    RoutingDetails,
     TokenId,
     TokenLogprob,
 )
@@ -132,6 +133,7 @@ class Delta:
     num_cached_tokens: int = 0
     kv_transfer_params: KVTransferParams | None = None
     kv_transfer: KVTransferStats | None = None
+    routing: RoutingDetails | None = None
 
 
 class ChoiceText:
@@ -164,6 +166,7 @@ class ChoiceText:
             num_cached_tokens=output.num_cached_tokens,
             kv_transfer_params=output.kv_transfer_params,
             kv_transfer=output.kv_transfer,
+            routing=output.routing,
         )
 
     def _read(self, output: GenerateOutput) -> tuple[str, int, str | None]:

@@ -6,6 +6,7 @@ from contextlib import aclosing, suppress
 
 import msgspec
 from msgspec import UNSET
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -34,7 +35,8 @@ _STREAM_HEADERS = [
 class GenerateEndpoint:
     """ASGI app of /v1/completions or /v1/chat/completions.
 
-    `plan` reads a request's body, in a thread, and raises InvalidRequestError leaves.
+    `plan` reads a request's body, in a thread, and raises InvalidRequestError leaves; its last
+    argument is the header X-Session-ID.
     """
 
     def __init__(
@@ -43,18 +45,25 @@ class GenerateEndpoint:
         serving: Serving,
         reply_format: ChatFormat | CompletionFormat,
         *,
-        plan: Callable[[bytes, Serving], Plan],
+        plan: Callable[[bytes, Serving, str | None], Plan],
         bodies: RequestBodies,
     ) -> None:
         self._generator = generator
         self._tokenizer = serving.tokenizer
         self._format = reply_format
-        self._plan = lambda body: plan(body, serving)
+        self._plan = plan
+        self._serving = serving
         self._bodies = bodies
         self._max_bytes = max_body_bytes(serving, num_prompts=reply_format.max_prompts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        plan = await self._bodies.process(scope, receive, self._plan, max_bytes=self._max_bytes)
+        session_id = Headers(scope=scope).get("x-session-id")
+        plan = await self._bodies.process(
+            scope,
+            receive,
+            lambda body: self._plan(body, self._serving, session_id),
+            max_bytes=self._max_bytes,
+        )
         with suppress(ClientDisconnect):
             await run_while_connected(receive, self._serve(plan, scope, receive, send=send))
 

@@ -3,11 +3,11 @@
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, structs
 
 from engine.api.json_body import decode_body, decode_kv_transfer_params
 from engine.api.sampling import resolve_max_tokens, sampling_params, with_seed_offset
@@ -27,6 +27,7 @@ from engine.prompt_checks import check_prompt
 from engine.types import GenerateRequest, KVTransferParams, TokenId
 
 COMPLETION_MAX_TOKENS = 16
+MAX_SESSION_CHARS = 256
 
 TokenIds = tuple[TokenId, ...]
 
@@ -75,28 +76,33 @@ class Plan:
         return token_ids if self.return_token_ids else UNSET
 
 
-def plan_completion(body: bytes, serving: Serving) -> Plan:
-    """Plan of POST /v1/completions; raises InvalidRequestError leaves."""
+def plan_completion(body: bytes, serving: Serving, session_id: str | None = None) -> Plan:
+    """Plan of POST /v1/completions; raises InvalidRequestError leaves.
+
+    `session_id`: the caller's header, which wins over the labels in the body.
+    """
     fields = decode_body(body, CompletionRequest, serving.max_model_len)
     kv_params = _kv_params(fields, serving)
     check_model(fields.model, serving)
     prompts = _completion_prompts(fields, serving)
     # As in vLLM: 16 where the key is absent, all the room where it is null.
     default = None if fields.max_tokens is None else COMPLETION_MAX_TOKENS
-    return _plan(
+    plan = _plan(
         fields, prompts, kv_params, serving=serving, default=default, logprobs=fields.logprobs
     )
+    return _of_session(plan, session_id, fields)
 
 
-def plan_chat(body: bytes, serving: Serving) -> Plan:
-    """Plan of POST /v1/chat/completions; raises InvalidRequestError leaves."""
+def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> Plan:
+    """Plan of POST /v1/chat/completions, as `plan_completion`."""
     fields = decode_body(body, ChatRequest, serving.max_model_len)
     kv_params = _kv_params(fields, serving)
     check_model(fields.model, serving)
     logprobs = _chat_logprobs(fields)
     prompt = encode_chat(fields, fields.messages, serving)
     default = serving.defaults.max_new_tokens
-    return _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
+    plan = _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
+    return _of_session(plan, session_id, fields)
 
 
 def encode_chat(
@@ -108,6 +114,18 @@ def encode_chat(
         add_generation_prompt=fields.add_generation_prompt is not False,
         extra=fields.chat_template_kwargs or {},
         max_tokens=serving.max_model_len,
+    )
+
+
+def _of_session(plan: Plan, session_id: str | None, fields: SamplingFields) -> Plan:
+    """The plan with the caller's session on its requests, if there is one."""
+    labels = (session_id, fields.prompt_cache_key, fields.user)
+    label = next((it for it in labels if isinstance(it, str) and it), None)
+    if label is None:
+        return plan
+    label = label[:MAX_SESSION_CHARS]
+    return replace(
+        plan, requests=tuple(structs.replace(it, session_id=label) for it in plan.requests)
     )
 
 

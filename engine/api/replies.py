@@ -8,7 +8,7 @@ import math
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from engine.types import KVTransferParams, KVTransferStats, TokenId
+from engine.types import KVTransferParams, KVTransferStats, RoutingDetails, TokenId
 
 TokenIds = tuple[TokenId, ...]
 
@@ -28,13 +28,14 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts; `kv_transfer` tells what a remote prefill cost."""
+    """Token counts; `kv_transfer` tells what a remote prefill cost, `routing` who served."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
     kv_transfer: KVTransferStats | UnsetType = UNSET
+    routing: RoutingDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):

@@ -33,7 +33,10 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class _Labels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Labels for the caller's own bookkeeping; they change no token."""
+    """Labels for the caller's own bookkeeping; they change no token.
+
+    `prompt_cache_key`, or else `user`, may choose the nodes, as the header X-Session-ID does.
+    """
 
     metadata: Any = None
     prompt_cache_key: Any = None

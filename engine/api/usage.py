@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 from engine.api.choice_text import Delta
 from engine.api.plan import Plan
 from engine.api.replies import PromptTokensDetails, Usage
-from engine.types import KVTransferParams, KVTransferStats
+from engine.types import KVTransferParams, KVTransferStats, RoutingDetails
 
 
 @dataclass(slots=True)
@@ -19,6 +19,7 @@ class UsageCounter:
     cached_tokens: dict[int, int] = field(default_factory=dict)
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
     kv_transfer: KVTransferStats | UnsetType = UNSET
+    routing: RoutingDetails | UnsetType = UNSET
 
     def add(self, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
@@ -27,6 +28,7 @@ class UsageCounter:
             self.cached_tokens[delta.index] = max(known, delta.num_cached_tokens)
         self.kv_transfer_params = delta.kv_transfer_params or self.kv_transfer_params
         self.kv_transfer = delta.kv_transfer or self.kv_transfer
+        self.routing = delta.routing or self.routing
 
     def usage(self) -> Usage:
         """Usage so far. A prompt with several choices counts once, and so do its cached tokens."""
@@ -38,4 +40,5 @@ class UsageCounter:
             total_tokens=prompt_tokens + self.completion_tokens,
             prompt_tokens_details=details if self.plan.prompt_tokens_details else None,
             kv_transfer=self.kv_transfer,
+            routing=self.routing,
         )
