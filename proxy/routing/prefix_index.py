@@ -1,0 +1,175 @@
+"""The blocks and checkpoints of all nodes, as their KV events tell, and the prefixes they make.
+
+The thread that receives events writes, the event loop asks; both hold the lock for short pieces.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from engine.kv_events.wire import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from engine.rpc.messages import KVEventsInfo
+from proxy.routing.block_table import SLICE, CheckpointTable, by_slot
+from proxy.routing.layout_index import START, TIERS, Layout, LayoutIndex, Lengths
+from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One life of one node in the index: its bit, and how many blocks and checkpoints it has."""
+
+    number: int
+    bit: int
+    index: LayoutIndex
+    num_entries: int = 0
+
+
+class PrefixIndex:
+    """An `EventSink`, and the answer to what each node holds of a prompt.
+
+    It promises no more than the nodes have announced. Nodes whose hash block size, seed and groups
+    are equal share tables.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._layouts: dict[Layout, LayoutIndex] = {}
+        self._slots: dict[str, _Slot] = {}
+        self._names: dict[int, str] = {}
+        self._numbers = count()
+        self._free: list[int] = []
+        self._sweeps: deque[Iterator[None]] = deque()
+
+    def set_node(self, name: str, info: KVEventsInfo) -> None:
+        """Events of `name` are about these groups; what was known under others is forgotten."""
+        with self._lock:
+            index = self._layouts.setdefault(layout := Layout.of(info), LayoutIndex(layout))
+            slot = self._slots.get(name)
+            if slot is None or slot.index is not index:
+                self._retire(name)
+                self._begin(name, index)
+
+    def remove_node(self, name: str) -> None:
+        """Forgets a node; its events are passed over from now on."""
+        with self._lock:
+            self._retire(name)
+
+    def clear(self, name: str) -> None:
+        """Nothing is known of what `name` holds. Takes no time, whatever it held."""
+        with self._lock:
+            slot = self._slots.get(name)
+            if slot is not None and slot.num_entries:
+                self._retire(name)
+                self._begin(name, slot.index)
+
+    def apply(self, name: str, events: Sequence[Event]) -> None:
+        """Takes in events of one node, in order."""
+        for event in events:
+            if isinstance(event, AllBlocksCleared):
+                self.clear(name)
+            else:
+                self._apply(name, event)
+        with self._lock:
+            self._sweep()
+
+    def hits(self, prompt: RoutedPrompt) -> dict[str, NodeHit]:
+        """By node what it holds of the prompt; nodes that hold nothing are left out.
+
+        Hashes the prompt if that was not done yet.
+        """
+        with self._lock:
+            indexes = [index for index in self._layouts.values() if index.nodes]
+        # Hashing takes longer than the lock may be held.
+        for index in indexes:
+            prompt.boundaries(index.key)
+        found: dict[str, NodeHit] = {}
+        with self._lock:
+            for index in indexes:
+                found.update(self._hits(index, prompt))
+        return found
+
+    @property
+    def num_entries(self) -> dict[str, int]:
+        """By node the hash blocks and checkpoints that it holds, in all groups and tiers."""
+        with self._lock:
+            return {name: slot.num_entries for name, slot in self._slots.items()}
+
+    def _hits(self, index: LayoutIndex, prompt: RoutedPrompt) -> dict[str, NodeHit]:
+        tiers = index.tiers
+        attention, resumable = index.find(prompt, tiers[:1])
+        found = _by_slot(attention, resumable)
+        # First what the fastest tier alone gives, then what each slower one adds to it.
+        for number, tier in enumerate(tiers[1:], 2):
+            longer = _by_slot(*index.find(prompt, tiers[:number]))
+            for slot, hit in longer.items():
+                found[slot] = _with_tier(found.get(slot, NO_HIT), hit, discount=1.0 - TIERS[tier])
+        names = self._names
+        return {names[slot]: hit for slot, hit in found.items()}
+
+    def _apply(self, name: str, event: BlockStored | BlockRemoved) -> None:
+        hashes = event.block_hashes
+        for start in range(0, len(hashes), SLICE):
+            part = hashes if len(hashes) <= SLICE else hashes[start : start + SLICE]
+            with self._lock:
+                slot, group, tier = self._slots.get(name), event.group_idx or 0, event.medium or GPU
+                if slot is None or tier not in TIERS or group >= slot.index.num_groups:
+                    return
+                table = slot.index.table(group, tier)
+                if isinstance(event, BlockRemoved):
+                    slot.num_entries -= table.remove(slot.bit, part)
+                elif event.block_size == slot.index.key.hash_block_size:
+                    slot.num_entries += table.store(slot.bit, part)
+                elif isinstance(table, CheckpointTable) and len(hashes) == 1:
+                    parent, length = event.parent_block_hash or START, event.block_size
+                    slot.num_entries += table.store_inside(
+                        slot.bit, hashes[0], boundary=parent, length=length
+                    )
+
+    def _begin(self, name: str, index: LayoutIndex) -> None:
+        number = self._free.pop() if self._free else next(self._numbers)
+        slot = self._slots[name] = _Slot(number, 1 << number, index)
+        self._names[number] = name
+        index.nodes |= slot.bit
+
+    def _retire(self, name: str) -> None:
+        """Ends a node's slot at once; its bit is taken out of the tables bit by bit, later."""
+        slot = self._slots.pop(name, None)
+        if slot is not None:
+            slot.index.nodes &= ~slot.bit
+            del self._names[slot.number]
+            self._sweeps.append(self._sweep_out(slot))
+
+    def _sweep_out(self, slot: _Slot) -> Iterator[None]:
+        if slot.num_entries:
+            for table in slot.index.tables:
+                yield from table.sweep(slot.bit)
+        # Only now may another node get the number.
+        self._free.append(slot.number)
+
+    def _sweep(self) -> None:
+        """One slice of what is left to do for slots that have ended."""
+        if self._sweeps:
+            try:
+                next(self._sweeps[0])
+            except StopIteration:
+                self._sweeps.popleft()
+
+
+def _by_slot(attention: Lengths, resumable: Lengths) -> dict[int, NodeHit]:
+    states, found = by_slot(resumable), by_slot(attention)
+    hits = {slot: NodeHit(tokens, states.pop(slot, 0)) for slot, tokens in found.items()}
+    # Inside a block a window may begin later than at the boundary before it.
+    hits.update((slot, NodeHit(0, tokens)) for slot, tokens in states.items())
+    return hits
+
+
+def _with_tier(known: NodeHit, hit: NodeHit, *, discount: float) -> NodeHit:
+    """`hit`, which is `known` and one tier more; only what that tier adds counts less."""
+    return NodeHit(
+        hit.attention,
+        hit.resumable,
+        known.attention_discount + discount * (hit.attention - known.attention),
+        known.resumable_discount + discount * (hit.resumable - known.resumable),
+    )
