@@ -1,5 +1,6 @@
 """The options of the proxy, from flags or a YAML file with the same keys. Reads no environment."""
 
+import re
 from typing import Annotated, Final
 
 from msgspec import Meta
@@ -7,6 +8,7 @@ from msgspec import Meta
 from engine.config import Seconds, ServerConfig
 from engine.errors import ConfigError
 from engine.rpc.node_http import parse_node_url
+from proxy.routing.local_prefill import Threshold
 from proxy.routing.policies import POLICIES
 
 NODE_URL: Final = (
@@ -21,8 +23,18 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     prefill: Annotated[tuple[str, ...], Meta(description=f"A prefill node: {NODE_URL}")] = ()
     decode: Annotated[tuple[str, ...], Meta(description=f"A decode node: {NODE_URL}")] = ()
     routing_policy: Annotated[str, Meta(description=f"One of {', '.join(sorted(POLICIES))}.")] = (
-        "round_robin"
+        "prefix_aware"
     )
+    disagg_threshold: Annotated[
+        str | int,
+        Meta(
+            description="A prompt of which the decode node lacks fewer tokens is prefilled there: "
+            "a number, 0 for never, or auto, where that is sooner by the nodes' measured rates."
+        ),
+    ] = "0"
+    enable_routing_details: Annotated[
+        bool, Meta(description="Tell clients in `usage` which nodes served a request, and why.")
+    ] = False
     request_timeout: Annotated[
         Seconds, Meta(description="Seconds that one request may take in all.")
     ] = 600.0
@@ -32,6 +44,11 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     inter_token_timeout: Annotated[
         Seconds, Meta(description="Seconds between a node's tokens.")
     ] = 60.0
+
+    @property
+    def threshold(self) -> Threshold:
+        """`disagg_threshold` as `LocalPrefill` takes it."""
+        return "auto" if self.disagg_threshold == "auto" else int(self.disagg_threshold)
 
     def check(self) -> None:
         if not self.decode:
@@ -43,3 +60,7 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         if self.routing_policy not in POLICIES:
             known = ", ".join(sorted(POLICIES))
             raise ConfigError(f"--routing-policy {self.routing_policy!r} is none of: {known}")
+        if not re.fullmatch("auto|[0-9]{1,9}", str(self.disagg_threshold)):
+            raise ConfigError(
+                f"--disagg-threshold {self.disagg_threshold!r} is no number of tokens, nor auto"
+            )

@@ -1,9 +1,14 @@
 """Every counter and histogram of the proxy, declared once. vLLM's names where vLLM has one."""
 
 import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from engine.kv_events.follower import SourceStats
 from engine.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS
 from engine.types import GenerateOutput
 
@@ -27,6 +32,22 @@ class ProxyMetrics:
             "Requests that a decode node prefilled itself, by reason.",
             "reason",
         )
+        self.routes = self._counter(
+            "tandem_proxy_routes", "Choices of nodes, by the policy's reason.", "policy", "reason"
+        )
+        self.predicted_hit_tokens = self._counter(
+            "tandem_proxy_predicted_hit_tokens",
+            "Prompt tokens that the chosen nodes were expected to have cached.",
+            "kind",
+        )
+        self.hit_tokens = self._counter(
+            "tandem_proxy_hit_tokens", "Prompt tokens that they had, of the same requests.", "kind"
+        )
+        self.overpredicted_tokens = self._counter(
+            "tandem_proxy_overpredicted_hit_tokens",
+            "Prompt tokens that were expected and missing, of the same requests.",
+            "kind",
+        )
         self.available_nodes = Gauge(
             "tandem_proxy_available_nodes",
             "Nodes that requests may be sent to.",
@@ -47,6 +68,12 @@ class ProxyMetrics:
         self.e2e_request_latency = self._latency(
             "vllm:e2e_request_latency_seconds", "From arrival to the last token.", E2E_BUCKETS
         )
+
+    def count_hit(self, kind: str, predicted: int, real: int) -> None:
+        """One request's cached tokens on one node, as expected and as the node reported them."""
+        self.predicted_hit_tokens.labels(kind).inc(predicted)
+        self.hit_tokens.labels(kind).inc(real)
+        self.overpredicted_tokens.labels(kind).inc(max(0, predicted - real))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -75,3 +102,41 @@ class RequestTimer:
         if output.finish_reason is not None:
             metrics.e2e_request_latency.labels(model_name).observe(now - self._started)
             metrics.request_success.labels(model_name, output.finish_reason).inc()
+
+
+class EventMetrics(Collector):
+    """What is known of the nodes' KV events, read at each scrape."""
+
+    def __init__(
+        self,
+        num_entries: Callable[[], Mapping[str, int]],
+        stats: Callable[[], Mapping[str, SourceStats]],
+    ) -> None:
+        self._num_entries = num_entries
+        self._stats = stats
+
+    def collect(self) -> Iterable[Metric]:
+        entries = GaugeMetricFamily(
+            "tandem_proxy_index_entries",
+            "Hash blocks and checkpoints in the index, in all groups and tiers.",
+            labels=("node",),
+        )
+        for name, number in self._num_entries().items():
+            entries.add_metric((name,), number)
+        yield entries
+        stats = self._stats()
+        for field, (kind, text) in EVENT_ROWS.items():
+            family = kind(f"tandem_proxy_kv_events_{field}", text, labels=("node",))
+            for name, known in stats.items():
+                family.add_metric((name,), float(getattr(known, field)))
+            yield family
+
+
+EVENT_ROWS: Final = {
+    "num_events": (CounterMetricFamily, "KV events received."),
+    "num_garbage": (CounterMetricFamily, "Messages that could not be read."),
+    "num_gaps_repaired": (CounterMetricFamily, "Gaps that a replay or a snapshot has filled."),
+    "num_gaps_lost": (CounterMetricFamily, "Gaps after which the node's entries were cleared."),
+    "lag_s": (GaugeMetricFamily, "Seconds from the publishing of the last batch to its arrival."),
+    "is_synced": (GaugeMetricFamily, "1 while the index stands where the node does."),
+}

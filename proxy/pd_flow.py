@@ -1,6 +1,6 @@
 """One request through the cluster: prefill on P, decode on D, and retries on other nodes.
 
-Knows nothing of HTTP and text. A `RoutingPolicy` chooses the nodes.
+Knows nothing of HTTP and text. A `Router` chooses the nodes.
 """
 
 import asyncio
@@ -22,7 +22,13 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.rpc.client import StreamDeadlines
-from engine.types import FinishReason, GenerateOutput, GenerateRequest, KVTransferParams
+from engine.types import (
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    KVTransferParams,
+    RoutingDetails,
+)
 from proxy.cluster.node import Node, NodeKind, NodeView
 from proxy.cluster.node_pool import NodePool
 from proxy.cluster.pairs import Pairs
@@ -34,7 +40,9 @@ from proxy.errors import (
     outcome_of,
 )
 from proxy.metrics import ProxyMetrics, RequestTimer
-from proxy.routing.policies import POLICIES
+from proxy.routing.policies import Route
+from proxy.routing.prompt import RoutedPrompt
+from proxy.routing.router import Router
 
 log = structlog.get_logger()
 
@@ -67,7 +75,9 @@ class Prefilled:
 
 @dataclass(slots=True)
 class RequestState:
-    """The state that the attempts at one request share; `prefilled` is the current attempt's.
+    """The state that the attempts at one request share.
+
+    `route` and `prefilled` are the current attempt's.
 
     `deadline` is in event-loop time. `failed` names the nodes that must not get the request again;
     `num_lost` of them went away while they had it. `num_tokens` reached the client.
@@ -82,6 +92,12 @@ class RequestState:
     num_tokens: int = 0
     use_prefill: bool = True
     prefilled: Prefilled | None = None
+    route: Route | None = None
+    prompt: RoutedPrompt = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Hashes nothing yet."""
+        self.prompt = RoutedPrompt(self.request)
 
     def remaining_s(self) -> float:
         """Raises `DeadlineExceededError` when nothing remains."""
@@ -92,17 +108,23 @@ class RequestState:
 
 
 class PdFlow:
-    """The proxy's `Generator`. `pool` owns the nodes; `policy` is a key of `POLICIES`.
+    """The proxy's `Generator`. `pool` owns the nodes; `router` chooses among them.
 
-    `num_open` counts the requests under way.
+    `tells_routes`: last outputs say which nodes served. `num_open` counts the requests under way.
     """
 
     def __init__(
-        self, pool: NodePool, policy: str, deadlines: StreamDeadlines, *, metrics: ProxyMetrics
+        self,
+        pool: NodePool,
+        router: Router,
+        deadlines: StreamDeadlines,
+        *,
+        metrics: ProxyMetrics,
+        tells_routes: bool = False,
     ) -> None:
         self._pool = pool
-        self._policy_name = policy
-        self._policy = POLICIES[policy]()
+        self._router = router
+        self._tells_routes = tells_routes
         self._deadlines = deadlines
         self._metrics = metrics
         self._pairs = Pairs(pool)
@@ -153,12 +175,14 @@ class PdFlow:
                 to_decode = structs.replace(request, kv_transfer_params=params)
                 async with self._running(to_decode, decode, state) as outputs:
                     output = _checked(await anext(outputs), decode)
+                    state.prompt.drop_digests()
                     if prefilled is not None:
                         self._pairs.accepted(prefilled.node, decode)
                     while output.finish_reason is None:
                         yield self._passed_on(output, state)
                         output = _checked(await anext(outputs), decode)
                 # D has ended the request before the client reads its last output.
+                self._count_decode_hit(output, state)
                 yield self._passed_on(output, state)
                 return
 
@@ -197,11 +221,15 @@ class PdFlow:
         Raises `UnavailableError` without a usable D, before any P computes in vain.
         """
         for num_left in reversed(range(MAX_PREFILL_NODES + 1)):
+            await self._router.refresh(state.prompt)
             decode, node = self._choose(state, use_prefill=state.use_prefill and num_left > 0)
             if node is None:
                 break
             try:
-                state.prefilled = await self._prefill_on(node, state)
+                # D counts from its choice on, or else a burst would choose the same one.
+                with decode.carrying(), self._router.expecting(state.prompt, decode.view):
+                    state.prefilled = await self._prefill_on(node, state)
+                self._count_prefill_hit(state)
                 break
             except TandemError as error:
                 # A prompt that is wrong for P, longer than its context say, may be right for D.
@@ -236,7 +264,9 @@ class PdFlow:
         deadlines = replace(self._deadlines, total_s=state.remaining_s())
         outcome = "cancelled"
         try:
-            with node.carrying():
+            num_uncached = _num_uncached(state, node)
+            expecting = self._router.expecting(state.prompt, node.view)
+            with node.carrying(num_uncached), expecting:
                 async with aclosing(node.client.generate(request, deadlines)) as outputs:
                     yield outputs
             outcome = "ok"
@@ -245,7 +275,7 @@ class PdFlow:
             self._note_failure(node, state, error)
             raise
         finally:
-            labels = (self._policy_name, node.kind, node.name, outcome)
+            labels = (self._router.policy_name, node.kind, node.name, outcome)
             self._metrics.node_requests.labels(*labels).inc()
 
     def _note_failure(self, node: Node, state: RequestState, error: TandemError) -> None:
@@ -271,6 +301,8 @@ class PdFlow:
         """`output` as the client gets it, counted and timed."""
         state.num_tokens += len(output.token_ids)
         state.timer.observe(output)
+        if self._tells_routes and output.finish_reason is not None and state.route is not None:
+            output = structs.replace(output, routing=_details(state.route))
         if state.prefilled is None and output.kv_transfer_params is None:
             return output
         # D's cache hits are blocks that P has computed again: clients are told P's.
@@ -283,19 +315,38 @@ class PdFlow:
         decode = self._candidates(NodeKind.DECODE, state)
         if self._is_over or not decode:
             raise NoDecodeNodeError
-        route = self._policy.choose(state.request, prefill, decode)
+        route = self._router.choose(state.prompt, prefill, decode)
         # Which P fits depends on D, so D is chosen first and P again if the pair does not work.
         fitting = self._pairs.fitting(prefill, route.decode)
         if route.prefill is not None and route.prefill not in fitting:
-            route = self._policy.choose(state.request, fitting, (route.decode,))
+            route = self._router.choose(state.prompt, fitting, (route.decode,))
+        state.route = route
+        self._metrics.routes.labels(self._router.policy_name, route.reason).inc()
         if route.prefill is not None:
             return self._pool.node(route.decode.name), self._pool.node(route.prefill.name)
         if prefill:
-            reason = "policy" if fitting else "hand_overs_fail"
+            reason = route.reason if fitting else "hand_overs_fail"
         else:
             reason = "prefill_failed" if state.failed else "no_prefill_node"
         self._metrics.local_prefills.labels(reason).inc()
         return self._pool.node(route.decode.name), None
+
+    def _count_prefill_hit(self, state: RequestState) -> None:
+        if state.route is not None and state.prefilled is not None:
+            predicted, real = state.route.prefill_hit, state.prefilled.output.num_cached_tokens
+            self._metrics.count_hit(NodeKind.PREFILL, predicted.resumable, real)
+
+    def _count_decode_hit(self, output: GenerateOutput, state: RequestState) -> None:
+        """`output`: D's last one, which says how much of a hand-over was there already."""
+        if state.route is None:
+            return
+        predicted = state.route.decode_hit
+        if state.prefilled is None:
+            real = output.num_cached_tokens
+            self._metrics.count_hit(NodeKind.DECODE, predicted.resumable, real)
+        elif output.kv_transfer is not None:
+            real = output.kv_transfer.decode_cached_tokens
+            self._metrics.count_hit(NodeKind.DECODE, predicted.attention, real)
 
     def _candidates(self, kind: NodeKind, state: RequestState) -> tuple[NodeView, ...]:
         """Usable nodes that have not failed this request and whose context holds it."""
@@ -323,3 +374,23 @@ def _checked(output: GenerateOutput, node: Node) -> GenerateOutput:
         reason = output.finish_reason
         raise RequestAbortedError(f"node {node.name} ended the request: {reason}")
     return output
+
+
+def _num_uncached(state: RequestState, node: Node) -> int:
+    """Prompt tokens that `node` is expected to compute; a D with a prefill computes none."""
+    route, num_tokens = state.route, state.prompt.num_tokens
+    if route is None or (state.prefilled is not None and node.name == route.decode.name):
+        return 0
+    hit = route.decode_hit if route.prefill is None else route.prefill_hit
+    return num_tokens - hit.resumable
+
+
+def _details(route: Route) -> RoutingDetails:
+    is_local = route.prefill is None
+    return RoutingDetails(
+        prefill=None if route.prefill is None else route.prefill.name,
+        decode=route.decode.name,
+        reason=route.reason,
+        prefill_hit_tokens=route.prefill_hit.resumable,
+        decode_hit_tokens=route.decode_hit.resumable if is_local else route.decode_hit.attention,
+    )

@@ -26,9 +26,12 @@ from engine.tls import client_tls, server_tls
 from proxy.cluster.node import NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
 from proxy.config import ProxyConfig
-from proxy.metrics import ProxyMetrics
+from proxy.metrics import EventMetrics, ProxyMetrics
 from proxy.model_loader import load_serving
 from proxy.pd_flow import PdFlow
+from proxy.routing.event_sources import EventSources
+from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.router import Router
 
 ANY_METHOD: Final = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 END_OF_REQUESTS_S: Final = 2.0
@@ -48,15 +51,20 @@ class ProxyServer:
         for kind in NodeKind:
             count = partial(self._pool.num_available, kind)
             self._metrics.available_nodes.labels(kind).set_function(count)
+        index = PrefixIndex()
+        router = Router(config.routing_policy, index, disagg_threshold=config.threshold)
+        self._events = EventSources(index, on_loss=router.forget)
+        self._metrics.registry.register(EventMetrics(lambda: index.num_entries, self._events.stats))
         self._flow = PdFlow(
             self._pool,
-            config.routing_policy,
+            router,
             StreamDeadlines(
                 total_s=config.request_timeout,
                 first_output_s=config.first_token_timeout,
                 next_output_s=config.inter_token_timeout,
             ),
             metrics=self._metrics,
+            tells_routes=config.enable_routing_details,
         )
         self._app: ASGIApp = _waiting_app(self._metrics.registry)
         self._stop = asyncio.Event()
@@ -91,7 +99,7 @@ class ProxyServer:
             app, config.host, config.port, drain_timeout_s=END_OF_REQUESTS_S, tls=self._tls
         )
         await self._http.start()
-        self._pool.start(self._on_task_end)
+        self._pool.start(self._on_task_end, on_answer=self._events.follow)
         self._opening = asyncio.create_task(self._open())
         self._opening.add_done_callback(self._on_task_end)
 
@@ -117,6 +125,8 @@ class ProxyServer:
         if self._http is not None:
             await self._http.close()
         await self._pool.close()
+        # Joins the subscriber's thread, and the pool's watchers add no source any more.
+        await asyncio.to_thread(self._events.close)
         self._stop.set()
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:

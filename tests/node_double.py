@@ -16,7 +16,7 @@ from connector.pd.prefill.control_service import ControlService
 from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
 from engine.config import load_config
 from engine.errors import KVTransferParamsError, TandemError
-from engine.rpc.messages import NodeInfo
+from engine.rpc.messages import KVEventsInfo, NodeInfo
 from engine.rpc.node_service import NodeService
 from engine.rpc.server import RpcServer, RpcService, start_server
 from engine.types import (
@@ -58,6 +58,8 @@ class ScriptedNode(ControlHandler):
     problems: tuple[HandOverProblem, ...] = ()
     max_model_len: int = 4096
     num_cached: int = 0
+    num_cached_of_pull: int = 0
+    kv_events: KVEventsInfo | None = None
     eos_at: int | None = None
     gives_params: bool = True
     error: TandemError | None = None
@@ -111,6 +113,7 @@ class ScriptedNode(ControlHandler):
             ready=self.ready,
             reason="" if self.ready else "draining",
             hand_over_problems=self.problems,
+            kv_events=self.kv_events,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
@@ -156,7 +159,9 @@ class ScriptedNode(ControlHandler):
         if params is not None and params.do_remote_decode and self.gives_params and not stopped:
             last["kv_transfer_params"] = self._params(request, tokens[0])
         if params is not None and params.do_remote_prefill:
-            last["kv_transfer"] = KVTransferStats(attention_bytes=64, state_bytes=32)
+            last["kv_transfer"] = KVTransferStats(
+                attention_bytes=64, state_bytes=32, decode_cached_tokens=self.num_cached_of_pull
+            )
         return [*outputs[:-1], GenerateOutput(**last)]
 
     def _params(self, request: GenerateRequest, token: int) -> KVTransferParams:

@@ -37,12 +37,14 @@ class NodeKind(StrEnum):
 class NodeView:
     """A snapshot of one usable node, for routing policies. `name` is its URL.
 
-    `info` is what the node said last; `num_in_flight` counts this proxy's requests on it.
+    `info` is what the node said last. `num_in_flight` counts this proxy's requests on it, and
+    `num_tokens_in_flight` the prompt tokens that it still computes for them.
     """
 
     name: str
     info: NodeInfo
     num_in_flight: int
+    num_tokens_in_flight: int = 0
 
 
 class Node:
@@ -60,6 +62,8 @@ class Node:
         self._tls = tls if url.has_tls else None
         self._client: NodeClient | None = None
         self._num_in_flight = 0
+        self._num_tokens_in_flight = 0
+        self._view: NodeView | None = None
         self._num_late = 0
         self._releases: set[asyncio.Task[None]] = set()
 
@@ -76,16 +80,25 @@ class Node:
 
     @property
     def view(self) -> NodeView:
-        return NodeView(self.name, self.info, self._num_in_flight)
+        # Every request asks for the views of all nodes, of which few have changed since the last.
+        if self._view is None:
+            tokens = self._num_tokens_in_flight
+            self._view = NodeView(self.name, self.info, self._num_in_flight, tokens)
+        return self._view
 
     @contextmanager
-    def carrying(self) -> Iterator[None]:
-        """Counts one request of this proxy as in flight on the node."""
-        self._num_in_flight += 1
+    def carrying(self, num_tokens: int = 0) -> Iterator[None]:
+        """Counts one request of this proxy, and prompt tokens to compute, as in flight here."""
+        self._add_in_flight(1, num_tokens)
         try:
             yield
         finally:
-            self._num_in_flight -= 1
+            self._add_in_flight(-1, -num_tokens)
+
+    def _add_in_flight(self, num_requests: int, num_tokens: int) -> None:
+        self._num_in_flight += num_requests
+        self._num_tokens_in_flight += num_tokens
+        self._view = None
 
     async def refresh(self, timeout_s: float) -> NodeInfo | None:
         """Asks the node what it is; None, with `problem` set, when it is away or not ready."""
@@ -101,7 +114,7 @@ class Node:
             self.set_problem(str(error))
             return None
         self._num_late = 0
-        self.info = info
+        self.info, self._view = info, None
         if not info.ready:
             self.set_problem(f"is not ready: {info.reason}")
             return None

@@ -39,9 +39,17 @@ class NodePool:
         self._news = asyncio.Event()
         self._contexts: dict[str, int] = {}
 
-    def start(self, on_end: Callable[[asyncio.Task[None]], None]) -> None:
-        """Starts to watch all nodes, there or not; `on_end` gets every watcher that ends."""
-        self._watchers = [asyncio.create_task(self._watch(node)) for node in self.nodes]
+    def start(
+        self,
+        on_end: Callable[[asyncio.Task[None]], None],
+        on_answer: Callable[[str, NodeInfo], None],
+    ) -> None:
+        """Starts to watch all nodes, there or not.
+
+        `on_end` gets every watcher that ends, `on_answer` a usable node's name and each of its
+        descriptions.
+        """
+        self._watchers = [asyncio.create_task(self._watch(node, on_answer)) for node in self.nodes]
         for watcher in self._watchers:
             watcher.add_done_callback(on_end)
 
@@ -77,12 +85,14 @@ class NodePool:
     def num_available(self, kind: NodeKind) -> int:
         return len(self.available(kind))
 
-    async def _watch(self, node: Node) -> None:
+    async def _watch(self, node: Node, on_answer: Callable[[str, NodeInfo], None]) -> None:
         while True:
             info = await node.refresh(DESCRIBE_TIMEOUT_S)
             # `refresh` has set the problem of a node that is away; here one of another model.
             if info is not None:
                 node.set_problem(self._objection(node, info))
+                if node.is_available:
+                    on_answer(node.name, info)
             if node.is_available and node.kind is NodeKind.DECODE:
                 self._contexts[node.name] = node.info.max_model_len
             self._news.set()

@@ -1,26 +1,43 @@
-"""Routing: its seam, the policies, and the table of their names. None looks at the prompt."""
+"""Routing policies: each chooses P and D of one request together, and says why.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+Plain functions of a prompt and of snapshots of nodes; none waits, measures or asks anybody.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from itertools import count, repeat
+from operator import add
 from typing import Final, Protocol
 
-from engine.types import GenerateRequest
 from proxy.cluster.node import NodeView
+from proxy.routing.cost import Rates, num_requests
+from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
+
+NEAR_THE_BEST: Final = 1.05
+"""Nodes that cost so much more than the best are as good: estimates are not that exact."""
 
 
 @dataclass(slots=True, frozen=True)
 class Route:
-    """The nodes of one request. Without a prefill node the decode node computes the prompt too."""
+    """The nodes of one request. Without a prefill node the decode node computes the prompt too.
+
+    `reason`: one word for logs, metrics and clients. The hits are what the two nodes hold of the
+    prompt, as far as the policy looked.
+    """
 
     prefill: NodeView | None
     decode: NodeView
+    reason: str
+    prefill_hit: NodeHit = NO_HIT
+    decode_hit: NodeHit = NO_HIT
 
 
 class RoutingPolicy(Protocol):
-    """Chooses P and D of one request together. Runs on the event loop and must not wait."""
+    """Runs on the event loop and must not wait."""
 
     def choose(
-        self, request: GenerateRequest, prefill: Sequence[NodeView], decode: Sequence[NodeView]
+        self, prompt: RoutedPrompt, prefill: Sequence[NodeView], decode: Sequence[NodeView]
     ) -> Route:
         """`decode` holds at least one node; an empty `prefill` means that D must do it all."""
         ...
@@ -34,32 +51,119 @@ class RoundRobin:
         self._num_decode = 0
 
     def choose(
-        self, request: GenerateRequest, prefill: Sequence[NodeView], decode: Sequence[NodeView]
+        self, prompt: RoutedPrompt, prefill: Sequence[NodeView], decode: Sequence[NodeView]
     ) -> Route:
         chosen = decode[self._num_decode % len(decode)]
         self._num_decode += 1
         if not prefill:
-            return Route(prefill=None, decode=chosen)
+            return _route(prompt, None, chosen, reason="next")
         self._num_prefill += 1
-        return Route(prefill=prefill[(self._num_prefill - 1) % len(prefill)], decode=chosen)
+        first = prefill[(self._num_prefill - 1) % len(prefill)]
+        return _route(prompt, first, chosen, reason="next")
 
 
 class LeastLoaded:
     """The node with the fewest requests, P and D judged apart; between equals the first."""
 
     def choose(
-        self, request: GenerateRequest, prefill: Sequence[NodeView], decode: Sequence[NodeView]
+        self, prompt: RoutedPrompt, prefill: Sequence[NodeView], decode: Sequence[NodeView]
     ) -> Route:
-        return Route(prefill=min(prefill, key=_load, default=None), decode=min(decode, key=_load))
+        chosen = min(prefill, key=_load, default=None), min(decode, key=_load)
+        return _route(prompt, *chosen, reason="load")
+
+
+class Session:
+    """All requests of one session on one P and one D, as long as both are there.
+
+    When a node goes or comes, only sessions on that node move (rendezvous hashing); equal proxies
+    choose alike. Load does not count. A request without a session goes to the least loaded nodes.
+    """
+
+    def __init__(self) -> None:
+        self._without = LeastLoaded()
+
+    def choose(
+        self, prompt: RoutedPrompt, prefill: Sequence[NodeView], decode: Sequence[NodeView]
+    ) -> Route:
+        session = prompt.request.session_id
+        if session is None:
+            return self._without.choose(prompt, prefill, decode)
+
+        def weight(node: NodeView) -> bytes:
+            return blake2b(f"{session}\0{node.name}".encode(), digest_size=8).digest()
+
+        chosen = max(prefill, key=weight, default=None), max(decode, key=weight)
+        return _route(prompt, *chosen, reason="session")
+
+
+class PrefixAware:
+    """The P that will have computed the prompt first, and the D that will have it first.
+
+    P: what waits there, and the tokens without a state to resume from. D: the bytes that it lacks,
+    over its link, and the requests that share it. Neither depends on the other, so the two best are
+    the best pair. Of the nodes within 5 % of the least estimate it takes those with the least new
+    work, again within 5 %, and of these the one chosen longest ago: equal prompts meet, and prompts
+    that share little spread over all caches. No common prefix draws everything to one node, since
+    what waits there counts. Where no node has events it is the least loaded one.
+    """
+
+    def __init__(self) -> None:
+        self._clock = count(1)
+        self._chosen_at: dict[str, int] = {}
+
+    def choose(
+        self, prompt: RoutedPrompt, prefill: Sequence[NodeView], decode: Sequence[NodeView]
+    ) -> Route:
+        rates, length = Rates.of(prefill, decode), prompt.num_tokens
+        hits = [prompt.hit(node.name) for node in prefill]
+        works = list(map(rates.prefill_s, prefill, hits, repeat(length)))
+        first = self._best(prefill, map(rates.queue_s, prefill), works) if prefill else None
+        # Without P the computing is D's as well.
+        hits = [prompt.hit(node.name) for node in decode]
+        works = list(
+            map(rates.transfer_s if first else rates.prefill_s, decode, hits, repeat(length))
+        )
+        waits = map(rates.decode_s, decode)
+        if first is None:
+            waits = map(add, waits, map(rates.queue_s, decode))
+        chosen = self._best(decode, waits, works)
+        route = _route(prompt, first, chosen, reason="load")
+        if first is None:
+            saved, has_events = route.decode_hit.resumable, chosen.info.kv_events
+        else:
+            saved = route.prefill_hit.resumable or route.decode_hit.attention
+            has_events = first.info.kv_events or chosen.info.kv_events
+        return replace(route, reason="prefix" if saved else "load" if has_events else "no_events")
+
+    def _best(
+        self, nodes: Sequence[NodeView], waits: Iterable[float], works: Sequence[float]
+    ) -> NodeView:
+        if not any(node.info.kv_events for node in nodes):
+            return min(nodes, key=_load)
+        costs = list(map(add, waits, works))
+        limit = NEAR_THE_BEST * min(costs)
+        near = [place for place, cost in enumerate(costs) if cost <= limit]
+        limit = NEAR_THE_BEST * min(works[place] for place in near)
+        equal = (nodes[place] for place in near if works[place] <= limit)
+        chosen = min(equal, key=lambda node: self._chosen_at.get(node.name, 0))
+        self._chosen_at[chosen.name] = next(self._clock)
+        return chosen
 
 
 def _load(node: NodeView) -> tuple[int, float]:
-    # The proxy's own count of requests in flight is newer than what the node reported.
-    reported = node.info.num_requests_running + node.info.num_requests_waiting
-    return max(reported, node.num_in_flight), node.info.kv_cache_usage
+    return num_requests(node), node.info.kv_cache_usage
+
+
+def _route(
+    prompt: RoutedPrompt, prefill: NodeView | None, decode: NodeView, *, reason: str
+) -> Route:
+    prefill_hit = NO_HIT if prefill is None else prompt.hit(prefill.name)
+    return Route(prefill, decode, reason, prefill_hit, prompt.hit(decode.name))
 
 
 POLICIES: Final[Mapping[str, Callable[[], RoutingPolicy]]] = {
     "least_loaded": LeastLoaded,
+    "prefix_aware": PrefixAware,
     "round_robin": RoundRobin,
+    "session": Session,
 }

@@ -37,8 +37,6 @@ class NodeHit(msgspec.Struct, frozen=True, gc=False):
 
     def or_better(self, other: "NodeHit") -> "NodeHit":
         """The longer of both, for attention and for states."""
-        if self.attention >= other.attention and self.resumable >= other.resumable:
-            return self
         attention = self if self.attention >= other.attention else other
         resumable = self if self.resumable >= other.resumable else other
         return NodeHit(

@@ -24,6 +24,12 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
     assert (config.host, config.routing_policy) == ("127.0.0.1", "least_loaded")
 
 
+@pytest.mark.parametrize(("given", "is_read_as"), [("auto", "auto"), ("64", 64), (64, 64)])
+def test_the_threshold_is_a_number_or_auto(given: str | int, is_read_as: str | int) -> None:
+    config = load_config(ProxyConfig, None, {"decode": (D,), "disagg_threshold": given})
+    assert config.threshold == is_read_as
+
+
 @pytest.mark.parametrize(
     ("text", "names"),
     [
@@ -61,6 +67,8 @@ def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
         ({"decode": ("http://user@h:1",)}, "after the port"),
         ({"decode": (D,), "prefill": (D + "/",)}, "twice"),
         ({"decode": (D,), "routing_policy": "psychic"}, "psychic"),
+        ({"decode": (D,), "disagg_threshold": "some"}, "disagg-threshold 'some'"),
+        ({"decode": (D,), "disagg_threshold": -1}, "disagg-threshold -1"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(flags: dict[str, object], names: str) -> None:

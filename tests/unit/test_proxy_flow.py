@@ -104,7 +104,7 @@ async def test_min_tokens_keep_their_meaning_for_the_first_token() -> None:
 async def test_requests_take_nodes_in_turn() -> None:
     ps = [ScriptedNode("p1", "prefill"), ScriptedNode("p2", "prefill")]
     ds = [ScriptedNode("d1"), ScriptedNode("d2")]
-    async with running_cluster(ps, ds) as client:
+    async with running_cluster(ps, ds, routing_policy="round_robin") as client:
         for _ in range(4):
             await token_ids(client)
     assert [len(node.requests) for node in (*ps, *ds)] == [2, 2, 2, 2]
@@ -150,7 +150,7 @@ async def test_latencies_and_outcomes_are_counted() -> None:
         assert await metric(base, "vllm:inter_token_latency_seconds_count") == [3]
         assert await metric(base, "vllm:e2e_request_latency_seconds_count") == [1]
         assert await metric(base, "vllm:request_success_total", finished_reason="length") == [1]
-        labels = {"policy": "round_robin", "outcome": "ok"}
+        labels = {"policy": "prefix_aware", "outcome": "ok"}
         assert await metric(base, "tandem_proxy_node_requests_total", node=p.url, **labels) == [1]
         assert await metric(base, "tandem_proxy_node_requests_total", node=d.url, **labels) == [1]
 

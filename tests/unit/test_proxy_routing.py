@@ -1,14 +1,53 @@
-"""What each policy chooses, from plain snapshots."""
+"""What each policy chooses, from plain snapshots, and what prompts under way add to it."""
 
-from engine.rpc.messages import NodeInfo
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+
+from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
+from engine.kv_events.wire import GPU, BlockStored
+from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from engine.types import GenerateRequest
 from proxy.cluster.node import NodeView
-from proxy.routing.policies import POLICIES, LeastLoaded, RoundRobin
+from proxy.routing.in_flight import LINGER_S, InFlight
+from proxy.routing.local_prefill import LocalPrefill
+from proxy.routing.policies import (
+    POLICIES,
+    LeastLoaded,
+    PrefixAware,
+    RoundRobin,
+    Route,
+    RoutingPolicy,
+    Session,
+)
+from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.prompt import NodeHit, RoutedPrompt
+from proxy.routing.router import Router
 
-REQUEST = GenerateRequest(request_id="r", prompt_token_ids=(1,))
+SIZE = 16
+EVENTS = KVEventsInfo(
+    endpoint="inproc://none",
+    topic="",
+    hash_block_size=SIZE,
+    hash_seed="",
+    groups=(KVGroupInfo(kind="full_attention"), KVGroupInfo(kind="mamba")),
+)
 
 
-def node(name: str, *, queued: int = 0, in_flight: int = 0, usage: float = 0.0) -> NodeView:
+def node(
+    name: str,
+    *,
+    queued: int = 0,
+    in_flight: int = 0,
+    usage: float = 0.0,
+    tokens: int = 0,
+    events: KVEventsInfo | None = None,
+    **measured: Any,
+) -> NodeView:
     info = NodeInfo(
         engine_id=f"{name}-1",
         kind="decode",
@@ -17,14 +56,31 @@ def node(name: str, *, queued: int = 0, in_flight: int = 0, usage: float = 0.0) 
         vocab_size=8,
         num_requests_waiting=queued,
         kv_cache_usage=usage,
+        kv_events=events,
+        **measured,
     )
-    return NodeView(name, info, num_in_flight=in_flight)
+    return NodeView(name, info, in_flight, tokens)
+
+
+def prompt(
+    tokens: Sequence[int] = (1,),
+    hits: Mapping[str, NodeHit] = MappingProxyType({}),
+    session: str | None = None,
+) -> RoutedPrompt:
+    request = GenerateRequest(request_id="r", prompt_token_ids=tuple(tokens), session_id=session)
+    routed = RoutedPrompt(request)
+    routed.hits = hits
+    return routed
+
+
+def names(route: Route) -> tuple[str | None, str]:
+    return None if route.prefill is None else route.prefill.name, route.decode.name
 
 
 def test_round_robin_takes_each_node_in_turn() -> None:
     policy = RoundRobin()
     prefill, decode = [node("p1"), node("p2")], [node("d1"), node("d2"), node("d3")]
-    routes = [policy.choose(REQUEST, prefill, decode) for _ in range(6)]
+    routes = [policy.choose(prompt(), prefill, decode) for _ in range(6)]
     assert [route.decode.name for route in routes] == ["d1", "d2", "d3"] * 2
     assert [route.prefill and route.prefill.name for route in routes] == ["p1", "p2"] * 3
 
@@ -32,25 +88,249 @@ def test_round_robin_takes_each_node_in_turn() -> None:
 def test_round_robin_does_not_count_turns_of_absent_prefill_nodes() -> None:
     policy = RoundRobin()
     decode = [node("d1")]
-    assert policy.choose(REQUEST, [], decode).prefill is None
-    route = policy.choose(REQUEST, [node("p1"), node("p2")], decode)
-    assert route.prefill is not None
-    assert route.prefill.name == "p1"
+    assert policy.choose(prompt(), [], decode).prefill is None
+    assert names(policy.choose(prompt(), [node("p1"), node("p2")], decode)) == ("p1", "d1")
 
 
 def test_least_loaded_counts_what_is_reported_and_what_is_in_flight() -> None:
     busy = [node("a", queued=3), node("b", in_flight=2), node("c", queued=1, in_flight=1)]
-    route = LeastLoaded().choose(REQUEST, busy, list(reversed(busy)))
-    assert route.prefill is not None
-    assert (route.prefill.name, route.decode.name) == ("c", "c")
+    assert names(LeastLoaded().choose(prompt(), busy, list(reversed(busy)))) == ("c", "c")
 
 
 def test_least_loaded_breaks_ties_by_cache_usage() -> None:
     nodes = [node("full", usage=0.9), node("empty", usage=0.1)]
-    assert LeastLoaded().choose(REQUEST, [], nodes).decode.name == "empty"
+    assert LeastLoaded().choose(prompt(), [], nodes).decode.name == "empty"
 
 
-def test_every_policy_of_the_table_serves_without_prefill_nodes() -> None:
-    for make in POLICIES.values():
-        route = make().choose(REQUEST, [], [node("d")])
-        assert (route.prefill, route.decode.name) == (None, "d")
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_of_the_table_serves_without_prefill_nodes(policy: str) -> None:
+    assert names(POLICIES[policy]().choose(prompt(), [], [node("d")])) == (None, "d")
+
+
+# --- session -----------------------------------------------------------------------------------
+
+
+def test_a_session_stays_on_its_nodes_while_they_are_there() -> None:
+    prefill, decode = [node(f"p{i}") for i in range(5)], [node(f"d{i}") for i in range(7)]
+    first = {f"s{i}": Session().choose(prompt(session=f"s{i}"), prefill, decode) for i in range(99)}
+    assert {names(route)[1] for route in first.values()} == {it.name for it in decode}
+    for session, route in first.items():
+        # Another proxy, which lists and loads them otherwise, and lacks a node that is not its.
+        others = [node(it.name, queued=9) for it in reversed(decode) if it != decode[3]]
+        again = Session().choose(prompt(session=session), prefill[::-1], others)
+        assert again.prefill == route.prefill
+        if route.decode != decode[3]:
+            assert again.decode.name == route.decode.name
+
+
+def test_without_a_session_it_is_the_least_loaded() -> None:
+    assert names(Session().choose(prompt(), [], [node("a", queued=1), node("b")])) == (None, "b")
+
+
+# --- prefix_aware ------------------------------------------------------------------------------
+
+
+def with_events(*given: str) -> list[NodeView]:
+    return [node(name, events=EVENTS) for name in given]
+
+
+def test_p_is_where_states_are_and_d_where_attention_is() -> None:
+    hits = {"p1": NodeHit(992, 0), "p2": NodeHit(800, 800), "d1": NodeHit(), "d2": NodeHit(512)}
+    asked = prompt(range(1000), hits)
+    route = PrefixAware().choose(asked, with_events("p1", "p2"), with_events("d1", "d2"))
+    assert names(route) == ("p2", "d2")
+    assert (route.reason, route.prefill_hit.resumable, route.decode_hit.attention) == (
+        "prefix",
+        800,
+        512,
+    )
+
+
+def test_attention_without_a_state_draws_half_as_much() -> None:
+    p = with_events("a", "b")
+    choose = PrefixAware().choose
+    both = {"a": NodeHit(800, 0), "b": NodeHit(300, 300)}
+    assert names(choose(prompt(range(1000), both), p, [node("d")]))[0] == "a"
+    both = {"a": NodeHit(800, 0), "b": NodeHit(500, 500)}
+    assert names(choose(prompt(range(1000), both), p, [node("d")]))[0] == "b"
+
+
+def test_slower_tiers_count_less() -> None:
+    hits = {"a": NodeHit(600, 600, 300.0, 300.0), "b": NodeHit(400, 400)}
+    asked = prompt(range(1000), hits)
+    assert names(PrefixAware().choose(asked, with_events("a", "b"), [node("d")]))[0] == "b"
+
+
+def test_a_queue_outweighs_a_hit() -> None:
+    asked = prompt(range(1000), {"p1": NodeHit(900, 900)})
+    short, long = node("p1", tokens=800, events=EVENTS), node("p1", tokens=1000, events=EVENTS)
+    other = with_events("p2")
+    assert names(PrefixAware().choose(asked, [short, *other], [node("d")]))[0] == "p1"
+    assert names(PrefixAware().choose(asked, [long, *other], [node("d")]))[0] == "p2"
+
+
+def test_measured_rates_count_and_others_stand_in_for_missing_ones() -> None:
+    fast = node("fast", tokens=3000, events=EVENTS, prefill_tokens_per_s=10_000.0)
+    slow = node("slow", events=EVENTS, prefill_tokens_per_s=1_000.0)
+    assert names(PrefixAware().choose(prompt(range(1000)), [slow, fast], [node("d")]))[0] == "fast"
+    new = node("new", tokens=500, events=EVENTS)  # as fast as the others are in the mean
+    chosen = PrefixAware().choose(prompt(range(1000)), [slow, fast, new], [node("d")])
+    assert names(chosen)[0] == "new"
+
+
+def test_nodes_without_events_are_chosen_by_load() -> None:
+    p, d = [node("p1", queued=2), node("p2")], [node("d1", queued=1), node("d2")]
+    for _ in range(3):
+        route = PrefixAware().choose(prompt(range(99)), p, d)
+        by_load = LeastLoaded().choose(prompt(range(99)), p, d)
+        assert route == replace(by_load, reason="no_events")
+
+
+def test_unknown_prompts_spread_over_idle_nodes() -> None:
+    policy, p, d = PrefixAware(), with_events("p1", "p2", "p3"), with_events("d1", "d2")
+    routes = [policy.choose(prompt(range(99)), p, d) for _ in range(6)]
+    assert Counter(names(it)[0] for it in routes) == {"p1": 2, "p2": 2, "p3": 2}
+    assert Counter(names(it)[1] for it in routes) == {"d1": 3, "d2": 3}
+    assert {it.reason for it in routes} == {"load"}
+
+
+def replay(
+    policy: RoutingPolicy, prompts: Sequence[RoutedPrompt], nodes: Sequence[NodeView]
+) -> Counter[str]:
+    """How many prompts each P gets of a stream that the nodes just manage to compute."""
+    queues = {it.name: 0 for it in nodes}
+    gets: Counter[str] = Counter()
+    for asked in prompts:
+        views = [node(name, tokens=queue, events=EVENTS) for name, queue in queues.items()]
+        chosen = policy.choose(asked, views, [node("d")]).prefill
+        assert chosen is not None
+        gets[chosen.name] += 1
+        queues[chosen.name] += asked.num_tokens - asked.hit(chosen.name).resumable
+        for name in queues:
+            queues[name] = max(0, queues[name] - asked.num_tokens // len(nodes))
+    return gets
+
+
+def test_a_block_that_all_prompts_share_does_not_draw_them_to_one_node() -> None:
+    nodes = with_events("a", "b", "c", "d")
+    shared = {"a": NodeHit(512, 512)}
+    prompts = [prompt(range(6000 + i), shared) for i in range(80)]
+    gets = replay(PrefixAware(), prompts, nodes)
+    assert max(gets.values()) <= 25, gets
+    assert min(gets.values()) >= 15, gets
+
+
+def test_a_prompt_that_all_share_stays_where_it_is_until_a_queue_forms() -> None:
+    nodes = with_events("a", "b", "c", "d")
+    prompts = [prompt(range(6000), {"a": NodeHit(5984, 5984)}) for _ in range(40)]
+    assert replay(PrefixAware(), prompts, nodes) == {"a": 40}
+
+
+# --- conditional disaggregation ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("threshold", "cached", "is_local"),
+    [(0, 990, False), (100, 0, False), (100, 899, False), (100, 901, True), (2000, 0, True)],
+)
+def test_prompts_of_which_d_lacks_little_stay_there(
+    threshold: int, cached: int, is_local: bool
+) -> None:
+    hit = NodeHit(cached, cached)
+    route = Route(node("p"), node("d"), "load", decode_hit=hit)
+    applied = LocalPrefill(threshold).applied(prompt(range(1000)), route)
+    assert (applied.prefill is None) == is_local
+    assert (applied.reason == "below_threshold") == is_local
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_local"),
+    [
+        ({"link_bytes_per_s": 1e10, "kv_bytes_per_token": 1000}, False),
+        ({"link_bytes_per_s": 1e7, "kv_bytes_per_token": 100_000}, True),
+        ({"state_bytes": 10**9, "link_bytes_per_s": 1e9}, True),
+        ({"link_bytes_per_s": 1e7, "prefill_tokens_per_s": 10.0}, False),
+    ],
+)
+def test_auto_compares_measured_lines(rates: dict[str, float], is_local: bool) -> None:
+    measured: dict[str, Any] = {"prefill_tokens_per_s": 1000.0, **rates}
+    route = Route(node("p", prefill_tokens_per_s=1000.0), node("d", **measured), "load")
+    assert (LocalPrefill("auto").applied(prompt(range(1000)), route).prefill is None) == is_local
+
+
+# --- prompts under way -------------------------------------------------------------------------
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_is_under_way_is_expected_until_some_seconds_after_its_end() -> None:
+    clock = Clock()
+    in_flight, asked = InFlight(clock=clock), prompt(range(1000))
+    with in_flight.expecting(asked, "p1", EVENTS):
+        clock.now += 100.0
+        assert in_flight.hits(asked) == {"p1": NodeHit(992, 992)}
+        # A longer prompt goes on where the states are, one that differs has only attention.
+        assert in_flight.hits(prompt(range(1200))) == {"p1": NodeHit(992, 992)}
+        branch = [*range(700), *range(2000, 2300)]
+        assert in_flight.hits(prompt(branch)) == {"p1": NodeHit(640, 0)}
+        assert in_flight.hits(prompt(range(5, 1000))) == {}
+    clock.now += LINGER_S - 0.1
+    assert in_flight.hits(asked) == {"p1": NodeHit(992, 992)}
+    clock.now += 0.2
+    assert in_flight.hits(asked) == {}
+
+
+def test_nothing_is_expected_of_failures_restarts_and_nodes_without_events() -> None:
+    in_flight, asked = InFlight(), prompt(range(1000))
+    with in_flight.expecting(asked, "p1", None):
+        assert in_flight.hits(asked) == {}
+    with pytest.raises(RuntimeError), in_flight.expecting(asked, "p1", EVENTS):
+        raise RuntimeError
+    assert in_flight.hits(asked) == {}
+    with in_flight.expecting(asked, "p1", EVENTS), in_flight.expecting(asked, "p2", EVENTS):
+        in_flight.forget("p1")
+        assert in_flight.hits(asked) == {"p2": NodeHit(992, 992)}
+    assert in_flight.hits(asked) == {"p2": NodeHit(992, 992)}
+
+
+async def test_a_burst_of_equal_prompts_meets_on_one_node_before_any_event() -> None:
+    router, expected = Router("prefix_aware", PrefixIndex()), []
+    queues = dict.fromkeys(("p1", "p2", "p3"), 0)
+    chosen = []
+    for _ in range(8):
+        asked = prompt(range(4000))
+        await router.refresh(asked)
+        views = [node(name, tokens=queue, events=EVENTS) for name, queue in queues.items()]
+        route = router.choose(asked, views, with_events("d1", "d2"))
+        assert route.prefill is not None
+        chosen.append(names(route))
+        queues[route.prefill.name] += 4000 - route.prefill_hit.resumable
+        for it in (route.prefill, route.decode):
+            expected.append(router.expecting(asked, it))
+            expected[-1].__enter__()
+    assert chosen[1:] == chosen[:1] * 7
+    for each in expected:
+        each.__exit__(None, None, None)
+
+
+async def test_events_and_expectations_are_one_hit() -> None:
+    index = PrefixIndex()
+    index.set_node("p1", EVENTS)
+    router, asked = Router("prefix_aware", index), prompt(range(1000))
+    digests = PrefixDigests(PrefixHasher(SIZE), list(range(1000)), None).boundaries()
+    blocks, state = tuple(digests[1:11]), (digests[10],)
+    index.apply("p1", [BlockStored(blocks, None, (), SIZE, medium=GPU, group_idx=0)])
+    index.apply("p1", [BlockStored(state, None, (), SIZE, medium=GPU, group_idx=1)])
+    longer = prompt([*range(600), 5])
+    with router.expecting(longer, node("p1", events=EVENTS)):
+        await router.refresh(asked)
+        route = router.choose(asked, with_events("p1"), with_events("d1"))
+    assert route.prefill_hit == NodeHit(592, 592)
+    assert asked.hits.keys() == {"p1"}

@@ -1,0 +1,84 @@
+"""Estimates of what a request takes on a node, in seconds. Pure.
+
+Rates are the nodes' own measurements. A node that has measured nothing yet counts as its peers do,
+and where nobody has, a constant stands in: only the choice between nodes depends on it.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from proxy.cluster.node import NodeView
+from proxy.routing.prompt import NodeHit
+
+PREFILL_TOKENS_PER_S: Final = 5_000.0
+DECODE_TOKENS_PER_S: Final = 500.0
+LINK_BYTES_PER_S: Final = 1e9
+KV_BYTES_PER_TOKEN: Final = 32_768.0
+DECODE_TOKENS_AHEAD: Final = 16
+"""Tokens of an answer for which it counts how many requests share D."""
+POTENTIAL: Final = 0.5
+"""The worth of a token whose attention is cached without a state to resume from.
+
+A node that has the attention of a prompt soon has a state at its branch point too, so prompts that
+share a prefix should meet there; half of the value did best in replays of published traces.
+"""
+
+
+@dataclass(slots=True, frozen=True)
+class Rates:
+    """What a node counts with that has not measured it."""
+
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    link_bytes_per_s: float
+    kv_bytes_per_token: float
+
+    @classmethod
+    def of(cls, prefill: Sequence[NodeView], decode: Sequence[NodeView]) -> "Rates":
+        """The means of those nodes that know them."""
+        computing = prefill or decode
+        return cls(
+            _mean((node.info.prefill_tokens_per_s for node in computing), PREFILL_TOKENS_PER_S),
+            _mean((node.info.decode_tokens_per_s for node in decode), DECODE_TOKENS_PER_S),
+            _mean((node.info.link_bytes_per_s for node in decode), LINK_BYTES_PER_S),
+            _mean((node.info.kv_bytes_per_token for node in decode), KV_BYTES_PER_TOKEN),
+        )
+
+    def queue_s(self, node: NodeView) -> float:
+        """Until `node` has computed the prompts that it already has."""
+        return queued_tokens(node) / (node.info.prefill_tokens_per_s or self.prefill_tokens_per_s)
+
+    def prefill_s(self, node: NodeView, hit: NodeHit, num_tokens: int) -> float:
+        """The computing of a prompt of `num_tokens` tokens on `node`."""
+        resumable = hit.resumable - hit.resumable_discount
+        potential = max(0.0, hit.attention - hit.attention_discount - resumable)
+        uncached = num_tokens - resumable - POTENTIAL * potential
+        return uncached / (node.info.prefill_tokens_per_s or self.prefill_tokens_per_s)
+
+    def transfer_s(self, node: NodeView, hit: NodeHit, num_tokens: int) -> float:
+        """The pull of the states, and of the attention that decode node `node` lacks."""
+        missing = num_tokens - hit.attention + hit.attention_discount
+        per_token = node.info.kv_bytes_per_token or self.kv_bytes_per_token
+        rate = node.info.link_bytes_per_s or self.link_bytes_per_s
+        return (node.info.state_bytes + missing * per_token) / rate
+
+    def decode_s(self, node: NodeView) -> float:
+        """The first tokens of an answer among those that `node` already makes."""
+        rate = node.info.decode_tokens_per_s or self.decode_tokens_per_s
+        return num_requests(node) * DECODE_TOKENS_AHEAD / rate
+
+
+def num_requests(node: NodeView) -> int:
+    """Requests on a node: the proxy's own count is newer than what the node has reported."""
+    return max(node.info.num_requests_running + node.info.num_requests_waiting, node.num_in_flight)
+
+
+def queued_tokens(node: NodeView) -> int:
+    """Prompt tokens that a node still has to compute, as far as is known."""
+    return max(node.info.num_waiting_tokens, node.num_tokens_in_flight)
+
+
+def _mean(values: Iterable[float], default: float) -> float:
+    known = [value for value in values if value > 0]
+    return sum(known) / len(known) if known else default

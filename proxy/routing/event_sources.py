@@ -1,0 +1,78 @@
+"""The nodes' KV events on their way into the index: follows what each node says of itself.
+
+A node tells where it publishes, so nobody configures it here. A node that has restarted is another
+one: what it held is forgotten at once, before its own events say so.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from engine.errors import ConfigError
+from engine.kv_events.follower import EventSource, SourceStats
+from engine.kv_events.subscriber import EventSubscriber
+from engine.rpc.messages import KVEventsInfo, NodeInfo
+from proxy.routing.prefix_index import PrefixIndex
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True, frozen=True)
+class _Followed:
+    engine_id: str
+    info: KVEventsInfo
+
+
+class EventSources:
+    """Owns the one subscriber of a proxy; belongs to the event loop.
+
+    `index` is the subscriber's sink. `on_loss` hears of nodes that have lost what they held.
+    """
+
+    def __init__(self, index: PrefixIndex, on_loss: Callable[[str], None]) -> None:
+        self._index = index
+        self._on_loss = on_loss
+        self._subscriber = EventSubscriber(index)
+        self._followed: dict[str, _Followed] = {}
+
+    def follow(self, name: str, info: NodeInfo) -> None:
+        """Node `name` has described itself."""
+        known = self._followed.get(name)
+        now = None if info.kv_events is None else _Followed(info.engine_id, info.kv_events)
+        if now == known:
+            return
+        if known is not None:
+            self._leave(name)
+        if now is not None:
+            self._join(name, now)
+
+    def stats(self) -> dict[str, SourceStats]:
+        """By node what was received since it was followed."""
+        return {name: self._subscriber.stats(name) for name in self._followed}
+
+    def close(self) -> None:
+        """Ends the subscriber's thread."""
+        self._followed.clear()
+        self._subscriber.close()
+
+    def _join(self, name: str, followed: _Followed) -> None:
+        info = followed.info
+        # The index knows the node before its first event comes.
+        self._index.set_node(name, info)
+        source = EventSource(info.endpoint, info.replay_endpoint, info.topic)
+        try:
+            self._subscriber.add(name, source)
+        except ConfigError as error:
+            # What a node says of itself must not end the proxy: it is routed to by its load.
+            log.error("node's KV events cannot be followed", node=name, problem=str(error))
+            return
+        self._followed[name] = followed
+        log.info("node's KV events are followed", node=name, endpoint=info.endpoint)
+
+    def _leave(self, name: str) -> None:
+        del self._followed[name]
+        self._subscriber.remove(name)
+        # After `remove`, so that nothing of the old incarnation comes behind.
+        self._index.remove_node(name)
+        self._on_loss(name)

@@ -1,0 +1,132 @@
+"""Prompts under way: what nodes will soon hold, before their events say so.
+
+Without it the equal prompts of one burst would be spread over all nodes.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import compress
+from typing import Final
+
+from engine.rpc.messages import KVEventsInfo
+from proxy.routing.block_table import BlockTable, by_slot, longest
+from proxy.routing.layout_index import MAMBA
+from proxy.routing.prompt import NO_HIT, HashKey, NodeHit, RoutedPrompt
+
+LINGER_S: Final = 5.0
+"""After a request's end, until its events have come for sure."""
+MARK_EVERY: Final = 8
+"""Hash blocks from one remembered boundary to the next: memory and time against precision."""
+MAX_ENDED: Final = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Expectation:
+    """The prefixes that a node will hold: `marks` of attention, and `end`, where it keeps states.
+
+    `is_over`: it counts no longer.
+    """
+
+    name: str
+    key: HashKey
+    marks: tuple[bytes, ...]
+    end: tuple[bytes, ...]
+    is_over: bool = False
+
+
+class InFlight:
+    """Belongs to the event loop. `linger_s`: seconds for which a request that has ended counts."""
+
+    def __init__(
+        self, linger_s: float = LINGER_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._linger_s = linger_s
+        self._clock = clock
+        self._bits: dict[str, int] = {}
+        self._marks: dict[HashKey, BlockTable] = {}
+        self._ends = BlockTable()
+        self._living: dict[str, set[_Expectation]] = {}
+        self._ended: deque[tuple[float, _Expectation]] = deque()
+
+    @contextmanager
+    def expecting(
+        self, prompt: RoutedPrompt, name: str, info: KVEventsInfo | None
+    ) -> Iterator[None]:
+        """The node `name` computes or loads the prompt until the block ends, and then keeps it.
+
+        A block that ends with an exception leaves nothing to expect. Nodes without events keep
+        nothing that could be counted on.
+        """
+        if info is None:
+            yield
+            return
+        expectation = self._begin(prompt, name, info)
+        try:
+            yield
+        except BaseException:
+            self._end(expectation)
+            raise
+        self._ended.append((self._clock() + self._linger_s, expectation))
+        if len(self._ended) > MAX_ENDED:
+            self._end(self._ended.popleft()[1])
+
+    def forget(self, name: str) -> None:
+        """A node has lost what it held."""
+        for expectation in list(self._living.get(name, ())):
+            self._end(expectation)
+
+    def hits(self, prompt: RoutedPrompt) -> dict[str, NodeHit]:
+        """By node what it holds of the prompt, by `prompt.hits`, or soon will.
+
+        States stand where a prompt under way has its last hash block before its last token: they
+        count only if all of it is the beginning of this prompt.
+        """
+        self._expire()
+        hits = dict(prompt.hits)
+        for key, marks in self._marks.items():
+            if not marks.nodes:
+                continue
+            ends = self._find(self._ends, prompt, key)
+            for name, attention in self._find(marks, prompt, key).items():
+                known, resumable = hits.get(name, NO_HIT), ends.get(name, 0)
+                if attention > known.attention or resumable > known.resumable:
+                    hits[name] = known.or_better(NodeHit(attention, resumable))
+        return hits
+
+    def _begin(self, prompt: RoutedPrompt, name: str, info: KVEventsInfo) -> _Expectation:
+        key = HashKey.of(info)
+        boundaries = prompt.boundaries(key)[: (prompt.num_tokens - 1) // info.hash_block_size + 1]
+        last = tuple(boundaries[1:][-1:])
+        marks = tuple({*boundaries[MARK_EVERY::MARK_EVERY], *last})
+        has_states = any(group.kind == MAMBA for group in info.groups)
+        expectation = _Expectation(name, key, marks, last if has_states else marks)
+        bit = self._bits.setdefault(name, 1 << len(self._bits))
+        self._marks.setdefault(key, BlockTable()).store(bit, marks)
+        self._ends.store(bit, expectation.end)
+        self._living.setdefault(name, set()).add(expectation)
+        return expectation
+
+    def _end(self, expectation: _Expectation) -> None:
+        if not expectation.is_over:
+            expectation.is_over = True
+            bit = self._bits[expectation.name]
+            self._marks[expectation.key].remove(bit, expectation.marks)
+            self._ends.remove(bit, expectation.end)
+            self._living[expectation.name].remove(expectation)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._ended and self._ended[0][0] <= now:
+            self._end(self._ended.popleft()[1])
+
+    def _find(self, table: BlockTable, prompt: RoutedPrompt, key: HashKey) -> dict[str, int]:
+        size, every = key.hash_block_size, (1 << len(self._bits)) - 1
+        digests = prompt.boundaries(key)[1 : (prompt.num_tokens - 1) // size + 1]
+        known = compress(range(len(digests)), map(table.nodes.__contains__, digests))
+        places = reversed(list(known))
+        lengths = longest((((k + 1) * size, table.nodes[digests[k]]) for k in places), every)
+        names = list(self._bits)
+        return {names[number]: tokens for number, tokens in by_slot(lengths).items()}
