@@ -93,10 +93,10 @@ class ClusterConfig(Config, frozen=True):
         return dict(total)
 
     def node(self, kind: str) -> NodeConfig:
-        """The NodeConfig of `prefill` or `decode` nodes; port 0 unless it is given."""
+        """The NodeConfig of `prefill` or `decode` nodes; port 0 and KV events on unless given."""
         group = self.prefill if kind == "prefill" else self.decode
         # The group's own fields win over those of all nodes.
-        fields = {**self._shared_fields(), **group.config}
+        fields = _publishing({**self._shared_fields(), **group.config})
         config = decode_config(fields, NodeConfig, f"{kind}.config")
         _check_drain(config.drain_timeout, f"{kind}.config")
         if group.replicas > 1 and (config.port or config.grpc_port):
@@ -140,6 +140,15 @@ def load_cluster(file: Path = DEMO_CLUSTER) -> ClusterConfig:
         raise ConfigError(f"{file}: {error}") from error
     folder = (file.parent / config.model).resolve()
     return msgspec.structs.replace(config, model=str(folder)) if folder.is_dir() else config
+
+
+def _publishing(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a node that publishes KV events unless they say no: the proxy routes by them."""
+    given = fields.get("kv_events_config", {})
+    # Without a prefix cache there is nothing to announce, and a wrong value is named elsewhere.
+    if not fields.get("enable_prefix_caching", True) or not isinstance(given, dict):
+        return fields
+    return {**fields, "kv_events_config": {"enable_kv_cache_events": True, **given}}
 
 
 def _check_drain(seconds: float, source: str) -> None:

@@ -1,4 +1,4 @@
-"""`python -m deploy.demo`: one prompt, two nodes, and proof of one node's tokens."""
+"""`python -m deploy.demo`: one prompt, two nodes or more, and proof of one node's tokens."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 
 from deploy.config import ClusterConfig, load_cluster
-from deploy.demo.talk import Exchange, Talk, table_of
+from deploy.demo.talk import Exchange, Talk, choices_of, table_of
 from deploy.process import stop_on_signals
 from deploy.session import embedded_cluster, state_file
 from engine.errors import TandemError
@@ -44,31 +44,39 @@ class Steps:
         self._console.print(f"[dim]{seconds:5.1f} s[/] {text}", highlight=False)
 
 
-def show(console: Console) -> bool:
+def show(console: Console, config: ClusterConfig) -> bool:
     """Runs the demo; whether the tokens are right."""
     steps = Steps(console)
-    with embedded_cluster(_on_port(0), os.environ, steps, state=None) as (_, members):
+    with embedded_cluster(config, os.environ, steps, state=None) as (_, members):
         console.rule("through proxy, prefill node and decode node")
         pair = asyncio.run(_run(members[-1].url, console))
         console.rule()
         steps("sending the same requests to a single kv_both node")
         alone = asyncio.run(_alone())
     console.print(table_of(pair))
+    if max(config.prefill.replicas, config.decode.replicas) > 1:
+        console.print(choices_of(pair, {member.rpc_url: member.name for member in members}))
     return _compare(pair, alone, console)
 
 
-def keep(console: Console, port: int) -> None:
+def keep(console: Console, config: ClusterConfig) -> None:
     """Keeps the cluster up until Ctrl-C or `deploy down`."""
     state = state_file(os.environ.get("XDG_RUNTIME_DIR"))
-    with embedded_cluster(_on_port(port), os.environ, Steps(console), state=state) as (_, members):
+    with embedded_cluster(config, os.environ, Steps(console), state=state) as (_, members):
         text = EXAMPLES.format(url=members[-1].url, name=NAME)
         console.print(text, highlight=False, soft_wrap=True)
         threading.Event().wait()
 
 
-def _on_port(port: int) -> ClusterConfig:
+def _cluster(port: int, *, prefill: int, decode: int) -> ClusterConfig:
+    """The demo's cluster with so many nodes."""
     config = load_cluster()
-    return msgspec.structs.replace(config, proxy={**config.proxy, "port": port})
+    return msgspec.structs.replace(
+        config,
+        prefill=msgspec.structs.replace(config.prefill, replicas=prefill),
+        decode=msgspec.structs.replace(config.decode, replicas=decode),
+        proxy={**config.proxy, "port": port},
+    )
 
 
 async def _run(url: str, console: Console) -> list[Exchange]:
@@ -112,15 +120,19 @@ def main(
         bool, typer.Option("--keep", help="Stay up and print how to talk to it.")
     ] = False,
     port: Annotated[int, typer.Option(help="Port of the proxy with --keep.")] = 8000,
+    *,
+    prefill: Annotated[int, typer.Option(min=1, max=8, help="Prefill nodes.")] = 1,
+    decode: Annotated[int, typer.Option(min=1, max=8, help="Decode nodes.")] = 1,
 ) -> None:
     """The main job of Tandem on this machine, in a minute."""
     stop_on_signals()
     configure_logging("WARNING")
     console = Console()
+    config = _cluster(port if stay else 0, prefill=prefill, decode=decode)
     try:
         if stay:
-            keep(console, port)
-        elif not show(console):
+            keep(console, config)
+        elif not show(console, config):
             raise typer.Exit(code=1)
     except KeyboardInterrupt as error:
         console.print("stopped")

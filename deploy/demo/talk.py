@@ -3,7 +3,7 @@
 Knows only a client of the proxy.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -37,6 +37,8 @@ COLUMNS = (
     "TTFT\nms",
     "ITL\nms",
 )
+
+CHOICE_COLUMNS = ("expected\non P", "hit\non P", "expected\non D", "hit\non D")
 
 
 @dataclass(slots=True)
@@ -120,9 +122,41 @@ def table_of(exchanges: Iterable[Exchange]) -> Table:
     return table
 
 
+def choices_of(exchanges: Iterable[Exchange], names: Mapping[str, str]) -> Table:
+    """One row per request: its nodes, why, and the cached tokens that the router counted on.
+
+    `names`: the nodes' own, by URL.
+    """
+    table = Table(title="What the router chose", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in ("request", "P", "D", "reason"):
+        table.add_column(column, no_wrap=True)
+    for column in CHOICE_COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    for exchange in exchanges:
+        table.add_row(exchange.name, *_choice_cells(exchange, names))
+    return table
+
+
+def _choice_cells(exchange: Exchange, names: Mapping[str, str]) -> list[str]:
+    choice, moved = _extra(exchange, "routing"), _extra(exchange, "kv_transfer")
+    nodes = [names.get(choice.get(kind) or "", "-") for kind in ("prefill", "decode")]
+    return [
+        *nodes,
+        choice.get("reason", "-"),
+        str(choice.get("prefill_hit_tokens", 0)),
+        str(moved.get("prefill_cached_tokens", "-")),
+        str(choice.get("decode_hit_tokens", 0)),
+        str(moved.get("decode_cached_tokens", "-")),
+    ]
+
+
+def _extra(exchange: Exchange, name: str) -> dict[str, Any]:
+    """What Tandem adds to OpenAI's `usage`."""
+    return (exchange.usage.model_extra or {}).get(name) or {}
+
+
 def _cells(exchange: Exchange) -> list[str]:
-    usage = exchange.usage
-    moved = (usage.model_extra or {}).get("kv_transfer") or {}
+    usage, moved = exchange.usage, _extra(exchange, "kv_transfer")
     return [
         str(usage.prompt_tokens),
         str(moved.get("prefill_cached_tokens", 0)),

@@ -211,7 +211,7 @@ def test_the_demo_shows_equal_tokens_and_leaves_nothing() -> None:
     names, folders = orphans(), _session_folders()
     processes: set[psutil.Process] = set()
     with subprocess.Popen(
-        [sys.executable, "-m", "deploy.demo"],
+        [sys.executable, "-m", "deploy.demo", "--prefill", "2", "--decode", "2"],
         env={**os.environ, "COLUMNS": "80"},
         stdout=subprocess.PIPE,
         text=True,
@@ -224,6 +224,13 @@ def test_the_demo_shows_equal_tokens_and_leaves_nothing() -> None:
     assert demo.returncode == 0, said
     rows = re.findall(r"^ (completion|chat|turn \d of 3) +(\d+) +(\d+)", said, re.M)
     assert len(rows) == 5
+    choice = r"^ \S.* (prefill-[01]) +(decode-[01]) +(\w+) +(\d+) +(\d+) +(\d+) +(\d+)"
+    choices = re.findall(choice, said, re.M)
+    assert len(choices) == 5
+    # The events of turn 1 lead turn 2 to its nodes, which have at least what the router expects.
+    assert [reason for *_, reason, _, _, _, _ in choices[3:]] == ["prefix", "prefix"]
+    for *_, on_p, hit_p, on_d, hit_d in choices:
+        assert int(on_p) <= int(hit_p) and int(on_d) <= int(hit_d), said
     assert "tokens equal those of a single kv_both node" in said
     assert len(processes) > 3
     assert not list(filter(is_alive, processes))

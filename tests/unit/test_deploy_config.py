@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from deploy.config import load_cluster
-from deploy.demo.talk import Exchange, table_of
+from deploy.demo.talk import Exchange, choices_of, table_of
 from deploy.session import FOLDER_PREFIX, ClusterState, Session, read_state, shown_session
 from engine.errors import ConfigError, UnavailableError
 
@@ -72,6 +72,25 @@ def test_nodes_share_the_options_of_the_cluster_and_may_win_over_them(tmp_path: 
     p, d = config.node("prefill"), config.node("decode")
     assert (p.prefix_hash_seed, d.prefix_hash_seed) == ("s", "s")
     assert (p.mamba_checkpoint_share, d.mamba_checkpoint_share) == (0.25, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_published", "topic"),
+    [
+        ({}, True, ""),
+        ({"kv_events_config": {"topic": "kv@pod@model"}}, True, "kv@pod@model"),
+        ({"kv_events_config": {"enable_kv_cache_events": False}}, False, ""),
+        ({"enable_prefix_caching": False}, False, ""),
+    ],
+)
+def test_nodes_publish_events_unless_they_are_told_otherwise(
+    tmp_path: Path, given: dict[str, object], is_published: bool, topic: str
+) -> None:
+    own = load_cluster(write_cluster(tmp_path, decode={"config": given}))
+    for config in (load_cluster(write_cluster(tmp_path, config=given)), own):
+        events = config.node("decode").kv_events_config
+        assert (events.is_published, events.topic) == (is_published, topic)
+    assert own.node("prefill").kv_events_config.is_published
 
 
 def test_places_and_what_they_take_together(tmp_path: Path) -> None:
@@ -162,3 +181,23 @@ def test_the_table_fits_eighty_columns() -> None:
     cells = ("turn 3 of 3", "9,999,999", "999,999", "1234.5", "123.45")
     assert all(cell in out.getvalue() for cell in cells), out.getvalue()
     assert "…" not in out.getvalue()
+
+
+def test_choices_fit_eighty_columns_and_name_nodes_as_the_cluster_does() -> None:
+    """With four-digit prompts, and a request that D did alone; the URLs are unknown to users."""
+    names = {"grpc://127.0.0.1:1": "prefill-7", "grpc://127.0.0.1:2": "decode-7"}
+    hits = {"prefill_hit_tokens": 8176, "decode_hit_tokens": 8160}
+    whole = {"prefill": "grpc://127.0.0.1:1", "decode": "grpc://127.0.0.1:2", **hits}
+    moved = {"prefill_cached_tokens": 8191, "decode_cached_tokens": 8161}
+    usages = [
+        {"routing": {**whole, "reason": "prefix"}, "kv_transfer": moved},
+        {"routing": {**whole, "prefill": None, "reason": "below_threshold"}},
+    ]
+    exchanges = [Exchange("turn", usage=SimpleNamespace(model_extra=each)) for each in usages]
+    out = io.StringIO()
+    Console(file=out, width=80).print(choices_of(exchanges, names))
+    rows = [line.split() for line in out.getvalue().splitlines() if line.startswith(" turn")]
+    assert rows == [
+        ["turn", "prefill-7", "decode-7", "prefix", "8176", "8191", "8160", "8161"],
+        ["turn", "-", "decode-7", "below_threshold", "8176", "-", "8160", "-"],
+    ]
