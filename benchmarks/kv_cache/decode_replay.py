@@ -1,6 +1,7 @@
 """A decode node's KV cache without a model: what every hand-over has to move. Ids only."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.kv_cache.traces import Record, Segment, TokenTable
@@ -8,9 +9,11 @@ from connector.pd.decode.pull_plan import PullPlan, plan_pull
 from connector.pd.layout import SequenceBlocks, blocks_announced
 from connector.pd.wire.geometry import geometry_of
 from engine.kv_cache.coverage import Coverage
+from engine.kv_cache.listener import CacheListener
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
+from engine.kv_cache.tables import BlockTables
 
 NOTHING = PullPlan((), (), (), 0, 0, SequenceBlocks(()))
 
@@ -34,7 +37,9 @@ def hand_overs(records: Sequence[Record], hasher: PrefixHasher) -> Iterator[Hand
     for line, record in enumerate(records):
         answer = (answers[line],) if line in answers else ()
         tokens = table.tokens((*record.pieces(), *answer))
-        yield HandOver(PrefixDigests(hasher, tokens, None), record.input_length, len(tokens))
+        yield HandOver(
+            PrefixDigests(hasher, tokens, record.cache_salt), record.input_length, len(tokens)
+        )
 
 
 class DecodeNode:
@@ -43,31 +48,42 @@ class DecodeNode:
     Without `remembers` nothing stays for the next hand-over.
     """
 
-    def __init__(self, plan: ArenaPlan, *, remembers: bool = True) -> None:
-        self.cache = KVCacheManager(plan, prefix_caching=remembers)
+    def __init__(
+        self, plan: ArenaPlan, *, remembers: bool = True, listener: CacheListener | None = None
+    ) -> None:
+        self.cache = KVCacheManager(plan, prefix_caching=remembers, listener=listener)
 
     def serve(self, request: HandOver) -> PullPlan:
         """Pulls what is not here, decodes, lets go; raises RuntimeError when it does not fit."""
+        plan, size = self.cache.plan, request.num_prompt
+        with self.serving(request) as (tables, local):
+            if all(num_tokens == size for num_tokens in local):
+                return NOTHING
+            nowhere = [(0,) * len(blocks) for blocks in tables.groups]
+            return plan_pull(
+                plan,
+                blocks_announced(plan, geometry_of(plan), nowhere, num_tokens=size),
+                tables.groups,
+                num_tokens=size,
+                ranges=[(num_tokens, size) for num_tokens in local],
+            )
+
+    @contextmanager
+    def serving(self, request: HandOver) -> Iterator[tuple[BlockTables, Sequence[int]]]:
+        """A request's tables and, by group, the tokens that are here: the block pulls the rest.
+
+        Raises RuntimeError when the prompt does not fit.
+        """
         cache, size = self.cache, request.num_prompt
         hit = cache.find_hit(request.prefix, size, Coverage(size, (size,)))
-        is_here = all(local == size for local in hit.local)
         if (tables := cache.start(hit, size)) is None:
             raise RuntimeError(f"a prompt of {size} tokens does not fit {cache.plan.arena_bytes}")
         cache.states.take_new()
         cache.copies_done()
-        pull = NOTHING
-        if not is_here:
-            nowhere = [(0,) * len(blocks) for blocks in tables.groups]
-            pull = plan_pull(
-                cache.plan,
-                blocks_announced(cache.plan, geometry_of(cache.plan), nowhere, num_tokens=size),
-                tables.groups,
-                num_tokens=size,
-                ranges=[(local, size) for local in hit.local],
-            )
+        yield tables, hit.local
+        if any(local < size for local in hit.local):
             cache.keep_loaded(tables, request.prefix, size)
             cache.copies_done()
         if cache.grow(tables, request.num_tokens):
             cache.retire(tables, request.prefix, request.num_tokens)
         cache.free(tables)
-        return pull

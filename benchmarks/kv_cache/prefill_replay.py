@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from benchmarks.kv_cache.traces import Record, TokenTable, ideal_hits
 from engine.kv_cache.checkpoints import INTERVAL, TAIL, due
+from engine.kv_cache.listener import CacheListener
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
@@ -117,8 +118,15 @@ class Tally:
 class PrefillNode:
     """One node's cache and what its prompts found there."""
 
-    def __init__(self, plan: ArenaPlan, policy: Policy | None, *, chunk: int = CHUNK) -> None:
-        self.cache = KVCacheManager(plan)
+    def __init__(
+        self,
+        plan: ArenaPlan,
+        policy: Policy | None,
+        *,
+        chunk: int = CHUNK,
+        listener: CacheListener | None = None,
+    ) -> None:
+        self.cache = KVCacheManager(plan, listener=listener)
         self.tally = Tally()
         self._policy = policy
         self._chunk = chunk

@@ -1,0 +1,129 @@
+"""`python -m benchmarks.routing`: routing policies on a simulated cluster.
+
+The proxy's real index, prompts under way and policies, and every node's real KV cache with the
+units of Qwen3.5-4B; only computing, links and time are simulated. G1 conversation, G2 documents, a
+trap in which all prompts share 512 tokens and nothing else, or a trace in Mooncake's format.
+
+- TTFT: queue and prefill on P, one prompt after another, then the pull, then a slot on D.
+- hit: tokens that P did not compute; the first quarter of the requests fills caches, uncounted.
+- utilisation: how busy least_loaded keeps P with the hits that it finds; all policies then have the
+  same nodes.
+- longest_prefix: the node that holds most of the prompt, whatever waits there.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks import machine, report
+from benchmarks.kv_cache.traces import TraceError
+from benchmarks.pairs import Spread
+from benchmarks.plots import curves, grouped_bars
+from benchmarks.routing.event_feed import EventPath
+from benchmarks.routing.experiment import (
+    DELAYS,
+    JUDGED_DELAY,
+    NO_DELAY,
+    Cluster,
+    Row,
+    Verdict,
+    measure,
+    read,
+    verdicts,
+)
+from benchmarks.routing.simulator import ALL_POLICIES
+
+SECONDS, QUICK_SECONDS = 600.0, 180.0
+HEADERS = ("case", "hit %", "TTFT mean s", "p90 s", "p99 s", "busiest node", "decision us")
+VERDICT_HEADERS = ("check", "found", "at most", "met")
+
+
+def cells(row: Row) -> list[str]:
+    """One line of a table."""
+    out = row.outcome
+    times = (f"{seconds:.2f}" for seconds in (out.mean_s, out.p90_s, out.p99_s))
+    case = f"{row.workload}: {row.policy}"
+    return [case, f"{out.hit_share:.1%}", *times, f"{out.busiest:.0%}", f"{out.decision_us:.0f}"]
+
+
+def delay_cells(row: Row) -> list[str]:
+    """One line of the table of delays."""
+    _, *figures = cells(row)
+    return [f"{row.workload}: events after {row.delay_s:g} s", *figures]
+
+
+def verdict_cells(verdict: Verdict) -> list[str]:
+    """One target."""
+    met = "yes" if verdict.is_met else "MISSED"
+    return [verdict.check, f"{verdict.found:.3f}", f"{verdict.most:g}", met]
+
+
+def draw(folder: Path, table: Sequence[Row], late: Sequence[Row]) -> None:
+    """`routing_ttft.svg`, bars of the mean up to p90, and `routing_delay.svg`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Where everything waits for one node there is no bar to draw.
+    shown = [row for row in table if row.policy != "longest_prefix"]
+    bars: dict[str, list[Spread]] = {}
+    for row in shown:
+        mean = row.outcome.mean_s
+        bars.setdefault(row.policy, []).append(Spread(mean, mean, max(mean, row.outcome.p90_s)))
+    labels = list(dict.fromkeys(row.workload for row in shown))
+    grouped_bars(folder / "routing_ttft.svg", labels, bars, ylabel="TTFT, s: mean, p90")
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for row in late:
+        line = panels.setdefault(row.workload, {}).setdefault(row.policy, [])
+        line.append((row.delay_s, 100 * row.outcome.hit_share))
+    curves(folder / "routing_delay.svg", panels, xlabel="event delay, s", ylabel="hits, %")
+
+
+def main(
+    *,
+    quick: Annotated[bool, typer.Option(help="Three minutes of each workload.")] = False,
+    nodes: Annotated[int, typer.Option(min=2, help="P nodes, and as many D nodes.")] = 8,
+    utilisation: Annotated[float, typer.Option(min=0.1, help="Of P, under least_loaded.")] = 0.9,
+    seconds: Annotated[float | None, typer.Option(min=10, help="Of arrivals. [600]")] = None,
+    memory: Annotated[float, typer.Option(min=5, help="GB for the KV cache of a node.")] = 40.0,
+    delay: Annotated[float, typer.Option(min=0, help="Seconds from event to index.")] = 0.1,
+    loss: Annotated[float, typer.Option(min=0, max=0.5, help="Share of lost batches.")] = 0.0,
+    policy: Annotated[list[str] | None, typer.Option(help="Only this one. [all]")] = None,
+    trace: Annotated[Path | None, typer.Option(help="A Mooncake JSON-lines file instead.")] = None,
+    seed: Annotated[int, typer.Option(help="Of workloads and losses.")] = 0,
+    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Draw into this folder.")] = None,
+) -> None:
+    """Hits and TTFT of routing policies on the real index, with fake compute."""
+    console, host = Console(), machine.prepare("all")
+    policies = policy or list(ALL_POLICIES)
+    if unknown := set(policies) - set(ALL_POLICIES):
+        raise typer.BadParameter(f"{unknown}: known are {', '.join(ALL_POLICIES)}")
+    path = EventPath(delay, loss)
+    cluster = Cluster(nodes, utilisation, round(memory * 1e9), path, seed)
+    length = seconds or (QUICK_SECONDS if quick else SECONDS)
+    try:
+        streams = cluster.load(length) if trace is None else read(trace, length)
+    except (TraceError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    delays = (NO_DELAY, JUDGED_DELAY) if quick else DELAYS
+    with report.progress(console, len(streams) * (1 + len(policies)) + len(delays)) as describe:
+        rows = measure(cluster, streams, policies, delays, describe=describe)
+    swept = slice(len(policies), len(policies) + len(delays))
+    late = rows[swept]
+    del rows[swept]
+    note = f"{nodes} P and {nodes} D, {length:g} s of arrivals; {machine.describe(host)}"
+    title = f"Routing at {utilisation:g} utilisation"
+    report.publish(console, title, headers=HEADERS, rows=list(map(cells, rows)), note=note)
+    lines = list(map(delay_cells, late))
+    report.publish(console, "Event delay", headers=HEADERS, rows=lines, note=note)
+    judged = list(map(verdict_cells, verdicts([*rows, *late], delay)))
+    if judged:
+        report.publish(console, "Targets", headers=VERDICT_HEADERS, rows=judged, note=note)
+    report.write_json(json, {"machine": host, "rows": rows, "delays": late})
+    if plots is not None:
+        draw(plots, rows, late)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,172 @@
+"""Prefill and decode nodes with real caches and fake compute, and the proxy's view of each."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from benchmarks.kv_cache.decode_replay import DecodeNode
+from benchmarks.kv_cache.geometries import Geometry
+from benchmarks.kv_cache.prefill_replay import POLICIES, PrefillNode
+from benchmarks.routing.agenda import Agenda
+from benchmarks.routing.event_feed import Announcer, EventFeed
+from benchmarks.routing.requests import Request
+from engine.kv_cache.plan import ArenaPlan
+from engine.rpc.messages import KVEventsInfo, KVGroupInfo
+from proxy.cluster.node import NodeView
+
+TOKEN_S = 0.02
+"""Seconds per token of an answer, however many requests share the node."""
+
+
+@dataclass(slots=True, frozen=True)
+class Hardware:
+    """What every node is: its model, memory, rates, and answers that it decodes at once."""
+
+    geometry: Geometry
+    memory_bytes: int
+    prefill_tokens_per_s: float
+    hash_block_size: int = 16
+    link_bytes_per_s: float = 5e9
+    num_slots: int = 16
+
+    def plan(self) -> ArenaPlan:
+        """The units of one node."""
+        return self.geometry.units(self.memory_bytes, self.hash_block_size)
+
+    def events(self) -> KVEventsInfo:
+        """What a node says of its events."""
+        groups = (KVGroupInfo(kind="mamba"), KVGroupInfo(kind="full_attention"))
+        size = self.hash_block_size
+        return KVEventsInfo(endpoint="inproc://none", hash_block_size=size, groups=groups)
+
+
+class Prefiller:
+    """One queue, first come first served: a prompt takes its uncached tokens by the rate."""
+
+    def __init__(self, hardware: Hardware, agenda: Agenda, feed: EventFeed) -> None:
+        self.num_requests = 0
+        self._rate = hardware.prefill_tokens_per_s
+        self._agenda = agenda
+        self._feed = feed
+        self._events = Announcer(hardware.hash_block_size)
+        self._node = PrefillNode(hardware.plan(), POLICIES["default"], listener=self._events)
+        self._waiting: deque[tuple[Request, Callable[[int], None]]] = deque()
+        self._busy_until = 0.0
+        self._is_busy = False
+
+    def submit(self, request: Request, done: Callable[[int], None]) -> None:
+        """Calls `done` with the hit when the prompt is computed."""
+        self.num_requests += 1
+        self._waiting.append((request, done))
+        if not self._is_busy:
+            self._start()
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens not computed yet. What a waiting prompt will hit is not known before it starts."""
+        waiting = sum(request.prompt.num_tokens for request, _ in self._waiting)
+        return waiting + round(max(0.0, self._busy_until - self._agenda.now) * self._rate)
+
+    def _start(self) -> None:
+        request, done = self._waiting.popleft()
+        hit = self._node.serve(request.prompt)
+        self._is_busy = True
+        seconds = (request.prompt.num_tokens - hit) / self._rate
+        self._busy_until = self._agenda.now + seconds
+        self._agenda.after(seconds, lambda: self._finish(lambda: done(hit)))
+
+    def _finish(self, done: Callable[[], None]) -> None:
+        self._is_busy = False
+        self._feed.send(self._events.take())
+        done()
+        if self._waiting and not self._is_busy:
+            self._start()
+
+
+class Decoder:
+    """One link, pulls one after another, then a slot for as long as the answer takes."""
+
+    def __init__(self, hardware: Hardware, agenda: Agenda, feed: EventFeed) -> None:
+        self._hardware = hardware
+        self._agenda = agenda
+        self._feed = feed
+        self._events = Announcer(hardware.hash_block_size)
+        self._node = DecodeNode(hardware.plan(), listener=self._events)
+        self._link_free_at = 0.0
+        self._num_free = hardware.num_slots
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def submit(
+        self, request: Request, first_token: Callable[[], None], over: Callable[[], None]
+    ) -> None:
+        """Calls `first_token` when the answer begins, and `over` when it has ended."""
+        size, geometry = request.prompt.num_tokens, self._hardware.geometry
+        with self._node.serving(request.hand_over) as (_, (state, attention)):
+            num_bytes = (size - attention) * geometry.token_bytes
+            num_bytes += geometry.state_bytes if state < size else 0
+        events = self._events.take()
+        seconds = num_bytes / self._hardware.link_bytes_per_s
+        self._link_free_at = max(self._link_free_at, self._agenda.now) + seconds
+
+        def begin() -> None:
+            first_token()
+            self._agenda.after(request.output_length * TOKEN_S, lambda: self._end(over))
+
+        def pulled() -> None:
+            self._feed.send(events)
+            self._waiting.append(begin)
+            self._fill()
+
+        self._agenda.after(self._link_free_at - self._agenda.now, pulled)
+
+    def _end(self, over: Callable[[], None]) -> None:
+        self._num_free += 1
+        over()
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and self._num_free:
+            self._num_free -= 1
+            self._waiting.popleft()()
+
+
+class KnownNode:
+    """What the proxy knows of a node: its own counts at once, the node's words when it polls."""
+
+    def __init__(self, name: str, hardware: Hardware) -> None:
+        self.name = name
+        self.num_waiting_tokens = 0
+        self._hardware = hardware
+        self._events = hardware.events()
+        self._num_requests = 0
+        self._num_tokens = 0
+
+    @contextmanager
+    def carrying(self, num_tokens: int) -> Iterator[None]:
+        """One more request, with prompt tokens to compute, until the block ends."""
+        self._num_requests += 1
+        self._num_tokens += num_tokens
+        yield
+        self._num_requests -= 1
+        self._num_tokens -= num_tokens
+
+    def view(self) -> NodeView:
+        """For a policy."""
+        hardware = self._hardware
+        return NodeView(
+            name=self.name,
+            engine_id=self.name,
+            num_requests_running=0,
+            num_requests_waiting=0,
+            num_in_flight=self._num_requests,
+            kv_cache_usage=0.0,
+            num_tokens_in_flight=self._num_tokens,
+            num_waiting_tokens=self.num_waiting_tokens,
+            prefill_tokens_per_s=hardware.prefill_tokens_per_s,
+            decode_tokens_per_s=hardware.num_slots / TOKEN_S,
+            link_bytes_per_s=hardware.link_bytes_per_s,
+            kv_bytes_per_token=hardware.geometry.token_bytes,
+            state_bytes=hardware.geometry.state_bytes,
+            kv_events=self._events,
+        )
