@@ -69,10 +69,13 @@ class Cluster:
     def hardware(self, requests: Sequence[Request], hash_block_size: int) -> Hardware:
         """Nodes at whose rate the baseline, with the hits that it finds, keeps P so busy.
 
-        Hits of a policy that does not look for them hardly depend on the rate: one run tells.
+        Both by the requests that count. Hits of a policy that does not look for them hardly depend
+        on the rate: one run tells.
         """
-        tokens = sum(request.prompt.num_tokens for request in requests)
-        rate = tokens / (self.utilisation * self.num_nodes * requests[-1].at)
+        counted = requests[round(WARM_UP * len(requests)) :]
+        tokens = sum(request.prompt.num_tokens for request in counted)
+        seconds = counted[-1].at - counted[0].at
+        rate = tokens / (self.utilisation * self.num_nodes * seconds)
         hardware = Hardware(GEOMETRY, self.memory_bytes, rate, hash_block_size)
         hit_share = self.run(BASELINE, requests, hardware).hit_share
         return replace(hardware, prefill_tokens_per_s=rate * (1 - hit_share))
