@@ -14,6 +14,7 @@ from benchmarks.routing.requests import Request
 from engine.kv_cache.plan import ArenaPlan
 from engine.rpc.messages import KVEventsInfo, KVGroupInfo
 from proxy.cluster.node import NodeView
+from proxy.cluster.prompts_in_flight import PromptsInFlight
 
 TOKEN_S = 0.02
 """Seconds per token of an answer, however many requests share the node."""
@@ -45,7 +46,6 @@ class Prefiller:
     """One queue, first come first served: a prompt takes its uncached tokens by the rate."""
 
     def __init__(self, hardware: Hardware, agenda: Agenda, feed: EventFeed) -> None:
-        self.num_requests = 0
         self._rate = hardware.prefill_tokens_per_s
         self._agenda = agenda
         self._feed = feed
@@ -57,10 +57,14 @@ class Prefiller:
 
     def submit(self, request: Request, done: Callable[[int], None]) -> None:
         """Calls `done` with the hit when the prompt is computed."""
-        self.num_requests += 1
         self._waiting.append((request, done))
         if not self._is_busy:
             self._start()
+
+    @property
+    def num_requests(self) -> int:
+        """Waiting, or computed now."""
+        return len(self._waiting) + self._is_busy
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -134,36 +138,37 @@ class Decoder:
 class KnownNode:
     """What the proxy knows of a node: its own counts at once, the node's words when it polls."""
 
-    def __init__(self, name: str, hardware: Hardware) -> None:
+    def __init__(self, name: str, hardware: Hardware, agenda: Agenda) -> None:
         self.name = name
+        self.num_requests = 0
         self.num_waiting_tokens = 0
         self._hardware = hardware
         self._events = hardware.events()
-        self._num_requests = 0
-        self._num_tokens = 0
+        self._prompts = PromptsInFlight(clock=lambda: agenda.now)
+        self._num_in_flight = 0
 
     @contextmanager
     def carrying(self, num_tokens: int) -> Iterator[None]:
         """One more request, with prompt tokens to compute, until the block ends."""
-        self._num_requests += 1
-        self._num_tokens += num_tokens
-        yield
-        self._num_requests -= 1
-        self._num_tokens -= num_tokens
+        self._num_in_flight += 1
+        with self._prompts.carrying(num_tokens):
+            yield
+        self._num_in_flight -= 1
 
     def view(self) -> NodeView:
         """For a policy."""
         hardware = self._hardware
+        rate = hardware.prefill_tokens_per_s
         return NodeView(
             name=self.name,
             engine_id=self.name,
             num_requests_running=0,
-            num_requests_waiting=0,
-            num_in_flight=self._num_requests,
+            num_requests_waiting=self.num_requests,
+            num_in_flight=self._num_in_flight,
             kv_cache_usage=0.0,
-            num_tokens_in_flight=self._num_tokens,
+            num_tokens_in_flight=self._prompts.num_tokens_left(rate),
             num_waiting_tokens=self.num_waiting_tokens,
-            prefill_tokens_per_s=hardware.prefill_tokens_per_s,
+            prefill_tokens_per_s=rate,
             decode_tokens_per_s=hardware.num_slots / TOKEN_S,
             link_bytes_per_s=hardware.link_bytes_per_s,
             kv_bytes_per_token=hardware.geometry.token_bytes,

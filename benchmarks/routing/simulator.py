@@ -96,7 +96,7 @@ class Simulator:
         self._events = hardware.events()
         random = Random(seed)
         names = [f"{kind}{number}" for kind in "pd" for number in range(num_nodes)]
-        self._known = {name: KnownNode(name, hardware) for name in names}
+        self._known = {name: KnownNode(name, hardware, self._agenda) for name in names}
         self._feeds = {
             name: EventFeed(name, self._index, agenda=self._agenda, path=path, random=random)
             for name in names
@@ -128,6 +128,7 @@ class Simulator:
 
     def _poll(self) -> None:
         for name, node in self._prefillers.items():
+            self._known[name].num_requests = node.num_requests
             self._known[name].num_waiting_tokens = node.num_waiting_tokens
         if self._num_left:
             self._agenda.after(POLL_S, self._poll)

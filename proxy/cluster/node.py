@@ -14,6 +14,7 @@ from engine.rpc.client import NodeClient
 from engine.rpc.messages import NodeInfo
 from engine.rpc.node_http import NodeUrl, resolve_grpc_address
 from engine.tls import ClientTls
+from proxy.cluster.prompts_in_flight import PromptsInFlight
 
 log = structlog.get_logger()
 
@@ -62,7 +63,7 @@ class Node:
         self._tls = tls if url.has_tls else None
         self._client: NodeClient | None = None
         self._num_in_flight = 0
-        self._num_tokens_in_flight = 0
+        self._prompts = PromptsInFlight()
         self._view: NodeView | None = None
         self._num_late = 0
         self._releases: set[asyncio.Task[None]] = set()
@@ -80,24 +81,25 @@ class Node:
 
     @property
     def view(self) -> NodeView:
-        # Every request asks for the views of all nodes, of which few have changed since the last.
-        if self._view is None:
-            tokens = self._num_tokens_in_flight
-            self._view = NodeView(self.name, self.info, self._num_in_flight, tokens)
+        # Every request asks for the views of all nodes, of which few have changed since the last;
+        # those that compute prompts always have.
+        if self._view is None or self._prompts:
+            left = self._prompts.num_tokens_left(self.info.prefill_tokens_per_s)
+            self._view = NodeView(self.name, self.info, self._num_in_flight, left)
         return self._view
 
     @contextmanager
     def carrying(self, num_tokens: int = 0) -> Iterator[None]:
         """Counts one request of this proxy, and prompt tokens to compute, as in flight here."""
-        self._add_in_flight(1, num_tokens)
+        self._add_in_flight(1)
         try:
-            yield
+            with self._prompts.carrying(num_tokens):
+                yield
         finally:
-            self._add_in_flight(-1, -num_tokens)
+            self._add_in_flight(-1)
 
-    def _add_in_flight(self, num_requests: int, num_tokens: int) -> None:
+    def _add_in_flight(self, num_requests: int) -> None:
         self._num_in_flight += num_requests
-        self._num_tokens_in_flight += num_tokens
         self._view = None
 
     async def refresh(self, timeout_s: float) -> NodeInfo | None:

@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +15,7 @@ from engine.kv_events.wire import GPU, BlockStored
 from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from engine.types import GenerateRequest
 from proxy.cluster.node import NodeView
+from proxy.cluster.prompts_in_flight import PromptsInFlight
 from proxy.routing.in_flight import LINGER_S, InFlight
 from proxy.routing.local_prefill import LocalPrefill
 from proxy.routing.policies import (
@@ -334,3 +337,31 @@ async def test_events_and_expectations_are_one_hit() -> None:
         route = router.choose(asked, with_events("p1"), with_events("d1"))
     assert route.prefill_hit == NodeHit(592, 592)
     assert asked.hits.keys() == {"p1"}
+
+
+def test_a_prompt_that_is_computed_counts_less_and_less() -> None:
+    """At 100 tokens/s: only the oldest prompt shrinks, never below nothing, and then the next."""
+    now = [0.0]
+    prompts = PromptsInFlight(clock=lambda: now[0])
+    left = partial(prompts.num_tokens_left, 100.0)
+    with ExitStack() as first, ExitStack() as second:
+        first.enter_context(prompts.carrying(200))
+        now[0] = 1.0
+        second.enter_context(prompts.carrying(50))
+        assert (left(), prompts.num_tokens_left(0.0)) == (150, 250)
+        now[0] = 9.0
+        assert left() == 50
+        first.close()
+        assert left() == 50
+        now[0] = 9.2
+        assert left() == 30
+    assert (left(), len(prompts)) == (0, 0)
+
+
+def test_the_end_of_a_prompt_that_waits_leaves_the_oldest_begun() -> None:
+    now = [0.0]
+    prompts = PromptsInFlight(clock=lambda: now[0])
+    with prompts.carrying(200):
+        with prompts.carrying(50):
+            now[0] = 1.0
+        assert prompts.num_tokens_left(100.0) == 100
