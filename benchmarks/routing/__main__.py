@@ -37,6 +37,7 @@ from benchmarks.routing.experiment import (
 from benchmarks.routing.simulator import ALL_POLICIES
 
 SECONDS, QUICK_SECONDS = 600.0, 180.0
+NODE_BYTES = 40_000_000_000
 HEADERS = ("case", "hit %", "TTFT mean s", "p90 s", "p99 s", "busiest node", "decision us")
 VERDICT_HEADERS = ("check", "found", "at most", "met")
 
@@ -63,7 +64,6 @@ def verdict_cells(verdict: Verdict) -> list[str]:
 
 def draw(folder: Path, table: Sequence[Row], late: Sequence[Row]) -> None:
     """`routing_ttft.svg`, bars of the mean up to p90, and `routing_delay.svg`."""
-    folder.mkdir(parents=True, exist_ok=True)
     # Where everything waits for one node there is no bar to draw.
     shown = [row for row in table if row.policy != "longest_prefix"]
     bars: dict[str, list[Spread]] = {}
@@ -84,24 +84,16 @@ def main(
     quick: Annotated[bool, typer.Option(help="Three minutes of each workload.")] = False,
     nodes: Annotated[int, typer.Option(min=2, help="P nodes, and as many D nodes.")] = 8,
     utilisation: Annotated[float, typer.Option(min=0.1, help="Of P, under least_loaded.")] = 0.9,
-    seconds: Annotated[float | None, typer.Option(min=10, help="Of arrivals. [600]")] = None,
-    memory: Annotated[float, typer.Option(min=5, help="GB for the KV cache of a node.")] = 40.0,
     delay: Annotated[float, typer.Option(min=0, help="Seconds from event to index.")] = 0.1,
     loss: Annotated[float, typer.Option(min=0, max=0.5, help="Share of lost batches.")] = 0.0,
-    policy: Annotated[list[str] | None, typer.Option(help="Only this one. [all]")] = None,
     trace: Annotated[Path | None, typer.Option(help="A Mooncake JSON-lines file instead.")] = None,
-    seed: Annotated[int, typer.Option(help="Of workloads and losses.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
-    plots: Annotated[Path | None, typer.Option(help="Draw into this folder.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for routing.json and plots.")] = None,
 ) -> None:
     """Hits and TTFT of routing policies on the real index, with fake compute."""
     console, host = Console(), machine.prepare("all")
-    policies = policy or list(ALL_POLICIES)
-    if unknown := set(policies) - set(ALL_POLICIES):
-        raise typer.BadParameter(f"{unknown}: known are {', '.join(ALL_POLICIES)}")
-    path = EventPath(delay, loss)
-    cluster = Cluster(nodes, utilisation, round(memory * 1e9), path, seed)
-    length = seconds or (QUICK_SECONDS if quick else SECONDS)
+    policies = list(ALL_POLICIES)
+    cluster = Cluster(nodes, utilisation, NODE_BYTES, EventPath(delay, loss))
+    length = QUICK_SECONDS if quick else SECONDS
     try:
         streams = cluster.load(length) if trace is None else read(trace, length)
     except (TraceError, OSError) as error:
@@ -121,9 +113,10 @@ def main(
     # In three minutes few sessions go on.
     if judged and not quick:
         report.publish(console, "Targets", headers=VERDICT_HEADERS, rows=judged, note=note)
-    report.write_json(json, {"machine": host, "rows": rows, "delays": late})
-    if plots is not None:
-        draw(plots, rows, late)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        report.write_json(out / "routing.json", {"machine": host, "rows": rows, "delays": late})
+        draw(out, rows, late)
 
 
 if __name__ == "__main__":

@@ -353,8 +353,8 @@ def test_a_prompt_that_is_computed_counts_less_and_less() -> None:
         assert left() == 50
         first.close()
         assert left() == 50
-        now[0] = 9.2
-        assert left() == 30
+        now[0] = 9.25
+        assert left() == 25
     assert (left(), len(prompts)) == (0, 0)
 
 
