@@ -100,7 +100,7 @@ def main(
         raise typer.BadParameter(str(error)) from error
     delays = (NO_DELAY, JUDGED_DELAY) if quick else DELAYS
     with report.progress(console, len(streams) * (1 + len(policies)) + len(delays)) as describe:
-        rows = measure(cluster, streams, policies, delays, describe=describe)
+        rows = measure(cluster, streams, policies, delays=delays, describe=describe)
     swept = slice(len(policies), len(policies) + len(delays))
     late = rows[swept]
     del rows[swept]

@@ -82,7 +82,7 @@ class Cluster:
 
     def run(self, policy: str, requests: Sequence[Request], hardware: Hardware) -> Outcome:
         """One policy on caches that begin empty."""
-        simulator = Simulator(policy, self.num_nodes, hardware, self.path, seed=self.seed)
+        simulator = Simulator(policy, self.num_nodes, hardware, path=self.path, seed=self.seed)
         served = simulator.run(requests)
         return Outcome.of(served[round(WARM_UP * len(served)) :], simulator.num_repairs)
 
@@ -99,8 +99,8 @@ def measure(
     cluster: Cluster,
     streams: Mapping[str, Sequence[Request]],
     policies: Sequence[str],
-    delays: Sequence[float],
     *,
+    delays: Sequence[float],
     describe: Callable[[str], Callable[[], None]],
 ) -> list[Row]:
     """Every policy on every workload, and the candidate on the first one at every delay."""

@@ -87,7 +87,7 @@ class Simulator:
     """One run of one policy on as many prefill as decode nodes, whose caches begin empty."""
 
     def __init__(
-        self, policy: str, num_nodes: int, hardware: Hardware, path: EventPath, *, seed: int = 0
+        self, policy: str, num_nodes: int, hardware: Hardware, *, path: EventPath, seed: int = 0
     ) -> None:
         self._agenda = Agenda()
         self._policy = ALL_POLICIES[policy]()

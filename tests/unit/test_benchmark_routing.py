@@ -43,7 +43,7 @@ def stream(*prompts: tuple[float, tuple[Segment, ...]]) -> list[Request]:
 
 
 def served(policy: str, requests: list[Request], num_slots: int = 16) -> list[Served]:
-    return Simulator(policy, 2, hardware(num_slots), EventPath()).run(requests)
+    return Simulator(policy, 2, hardware(num_slots), path=EventPath()).run(requests)
 
 
 def conversation() -> list[Request]:
