@@ -58,6 +58,7 @@ bench: $(STAMP) ## all benchmarks, about a quarter of an hour on an idle machine
 	$(BIN)/python -m benchmarks.kv_cache cost
 	$(BIN)/python -m benchmarks.kv_cache policies
 	$(BIN)/python -m benchmarks.kv_cache layouts
+	$(BIN)/python -m benchmarks.routing
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
