@@ -1,12 +1,11 @@
 """A simulated node's KV events on their way to the index: late, and sometimes lost."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
 from benchmarks.routing.agenda import Agenda
-from engine.kv_cache.listener import Cached, CachedStates
-from engine.kv_events.wire import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from engine.kv_events.wire import Event
 from proxy.routing.prefix_index import PrefixIndex
 
 
@@ -17,50 +16,6 @@ class EventPath:
     delay_s: float = 0.1
     loss: float = 0.0
     repair_s: float = 3.0
-
-
-class Announcer:
-    """A listener that keeps what a cache announces, in whole hash blocks, until it is taken."""
-
-    def __init__(self, hash_block_size: int) -> None:
-        self._size = hash_block_size
-        self._events: list[Event] = []
-
-    def take(self) -> list[Event]:
-        """The events since the last call."""
-        events, self._events = self._events, []
-        return events
-
-    def stored(
-        self,
-        cached: Cached,
-        parent: bytes,
-        token_ids: tuple[int, ...],
-        *,
-        cache_salt: str | None = None,
-    ) -> None:
-        for group, hashes, length in self._announced(cached):
-            known = None if cached.end <= length else parent
-            self._events.append(BlockStored(hashes, known, (), length, medium=GPU, group_idx=group))
-
-    def evicting(self, cached: Cached) -> None:
-        """Said again by `removed`."""
-
-    def removed(self, cached: Cached) -> None:
-        for group, hashes, _ in self._announced(cached):
-            self._events.append(BlockRemoved(hashes, GPU, group))
-
-    def cleared(self) -> None:
-        self._events = [AllBlocksCleared()]
-
-    def _announced(self, cached: Cached) -> Iterator[tuple[int, tuple[bytes, ...], int]]:
-        """(group, hashes, tokens that the last one covers); a partly filled block is none."""
-        length = cached.end % self._size or self._size
-        if isinstance(cached, CachedStates):
-            for group in cached.groups:
-                yield group, (cached.digest,), length
-        elif length == self._size:
-            yield cached.group, cached.digests, length
 
 
 class EventFeed:

@@ -5,17 +5,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import msgspec
+
 from benchmarks.kv_cache.decode_replay import DecodeNode
 from benchmarks.kv_cache.geometries import Geometry
 from benchmarks.kv_cache.prefill_replay import POLICIES, PrefillNode
 from benchmarks.routing.agenda import Agenda
-from benchmarks.routing.event_feed import Announcer, EventFeed
+from benchmarks.routing.event_feed import EventFeed
 from benchmarks.routing.requests import Request
 from engine.kv_cache.plan import ArenaPlan
-from engine.rpc.messages import KVEventsInfo, KVGroupInfo
+from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
+from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from proxy.cluster.node import NodeView
 from proxy.cluster.prompts_in_flight import PromptsInFlight
 
+GROUPS = ("mamba", "full_attention")
 TOKEN_S = 0.02
 """Seconds per token of an answer, however many requests share the node."""
 
@@ -35,11 +39,36 @@ class Hardware:
         """The units of one node."""
         return self.geometry.units(self.memory_bytes, self.hash_block_size)
 
+    def recorder(self) -> EventRecorder:
+        """A listener that turns what a cache announces into events."""
+        return EventRecorder([AnnouncedGroup(kind) for kind in GROUPS], self.hash_block_size)
+
+    def describe(self, name: str) -> NodeInfo:
+        """What a node says of itself, its queue apart."""
+        return NodeInfo(
+            engine_id=name,
+            kind="",
+            model_names=("simulated",),
+            max_model_len=1 << 20,
+            vocab_size=1 << 20,
+            ready=True,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
+            decode_tokens_per_s=self.num_slots / TOKEN_S,
+            link_bytes_per_s=self.link_bytes_per_s,
+            kv_bytes_per_token=self.geometry.token_bytes,
+            state_bytes=self.geometry.state_bytes,
+            kv_events=self.events(),
+        )
+
     def events(self) -> KVEventsInfo:
         """What a node says of its events."""
-        groups = (KVGroupInfo(kind="mamba"), KVGroupInfo(kind="full_attention"))
-        size = self.hash_block_size
-        return KVEventsInfo(endpoint="inproc://none", hash_block_size=size, groups=groups)
+        return KVEventsInfo(
+            endpoint="inproc://none",
+            topic="",
+            hash_block_size=self.hash_block_size,
+            hash_seed="",
+            groups=tuple(KVGroupInfo(kind=kind) for kind in GROUPS),
+        )
 
 
 class Prefiller:
@@ -49,7 +78,7 @@ class Prefiller:
         self._rate = hardware.prefill_tokens_per_s
         self._agenda = agenda
         self._feed = feed
-        self._events = Announcer(hardware.hash_block_size)
+        self._events = hardware.recorder()
         self._node = PrefillNode(hardware.plan(), POLICIES["default"], listener=self._events)
         self._waiting: deque[tuple[Request, Callable[[int], None]]] = deque()
         self._busy_until = 0.0
@@ -95,7 +124,7 @@ class Decoder:
         self._hardware = hardware
         self._agenda = agenda
         self._feed = feed
-        self._events = Announcer(hardware.hash_block_size)
+        self._events = hardware.recorder()
         self._node = DecodeNode(hardware.plan(), listener=self._events)
         self._link_free_at = 0.0
         self._num_free = hardware.num_slots
@@ -139,13 +168,15 @@ class KnownNode:
     """What the proxy knows of a node: its own counts at once, the node's words when it polls."""
 
     def __init__(self, name: str, hardware: Hardware, agenda: Agenda) -> None:
-        self.name = name
-        self.num_requests = 0
-        self.num_waiting_tokens = 0
-        self._hardware = hardware
-        self._events = hardware.events()
+        self.info = hardware.describe(name)
         self._prompts = PromptsInFlight(clock=lambda: agenda.now)
         self._num_in_flight = 0
+
+    def hear(self, *, num_requests: int, num_waiting_tokens: int) -> None:
+        """The node has said what waits there."""
+        self.info = msgspec.structs.replace(
+            self.info, num_requests_waiting=num_requests, num_waiting_tokens=num_waiting_tokens
+        )
 
     @contextmanager
     def carrying(self, num_tokens: int) -> Iterator[None]:
@@ -157,21 +188,5 @@ class KnownNode:
 
     def view(self) -> NodeView:
         """For a policy."""
-        hardware = self._hardware
-        rate = hardware.prefill_tokens_per_s
-        return NodeView(
-            name=self.name,
-            engine_id=self.name,
-            num_requests_running=0,
-            num_requests_waiting=self.num_requests,
-            num_in_flight=self._num_in_flight,
-            kv_cache_usage=0.0,
-            num_tokens_in_flight=self._prompts.num_tokens_left(rate),
-            num_waiting_tokens=self.num_waiting_tokens,
-            prefill_tokens_per_s=rate,
-            decode_tokens_per_s=hardware.num_slots / TOKEN_S,
-            link_bytes_per_s=hardware.link_bytes_per_s,
-            kv_bytes_per_token=hardware.geometry.token_bytes,
-            state_bytes=hardware.geometry.state_bytes,
-            kv_events=self._events,
-        )
+        left = self._prompts.num_tokens_left(self.info.prefill_tokens_per_s)
+        return NodeView(self.info.engine_id, self.info, self._num_in_flight, left)

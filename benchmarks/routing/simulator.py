@@ -128,8 +128,9 @@ class Simulator:
 
     def _poll(self) -> None:
         for name, node in self._prefillers.items():
-            self._known[name].num_requests = node.num_requests
-            self._known[name].num_waiting_tokens = node.num_waiting_tokens
+            self._known[name].hear(
+                num_requests=node.num_requests, num_waiting_tokens=node.num_waiting_tokens
+            )
         if self._num_left:
             self._agenda.after(POLL_S, self._poll)
 
