@@ -63,7 +63,7 @@ def verdict_cells(verdict: Verdict) -> list[str]:
 
 
 def draw(folder: Path, table: Sequence[Row], late: Sequence[Row]) -> None:
-    """`routing_ttft.svg`, bars of the mean up to p90, and `routing_delay.svg`."""
+    """`routing_ttft.png`, bars of the mean up to p90, and `routing_delay.png`."""
     # Where everything waits for one node there is no bar to draw.
     shown = [row for row in table if row.policy != "longest_prefix"]
     bars: dict[str, list[Spread]] = {}
@@ -71,12 +71,12 @@ def draw(folder: Path, table: Sequence[Row], late: Sequence[Row]) -> None:
         mean = row.outcome.mean_s
         bars.setdefault(row.policy, []).append(Spread(mean, mean, max(mean, row.outcome.p90_s)))
     labels = list(dict.fromkeys(row.workload for row in shown))
-    grouped_bars(folder / "routing_ttft.svg", labels, bars, ylabel="TTFT, s: mean, p90")
+    grouped_bars(folder / "routing_ttft.png", labels, bars, ylabel="TTFT, s: mean, p90")
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in late:
         line = panels.setdefault(row.workload, {}).setdefault(row.policy, [])
         line.append((row.delay_s, 100 * row.outcome.hit_share))
-    curves(folder / "routing_delay.svg", panels, xlabel="event delay, s", ylabel="hits, %")
+    curves(folder / "routing_delay.png", panels, xlabel="event delay, s", ylabel="hits, %")
 
 
 def main(
