@@ -3,7 +3,7 @@
 A set of nodes is an int with one bit for each node, so that one operation asks all of them.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from engine.kv_events.wire import BlockHash
@@ -128,12 +128,14 @@ def longest(candidates: Iterable[tuple[int, int]], nodes: int) -> list[tuple[int
     return found
 
 
-def by_slot(lengths: Iterable[tuple[int, int]]) -> dict[int, int]:
-    """Tokens by the number of a node's bit."""
+def by_name(
+    lengths: Iterable[tuple[int, int]], names: Sequence[str] | Mapping[int, str]
+) -> dict[str, int]:
+    """Tokens by the name of a node, which `names` has by the number of its bit."""
     found = {}
     for num_tokens, mask in lengths:
         while mask:
             number = mask.bit_length() - 1
-            found[number] = num_tokens
+            found[names[number]] = num_tokens
             mask ^= 1 << number
     return found

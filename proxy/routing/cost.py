@@ -5,7 +5,7 @@ and where nobody has, a constant stands in: only the choice between nodes depend
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 from proxy.cluster.node import NodeView
@@ -25,25 +25,36 @@ share a prefix should meet there; half of the value did best in replays of publi
 """
 
 
-@dataclass(slots=True, frozen=True)
 class Rates:
-    """What a node counts with that has not measured it."""
+    """What a node counts with that has not measured it: the means of those nodes that have.
 
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    link_bytes_per_s: float
-    kv_bytes_per_token: float
+    Each is computed when the first node lacks it, which few do for long.
+    """
 
-    @classmethod
-    def of(cls, prefill: Sequence[NodeView], decode: Sequence[NodeView]) -> "Rates":
-        """The means of those nodes that know them."""
-        computing = prefill or decode
-        return cls(
-            _mean((node.info.prefill_tokens_per_s for node in computing), PREFILL_TOKENS_PER_S),
-            _mean((node.info.decode_tokens_per_s for node in decode), DECODE_TOKENS_PER_S),
-            _mean((node.info.link_bytes_per_s for node in decode), LINK_BYTES_PER_S),
-            _mean((node.info.kv_bytes_per_token for node in decode), KV_BYTES_PER_TOKEN),
-        )
+    def __init__(self, prefill: Sequence[NodeView], decode: Sequence[NodeView]) -> None:
+        self._computing = prefill or decode
+        self._decode = decode
+
+    @cached_property
+    def prefill_tokens_per_s(self) -> float:
+        """Of the nodes that compute prompts."""
+        known = (node.info.prefill_tokens_per_s for node in self._computing)
+        return _mean(known, PREFILL_TOKENS_PER_S)
+
+    @cached_property
+    def decode_tokens_per_s(self) -> float:
+        """Of decode nodes."""
+        return _mean((node.info.decode_tokens_per_s for node in self._decode), DECODE_TOKENS_PER_S)
+
+    @cached_property
+    def link_bytes_per_s(self) -> float:
+        """Of decode nodes."""
+        return _mean((node.info.link_bytes_per_s for node in self._decode), LINK_BYTES_PER_S)
+
+    @cached_property
+    def kv_bytes_per_token(self) -> float:
+        """Of decode nodes."""
+        return _mean((node.info.kv_bytes_per_token for node in self._decode), KV_BYTES_PER_TOKEN)
 
     def queue_s(self, node: NodeView) -> float:
         """Until `node` has computed the prompts that it already has."""

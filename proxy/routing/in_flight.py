@@ -5,16 +5,16 @@ Without it the equal prompts of one burst would be spread over all nodes.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, takewhile
 from typing import Final
 
 from engine.rpc.messages import KVEventsInfo
-from proxy.routing.block_table import BlockTable, by_slot, longest
+from proxy.routing.block_table import BlockTable, by_name, longest
 from proxy.routing.layout_index import MAMBA
-from proxy.routing.prompt import NO_HIT, HashKey, NodeHit, RoutedPrompt
+from proxy.routing.prompt import HashKey, NodeHit, RoutedPrompt
 
 LINGER_S: Final = 5.0
 """After a request's end, until its events have come for sure."""
@@ -46,6 +46,7 @@ class InFlight:
         self._linger_s = linger_s
         self._clock = clock
         self._bits: dict[str, int] = {}
+        self._names: list[str] = []  # by the number of the bit
         self._marks: dict[HashKey, BlockTable] = {}
         self._ends = BlockTable()
         self._living: dict[str, set[_Expectation]] = {}
@@ -89,10 +90,13 @@ class InFlight:
         for key, marks in self._marks.items():
             if not marks.nodes:
                 continue
-            ends = self._find(self._ends, prompt, key)
-            for name, attention in self._find(marks, prompt, key).items():
-                known, resumable = hits.get(name, NO_HIT), ends.get(name, 0)
-                if attention > known.attention or resumable > known.resumable:
+            digests = _shared(marks, prompt, key)
+            ends = self._find(self._ends, digests, key)
+            for name, attention in self._find(marks, digests, key).items():
+                known, resumable = hits.get(name), ends.get(name, 0)
+                if known is None:
+                    hits[name] = NodeHit(attention, resumable)
+                elif attention > known.attention or resumable > known.resumable:
                     hits[name] = known.or_better(NodeHit(attention, resumable))
         return hits
 
@@ -103,11 +107,17 @@ class InFlight:
         marks = tuple({*boundaries[MARK_EVERY::MARK_EVERY], *last})
         has_states = any(group.kind == MAMBA for group in info.groups)
         expectation = _Expectation(name, key, marks, last if has_states else marks)
-        bit = self._bits.setdefault(name, 1 << len(self._bits))
+        bit = self._bit(name)
         self._marks.setdefault(key, BlockTable()).store(bit, marks)
         self._ends.store(bit, expectation.end)
         self._living.setdefault(name, set()).add(expectation)
         return expectation
+
+    def _bit(self, name: str) -> int:
+        if name not in self._bits:
+            self._bits[name] = 1 << len(self._names)
+            self._names.append(name)
+        return self._bits[name]
 
     def _end(self, expectation: _Expectation) -> None:
         if not expectation.is_over:
@@ -122,11 +132,18 @@ class InFlight:
         while self._ended and self._ended[0][0] <= now:
             self._end(self._ended.popleft()[1])
 
-    def _find(self, table: BlockTable, prompt: RoutedPrompt, key: HashKey) -> dict[str, int]:
+    def _find(self, table: BlockTable, digests: Sequence[bytes], key: HashKey) -> dict[str, int]:
         size, every = key.hash_block_size, (1 << len(self._bits)) - 1
-        digests = prompt.boundaries(key)[1 : (prompt.num_tokens - 1) // size + 1]
         known = compress(range(len(digests)), map(table.nodes.__contains__, digests))
         places = reversed(list(known))
         lengths = longest((((k + 1) * size, table.nodes[digests[k]]) for k in places), every)
-        names = list(self._bits)
-        return {names[number]: tokens for number, tokens in by_slot(lengths).items()}
+        return by_name(lengths, self._names)
+
+
+def _shared(marks: BlockTable, prompt: RoutedPrompt, key: HashKey) -> list[bytes]:
+    """The digests of the prompt up to the first mark that nothing under way has, mostly few."""
+    digests = prompt.boundaries(key)[1 : (prompt.num_tokens - 1) // key.hash_block_size + 1]
+    regular = digests[MARK_EVERY - 1 :: MARK_EVERY]
+    # Whatever reaches a boundary has a mark at each regular one before it.
+    num_marks = len(list(takewhile(marks.nodes.__contains__, regular)))
+    return digests[: (num_marks + 1) * MARK_EVERY]

@@ -6,7 +6,7 @@ hold it, and columns are combined as a whole. Knows no names of nodes and no loc
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
-from itertools import accumulate, chain, compress, repeat, takewhile
+from itertools import accumulate, compress, repeat, takewhile
 from operator import and_, ne, or_
 from typing import Final, NamedTuple
 
@@ -86,9 +86,9 @@ class LayoutIndex:
         last = (prompt.num_tokens - 1) // self._size
         ends = attention.ends[last::-1] if last < len(attention.ends) else attention.ends[::-1]
         # Only where the set of nodes changes is anybody's longest prefix: mostly in few places.
-        changes = compress(range(len(ends) - 1), map(ne, ends, chain((0,), ends)))
-        top = self._size * (len(ends) - 1)
-        whole = longest(((top - self._size * k, ends[k]) for k in changes), self.nodes)
+        changes = map(ne, ends, (0, *ends))
+        lengths = range(self._size * (len(ends) - 1), 0, -self._size)
+        whole = longest(compress(zip(lengths, ends, strict=False), changes), self.nodes)
         if not self._states:
             return whole, whole
         standing = self._checkpoints(prompt, tiers, attention)
@@ -117,10 +117,9 @@ class LayoutIndex:
         digests = prompt.boundaries(self.key)[: len(attention.ends)]
         # Nothing ends at 0 tokens; what ends in the first block has no parent.
         digests[:1] = [START]
-        standing = self._standing(digests[: last + 1], tiers)
-        at_ends = list(map(and_, standing, attention.ends))
+        standing = list(self._standing(digests[: last + 1], tiers))
         inside = self._inside(digests, tiers)
-        places = compress(range(len(at_ends)), at_ends)
+        places = compress(range(len(standing)), standing)
         for place in sorted({*places, *inside}, reverse=True):
             #   place * size            place * size + length        (place + 1) * size
             #   a checkpoint at the     one inside the block, with   up to here attention must
@@ -130,8 +129,8 @@ class LayoutIndex:
                 if num_tokens < prompt.num_tokens and (ok := attention.at(num_tokens)):
                     digest = prompt.digest(self.key, num_tokens)
                     yield num_tokens, reduce(and_, self._standing([digest], tiers), ok)
-            if place < len(at_ends):
-                yield place * size, at_ends[place]
+            if place < len(standing):
+                yield place * size, standing[place] & attention.ends[place]
 
     def _standing(self, digests: Sequence[bytes], tiers: Sequence[str]) -> Column:
         """For each digest the nodes with a checkpoint there, in all Mamba groups."""

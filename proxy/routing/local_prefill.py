@@ -41,7 +41,7 @@ class LocalPrefill:
 
 def _is_sooner(route: Route, p: NodeView, num_tokens: int) -> bool:
     d = route.decode
-    rates = Rates.of((p,), (d,))
+    rates = Rates((p,), (d,))
     on_p = rates.queue_s(p) + rates.prefill_s(p, _sure(route.prefill_hit), num_tokens)
     on_d = rates.queue_s(d) + rates.prefill_s(d, _sure(route.decode_hit), num_tokens)
     pull = HAND_OVER_S + rates.transfer_s(d, route.decode_hit, num_tokens)

@@ -3,10 +3,10 @@
 Plain functions of a prompt and of snapshots of nodes; none waits, measures or asks anybody.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from itertools import count, repeat
+from itertools import count
 from operator import add
 from typing import Final, Protocol
 
@@ -114,18 +114,18 @@ class PrefixAware:
     def choose(
         self, prompt: RoutedPrompt, prefill: Sequence[NodeView], decode: Sequence[NodeView]
     ) -> Route:
-        rates, length = Rates.of(prefill, decode), prompt.num_tokens
-        hits = [prompt.hit(node.name) for node in prefill]
-        works = list(map(rates.prefill_s, prefill, hits, repeat(length)))
-        first = self._best(prefill, map(rates.queue_s, prefill), works) if prefill else None
-        # Without P the computing is D's as well.
-        hits = [prompt.hit(node.name) for node in decode]
-        works = list(
-            map(rates.transfer_s if first else rates.prefill_s, decode, hits, repeat(length))
-        )
-        waits = map(rates.decode_s, decode)
+        rates, length = Rates(prefill, decode), prompt.num_tokens
+        first = None
+        if prefill:
+            waits = [rates.queue_s(node) for node in prefill]
+            works = [rates.prefill_s(node, prompt.hit(node.name), length) for node in prefill]
+            first = self._best(prefill, waits, works)
+        waits = [rates.decode_s(node) for node in decode]
         if first is None:
-            waits = map(add, waits, map(rates.queue_s, decode))
+            # Without P the computing is D's as well.
+            waits = [wait + rates.queue_s(node) for wait, node in zip(waits, decode, strict=True)]
+        work = rates.prefill_s if first is None else rates.transfer_s
+        works = [work(node, prompt.hit(node.name), length) for node in decode]
         chosen = self._best(decode, waits, works)
         route = _route(prompt, first, chosen, reason="load")
         if first is None:
@@ -136,7 +136,7 @@ class PrefixAware:
         return replace(route, reason="prefix" if saved else "load" if has_events else "no_events")
 
     def _best(
-        self, nodes: Sequence[NodeView], waits: Iterable[float], works: Sequence[float]
+        self, nodes: Sequence[NodeView], waits: Sequence[float], works: Sequence[float]
     ) -> NodeView:
         if not any(node.info.kv_events for node in nodes):
             return min(nodes, key=_load)

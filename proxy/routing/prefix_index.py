@@ -5,13 +5,13 @@ The thread that receives events writes, the event loop asks; both hold the lock 
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from engine.kv_events.wire import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from engine.rpc.messages import KVEventsInfo
-from proxy.routing.block_table import SLICE, CheckpointTable, by_slot
+from proxy.routing.block_table import SLICE, CheckpointTable, by_name
 from proxy.routing.layout_index import START, TIERS, Layout, LayoutIndex, Lengths
 from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
 
@@ -99,14 +99,13 @@ class PrefixIndex:
     def _hits(self, index: LayoutIndex, prompt: RoutedPrompt) -> dict[str, NodeHit]:
         tiers = index.tiers
         attention, resumable = index.find(prompt, tiers[:1])
-        found = _by_slot(attention, resumable)
+        found = _by_name(attention, resumable, self._names)
         # First what the fastest tier alone gives, then what each slower one adds to it.
         for number, tier in enumerate(tiers[1:], 2):
-            longer = _by_slot(*index.find(prompt, tiers[:number]))
-            for slot, hit in longer.items():
-                found[slot] = _with_tier(found.get(slot, NO_HIT), hit, discount=1.0 - TIERS[tier])
-        names = self._names
-        return {names[slot]: hit for slot, hit in found.items()}
+            longer = _by_name(*index.find(prompt, tiers[:number]), self._names)
+            for name, hit in longer.items():
+                found[name] = _with_tier(found.get(name, NO_HIT), hit, discount=1.0 - TIERS[tier])
+        return found
 
     def _apply(self, name: str, event: BlockStored | BlockRemoved) -> None:
         hashes = event.block_hashes
@@ -157,11 +156,13 @@ class PrefixIndex:
                 self._sweeps.popleft()
 
 
-def _by_slot(attention: Lengths, resumable: Lengths) -> dict[int, NodeHit]:
-    states, found = by_slot(resumable), by_slot(attention)
-    hits = {slot: NodeHit(tokens, states.pop(slot, 0)) for slot, tokens in found.items()}
+def _by_name(
+    attention: Lengths, resumable: Lengths, names: Mapping[int, str]
+) -> dict[str, NodeHit]:
+    states, found = by_name(resumable, names), by_name(attention, names)
+    hits = {name: NodeHit(tokens, states.pop(name, 0)) for name, tokens in found.items()}
     # Inside a block a window may begin later than at the boundary before it.
-    hits.update((slot, NodeHit(0, tokens)) for slot, tokens in states.items())
+    hits.update((name, NodeHit(0, tokens)) for name, tokens in states.items())
     return hits
 
 
