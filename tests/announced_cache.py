@@ -8,7 +8,7 @@ from random import Random
 
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates
 from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
-from engine.kv_events.wire import BlockHash, BlockRemoved, BlockStored, Event
+from engine.kv_events.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 
 SIZE = 2
 """Tokens in a hash block."""
@@ -75,11 +75,18 @@ class _Copy:
         return CachedBlocks(self.group, self.start, end, digests, (0,))
 
 
+class ClearingRecorder(EventRecorder):
+    """A node of another project empties its cache at once, and says so in one event."""
+
+    def cleared(self) -> None:
+        self._events = [AllBlocksCleared()]
+
+
 class AnnouncedCache:
     """Holds copies of stretches and checkpoints, each of its own."""
 
     def __init__(self) -> None:
-        self.recorder = EventRecorder(GROUPS, SIZE)
+        self.recorder = ClearingRecorder(GROUPS, SIZE)
         self._copies: list[_Copy] = []
 
     def store(self, text: Text, start: int, *, group: int = FULL, salt: str | None = None) -> None:
@@ -108,8 +115,6 @@ class AnnouncedCache:
 
     def clear(self) -> None:
         """Give up everything."""
-        for copy in reversed(self._copies):
-            self.recorder.removed(copy.cached)
         self._copies = []
         self.recorder.cleared()
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from engine.kv_events.batches import batches
 from engine.kv_events.snapshot import CacheMirror
 from engine.kv_events.wire import AllBlocksCleared, Event, EventBatch, Form, encode
 
-SNAPSHOT_BLOCKS = 1024
-"""Hashes in one batch of a snapshot: some milliseconds of work."""
+SNAPSHOT_BYTES = 128 * 2**10
+"""One batch of a snapshot, about: some milliseconds of work, 1,024 hashes of 16 tokens."""
 
 
 class NumberedPayload(NamedTuple):
@@ -55,16 +56,20 @@ class EventLog:
         return not self._queue
 
     def append(self, events: Sequence[Event]) -> None:
-        """One more batch. If the queue is full, its oldest one will not be sent.
+        """One more batch, or several of bounded size. A full queue's oldest one is not sent.
 
         Consumers see the gap in the numbers, and the snapshot has what they missed.
         """
+        for batch in batches(events):
+            self._append(batch)
+
+    def _append(self, events: tuple[Event, ...]) -> None:
         if len(self._queue) >= self._max_queue_size:
             with self._lock:
                 if len(self._queue) >= self._max_queue_size:
                     self._to_mirror()
                     self.num_dropped += 1
-        self._queue.append(_Waiting(self._next, time.time(), tuple(events)))
+        self._queue.append(_Waiting(self._next, time.time(), events))
         self._next += 1
 
     def take(self) -> NumberedPayload | None:
@@ -91,8 +96,8 @@ class EventLog:
         return self._encoded(sequence, state)
 
     def _encoded(self, sequence: int, state: CacheMirror) -> Iterator[NumberedPayload]:
-        batches = state.drain(SNAPSHOT_BLOCKS)
-        for events in chain([next(batches, [])], batches):
+        parts = state.drain(SNAPSHOT_BYTES)
+        for events in chain([next(parts, [])], parts):
             yield NumberedPayload(sequence, self._encode(time.time(), tuple(events)))
 
     def _to_mirror(self) -> _Waiting:

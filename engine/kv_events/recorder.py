@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.kv_cache.listener import Cached, CachedStates
-from engine.kv_events.wire import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from engine.kv_events.wire import GPU, BlockRemoved, BlockStored, Event
 from engine.types import TokenId
 
 
@@ -23,15 +23,13 @@ class EventRecorder:
 
     An attention group announces the hash boundaries of its blocks. A checkpoint is announced in
     each Mamba group as one block with the digest of the whole prefix: `block_size` is the number of
-    tokens, 1 to `hash_block_size`, since the hash boundary before its end.
+    tokens, 1 to `hash_block_size`, since the hash boundary before its end. The medium is "GPU"
+    wherever the arena lies: it is the first tier.
     """
 
-    def __init__(
-        self, groups: Sequence[AnnouncedGroup], hash_block_size: int, medium: str = GPU
-    ) -> None:
+    def __init__(self, groups: Sequence[AnnouncedGroup], hash_block_size: int) -> None:
         self._groups = groups
         self._hash_block_size = hash_block_size
-        self._medium = medium
         self._events: list[Event] = []
 
     def take(self) -> list[Event]:
@@ -59,19 +57,12 @@ class EventRecorder:
             whole = token_ids[: len(cached.digests) * self._hash_block_size]
             self._store(cached.group, cached.digests, known, token_ids=whole, salt=salt)
 
-    def evicting(self, cached: Cached) -> None:
-        """Says nothing: `removed` comes for the same content."""
-
     def removed(self, cached: Cached) -> None:
         if isinstance(cached, CachedStates):
-            gone = [BlockRemoved((cached.digest,), self._medium, g) for g in cached.groups]
+            gone = [BlockRemoved((cached.digest,), GPU, g) for g in cached.groups]
             self._events.extend(gone)
         elif cached.digests:
-            self._events.append(BlockRemoved(cached.digests, self._medium, cached.group))
-
-    def cleared(self) -> None:
-        # Whatever this step said before, thousands of removals by now, is said by this alone.
-        self._events = [AllBlocksCleared()]
+            self._events.append(BlockRemoved(cached.digests, GPU, cached.group))
 
     def _store(
         self, group: int, digests: tuple[bytes, ...], parent: bytes | None, *,
@@ -86,7 +77,7 @@ class EventRecorder:
                 token_ids,
                 len(token_ids) // len(digests),
                 lora_id=None,
-                medium=self._medium,
+                medium=GPU,
                 lora_name=None,
                 extra_keys=extra_keys,
                 group_idx=group,

@@ -11,6 +11,7 @@ import msgspec
 from engine.kv_events.wire import MAMBA, BlockHash, BlockRemoved, BlockStored, Event
 
 TOKEN_BYTES = 4
+_HASH_BYTES = 64  # at most, with what else belongs to a block
 
 
 class _Block(msgspec.Struct, frozen=True, gc=False):
@@ -66,20 +67,20 @@ class CacheMirror:
             copied._tables[tier] = table._replace(blocks=table.blocks.copy())
         return copied
 
-    def drain(self, num_blocks: int) -> Iterator[list[BlockStored]]:
-        """The events that make this state, in lists of about `num_blocks` hashes; empties it.
+    def drain(self, num_bytes: int) -> Iterator[list[BlockStored]]:
+        """The events that make this state, in lists of about `num_bytes`; empties it.
 
         Parents come before children, and a block that is stored n times comes n times.
         """
         events: list[BlockStored] = []
-        num_listed = 0
+        num_listed = 0  # bytes
         for tier, table in self._tables.items():
             # A checkpoint is no stretch of blocks: each is an event of its own.
-            longest = 1 if table.kind == MAMBA else num_blocks
+            longest = 1 if table.kind == MAMBA else num_bytes
             for run in _runs(table.blocks, longest):
                 events.append(_stored(tier, table, run))
-                num_listed += len(run)
-                if num_listed >= num_blocks:
+                num_listed += len(run) * _num_bytes(run[0])
+                if num_listed >= num_bytes:
                     yield events
                     events, num_listed = [], 0
         if events:
@@ -134,13 +135,21 @@ def _runs(blocks: dict[BlockHash, _Block], longest: int) -> Iterator[_Run]:
 
 
 def _cut(run: _Run, longest: int) -> Iterator[_Run]:
-    """Pieces of at most `longest` blocks; all of one length."""
+    """Pieces with blocks of one length, each ended by the block with which it has `longest` bytes.
+
+    A piece is an event, so how long it gets must not depend on how many tokens a block has.
+    """
     start = 0
     for place, (before, after) in enumerate(pairwise(run), 1):
-        if place - start == longest or len(before[1].tokens) != len(after[1].tokens):
+        is_full = (place - start) * _num_bytes(before) >= longest
+        if is_full or len(before[1].tokens) != len(after[1].tokens):
             yield run[start:place]
             start = place
     yield run[start:]
+
+
+def _num_bytes(item: tuple[BlockHash, _Block]) -> int:
+    return _HASH_BYTES + len(item[1].tokens)
 
 
 def _stored(tier: _Tier, table: _Table, run: _Run) -> BlockStored:
