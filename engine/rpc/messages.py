@@ -1,8 +1,9 @@
 """A node's description of itself to the proxy. Knows neither protobuf nor sockets."""
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from engine.types import HandOverProblem
 
@@ -13,6 +14,10 @@ TOKENIZER_FILES: Final = (
     "generation_config.json",
 )
 """The files of a model folder that a proxy needs; a node sends those of them that it has."""
+
+
+Rate = Annotated[float, Meta(ge=0)]
+"""Of something per second; 0 where nothing was measured yet. NaN is refused as well."""
 
 
 class KVGroupInfo(msgspec.Struct, frozen=True):
@@ -34,9 +39,10 @@ class KVEventsInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     endpoint: str
     topic: str
-    hash_block_size: int
+    hash_block_size: Annotated[int, Meta(ge=1)]
     hash_seed: str
-    groups: tuple[KVGroupInfo, ...]
+    # Without a group there is nothing that a node could lack of a prompt.
+    groups: Annotated[tuple[KVGroupInfo, ...], Meta(min_length=1)]
     replay_endpoint: str | None = None
 
 
@@ -64,9 +70,9 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     hand_over_problems: tuple[HandOverProblem, ...] = ()
     num_waiting_tokens: int = 0
-    prefill_tokens_per_s: float = 0.0
-    decode_tokens_per_s: float = 0.0
-    link_bytes_per_s: float = 0.0
+    prefill_tokens_per_s: Rate = 0.0
+    decode_tokens_per_s: Rate = 0.0
+    link_bytes_per_s: Rate = 0.0
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
     kv_events: KVEventsInfo | None = None

@@ -2,6 +2,7 @@
 
 import math
 import time
+from typing import Any
 
 import msgspec
 import pytest
@@ -101,7 +102,7 @@ EVENTS = KVEventsInfo(
 
 
 @pytest.mark.parametrize(
-    "events", [None, EVENTS, msgspec.structs.replace(EVENTS, groups=(), replay_endpoint=None)]
+    "events", [None, EVENTS, msgspec.structs.replace(EVENTS, replay_endpoint=None)]
 )
 def test_a_node_s_description_survives_the_wire(events: KVEventsInfo | None) -> None:
     info = NodeInfo(
@@ -120,6 +121,26 @@ def test_a_node_s_description_survives_the_wire(events: KVEventsInfo | None) -> 
     )
     data = convert.to_pb(info, pb.NodeInfo).SerializeToString()
     assert convert.from_pb(pb.NodeInfo.FromString(data), NodeInfo) == info
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prefill_tokens_per_s": -1.0},
+        {"decode_tokens_per_s": math.nan},
+        {"link_bytes_per_s": -math.inf},
+        {"kv_events": msgspec.structs.replace(EVENTS, hash_block_size=0)},
+        {"kv_events": msgspec.structs.replace(EVENTS, groups=())},
+    ],
+)
+def test_a_description_that_routing_cannot_count_with_is_refused(wrong: dict[str, Any]) -> None:
+    """One such node would break the choice for every request, or seem to hold every prompt."""
+    message = convert.to_pb(
+        NodeInfo(engine_id="p", kind="", model_names=(), max_model_len=1, vocab_size=1, **wrong),
+        pb.NodeInfo,
+    )
+    with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
+        convert.from_pb(message, NodeInfo)
 
 
 def test_control_messages_survive_the_wire() -> None:
