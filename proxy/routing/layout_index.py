@@ -43,6 +43,7 @@ class LayoutIndex:
     """Owner of the tables of one layout. `nodes`: those that are asked for, one bit each."""
 
     def __init__(self, layout: Layout) -> None:
+        self.layout = layout
         self.key, groups = layout
         self.nodes = 0
         self._size = layout.key.hash_block_size

@@ -8,12 +8,23 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Final
 
-from engine.kv_events.wire import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
+from engine.kv_events.wire import (
+    GPU,
+    AllBlocksCleared,
+    BlockHash,
+    BlockRemoved,
+    BlockStored,
+    Event,
+)
 from engine.rpc.messages import KVEventsInfo
-from proxy.routing.block_table import SLICE, CheckpointTable, by_name
+from proxy.routing.block_table import SLICE, BlockTable, CheckpointTable, by_name
 from proxy.routing.layout_index import START, TIERS, Layout, LayoutIndex, Lengths
 from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
+
+MAX_ENTRIES: Final = 2**22
+"""Hash blocks and checkpoints of one node, about half a gigabyte; more are not taken in."""
 
 
 @dataclass(slots=True, eq=False)
@@ -108,23 +119,18 @@ class PrefixIndex:
         return found
 
     def _apply(self, name: str, event: BlockStored | BlockRemoved) -> None:
-        hashes = event.block_hashes
+        hashes, group, tier = event.block_hashes, event.group_idx or 0, event.medium or GPU
         for start in range(0, len(hashes), SLICE):
             part = hashes if len(hashes) <= SLICE else hashes[start : start + SLICE]
             with self._lock:
-                slot, group, tier = self._slots.get(name), event.group_idx or 0, event.medium or GPU
-                if slot is None or tier not in TIERS or group >= slot.index.num_groups:
+                slot = self._slots.get(name)
+                if slot is None or tier not in TIERS or not 0 <= group < slot.index.num_groups:
                     return
                 table = slot.index.table(group, tier)
                 if isinstance(event, BlockRemoved):
                     slot.num_entries -= table.remove(slot.bit, part)
-                elif event.block_size == slot.index.key.hash_block_size:
-                    slot.num_entries += table.store(slot.bit, part)
-                elif isinstance(table, CheckpointTable) and len(hashes) == 1:
-                    parent, length = event.parent_block_hash or START, event.block_size
-                    slot.num_entries += table.store_inside(
-                        slot.bit, hashes[0], boundary=parent, length=length
-                    )
+                elif slot.num_entries + len(part) <= MAX_ENTRIES:
+                    slot.num_entries += _store(slot, table, event, digests=part)
 
     def _begin(self, name: str, index: LayoutIndex) -> None:
         number = self._free.pop() if self._free else next(self._numbers)
@@ -133,19 +139,29 @@ class PrefixIndex:
         index.nodes |= slot.bit
 
     def _retire(self, name: str) -> None:
-        """Ends a node's slot at once; its bit is taken out of the tables bit by bit, later."""
+        """Ends a node's slot at once; its bit is taken out of the tables piece by piece, later."""
         slot = self._slots.pop(name, None)
-        if slot is not None:
-            slot.index.nodes &= ~slot.bit
-            del self._names[slot.number]
+        if slot is None:
+            return
+        slot.index.nodes &= ~slot.bit
+        del self._names[slot.number]
+        if slot.num_entries:
             self._sweeps.append(self._sweep_out(slot))
+        else:
+            self._end(slot)
 
     def _sweep_out(self, slot: _Slot) -> Iterator[None]:
-        if slot.num_entries:
-            for table in slot.index.tables:
-                yield from table.sweep(slot.bit)
+        for table in slot.index.tables:
+            yield from table.sweep(slot.bit)
+        self._end(slot)
+
+    def _end(self, slot: _Slot) -> None:
         # Only now may another node get the number.
         self._free.append(slot.number)
+        layout = slot.index.layout
+        # Tables that are empty keep their room, so they go with the last node of a layout.
+        if not slot.index.nodes and self._layouts.get(layout) is slot.index:
+            del self._layouts[layout]
 
     def _sweep(self) -> None:
         """One slice of what is left to do for slots that have ended."""
@@ -154,6 +170,19 @@ class PrefixIndex:
                 next(self._sweeps[0])
             except StopIteration:
                 self._sweeps.popleft()
+
+
+def _store(
+    slot: _Slot, table: BlockTable, event: BlockStored, *, digests: Sequence[BlockHash]
+) -> int:
+    """How many the node did not hold before; what is of no hash block is passed over."""
+    size, length = slot.index.key.hash_block_size, event.block_size
+    if length == size:
+        return table.store(slot.bit, digests)
+    if not isinstance(table, CheckpointTable) or len(digests) > 1 or not 0 < length < size:
+        return 0
+    parent = event.parent_block_hash or START
+    return table.store_inside(slot.bit, digests[0], boundary=parent, length=length)
 
 
 def _by_name(

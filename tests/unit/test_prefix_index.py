@@ -13,6 +13,7 @@ from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_events.wire import CPU, GPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored
 from engine.rpc.messages import KVEventsInfo, KVGroupInfo
 from engine.types import GenerateRequest
+from proxy.routing import prefix_index
 from proxy.routing.block_table import CheckpointTable
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.prompt import NodeHit, RoutedPrompt
@@ -310,6 +311,58 @@ def test_what_is_not_meant_for_it_is_passed_over() -> None:
     index.apply("a", [coarse, nowhere, chain(TEXT, group=7)])
     assert index.num_entries == {"a": 0}
     assert index.hits(prompt_of(TEXT)) == {}
+
+
+def test_events_of_groups_and_lengths_that_cannot_be_take_no_memory() -> None:
+    index = PrefixIndex()
+    index.set_node("a", info_of(["full", "state"]))
+    hashes = chain(TEXT).block_hashes
+    for number in range(1, 50):
+        index.apply("a", [chain(TEXT, group=-number), BlockRemoved(hashes, GPU, -number)])
+        index.apply("a", [BlockRemoved(hashes, GPU, number % 2)])
+        for length in (0, -number, SIZE + number):
+            index.apply("a", [BlockStored(hashes[:1], None, (), length, medium=GPU, group_idx=1)])
+    (layout,) = index._layouts.values()
+    assert index.num_entries == {"a": 0}
+    assert len(layout.tables) <= 2
+    assert not any(table.nodes for table in layout.tables)
+
+
+def test_a_node_that_announces_without_end_fills_its_share_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_ENTRIES", 4)
+    index = PrefixIndex()
+    for node in ("a", "b"):
+        index.set_node(node, info_of(["full"]))
+    other: Text = (None, tuple(range(900, 908)))
+    # What came first stays; what finds no room is not promised.
+    index.apply("a", [chain((None, TEXT[1][:12])), chain(other), chain(TEXT)])
+    index.apply("b", [chain(other)])
+    assert index.num_entries == {"a": 3, "b": 2}
+    longer: Text = (None, (*other[1], 1))
+    assert index.hits(prompt_of(longer)) == {"b": NodeHit(8, 8)}
+    assert index.hits(prompt_of(TEXT)) == {"a": NodeHit(12, 12)}
+    index.apply("a", [BlockRemoved(chain((None, TEXT[1][:12])).block_hashes, GPU, 0), chain(other)])
+    assert index.hits(prompt_of(longer)) == {"a": NodeHit(8, 8), "b": NodeHit(8, 8)}
+
+
+def test_a_node_that_restarts_as_another_leaves_no_tables_behind() -> None:
+    index = PrefixIndex()
+    index.set_node("b", info_of(["full"]))
+    for seed in range(20):
+        info = info_of(["full", "state"] if seed % 2 else ["full"], seed=f"{seed}")
+        index.set_node("a", info)
+        index.apply("a", [chain(TEXT)])
+        assert index.num_entries == {"a": 5, "b": 0}
+    index.remove_node("a")
+    for _ in range(60):  # each call sweeps a piece
+        index.apply("b", [])
+    assert len(index._layouts) == 1
+    for _ in range(20):
+        index.set_node("a", info_of(["state"]))
+        index.remove_node("a")
+    assert (len(index._layouts), len(index._sweeps)) == (1, 0)
 
 
 def test_prompts_shorter_than_a_hash_block_are_asked_too() -> None:
