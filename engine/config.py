@@ -184,7 +184,7 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         Positive | None,
         Meta(
             description="Tokens per digest, the step of prefix hits and KV events; divides all "
-            "attention blocks. Default: the smaller of --block-size and 16.",
+            "attention blocks. Default: the largest such number up to 16.",
         ),
     ] = None
     kv_cache_memory_bytes: Annotated[Positive, Meta(description="Size of the KV arena.")] = (

@@ -17,7 +17,8 @@ from engine.kv_cache.spec import STATE_ALIGNMENT, KVCacheGroup, MambaSpec, round
 # bookkeeping.
 MIN_BLOCKS_PER_UNIT = 16
 
-# vLLM's block size, which consumers of events expect; larger blocks are hashed in such steps.
+# vLLM's block size, which consumers of events expect; larger blocks are hashed in such steps or,
+# where it does not divide them, in the next smaller ones that do.
 MAX_DEFAULT_HASH_BLOCK = 16
 
 
@@ -120,11 +121,10 @@ def plan_arena(
 
     A unit is at least the largest state and a multiple of every half page (K or V of one layer's
     block), so that pages can be addressed as rows of one array. `hash_block_size`: None for the
-    smaller of `block_size` and 16. Raises ConfigError when not even two units fit, or for a hash
-    block that does not divide an attention group's blocks.
+    largest one up to 16 that divides the blocks of every attention group. Raises ConfigError when
+    not even two units fit, or for a hash block that does not divide them.
     """
-    hash_block_size = hash_block_size or min(block_size, MAX_DEFAULT_HASH_BLOCK)
-    _check_hash_blocks(groups, block_size, hash_block_size)
+    hash_block_size = _hash_block_size(groups, block_size, hash_block_size)
     is_state = [isinstance(group.spec, MambaSpec) for group in groups]
     sizes = [group.block_bytes(block_size) for group in groups]
     half_pages = (
@@ -146,19 +146,20 @@ def plan_arena(
     return ArenaPlan(groups, block_size, hash_block_size, unit_bytes, num_units, tuple(per_unit))
 
 
-def _check_hash_blocks(
-    groups: Sequence[KVCacheGroup], block_size: int, hash_block_size: int
-) -> None:
-    """Raises ConfigError naming both sizes, and the largest one that works."""
+def _hash_block_size(groups: Sequence[KVCacheGroup], block_size: int, asked: int | None) -> int:
+    """Raises ConfigError naming the size that does not fit, and the largest one that does."""
     sizes = [g.block_size or block_size for g in groups if not isinstance(g.spec, MambaSpec)]
-    for size in sizes:
-        if size % hash_block_size:
-            common = gcd(*sizes)
-            works = max(d for d in range(1, min(common, hash_block_size) + 1) if common % d == 0)
-            raise ConfigError(
-                f"--hash-block-size {hash_block_size} does not divide attention blocks of {size} "
-                f"tokens; --hash-block-size {works} does"
-            )
+    common = gcd(*sizes) or asked or block_size
+    # A default that fits every block size: to refuse 24 would only make people look up its divisor.
+    most = min(asked or MAX_DEFAULT_HASH_BLOCK, common)
+    works = max(size for size in range(1, most + 1) if common % size == 0)
+    if asked not in (None, works):
+        unfit = next(size for size in sizes if size % asked)
+        raise ConfigError(
+            f"--hash-block-size {asked} does not divide attention blocks of {unfit} "
+            f"tokens; --hash-block-size {works} does"
+        )
+    return works
 
 
 def _least_waste(sizes: Sequence[int], is_state: Sequence[bool], step: int) -> int:

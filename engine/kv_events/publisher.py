@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import inf
 
 import zmq
 
@@ -30,6 +31,8 @@ MAX_ANSWERS = 16
 """Requests that are answered at a time; whoever comes then asks again."""
 MAX_FRAME_BYTES = 512
 """Of what others may send to a publisher: topics, and requests of 8 bytes."""
+LAST_BATCHES_S = 2.0
+"""From `close` on; what still waits after that is not sent."""
 _ANSWER_HWM = 64  # messages that wait for one slow asker; each is at most some hundred KiB
 _ROUND = 64  # live batches, or requests, before anybody else has a chance
 _ANSWER_ROUND = 4  # messages of one answer; those of a snapshot take milliseconds to make
@@ -84,7 +87,7 @@ class EventPublisher:
         )
         self._answers: deque[_Answer] = deque()
         self._is_stuck = False  # none of the askers takes more at the moment
-        self._is_closing = False
+        self._close_by = inf  # monotonic seconds
         any_port = f"tcp://{f'[{host}]' if ':' in host else host}:0"
         self._context = Context()
         self._publish = self._context.socket(zmq.PUB)
@@ -116,8 +119,8 @@ class EventPublisher:
         self._ring()
 
     def close(self) -> None:
-        """Send what is waiting, as far as it goes at once, and end the thread. Idempotent."""
-        self._is_closing = True
+        """Send what is waiting, for at most `LAST_BATCHES_S`, and end the thread. Idempotent."""
+        self._close_by = min(self._close_by, time.monotonic() + LAST_BATCHES_S)
         self._ring()
         self._thread.join(_CLOSE_S)
         self._wake.close()
@@ -142,11 +145,15 @@ class EventPublisher:
                     pass
             # First, so that batch 0 is in every answer: a state before it would have no number.
             self._send_live()
-            if self._is_closing and self._log.is_empty:
+            if self._is_late or (self._close_by < inf and self._log.is_empty):
                 return
             if self._replay in ready:
                 self._take_requests()
             self._send_answers()
+
+    @property
+    def _is_late(self) -> bool:
+        return time.monotonic() >= self._close_by
 
     def _pause_s(self) -> float:
         if not self._log.is_empty or (self._answers and not self._is_stuck):
@@ -155,7 +162,8 @@ class EventPublisher:
 
     def _send_live(self) -> None:
         for _ in range(_ROUND):
-            batch = self._log.take()
+            # Sockets are closed after this thread: it must not outlast their owner's wait for it.
+            batch = None if self._is_late else self._log.take()
             if batch is None:
                 return
             # A subscriber whose queue is full loses the batch and sees it by the next number.

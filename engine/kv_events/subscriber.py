@@ -231,6 +231,8 @@ class EventSubscriber:
         if connection is None:
             return
         for _ in range(_ROUND):
+            if self._is_closing:
+                return
             with self._lock:
                 if not self._is_followed(connection) or not connection.take(ready):
                     return

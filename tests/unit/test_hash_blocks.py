@@ -157,20 +157,29 @@ def test_an_end_on_a_hash_boundary_that_is_cached_already_is_not_stored_again() 
     assert [(cached.start, cached.end) for cached, *_ in blocks_in(heard, 0)] == [(0, 48)]
 
 
+def groups_of(*sizes: int) -> tuple[KVCacheGroup, ...]:
+    spec = FullAttentionSpec(1, 16, "float32")
+    return tuple(KVCacheGroup(spec, (layer,), size) for layer, size in enumerate(sizes))
+
+
 def test_a_hash_block_that_divides_nothing_is_refused_with_one_that_works() -> None:
-    for sizes, asked, works in [((24,), None, 12), ((96, 64), 24, 16), ((7,), 16, 7)]:
-        groups = tuple(
-            KVCacheGroup(FullAttentionSpec(1, 16, "float32"), (layer,), size)
-            for layer, size in enumerate(sizes)
-        )
+    for sizes, asked, works in [((24,), 16, 12), ((96, 64), 24, 16), ((7,), 16, 7)]:
+        groups = groups_of(*sizes)
         with pytest.raises(ConfigError, match=rf"--hash-block-size {works} does") as refused:
             plan_arena(groups, 24, 1 << 22, hash_block_size=asked)
-        assert f"--hash-block-size {asked or 16} does not divide" in str(refused.value)
+        assert f"--hash-block-size {asked} does not divide" in str(refused.value)
         plan = plan_arena(groups, 24, 1 << 22, hash_block_size=works)
         assert plan.hash_block_size == works
 
 
-def test_the_default_hash_block_is_the_block_but_at_most_sixteen_tokens() -> None:
-    sizes = {size: plan_arena((FULL,), size, 1 << 24).hash_block_size for size in (4, 16, 64, 528)}
-    assert sizes == {4: 4, 16: 16, 64: 16, 528: 16}
+def test_the_default_hash_block_always_divides_and_has_at_most_sixteen_tokens() -> None:
+    for sizes, wanted in [
+        ((4,), 4), ((16,), 16), ((64,), 16), ((528,), 16), ((2176,), 16), ((24,), 12), ((20,), 10),
+        ((96, 20), 4), ((17,), 1), ((65_536,), 16),
+    ]:  # fmt: skip
+        plan = plan_arena((STATE, *groups_of(*sizes)), 24, 1 << 28)
+        assert plan.hash_block_size == wanted
+    # Without attention there is nothing to divide.
+    assert plan_arena((STATE,), 24, 1 << 24).hash_block_size == 12
+    assert plan_arena((STATE,), 24, 1 << 24, hash_block_size=100).hash_block_size == 100
     assert NodeConfig().hash_block_size is None

@@ -11,6 +11,7 @@ from random import Random
 import pytest
 import zmq
 
+import engine.kv_events.publisher
 import engine.kv_events.subscriber
 from engine.config import KVEventsConfig, decode_config
 from engine.errors import ConfigError
@@ -328,6 +329,26 @@ def test_slow_readers_delay_neither_the_engine_nor_others() -> None:
         subscriber.add("node", node.source)
         node.work(random, 5_000)
         until(lambda: agree(node, sink))
+
+
+def test_a_close_does_not_wait_for_a_long_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread ends in time, or it would use sockets that its owner has closed."""
+    monkeypatch.setattr(engine.kv_events.publisher, "LAST_BATCHES_S", 0.0)
+    monkeypatch.setattr(engine.kv_events.publisher, "_CLOSE_S", 1.0)
+    failed: list[object] = []
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+    publisher = EventPublisher(KVEventsConfig(), "life")
+    hashes = tuple(b"%032d" % number for number in range(1024))
+    stored = BlockStored(hashes, None, (2**31,) * (16 * 1024), 16)
+    with raw(zmq.SUB) as stuck:
+        stuck.rcvhwm = 1
+        stuck.subscribe(b"")
+        stuck.connect(publisher.endpoint or "")
+        for _ in range(20_000):  # some seconds of work
+            publisher.publish((stored,))
+        publisher.close()
+    assert not any(each.name == "kv-events-publisher" for each in threading.enumerate())
+    assert not failed
 
 
 def test_a_publisher_may_connect_to_a_collector(tmp_path: Path) -> None:
