@@ -19,7 +19,7 @@ log = structlog.get_logger()
 
 
 @dataclass(slots=True, frozen=True)
-class _Followed:
+class _Told:
     engine_id: str
     info: KVEventsInfo
 
@@ -34,18 +34,19 @@ class EventSources:
         self._index = index
         self._on_loss = on_loss
         self._subscriber = EventSubscriber(index)
-        self._followed: dict[str, _Followed] = {}
+        self._told: dict[str, _Told] = {}  # by node, what it said last
+        self._followed: set[str] = set()
 
     def follow(self, name: str, info: NodeInfo) -> None:
         """Node `name` has described itself."""
-        known = self._followed.get(name)
-        now = None if info.kv_events is None else _Followed(info.engine_id, info.kv_events)
-        if now == known:
+        told = None if info.kv_events is None else _Told(info.engine_id, info.kv_events)
+        if told == self._told.get(name):
             return
-        if known is not None:
+        if name in self._told:
             self._leave(name)
-        if now is not None:
-            self._join(name, now)
+        if told is not None:
+            self._told[name] = told
+            self._join(name, told.info)
 
     def stats(self) -> dict[str, SourceStats]:
         """By node what was received since it was followed."""
@@ -56,8 +57,7 @@ class EventSources:
         self._followed.clear()
         self._subscriber.close()
 
-    def _join(self, name: str, followed: _Followed) -> None:
-        info = followed.info
+    def _join(self, name: str, info: KVEventsInfo) -> None:
         # The index knows the node before its first event comes.
         self._index.set_node(name, info)
         source = EventSource(info.endpoint, info.replay_endpoint, info.topic)
@@ -67,11 +67,12 @@ class EventSources:
             # What a node says of itself must not end the proxy: it is routed to by its load.
             log.error("node's KV events cannot be followed", node=name, problem=str(error))
             return
-        self._followed[name] = followed
+        self._followed.add(name)
         log.info("node's KV events are followed", node=name, endpoint=info.endpoint)
 
     def _leave(self, name: str) -> None:
-        del self._followed[name]
+        del self._told[name]
+        self._followed.discard(name)
         self._subscriber.remove(name)
         # After `remove`, so that nothing of the old incarnation comes behind.
         self._index.remove_node(name)

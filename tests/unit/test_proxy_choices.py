@@ -3,7 +3,9 @@
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_events.wire import GPU, BlockStored
@@ -178,5 +180,23 @@ def test_what_a_node_held_is_forgotten_with_its_incarnation() -> None:
         assert sources.stats().keys() == {"d"}
         sources.follow("d", told("d-2", None))
         assert (index.hits(RoutedPrompt(request)), sources.stats()) == ({}, {})
+    finally:
+        sources.close()
+
+
+def test_a_node_whose_events_cannot_be_followed_is_told_of_once() -> None:
+    index = PrefixIndex()
+    sources = EventSources(index, list[str]().append)
+    deaf = msgspec.structs.replace(EVENTS, endpoint="nonsense")
+    try:
+        with capture_logs() as logs:
+            for _ in range(3):
+                sources.follow("d", told("d-1", deaf))
+        assert [entry["log_level"] for entry in logs] == ["error"]
+        assert (sources.stats(), index.num_entries) == ({}, {"d": 0})
+        sources.follow("d", told("d-1", EVENTS))
+        assert sources.stats().keys() == {"d"}
+        sources.follow("d", told("d-1", deaf))
+        assert (sources.stats(), index.num_entries) == ({}, {"d": 0})
     finally:
         sources.close()
