@@ -17,7 +17,7 @@ from engine.kv_cache.plan import ArenaPlan
 from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
 from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from proxy.cluster.node import NodeView
-from proxy.cluster.prompts_in_flight import PromptsInFlight
+from proxy.cluster.prefill_queue import PrefillQueue
 
 GROUPS = ("mamba", "full_attention")
 TOKEN_S = 0.02
@@ -169,7 +169,7 @@ class KnownNode:
 
     def __init__(self, name: str, hardware: Hardware, agenda: Agenda) -> None:
         self.info = hardware.describe(name)
-        self._prompts = PromptsInFlight(clock=lambda: agenda.now)
+        self._prompts = PrefillQueue(clock=lambda: agenda.now)
         self._num_in_flight = 0
 
     def hear(self, *, num_requests: int, num_waiting_tokens: int) -> None:

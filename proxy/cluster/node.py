@@ -14,7 +14,7 @@ from engine.rpc.client import NodeClient
 from engine.rpc.messages import NodeInfo
 from engine.rpc.node_http import NodeUrl, resolve_grpc_address
 from engine.tls import ClientTls
-from proxy.cluster.prompts_in_flight import PromptsInFlight
+from proxy.cluster.prefill_queue import PrefillQueue
 
 log = structlog.get_logger()
 
@@ -63,7 +63,7 @@ class Node:
         self._tls = tls if url.has_tls else None
         self._client: NodeClient | None = None
         self._num_in_flight = 0
-        self._prompts = PromptsInFlight()
+        self._prompts = PrefillQueue()
         self._view: NodeView | None = None
         self._num_late = 0
         self._releases: set[asyncio.Task[None]] = set()

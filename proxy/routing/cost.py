@@ -32,14 +32,16 @@ class Rates:
     """
 
     def __init__(self, prefill: Sequence[NodeView], decode: Sequence[NodeView]) -> None:
-        self._computing = prefill or decode
+        self._prefill = prefill
         self._decode = decode
 
     @cached_property
     def prefill_tokens_per_s(self) -> float:
-        """Of the nodes that compute prompts."""
-        known = (node.info.prefill_tokens_per_s for node in self._computing)
-        return _mean(known, PREFILL_TOKENS_PER_S)
+        """Of prefill nodes; where none of them knows, of decode nodes."""
+        of_decode = _mean(
+            (node.info.prefill_tokens_per_s for node in self._decode), PREFILL_TOKENS_PER_S
+        )
+        return _mean((node.info.prefill_tokens_per_s for node in self._prefill), of_decode)
 
     @cached_property
     def decode_tokens_per_s(self) -> float:

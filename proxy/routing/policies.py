@@ -44,7 +44,10 @@ class RoutingPolicy(Protocol):
 
 
 class RoundRobin:
-    """The next node for each request, P and D counted apart. Fair when requests are alike."""
+    """The next node for each request, P and D counted apart. Fair when requests are alike.
+
+    Where one node alone is offered, such as a D whose P is chosen again, nothing is counted.
+    """
 
     def __init__(self) -> None:
         self._num_prefill = 0
@@ -54,11 +57,9 @@ class RoundRobin:
         self, prompt: RoutedPrompt, prefill: Sequence[NodeView], decode: Sequence[NodeView]
     ) -> Route:
         chosen = decode[self._num_decode % len(decode)]
-        self._num_decode += 1
-        if not prefill:
-            return _route(prompt, None, chosen, reason="next")
-        self._num_prefill += 1
-        first = prefill[(self._num_prefill - 1) % len(prefill)]
+        self._num_decode += len(decode) > 1
+        first = prefill[self._num_prefill % len(prefill)] if prefill else None
+        self._num_prefill += len(prefill) > 1
         return _route(prompt, first, chosen, reason="next")
 
 

@@ -15,7 +15,7 @@ from engine.kv_events.wire import GPU, BlockStored
 from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from engine.types import GenerateRequest
 from proxy.cluster.node import NodeView
-from proxy.cluster.prompts_in_flight import PromptsInFlight
+from proxy.cluster.prefill_queue import PrefillQueue
 from proxy.routing.in_flight import LINGER_S, InFlight
 from proxy.routing.local_prefill import LocalPrefill
 from proxy.routing.policies import (
@@ -93,6 +93,19 @@ def test_round_robin_does_not_count_turns_of_absent_prefill_nodes() -> None:
     decode = [node("d1")]
     assert policy.choose(prompt(), [], decode).prefill is None
     assert names(policy.choose(prompt(), [node("p1"), node("p2")], decode)) == ("p1", "d1")
+
+
+def test_round_robin_moves_on_where_a_pair_was_chosen_twice() -> None:
+    """As when hand-overs from p1 to d1 fail: P is chosen again for that D alone."""
+    policy, p, d = RoundRobin(), [node("p1"), node("p2")], [node("d1"), node("d2")]
+    taken = []
+    for _ in range(8):
+        route = policy.choose(prompt(), p, d)
+        if names(route) == ("p1", "d1"):
+            route = policy.choose(prompt(), p[1:], [route.decode])
+        taken.append(names(route))
+    assert Counter(decode for _, decode in taken) == {"d1": 4, "d2": 4}
+    assert ("p1", "d1") not in taken
 
 
 def test_least_loaded_counts_what_is_reported_and_what_is_in_flight() -> None:
@@ -261,6 +274,18 @@ def test_auto_compares_measured_lines(rates: dict[str, float], is_local: bool) -
     assert (LocalPrefill("auto").applied(prompt(range(1000)), route).prefill is None) == is_local
 
 
+def test_auto_sends_long_prompts_to_p_before_anything_was_measured() -> None:
+    def applied(num_tokens: int, **of_d: Any) -> Route:
+        route = Route(node("p"), node("d", **of_d), "load")
+        return LocalPrefill("auto").applied(prompt(range(num_tokens)), route)
+
+    assert applied(1000).prefill is not None
+    assert applied(4).reason == "sooner_on_d"
+    # A P that has computed nothing is as fast as the D that has, or it would never be tried.
+    assert applied(1000, prefill_tokens_per_s=20_000.0).prefill is not None
+    assert applied(1000, prefill_tokens_per_s=50.0).prefill is not None
+
+
 # --- prompts under way -------------------------------------------------------------------------
 
 
@@ -342,7 +367,7 @@ async def test_events_and_expectations_are_one_hit() -> None:
 def test_a_prompt_that_is_computed_counts_less_and_less() -> None:
     """At 100 tokens/s: only the oldest prompt shrinks, never below nothing, and then the next."""
     now = [0.0]
-    prompts = PromptsInFlight(clock=lambda: now[0])
+    prompts = PrefillQueue(clock=lambda: now[0])
     left = partial(prompts.num_tokens_left, 100.0)
     with ExitStack() as first, ExitStack() as second:
         first.enter_context(prompts.carrying(200))
@@ -360,7 +385,7 @@ def test_a_prompt_that_is_computed_counts_less_and_less() -> None:
 
 def test_the_end_of_a_prompt_that_waits_leaves_the_oldest_begun() -> None:
     now = [0.0]
-    prompts = PromptsInFlight(clock=lambda: now[0])
+    prompts = PrefillQueue(clock=lambda: now[0])
     with prompts.carrying(200):
         with prompts.carrying(50):
             now[0] = 1.0

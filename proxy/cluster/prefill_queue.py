@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from itertools import count
 
 
-class PromptsInFlight:
+class PrefillQueue:
     """Nodes compute prompts in their order, so only the oldest one has been begun.
 
     Without that a long prompt would count in full until its end, and its node look busy when it
