@@ -18,7 +18,7 @@ from engine.errors import KVEventError
 Form = Literal["map", "array"]
 BlockHash = Annotated[bytes, Meta(max_length=64)] | int
 MAX_PAYLOAD_BYTES = 64 * 2**20
-"""Of one batch: no step of an engine needs more, and no consumer takes more."""
+"""Of one batch that is read; what is published is far shorter (`batches.py`)."""
 SEQUENCE_BYTES = 8
 SNAPSHOT = b"snapshot"
 """Asks a replay endpoint for the state; as long as a sequence number, and none has its value."""
@@ -77,7 +77,7 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, frozen=True):
-    """The events of one step. `ts`: seconds since the epoch, on the publisher's clock.
+    """Events of one step. `ts`: seconds since the epoch, on the publisher's clock.
 
     `incarnation`: one life of the publisher; None for those of other projects. `num_unknown`:
     events of types that this version does not know, left out of `events`; never sent.

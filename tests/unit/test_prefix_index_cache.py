@@ -9,11 +9,12 @@ from hypothesis.stateful import initialize, invariant
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from engine.kv_cache.coverage import Coverage
-from engine.kv_cache.listener import Cached, CacheListener
+from engine.kv_cache.listener import Cached, CacheListeners
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
+from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
+from engine.kv_events.recorder import EventRecorder
+from engine.node.kv_events import announced
 from engine.rpc.messages import KVEventsInfo, KVGroupInfo
 from engine.types import GenerateRequest
 from proxy.routing.prefix_index import PrefixIndex
@@ -25,8 +26,7 @@ class Announcer(EventRecorder):
     """A node's recorder, whose events an index gets at once."""
 
     def __init__(self, plan: ArenaPlan, index: PrefixIndex) -> None:
-        groups = [AnnouncedGroup(it.kind, it.sliding_window) for it in info_of(plan).groups]
-        super().__init__(groups, plan.hash_block_size)
+        super().__init__([announced(group.spec) for group in plan.groups], plan.hash_block_size)
         self._index = index
 
     def stored(self, *told: Any, **named: Any) -> None:
@@ -38,37 +38,13 @@ class Announcer(EventRecorder):
         self._index.apply("node", self.take())
 
 
-class Fork:
-    """Two listeners of one cache."""
-
-    def __init__(self, *listeners: CacheListener) -> None:
-        self._listeners = listeners
-
-    def stored(self, *told: Any, **named: Any) -> None:
-        for listener in self._listeners:
-            listener.stored(*told, **named)
-
-    def removed(self, cached: Cached) -> None:
-        for listener in self._listeners:
-            listener.removed(cached)
-
-
 def info_of(plan: ArenaPlan) -> KVEventsInfo:
-    groups = []
-    for group in plan.groups:
-        match group.spec:
-            case FullAttentionSpec():
-                groups.append(KVGroupInfo(kind="full_attention"))
-            case SlidingWindowSpec(window=window):
-                groups.append(KVGroupInfo(kind="sliding_window", sliding_window=window))
-            case MambaSpec():
-                groups.append(KVGroupInfo(kind="mamba"))
     return KVEventsInfo(
         endpoint="inproc://none",
         topic="",
         hash_block_size=plan.hash_block_size,
         hash_seed="",
-        groups=tuple(groups),
+        groups=tuple(KVGroupInfo(*announced(group.spec)) for group in plan.groups),
     )
 
 
@@ -85,7 +61,7 @@ class IndexedCacheMachine(CacheMachine):
         super().begin(mix=mix, units=units, step=step, data=data)
         self.index = PrefixIndex()
         self.index.set_node("node", info_of(self.plan))
-        self.cache.pool._listener = Fork(self.heard, Announcer(self.plan, self.index))
+        self.cache.pool._listener = CacheListeners([self.heard, Announcer(self.plan, self.index)])
 
     @invariant()
     def promises_are_kept(self) -> None:
