@@ -79,6 +79,12 @@ SCHEDULER_COUNTERS: Final[Table] = {
     ),
     "vllm:num_preemptions": ("stats.preemptions", "Requests that lost their blocks.", "reason"),
 }
+EVENT_COUNTERS: Final[Table] = {
+    "tandem:kv_event_batches_dropped": (
+        "num_dropped",
+        "Batches of KV events that were not sent, since too many waited; others fetch snapshots.",
+    ),
+}
 
 Family = GaugeMetricFamily | CounterMetricFamily
 Read = Callable[[], float | Mapping[str, float]]

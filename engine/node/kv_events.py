@@ -33,6 +33,11 @@ class NodeEvents:
                 groups=tuple(KVGroupInfo(*group) for group in groups),
             )
 
+    @property
+    def num_dropped(self) -> int:
+        """Batches that found the queue full, since the publisher was slower than the engine."""
+        return self._publisher.num_dropped
+
     def publish(self) -> None:
         """Hands over what the cache has recorded; at the end of each step, on the engine thread."""
         if events := self.recorder.take():

@@ -28,7 +28,13 @@ from engine.kv_cache.listener import CacheListener, CacheListeners
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.report import plan_labels, plan_report
-from engine.metrics import SCHEDULER_COUNTERS, SCHEDULER_GAUGES, NodeMetrics, RequestMetrics
+from engine.metrics import (
+    EVENT_COUNTERS,
+    SCHEDULER_COUNTERS,
+    SCHEDULER_GAUGES,
+    NodeMetrics,
+    RequestMetrics,
+)
 from engine.model_configs.folder import resolve_folder
 from engine.model_configs.generation import read_eos_token_ids
 from engine.model_configs.model_config import ModelConfig
@@ -215,6 +221,7 @@ class NodeServer:
             return None
         events = NodeEvents(self.config, plan, self.engine_id, host=self.host)
         self._resources.callback(events.close)
+        self.metrics.read(events, counters=EVENT_COUNTERS)
         return events
 
     def _cache_listener(self) -> CacheListener | None:

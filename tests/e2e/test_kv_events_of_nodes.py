@@ -9,6 +9,7 @@ import msgspec
 import zmq
 
 from engine.config import KVEventsConfig
+from engine.kv_cache.listener import CachedBlocks
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_events.wire import SNAPSHOT, AllBlocksCleared, BlockStored, Event, decode
 from engine.node.server import NodeServer
@@ -146,6 +147,27 @@ async def test_a_connector_hears_what_is_published(
     info, connector = (await described(node)).kv_events, node.connector
     assert info is not None and isinstance(connector, DictionaryConnector)
     assert set(told(info)[1]) == connector.scheduler.known | connector.scheduler.new.keys()
+
+
+async def test_batches_that_find_the_queue_full_are_counted(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    config = msgspec.structs.replace(PUBLISHES, max_queue_size=1)
+    node = await cluster.start(
+        "prefill", checkpoints["qwen3"], enable_prefix_caching=True, kv_events_config=config
+    )
+    events = node.events
+    assert events is not None
+
+    def flood() -> None:
+        while not events.num_dropped:
+            events.recorder.removed(CachedBlocks(0, 0, 16, (bytes(32),), (0,)))
+            events.publish()
+
+    await run_in_engine(node.engine, flood)
+    families = {family.name: family for family in node.metrics.registry.collect()}
+    (sample,) = families["tandem:kv_event_batches_dropped"].samples
+    assert sample.value == events.num_dropped > 0
 
 
 def apply(events: Iterable[Event], announced: Announced) -> None:
