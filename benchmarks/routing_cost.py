@@ -62,14 +62,19 @@ def timed(work: Callable[[], object], repeats: int = 200) -> float:
     return median(timeit.repeat(work, number=1, repeat=repeats))
 
 
-def decision() -> None:
-    """Each node holds another length of one prompt; 100 that begin as it does are under way."""
+def decision(num_holders: int, num_shared: int) -> None:
+    """`num_holders` nodes hold each another length of one prompt.
+
+    100 other prompts are under way, whose first `num_shared` tokens are those of the prompt.
+    """
     nodes, index = [view(number) for number in range(NUM_NODES)], PrefixIndex()
     request = GenerateRequest(request_id="r", prompt_token_ids=tuple(range(NUM_TOKENS)))
     prompt = prompt_of(request)
     digests = prompt.boundaries(HashKey.of(INFO))
     for number, node in enumerate(nodes):
         index.set_node(node.name, INFO)
+        if number % (NUM_NODES // num_holders):
+            continue
         end = len(digests) * (number + 1) // NUM_NODES
         blocks = BlockStored(tuple(digests[1:end]), None, (), SIZE, medium=GPU, group_idx=0)
         state = BlockStored((digests[end - 1],), None, (), SIZE, medium=GPU, group_idx=1)
@@ -77,16 +82,18 @@ def decision() -> None:
     router, half = Router("prefix_aware", index), NUM_NODES // 2
     expected = ExitStack()
     for number, node in enumerate(nodes):
-        other = GenerateRequest(request_id="o", prompt_token_ids=(*range(2048), *[number] * 2048))
+        tokens = (*range(num_shared), *[NUM_TOKENS + number] * (4096 - num_shared))
+        other = GenerateRequest(request_id="o", prompt_token_ids=tokens)
         expected.enter_context(router.expecting(prompt_of(other), node))
 
     def decide() -> None:
         prompt.hits = index.hits(prompt)
         router.choose(prompt, nodes[:half], nodes[half:])
 
-    print(f"hashing {NUM_TOKENS} tokens   {1e6 * timed(lambda: prompt_of(request)):8.0f} us")
-    print(f"index, {NUM_NODES} nodes        {1e6 * timed(lambda: index.hits(prompt)):8.0f} us")
-    print(f"decision, {NUM_NODES} nodes     {1e6 * timed(decide):8.0f} us")
+    print(f"{num_holders} of {NUM_NODES} nodes hold some, {num_shared} tokens are under way")
+    print(f"  hashing {NUM_TOKENS} tokens {1e6 * timed(lambda: prompt_of(request)):8.0f} us")
+    print(f"  index                {1e6 * timed(lambda: index.hits(prompt)):8.0f} us")
+    print(f"  decision             {1e6 * timed(decide):8.0f} us")
     expected.close()
 
 
@@ -113,5 +120,7 @@ def events() -> None:
 
 
 if __name__ == "__main__":
-    decision()
+    decision(NUM_NODES, 2048)  # as bad as it gets
+    decision(10, 2048)
+    decision(10, 0)
     events()

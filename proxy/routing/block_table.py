@@ -128,9 +128,7 @@ def longest(candidates: Iterable[tuple[int, int]], nodes: int) -> list[tuple[int
     return found
 
 
-def by_name(
-    lengths: Iterable[tuple[int, int]], names: Sequence[str] | Mapping[int, str]
-) -> dict[str, int]:
+def by_name(lengths: Iterable[tuple[int, int]], names: Mapping[int, str]) -> dict[str, int]:
     """Tokens by the name of a node, which `names` has by the number of its bit."""
     found = {}
     for num_tokens, mask in lengths:

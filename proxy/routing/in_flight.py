@@ -46,7 +46,7 @@ class InFlight:
         self._linger_s = linger_s
         self._clock = clock
         self._bits: dict[str, int] = {}
-        self._names: list[str] = []  # by the number of the bit
+        self._names: dict[int, str] = {}  # by the number of the bit
         self._marks: dict[HashKey, BlockTable] = {}
         self._ends = BlockTable()
         self._living: dict[str, set[_Expectation]] = {}
@@ -116,7 +116,7 @@ class InFlight:
     def _bit(self, name: str) -> int:
         if name not in self._bits:
             self._bits[name] = 1 << len(self._names)
-            self._names.append(name)
+            self._names[len(self._names)] = name
         return self._bits[name]
 
     def _end(self, expectation: _Expectation) -> None:
