@@ -29,8 +29,8 @@ from benchmarks import machine, report
 from benchmarks.models import MODELS, random_prompts, save_random
 from benchmarks.pairs import Spread, alternate
 from benchmarks.plots import grouped_bars
-from benchmarks.tandem_engine import BareCore, request_of
-from engine.request import Request
+from benchmarks.tandem_engine import ARENA_BYTES, BareCore, request_of
+from engine.config import NodeConfig
 
 BATCHES = (8, 32)
 PROMPT_TOKENS = 64
@@ -67,16 +67,7 @@ class Bench:
     def __init__(self, core: BareCore, batch: int, tokens: int) -> None:
         self._core = core.core
         for number, prompt in enumerate(random_prompts(batch, PROMPT_TOKENS, seed=batch)):
-            origin = request_of(number, prompt, tokens)
-            limit = PROMPT_TOKENS + tokens
-            core.scheduler.add(
-                Request.from_generate(
-                    origin,
-                    core.scheduler.cache.hasher,
-                    max_model_len=limit,
-                    eos_token_ids=frozenset(),
-                )
-            )
+            core.add(request_of(number, prompt, tokens))
         while core.scheduler.num_waiting:
             core.core.step()
         for _ in range(WARM_STEPS):
@@ -143,7 +134,10 @@ def _measure_batch(
     checkpoint: Path, case: str, batch: int, *, rounds: int, done: Callable[[], None]
 ) -> Row:
     tokens = 2 * STEPS * (rounds + 1) + WARM_STEPS + PROMPT_TOKENS
-    with BareCore(checkpoint, max_num_seqs=batch) as core:
+    options = NodeConfig(
+        max_num_seqs=batch, enable_prefix_caching=False, kv_cache_memory_bytes=ARENA_BYTES
+    )
+    with BareCore(checkpoint, options) as core:
         return measure(case, Bench(core, batch, tokens), rounds, done=done)
 
 

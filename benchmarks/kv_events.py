@@ -2,7 +2,8 @@
 
 One step stores `BLOCKS` hash blocks of 16 tokens, in stretches of 8 and with a checkpoint each, and
 removes as many. Beside plain dictionary work on the same hashes, which any index has to do, so the
-ratios hold on other machines.
+ratios hold on other machines. Then a real engine under full load, with events and without: the same
+steps in alternating rounds, while a process of its own reads the events into an index.
 """
 
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from benchmarks import kv_events_load as load
 from benchmarks import machine, report
 from benchmarks.pairs import Spread, alternate
 from engine.kv_cache.listener import CachedBlocks, CachedStates
@@ -78,11 +80,24 @@ class Bench:
 
 
 def main(
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 200,
-    cpu: Annotated[str, typer.Option(help="Core to run on, or `all`.")] = "0",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the parts.")] = 200,
+    engine_rounds: Annotated[int, typer.Option(min=1, help="Rounds of the engine.")] = 15,
+    cpu: Annotated[str, typer.Option(help="Core to run on, or `all`.")] = "all",
 ) -> None:
+    """What events cost by parts, and what they cost the steps of an engine."""
+    host = machine.prepare(cpu)
+    parts(rounds, machine.describe(host))
+    console, total = Console(), 2 * (engine_rounds + load.WARMUPS) * len(load.LOADS)
+    with report.progress(console, total) as describe:
+        measured = load.measure(engine_rounds, describe("engine"))
+    rows = [load.row(name, steps) for name, steps in measured.items()]
+    note = f"median (lowest-highest) of {engine_rounds} rounds; {machine.describe(host)}"
+    report.publish(console, "Engine steps", headers=load.HEADERS, rows=rows, note=note)
+
+
+def parts(rounds: int, host: str) -> None:
     """Recorder, publisher and decoder, each beside plain dictionary work on the same hashes."""
-    host, bench = machine.prepare(cpu), Bench()
+    bench = Bench()
     works = [bench.record, bench.mirror, bench.encode, bench.decode, bench.dictionaries]
     ways = {work.__name__: partial(timeit, work, number=1) for work in works}
     samples = alternate(ways, rounds, done=lambda: None)
@@ -92,7 +107,7 @@ def main(
     for name, taken in samples.items():
         one, ratio = Spread.of(taken).median, Spread.of_ratio(taken, plain).median
         rows.append([name, f"{1e6 * one:,.0f}", f"{events / one:,.0f}", f"{ratio:.2f}"])
-    note = f"{events:,} block events a step, median of {rounds} rounds; {machine.describe(host)}"
+    note = f"{events:,} block events a step, median of {rounds} rounds; {host}"
     report.publish(Console(), "KV events", headers=HEADERS, rows=rows, note=note)
 
 

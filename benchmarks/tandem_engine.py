@@ -21,7 +21,9 @@ from engine.kv_cache.plan import plan_arena
 from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
 from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
+from engine.node.kv_events import NodeEvents
 from engine.node.server import NodeServer
+from engine.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.types import GenerateRequest, SamplingParams
 from engine.worker.model_runner import ModelRunner
@@ -94,21 +96,39 @@ class TandemNode:
 class BareCore:
     """Scheduler, KV cache and runner without threads: `core.step()` is all that runs."""
 
-    def __init__(self, folder: Path, max_num_seqs: int) -> None:
+    def __init__(self, folder: Path, options: NodeConfig) -> None:
         config = read_config(folder, None)
-        plan = plan_arena(config.groups, 16, ARENA_BYTES)
+        self.plan = plan = plan_arena(config.groups, 16, options.kv_cache_memory_bytes)
+        publishes = options.kv_events_config.is_published
+        self.events = NodeEvents(options, plan, "bench", host=options.host) if publishes else None
         self._arena = ArenaMemory(plan.arena_bytes)
         self.connector = Connector(LocalAdmission(), SchedulerConnector(), WorkerConnector())
-        cache = KVCacheManager(plan, prefix_caching=False)
-        options = NodeConfig(max_num_seqs=max_num_seqs)
+        cache = KVCacheManager(
+            plan,
+            prefix_caching=options.enable_prefix_caching,
+            listener=self.events.recorder if self.events else None,
+        )
         self.scheduler = Scheduler(options, cache, self.connector.scheduler)
         model = load_model(folder, config, torch.device("cpu"))
         self.runner = ModelRunner(model, plan, self._arena)
-        self.core = EngineCore(self.scheduler, self.runner, self.connector)
+        after_step = self.events.publish if self.events else None
+        self.core = EngineCore(self.scheduler, self.runner, self.connector, after_step=after_step)
+
+    def add(self, origin: GenerateRequest) -> None:
+        """Puts a request into the queue."""
+        request = Request.from_generate(
+            origin,
+            self.scheduler.cache.hasher,
+            max_model_len=len(origin.prompt_token_ids) + origin.sampling.max_tokens,
+            eos_token_ids=frozenset(),
+        )
+        self.scheduler.add(request)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.core.close()
+        if self.events is not None:
+            self.events.close()
         self._arena.close()
