@@ -59,6 +59,8 @@ bench: $(STAMP) ## all benchmarks, about a quarter of an hour on an idle machine
 	$(BIN)/python -m benchmarks.kv_cache policies
 	$(BIN)/python -m benchmarks.kv_cache layouts
 	$(BIN)/python -m benchmarks.routing
+	$(BIN)/python -m benchmarks.routing_cost
+	$(BIN)/python -m benchmarks.kv_events
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
