@@ -1,5 +1,7 @@
 """A node's KV events: recorded by its cache, published once per step, described to others."""
 
+import structlog
+
 from engine.config import NodeConfig
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
@@ -7,6 +9,8 @@ from engine.kv_events.publisher import EventPublisher, reachable
 from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
 from engine.kv_events.wire import FULL_ATTENTION, MAMBA, SLIDING_WINDOW
 from engine.rpc.messages import KVEventsInfo, KVGroupInfo
+
+log = structlog.get_logger()
 
 
 class NodeEvents:
@@ -22,16 +26,22 @@ class NodeEvents:
         self.recorder = EventRecorder(groups, plan.hash_block_size)
         self._publisher = EventPublisher(config.kv_events_config, incarnation, config.host)
         endpoint, replay = self._publisher.endpoint, self._publisher.replay_endpoint
+        replay = None if replay is None else reachable(replay, host)
         self.info: KVEventsInfo | None = None
-        if endpoint is not None:
-            self.info = KVEventsInfo(
-                endpoint=reachable(endpoint, host),
-                replay_endpoint=None if replay is None else reachable(replay, host),
-                topic=config.kv_events_config.topic,
-                hash_block_size=plan.hash_block_size,
-                hash_seed=config.prefix_hash_seed,
-                groups=tuple(KVGroupInfo(*group) for group in groups),
-            )
+        if endpoint is None:
+            collector = config.kv_events_config.endpoint
+            log.info("KV events go to a collector", endpoint=collector, replay_endpoint=replay)
+            return
+        endpoint = reachable(endpoint, host)
+        self.info = KVEventsInfo(
+            endpoint=endpoint,
+            replay_endpoint=replay,
+            topic=config.kv_events_config.topic,
+            hash_block_size=plan.hash_block_size,
+            hash_seed=config.prefix_hash_seed,
+            groups=tuple(KVGroupInfo(*group) for group in groups),
+        )
+        log.info("KV events are published", endpoint=endpoint, replay_endpoint=replay)
 
     @property
     def num_dropped(self) -> int:

@@ -3,13 +3,19 @@
 import socket
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine.config import KVEventsConfig, NodeConfig, decode_config
 from engine.errors import ConfigError
+from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
 from engine.kv_events.follower import EventSource
 from engine.kv_events.publisher import EventPublisher, listens, reachable
 from engine.kv_events.subscriber import EventSubscriber
+from engine.node.kv_events import NodeEvents
 from tests.announced_cache import HeardBlocks
+
+GROUP = KVCacheGroup(FullAttentionSpec(1, 4, "float32"), (0,))
 
 
 @pytest.mark.parametrize(
@@ -83,3 +89,19 @@ def test_an_address_that_is_taken_or_none_is_refused_by_name() -> None:
             subscriber.add("node", source)
     assert sink.held == {}
     subscriber.close()
+
+
+def test_the_log_says_where_to_subscribe_and_when_only_a_collector_hears() -> None:
+    plan = plan_arena((GROUP,), 4, 1 << 20)
+    for given in (None, "tcp://127.0.0.1:5557"):
+        on = KVEventsConfig(enable_kv_cache_events=True, endpoint=given)
+        with capture_logs() as logs:
+            events = NodeEvents(NodeConfig(kv_events_config=on), plan, "life", host="127.0.0.1")
+        events.close()
+        line = next(line for line in logs if "KV events" in line["event"])
+        assert line["replay_endpoint"].startswith("tcp://127.0.0.1:")
+        if events.info is None:
+            assert (line["event"], line["endpoint"]) == ("KV events go to a collector", given)
+        else:
+            assert line["event"] == "KV events are published"
+            assert line["endpoint"] == events.info.endpoint
