@@ -157,6 +157,29 @@ def test_an_end_on_a_hash_boundary_that_is_cached_already_is_not_stored_again() 
     assert [(cached.start, cached.end) for cached, *_ in blocks_in(heard, 0)] == [(0, 48)]
 
 
+def test_what_follows_a_block_goes_before_it() -> None:
+    """Of a prefix that prompts share, evicted with all that follows it, in calls for each part."""
+    heard, rng = Heard(), Random(1)
+    cache, common = cache_of(FULL, block_size=16, heard=heard), text(rng, 64)
+    prompts = [common + text(rng, 64) for _ in range(2)]
+    prompts.append(prompts[0][:96] + text(rng, 32))
+    for prompt in prompts:
+        serve(cache, prompt)
+    (shared,) = cache.pool.trees[0].root.children.values()
+    cache.pool.evict(shared)
+    calls = {
+        digest: number
+        for number, cached in enumerate(heard.gone)
+        if isinstance(cached, CachedBlocks)
+        for digest in cached.digests
+    }
+    for prompt in prompts:
+        chain = PrefixDigests(cache.hasher, list(prompt), None).boundaries()[1:]
+        numbers = [calls[digest] for digest in chain]
+        assert numbers == sorted(numbers, reverse=True)
+    check_cache(cache)
+
+
 def groups_of(*sizes: int) -> tuple[KVCacheGroup, ...]:
     spec = FullAttentionSpec(1, 16, "float32")
     return tuple(KVCacheGroup(spec, (layer,), size) for layer, size in enumerate(sizes))
