@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 
@@ -103,8 +103,7 @@ class PdBuilder:
         extra, token = self.extra, settings.cluster_token
         lease_s = extra.kv_lease_duration
         with ExitStack() as opened:
-            records = ArenaMemory(REGION_BYTES)
-            opened.callback(records.close)
+            records = opened.enter_context(closing(ArenaMemory(REGION_BYTES)))
             transport = self.open_transport(
                 extra.transport,
                 settings.engine_id,
@@ -117,8 +116,7 @@ class PdBuilder:
             identity = partial(_identity, settings, plan, transport, lease_s=lease_s)
 
             words = records.host_bytes().cast("Q")
-            digests = ArenaDigests(plan, arena.read)
-            opened.callback(digests.close)
+            digests = opened.enter_context(closing(ArenaDigests(plan, arena.read)))
             leases = LeaseTable(lease_s, time.monotonic, LeaseRecords(words), digests=digests)
             signer = ParamsSigner(None if token is None else signing_key(token))
             address = AdvertisedAddress(settings.engine_id, settings.host)
@@ -134,8 +132,7 @@ class PdBuilder:
                 control_timeout_s=extra.control_timeout,
             )
             opened.callback(peers.close)
-            remote = RemotePrefills(peers, lease_s, transfers)
-            opened.callback(remote.close)
+            remote = opened.enter_context(closing(RemotePrefills(peers, lease_s, transfers)))
             reader = PullReader(
                 transport,
                 arena,
@@ -146,7 +143,9 @@ class PdBuilder:
             )
 
             admission = PdAdmission(signer, remote, settings, extra=extra, metrics=transfers)
-            scheduler = PdScheduler(producer, leases, remote, config=extra, metrics=transfers)
+            scheduler = PdScheduler(
+                producer, remote, settings, leases=leases, extra=extra, metrics=transfers
+            )
             worker = PdWorker(
                 plan, reader, remote, leases=leases, metrics=transfers, config=extra, wake=wake
             )

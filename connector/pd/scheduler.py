@@ -12,6 +12,7 @@ from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.prefill.producer import Producer
 from engine.kv_cache.coverage import Coverage
 from engine.kv_connector import FinishDecision, Match, SchedulerConnector
+from engine.node.connector import ConnectorSettings
 from engine.request import Request
 from engine.step import BlockLoad, ConnectorMeta, ScheduledRequest
 
@@ -25,16 +26,18 @@ class PdScheduler(SchedulerConnector):
     def __init__(
         self,
         producer: Producer,
-        leases: LeaseTable,
         remote: RemotePrefills,
+        settings: ConnectorSettings,
         *,
-        config: PdConnectorConfig,
+        leases: LeaseTable,
+        extra: PdConnectorConfig,
         metrics: TransferMetrics,
     ) -> None:
+        self._recomputes = settings.config.kv_load_failure_policy == "recompute"
         self._producer = producer
         self._leases = leases
         self._remote = remote
-        self._config = config
+        self._config = extra
         self._metrics = metrics
         self._loads: list[BlockLoad] = []
 
@@ -47,11 +50,14 @@ class PdScheduler(SchedulerConnector):
         if prefill is None:
             return Match()
         num_tokens = prefill.num_tokens
-        if not prefill.can_be_pulled:
-            # A prefill that is computed again is a loss; nobody promised a turn before. A load that
-            # failed has reported its own cause, which may be another than the first one here.
-            if prefill.failure and not params.is_return_pull and not request.num_failed_loads:
-                return Match(lost=(num_tokens, prefill.failure))
+        # A prefill that is computed again is a loss; nobody promised a turn before. A load that
+        # failed has reported its own cause, which may be another than the first one here.
+        is_lost = prefill.failure and not params.is_return_pull and not request.num_failed_loads
+        if prefill.failure and is_lost and self._recomputes:
+            return Match(lost=(num_tokens, prefill.failure))
+        # Where nothing may be recomputed it is offered all the same: the load fails, and with it
+        # the request.
+        if not (prefill.can_be_pulled or is_lost):
             return Match()
         least = self._config.kv_recompute_threshold if params.is_return_pull else 1
         if num_tokens - num_local_tokens < max(least, 1):

@@ -123,8 +123,9 @@ class PdWorker(WorkerConnector):
     def _pull(self, load: BlockLoad) -> None:
         """On a pull thread: every outcome is reported, or the request would wait for ever."""
         prefill = self._remote.get(load.request_id)
-        if prefill is None or prefill.peer is None or self._stopping.is_set():
-            self._report(load, causes.REQUEST_ENDED)
+        lost = None if prefill is None else prefill.failure
+        if prefill is None or prefill.peer is None or lost or self._stopping.is_set():
+            self._report(load, lost or causes.REQUEST_ENDED)
             if prefill is not None:
                 self._remote.settle(prefill)
             return

@@ -18,6 +18,7 @@ from engine.errors import (
 from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.model_configs.registry import read_config
 from engine.node.server import NodeServer
+from engine.types import SamplingParams
 from tests.accounts import claims_of, leases_of
 from tests.cluster import BASE, Cluster, Generation, generate, settled, transfer_config, until
 from tests.engine_thread import run_in_engine
@@ -250,6 +251,37 @@ async def test_a_pull_ends_with_its_own_cause_whatever_a_heartbeat_finds_meanwhi
     await asked
     assert claim.failure == "lease_lost"
     assert recomputed(d) == {"late_read": len(PROMPT)}
+    await settled(d)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+async def test_a_lease_that_ends_while_its_request_waits_for_room(
+    shared: Cluster, checkpoints: dict[str, Path], policy: str
+) -> None:
+    """D hears of it before it begins to pull, and does what the policy says all the same."""
+    model, config = checkpoints[FAMILY], transfer_config(policy=policy, lease_s=0.6)
+    p = await shared.start("prefill", model, kv_transfer_config=config)
+    d = await shared.start("decode", model, kv_transfer_config=config, max_num_seqs=1)
+    alone = await generate(p, request_of(PROMPT))
+    params = await prefill(p, PROMPT)
+    held = params.remote_request_id
+    assert held is not None
+    endless = SamplingParams(max_tokens=BASE.max_model_len or 512, ignore_eos=True)
+    first = asyncio.create_task(generate(d, request_of(prompt_of(5), endless)))
+    await until(lambda: d.engine.core.scheduler.num_running == 1)
+    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
+    await until(lambda: len(claims_of(d).all()) == 1)
+    (claim,) = claims_of(d).all()
+    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
+    await until(lambda: claim.failure == "lease_lost")
+    first.cancel()
+    if policy == "recompute":
+        assert_equal(await asked, alone)
+        assert recomputed(d) == {"lease_lost": len(PROMPT)}
+    else:
+        with pytest.raises(KVLoadError, match="could not be loaded: lease_lost"):
+            await asked
+    await asyncio.gather(first, return_exceptions=True)
     await settled(d)
 
 
