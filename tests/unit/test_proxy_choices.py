@@ -1,6 +1,7 @@
 """Routing as clients and metrics see it: sessions, local prefills, details, hits, restarts."""
 
 import asyncio
+import gc
 from typing import Any
 
 import msgspec
@@ -108,17 +109,18 @@ async def test_hits_are_counted_as_expected_and_as_they_were() -> None:
 async def test_what_is_expected_of_nodes_with_events_draws_equal_prompts() -> None:
     ps = [ScriptedNode(f"p{i}", "prefill", kv_events=EVENTS) for i in range(3)]
     ds = [ScriptedNode(f"d{i}", kv_events=EVENTS) for i in range(3)]
-    prompt = list(range(40))
+    # So long that its transfer outweighs a request that a node has reported and ended since.
+    prompt = list(range(40)) * 75
     async with running_cluster(ps, ds) as client:
         for _ in range(4):
             await client.completions.create(**{**ASK, "prompt": prompt})
         base = base_of(client)
         assert await metric(base, "tandem_proxy_routes_total", reason="prefix") == [3]
         name = "tandem_proxy_predicted_hit_tokens_total"
-        assert await metric(base, name, kind="prefill") == [3 * 36]
+        assert await metric(base, name, kind="prefill") == [3 * 2996]
         assert await metric(
             base, "tandem_proxy_overpredicted_hit_tokens_total", kind="prefill"
-        ) == [3 * 36]
+        ) == [3 * 2996]
     assert sorted(len(it.requests) for it in ps) == [0, 0, 4]
     assert sorted(len(it.requests) for it in ds) == [0, 0, 4]
 
@@ -136,6 +138,29 @@ async def test_a_burst_does_not_choose_one_d_while_p_still_computes() -> None:
         p.go_on.set()
         await asyncio.gather(*asking)
     assert [len(d.requests) for d in ds] == [2, 2]
+
+
+async def test_a_long_answer_keeps_no_digests_of_its_prompt() -> None:
+    def num_kept() -> int:
+        return sum(type(each) is PrefixDigests for each in gc.get_objects())
+
+    d = ScriptedNode("d", kv_events=EVENTS, hang_at=0)
+    async with running_cluster([], [d]) as client:
+        num_before = num_kept()
+        asking = asyncio.create_task(client.completions.create(**ASK))
+        await d.hanging.wait()
+        assert num_kept() == num_before + 1
+        go_on = d.go_on
+        d.hang_at, d.go_on = 1, asyncio.Event()
+        go_on.set()
+
+        async def are_gone() -> bool:
+            return num_kept() == num_before
+
+        await until(are_gone)
+        assert d.num_open == 1
+        d.go_on.set()
+        await asking
 
 
 async def test_index_and_events_are_measured_by_node() -> None:

@@ -1,5 +1,6 @@
 """What each policy chooses, from plain snapshots, and what prompts under way add to it."""
 
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -8,6 +9,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import pytest
 
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
@@ -28,8 +30,8 @@ from proxy.routing.policies import (
     Session,
 )
 from proxy.routing.prefix_index import PrefixIndex
-from proxy.routing.prompt import NodeHit, RoutedPrompt
-from proxy.routing.router import Router
+from proxy.routing.prompt import HashKey, NodeHit, RoutedPrompt
+from proxy.routing.router import LONG_PROMPT, Router
 
 SIZE = 16
 EVENTS = KVEventsInfo(
@@ -137,6 +139,20 @@ def test_a_session_stays_on_its_nodes_while_they_are_there() -> None:
         assert again.prefill == route.prefill
         if route.decode != decode[3]:
             assert again.decode.name == route.decode.name
+
+
+def test_a_session_returns_to_its_nodes_when_they_return() -> None:
+    nodes = [node(f"d{i}") for i in range(5)]
+    asked = prompt(session="s")
+    before = Session().choose(asked, nodes, nodes)
+    others = [it for it in nodes if it.name != before.decode.name]
+    meanwhile = Session().choose(asked, others, others)
+    # Restarted: another incarnation at the same address.
+    back = [
+        replace(it, info=msgspec.structs.replace(it.info, engine_id=f"{it.name}-2")) for it in nodes
+    ]
+    assert names(meanwhile)[1] != names(before)[1]
+    assert names(Session().choose(asked, back, back)) == names(before)
 
 
 def test_without_a_session_it_is_the_least_loaded() -> None:
@@ -249,7 +265,7 @@ def test_a_prompt_that_all_share_stays_where_it_is_until_a_queue_forms() -> None
     ("threshold", "cached", "is_local"),
     [(0, 990, False), (100, 0, False), (100, 899, False), (100, 901, True), (2000, 0, True)],
 )
-def test_prompts_of_which_d_lacks_little_stay_there(
+def test_prompts_of_which_d_must_compute_little_stay_there(
     threshold: int, cached: int, is_local: bool
 ) -> None:
     hit = NodeHit(cached, cached)
@@ -257,6 +273,15 @@ def test_prompts_of_which_d_lacks_little_stay_there(
     applied = LocalPrefill(threshold).applied(prompt(range(1000)), route)
     assert (applied.prefill is None) == is_local
     assert (applied.reason == "below_threshold") == is_local
+
+
+def test_attention_without_a_state_spares_d_no_computing() -> None:
+    route = Route(node("p"), node("d"), "load", decode_hit=NodeHit(990, 0))
+    assert LocalPrefill(100).applied(prompt(range(1000)), route) is route
+    # By the line alone: a link so slow that all attention counts, and a D as fast as P.
+    slow_d = node("d", prefill_tokens_per_s=500.0)
+    route = replace(route, decode=slow_d, prefill=node("p", prefill_tokens_per_s=500.0))
+    assert LocalPrefill("auto").applied(prompt(range(1000)), route) is route
 
 
 @pytest.mark.parametrize(
@@ -315,6 +340,17 @@ def test_what_is_under_way_is_expected_until_some_seconds_after_its_end() -> Non
     assert in_flight.hits(asked) == {}
 
 
+def test_states_of_an_earlier_prompt_are_expected_no_longer_than_it() -> None:
+    clock = Clock()
+    in_flight, asked = InFlight(clock=clock), prompt(range(1000))
+    branch = prompt([*range(1000), *range(2000, 2300)])
+    with in_flight.expecting(branch, "p1", EVENTS):
+        with in_flight.expecting(asked, "p1", EVENTS):
+            assert in_flight.hits(asked) == {"p1": NodeHit(992, 992)}
+        clock.now += LINGER_S + 0.1
+        assert in_flight.hits(asked) == {"p1": NodeHit(896, 0)}
+
+
 def test_nothing_is_expected_of_failures_restarts_and_nodes_without_events() -> None:
     in_flight, asked = InFlight(), prompt(range(1000))
     with in_flight.expecting(asked, "p1", None):
@@ -346,6 +382,38 @@ async def test_a_burst_of_equal_prompts_meets_on_one_node_before_any_event() -> 
     assert chosen[1:] == chosen[:1] * 7
     for each in expected:
         each.__exit__(None, None, None)
+
+
+class WatchedPrompt(RoutedPrompt):
+    """Notes who hashes it."""
+
+    def __init__(self, request: GenerateRequest) -> None:
+        super().__init__(request)
+        self.hashed_by: list[threading.Thread] = []
+
+    def boundaries(self, key: HashKey) -> list[bytes]:
+        if key not in self._digests:
+            self.hashed_by.append(threading.current_thread())
+        return super().boundaries(key)
+
+
+@pytest.mark.parametrize(("num_tokens", "is_long"), [(LONG_PROMPT - 1, False), (LONG_PROMPT, True)])
+async def test_long_prompts_alone_are_hashed_on_another_thread(
+    num_tokens: int, is_long: bool
+) -> None:
+    index = PrefixIndex()
+    for name, seed in (("p1", ""), ("d1", "other")):
+        index.set_node(name, msgspec.structs.replace(EVENTS, hash_seed=seed))
+    router = Router("prefix_aware", index)
+    request = GenerateRequest(request_id="r", prompt_token_ids=tuple(range(num_tokens)))
+    asked = WatchedPrompt(request)
+    await router.refresh(asked)
+    nodes = with_events("p1")
+    route = router.choose(asked, nodes, nodes)
+    with router.expecting(asked, route.decode):
+        router.choose(asked, nodes, nodes)
+    is_loop = [each is threading.current_thread() for each in asked.hashed_by]
+    assert is_loop == [not is_long] * 2  # once for each seed, and never again
 
 
 async def test_events_and_expectations_are_one_hit() -> None:
