@@ -137,7 +137,8 @@ class Simulator:
     def _arrive(self, number: int, request: Request) -> None:
         prompt, (prefill, decode) = DigestedPrompt(request), self._views()
         start = perf_counter()
-        self._look_up(prompt)
+        prompt.hits = self._index.hits(prompt)
+        prompt.hits = self._in_flight.hits(prompt)
         route = self._policy.choose(prompt, prefill, decode)
         decision_us = 1e6 * (perf_counter() - start)
         assert route.prefill is not None
@@ -159,14 +160,6 @@ class Simulator:
             self._decoders[d].submit(request, first_token, on_d.close)
 
         self._prefillers[p].submit(request, prefilled)
-
-    def _look_up(self, prompt: RoutedPrompt) -> None:
-        """As the proxy's router does it: what nodes hold, and what they soon will."""
-        hits = self._index.hits(prompt)
-        for name, expected in self._in_flight.hits(prompt).items():
-            known = hits.get(name)
-            hits[name] = expected if known is None else known.or_better(expected)
-        prompt.hits = hits
 
     def _views(self) -> tuple[list[NodeView], list[NodeView]]:
         prefill = [self._known[name].view() for name in self._prefillers]
