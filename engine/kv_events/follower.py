@@ -102,7 +102,7 @@ class SourceFollower:
         self._sink = sink
         self._has_replay = has_replay
         self._now = now
-        self._heard_at = now
+        self._quiet_since = now
         self._retry_at = inf  # when to ask for the state again
         self._next: int | None = None  # the number to apply; None: whichever comes
         self._last_ts: float | None = None  # of batch `_next` - 1, unless a snapshot held it
@@ -138,7 +138,7 @@ class SourceFollower:
             return self.request.deadline
         if not self._has_replay:
             return inf
-        return min(self._heard_at + QUIET_S, self._retry_at)
+        return min(self._quiet_since + QUIET_S, self._retry_at)
 
     def garbled(self) -> None:
         """A message has come that has no number."""
@@ -146,7 +146,7 @@ class SourceFollower:
 
     def heard(self, sequence: int, payload: bytes, now: float) -> None:
         """A live message has come at `now`, in monotonic seconds."""
-        self._now = self._heard_at = now
+        self._now = self._quiet_since = now
         batch = self._decoded(payload)
         if batch is None:
             self._miss(sequence)
@@ -286,7 +286,7 @@ class SourceFollower:
         start = max(0, (self._next or 0) - 1) if kind is Asking.REPLAY else 0
         word = SNAPSHOT if kind is Asking.SNAPSHOT else start.to_bytes(SEQUENCE_BYTES, "big")
         self.request = Request(kind, word, self._now + ANSWER_S, self._next)
-        self._heard_at = self._now
+        self._quiet_since = self._now
         if kind is Asking.SNAPSHOT:
             self._retry_at = inf
 

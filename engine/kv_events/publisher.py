@@ -116,19 +116,19 @@ class EventPublisher:
     def publish(self, events: Sequence[Event]) -> None:
         """Hand over what one step has changed. Never waits for a consumer or the network."""
         self._log.append(events)
-        self._ring()
+        self._wake_up()
 
     def close(self) -> None:
         """Send what is waiting, for at most `LAST_BATCHES_S`, and end the thread. Idempotent."""
         self._close_by = min(self._close_by, time.monotonic() + LAST_BATCHES_S)
-        self._ring()
+        self._wake_up()
         self._thread.join(_CLOSE_S)
         self._wake.close()
         self._woken.close()
         self._context.destroy(linger=0)
 
-    def _ring(self) -> None:
-        # Closed, or so many bells are unheard that one more adds nothing.
+    def _wake_up(self) -> None:
+        # Closed, or so many bytes are unread that the thread wakes anyway.
         with suppress(OSError):
             self._wake.send(b"\0")
 

@@ -164,13 +164,13 @@ class EventSubscriber:
             added = _Connection(self._context, source, name=name, sink=self._sink)
             self._drop(name)
             self._connections[name] = added
-        self._ring()
+        self._wake_up()
 
     def remove(self, name: str) -> None:
         """Stop following. What the sink knows of `name` stays. Idempotent."""
         with self._lock:
             self._drop(name)
-        self._ring()
+        self._wake_up()
 
     def stats(self, name: str) -> SourceStats:
         """The counters of a source. Raises KeyError for a name that is not followed."""
@@ -180,7 +180,7 @@ class EventSubscriber:
     def close(self) -> None:
         """End the thread and all connections. Idempotent."""
         self._is_closing = True
-        self._ring()
+        self._wake_up()
         self._thread.join(_CLOSE_S)
         self._wake.close()
         self._woken.close()
@@ -190,8 +190,8 @@ class EventSubscriber:
         if (dropped := self._connections.pop(name, None)) is not None:
             self._removed.append(dropped)
 
-    def _ring(self) -> None:
-        # Closed, or so many bells are unheard that one more adds nothing.
+    def _wake_up(self) -> None:
+        # Closed, or so many bytes are unread that the thread wakes anyway.
         with suppress(OSError):
             self._wake.send(b"\0")
 
