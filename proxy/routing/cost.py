@@ -90,8 +90,8 @@ def num_requests(node: NodeView) -> int:
 def queued_tokens(node: NodeView) -> int:
     """Prompt tokens that a node still has to compute, as far as is known.
 
-    The proxy's own estimate is newer and leaves out expected hits; where a node has requests of
-    others, its own count may be the larger one.
+    The proxy's own estimate is newer, and counts no token that is expected to be cached. Where a
+    node has requests of others, its own count may be the larger one.
     """
     reported = node.info.num_requests_running + node.info.num_requests_waiting
     if reported <= node.num_in_flight:
