@@ -17,6 +17,17 @@ LINK_BYTES_PER_S: Final = 1e9
 KV_BYTES_PER_TOKEN: Final = 32_768.0
 DECODE_TOKENS_AHEAD: Final = 16
 """Tokens of an answer for which it counts how many requests share D."""
+ALIKE: Final = 2.0
+"""Measured rates that differ less from the mean are noise, and count as the mean.
+
+Each node measures under a load of its own. If noise counted, one of two equal nodes would get all.
+"""
+FREE_REQUESTS: Final = 8
+"""Requests that a decode node serves about as fast as one.
+
+A step of few sequences waits for weights, not for sums. If each of them counted, every difference
+of one request would outweigh what the node holds, and conversations would wander.
+"""
 POTENTIAL: Final = 0.5
 """The worth of a token whose attention is cached without a state to resume from.
 
@@ -60,26 +71,28 @@ class Rates:
 
     def queue_s(self, node: NodeView) -> float:
         """Until `node` has computed the prompts that it already has."""
-        return queued_tokens(node) / (node.info.prefill_tokens_per_s or self.prefill_tokens_per_s)
+        return queued_tokens(node) / _rate(
+            node.info.prefill_tokens_per_s, self.prefill_tokens_per_s
+        )
 
     def prefill_s(self, node: NodeView, hit: NodeHit, num_tokens: int) -> float:
         """The computing of a prompt of `num_tokens` tokens on `node`."""
         resumable = hit.resumable - hit.resumable_discount
         potential = max(0.0, hit.attention - hit.attention_discount - resumable)
         uncached = num_tokens - resumable - POTENTIAL * potential
-        return uncached / (node.info.prefill_tokens_per_s or self.prefill_tokens_per_s)
+        return uncached / _rate(node.info.prefill_tokens_per_s, self.prefill_tokens_per_s)
 
     def transfer_s(self, node: NodeView, hit: NodeHit, num_tokens: int) -> float:
         """The pull of the states, and of the attention that decode node `node` lacks."""
         missing = num_tokens - hit.attention + hit.attention_discount
         per_token = node.info.kv_bytes_per_token or self.kv_bytes_per_token
-        rate = node.info.link_bytes_per_s or self.link_bytes_per_s
+        rate = _rate(node.info.link_bytes_per_s, self.link_bytes_per_s)
         return (node.info.state_bytes + missing * per_token) / rate
 
     def decode_s(self, node: NodeView) -> float:
         """The first tokens of an answer among those that `node` already makes."""
-        rate = node.info.decode_tokens_per_s or self.decode_tokens_per_s
-        return num_requests(node) * DECODE_TOKENS_AHEAD / rate
+        rate = _rate(node.info.decode_tokens_per_s, self.decode_tokens_per_s)
+        return max(0, num_requests(node) - FREE_REQUESTS) * DECODE_TOKENS_AHEAD / rate
 
 
 def num_requests(node: NodeView) -> int:
@@ -97,6 +110,12 @@ def queued_tokens(node: NodeView) -> int:
     if reported <= node.num_in_flight:
         return node.num_tokens_in_flight
     return max(node.info.num_waiting_tokens, node.num_tokens_in_flight)
+
+
+def _rate(measured: float, mean: float) -> float:
+    """What to count with; `measured` is 0 where nothing was."""
+    is_alike = mean / ALIKE <= measured <= mean * ALIKE
+    return mean if is_alike or not measured else measured
 
 
 def _mean(values: Iterable[float], default: float) -> float:
