@@ -138,6 +138,13 @@ class ServerProcess:
             assert time.monotonic() < deadline, f"{self.name}: {name} is {found}, not {value}"
             time.sleep(POLL_S)
 
+    def wait_for_at_least(self, name: str, value: float) -> None:
+        """Returns when the metric `name` has `value` or more; absent, it is 0."""
+        deadline = time.monotonic() + SETTLE_S
+        while (found := self.metrics().get(name, 0.0)) < value:
+            assert time.monotonic() < deadline, f"{self.name}: {name} is {found}, below {value}"
+            time.sleep(POLL_S)
+
     def remember_start_value(self) -> None:
         """What it holds after an answer is what it may hold at rest."""
         self.metrics()  # the first HTTP connection makes libuv keep one spare descriptor
@@ -257,7 +264,8 @@ class Launcher:
 
     def proxy(self, p: ServerProcess, d: ServerProcess, *flags: str) -> ServerProcess:
         """A proxy that serves."""
-        return self._keep(launch_proxy(self.logs / "proxy", p, d, *flags)).wait_until_serving()
+        log = self.logs / f"proxy-{len(self.started)}"
+        return self._keep(launch_proxy(log, p, d, *flags)).wait_until_serving()
 
     def _keep(self, server: ServerProcess) -> ServerProcess:
         self.started.append(server)

@@ -22,6 +22,8 @@ ALIKE: Final = 2.0
 
 Each node measures under a load of its own. If noise counted, one of two equal nodes would get all.
 """
+LINKS_ALIKE: Final = 8.0
+"""The same for links: a pull of few bytes measures its latency, so D's with hits seem slower."""
 FREE_REQUESTS: Final = 8
 """Requests that a decode node serves about as fast as one.
 
@@ -86,7 +88,7 @@ class Rates:
         """The pull of the states, and of the attention that decode node `node` lacks."""
         missing = num_tokens - hit.attention + hit.attention_discount
         per_token = node.info.kv_bytes_per_token or self.kv_bytes_per_token
-        rate = _rate(node.info.link_bytes_per_s, self.link_bytes_per_s)
+        rate = _rate(node.info.link_bytes_per_s, self.link_bytes_per_s, LINKS_ALIKE)
         return (node.info.state_bytes + missing * per_token) / rate
 
     def decode_s(self, node: NodeView) -> float:
@@ -112,10 +114,10 @@ def queued_tokens(node: NodeView) -> int:
     return max(node.info.num_waiting_tokens, node.num_tokens_in_flight)
 
 
-def _rate(measured: float, mean: float) -> float:
-    """What to count with; `measured` is 0 where nothing was."""
-    is_alike = mean / ALIKE <= measured <= mean * ALIKE
-    return mean if is_alike or not measured else measured
+def _rate(own: float, mean: float, alike: float = ALIKE) -> float:
+    """What to count with; a node that has measured nothing says 0."""
+    is_alike = mean / alike <= own <= mean * alike
+    return mean if is_alike or not own else own
 
 
 def _mean(values: Iterable[float], default: float) -> float:

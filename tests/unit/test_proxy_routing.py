@@ -147,25 +147,6 @@ def test_measured_rates_count_and_others_stand_in_for_missing_ones() -> None:
     assert names(chosen)[0] == "new"
 
 
-def test_rates_that_differ_by_noise_draw_nothing_to_one_node() -> None:
-    p = [
-        node("a", events=EVENTS, prefill_tokens_per_s=2000.0),
-        node("b", events=EVENTS, prefill_tokens_per_s=4000.0),
-    ]
-    policy = PrefixAware()
-    gets = Counter(names(policy.choose(prompt(range(99)), p, [node("d")]))[0] for _ in range(8))
-    assert gets == {"a": 4, "b": 4}
-
-
-@pytest.mark.parametrize(("num_requests", "chosen"), [(1, "d1"), (8, "d1"), (12, "d2")])
-def test_a_few_requests_on_d_do_not_outweigh_a_hit_and_many_do(
-    num_requests: int, chosen: str
-) -> None:
-    d = [node("d1", in_flight=num_requests, events=EVENTS), *with_events("d2")]
-    asked = prompt(range(1000), {"d1": NodeHit(900)})
-    assert names(PrefixAware().choose(asked, with_events("p"), d))[1] == chosen
-
-
 def test_nodes_without_events_are_chosen_by_load() -> None:
     p, d = [node("p1", queued=2), node("p2")], [node("d1", queued=1), node("d2")]
     for _ in range(3):
