@@ -61,7 +61,8 @@ class BlockTable:
     def sweep(self, bit: int) -> Iterator[None]:
         """Takes a node that is gone out of every digest, one slice after each `next`."""
         self.copies.pop(bit, None)
-        # A copy of all digests at once, some 10 ms per million: a table that changes has no order.
+        # All digests are copied at once, some 10 ms per million: a dict that changes meanwhile
+        # cannot be iterated.
         every = list(self.nodes)
         for start in range(0, len(every), SLICE):
             for digest in every[start : start + SLICE]:
