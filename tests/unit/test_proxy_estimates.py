@@ -6,7 +6,7 @@ import pytest
 
 from proxy.routing.policies import PrefixAware
 from proxy.routing.prompt import NodeHit
-from tests.unit.test_proxy_routing import EVENTS, names, node, prompt, with_events
+from tests.routed_prompts import EVENTS, names, node, prompt, with_events
 
 
 def test_rates_that_differ_by_noise_draw_nothing_to_one_node() -> None:
