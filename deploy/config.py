@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from engine.config import Config, NodeConfig, decode_config, read_yaml
 from engine.errors import ConfigError
+from engine.rpc.address import is_loopback
 from proxy.config import ProxyConfig
 
 DEMO_CLUSTER = Path(__file__).parent / "configs" / "demo.yaml"
@@ -93,7 +94,10 @@ class ClusterConfig(Config, frozen=True):
         return dict(total)
 
     def node(self, kind: str) -> NodeConfig:
-        """The NodeConfig of `prefill` or `decode` nodes; port 0 and KV events on unless given."""
+        """The NodeConfig of `prefill` or `decode` nodes.
+
+        Unless given, the port is 0, and KV events are on where only this machine can read them.
+        """
         group = self.prefill if kind == "prefill" else self.decode
         # The group's own fields win over those of all nodes.
         fields = _publishing({**self._shared_fields(), **group.config})
@@ -143,10 +147,14 @@ def load_cluster(file: Path = DEMO_CLUSTER) -> ClusterConfig:
 
 
 def _publishing(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a node that publishes KV events unless they say no: the proxy routes by them."""
-    given = fields.get("kv_events_config", {})
+    """Fields of a node on loopback that publishes KV events, which the proxy routes by.
+
+    Events carry prompts in clear text, so a node that others can reach has to be asked for them.
+    """
+    given, host = fields.get("kv_events_config", {}), str(fields.get("host", "127.0.0.1"))
     # Without a prefix cache there is nothing to announce, and a wrong value is named elsewhere.
-    if not fields.get("enable_prefix_caching", True) or not isinstance(given, dict):
+    caches = fields.get("enable_prefix_caching", True)
+    if not caches or not is_loopback(host) or not isinstance(given, dict):
         return fields
     return {**fields, "kv_events_config": {"enable_kv_cache_events": True, **given}}
 

@@ -81,9 +81,12 @@ def test_nodes_share_the_options_of_the_cluster_and_may_win_over_them(tmp_path: 
         ({"kv_events_config": {"topic": "kv@pod@model"}}, True, "kv@pod@model"),
         ({"kv_events_config": {"enable_kv_cache_events": False}}, False, ""),
         ({"enable_prefix_caching": False}, False, ""),
+        ({"host": "auto"}, False, ""),
+        ({"host": "0.0.0.0"}, False, ""),
+        ({"host": "auto", "kv_events_config": {"enable_kv_cache_events": True}}, True, ""),
     ],
 )
-def test_nodes_publish_events_unless_they_are_told_otherwise(
+def test_nodes_publish_events_where_nobody_else_reads_them_or_they_are_told_to(
     tmp_path: Path, given: dict[str, object], is_published: bool, topic: str
 ) -> None:
     own = load_cluster(write_cluster(tmp_path, decode={"config": given}))
