@@ -117,10 +117,12 @@ class Stream:
     _stop: threading.Event = field(default_factory=threading.Event)
 
     def longest(self, start: float, end: float) -> float:
-        """The longest gap between two tokens that was not over at `start`, nor begun at `end`."""
-        return max(
-            (end_of - begin for begin, end_of in self.gaps if end_of > start and begin < end)
-        )
+        """The longest gap between two tokens that was not over at `start`, nor begun at `end`.
+
+        0 where one completion had ended and the next had no token yet.
+        """
+        gaps = (end_of - begin for begin, end_of in self.gaps if end_of > start and begin < end)
+        return max(gaps, default=0.0)
 
     def run(self) -> None:
         """Until `stop`."""

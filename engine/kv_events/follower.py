@@ -294,7 +294,8 @@ class SourceFollower:
         """A batch of a replay."""
         if request.kind is Asking.EVERYTHING:
             if sequence != 0:
-                self._refuse()
+                # Who names its incarnation knows snapshots: it had no state yet when it was asked.
+                self._refuse() if batch.incarnation is None else self._fail()
                 return
             # All from the beginning is as good as a state, and goes on as any replay.
             self._forget()

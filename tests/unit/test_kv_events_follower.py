@@ -72,6 +72,21 @@ def test_an_unreadable_batch_without_replay_forgets_too() -> None:
     assert node.held == b"c"
 
 
+def test_a_publisher_that_was_asked_before_its_first_batch_is_asked_for_its_state_again() -> None:
+    """It had no state then, and its buffer has lost the beginning since."""
+    node = Following(has_replay=True)
+    node.answer(END_SEQUENCE)
+    assert node.asks == bytes(8)
+    node.hear(4, C, ts=3, life="x")
+    node.answer(3, B, ts=2, life="x")
+    assert (node.held, node.follower.stats.is_synced) == (b"c", False)
+    node.follower.tick(RETRY_S)
+    assert node.asks == SNAPSHOT
+    node.answer(4, A, B, C, life="x")
+    node.answer(END_SEQUENCE)
+    assert (node.held, node.follower.stats.is_synced) == (b"abc", True)
+
+
 def test_a_new_life_clears_at_once_whatever_its_number() -> None:
     node = Following(has_replay=True)
     node.answer(4, A, B, life="one")
