@@ -73,9 +73,10 @@ class Rates:
 
     def queue_s(self, node: NodeView) -> float:
         """Until `node` has computed the prompts that it already has."""
-        return queued_tokens(node) / _rate(
-            node.info.prefill_tokens_per_s, self.prefill_tokens_per_s
-        )
+        # Of a hundred nodes most have nothing to wait for, so their rates need no look.
+        if not (num_tokens := queued_tokens(node)):
+            return 0.0
+        return num_tokens / _rate(node.info.prefill_tokens_per_s, self.prefill_tokens_per_s)
 
     def prefill_s(self, node: NodeView, hit: NodeHit, num_tokens: int) -> float:
         """The computing of a prompt of `num_tokens` tokens on `node`."""
@@ -93,8 +94,10 @@ class Rates:
 
     def decode_s(self, node: NodeView) -> float:
         """The first tokens of an answer among those that `node` already makes."""
+        if (num_more := num_requests(node) - FREE_REQUESTS) <= 0:
+            return 0.0
         rate = _rate(node.info.decode_tokens_per_s, self.decode_tokens_per_s)
-        return max(0, num_requests(node) - FREE_REQUESTS) * DECODE_TOKENS_AHEAD / rate
+        return num_more * DECODE_TOKENS_AHEAD / rate
 
 
 def num_requests(node: NodeView) -> int:
