@@ -19,7 +19,7 @@ class EventPath:
 
 
 class EventFeed:
-    """Batches of one node in sequence. A gap is seen by the batch behind it, and repaired.
+    """Batches of one node in sequence. A gap is seen by the batch after it, and repaired.
 
     A repair clears the node and applies a snapshot, as a subscriber does without a replay; what
     arrives meanwhile is in the snapshot. Here the log of all events stands for it.

@@ -15,7 +15,9 @@ from engine.kv_cache.spec import MambaSpec
 TAIL = 2048
 INTERVAL = 16_384
 ENOUGH_EVICTED = 16
+"""Unread states that give way before a reason has to prove its worth: fewer may be chance."""
 TRY_EVERY = 8
+"""Chances between two tries of a reason that does not pay, so that it can prove itself again."""
 MEMORY = 0.98
 """What remains of older experience with each new one: about fifty of them count."""
 

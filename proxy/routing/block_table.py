@@ -86,7 +86,7 @@ class CheckpointTable(BlockTable):
 
     `tails`: digest of the boundary before such an end to the lengths after it, each with the number
     of digests. The lengths are enough: whoever asks has the tokens, and the digest of boundary and
-    tail is exact. Many short prompts differ behind one boundary, but only in so many lengths.
+    tail is exact. Many short prompts differ after one boundary, but only in so many lengths.
     """
 
     def __init__(self) -> None:

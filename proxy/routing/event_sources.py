@@ -74,6 +74,6 @@ class EventSources:
         del self._told[name]
         self._followed.discard(name)
         self._subscriber.remove(name)
-        # After `remove`, so that nothing of the old incarnation comes behind.
+        # After `remove`, so that nothing of the old incarnation comes later.
         self._index.remove_node(name)
         self._on_loss(name)
