@@ -152,8 +152,16 @@ class KVCacheManager:
             self.states.publish(tables, node, prefix, key=key, reason=reason)
         self.states.drop(checkpoints)
 
+    def keep_good(
+        self, tables: BlockTables, prefix: PrefixDigests, num_good: int, *, num_loaded: int
+    ) -> None:
+        """Publishes the first `num_good` tokens of a load of `num_loaded` that failed."""
+        self._leave_unloaded(tables, num_loaded)
+        self.publish(tables, prefix, num_good)
+
     def keep_loaded(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         """Publishes loaded blocks up to the exact length, and a copy of the loaded states."""
+        self._leave_unloaded(tables, num_tokens)
         self._publish_all(tables, prefix, num_tokens)
         # A copy, since the request goes on from its own state and overwrites it.
         for checkpoint in self.reserve_checkpoints(prefix, [num_tokens]):
@@ -217,6 +225,11 @@ class KVCacheManager:
         """The save has read what `pin` kept."""
         for node in reversed(pin):
             self.pool.release(node)
+
+    def _leave_unloaded(self, tables: BlockTables, num_tokens: int) -> None:
+        # A load fills in nothing that lies before a window; it must not be published.
+        for table in tables.attention.values():
+            table.leave(num_tokens)
 
     def _publish_all(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         self.publish(tables, prefix, num_tokens)

@@ -75,7 +75,9 @@ class SlidingWindowTable(GroupTable):
         self.num_passed = len(hit.blocks) - len(hit.shares)
 
     def publish(self, prefix: PrefixDigests, num_tokens: int) -> None:
-        for index in range(self.num_published, num_tokens // self._size):
+        # What was passed before it was published has never been filled in.
+        first = max(self.num_published, self.num_passed)
+        for index in range(first, num_tokens // self._size):
             digests = self._tree.digests(prefix, index, index + 1)
             if digests[-1] not in self._tree.whole:
                 self._pool.complete(self._own_node(index), digests, prefix)

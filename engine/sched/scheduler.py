@@ -334,12 +334,12 @@ class Scheduler:
             self._fail(request, KVLoadError(f"the remote prefill could not be loaded: {cause}"))
             return
         assert request.blocks is not None
-        good = load.num_good_tokens(self.cache.plan)
+        good, loaded = load.num_good_tokens(self.cache.plan), request.num_loading_tokens
         if good > request.num_computed_tokens:
-            self.cache.publish(request.blocks, request.prefix, good)
+            self.cache.keep_good(request.blocks, request.prefix, good, num_loaded=loaded)
         request.num_failed_loads += 1
         request.move(RequestStatus.WAITING)
-        request.lose(request.num_loading_tokens, cause)
+        request.lose(loaded, cause)
         self._restart(request)
 
     def _take_token(

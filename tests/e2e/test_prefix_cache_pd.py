@@ -155,3 +155,15 @@ async def test_a_failed_pull_falls_to_the_longest_prefix_of_all_groups(
     done = await generate(d, msgspec.structs.replace(asked, kv_transfer_params=params))
     assert done.last.num_cached_tokens == 96
     assert local.last.num_cached_tokens == 0
+
+
+async def test_what_lies_before_a_window_was_not_pulled_and_is_not_found(
+    shared: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    p, d = await pair_of_nodes(shared, checkpoints["gemma3"])
+    prompt = prompt_of(160)
+    await hand_over(p, d, prompt)
+    shorter = request_of(prompt[:70])  # its window lies before that of the prompt
+    assert_same(await generate(d, shorter), await generate(p, shorter))
+    await settled(p)
+    await settled(d)
