@@ -1,0 +1,97 @@
+"""Cuts each KV cache group into chunks, apart from all other groups. Pure; knows sizes only.
+
+A chunk is a number of hash blocks and never spans two blocks. So the block size of one group says
+nothing about another's: no common multiple of all sizes is needed.
+
+    tokens      0         64        128       192  201        blocks of 128, chunks of 64
+    blocks      |        block 0     |      block 1      ...
+    items       | chunk   | chunk    | chunk  |tail|          the tail ends where a sequence ended
+    states                                         ^          after 201 tokens, of all Mamba groups
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+import msgspec
+
+from connector.offload.items import STATES, Item
+from engine.errors import ConfigError
+from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.spec import AttentionSpec
+
+MAX_DEFAULT_CHUNK = 256
+"""Tokens: LMCache's chunk. Larger blocks are split into the largest equal parts up to it."""
+
+
+class ChunkPlan:
+    """The chunks of one arena's groups.
+
+    `chunk_tokens[g]`: tokens per chunk of attention group g: `hybrid_chunk_size` where that divides
+    the group's block, else the whole block.
+    """
+
+    def __init__(self, plan: ArenaPlan, hybrid_chunk_size: int | None = None) -> None:
+        """Raises ConfigError for a size that splits no group, naming one that works."""
+        self.arena = plan
+        sizes = {group: plan.block_size_of(group) for group in plan.attention_groups}
+        if hybrid_chunk_size is not None:
+            _check(hybrid_chunk_size, plan.hash_block_size, sizes)
+        self.chunk_tokens: dict[int, int] = {
+            group: _chunk(size, hybrid_chunk_size, plan.hash_block_size)
+            for group, size in sizes.items()
+        }
+
+    def nbytes(self, item: Item) -> int:
+        """Bytes of an item in a tier.
+
+        Attention: the layers' pages one after the other, each [K|V, heads, tokens, head_dim] of its
+        tokens only. States: those of each Mamba group, one after the other.
+        """
+        if item.group == STATES:
+            return self.arena.state_bytes
+        return (item.end - item.start) * self.token_bytes(item.group)
+
+    def token_bytes(self, group: int) -> int:
+        """Bytes of one token in all layers of an attention group."""
+        return self.arena.block_bytes(group) // self.arena.block_size_of(group)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest item."""
+        chunks = [n * self.token_bytes(group) for group, n in self.chunk_tokens.items()]
+        return max(*chunks, self.arena.state_bytes, 0)
+
+    def geometry(self, model_fingerprint: str, hash_seed: str) -> str:
+        """32 hex digits that nodes share whose items can replace each other; never with others."""
+        arena = self.arena
+        named = [
+            (repr(group.spec), group.layers, self.chunk_tokens.get(index, 0))
+            for index, group in enumerate(arena.groups)
+        ]
+        parts = (model_fingerprint, hash_seed, arena.hash_block_size, named)
+        return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
+    def rows(self, group: int) -> tuple[int, int]:
+        """Rows of tokens in a block (layers x K|V x heads), and the bytes of one token in a row."""
+        spec = self.arena.groups[group].spec
+        assert isinstance(spec, AttentionSpec)
+        num_rows = len(self.arena.groups[group].layers) * 2 * spec.num_kv_heads
+        return num_rows, self.token_bytes(group) // num_rows
+
+
+def _chunk(block: int, asked: int | None, hash_block: int) -> int:
+    if asked is not None:
+        return asked if block % asked == 0 else block
+    most = min(block, MAX_DEFAULT_CHUNK)
+    return max(n for n in range(hash_block, most + 1, hash_block) if block % n == 0)
+
+
+def _check(asked: int, hash_block: int, sizes: Mapping[int, int]) -> None:
+    fits = [size for size in sizes.values() if size % asked == 0]
+    if asked % hash_block == 0 and (fits or not sizes):
+        return
+    works = _chunk(min(sizes.values(), default=hash_block), None, hash_block)
+    raise ConfigError(
+        f"hybrid_chunk_size {asked} is no whole number of hash blocks of {hash_block} tokens that "
+        f"divides a block of {', '.join(map(str, sorted(set(sizes.values()))))} tokens; {works} is"
+    )

@@ -1,0 +1,101 @@
+"""The messages between the two sides of the OffloadConnector: ids and numbers, for msgspec."""
+
+import msgspec
+
+from connector.offload.items import Item, Place
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    """Base of all messages."""
+
+
+# --- from the scheduler side ---------------------------------------------------------------------
+
+
+class HostCopy(_Message, frozen=True):
+    """Copy what this step evicts to byte `offset` of the host tier, before the step writes."""
+
+    item: Item
+    source: Place
+    offset: int
+
+
+class FileWrite(_Message, frozen=True):
+    """Write items to one new file: from the arena, whose blocks are pinned, or the host tier.
+
+    `save_id`: report it in `ConnectorOutput.saved` once the arena has been read; None if nothing is
+    read there. `sources[i]`: blocks in the arena, or a byte offset in the host tier, of `items[i]`.
+    """
+
+    write_id: int
+    items: tuple[Item, ...]
+    sources: tuple[Place | int, ...]
+    save_id: str | None = None
+
+
+class FileRange(_Message, frozen=True):
+    """An item's bytes in a file of the disk tier; `xxh3`: their 64-bit digest."""
+
+    name: str
+    offset: int
+    nbytes: int
+    xxh3: int
+
+
+class LoadPart(_Message, frozen=True):
+    """Fill an item's place in the arena: from byte `source` of the host tier, or from a file."""
+
+    item: Item
+    target: Place
+    source: int | FileRange
+
+
+class Load(_Message, frozen=True):
+    """One request's load; parts of one group in token order. `load_id` is never used again."""
+
+    load_id: int
+    request_id: str
+    parts: tuple[LoadPart, ...]
+
+
+class Orders(_Message, frozen=True):
+    """The message of one step."""
+
+    copies: tuple[HostCopy, ...] = ()
+    writes: tuple[FileWrite, ...] = ()
+    loads: tuple[Load, ...] = ()
+
+
+# --- from the worker side ------------------------------------------------------------------------
+
+
+class FileItems(_Message, frozen=True):
+    """A file that is there now, this node's or another's: its items and where they lie in it."""
+
+    name: str
+    items: tuple[Item, ...]
+    ranges: tuple[FileRange, ...]
+
+
+class WriteDone(_Message, frozen=True):
+    """The end of a `FileWrite`; `file` is None if it failed, which the worker side has logged."""
+
+    write_id: int
+    file: FileItems | None
+
+
+class Report(_Message, frozen=True):
+    """What happened since the last step.
+
+    `written`: the ends of writes. `found`: new files of others, and at start all. `gone`: files
+    that are there no longer. `bad`: items that turned out to be missing or damaged, by file.
+    `ended`: ids of loads whose threads touch neither tier nor arena any more; a load that ran out
+    of time has failed long before.
+    """
+
+    written: tuple[WriteDone, ...] = ()
+    found: tuple[FileItems, ...] = ()
+    gone: tuple[str, ...] = ()
+    bad: tuple[tuple[str, Item], ...] = ()
+    ended: tuple[int, ...] = ()
+    is_writable: bool = True
