@@ -90,7 +90,7 @@ class DictionaryScheduler(SchedulerConnector):
         ends = [
             end
             for digest, end in self.state_ends.items()
-            if end <= request.num_tokens and request.prefix.key(end).digest == digest
+            if end <= request.num_tokens and request.prefix.digest_at(end) == digest
         ]
         return Match(Coverage(num_tokens, tuple(ends)), self.weight)
 
@@ -102,7 +102,7 @@ class DictionaryScheduler(SchedulerConnector):
             if not isinstance(self.plan.groups[group].spec, MambaSpec):
                 items += self._items(request, group, tokens, load.tables[group])
             elif tokens[0] < tokens[1]:
-                digest = request.prefix.key(load.num_tokens).digest
+                digest = request.prefix.digest_at(load.num_tokens)
                 items.append((group, digest, load.tables[group][0], 0))
         self.loads.append((load.request_id, items))
         return 1

@@ -2,12 +2,13 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from msgspec import to_builtins
 
 from connector.pd.wire.params import REQUIRED, ParamsSigner
+from engine.kv_cache.prefix import PrefixHasher
 from engine.rpc.proof import signing_key
 from engine.types import KVTransferParams
 
@@ -104,6 +105,11 @@ def hostile_returns(valid: Fields, token: str, seed: int) -> Iterator[bytes]:
     ):
         yield json.dumps(_signed({**valid, **change}, token)).encode()
     yield from _bit_flips(chance, valid)
+
+
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """As a node of the default seed names a prompt without a salt."""
+    return PrefixHasher(1).digest(token_ids, None).hex()
 
 
 def outdated_returns(valid: Fields, shorter_digest: str, token: str) -> dict[str, Fields]:

@@ -39,7 +39,7 @@ class DigestedPrompt(RoutedPrompt):
         return self._prefix_digests.boundaries()
 
     def digest(self, key: HashKey, num_tokens: int) -> bytes:
-        return self._prefix_digests.key(num_tokens).digest
+        return self._prefix_digests.digest_at(num_tokens)
 
 
 def requests_of(records: Sequence[Record], hash_block_size: int) -> list[Request]:

@@ -1,9 +1,8 @@
 """Digests of token prefixes: the names of blocks and checkpoints, on every node and machine.
 
-The digest of a prefix that ends at a hash boundary (every `hash_block_size` tokens) is SHA-256 over
-the cluster's seed, the request's salt and its tokens, so equal text under different salts never
-meets; one running hash gives all of them in one pass. A prefix that ends between two boundaries has
-the SHA-256 over the boundary's digest and the tokens after it. Torch-free.
+The digest of a prefix is SHA-256 over the cluster's seed, the request's salt and its tokens: equal
+text under different salts never meets, and nodes may cut blocks as they like. One running hash
+gives those at all hash boundaries (every `hash_block_size` tokens) in one pass. Torch-free.
 """
 
 from array import array
@@ -15,19 +14,17 @@ from engine.types import TokenId
 
 DIGEST_BYTES = 32
 TOKEN_BYTES = 4
+HASHES_PER_COPY = 64
+"""Hash blocks between two copies of the running hash: a digest between boundaries starts there."""
 
 
 class PrefixKey(NamedTuple):
-    """A prefix of any length: its last hash boundary, and the tokens after that."""
+    """A prefix of any length: its last hash boundary, the tokens after that, and its own digest."""
 
     num_tokens: int
     boundary: bytes
     tail: tuple[TokenId, ...]
-
-    @property
-    def digest(self) -> bytes:
-        """The digest of the whole prefix, `DIGEST_BYTES` long."""
-        return sha256(self.boundary + _bytes(self.tail)).digest() if self.tail else self.boundary
+    digest: bytes
 
 
 class PrefixHasher:
@@ -41,6 +38,10 @@ class PrefixHasher:
         """64 bytes that precede the tokens of every prefix under `cache_salt`."""
         salt = b"" if cache_salt is None else b"=" + cache_salt.encode()
         return b"".join(sha256(part).digest() for part in (self._seed.encode(), salt))
+
+    def digest(self, token_ids: Sequence[TokenId], cache_salt: str | None) -> bytes:
+        """The digest of all these tokens, `DIGEST_BYTES` long, whatever the hash block size."""
+        return sha256(self.root(cache_salt) + _bytes(token_ids)).digest()
 
 
 class PrefixDigests:
@@ -57,6 +58,7 @@ class PrefixDigests:
         self._token_ids = token_ids
         self._hash = sha256(hasher.root(cache_salt))
         self._boundaries = [self._hash.digest()]
+        self._copies = [self._hash.copy()]  # after 0, 1, 2, ... times HASHES_PER_COPY hash blocks
         self._num_hashed = 0
 
     @property
@@ -76,12 +78,22 @@ class PrefixDigests:
         tokens = _bytes(self._token_ids[start:end])
         for offset in range(0, len(tokens), block_bytes):
             running.update(tokens[offset : offset + block_bytes])
+            if len(digests) % HASHES_PER_COPY == 0:
+                self._copies.append(running.copy())
             digests.append(running.digest())
         return digests
 
     def digest_at(self, num_tokens: int) -> bytes:
-        """The digest of the first `num_tokens` tokens, which end at a hash boundary."""
-        return self.boundaries()[num_tokens // self.hash_block_size]
+        """The digest of the first `num_tokens` tokens."""
+        whole, rest = divmod(num_tokens, self.hash_block_size)
+        digests = self.boundaries()
+        if not rest:
+            return digests[whole]
+        copy = whole // HASHES_PER_COPY
+        running = self._copies[copy].copy()
+        start = copy * HASHES_PER_COPY * self.hash_block_size
+        running.update(_bytes(self._token_ids[start:num_tokens]))
+        return running.digest()
 
     def tokens(self, start: int, end: int) -> tuple[TokenId, ...]:
         """The tokens at positions `start` to `end` - 1."""
@@ -91,7 +103,8 @@ class PrefixDigests:
         """The key of the first `num_tokens` tokens."""
         num_whole = num_tokens // self.hash_block_size
         tail = self.tokens(num_whole * self.hash_block_size, num_tokens)
-        return PrefixKey(num_tokens, self.boundaries()[num_whole], tail)
+        boundary = self.boundaries()[num_whole]
+        return PrefixKey(num_tokens, boundary, tail, self.digest_at(num_tokens))
 
 
 def _bytes(token_ids: Sequence[TokenId]) -> bytes:

@@ -68,7 +68,7 @@ class RoutedPrompt:
 
     def digest(self, key: HashKey, num_tokens: int) -> bytes:
         """The digest of the first `num_tokens` tokens."""
-        return self._prefix(key).key(num_tokens).digest
+        return self._prefix(key).digest_at(num_tokens)
 
     def hit(self, name: str) -> NodeHit:
         """What the node `name` holds."""

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from msgspec import to_builtins
 
-from connector.pd.wire.params import ParamsSigner, prompt_digest
+from connector.pd.wire.params import ParamsSigner
 from engine.config import KVTransferConfig
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
@@ -21,6 +21,7 @@ from tests.asking import ask, prefill_over_http, question
 from tests.cluster import Cluster, settled, transfer_config
 from tests.engine_thread import run_in_engine
 from tests.faults import recomputed
+from tests.hostile_params import prompt_digest
 from tests.pairs import prompt_of
 from tests.turns import both_ways
 

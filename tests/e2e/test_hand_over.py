@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.errors import KVLoadError
+from engine.errors import KVLoadError, KVTransferParamsError
 from tests.cluster import Cluster, all_back, generate, settled, transfer_config
 from tests.engine_thread import run_in_engine
 from tests.hand_over_checks import (
@@ -198,3 +198,23 @@ async def test_eight_at_once_agree_with_one_at_a_time(
     p = await shared.start("prefill", checkpoints[family], kv_transfer_config=config)
     d = await shared.start("decode", checkpoints[family], kv_transfer_config=config)
     record_property("near-ties", await check_eight_at_once(p, d))
+
+
+@pytest.mark.parametrize(
+    "change", [{"cache_salt": "theirs"}, {"prompt_token_ids": prompt_of(31)[1:]}]
+)
+async def test_another_prompt_or_salt_is_refused_and_the_right_one_still_taken(
+    shared: Cluster, checkpoints: dict[str, Path], change: dict[str, object]
+) -> None:
+    p = await shared.start("prefill", checkpoints["qwen3_5"])
+    d = await shared.start("decode", checkpoints["qwen3_5"])
+    asked = msgspec.structs.replace(request_of(prompt_of(30)), cache_salt="ours")
+    decode_there = msgspec.structs.replace(asked, kv_transfer_params=REMOTE_DECODE)
+    params = (await generate(p, decode_there)).last.kv_transfer_params
+    asked = msgspec.structs.replace(asked, kv_transfer_params=params)
+    with pytest.raises(KVTransferParamsError, match="or under another cache_salt") as caught:
+        await generate(d, msgspec.structs.replace(asked, **change))
+    assert caught.value.code == "mismatched_kv_transfer_params"
+    assert (await generate(d, asked)).last.kv_transfer is not None
+    await settled(d)
+    await settled(p)

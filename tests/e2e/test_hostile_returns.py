@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 
-from connector.pd.wire.params import prompt_digest
 from engine.node.server import NodeServer
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import Cluster, settled
 from tests.engine_thread import run_in_engine
-from tests.hostile_params import NO_PROMPT_NEEDS, hostile_returns, outdated_returns
+from tests.hostile_params import (
+    NO_PROMPT_NEEDS,
+    hostile_returns,
+    outdated_returns,
+    prompt_digest,
+)
 from tests.pairs import prompt_of
 from tests.processes import CLUSTER_TOKEN
 from tests.turns import both_ways, skipped

@@ -214,6 +214,19 @@ def test_digests_are_the_same_on_every_machine() -> None:
     assert prefix.boundaries() == [sha256(root).digest(), sha256(root + text).digest()]
 
 
+def test_one_digest_for_prefixes_of_any_length_and_any_hash_block() -> None:
+    """Grown in between, and also where the running hash has long passed."""
+    tokens = [7 * i % 1000 for i in range(5000)]
+    hasher = PrefixHasher(16, "seed")
+    prefix = PrefixDigests(hasher, known := tokens[:3000], "salt")
+    prefix.boundaries()
+    known += tokens[3000:]
+    for num_tokens in (0, 1, 16, 1023, 1024, 1025, 2999, 3000, 4095, 4999, 5000):
+        digest = PrefixHasher(64, "seed").digest(tokens[:num_tokens], "salt")
+        assert prefix.digest_at(num_tokens) == prefix.key(num_tokens).digest == digest
+    assert hasher.digest(tokens, None) != digest
+
+
 class UnhashedPrefix(PrefixDigests):
     """A prefix whose digests nobody may ask for."""
 

@@ -4,6 +4,8 @@ Runs on the event loop; calls that block run on the threads of `RemotePrefills`.
 """
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
 
 import msgspec
 import structlog
@@ -21,6 +23,7 @@ from connector.pd.wire.params import (
     why_not_from,
 )
 from engine.errors import KVLoadError, KVTransferParamsError, TandemError, TransportError
+from engine.kv_cache.prefix import PrefixHasher
 from engine.kv_connector import AdmissionConnector, Admitted
 from engine.node.connector import ConnectorSettings
 from engine.types import GenerateRequest, HandOverProblem, KVTransferParams
@@ -31,6 +34,7 @@ log = structlog.get_logger()
 REFUSED_BY_ROLE = {"kv_consumer": "do_remote_decode", "kv_producer": "do_remote_prefill"}
 FAILURES = (TandemError, TimeoutError)
 """Of asking a peer. None is the client's fault: this node can compute every token itself."""
+Question = Callable[[RemotePrefill], Future[None] | None]
 FAILED_PREFILL = KVTransferParams(do_remote_prefill=True)
 """Replaces an object of which nothing may be used, so that its loss is still counted."""
 
@@ -50,6 +54,7 @@ class PdAdmission(AdmissionConnector):
         self._signer = signer
         self._remote = remote
         self._config = settings.config
+        self._hasher = PrefixHasher(1, settings.prefix_hash_seed)  # of whole prompts only
         self._vocab_size = settings.vocab_size
         self._is_bidirectional = extra.bidirectional_kv_xfer
         self._metrics = metrics
@@ -108,7 +113,11 @@ class PdAdmission(AdmissionConnector):
             self._remote.problems.note("refused", str(error))
             raise
         prefill = RemotePrefill(request.request_id, params)
-        failure = await self._ask(prefill)
+        digest = self._hasher.digest(request.prompt_token_ids, request.cache_salt)
+        if digest.hex() == params.remote_prompt_digest:
+            failure = await self._ask(prefill, self._remote.claim)
+        else:
+            failure = await self._why_digests_differ(prefill)
         if failure is None:
             return True
         self._remote.failed(prefill, causes.of_question(failure), failure)
@@ -120,21 +129,38 @@ class PdAdmission(AdmissionConnector):
     async def _claim_turn(self, request: GenerateRequest, params: KVTransferParams) -> None:
         check_return_pull(params)
         self._signer.verify(params)
-        cause = why_not_from(request, params) if self._is_bidirectional else "disabled"
+        cause: str | None = "disabled"
+        if self._is_bidirectional:
+            cause = why_not_from(request, params, self._hasher)
         prefill = RemotePrefill(request.request_id, params)
         if cause is not None:
             self._remote.decline(prefill)
-        elif failure := await self._ask(prefill):
+        elif failure := await self._ask(prefill, self._remote.claim):
             cause = causes.of_question(failure)
             log.info("the turn before cannot be pulled", cause=cause, error=str(failure))
             self.withdraw(request.request_id)
         if cause is not None:
             self._metrics.return_pulls_skipped(cause).inc()
 
-    async def _ask(self, prefill: RemotePrefill) -> Exception | None:
-        """Claims it; the failure, if the peer did not agree. A cancelled request is withdrawn."""
+    async def _why_digests_differ(self, prefill: RemotePrefill) -> TransportError:
+        """The peer does not fit: with another seed all its digests differ.
+
+        Raises KVTransferParamsError if it fits: then it has computed something else.
+        """
+        failure = await self._ask(prefill, self._remote.check)
+        if isinstance(failure, TransportError):
+            return failure
+        self.withdraw(prefill.request_id)
+        raise KVTransferParamsError(
+            "P computed another prompt of the same length, or under another cache_salt; send the "
+            "same prompt and cache_salt to both",
+            code="mismatched_kv_transfer_params",
+        )
+
+    async def _ask(self, prefill: RemotePrefill, question: Question) -> Exception | None:
+        """The failure, if the peer did not agree. A cancelled request is withdrawn."""
         try:
-            asked = self._remote.claim(prefill)
+            asked = question(prefill)
             if asked is not None:
                 await asyncio.wait_for(asyncio.wrap_future(asked), self._timeout_s)
         except FAILURES as error:

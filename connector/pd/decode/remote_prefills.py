@@ -175,6 +175,16 @@ class RemotePrefills:
                 return None
         return self._submit(prefill.address, partial(self._claim, prefill))
 
+    def check(self, prefill: RemotePrefill) -> Future[None]:
+        """Shakes hands with its peer, unless that is known, and claims nothing.
+
+        The future raises TransportError if the two nodes do not fit; then the lease is released.
+        Raises OverloadedError when too many messages to peers wait; `end` it all the same.
+        """
+        with self._lock:
+            self._by_request[prefill.request_id] = prefill
+        return self._submit(prefill.address, partial(self._check, prefill))
+
     def end(self, request_id: str) -> RemotePrefill | None:
         """Forgets it: its request is over. A lease that is still ours is released."""
         with self._lock:
@@ -257,14 +267,20 @@ class RemotePrefills:
             peer = prefill.engine_id
             log.info("a declined prefill is left to its lease", peer=peer, error=str(error))
 
-    def _claim(self, prefill: RemotePrefill) -> None:
+    def _meet(self, prefill: RemotePrefill) -> Peer:
         if self._stopping.is_set():
             raise UnavailableError("this node is stopping")
         try:
-            peer = self._peers.acquire(*prefill.address, prefill.engine_id)
+            return self._peers.acquire(*prefill.address, prefill.engine_id)
         except TransportError:
             self._decline(prefill)  # the two nodes do not fit: it will never be read
             raise
+
+    def _check(self, prefill: RemotePrefill) -> None:
+        self._peers.release(self._meet(prefill))
+
+    def _claim(self, prefill: RemotePrefill) -> None:
+        peer = self._meet(prefill)
         held = self._held_by(peer, prefill) if prefill.block_ids is None else None
         if held is not None:
             prefill.block_ids = held.block_ids

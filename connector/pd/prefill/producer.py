@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 
 from connector.pd.prefill.lease_table import LeaseTable
-from connector.pd.wire.params import ParamsSigner, holding_of, prompt_digest
+from connector.pd.wire.params import ParamsSigner, holding_of
 from engine.kv_cache.plan import ArenaPlan
 from engine.request import Request
 from engine.types import FinishReason, KVTransferParams
@@ -74,7 +74,7 @@ class Producer:
                 return None
         # The last token was sampled and never computed: K/V and states end right before it.
         num_tokens = request.num_computed_tokens
-        digest = prompt_digest(request.token_ids[:num_tokens])
+        digest = request.prefix.digest_at(num_tokens).hex()
         blocks = tuple(tuple(tables.used(group)) for group in range(len(tables.groups)))
         holding = holding_of(digest, blocks)
         lease = self._leases.grant(

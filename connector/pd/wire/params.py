@@ -14,10 +14,11 @@ import msgspec
 
 from connector.pd.wire.messages import BlockIds
 from engine.errors import InvalidRequestError, KVTransferParamsError, TransportError
+from engine.kv_cache.prefix import PrefixHasher
 from engine.kv_connector import FirstToken
 from engine.prompt_checks import check_token_ids
 from engine.rpc.address import is_loopback
-from engine.types import GenerateRequest, KVTransferParams, TokenId
+from engine.types import GenerateRequest, KVTransferParams
 
 REQUIRED_TO_RETURN = (
     "remote_engine_id",
@@ -63,16 +64,6 @@ class ParamsSigner:
     def _digest(self, params: KVTransferParams) -> str:
         unsigned = msgspec.structs.replace(params, signature=None)
         return hmac.new(self._key, msgspec.msgpack.encode(unsigned), hashlib.sha256).hexdigest()
-
-
-def prompt_digest(token_ids: Sequence[TokenId]) -> str:
-    """SHA-256 of the tokens, in hex: a pull is cached under the tokens that this names.
-
-    Deliberately not the cache's own prefix digest, which depends on the seed and on the hash block
-    size: P and D may cut blocks differently, and a peer with another seed is to be refused by name
-    (`geometry.check_geometry`), not mistaken for one that computed another prompt.
-    """
-    return hashlib.sha256(array("I", token_ids).tobytes()).hexdigest()
 
 
 def holding_of(prompt_digest: str, block_ids: BlockIds) -> bytes:
@@ -130,11 +121,6 @@ def check_remote_prefill(request: GenerateRequest, params: KVTransferParams) -> 
             "send the same prompt to both",
             code="mismatched_kv_transfer_params",
         )
-    if params.remote_prompt_digest != prompt_digest(request.prompt_token_ids):
-        raise KVTransferParamsError(
-            "P computed another prompt of the same length; send the same prompt to both",
-            code="mismatched_kv_transfer_params",
-        )
 
 
 def check_return_pull(params: KVTransferParams) -> None:
@@ -142,7 +128,9 @@ def check_return_pull(params: KVTransferParams) -> None:
     _check_complete(params, REQUIRED_TO_RETURN, "do_remote_decode with remote_engine_id")
 
 
-def why_not_from(request: GenerateRequest, params: KVTransferParams) -> str | None:
+def why_not_from(
+    request: GenerateRequest, params: KVTransferParams, hasher: PrefixHasher
+) -> str | None:
     """The cause for which this prompt cannot go on from the tokens that D has computed, if any.
 
     It must begin with exactly these tokens, because D's state is the state after all of them, and
@@ -151,8 +139,8 @@ def why_not_from(request: GenerateRequest, params: KVTransferParams) -> str | No
     num_tokens = params.remote_num_tokens or 0
     if len(request.prompt_token_ids) <= num_tokens:
         return "not_longer"
-    beginning = prompt_digest(request.prompt_token_ids[:num_tokens])
-    return None if beginning == params.remote_prompt_digest else "other_tokens"
+    beginning = hasher.digest(request.prompt_token_ids[:num_tokens], request.cache_salt)
+    return None if beginning.hex() == params.remote_prompt_digest else "other_tokens"
 
 
 def _check_complete(params: KVTransferParams, names: Sequence[str], purpose: str) -> None:
