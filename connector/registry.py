@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from connector.multi.connector import MultiBuilder
+from connector.offload.connector import OffloadBuilder
 from connector.pd.connector import PdBuilder
 from engine.config import KVTransferConfig
 from engine.errors import ConfigError
@@ -22,5 +23,6 @@ def builder_of(config: KVTransferConfig) -> ConnectorBuilder:
 
 CONNECTORS: Final[Mapping[str, BuilderOf]] = {
     "PdConnector": PdBuilder.of,
+    "OffloadConnector": OffloadBuilder.of,
     "MultiConnector": lambda config: MultiBuilder.of(config, builder_of),
 }

@@ -71,6 +71,7 @@ MANY_POSITIONAL = {
     "engine/api/chat_template.py::call_binop": "the signature is Jinja's",
 }
 BROAD_EXCEPTS = {
+    "connector/offload/worker.py::_load": "guard of a reader thread: the load fails",
     "engine/api/tokenizer.py::load_tokenizer": "the Rust library has no other class",
     "engine/async_engine.py::_run": "guard of the engine thread",
     "engine/worker/model_runner.py::execute": "a failed forward pass ends its requests",

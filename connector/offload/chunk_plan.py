@@ -10,12 +10,13 @@ nothing about another's: no common multiple of all sizes is needed.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from connector.offload.items import STATES, Item
+from connector.offload.items import STATES, Item, Key, Place
 from engine.errors import ConfigError
+from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import AttentionSpec
 
@@ -51,15 +52,14 @@ class ChunkPlan:
             return self.arena.state_bytes
         return (item.end - item.start) * self.token_bytes(item.group)
 
+    def slot_bytes(self) -> dict[int, int]:
+        """By group, the bytes of a whole chunk or of all states: what an item needs at most."""
+        sizes = {g: size * self.token_bytes(g) for g, size in self.chunk_tokens.items()}
+        return {**sizes, STATES: self.arena.state_bytes} if self.arena.state_groups else sizes
+
     def token_bytes(self, group: int) -> int:
         """Bytes of one token in all layers of an attention group."""
         return self.arena.block_bytes(group) // self.arena.block_size_of(group)
-
-    @property
-    def largest(self) -> int:
-        """Bytes of the largest item."""
-        chunks = [n * self.token_bytes(group) for group, n in self.chunk_tokens.items()]
-        return max(*chunks, self.arena.state_bytes, 0)
 
     def geometry(self, model_fingerprint: str, hash_seed: str) -> str:
         """32 hex digits that nodes share whose items can replace each other; never with others."""
@@ -70,6 +70,44 @@ class ChunkPlan:
         ]
         parts = (model_fingerprint, hash_seed, arena.hash_block_size, named)
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
+
+    def items_of(self, cached: Cached, parent: bytes) -> Iterator[tuple[Item, Place]]:
+        """What has become findable, as items.
+
+        `parent`: digest at `cached.start`, or at the last hash boundary before a checkpoint's end.
+        A block that is filled up to a hash boundary inside a chunk gives a tail, which ends there.
+        """
+        if isinstance(cached, CachedStates):
+            item = Item(STATES, cached.end, cached.end, cached.digest, parent)
+            yield item, Place(cached.states)
+            return
+        step, chunk = self.arena.hash_block_size, self.chunk_tokens[cached.group]
+        end = cached.start
+        for digest in cached.digests:
+            end += step
+            if end % chunk == 0 or (end == cached.end and digest == cached.digests[-1]):
+                yield self._item(cached, end, digest, parent=parent)
+            parent = digest
+        if cached.tail is not None:
+            yield self._item(cached, cached.end, cached.tail, parent=parent)
+
+    def replaced_by(self, cached: Cached, parent: bytes) -> Key | None:
+        """The tail that a fuller block takes the place of, if `cached` goes on inside a chunk."""
+        if isinstance(cached, CachedStates) or not cached.digests:
+            return None
+        inside = cached.start % self.chunk_tokens[cached.group]
+        return Key(cached.group, parent) if inside else None
+
+    def _item(
+        self, cached: CachedBlocks, end: int, digest: bytes, *, parent: bytes
+    ) -> tuple[Item, Place]:
+        chunk, size = (
+            self.chunk_tokens[cached.group],
+            self.arena.block_size_of(cached.group),
+        )
+        start = (end - 1) // chunk * chunk
+        block = cached.blocks[start // size - cached.start // size]
+        return Item(cached.group, start, end, digest, parent), Place((block,), start % size)
 
     def rows(self, group: int) -> tuple[int, int]:
         """Rows of tokens in a block (layers x K|V x heads), and the bytes of one token in a row."""

@@ -35,7 +35,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
         return Key(self.group, self.digest)
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Where an item lies in the arena.
 
     `blocks`: one block, or one state of each Mamba group. `first`: the item's first token, counted

@@ -33,7 +33,7 @@ class FileWrite(_Message, frozen=True):
     save_id: str | None = None
 
 
-class FileRange(_Message, frozen=True):
+class FileRange(_Message, frozen=True, tag=True):
     """An item's bytes in a file of the disk tier; `xxh3`: their 64-bit digest."""
 
     name: str
@@ -43,11 +43,15 @@ class FileRange(_Message, frozen=True):
 
 
 class LoadPart(_Message, frozen=True):
-    """Fill an item's place in the arena: from byte `source` of the host tier, or from a file."""
+    """Fill an item's place in the arena.
+
+    `source`: a byte offset in the host tier, a file, or another place in the arena, which is copied
+    from before the step writes anything. None: its last copy was evicted in this very step.
+    """
 
     item: Item
     target: Place
-    source: int | FileRange
+    source: int | FileRange | Place | None
 
 
 class Load(_Message, frozen=True):
@@ -90,7 +94,7 @@ class Report(_Message, frozen=True):
     `written`: the ends of writes. `found`: new files of others, and at start all. `gone`: files
     that are there no longer. `bad`: items that turned out to be missing or damaged, by file.
     `ended`: ids of loads whose threads touch neither tier nor arena any more; a load that ran out
-    of time has failed long before.
+    of time has failed long before. `is_writable`: False while the disk cannot be written to.
     """
 
     written: tuple[WriteDone, ...] = ()

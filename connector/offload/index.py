@@ -1,0 +1,187 @@
+"""Where every item is: in the arena, in the host tier, in a file. Looked up by prompt. Pure.
+
+Reads digests of whole chunks in bulk; tails and states, which may end anywhere, are found by the
+hash boundary before their end.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import compress, takewhile
+
+from connector.offload.chunk_plan import ChunkPlan
+from connector.offload.items import STATES, Item, Key, Place
+from connector.offload.messages import FileRange
+from engine.kv_cache.prefix import PrefixDigests
+from engine.kv_cache.spec import SlidingWindowSpec
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One item and all its copies.
+
+    `places`: in the arena. `host`: byte offset in the host tier. `file`: its bytes on disk.
+    """
+
+    item: Item
+    places: list[Place] = field(default_factory=list)
+    host: int | None = None
+    file: FileRange | None = None
+
+    @property
+    def is_gone(self) -> bool:
+        """True if no copy is left."""
+        return not self.places and self.host is None and self.file is None
+
+
+class ItemIndex:
+    """All items that this node can find anywhere."""
+
+    def __init__(self, chunks: ChunkPlan) -> None:
+        self._chunks = chunks
+        groups = [*chunks.chunk_tokens, STATES]
+        self._entries: dict[int, dict[bytes, Entry]] = {group: {} for group in groups}
+        # By the digest of the last hash boundary before their end: end -> digest.
+        self._ends: dict[int, dict[bytes, dict[int, bytes]]] = {group: {} for group in groups}
+        self._step = chunks.arena.hash_block_size
+
+    def __len__(self) -> int:
+        return sum(map(len, self._entries.values()))
+
+    def __iter__(self) -> Iterator[Entry]:
+        for entries in self._entries.values():
+            yield from list(entries.values())
+
+    def get(self, key: Key) -> Entry | None:
+        """The entry of a name."""
+        return self._entries[key.group].get(key.digest)
+
+    def add(self, item: Item) -> Entry:
+        """The entry of an item, made if it is new."""
+        entry = self._entries[item.group].get(item.digest)
+        if entry is None:
+            entry = self._entries[item.group][item.digest] = Entry(item)
+            if not self._is_chunk(item):
+                ends = self._ends[item.group].setdefault(item.parent, {})
+                ends[item.end] = item.digest
+        return entry
+
+    def drop_if_gone(self, entry: Entry) -> None:
+        """Forgets an entry without copies."""
+        item = entry.item
+        if not entry.is_gone or self._entries[item.group].pop(item.digest, None) is None:
+            return
+        if not self._is_chunk(item):
+            ends = self._ends[item.group][item.parent]
+            del ends[item.end]
+            if not ends:
+                del self._ends[item.group][item.parent]
+
+    def longest(self, prefix: PrefixDigests, limit: int) -> int:
+        """The last position, of at most `limit` tokens, that all groups can resume from.
+
+        Each has what it needs there somewhere: the tokens before it, those of its window, or
+        states.
+        """
+        start, before = limit, -1
+        for group in self._chunks.chunk_tokens:
+            if not self._window(group):
+                start = self._reach(prefix, group, start)
+        # As in the coordinator: groups shorten the prefix in turn, until none does.
+        while start != before:
+            before = start
+            for group in self._chunks.chunk_tokens:
+                if window := self._window(group):
+                    start = self._resumable(prefix, group, start, window=window)
+            if self._chunks.arena.state_groups:
+                start = max(self.states(prefix, start), default=0)
+        return start
+
+    def states(self, prefix: PrefixDigests, limit: int) -> list[int]:
+        """The positions of at most `limit` tokens with states somewhere."""
+        digests = prefix.boundaries()[: limit // self._step + 1]
+        ends = self._ends[STATES]
+        return [
+            end
+            for digest in compress(digests, map(ends.__contains__, digests))
+            for end, named in ends[digest].items()
+            if end <= limit and prefix.digest_at(end) == named
+        ]
+
+    def state(self, prefix: PrefixDigests, num_tokens: int) -> Entry | None:
+        """The states after exactly `num_tokens` tokens."""
+        return self._entries[STATES].get(prefix.digest_at(num_tokens))
+
+    def attention(
+        self, prefix: PrefixDigests, group: int, tokens: tuple[int, int]
+    ) -> Iterator[Entry]:
+        """The items of one group that hold `tokens`, in order; stops before one that is missing.
+
+        A sliding window needs nothing before its first token.
+        """
+        start, end = tokens
+        if window := self._window(group):
+            start = max(start, window.first_needed(end))
+        chunk = self._chunks.chunk_tokens[group]
+        for index in range(start // chunk, -(-end // chunk)):
+            entry = self._covering(prefix, group, index, end=min(end, (index + 1) * chunk))
+            if entry is None:
+                return
+            yield entry
+
+    def _reach(self, prefix: PrefixDigests, group: int, limit: int) -> int:
+        """Leading tokens of one group of full attention that are somewhere; at most `limit`."""
+        chunk, entries = self._chunks.chunk_tokens[group], self._entries[group]
+        stride = chunk // self._step
+        whole = prefix.boundaries()[stride::stride]
+        found = sum(1 for _ in takewhile(entries.__contains__, whole))
+        tail = self._longest_tail(prefix, group, found)
+        return min(limit, found * chunk if tail is None else tail.item.end)
+
+    def _resumable(
+        self, prefix: PrefixDigests, group: int, limit: int, *, window: SlidingWindowSpec
+    ) -> int:
+        """The last position of at most `limit` tokens with its whole window somewhere."""
+        chunk = self._chunks.chunk_tokens[group]
+        while limit:
+            first, gap = window.first_needed(limit) // chunk, None
+            for index in range((limit - 1) // chunk, first - 1, -1):
+                end = min(limit, (index + 1) * chunk)
+                if self._covering(prefix, group, index, end=end) is None:
+                    tail = self._longest_tail(prefix, group, index)
+                    gap = index * chunk if tail is None else tail.item.end
+                    break
+            if gap is None:
+                return limit
+            limit = gap
+        return 0
+
+    def _covering(self, prefix: PrefixDigests, group: int, index: int, *, end: int) -> Entry | None:
+        """The chunk at `index`, or a tail of it that holds its tokens up to `end`."""
+        chunk = self._chunks.chunk_tokens[group]
+        if (stop := (index + 1) * chunk) <= prefix.num_tokens:
+            entry = self._entries[group].get(prefix.digest_at(stop))
+            if entry is not None:
+                return entry
+        tail = self._longest_tail(prefix, group, index)
+        return tail if tail is not None and tail.item.end >= end else None
+
+    def _longest_tail(self, prefix: PrefixDigests, group: int, index: int) -> Entry | None:
+        """The longest tail of the chunk at `index` that is a prefix of the prompt."""
+        ends = self._ends[group]
+        if not ends:
+            return None
+        stride = self._chunks.chunk_tokens[group] // self._step
+        inside = prefix.boundaries()[index * stride : (index + 1) * stride]
+        for digest in reversed(inside):
+            for end in sorted(ends.get(digest, ()), reverse=True):
+                named = ends[digest][end]
+                if end <= prefix.num_tokens and prefix.digest_at(end) == named:
+                    return self._entries[group][named]
+        return None
+
+    def _is_chunk(self, item: Item) -> bool:
+        return item.group != STATES and item.end % self._chunks.chunk_tokens[item.group] == 0
+
+    def _window(self, group: int) -> SlidingWindowSpec | None:
+        spec = self._chunks.arena.groups[group].spec
+        return spec if isinstance(spec, SlidingWindowSpec) else None

@@ -1,0 +1,335 @@
+"""The scheduler side of the OffloadConnector: what is in a tier, what goes there, what comes back.
+
+Decides and never waits; the bytes are the worker side's. Torch-free.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from connector.offload.chunk_plan import ChunkPlan
+from connector.offload.config import OffloadConfig
+from connector.offload.file_writes import FileWrites
+from connector.offload.host_slots import HostSlots
+from connector.offload.index import Entry, ItemIndex
+from connector.offload.items import Key, Place
+from connector.offload.messages import (
+    FileItems,
+    FileRange,
+    FileWrite,
+    HostCopy,
+    Load,
+    LoadPart,
+    Orders,
+    Report,
+    WriteDone,
+)
+from connector.offload.stats import OffloadStats
+from engine.kv_cache.coverage import Coverage
+from engine.kv_cache.listener import Cached
+from engine.kv_connector import FinishDecision, Match, SchedulerConnector
+from engine.request import Request
+from engine.step import BlockLoad, ConnectorMeta, ConnectorOutput, ScheduledRequest
+from engine.types import TokenId
+
+MAX_LOADS = 32
+"""Loads under way; while there are so many, prompts are computed."""
+SPARE_SHARE = 8
+"""One in so many units of the host tier is kept free by writing others to disk ahead of need."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Loading:
+    """A load whose thread has not ended: its items, and the host tier's slots that it may read."""
+
+    request_id: str
+    keys: list[Key]
+    slots: list[int]
+
+
+class OffloadScheduler(SchedulerConnector):
+    """One node's tiers. `slots`: those of the host tier; without one, a staging for the disk's.
+
+        arena --evicts--> host tier --evicts--> disk      exclusive: an item goes down as the tier
+          ^  ^--------------'                     |        above drops it, and leaves the host tier
+          '---------------------------------------'        when it is loaded
+
+    Early, before the arena drops them, states with their attention and prefixes that were found
+    again are written to disk: they survive a crash.
+    """
+
+    def __init__(
+        self,
+        chunks: ChunkPlan,
+        slots: HostSlots,
+        config: OffloadConfig,
+        *,
+        stats: OffloadStats,
+        wake: Callable[[], None],
+    ) -> None:
+        self.index = ItemIndex(chunks)
+        self.slots = slots
+        self.writes = FileWrites(chunks, self.index, config.disk_bytes)
+        self._chunks = chunks
+        self._config = config
+        self._stats = stats
+        self._wake = wake
+        self._victims: list[tuple[Entry, Place]] = []
+        self._new_loads: list[tuple[int, str, list[tuple[Entry, Place]]]] = []
+        self._loads: dict[int, _Loading] = {}
+        self._loading: set[Key] = set()
+        self._load_of: dict[str, int] = {}  # by request
+        self._files: dict[str, list[Key]] = {}
+        self._numbers = 0
+
+    @property
+    def cache_listener(self) -> "OffloadScheduler":  # type: ignore[override]
+        """Itself: it knows what the arena can find."""
+        return self
+
+    @property
+    def num_loads(self) -> int:
+        """Loads whose threads have not ended."""
+        return len(self._loads)
+
+    # --- the cache's listener ----------------------------------------------------------------
+
+    def stored(
+        self,
+        cached: Cached,
+        parent: bytes,
+        token_ids: tuple[TokenId, ...],
+        *,
+        cache_salt: str | None,
+    ) -> None:
+        """The arena can find more."""
+        replaced = self._chunks.replaced_by(cached, parent)
+        placed = list(self._chunks.items_of(cached, parent))
+        if replaced is not None and (entry := self.index.get(replaced)) is not None:
+            place = placed[0][1] if placed else None
+            if place in entry.places:
+                entry.places.remove(place)
+                self.index.drop_if_gone(entry)
+        for item, place in placed:
+            entry = self.index.add(item)
+            entry.places.append(place)
+            if entry.host is not None:  # exclusive: the arena has it again
+                self.slots.free(entry.host)
+                entry.host = None
+
+    def removed(self, cached: Cached) -> None:
+        """The arena can find less; what it held only once goes down a tier with this step."""
+        for item, place in self._chunks.items_of(cached, b""):
+            entry = self.index.get(item.key)
+            if entry is None or place not in entry.places:
+                continue
+            entry.places.remove(place)
+            if not entry.places:
+                self._victims.append((entry, place))
+
+    # --- loads -------------------------------------------------------------------------------
+
+    def match(self, request: Request, num_local_tokens: int) -> Match | None:
+        """The longest prefix that arena and tiers have together, if that is more than the arena's.
+
+        Pending while another request loads a part of it: then it will be in the arena.
+        """
+        if len(self._loads) >= MAX_LOADS:
+            return None
+        limit = request.num_tokens - 1
+        start = self.index.longest(request.prefix, limit)
+        if start <= num_local_tokens:
+            return None
+        entries = list(self._needed(request, num_local_tokens, start))
+        if any(entry.item.key in self._loading for entry in entries):
+            return Match(is_pending=True)
+        if all(entry.places for entry in entries):
+            return None
+        states = (start,) if self._chunks.arena.state_groups else ()
+        return Match(Coverage(start, states), self._config.load_weight)
+
+    def start_load(self, request: Request, load: BlockLoad | None) -> int:
+        """Queues `load`, and pins what it reads of the host tier."""
+        self._stats.queries += 1
+        if load is None:
+            return 0
+        self._stats.hits += 1
+        targets = list(self._targets(request, load))
+        pinned = [entry.host for entry, _ in targets if entry.host is not None]
+        for offset in pinned:
+            self.slots.pin(offset)
+        self._numbers += 1
+        keys = [entry.item.key for entry, _ in targets]
+        self._loads[self._numbers] = _Loading(request.request_id, keys, pinned)
+        self._loading.update(keys)
+        self._load_of[request.request_id] = self._numbers
+        self._new_loads.append((self._numbers, request.request_id, targets))
+        return 1
+
+    def build_meta(self, scheduled: Sequence[ScheduledRequest]) -> ConnectorMeta:
+        """Victims go to the host tier, old items of it and early ones to disk; loads begin."""
+        copies = tuple(self._keep_victims())
+        writes = [*self._demotions(), *self.writes.early()]
+        loads, self._new_loads = self._new_loads, []
+        if not (copies or writes or loads):
+            return ConnectorMeta()
+        # After the victims are in the host tier: some of them may be about to be loaded.
+        orders = tuple(
+            Load(
+                number, name, tuple(LoadPart(it.item, place, _source(it)) for it, place in targets)
+            )
+            for number, name, targets in loads
+        )
+        saves = (self.writes.save_of(write) for write in writes if write.save_id is not None)
+        return ConnectorMeta(Orders(copies, tuple(writes), orders), tuple(saves))
+
+    def update(self, output: ConnectorOutput) -> None:
+        """Learns what the worker side has finished, found and lost."""
+        for request_id in (*output.loaded, *(failed.request_id for failed in output.failed)):
+            # A load that failed in several groups is reported once for each.
+            if (number := self._load_of.pop(request_id, None)) is not None:
+                self._loading.difference_update(self._loads[number].keys)
+        report = output.message
+        if report is None:
+            return
+        assert isinstance(report, Report)
+        self.writes.is_writable = report.is_writable and self._config.disk_bytes > 0
+        for number in report.ended:
+            for offset in self._loads.pop(number).slots:
+                self.slots.unpin(offset)
+        for done in report.written:
+            self._written(done)
+        for file in report.found:
+            self._found(file)
+        for name in report.gone:
+            self._lost(name)
+        for name, item in report.bad:
+            entry = self.index.get(item.key)
+            if entry is not None and entry.file is not None and entry.file.name == name:
+                entry.file = None
+                self.index.drop_if_gone(entry)
+
+    def request_finished(self, request: Request) -> FinishDecision:
+        """Its states with their attention, or a prefix that was found, are written early."""
+        prefix, states = request.prefix, self._chunks.arena.state_groups
+        if not self._config.disk_bytes:
+            return FinishDecision()
+        positions = self.index.states(prefix, request.num_computed_tokens) if states else []
+        end = max(positions, default=0) if states else request.num_cached_tokens
+        entries = [entry for at in positions if (entry := self.index.state(prefix, at))]
+        for group in self._chunks.chunk_tokens:
+            entries += self.index.attention(prefix, group, (0, end))
+        if self.writes.add_early(entries):
+            self._wake()  # an idle engine would not ask for the next message
+        return FinishDecision()
+
+    # --- parts of a load ---------------------------------------------------------------------
+
+    def _targets(self, request: Request, load: BlockLoad) -> Iterator[tuple[Entry, Place]]:
+        """The items of a load, and where they go. Those of one group are in token order."""
+        arena = self._chunks.arena
+        for group, (start, end) in enumerate(load.ranges):
+            if start >= end or group in arena.state_groups:
+                continue
+            size = arena.block_size_of(group)
+            for entry in self.index.attention(request.prefix, group, (start, end)):
+                block, first = divmod(entry.item.start, size)
+                yield entry, Place((load.tables[group][block],), first)
+        if any(load.ranges[group][0] < load.ranges[group][1] for group in arena.state_groups):
+            states = self.index.state(request.prefix, load.num_tokens)
+            assert states is not None, "states were offered and are gone within one step"
+            yield states, Place(tuple(load.tables[group][0] for group in arena.state_groups))
+
+    def _needed(self, request: Request, start: int, end: int) -> Iterator[Entry]:
+        """The items that a load of tokens `start` to `end` would read."""
+        for group in self._chunks.chunk_tokens:
+            yield from self.index.attention(request.prefix, group, (start, end))
+        states = self.index.state(request.prefix, end) if self._chunks.arena.state_groups else None
+        if states is not None:
+            yield states
+
+    # --- the host tier -----------------------------------------------------------------------
+
+    def _keep_victims(self) -> Iterator[HostCopy]:
+        victims, self._victims = self._victims, []
+        for entry, place in victims:
+            if entry.places or entry.host is not None:
+                continue  # stored again, or kept by another eviction of the same step
+            if entry.file is None or self._config.host_bytes:
+                entry.host = self._slot(entry.item.key)
+                if entry.host is not None:
+                    yield HostCopy(entry.item, place, entry.host)
+                elif entry.file is None:
+                    self._stats.dropped["backpressure"] += 1
+            self.index.drop_if_gone(entry)
+
+    def _slot(self, key: Key) -> int | None:
+        offset = self.slots.insert(key)
+        while offset is None and (least := self.slots.least_recent()) is not None:
+            unit, keys = least
+            if self.writes.is_writable and any(self._is_dirty(key) for key in keys.values()):
+                return None  # it is written to disk first
+            self._evict(unit)
+            offset = self.slots.insert(key)
+        return offset
+
+    def _demotions(self) -> Iterator[FileWrite]:
+        """Writes the least recent units, so that some are always free for what a step evicts."""
+        spare = max(1, self.slots.num_units // SPARE_SHARE)
+        while self.writes.has_room and self.slots.num_free_units < spare:
+            if (least := self.slots.least_recent()) is None:
+                return
+            unit, keys = least
+            dirty = [(offset, key) for offset, key in keys.items() if self._is_dirty(key)]
+            if not dirty:
+                self._evict(unit)
+                continue
+            self.slots.leave(unit)
+            entries = [self.index.get(key) for _, key in dirty]
+            items = [entry.item for entry in entries if entry is not None]
+            yield self.writes.of_unit(unit, items, tuple(offset for offset, _ in dirty))
+
+    def _evict(self, unit: int) -> None:
+        for key in self.slots.drop(unit).values():
+            if (entry := self.index.get(key)) is not None:
+                entry.host = None
+                self._stats.dropped["evicted"] += entry.is_gone
+                self.index.drop_if_gone(entry)
+
+    def _is_dirty(self, key: Key) -> bool:
+        entry = self.index.get(key)
+        return entry is not None and entry.file is None
+
+    # --- the disk tier -----------------------------------------------------------------------
+
+    def _written(self, done: WriteDone) -> None:
+        unit = self.writes.ended(done.write_id)
+        if done.file is not None:
+            self._found(done.file)
+        if unit is None:
+            return
+        if done.file is None or self.slots.is_read(unit):
+            self.slots.stay(unit)
+        else:
+            self._evict(unit)
+
+    def _found(self, file: FileItems) -> None:
+        keys = self._files.setdefault(file.name, [])
+        for item, found in zip(file.items, file.ranges, strict=True):
+            entry = self.index.add(item)
+            if entry.file is None:
+                entry.file = found
+                keys.append(item.key)
+
+    def _lost(self, name: str) -> None:
+        for key in self._files.pop(name, ()):
+            entry = self.index.get(key)
+            if entry is not None and entry.file is not None and entry.file.name == name:
+                entry.file = None
+                self.index.drop_if_gone(entry)
+
+
+def _source(entry: Entry) -> int | FileRange | Place | None:
+    """The nearest copy; None if its last one was evicted in this very step and found no room."""
+    if entry.places:
+        return entry.places[0]
+    return entry.file if entry.host is None else entry.host

@@ -1,0 +1,149 @@
+"""The disk tier's folder: whose files are there, which go first, and the bound on all of them.
+
+Several nodes may share it, and its files outlive them: names are unique, a file is never changed,
+and the time of its last use is kept by the file system. Used by the tier's own threads only.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+
+import structlog
+
+from connector.offload.messages import FileItems
+from connector.offload.stats import OffloadStats
+from connector.offload.tiers.files import Files, FoundFile
+from connector.offload.tiers.tier_file import TierFileError, read_items
+
+log = structlog.get_logger()
+
+PREFIX, SUFFIX = "tandem-", ".kv"
+STALE_S = 600.0
+"""A temporary file that nobody has written to for so long was left by a crash."""
+TOUCH_S = 10.0
+"""A file's time of use is kept as exactly as this."""
+PROGRESS_S = 5.0
+
+
+class Folder:
+    """At most `max_bytes` of files of this format, of this and other nodes and geometries.
+
+    Files with other names are never touched.
+    """
+
+    def __init__(self, files: Files, geometry: str, max_bytes: int, *, stats: OffloadStats) -> None:
+        self.files = files
+        self.geometry = geometry
+        self._max_bytes = max_bytes
+        self._stats = stats
+        self._lock = threading.Lock()
+        self._known: dict[str, FoundFile] = {}
+        self._touched: dict[str, float] = {}
+        self._changed_ns = -1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files, as far as is known."""
+        with self._lock:
+            return sum(file.nbytes for file in self._known.values())
+
+    def new_name(self) -> str:
+        """A name that no file had or will have."""
+        return f"{PREFIX}{self.geometry}-{secrets.token_hex(8)}{SUFFIX}"
+
+    def add(self, name: str, nbytes: int) -> list[str]:
+        """A file was written here; returns those that had to go for it."""
+        with self._lock:
+            self._known[name] = FoundFile(name, nbytes, time.time_ns())
+        return self._trim()
+
+    def use(self, name: str) -> None:
+        """The file is read: it is the last to go, here and for the other nodes."""
+        now = time.monotonic()
+        if now - self._touched.get(name, -TOUCH_S) < TOUCH_S:
+            return
+        self._touched[name] = now
+        with self._lock:
+            if (file := self._known.get(name)) is not None:
+                self._known[name] = file._replace(used_ns=time.time_ns())
+        self.files.touch(name)
+
+    def rescan(self) -> Iterator[FileItems | str]:
+        """New files with their items, and the names of those that are gone; long after a start.
+
+        May raise OSError. Yields nothing if no file has come or gone.
+        """
+        changed = self.files.changed_ns()
+        if changed == self._changed_ns:
+            return
+        found = {file.name: file for file in self.files.scan()}
+        for name, file in found.items():
+            if name.endswith(".tmp") and name.startswith(PREFIX) and _age_s(file) > STALE_S:
+                self.files.remove(name)
+        ours = {name: it for name, it in found.items() if _is_ours(name)}
+        with self._lock:
+            gone = [name for name in self._known if name not in ours]
+            for name in gone:
+                del self._known[name]
+                self._touched.pop(name, None)
+            new = [file for name, file in ours.items() if name not in self._known]
+            # Those of another node may have been used there meanwhile.
+            self._known.update(ours)
+        yield from gone
+        told = time.monotonic()
+        for number, file in enumerate(new):
+            if (items := self._read(file)) is not None:
+                yield items
+            if time.monotonic() - told > PROGRESS_S:
+                told = time.monotonic()
+                log.info("the offload folder is being read", done=number + 1, files=len(new))
+        self._changed_ns = changed
+        yield from self._trim()
+
+    def _read(self, file: FoundFile) -> FileItems | None:
+        """The items of a file; None, and counted, if it cannot be used."""
+        if not file.name.startswith(f"{PREFIX}{self.geometry}-"):
+            self._stats.bad_files["foreign"] += 1
+            return None
+        try:
+            return read_items(
+                file.name,
+                file.nbytes,
+                self.geometry,
+                read=lambda offset, target: self.files.read(file.name, offset, target),
+            )
+        except TierFileError as error:
+            self._stats.bad_files[error.cause] += 1
+            log.warning("a file of the offload folder is left out", name=file.name, why=str(error))
+        except FileNotFoundError:
+            self._stats.bad_files["vanished"] += 1
+        except OSError as error:
+            self._stats.bad_files["io"] += 1
+            log.warning("a file of the offload folder is left out", name=file.name, why=str(error))
+        return None
+
+    def _trim(self) -> list[str]:
+        """Removes the least recently used files over the bound; returns their names."""
+        with self._lock:
+            order = sorted(self._known.values(), key=lambda file: file.used_ns)
+            excess = sum(file.nbytes for file in order) - self._max_bytes
+            gone = []
+            for file in order:
+                if excess <= 0:
+                    break
+                excess -= file.nbytes
+                gone.append(file.name)
+                del self._known[file.name]
+        for name in gone:
+            self._touched.pop(name, None)
+            self.files.remove(name)
+        return gone
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(PREFIX) and name.endswith(SUFFIX)
+
+
+def _age_s(file: FoundFile) -> float:
+    return time.time() - file.used_ns / 1e9

@@ -1,0 +1,158 @@
+"""One load from the tiers, run by a reader thread: read, verify, copy to the arena."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from connector.offload.items import STATES, Item
+from connector.offload.messages import FileRange, Load, LoadPart
+from connector.offload.tiers.arena_items import ArenaItems
+from connector.offload.tiers.folder import Folder
+from connector.offload.tiers.tier_file import TierFileError, check
+from engine.arena import ArenaMemory
+from engine.step import LoadFailure
+
+READ_BYTES = 2 << 20
+"""Most bytes of one read: they are hashed and copied while they are in the processor's cache."""
+
+
+@dataclass(slots=True, eq=False)
+class LoadJob:
+    """A load under way. `deadline`: monotonic seconds.
+
+    `lock` guards `is_over`: after it is set nothing is written to the arena, whose blocks may be
+    somebody else's. `failed`: by group, the cause and the first token that is bad.
+    """
+
+    load: Load
+    deadline: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_over: bool = False
+    failed: dict[int, tuple[str, int]] = field(default_factory=dict)
+    done: set[int] = field(default_factory=set)  # numbers of parts
+    bad: list[tuple[str, Item]] = field(default_factory=list)
+    nbytes: dict[str, int] = field(default_factory=lambda: {"host": 0, "disk": 0})
+
+    def run(
+        self, items: ArenaItems, host: ArenaMemory, folder: Folder | None, *, verify: bool
+    ) -> None:
+        """All parts whose groups have not failed, in order."""
+        for batch in self._batches():
+            numbers = [
+                number for number in batch if self._part(number).item.group not in self.failed
+            ]
+            if not numbers:
+                continue
+            if self.is_over:
+                return
+            source = self._part(numbers[0]).source
+            if isinstance(source, FileRange):
+                assert folder is not None
+                self._read(numbers, items, folder, verify=verify)
+            elif isinstance(source, int):
+                self._write(numbers, items, host.tensor, base=0)
+                self.nbytes["host"] += sum(items.chunks.nbytes(self._part(n).item) for n in numbers)
+
+    def end(self, cause: str) -> LoadFailure | None:
+        """Nothing is written any more. The failure to report, `cause` for what is not done.
+
+        One for all groups: the tokens before it are good in every attention group.
+        """
+        with self.lock:
+            self.is_over = True
+        for number, part in enumerate(self.load.parts):
+            if number not in self.done and part.item.group not in self.failed:
+                self.failed[part.item.group] = (cause, part.item.start)
+        failed = dict(self.failed)  # a thread that hangs may still add to it
+        if not failed:
+            return None
+        attention = {group: it for group, it in failed.items() if group != STATES}
+        if not attention:
+            return LoadFailure(self.load.request_id, failed[STATES][0], STATES)
+        group = min(attention, key=lambda group: attention[group][1])
+        return LoadFailure(self.load.request_id, attention[group][0], group, attention[group][1])
+
+    def fail(self, part: LoadPart, cause: str) -> None:
+        """A part cannot be loaded, and so nothing after it in its group."""
+        self.failed.setdefault(part.item.group, (cause, part.item.start))
+        if isinstance(part.source, FileRange) and cause != "timeout":
+            self.bad.append((part.source.name, part.item))
+
+    def _part(self, number: int) -> LoadPart:
+        return self.load.parts[number]
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Parts that are read at once: neighbours in one file, or all of the host tier in a row."""
+        batch: list[int] = []
+        nbytes = 0
+        for number, part in enumerate(self.load.parts):
+            if batch and not (
+                _follows(self._part(batch[-1]), part) and nbytes + _size(part) <= READ_BYTES
+            ):
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(number)
+            nbytes += _size(part)
+        if batch:
+            yield batch
+
+    def _read(
+        self, numbers: Sequence[int], items: ArenaItems, folder: Folder, *, verify: bool
+    ) -> None:
+        sources = [self._part(number).source for number in numbers]
+        ranges = [source for source in sources if isinstance(source, FileRange)]
+        name, first = ranges[0].name, ranges[0].offset
+        buffer = torch.empty(ranges[-1].offset + ranges[-1].nbytes - first, dtype=torch.uint8)
+        content = buffer.numpy().data
+        try:
+            num_read = folder.files.read(name, first, content)
+            folder.use(name)
+            cause = "short"
+        except FileNotFoundError:
+            num_read, cause = 0, "vanished"
+        except OSError:
+            num_read, cause = 0, "io"
+        good = []
+        for number, found in zip(numbers, ranges, strict=True):
+            part, end = self._part(number), found.offset + found.nbytes - first
+            if end > num_read:
+                self.fail(part, cause)
+                continue
+            try:
+                if verify:
+                    check(found, content[found.offset - first : end])
+            except TierFileError as error:
+                self.fail(part, error.cause)
+                continue
+            good.append(number)
+        self._write(good, items, buffer, base=first)
+        self.nbytes["disk"] += num_read
+
+    def _write(
+        self, numbers: Sequence[int], items: ArenaItems, dense: torch.Tensor, *, base: int
+    ) -> None:
+        packed = []
+        for number in numbers:
+            part = self._part(number)
+            offset = part.source.offset if isinstance(part.source, FileRange) else part.source
+            assert isinstance(offset, int)
+            packed.append((part.item, part.target, offset - base))
+        with self.lock:
+            if self.is_over:
+                return
+            items.unpack(packed, dense)
+        self.done.update(numbers)
+
+
+def _follows(last: LoadPart, part: LoadPart) -> bool:
+    one, other = last.source, part.source
+    if isinstance(one, FileRange) and isinstance(other, FileRange):
+        return one.name == other.name and one.offset + one.nbytes == other.offset
+    return isinstance(one, int) and isinstance(other, int)
+
+
+def _size(part: LoadPart) -> int:
+    # Slots of the host tier need no buffer; so many are copied between two looks at the deadline.
+    return part.source.nbytes if isinstance(part.source, FileRange) else 65_536
