@@ -10,7 +10,7 @@ import structlog
 from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.config import OffloadConfig
 from connector.offload.host_slots import HostSlots
-from connector.offload.metrics import COUNTERS, FOLDER_GAUGES, SLOT_GAUGES
+from connector.offload.metrics import COUNTERS, FOLDER_GAUGES, INDEX_GAUGES, SLOT_GAUGES
 from connector.offload.scheduler import OffloadScheduler
 from connector.offload.stats import OffloadStats
 from connector.offload.tiers.arena_items import ArenaItems
@@ -106,6 +106,7 @@ class OffloadBuilder:
             if folder is not None:
                 metrics.read(folder, gauges=FOLDER_GAUGES)
             scheduler = OffloadScheduler(chunks, slots, config, stats=stats, wake=wake)
+            metrics.read(scheduler.index, gauges=INDEX_GAUGES)
             items = ArenaItems(chunks, arena)
             worker = OffloadWorker(items, host, folder, config=config, stats=stats, wake=wake)
             stack.pop_all()

@@ -44,7 +44,9 @@ class ItemIndex:
         self._ends: dict[int, dict[bytes, dict[int, bytes]]] = {group: {} for group in groups}
         self._step = chunks.arena.hash_block_size
 
-    def __len__(self) -> int:
+    @property
+    def num_items(self) -> int:
+        """Items that are anywhere, also in the arena alone; from any thread."""
         return sum(map(len, self._entries.values()))
 
     def __iter__(self) -> Iterator[Entry]:

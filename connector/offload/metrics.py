@@ -26,6 +26,9 @@ COUNTERS: Final[Table] = {
         "cause",
     ),
 }
+INDEX_GAUGES: Final[Table] = {
+    "tandem:kv_offload_items": ("num_items", "Items that are known, in the arena or in a tier."),
+}
 SLOT_GAUGES: Final[Table] = {
     "tandem:kv_offload_host_items": ("num_items", "Items in the host tier."),
     "tandem:kv_offload_host_free_units": ("num_free_units", "Units of the host tier without any."),

@@ -156,7 +156,7 @@ class NodeServer:
         self.connector = self._connect(model, plan, arena)
         self.events = self._publish_events(plan)
         weights = await asyncio.to_thread(load_model, model.path, model.config, arena.tensor.device)
-        self.engine = self._start_engine(plan, ModelRunner(weights, plan, arena), limits)
+        self._start_engine(plan, ModelRunner(weights, plan, arena), limits)
         self.rpc = await self._start_rpc(model)
         self.connector.advertise(self.rpc.port)
         self.http = await self._start_http(model)
@@ -230,9 +230,7 @@ class NodeServer:
         listeners = [listener for listener in every if listener is not None]
         return CacheListeners(listeners) if len(listeners) > 1 else next(iter(listeners), None)
 
-    def _start_engine(
-        self, plan: ArenaPlan, runner: ModelRunner, limits: EngineLimits
-    ) -> AsyncEngine:
+    def _start_engine(self, plan: ArenaPlan, runner: ModelRunner, limits: EngineLimits) -> None:
         config, connector = self.config, self.connector.connector
         cache = KVCacheManager(
             plan,
@@ -247,10 +245,10 @@ class NodeServer:
         after_step = self.events.publish if self.events else None
         core = EngineCore(scheduler, runner, connector, after_step=after_step)
         metrics = RequestMetrics(self.metrics)
-        engine = AsyncEngine(core, connector.admission, limits, metrics=metrics)
-        engine.start()
-        self._resources.push_async_callback(engine.close)
-        return engine
+        # Known before it starts: its connector may wake it from then on.
+        self.engine = AsyncEngine(core, connector.admission, limits, metrics=metrics)
+        self.engine.start()
+        self._resources.push_async_callback(self.engine.close)
 
     async def _start_rpc(self, model: ModelFolder) -> RpcServer:
         paths = [model.path / name for name in TOKENIZER_FILES]
