@@ -4,6 +4,7 @@ Nothing outside them can reach the servers inside.
 """
 
 import json
+import tempfile
 import os
 import time
 import urllib.request
@@ -32,7 +33,7 @@ class Host:
     def __init__(self, name: str, address: str) -> None:
         self.name = name
         self.address = address
-        self._boot_id = Path(f"/run/netns/{name}.boot_id")
+        self._boot_id = Path(tempfile.gettempdir(), f"{name}.boot_id")
         self._boot_id.write_text(f"{uuid.uuid4()}\n")
         inside = partial(enter, name)
         self._inside = ThreadPoolExecutor(3, thread_name_prefix=name, initializer=inside)

@@ -39,14 +39,16 @@ async def fly(p: NodeReport, d: NodeReport, api_key: str | None) -> Finding:
     assert p.info is not None and d.info is not None
     prompt = _prompt(p.info, d.info)
     try:
-        held = await _ask(p, api_key, _body(prompt, 1, {"do_remote_decode": True}))
+        # P and D name one salt, or D refuses the hand-over; nobody else has it, so nothing hits.
+        salt = secrets.token_hex(8)
+        held = await _ask(p, api_key, _body(prompt, salt, 1, {"do_remote_decode": True}))
         params = held.kv_transfer_params
         if params is None:
             fix = 'start P with kv_role "kv_producer" or "kv_both" in --kv-transfer-config'
             return wrong(SUBJECT, "P answered without kv_transfer_params", fix)
+        pulled = await _ask(d, api_key, _body(prompt, salt, OUTPUT_TOKENS, params))
         # D alone must compute the prompt itself: another salt, so it cannot hit what was pulled.
-        pulled = await _ask(d, api_key, _body(prompt, OUTPUT_TOKENS, params))
-        alone = await _ask(d, api_key, _body(prompt, OUTPUT_TOKENS, None))
+        alone = await _ask(d, api_key, _body(prompt, secrets.token_hex(8), OUTPUT_TOKENS, None))
     except DoctorError as error:
         return error.finding
     except TandemError as error:
@@ -88,15 +90,17 @@ def _prompt(p: NodeInfo, d: NodeInfo) -> list[int]:
     return [lowest + secrets.randbelow(highest - lowest) for _ in range(max(1, length))]
 
 
-def _body(prompt: list[int], max_tokens: int, params: dict[str, Any] | None) -> dict[str, Any]:
-    """The JSON of one request; its own salt keeps it from hitting what another one cached."""
+def _body(
+    prompt: list[int], cache_salt: str, max_tokens: int, params: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The JSON of one request."""
     return {
         "prompt": prompt,
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
         "return_token_ids": True,
-        "cache_salt": secrets.token_hex(8),
+        "cache_salt": cache_salt,
         "kv_transfer_params": params,
     }
 
