@@ -4,8 +4,8 @@ Nothing outside them can reach the servers inside.
 """
 
 import json
-import tempfile
 import os
+import tempfile
 import time
 import urllib.request
 import uuid

@@ -15,6 +15,7 @@ SUBJECT = "canary P to D"
 PATH = "/v1/completions"
 PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = 4
+REMOTE_DECODE = {"do_remote_decode": True}
 NO_TOKEN = 2  # the first ids of a vocabulary are often special
 
 
@@ -41,14 +42,15 @@ async def fly(p: NodeReport, d: NodeReport, api_key: str | None) -> Finding:
     try:
         # P and D name one salt, or D refuses the hand-over; nobody else has it, so nothing hits.
         salt = secrets.token_hex(8)
-        held = await _ask(p, api_key, _body(prompt, salt, 1, {"do_remote_decode": True}))
+        held = await _ask(p, api_key, _body(prompt, salt, REMOTE_DECODE, max_tokens=1))
         params = held.kv_transfer_params
         if params is None:
             fix = 'start P with kv_role "kv_producer" or "kv_both" in --kv-transfer-config'
             return wrong(SUBJECT, "P answered without kv_transfer_params", fix)
-        pulled = await _ask(d, api_key, _body(prompt, salt, OUTPUT_TOKENS, params))
+        pulled = await _ask(d, api_key, _body(prompt, salt, params, max_tokens=OUTPUT_TOKENS))
         # D alone must compute the prompt itself: another salt, so it cannot hit what was pulled.
-        alone = await _ask(d, api_key, _body(prompt, secrets.token_hex(8), OUTPUT_TOKENS, None))
+        other = secrets.token_hex(8)
+        alone = await _ask(d, api_key, _body(prompt, other, None, max_tokens=OUTPUT_TOKENS))
     except DoctorError as error:
         return error.finding
     except TandemError as error:
@@ -91,7 +93,7 @@ def _prompt(p: NodeInfo, d: NodeInfo) -> list[int]:
 
 
 def _body(
-    prompt: list[int], cache_salt: str, max_tokens: int, params: dict[str, Any] | None
+    prompt: list[int], cache_salt: str, params: dict[str, Any] | None, *, max_tokens: int
 ) -> dict[str, Any]:
     """The JSON of one request."""
     return {
