@@ -92,10 +92,12 @@ class SchedulerConnector:
     """Decides what is loaded and what is kept for others; runs in the engine thread.
 
     Loads and keeps nothing unless it is overridden. `cache_listener` hears of everything that the
-    cache stores and evicts.
+    cache stores and evicts. `supports_hma`: False for one that carries a single KV cache group;
+    the name is vLLM's, and a node whose model has several groups refuses it at start.
     """
 
     cache_listener: CacheListener | None = None
+    supports_hma: bool = True
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
         """The part of a prompt that can be loaded, if `num_local_tokens` are here already.

@@ -77,6 +77,11 @@ SCHEDULER_COUNTERS: Final[Table] = {
         "Tokens computed again, by cause; no_checkpoint: their attention blocks were here.",
         "cause",
     ),
+    "vllm:prompt_tokens_by_source": (
+        "stats.prompt_tokens",
+        "Prompt tokens by where they came from; counted when a prompt is complete.",
+        "source",
+    ),
     "vllm:num_preemptions": ("stats.preemptions", "Requests that lost their blocks.", "reason"),
 }
 EVENT_COUNTERS: Final[Table] = {

@@ -67,9 +67,10 @@ class Request:
         token_ids  [ prompt .................... | output ....... ]
         computed   [ ..................>                           ]
 
-    `prefix` gives the digests of its tokens. A load in flight brings the first
-    `num_loading_tokens`; the rest of the prompt is computed. Only the connector reads
-    `kv_transfer_params`.
+    `prefix` gives the digests of its tokens. Since its last start the first `num_local_tokens` were
+    here, and a load brings, or has brought, what is missing of the first `num_loading_tokens`; the
+    rest of the prompt is computed. `is_counted`: the sources of its prompt are. Only the connector
+    reads `kv_transfer_params`.
 
     Once it has ended, its blocks stay until `num_holds` holds on them have ended too.
 
@@ -89,12 +90,14 @@ class Request:
     arrival: int = 0
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
+    num_local_tokens: int = 0
     num_loading_tokens: int = 0
     num_failed_loads: int = 0
     num_holds: int = 0
     num_cached_tokens: int = 0
     num_known_tokens: int = 0
     recompute_cause: str = ""
+    is_counted: bool = False
     blocks: BlockTables | None = None
     finish_reason: FinishReason | None = None
     stop_token: TokenId | None = None

@@ -8,6 +8,7 @@ from typing import Any
 from msgspec.structs import asdict
 
 from connector.multi.scheduler import MultiScheduler
+from connector.multi.stats import COUNTERS, GAUGES, MultiStats
 from connector.multi.worker import MultiWorker
 from engine.arena import ArenaMemory
 from engine.config import Config, KVTransferConfig, decode_config
@@ -20,6 +21,7 @@ from engine.node.connector import (
     ConnectorBuilder,
     ConnectorSettings,
     NodeConnector,
+    check_groups,
 )
 from engine.rpc.server import RpcService
 
@@ -101,10 +103,13 @@ class MultiBuilder:
                 children[name] = build(own, plan, arena, metrics=metrics, wake=wake)
                 # Closed again if a later child cannot be built.
                 stack.callback(children[name].close)
+                check_groups(f"{SOURCE}.connectors: {name}", children[name].connector, plan)
+            stats = MultiStats(children)
+            metrics.read(stats, gauges=GAUGES, counters=COUNTERS)
             sides = {name: child.connector for name, child in children.items()}
             made = Connector(
                 _admission([side.admission for side in sides.values()]),
-                MultiScheduler(plan, {name: side.scheduler for name, side in sides.items()}),
+                MultiScheduler(plan, {name: side.scheduler for name, side in sides.items()}, stats),
                 MultiWorker({name: side.worker for name, side in sides.items()}),
             )
             stack.pop_all()

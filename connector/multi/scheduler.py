@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
+from connector.multi.stats import MultiStats
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.listener import CacheListeners
 from engine.kv_cache.plan import ArenaPlan
@@ -16,17 +16,21 @@ from engine.step import BlockLoad, BlockSave, ConnectorMeta, ConnectorOutput, Sc
 class MultiScheduler(SchedulerConnector):
     """One connector to the engine. Messages and save ids carry the child's name.
 
-    A load may be put together: the child whose tokens are worth most fills in all it has, the next
-    one what is missing after that, and one of those that have the state brings it.
+    A load may be put together: the child whose tokens are worth most (their number times its
+    weight) fills in all it has, the next one what is missing after that, and the first that has
+    the states brings them.
 
         tokens      0 ......... local ............... 96 ............ 130 = num_tokens
         tier (2.0)              |==== attention =====|
         peer (1.0)                                   |== attention ==| and the state after 130
     """
 
-    def __init__(self, plan: ArenaPlan, children: Mapping[str, SchedulerConnector]) -> None:
+    def __init__(
+        self, plan: ArenaPlan, children: Mapping[str, SchedulerConnector], stats: MultiStats
+    ) -> None:
         self._plan = plan
         self._children = children
+        self._stats = stats
         self._matches: dict[str, dict[str, Match]] = {}  # by request, of its last answer
         listeners = [c.cache_listener for c in children.values() if c.cache_listener is not None]
         self.cache_listener = CacheListeners(listeners) if listeners else None
@@ -37,6 +41,8 @@ class MultiScheduler(SchedulerConnector):
             name: child.match(request, num_local_tokens) for name, child in self._children.items()
         }
         matches = {name: match for name, match in asked.items() if match is not None}
+        if request.request_id not in self._matches:
+            self._stats.queries.update(self._children.keys())
         self._matches[request.request_id] = matches
         if not matches:
             return None
@@ -56,7 +62,15 @@ class MultiScheduler(SchedulerConnector):
         """Gives each child its part; one that has none hears that its match is not needed."""
         matches = self._matches.pop(request.request_id, {})
         parts = {} if load is None else self._parts(load, matches)
-        return sum(self._children[name].start_load(request, parts.get(name)) for name in matches)
+        self._stats.hits.update(parts.keys())
+        self._stats.hit_tokens.update({name: self._tokens(part) for name, part in parts.items()})
+        self._stats.misses.update(self._children.keys() - parts.keys())
+        total = 0
+        for name in matches:
+            ends = self._children[name].start_load(request, parts.get(name))
+            self._stats.pending_loads[name] += ends
+            total += ends
+        return total
 
     def build_meta(self, scheduled: Sequence[ScheduledRequest]) -> ConnectorMeta:
         metas = {name: child.build_meta(scheduled) for name, child in self._children.items()}
@@ -72,13 +86,15 @@ class MultiScheduler(SchedulerConnector):
 
     def update(self, output: ConnectorOutput) -> None:
         """Each child hears what its own worker side reported."""
-        outputs: dict[str, Any] = output.message or {}
+        outputs: dict[str, ConnectorOutput] = output.message or {}
         for name, own in outputs.items():
+            self._stats.pending_loads[name] -= len(own.loaded) + len(own.failed)
             self._children[name].update(own)
 
     def request_finished(self, request: Request) -> FinishDecision:
         """Every child hears of the end; each may hold."""
-        self._matches.pop(request.request_id, None)
+        if self._matches.pop(request.request_id, None) is not None:
+            self._stats.misses.update(self._children.keys())  # it started, or ended, without a load
         decisions = [child.request_finished(request) for child in self._children.values()]
         params = [one.kv_transfer_params for one in decisions]
         stats = [one.kv_transfer for one in decisions]
@@ -102,9 +118,15 @@ class MultiScheduler(SchedulerConnector):
             child.close()
 
     def _parts(self, load: BlockLoad, matches: Mapping[str, Match]) -> dict[str, BlockLoad]:
-        # Each group is walked from left to right; the child of the greatest weight goes first.
-        by_weight = sorted(matches, key=lambda name: -matches[name].weight)
-        known = [name for name in by_weight if not matches[name].is_pending]
+        # Each group is walked from left to right; the child whose tokens are worth most goes first.
+        # Where the states are missing too, what they stand for counts: tokens from 0 on.
+        start = min(first for first, _ in load.ranges)
+        worth = {
+            name: (match.coverage.attention_up_to(load.num_tokens) - start) * match.weight
+            for name, match in matches.items()
+            if not match.is_pending
+        }
+        known = sorted(worth, key=worth.__getitem__, reverse=True)
         nothing = [(load.num_tokens, load.num_tokens)] * len(load.ranges)
         ranges = {name: list(nothing) for name in known}
         for group, (start, end) in enumerate(load.ranges):
@@ -124,6 +146,12 @@ class MultiScheduler(SchedulerConnector):
             for name, own in ranges.items()
             if any(start < end for start, end in own)
         }
+
+    def _tokens(self, part: BlockLoad) -> int:
+        """Tokens whose attention `part` brings."""
+        kinds = zip(part.ranges, self._plan.groups, strict=True)
+        attention = (ends for ends, group in kinds if not isinstance(group.spec, MambaSpec))
+        return max((end - start for start, end in attention), default=0)
 
     def _stop(self, covered: int, end: int) -> int:
         """Two children never write into one block: between them, whole blocks only."""

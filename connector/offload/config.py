@@ -19,7 +19,7 @@ class OffloadConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     `load_timeout_seconds`: a load that takes longer is computed instead. `flush_timeout_seconds`:
     for writing what is not on disk yet when the node ends. `verify`: compare what is read from
     files with the digests in them. `load_weight`: under a MultiConnector, what a token from a tier
-    is worth beside others'.
+    is worth beside others'; twice a peer's by default, since no link and no peer is busy with it.
     """
 
     host_bytes: NotNegative = 0
@@ -29,7 +29,7 @@ class OffloadConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     load_timeout_seconds: Seconds = 30.0
     flush_timeout_seconds: Seconds = 5.0
     verify: bool = True
-    load_weight: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
+    load_weight: Annotated[float, Meta(gt=0.0, le=1e6)] = 2.0
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding reports as a ConfigError."""

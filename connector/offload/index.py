@@ -78,25 +78,35 @@ class ItemIndex:
             if not ends:
                 del self._ends[item.group][item.parent]
 
-    def longest(self, prefix: PrefixDigests, limit: int) -> int:
-        """The last position, of at most `limit` tokens, that all groups can resume from.
+    def attention_reach(self, prefix: PrefixDigests, limit: int) -> int:
+        """The last position, of at most `limit` tokens, with all attention that it needs somewhere.
 
-        Each has what it needs there somewhere: the tokens before it, those of its window, or
-        states.
+        Full attention needs all tokens before it, a sliding window those of its window.
         """
-        start, before = limit, -1
+        reach, before = limit, -1
         for group in self._chunks.chunk_tokens:
             if not self._window(group):
-                start = self._reach(prefix, group, start)
+                reach = self._reach(prefix, group, reach)
         # As in the coordinator: groups shorten the prefix in turn, until none does.
-        while start != before:
-            before = start
+        while reach != before:
+            before = reach
             for group in self._chunks.chunk_tokens:
                 if window := self._window(group):
-                    start = self._resumable(prefix, group, start, window=window)
-            if self._chunks.arena.state_groups:
-                start = max(self.states(prefix, start), default=0)
-        return start
+                    reach = self._resumable(prefix, group, reach, window=window)
+        return reach
+
+    def starts(self, prefix: PrefixDigests, reach: int) -> list[int]:
+        """The positions of at most `reach` with states and the windows before them somewhere."""
+        windows = {group: self._window(group) for group in self._chunks.chunk_tokens}
+        return [
+            end
+            for end in self.states(prefix, reach)
+            if all(
+                self._resumable(prefix, group, end, window=window) == end
+                for group, window in windows.items()
+                if window
+            )
+        ]
 
     def states(self, prefix: PrefixDigests, limit: int) -> list[int]:
         """The positions of at most `limit` tokens with states somewhere."""
@@ -113,16 +123,16 @@ class ItemIndex:
         """The states after exactly `num_tokens` tokens."""
         return self._entries[STATES].get(prefix.digest_at(num_tokens))
 
+    def first_needed(self, group: int, end: int) -> int:
+        """The first token of one group that what comes after `end` tokens reads."""
+        window = self._window(group)
+        return window.first_needed(end) if window else 0
+
     def attention(
         self, prefix: PrefixDigests, group: int, tokens: tuple[int, int]
     ) -> Iterator[Entry]:
-        """The items of one group that hold `tokens`, in order; stops before one that is missing.
-
-        A sliding window needs nothing before its first token.
-        """
+        """The items of one group that hold `tokens`, in order; stops before one that is missing."""
         start, end = tokens
-        if window := self._window(group):
-            start = max(start, window.first_needed(end))
         chunk = self._chunks.chunk_tokens[group]
         for index in range(start // chunk, -(-end // chunk)):
             entry = self._covering(prefix, group, index, end=min(end, (index + 1) * chunk))

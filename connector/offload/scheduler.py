@@ -11,7 +11,7 @@ from connector.offload.config import OffloadConfig
 from connector.offload.file_writes import FileWrites
 from connector.offload.host_slots import HostSlots
 from connector.offload.index import Entry, ItemIndex
-from connector.offload.items import Key, Place
+from connector.offload.items import Item, Key, Place
 from connector.offload.messages import (
     FileItems,
     FileRange,
@@ -26,6 +26,7 @@ from connector.offload.messages import (
 from connector.offload.stats import OffloadStats
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.listener import Cached
+from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_connector import FinishDecision, Match, SchedulerConnector
 from engine.request import Request
 from engine.step import BlockLoad, ConnectorMeta, ConnectorOutput, ScheduledRequest
@@ -129,23 +130,31 @@ class OffloadScheduler(SchedulerConnector):
     # --- loads -------------------------------------------------------------------------------
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
-        """The longest prefix that arena and tiers have together, if that is more than the arena's.
+        """The attention and the states that arena and tiers have together, if a tier adds to them.
 
-        Pending while another request loads a part of it: then it will be in the arena.
+        Attention may reach further than the last states: another connector may bring those (see
+        `connector.multi.scheduler`). Pending while another request loads what this one would start
+        from: then it will be in the arena.
         """
         if len(self._loads) >= MAX_LOADS:
             return None
-        limit = request.num_tokens - 1
-        start = self.index.longest(request.prefix, limit)
-        if start <= num_local_tokens:
+        prefix = request.prefix
+        reach = self.index.attention_reach(prefix, request.num_tokens - 1)
+        if reach <= num_local_tokens:
             return None
-        entries = list(self._needed(request, num_local_tokens, start))
-        if any(entry.item.key in self._loading for entry in entries):
-            return Match(is_pending=True)
-        if all(entry.places for entry in entries):
+        has_states = bool(self._chunks.arena.state_groups)
+        starts = tuple(self.index.starts(prefix, reach)) if has_states else ()
+        start = max(starts, default=0) if has_states else reach
+        needed = self._attention(prefix, num_local_tokens, reach)
+        if start > num_local_tokens:
+            states = self.index.state(prefix, start) if has_states else None
+            needed += [states] if states else []
+            awaited = {entry.item.key for entry in needed if entry.item.end <= start}
+            if not awaited.isdisjoint(self._loading):
+                return Match(is_pending=True)
+        if all(entry.places for entry in needed):
             return None
-        states = (start,) if self._chunks.arena.state_groups else ()
-        return Match(Coverage(start, states), self._config.load_weight)
+        return Match(Coverage(reach, starts), self._config.load_weight)
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         """Queues `load`, and pins what it reads of the host tier."""
@@ -216,9 +225,7 @@ class OffloadScheduler(SchedulerConnector):
         positions = self.index.states(prefix, request.num_computed_tokens) if states else []
         end = max(positions, default=0) if states else request.num_cached_tokens
         entries = [entry for at in positions if (entry := self.index.state(prefix, at))]
-        for group in self._chunks.chunk_tokens:
-            entries += self.index.attention(prefix, group, (0, end))
-        if self.writes.add_early(entries):
+        if self.writes.add_early([*entries, *self._attention(prefix, 0, end)]):
             self._wake()  # an idle engine would not ask for the next message
         return FinishDecision()
 
@@ -231,21 +238,28 @@ class OffloadScheduler(SchedulerConnector):
             if start >= end or group in arena.state_groups:
                 continue
             size = arena.block_size_of(group)
+            start = max(start, self.index.first_needed(group, load.num_tokens))
             for entry in self.index.attention(request.prefix, group, (start, end)):
                 block, first = divmod(entry.item.start, size)
                 yield entry, Place((load.tables[group][block],), first)
+                start = entry.item.end
+            if start < end:
+                # Another connector's states let the load end where this window is not. An item
+                # without a copy fails the load: what it lacks is computed.
+                gap = Item(group, start, end, digest=b"", parent=b"")
+                yield Entry(gap), Place((load.tables[group][start // size],))
         if any(load.ranges[group][0] < load.ranges[group][1] for group in arena.state_groups):
             states = self.index.state(request.prefix, load.num_tokens)
             assert states is not None, "states were offered and are gone within one step"
             yield states, Place(tuple(load.tables[group][0] for group in arena.state_groups))
 
-    def _needed(self, request: Request, start: int, end: int) -> Iterator[Entry]:
-        """The items that a load of tokens `start` to `end` would read."""
+    def _attention(self, prefix: PrefixDigests, start: int, end: int) -> list[Entry]:
+        """What a load of the attention of tokens `start` to `end` would read."""
+        entries: list[Entry] = []
         for group in self._chunks.chunk_tokens:
-            yield from self.index.attention(request.prefix, group, (start, end))
-        states = self.index.state(request.prefix, end) if self._chunks.arena.state_groups else None
-        if states is not None:
-            yield states
+            first = max(start, self.index.first_needed(group, end))
+            entries += self.index.attention(prefix, group, (first, end))
+        return entries
 
     # --- the host tier -----------------------------------------------------------------------
 

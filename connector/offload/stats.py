@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 class OffloadStats:
     """Counters of one node. By tier: `host`, `disk`.
 
-    `queries`: prompts asked about; `hits`: those of them that a tier could add to. `loaded_tokens`:
-    tokens of loads that ended well, once each, by the slowest tier that was read for them.
+    `queries`: prompts that a tier could add to; `hits`: those of them that it did add to.
     `stored_bytes`, `loaded_bytes`: by tier. `dropped`: items that were evicted and kept nowhere, by
     cause. `failed_loads`, `failed_writes`, `bad_files`: by cause.
     """
 
     queries: int = 0
     hits: int = 0
-    pending: int = 0
-    loaded_tokens: Counter[str] = field(default_factory=Counter)
     stored_bytes: Counter[str] = field(default_factory=Counter)
     loaded_bytes: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)

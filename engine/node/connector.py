@@ -6,6 +6,7 @@ from typing import Protocol
 
 from engine.arena import ArenaMemory
 from engine.config import KVTransferConfig
+from engine.errors import ConfigError
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import Connector
 from engine.metrics import NodeMetrics
@@ -68,6 +69,15 @@ class ConnectorBuilder(Protocol):
     ) -> NodeConnector:
         """`wake` makes an idle engine step; it may be called from any thread."""
         ...
+
+
+def check_groups(name: str, connector: Connector, plan: ArenaPlan) -> None:
+    """Raises ConfigError if the model has more KV cache groups than the connector carries."""
+    if len(plan.groups) > 1 and not connector.scheduler.supports_hma:
+        raise ConfigError(
+            f"{name} carries one KV cache group, and this model has {len(plan.groups)}; "
+            "leave it out, or use PdConnector, OffloadConnector or both under a MultiConnector"
+        )
 
 
 BuilderOf = Callable[[KVTransferConfig], ConnectorBuilder]

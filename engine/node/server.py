@@ -41,7 +41,7 @@ from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.registry import read_config
 from engine.models.fingerprint import model_fingerprint
 from engine.models.loader import load_model
-from engine.node.connector import BuilderOf, ConnectorSettings, NodeConnector
+from engine.node.connector import BuilderOf, ConnectorSettings, NodeConnector, check_groups
 from engine.node.kv_events import NodeEvents
 from engine.node.limits import (
     check_decode_checkpoints,
@@ -214,6 +214,7 @@ class NodeServer:
             wake=lambda: self.engine.wake(),
         )
         self._resources.callback(connector.close)
+        check_groups(settings.config.kv_connector, connector.connector, plan)
         return connector
 
     def _publish_events(self, plan: ArenaPlan) -> NodeEvents | None:

@@ -164,8 +164,7 @@ class Scheduler:
         """Publishes tokens whose bytes are complete now: other requests may hit them."""
         request = item.request
         assert request.blocks is not None
-        if request.num_computed_tokens < request.num_known_tokens:
-            self.stats.recomputed(request, item.num_tokens)
+        self.stats.computed(request, item.num_tokens)
         request.num_computed_tokens += item.num_tokens
         self.cache.publish(request.blocks, request.prefix, request.num_computed_tokens)
         if item.checkpoints:
@@ -253,6 +252,7 @@ class Scheduler:
     def _begin(self, request: Request, tables: BlockTables, start: Start) -> None:
         request.blocks = tables
         request.num_computed_tokens = num_here = start.num_computed_tokens
+        request.num_local_tokens, request.num_loading_tokens = num_here, 0
         self.cache.plan_checkpoints(tables, start.hit, request.num_prompt_tokens)
         if request.status is not RequestStatus.WAITING:
             return

@@ -1,0 +1,152 @@
+"""PdConnector and OffloadConnector under one MultiConnector: one load from both, and its counts."""
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from connector.multi.connector import MultiBuilder
+from connector.pd.connector import PdBuilder
+from engine.config import KVTransferConfig
+from engine.errors import ConfigError
+from engine.node.connector import ConnectorBuilder
+from engine.node.server import NodeServer
+from engine.sched.stats import SOURCES
+from engine.types import KVTransferStats
+from tests.cluster import Cluster, Generation, generate, sample, settled
+from tests.dictionary_connector import DictionaryScheduler, dictionary_connector
+from tests.e2e.test_prefix_cache import assert_same, conversation_prompts
+from tests.e2e.test_seam import start
+from tests.faults import counted
+from tests.offload import MIB, forget, tiers_of, tiers_settled
+from tests.pairs import hand_over, prompt_of, request_of
+
+CHILDREN = ("PdConnector", "OffloadConnector")
+PROMPT = prompt_of(150)
+LONGER = (*PROMPT, *prompt_of(60, salt=5))
+
+
+def both(folder: Path | None = None, **pd: Any) -> KVTransferConfig:
+    """As in a user's configuration; `pd`: options of the PdConnector."""
+    tiers: dict[str, Any] = {"host_bytes": 16 * MIB}
+    if folder is not None:
+        tiers = {"host_bytes": 3 * MIB, "disk_path": str(folder), "disk_bytes": 12 * MIB}
+    children = [
+        {"kv_connector": "PdConnector", "kv_connector_extra_config": pd},
+        {"kv_connector": "OffloadConnector", "kv_connector_extra_config": tiers},
+    ]
+    extra = {"connectors": children}
+    return KVTransferConfig(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+
+
+def moved(done: Generation) -> KVTransferStats:
+    assert done.last.kv_transfer is not None
+    return done.last.kv_transfer
+
+
+def by_child(node: NodeServer, what: str) -> dict[str, float]:
+    name = f"vllm:kv_connector_{what}"
+    return {child: counted(node, name, connector=child) for child in CHILDREN}
+
+
+def check_counts(node: NodeServer) -> None:
+    """What both children and all sources add up to, with nothing under way."""
+    queries, hits, misses = (by_child(node, what) for what in ("queries", "hits", "misses"))
+    assert {child: hits[child] + misses[child] for child in CHILDREN} == queries
+    for child in CHILDREN:
+        assert sample(node, "vllm:kv_connector_pending_loads", connector=child) == 0
+    sources = [counted(node, "vllm:prompt_tokens_by_source", source=name) for name in SOURCES]
+    assert min(sources) >= 0
+    assert sum(sources) == counted(node, "vllm:prompt_tokens")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+async def test_the_tier_brings_the_prefix_and_the_peer_the_rest(
+    cluster: Cluster, checkpoints: dict[str, Path], family: str
+) -> None:
+    """D's tier has the attention of turn 1; of turn 2 P sends the new tokens, and its states."""
+    p = await cluster.start("prefill", checkpoints[family], enable_prefix_caching=True)
+    d = await cluster.start(
+        "decode", checkpoints[family], enable_prefix_caching=True, kv_transfer_config=both()
+    )
+    first = await hand_over(p, d, LONGER[:150])
+    await forget(d)
+    found = await hand_over(p, d, LONGER)
+    assert_same(found, await generate(p, request_of(LONGER)))
+    assert 0 < moved(found).attention_bytes < moved(first).attention_bytes
+    assert moved(found).state_bytes == moved(first).state_bytes
+    hits, tokens = by_child(d, "hits"), by_child(d, "hit_tokens")
+    assert (hits["PdConnector"], hits["OffloadConnector"]) == (2, 1)
+    assert tokens["OffloadConnector"] >= 128
+    assert sum(tokens.values()) == len(PROMPT) + len(LONGER)
+    check_counts(d)
+    await tiers_settled(d)
+    await settled(p)
+
+
+async def test_the_child_whose_tokens_are_worth_most_goes_first(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    model, config = checkpoints["qwen3_5"], both(load_weight=100.0)
+    p = await cluster.start("prefill", model, enable_prefix_caching=True)
+    d = await cluster.start("decode", model, enable_prefix_caching=True, kv_transfer_config=config)
+    first = await hand_over(p, d, LONGER)
+    await forget(d)
+    again = await hand_over(p, d, LONGER)
+    assert_same(again, first)
+    assert moved(again).attention_bytes == moved(first).attention_bytes
+    assert by_child(d, "hits")["OffloadConnector"] == 0
+    check_counts(d)
+    await tiers_settled(d)
+
+
+async def test_a_tier_answers_while_no_peer_is_named(
+    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Turns with a peer and without one in any order: tokens of a node without connectors."""
+    model = checkpoints["nemotron_h"]
+    p = await cluster.start("prefill", model, enable_prefix_caching=True)
+    d = await cluster.start(
+        "decode", model, enable_prefix_caching=True, kv_transfer_config=both(tmp_path)
+    )
+    alone = await cluster.start("prefill", model)
+    prompts = conversation_prompts(Random(3), 12)
+    for number, prompt in enumerate((*prompts, *prompts)):
+        asked = hand_over(p, d, prompt) if number % 2 else generate(d, request_of(prompt))
+        assert_same(await asked, await generate(alone, request_of(prompt)))
+        if number % 4 == 3:
+            await forget(d)
+    assert min(by_child(d, "hits").values()) > 0
+    assert not tiers_of(d).scheduler._stats.failed_loads
+    check_counts(d)
+    await tiers_settled(d)
+    await settled(p)
+
+
+class OneGroup(DictionaryScheduler):
+    """A connector from before models had several groups."""
+
+    supports_hma = False
+
+
+@pytest.mark.parametrize("beside_pd", [True, False])
+async def test_a_connector_that_carries_one_group_is_refused_by_name(
+    cluster: Cluster, checkpoints: dict[str, Path], *, beside_pd: bool
+) -> None:
+    def one_group(settings: Any, plan: Any, arena: Any, **parts: Any) -> Any:
+        made = dictionary_connector(settings, plan, arena, **parts)
+        made.scheduler.__class__ = OneGroup
+        return made
+
+    pd, own = KVTransferConfig(), KVTransferConfig(kv_connector="Dictionary")
+    joined = MultiBuilder({"PdConnector": (pd, PdBuilder.of(pd)), "OldConnector": (own, one_group)})
+
+    def builder(_: KVTransferConfig) -> ConnectorBuilder:
+        return joined if beside_pd else one_group
+
+    name = "OldConnector" if beside_pd else "PdConnector"  # the name of BASE's configuration
+    with pytest.raises(ConfigError, match=f"{name} carries one KV cache group"):
+        await start(cluster, "decode", checkpoints["qwen3_5"], builder)
+    node = await start(cluster, "decode", checkpoints["qwen3"], builder)
+    await settled(node)
