@@ -20,12 +20,16 @@ ALIGNMENT = 64
 
 @dataclass(slots=True)
 class _Unit:
-    """One unit in use. `readers`: loads from it. `is_leaving`: its items are being written."""
+    """One unit in use. `readers`: loads from it. `is_leaving`: its items are being written.
+
+    `freed`: slots whose items went while a load may read them; nothing is put there before it ends.
+    """
 
     group: int
     keys: dict[int, Key] = field(default_factory=dict)  # by byte offset
     readers: int = 0
     is_leaving: bool = False
+    freed: list[int] = field(default_factory=list)
 
 
 class HostSlots:
@@ -69,7 +73,9 @@ class HostSlots:
         number = offset // self.unit_bytes
         unit = self._units[number]
         del unit.keys[offset]
-        if not unit.is_leaving:
+        if unit.readers:
+            unit.freed.append(offset)
+        elif not unit.is_leaving:
             self._free[unit.group].append(offset)
         self._drop_if_idle(number)
 
@@ -80,7 +86,12 @@ class HostSlots:
     def unpin(self, offset: int) -> None:
         """The load has ended."""
         number = offset // self.unit_bytes
-        self._units[number].readers -= 1
+        unit = self._units[number]
+        unit.readers -= 1
+        if not unit.readers:
+            freed, unit.freed = unit.freed, []
+            if not unit.is_leaving:
+                self._free[unit.group] += freed
         self._drop_if_idle(number)
 
     def least_recent(self) -> tuple[int, dict[int, Key]] | None:
@@ -100,7 +111,8 @@ class HostSlots:
         """The items of a unit could not be written: it is as before."""
         unit = self._units[number]
         unit.is_leaving = False
-        self._free[unit.group] += [s for s in self._slots(number, unit.group) if s not in unit.keys]
+        used = unit.keys.keys() | unit.freed
+        self._free[unit.group] += [s for s in self._slots(number, unit.group) if s not in used]
         self._drop_if_idle(number)
 
     def drop(self, number: int) -> dict[int, Key]:
