@@ -71,25 +71,37 @@ class ChunkPlan:
         parts = (model_fingerprint, hash_seed, arena.hash_block_size, named)
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
-    def items_of(self, cached: Cached, parent: bytes) -> Iterator[tuple[Item, Place]]:
+    def items_of(
+        self, cached: Cached, parent: bytes, before: tuple[bytes, ...] = ()
+    ) -> Iterator[tuple[Item, Place]]:
         """What has become findable, as items.
 
         `parent`: digest at `cached.start`, or at the last hash boundary before a checkpoint's end.
+        `before`: digests from the start of the chunk to before `cached.start`, if that is inside.
         A block that is filled up to a hash boundary inside a chunk gives a tail, which ends there.
         """
         if isinstance(cached, CachedStates):
-            item = Item(STATES, cached.end, cached.end, cached.digest, parent)
+            item = Item(STATES, cached.end, cached.end, cached.digest, (parent,))
             yield item, Place(cached.states)
             return
         step, chunk = self.arena.hash_block_size, self.chunk_tokens[cached.group]
-        end = cached.start
+        end, boundaries = cached.start, (*before, parent)
         for digest in cached.digests:
             end += step
             if end % chunk == 0 or (end == cached.end and digest == cached.digests[-1]):
-                yield self._item(cached, end, digest, parent=parent)
-            parent = digest
+                yield self._item(cached, end, digest, boundaries=boundaries)
+            boundaries = (digest,) if end % chunk == 0 else (*boundaries, digest)
         if cached.tail is not None:
-            yield self._item(cached, cached.end, cached.tail, parent=parent)
+            yield self._item(cached, cached.end, cached.tail, boundaries=boundaries)
+
+    def cached(self, item: Item) -> tuple[Cached, bytes]:
+        """An item as what is findable in a tier, by its whole hash blocks; and its parent."""
+        if item.group == STATES:
+            return CachedStates(self.arena.state_groups, item.end, item.digest, ()), item.parent
+        parent, *digests = item.boundaries
+        if item.end % self.arena.hash_block_size == 0:
+            digests.append(item.digest)
+        return CachedBlocks(item.group, item.start, item.end, tuple(digests), ()), parent
 
     def replaced_by(self, cached: Cached, parent: bytes) -> Key | None:
         """The tail that a fuller block takes the place of, if `cached` goes on inside a chunk."""
@@ -99,7 +111,7 @@ class ChunkPlan:
         return Key(cached.group, parent) if inside else None
 
     def _item(
-        self, cached: CachedBlocks, end: int, digest: bytes, *, parent: bytes
+        self, cached: CachedBlocks, end: int, digest: bytes, *, boundaries: tuple[bytes, ...]
     ) -> tuple[Item, Place]:
         chunk, size = (
             self.chunk_tokens[cached.group],
@@ -107,7 +119,8 @@ class ChunkPlan:
         )
         start = (end - 1) // chunk * chunk
         block = cached.blocks[start // size - cached.start // size]
-        return Item(cached.group, start, end, digest, parent), Place((block,), start % size)
+        item = Item(cached.group, start, end, digest, boundaries)
+        return item, Place((block,), start % size)
 
     def rows(self, group: int) -> tuple[int, int]:
         """Rows of tokens in a block (layers x K|V x heads), and the bytes of one token in a row."""

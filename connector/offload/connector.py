@@ -105,7 +105,9 @@ class OffloadBuilder:
             metrics.read(slots, gauges=SLOT_GAUGES)
             if folder is not None:
                 metrics.read(folder, gauges=FOLDER_GAUGES)
-            scheduler = OffloadScheduler(chunks, slots, config, stats=stats, wake=wake)
+            scheduler = OffloadScheduler(
+                chunks, slots, config, stats=stats, tiers=settings.tiers, wake=wake
+            )
             metrics.read(scheduler.index, gauges=INDEX_GAUGES)
             items = ArenaItems(chunks, arena)
             worker = OffloadWorker(items, host, folder, config=config, stats=stats, wake=wake)

@@ -11,8 +11,10 @@ from itertools import compress, takewhile
 from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.items import STATES, Item, Key, Place
 from connector.offload.messages import FileRange
+from engine.kv_cache.listener import TierListener
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import SlidingWindowSpec
+from engine.kv_events.wire import CPU, STORAGE
 
 
 @dataclass(slots=True, eq=False)
@@ -36,8 +38,9 @@ class Entry:
 class ItemIndex:
     """All items that this node can find anywhere."""
 
-    def __init__(self, chunks: ChunkPlan) -> None:
+    def __init__(self, chunks: ChunkPlan, tiers: TierListener | None = None) -> None:
         self._chunks = chunks
+        self._tiers = tiers
         groups = [*chunks.chunk_tokens, STATES]
         self._entries: dict[int, dict[bytes, Entry]] = {group: {} for group in groups}
         # By the digest of the last hash boundary before their end: end -> digest.
@@ -66,6 +69,16 @@ class ItemIndex:
                 ends = self._ends[item.group].setdefault(item.parent, {})
                 ends[item.end] = item.digest
         return entry
+
+    def put_host(self, entry: Entry, offset: int | None) -> None:
+        """The entry is at `offset` of the host tier from now on, or there no longer."""
+        was_there, entry.host = entry.host is not None, offset
+        self._announce(entry, CPU, was_there=was_there, is_there=offset is not None)
+
+    def put_file(self, entry: Entry, found: FileRange | None) -> None:
+        """The entry is in a file from now on, or in none."""
+        was_there, entry.file = entry.file is not None, found
+        self._announce(entry, STORAGE, was_there=was_there, is_there=found is not None)
 
     def drop_if_gone(self, entry: Entry) -> None:
         """Forgets an entry without copies."""
@@ -190,6 +203,15 @@ class ItemIndex:
                 if end <= prefix.num_tokens and prefix.digest_at(end) == named:
                     return self._entries[group][named]
         return None
+
+    def _announce(self, entry: Entry, tier: str, *, was_there: bool, is_there: bool) -> None:
+        if self._tiers is None or was_there == is_there:
+            return
+        cached, parent = self._chunks.cached(entry.item)
+        if is_there:
+            self._tiers.stored_in(tier, cached, parent)
+        else:
+            self._tiers.removed_from(tier, cached)
 
     def _is_chunk(self, item: Item) -> bool:
         return item.group != STATES and item.end % self._chunks.chunk_tokens[item.group] == 0

@@ -19,20 +19,25 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     """K/V of tokens [`start`, `end`) of one attention group, or all states after `end` tokens.
 
     `start`: of the item's chunk; for states, `end`. `digest`: of the whole prefix of `end` tokens
-    (32 bytes). `parent`: of the prefix up to the last hash boundary before `end`, by which ends
-    between two boundaries are found.
+    (32 bytes). `boundaries`: those of the prefixes up to each hash boundary from `start` to before
+    `end`; for states the last one before `end` alone.
     """
 
     group: int
     start: int
     end: int
     digest: bytes
-    parent: bytes
+    boundaries: tuple[bytes, ...]
 
     @property
     def key(self) -> Key:
         """Its name."""
         return Key(self.group, self.digest)
+
+    @property
+    def parent(self) -> bytes:
+        """Digest at the last hash boundary before `end`; ends between two are found by it."""
+        return self.boundaries[-1]
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -25,7 +25,7 @@ from connector.offload.messages import (
 )
 from connector.offload.stats import OffloadStats
 from engine.kv_cache.coverage import Coverage
-from engine.kv_cache.listener import Cached
+from engine.kv_cache.listener import Cached, TierListener
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_connector import FinishDecision, Match, SchedulerConnector
 from engine.request import Request
@@ -65,9 +65,10 @@ class OffloadScheduler(SchedulerConnector):
         config: OffloadConfig,
         *,
         stats: OffloadStats,
+        tiers: TierListener | None,
         wake: Callable[[], None],
     ) -> None:
-        self.index = ItemIndex(chunks)
+        self.index = ItemIndex(chunks, tiers)
         self.slots = slots
         self.writes = FileWrites(chunks, self.index, config.disk_bytes)
         self._chunks = chunks
@@ -104,8 +105,10 @@ class OffloadScheduler(SchedulerConnector):
     ) -> None:
         """The arena can find more."""
         replaced = self._chunks.replaced_by(cached, parent)
-        placed = list(self._chunks.items_of(cached, parent))
-        if replaced is not None and (entry := self.index.get(replaced)) is not None:
+        entry = None if replaced is None else self.index.get(replaced)
+        before = () if entry is None else entry.item.boundaries
+        placed = list(self._chunks.items_of(cached, parent, before))
+        if entry is not None:
             place = placed[0][1] if placed else None
             if place in entry.places:
                 entry.places.remove(place)
@@ -115,7 +118,7 @@ class OffloadScheduler(SchedulerConnector):
             entry.places.append(place)
             if entry.host is not None:  # exclusive: the arena has it again
                 self.slots.free(entry.host)
-                entry.host = None
+                self.index.put_host(entry, None)
 
     def removed(self, cached: Cached) -> None:
         """The arena can find less; what it held only once goes down a tier with this step."""
@@ -214,7 +217,7 @@ class OffloadScheduler(SchedulerConnector):
         for name, item in report.bad:
             entry = self.index.get(item.key)
             if entry is not None and entry.file is not None and entry.file.name == name:
-                entry.file = None
+                self.index.put_file(entry, None)
                 self.index.drop_if_gone(entry)
 
     def request_finished(self, request: Request) -> FinishDecision:
@@ -246,7 +249,7 @@ class OffloadScheduler(SchedulerConnector):
             if start < end:
                 # Another connector's states let the load end where this window is not. An item
                 # without a copy fails the load: what it lacks is computed.
-                gap = Item(group, start, end, digest=b"", parent=b"")
+                gap = Item(group, start, end, digest=b"", boundaries=())
                 yield Entry(gap), Place((load.tables[group][start // size],))
         if any(load.ranges[group][0] < load.ranges[group][1] for group in arena.state_groups):
             states = self.index.state(request.prefix, load.num_tokens)
@@ -269,7 +272,7 @@ class OffloadScheduler(SchedulerConnector):
             if entry.places or entry.host is not None:
                 continue  # stored again, or kept by another eviction of the same step
             if entry.file is None or self._config.host_bytes:
-                entry.host = self._slot(entry.item.key)
+                self.index.put_host(entry, self._slot(entry.item.key))
                 if entry.host is not None:
                     yield HostCopy(entry.item, place, entry.host)
                 elif entry.file is None:
@@ -305,7 +308,7 @@ class OffloadScheduler(SchedulerConnector):
     def _evict(self, unit: int) -> None:
         for key in self.slots.drop(unit).values():
             if (entry := self.index.get(key)) is not None:
-                entry.host = None
+                self.index.put_host(entry, None)
                 self._stats.dropped["evicted"] += entry.is_gone
                 self.index.drop_if_gone(entry)
 
@@ -331,14 +334,14 @@ class OffloadScheduler(SchedulerConnector):
         for item, found in zip(file.items, file.ranges, strict=True):
             entry = self.index.add(item)
             if entry.file is None:
-                entry.file = found
+                self.index.put_file(entry, found)
                 keys.append(item.key)
 
     def _lost(self, name: str) -> None:
         for key in self._files.pop(name, ()):
             entry = self.index.get(key)
             if entry is not None and entry.file is not None and entry.file.name == name:
-                entry.file = None
+                self.index.put_file(entry, None)
                 self.index.drop_if_gone(entry)
 
 

@@ -80,6 +80,19 @@ class CacheListener(Protocol):
         """
 
 
+class TierListener(Protocol):
+    """Hears what a tier after the arena can bring back; tiers are named as in KV events.
+
+    Blocks come and go in any order there: a tier keeps children without their parents.
+    """
+
+    def stored_in(self, tier: str, cached: Cached, parent: bytes) -> None:
+        """Complete content is findable in a tier; `cached` names no physical blocks."""
+
+    def removed_from(self, tier: str, cached: Cached) -> None:
+        """It cannot be found there from now on."""
+
+
 class CacheListeners:
     """Several listeners as one: passes every call on, in their order."""
 

@@ -25,6 +25,9 @@ class EventRecorder:
     each Mamba group as one block with the digest of the whole prefix: `block_size` is the number of
     tokens, 1 to `hash_block_size`, since the hash boundary before its end. The medium is "GPU"
     wherever the arena lies: it is the first tier.
+
+    What is in the tiers after it is announced by its hashes, as upstream's tiers do: without
+    tokens, which a folder that another node filled does not tell.
     """
 
     def __init__(self, groups: Sequence[AnnouncedGroup], hash_block_size: int) -> None:
@@ -58,26 +61,60 @@ class EventRecorder:
             self._store(cached.group, cached.digests, known, token_ids=whole, salt=salt)
 
     def removed(self, cached: Cached) -> None:
+        self._remove(GPU, cached)
+
+    def stored_in(self, tier: str, cached: Cached, parent: bytes) -> None:
+        """See `engine.kv_cache.listener.TierListener`."""
         if isinstance(cached, CachedStates):
-            gone = [BlockRemoved((cached.digest,), GPU, g) for g in cached.groups]
+            # The tokens since the last hash boundary before its end, as in the arena.
+            size = (cached.end - 1) % self._hash_block_size + 1
+            known = None if cached.end <= self._hash_block_size else parent
+            for group in cached.groups:
+                self._announce(group, (cached.digest,), known, block_size=size, medium=tier)
+        elif cached.digests:
+            known = None if cached.start == 0 else parent
+            size = self._hash_block_size
+            self._announce(cached.group, cached.digests, known, block_size=size, medium=tier)
+
+    def removed_from(self, tier: str, cached: Cached) -> None:
+        """See `engine.kv_cache.listener.TierListener`."""
+        self._remove(tier, cached)
+
+    def _remove(self, medium: str, cached: Cached) -> None:
+        if isinstance(cached, CachedStates):
+            gone = [BlockRemoved((cached.digest,), medium, g) for g in cached.groups]
             self._events.extend(gone)
         elif cached.digests:
-            self._events.append(BlockRemoved(cached.digests, GPU, cached.group))
+            self._events.append(BlockRemoved(cached.digests, medium, cached.group))
 
     def _store(
         self, group: int, digests: tuple[bytes, ...], parent: bytes | None, *,
         token_ids: tuple[TokenId, ...], salt: str | None,
     ) -> None:  # fmt: skip
-        kind, window = self._groups[group]
         extra_keys = None if salt is None else ((salt,), *[None] * (len(digests) - 1))
+        self._announce(
+            group,
+            digests,
+            parent,
+            token_ids=token_ids,
+            block_size=len(token_ids) // len(digests),
+            extra_keys=extra_keys,
+        )
+
+    def _announce(
+        self, group: int, digests: tuple[bytes, ...], parent: bytes | None, *,
+        block_size: int, token_ids: tuple[TokenId, ...] = (),
+        extra_keys: tuple[tuple[str] | None, ...] | None = None, medium: str = GPU,
+    ) -> None:  # fmt: skip
+        kind, window = self._groups[group]
         self._events.append(
             BlockStored(
                 digests,
                 parent,
                 token_ids,
-                len(token_ids) // len(digests),
+                block_size,
                 lora_id=None,
-                medium=GPU,
+                medium=medium,
                 lora_name=None,
                 extra_keys=extra_keys,
                 group_idx=group,

@@ -15,9 +15,13 @@ _HASH_BYTES = 64  # at most, with what else belongs to a block
 
 
 class _Block(msgspec.Struct, frozen=True, gc=False):
-    """`num_copies` of one hash; frozen, so that a shallow copy of its table stays as it is."""
+    """`num_copies` of one hash; frozen, so that a shallow copy of its table stays as it is.
+
+    `size`: its tokens' number; `tokens`: empty for tiers that do not tell them.
+    """
 
     parent: BlockHash | None
+    size: int
     tokens: bytes
     extra_keys: tuple[Any, ...] | None
     num_copies: int = 1
@@ -98,7 +102,8 @@ class CacheMirror:
             known = table.blocks.get(block_hash)
             if known is None:
                 own = tokens[place * size : (place + 1) * size]
-                added = _Block(parent, own, None if extra is None else extra[place])
+                keys = None if extra is None else extra[place]
+                added = _Block(parent, event.block_size, own, keys)
             else:
                 added = _copies(known, 1)
             table.blocks[block_hash] = added
@@ -115,7 +120,7 @@ class CacheMirror:
 
 
 def _copies(block: _Block, change: int) -> _Block:
-    return _Block(block.parent, block.tokens, block.extra_keys, block.num_copies + change)
+    return msgspec.structs.replace(block, num_copies=block.num_copies + change)
 
 
 def _runs(blocks: dict[BlockHash, _Block], longest: int) -> Iterator[_Run]:
@@ -142,7 +147,7 @@ def _cut(run: _Run, longest: int) -> Iterator[_Run]:
     start = 0
     for place, (before, after) in enumerate(pairwise(run), 1):
         is_full = (place - start) * _num_bytes(before) >= longest
-        if is_full or len(before[1].tokens) != len(after[1].tokens):
+        if is_full or before[1].size != after[1].size:
             yield run[start:place]
             start = place
     yield run[start:]
@@ -159,7 +164,7 @@ def _stored(tier: _Tier, table: _Table, run: _Run) -> BlockStored:
         tuple(block_hash for block_hash, _ in run),
         run[0][1].parent,
         tuple(tokens),
-        len(tokens) // len(run),
+        run[0][1].size,
         lora_id=None,
         medium=tier.medium,
         lora_name=None,

@@ -7,6 +7,7 @@ from typing import Protocol
 from engine.arena import ArenaMemory
 from engine.config import KVTransferConfig
 from engine.errors import ConfigError
+from engine.kv_cache.listener import TierListener
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import Connector
 from engine.metrics import NodeMetrics
@@ -16,7 +17,10 @@ from engine.tls import ClientTls
 
 @dataclass(slots=True, frozen=True)
 class ConnectorSettings:
-    """The settings of a node that its connector needs; `host` is the advertised one."""
+    """The settings of a node that its connector needs; `host` is the advertised one.
+
+    `tiers` hears what a connector keeps; None while nobody asks for KV events.
+    """
 
     config: KVTransferConfig
     engine_id: str
@@ -26,6 +30,7 @@ class ConnectorSettings:
     model_fingerprint: str
     vocab_size: int
     prefix_hash_seed: str
+    tiers: TierListener | None = None
 
 
 class NodeConnector(Protocol):

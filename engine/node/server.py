@@ -152,9 +152,9 @@ class NodeServer:
         plan, limits = self._plan_arena(model)
         arena = ArenaMemory(plan.arena_bytes, device=self.config.device)
         self._resources.callback(arena.close)
+        self.events = self._publish_events(plan)
         # Before the weights: a missing transport must not cost the time to load them.
         self.connector = self._connect(model, plan, arena)
-        self.events = self._publish_events(plan)
         weights = await asyncio.to_thread(load_model, model.path, model.config, arena.tensor.device)
         self._start_engine(plan, ModelRunner(weights, plan, arena), limits)
         self.rpc = await self._start_rpc(model)
@@ -204,6 +204,7 @@ class NodeServer:
             model_fingerprint=model_fingerprint(model.path),
             vocab_size=model.config.vocab_size,
             prefix_hash_seed=self.config.prefix_hash_seed,
+            tiers=self.events.recorder if self.events else None,
         )
         connector = self._build_connector(
             # The engine is made after its connector, which wakes it only once it runs.

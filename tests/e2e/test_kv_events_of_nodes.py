@@ -30,22 +30,30 @@ Announced = Counter[tuple[int | None, bytes]]
 
 def told(info: KVEventsInfo) -> tuple[int, Announced]:
     """What a snapshot of the node says: (group, hash), each copy; and the number that it has."""
+    number, events = snapshot_of(info)
+    announced: Announced = Counter()
+    apply(events, announced)
+    return number, announced
+
+
+def snapshot_of(info: KVEventsInfo) -> tuple[int, list[Event]]:
+    """The events of a snapshot, and the number that it has."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
         asker.linger, asker.rcvtimeo = 0, WAIT_MS
         assert info.replay_endpoint is not None
         asker.connect(info.replay_endpoint)
         asker.send_multipart([b"", SNAPSHOT])
-        announced: Announced = Counter()
+        found: list[Event] = []
         number = -1
         while True:
             _, topic, sequence, payload = asker.recv_multipart()
             if not payload:
-                return number, announced
+                return number, found
             number = int.from_bytes(sequence, "big")
             assert topic == info.topic.encode()
             events = decode(payload).events
             assert all(isinstance(event, BlockStored) for event in events)
-            apply(events, announced)
+            found += events
 
 
 def held(node: NodeServer) -> Announced:

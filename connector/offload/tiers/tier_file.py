@@ -99,6 +99,8 @@ def _decode(name: str, nbytes: int, geometry: str, *, body: memoryview, digest: 
         raise TierFileError("corrupt", f"the header cannot be read: {error}") from error
     if header.geometry != geometry:
         raise TierFileError("foreign", f"geometry {header.geometry}, not {geometry}")
+    if not all(item.boundaries and 0 <= item.start <= item.end for item in header.items):
+        raise TierFileError("corrupt", "an item has no tokens")
     if _end(files.ranges) > nbytes:
         raise TierFileError("short", f"{nbytes} bytes of {_end(files.ranges)}")
     return files

@@ -1,0 +1,129 @@
+"""KV events of tiers: routers hear what a node could load, under the tier's medium."""
+
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from engine.kv_cache.prefix import PrefixDigests
+from engine.kv_events.wire import CPU, GPU, STORAGE, BlockStored
+from engine.node.server import NodeServer
+from engine.rpc.messages import KVEventsInfo
+from proxy.routing.prefix_index import PrefixIndex
+from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
+from tests.cluster import Cluster, generate, until
+from tests.e2e.test_kv_events_of_nodes import PUBLISHES, snapshot_of
+from tests.e2e.test_node_description import described
+from tests.e2e.test_prefix_cache import conversation_prompts, request_of, room_for
+from tests.offload import MIB, forget, start_with_tiers, tier_config, tiers_of, tiers_settled
+
+Announced = Counter[tuple[int | None, str | None, bytes]]
+ALL = {"host_bytes": 3 * MIB, "disk_bytes": 32 * MIB}
+
+
+async def started(
+    cluster: Cluster, model: Path, folder: Path, memory: int = 16 * MIB
+) -> NodeServer:
+    config = tier_config(disk_path=str(folder), **ALL)
+    changes = {"kv_events_config": PUBLISHES, "kv_cache_memory_bytes": memory}
+    return await start_with_tiers(cluster, model, config, **changes)  # type: ignore[arg-type]
+
+
+async def info_of(node: NodeServer) -> KVEventsInfo:
+    info = (await described(node)).kv_events
+    assert info is not None
+    return info
+
+
+async def announced(node: NodeServer) -> Announced:
+    """What a router that comes now hears of the tiers after the arena, each copy."""
+    found: Announced = Counter()
+    for event in snapshot_of(await info_of(node))[1]:
+        assert isinstance(event, BlockStored)
+        if event.medium != GPU:
+            assert not event.token_ids
+            found.update((event.group_idx, event.medium, own) for own in event.block_hashes)  # type: ignore[misc]
+    return found
+
+
+def held(node: NodeServer, prompts: list[tuple[int, ...]]) -> Announced:
+    """The hash blocks and checkpoints of every item in a tier, found again in the prompts."""
+    cache = node.engine.core.scheduler.cache
+    states = cache.plan.state_groups
+    ends: dict[bytes, tuple[PrefixDigests, int]] = {}
+    for prompt in prompts:
+        prefix = PrefixDigests(cache.hasher, list(prompt), None)
+        ends |= {prefix.digest_at(end): (prefix, end) for end in range(1, len(prompt) + 1)}
+    found: Announced = Counter()
+    for entry in tiers_of(node).scheduler.index:
+        prefix, end = ends[entry.item.digest]
+        media = [CPU] * (entry.host is not None) + [STORAGE] * (entry.file is not None)
+        for medium in media:
+            if entry.item.start == end:
+                found.update((group, medium, entry.item.digest) for group in states)
+                continue
+            first, last = entry.item.start // 16 + 1, end // 16 + 1
+            inside = prefix.boundaries()[first:last]
+            found.update((entry.item.group, medium, digest) for digest in inside)
+    return found
+
+
+def remove_files(folder: Path) -> None:
+    for file in folder.glob("tandem-*"):
+        file.unlink()
+
+
+async def hit(node: NodeServer, prompt: tuple[int, ...]) -> NodeHit:
+    """What a proxy that follows the node's events expects of it."""
+    info, index = await info_of(node), PrefixIndex()
+    index.set_node("node", info)
+    index.apply("node", snapshot_of(info)[1])
+    return index.hits(RoutedPrompt(request_of(prompt))).get("node", NO_HIT)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "gemma3"])
+async def test_what_the_tiers_hold_is_announced(
+    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    model = checkpoints[family]
+    node = await started(cluster, model, tmp_path, room_for(model, 1))
+    asked: list[tuple[int, ...]] = []
+    for number, prompt in enumerate(conversation_prompts(Random(5), 24)):
+        done = await generate(node, request_of(prompt))
+        asked.append((*prompt, *done.token_ids))
+        if number % 6 == 5:
+            await tiers_settled(node)
+            found = await announced(node)
+            assert found == held(node, asked)
+    assert {medium for _, medium, _ in found} == {CPU, STORAGE}
+
+
+async def test_a_router_expects_of_a_folder_what_a_node_loads_from_it(
+    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    model, prompt = checkpoints["qwen3_5"], tuple(range(5, 205))
+    first = await started(cluster, model, tmp_path)
+    done = await generate(first, request_of(prompt))
+    asked = (*prompt, *done.token_ids, 9, 9)
+    whole = await hit(first, asked)
+    assert whole.resumable >= 192
+    await forget(first)
+    lower = await hit(first, asked)
+    assert lower.resumable == whole.resumable
+    assert lower.resumable_discount > whole.resumable_discount == 0
+    await first.close()
+    second = await started(cluster, model, tmp_path)
+    await until(lambda: tiers_of(second).scheduler.index.num_items > 0)
+    found = await hit(second, asked)
+    assert found.resumable >= 192
+    again = await generate(second, request_of(asked))
+    assert again.last.num_cached_tokens == 0  # the arena had nothing
+    # A router promises whole hash blocks; the node also has the tokens after the last of them.
+    assert 0 <= second.engine.core.scheduler.stats.external_hits - found.resumable < 32
+    await forget(second)
+    remove_files(tmp_path)
+    index = tiers_of(second).scheduler.index
+    await until(lambda: all(entry.file is None for entry in index))
+    await tiers_settled(second)
+    assert not [medium for _, medium, _ in await announced(second) if medium == STORAGE]
