@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -22,12 +23,10 @@ Announced = Counter[tuple[int | None, str | None, bytes]]
 ALL = {"host_bytes": 3 * MIB, "disk_bytes": 32 * MIB}
 
 
-async def started(
-    cluster: Cluster, model: Path, folder: Path, memory: int = 16 * MIB
-) -> NodeServer:
+async def started(cluster: Cluster, model: Path, folder: Path, **changes: Any) -> NodeServer:
     config = tier_config(disk_path=str(folder), **ALL)
-    changes = {"kv_events_config": PUBLISHES, "kv_cache_memory_bytes": memory}
-    return await start_with_tiers(cluster, model, config, **changes)  # type: ignore[arg-type]
+    changes = {"kv_events_config": PUBLISHES, **changes}
+    return await start_with_tiers(cluster, model, config, **changes)
 
 
 async def info_of(node: NodeServer) -> KVEventsInfo:
@@ -82,12 +81,13 @@ async def hit(node: NodeServer, prompt: tuple[int, ...]) -> NodeHit:
     return index.hits(RoutedPrompt(request_of(prompt))).get("node", NO_HIT)
 
 
-@pytest.mark.parametrize("family", ["nemotron_h", "gemma3"])
+@pytest.mark.parametrize(("family", "block_size"), [("nemotron_h", 64), ("gemma3", 16)])
 async def test_what_the_tiers_hold_is_announced(
-    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, family: str
+    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, *, family: str, block_size: int
 ) -> None:
     model = checkpoints[family]
-    node = await started(cluster, model, tmp_path, room_for(model, 1))
+    changes = {"block_size": block_size, "kv_cache_memory_bytes": room_for(model, 1)}
+    node = await started(cluster, model, tmp_path, hash_block_size=16, **changes)
     asked: list[tuple[int, ...]] = []
     for number, prompt in enumerate(conversation_prompts(Random(5), 24)):
         done = await generate(node, request_of(prompt))
