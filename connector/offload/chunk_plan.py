@@ -103,9 +103,12 @@ class ChunkPlan:
             digests.append(item.digest)
         return CachedBlocks(item.group, item.start, item.end, tuple(digests), ()), parent
 
-    def replaced_by(self, cached: Cached, parent: bytes) -> Key | None:
-        """The tail that a fuller block takes the place of, if `cached` goes on inside a chunk."""
-        if isinstance(cached, CachedStates) or not cached.digests:
+    def preceding(self, cached: Cached, parent: bytes) -> Key | None:
+        """The item after which `cached` goes on inside a chunk; None at the start of a chunk.
+
+        With whole hash blocks it is replaced. Maybe there are only others, which end soon after.
+        """
+        if isinstance(cached, CachedStates):
             return None
         inside = cached.start % self.chunk_tokens[cached.group]
         return Key(cached.group, parent) if inside else None

@@ -70,6 +70,14 @@ class ItemIndex:
                 ends[item.end] = item.digest
         return entry
 
+    def boundaries_before(self, key: Key) -> tuple[bytes, ...]:
+        """Of an item that ends as `key` says, or before the next hash boundary: those before it."""
+        if (entry := self.get(key)) is not None:
+            return entry.item.boundaries
+        for named in self._ends[key.group].get(key.digest, {}).values():
+            return self._entries[key.group][named].item.boundaries[:-1]
+        return ()
+
     def put_host(self, entry: Entry, offset: int | None) -> None:
         """The entry is at `offset` of the host tier from now on, or there no longer."""
         was_there, entry.host = entry.host is not None, offset

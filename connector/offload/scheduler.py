@@ -25,7 +25,7 @@ from connector.offload.messages import (
 )
 from connector.offload.stats import OffloadStats
 from engine.kv_cache.coverage import Coverage
-from engine.kv_cache.listener import Cached, TierListener
+from engine.kv_cache.listener import Cached, CachedBlocks, TierListener
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_connector import FinishDecision, Match, SchedulerConnector
 from engine.request import Request
@@ -104,11 +104,11 @@ class OffloadScheduler(SchedulerConnector):
         cache_salt: str | None,
     ) -> None:
         """The arena can find more."""
-        replaced = self._chunks.replaced_by(cached, parent)
-        entry = None if replaced is None else self.index.get(replaced)
-        before = () if entry is None else entry.item.boundaries
+        preceding = self._chunks.preceding(cached, parent)
+        entry = None if preceding is None else self.index.get(preceding)
+        before = () if preceding is None else self.index.boundaries_before(preceding)
         placed = list(self._chunks.items_of(cached, parent, before))
-        if entry is not None:
+        if entry is not None and isinstance(cached, CachedBlocks) and cached.digests:
             place = placed[0][1] if placed else None
             if place in entry.places:
                 entry.places.remove(place)
