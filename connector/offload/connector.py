@@ -95,6 +95,7 @@ class OffloadBuilder:
         """Raises ConfigError for tiers that could not be of use, naming sizes that can."""
         config, stats = self.config, OffloadStats()
         chunks = ChunkPlan(plan, config.hybrid_chunk_size)
+        warn_of_long_chunks(chunks, settings.max_model_len)
         slots = _slots(chunks, config)
         geometry = chunks.geometry(settings.model_fingerprint, settings.prefix_hash_seed)
         folder = self._folder(geometry, stats)
@@ -135,6 +136,20 @@ class OffloadBuilder:
                 "write to"
             ) from error
         return Folder(files, geometry, self.config.disk_bytes, stats=stats)
+
+
+def warn_of_long_chunks(chunks: ChunkPlan, max_model_len: int) -> None:
+    """Says so at start if only whole prompts can be found again."""
+    longest = max(chunks.chunk_tokens.values(), default=0)
+    if longest > max_model_len:
+        # No prompt has a whole chunk then: it is found only by those that repeat all of it.
+        log.warning(
+            "no prompt fills a chunk of the tiers, so prompts that share a prefix find nothing; "
+            "set a smaller --block-size, or hybrid_chunk_size",
+            chunk_tokens=longest,
+            max_model_len=max_model_len,
+            hybrid_chunk_size=chunks.arena.hash_block_size,
+        )
 
 
 def _slots(chunks: ChunkPlan, config: OffloadConfig) -> HostSlots:

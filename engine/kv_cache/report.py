@@ -1,9 +1,10 @@
-"""The arena plan for people, printed by nodes and `python -m engine.plan`, and for metrics."""
+"""The arena plan, and what a tier after it holds, for people; and the plan for metrics."""
 
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
 
 MANY_TOKENS = 1 << 40
+PROMPTS = (1024, 8192, 65536)
 COLUMNS = ("group", "holds", "layers", "bytes each", "per unit", "waste")
 
 
@@ -21,6 +22,31 @@ def plan_report(plan: ArenaPlan, max_model_len: int) -> str:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def tier_report(plan: ArenaPlan, tier_bytes: int, max_model_len: int) -> str:
+    """The prompts that fit a tier of so many bytes, apart from each other, by their tokens.
+
+    A prompt is its attention, of sliding windows the last one, and the states after it.
+    """
+    lines = [f"a tier of {tier_bytes:,} bytes holds"]
+    for num_tokens in sorted({*(n for n in PROMPTS if n < max_model_len), max_model_len}):
+        nbytes = prompt_bytes(plan, num_tokens)
+        lines.append(
+            f"{tier_bytes // nbytes:>9,} prompts of {num_tokens:,} tokens, {nbytes:,} bytes each"
+        )
+    return "\n".join(lines)
+
+
+def prompt_bytes(plan: ArenaPlan, num_tokens: int) -> int:
+    """Bytes of a prompt's attention and states in a tier."""
+    nbytes = plan.state_bytes
+    for group in plan.attention_groups:
+        spec, size = plan.groups[group].spec, plan.block_size_of(group)
+        first = spec.first_needed(num_tokens) if isinstance(spec, SlidingWindowSpec) else 0
+        kept = num_tokens - first // size * size
+        nbytes += kept * plan.block_bytes(group) // size
+    return nbytes
 
 
 def plan_labels(plan: ArenaPlan) -> dict[str, int]:

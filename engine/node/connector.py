@@ -29,6 +29,7 @@ class ConnectorSettings:
     tls: ClientTls | None
     model_fingerprint: str
     vocab_size: int
+    max_model_len: int
     prefix_hash_seed: str
     tiers: TierListener | None = None
 

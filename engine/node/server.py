@@ -154,7 +154,7 @@ class NodeServer:
         self._resources.callback(arena.close)
         self.events = self._publish_events(plan)
         # Before the weights: a missing transport must not cost the time to load them.
-        self.connector = self._connect(model, plan, arena)
+        self.connector = self._connect(model, plan, arena, max_model_len=limits.max_model_len)
         weights = await asyncio.to_thread(load_model, model.path, model.config, arena.tensor.device)
         self._start_engine(plan, ModelRunner(weights, plan, arena), limits)
         self.rpc = await self._start_rpc(model)
@@ -194,7 +194,9 @@ class NodeServer:
         )
         return plan, EngineLimits(max_model_len, model.config.vocab_size, model.eos_token_ids)
 
-    def _connect(self, model: ModelFolder, plan: ArenaPlan, arena: ArenaMemory) -> NodeConnector:
+    def _connect(
+        self, model: ModelFolder, plan: ArenaPlan, arena: ArenaMemory, *, max_model_len: int
+    ) -> NodeConnector:
         settings = ConnectorSettings(
             config=self.config.kv_transfer_config,
             engine_id=self.engine_id,
@@ -203,6 +205,7 @@ class NodeServer:
             tls=tls_to_peers(self.config),
             model_fingerprint=model_fingerprint(model.path),
             vocab_size=model.config.vocab_size,
+            max_model_len=max_model_len,
             prefix_hash_seed=self.config.prefix_hash_seed,
             tiers=self.events.recorder if self.events else None,
         )

@@ -1,14 +1,17 @@
-"""Chunks of blocks that are filled in pieces, however they are cut."""
+"""Chunks of blocks that are filled in pieces, however they are cut; and their bytes in a tier."""
 
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from connector.offload.chunk_plan import ChunkPlan
+from connector.offload.connector import warn_of_long_chunks
 from connector.offload.index import ItemIndex
 from engine.kv_cache.listener import CachedBlocks
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
+from engine.kv_cache.report import prompt_bytes, tier_report
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec
 
 BLOCK, HASH_BLOCK = 64, 16
 GROUP = KVCacheGroup(FullAttentionSpec(1, 8, "float32"), layers=(0,))
@@ -43,3 +46,27 @@ def test_every_item_knows_its_hash_boundaries(chunk: int, ends: set[int]) -> Non
         assert item.digest == PREFIX.digest_at(item.end)
         first, last = item.start // HASH_BLOCK, -(-item.end // HASH_BLOCK)
         assert item.boundaries == tuple(PREFIX.boundaries()[first:last])
+
+
+def test_a_tier_is_planned_by_what_its_items_need() -> None:
+    items = [item for item, _ in ChunkPlan(PLAN).items_of(stored(0, 200), PREFIX.boundaries()[0])]
+    wanted = {item.start: item for item in sorted(items, key=lambda item: item.end)}
+    nbytes = sum(map(ChunkPlan(PLAN).nbytes, wanted.values()))
+    assert prompt_bytes(PLAN, 200) == nbytes == 200 * 2 * 8 * 4
+    assert f"{3:>9,} prompts of 200 tokens, {nbytes:,} bytes each" in tier_report(
+        PLAN, 3 * nbytes + 1, 200
+    )
+    window = KVCacheGroup(SlidingWindowSpec(1, 8, "float32", window=40), layers=(1,))
+    both = plan_arena((GROUP, window), BLOCK, 1 << 20, hash_block_size=HASH_BLOCK)
+    kept = 200 - (200 + 1 - 40) // BLOCK * BLOCK  # from the block of the window's first token on
+    assert prompt_bytes(both, 200) == nbytes + kept * 2 * 8 * 4
+
+
+def test_chunks_that_no_prompt_fills_are_warned_of() -> None:
+    with capture_logs() as logs:
+        warn_of_long_chunks(ChunkPlan(PLAN), max_model_len=BLOCK)
+    assert not logs
+    with capture_logs() as logs:
+        warn_of_long_chunks(ChunkPlan(PLAN), max_model_len=BLOCK - 1)
+    (said,) = logs
+    assert (said["chunk_tokens"], said["max_model_len"], said["hybrid_chunk_size"]) == (64, 63, 16)

@@ -18,6 +18,7 @@ SETTINGS = ConnectorSettings(
     cluster_token=None,
     tls=None,
     model_fingerprint="model",
+    max_model_len=1024,
     vocab_size=100,
     prefix_hash_seed="",
 )

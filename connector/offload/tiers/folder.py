@@ -79,9 +79,9 @@ class Folder:
             return
         found = {file.name: file for file in self.files.scan()}
         for name, file in found.items():
-            if name.endswith(".tmp") and name.startswith(PREFIX) and _age_s(file) > STALE_S:
+            if is_left_over(file):
                 self.files.remove(name)
-        ours = {name: it for name, it in found.items() if _is_ours(name)}
+        ours = {name: it for name, it in found.items() if is_of_tier(name)}
         with self._lock:
             gone = [name for name in self._known if name not in ours]
             for name in gone:
@@ -141,9 +141,12 @@ class Folder:
         return gone
 
 
-def _is_ours(name: str) -> bool:
+def is_of_tier(name: str) -> bool:
+    """True for the files of any node and geometry."""
     return name.startswith(PREFIX) and name.endswith(SUFFIX)
 
 
-def _age_s(file: FoundFile) -> float:
-    return time.time() - file.used_ns / 1e9
+def is_left_over(file: FoundFile) -> bool:
+    """True for a temporary file whose writer is gone."""
+    is_temporary = file.name.startswith(PREFIX) and file.name.endswith(".tmp")
+    return is_temporary and time.time() - file.used_ns / 1e9 > STALE_S
