@@ -1,4 +1,4 @@
-"""`python -m connector.doctor [P_URL D_URL]`: checks nodes and an offload folder before traffic."""
+"""`python -m connector.doctor P_URL D_URL`, or a FOLDER: checks before traffic."""
 
 import asyncio
 from pathlib import Path
@@ -20,12 +20,16 @@ from engine.rpc.node_http import HttpNode
 PURPOSE = (
     "Check a prefill node and a decode node before traffic: ports, authentication, geometry, "
     "dtype, hash seed, protocol, transport, and a small hand-over whose tokens are compared. "
-    "With --offload-folder, or with it alone: room, speed and files of an offload tier. "
+    "Or check the disk_path of an OffloadConnector: room, speed, and files that cannot be used. "
     "One line per finding; exits with 1 if anything is wrong."
 )
-Prefill = Annotated[str | None, typer.Argument(help="http(s)://host:port of the prefill node.")]
-Decode = Annotated[str | None, typer.Argument(help="http(s)://host:port of the decode node.")]
-OffloadFolder = Annotated[Path | None, typer.Option(help="disk_path of an OffloadConnector.")]
+Targets = Annotated[
+    list[str],
+    typer.Argument(
+        help="http(s)://host:port of the prefill node, then of the decode node; or a folder.",
+        metavar="P_URL D_URL | FOLDER",
+    ),
+]
 ClusterToken = Annotated[str | None, option(ServerConfig, "cluster_token")]
 ApiKey = Annotated[str | None, option(ServerConfig, "api_key")]
 SslCaCerts = Annotated[str | None, option(ServerConfig, "ssl_ca_certs")]
@@ -37,27 +41,24 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command(help=PURPOSE)
 def run(
-    prefill_url: Prefill = None,
-    decode_url: Decode = None,
+    targets: Targets,
     cluster_token: ClusterToken = None,
     *,
     api_key: ApiKey = None,
     ssl_ca_certs: SslCaCerts = None,
     canary: Canary = True,
     timeout: Timeout = 30.0,
-    offload_folder: OffloadFolder = None,
 ) -> None:
-    urls = [url for url in (prefill_url, decode_url) if url is not None]
-    if len(urls) == 1 or not (urls or offload_folder):
-        raise typer.BadParameter("name a prefill and a decode node, or --offload-folder")
-    try:
-        nodes = [HttpNode.of(url, timeout, ssl_ca_certs) for url in urls]
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from error
-    findings = [] if offload_folder is None else examine_folder(offload_folder)
-    if nodes:
-        p, d = nodes
-        findings += asyncio.run(examine((p, d), cluster_token, api_key, with_canary=canary))
+    if len(targets) == 1 and "://" not in targets[0]:
+        findings = examine_folder(Path(targets[0]))
+    elif len(targets) == 2:
+        try:
+            p, d = (HttpNode.of(url, timeout, ssl_ca_certs) for url in targets)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error)) from error
+        findings = asyncio.run(examine((p, d), cluster_token, api_key, with_canary=canary))
+    else:
+        raise typer.BadParameter("name a prefill and a decode node, or a folder")
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
         console.print(finding.line())

@@ -59,11 +59,9 @@ def size_of(file: Path) -> int:
 
 
 def test_the_command_takes_a_folder_alone(tmp_path: Path) -> None:
-    well = run_command(tmp_path, "connector.doctor", "--offload-folder", str(tmp_path))
+    well = run_command(tmp_path, "connector.doctor", str(tmp_path))
     assert well.returncode == 0 and "0 files of 0 bytes" in well.stdout
-    missing = str(tmp_path / "missing")
-    wrong = run_command(tmp_path, "connector.doctor", "--offload-folder", missing)
+    wrong = run_command(tmp_path, "connector.doctor", str(tmp_path / "missing"))
     assert wrong.returncode == 1 and "is no folder; fix: create it" in wrong.stdout
-    for urls in ((), ("http://127.0.0.1:1",)):
-        refused = run_command(tmp_path, "connector.doctor", *urls)
-        assert refused.returncode == 2 and "name a prefill and a decode node" in refused.stderr
+    refused = run_command(tmp_path, "connector.doctor", "http://127.0.0.1:1")
+    assert refused.returncode == 2 and "name a prefill and a decode node" in refused.stderr
