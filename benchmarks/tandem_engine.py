@@ -6,6 +6,7 @@ Knows nothing of what they are compared with.
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event
 from time import perf_counter
 from typing import Self
 
@@ -19,8 +20,10 @@ from engine.core import EngineCore
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
+from engine.metrics import NodeMetrics
 from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
+from engine.node.connector import ConnectorBuilder, ConnectorSettings, NodeConnector
 from engine.node.kv_events import NodeEvents
 from engine.node.server import NodeServer
 from engine.request import Request
@@ -29,6 +32,7 @@ from engine.types import GenerateRequest, SamplingParams
 from engine.worker.model_runner import ModelRunner
 
 ARENA_BYTES = 128 << 20
+WAIT_S = 0.2
 
 
 class Timing(msgspec.Struct, frozen=True):
@@ -94,25 +98,45 @@ class TandemNode:
 
 
 class BareCore:
-    """Scheduler, KV cache and runner without threads: `core.step()` is all that runs."""
+    """Scheduler, KV cache and runner: `core.step()` is all that runs, beside a connector's threads.
 
-    def __init__(self, folder: Path, options: NodeConfig) -> None:
+    `woken`: set when such a thread has news for the next step.
+    """
+
+    def __init__(
+        self, folder: Path, options: NodeConfig, build: ConnectorBuilder | None = None
+    ) -> None:
         config = read_config(folder, None)
         self.plan = plan = plan_arena(config.groups, 16, options.kv_cache_memory_bytes)
         publishes = options.kv_events_config.is_published
         self.events = NodeEvents(options, plan, "bench", host=options.host) if publishes else None
         self._arena = ArenaMemory(plan.arena_bytes)
+        self.woken = Event()
         self.connector = Connector(LocalAdmission(), SchedulerConnector(), WorkerConnector())
+        self.node_connector: NodeConnector | None = None
+        if build is not None:
+            self.node_connector = self._connect(options, build, vocab_size=config.vocab_size)
+            self.connector = self.node_connector.connector
         cache = KVCacheManager(
             plan,
             prefix_caching=options.enable_prefix_caching,
-            listener=self.events.recorder if self.events else None,
+            listener=self.events.recorder
+            if self.events
+            else self.connector.scheduler.cache_listener,
         )
         self.scheduler = Scheduler(options, cache, self.connector.scheduler)
         model = load_model(folder, config, torch.device("cpu"))
         self.runner = ModelRunner(model, plan, self._arena)
         after_step = self.events.publish if self.events else None
         self.core = EngineCore(self.scheduler, self.runner, self.connector, after_step=after_step)
+
+    def run(self) -> None:
+        """Steps until no request is left, and waits for the connector where one needs it."""
+        while self.scheduler.has_work or self.scheduler.loads:
+            self.woken.clear()
+            _, again = self.core.step()
+            if not again:
+                self.woken.wait(WAIT_S)
 
     def add(self, origin: GenerateRequest) -> None:
         """Puts a request into the queue."""
@@ -129,6 +153,25 @@ class BareCore:
 
     def __exit__(self, *_: object) -> None:
         self.core.close()
+        if self.node_connector is not None:
+            self.node_connector.close()
         if self.events is not None:
             self.events.close()
         self._arena.close()
+
+    def _connect(
+        self, options: NodeConfig, build: ConnectorBuilder, *, vocab_size: int
+    ) -> NodeConnector:
+        settings = ConnectorSettings(
+            config=options.kv_transfer_config,
+            engine_id="bench",
+            host=options.host,
+            cluster_token=None,
+            tls=None,
+            model_fingerprint="bench",
+            vocab_size=vocab_size,
+            max_model_len=self.plan.longest_sequence(1 << 40),
+            prefix_hash_seed="",
+        )
+        metrics = NodeMetrics("bench", "bench")
+        return build(settings, self.plan, self._arena, metrics=metrics, wake=self.woken.set)

@@ -3,11 +3,11 @@
     arena, one block    | layer: K heads, V heads, each [block_size tokens, head_dim] | layer ...
     dense, one chunk    | the same, of its tokens only |
 
-A whole block is one span on both sides; neighbours are copied as one. Copies are torch's: they
-release the GIL, and the arena may be on a device.
+A whole block is one span on both sides. Copies are torch's: they release the GIL.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import gcd
 
 import torch
 
@@ -15,6 +15,9 @@ from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.items import STATES, Item, Place
 from engine.arena import ArenaMemory
 
+WORD = 16
+LEAST_ROW = 4096
+"""Bytes; shorter rows are copied slower than spans one by one."""
 Packed = tuple[Item, Place, int]
 """An item, its place in the arena, and its byte offset in the dense bytes."""
 
@@ -25,6 +28,12 @@ class ArenaItems:
     def __init__(self, chunks: ChunkPlan, arena: ArenaMemory) -> None:
         self.chunks = chunks
         self._arena = arena
+        plan = chunks.arena
+        # By group: tokens and bytes of a whole block, and blocks per unit; needed for every item.
+        self._blocks = {
+            group: (plan.block_size_of(group), plan.block_bytes(group), plan.blocks_per_unit[group])
+            for group in chunks.chunk_tokens
+        }
 
     def pack(self, packed: Iterable[Packed], dense: torch.Tensor) -> None:
         """Copies items from the arena to `dense`, uint8, shape (nbytes,)."""
@@ -41,28 +50,40 @@ class ArenaItems:
         self.unpack([(item, target, 0)], dense)
 
     def _copy(self, packed: Iterable[Packed], dense: torch.Tensor, *, to_arena: bool) -> None:
-        # (arena, dense, length) of a span that grows while the next one follows it on both sides.
-        first = there = length = 0
+        # Spans of equal length whose dense bytes follow each other go in one call.
+        starts: list[int] = []
+        there = nbytes = 0
         for item, place, offset in packed:
-            for start, nbytes in self._spans(item, place):
-                if start == first + length and offset == there + length:
-                    length += nbytes
-                else:
-                    self._copy_span(dense, (first, there, length), to_arena=to_arena)
-                    first, there, length = start, offset, nbytes
-                offset += nbytes
-            if self._is_part(item, place):
+            for start, length in self._spans(item, place):
+                if length != nbytes or offset != there + nbytes * len(starts):
+                    self._copy_spans(starts, nbytes, dense[there:], to_arena=to_arena)
+                    starts, there, nbytes = [], offset, length
+                starts.append(start)
+                offset += length
+            if self._is_part(item):
                 self._copy_part(item, place, dense[offset:], to_arena=to_arena)
-        self._copy_span(dense, (first, there, length), to_arena=to_arena)
+        self._copy_spans(starts, nbytes, dense[there:], to_arena=to_arena)
 
-    def _copy_span(
-        self, dense: torch.Tensor, span: tuple[int, int, int], *, to_arena: bool
+    def _copy_spans(
+        self, starts: Sequence[int], nbytes: int, dense: torch.Tensor, *, to_arena: bool
     ) -> None:
-        first, there, length = span
-        if length:
-            here = self._arena.tensor[first : first + length]
-            other = dense[there : there + length]
-            _ = here.copy_(other) if to_arena else other.copy_(here)
+        """`nbytes` from each of `starts` in the arena; they follow each other in `dense`."""
+        arena, dense = self._arena.tensor, dense[: nbytes * len(starts)]
+        row = gcd(nbytes, *starts)
+        if len(starts) < 2 or row < LEAST_ROW or not arena.is_cpu or dense.data_ptr() % WORD:
+            for number, start in enumerate(starts):
+                content = dense[number * nbytes : (number + 1) * nbytes]
+                block = arena[start : start + nbytes]
+                _ = block.copy_(content) if to_arena else content.copy_(block)
+            return
+        # A loop in Python would fight with the engine's thread for the GIL at every span.
+        first = torch.tensor(starts) // row
+        ids = (first[:, None] + torch.arange(nbytes // row)).view(-1)
+        blocks, contents = _in_rows(arena, row), _in_rows(dense, row)
+        if to_arena:
+            blocks.index_copy_(0, ids, contents)
+        else:
+            torch.index_select(blocks, 0, ids, out=contents)
 
     def _copy_part(self, item: Item, place: Place, dense: torch.Tensor, *, to_arena: bool) -> None:
         """Some tokens of a block: of each of its rows a part."""
@@ -75,17 +96,23 @@ class ArenaItems:
         other = dense[: num_rows * num_tokens * token].view(num_rows, num_tokens, token)
         _ = here.copy_(other) if to_arena else other.copy_(here)
 
-    def _spans(self, item: Item, place: Place) -> list[tuple[int, int]]:
+    def _spans(self, item: Item, place: Place) -> Sequence[tuple[int, int]]:
         """(offset, bytes) in the arena of what lies there as it lies in dense bytes."""
         plan = self.chunks.arena
         if item.group == STATES:
             pairs = zip(plan.state_groups, place.blocks, strict=True)
             return [(plan.block_offset(g, block), plan.block_bytes(g)) for g, block in pairs]
-        if self._is_part(item, place):
-            return []
-        return [(plan.block_offset(item.group, place.blocks[0]), plan.block_bytes(item.group))]
+        if self._is_part(item):
+            return ()
+        _, nbytes, per_unit = self._blocks[item.group]
+        unit, slot = divmod(place.blocks[0], per_unit)  # as in `ArenaPlan.block_offset`
+        return ((unit * plan.unit_bytes + slot * nbytes, nbytes),)
 
-    def _is_part(self, item: Item, place: Place) -> bool:
-        if item.group == STATES:
-            return False
-        return item.end - item.start < self.chunks.arena.block_size_of(item.group)
+    def _is_part(self, item: Item) -> bool:
+        return item.group != STATES and item.end - item.start < self._blocks[item.group][0]
+
+
+def _in_rows(content: torch.Tensor, row: int) -> torch.Tensor:
+    """Bytes as rows of `row` bytes, of the widest type: torch copies element by element."""
+    whole = content[: content.numel() // row * row]
+    return whole.view(torch.complex128).view(-1, row // WORD)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -14,6 +15,8 @@ from connector.offload.tiers.tier_file import TierFileError, check
 from engine.arena import ArenaMemory
 from engine.step import LoadFailure
 
+AHEAD = 8
+"""Reads that the kernel is told of in advance, so that the disk works while bytes are hashed."""
 READ_BYTES = 2 << 20
 """Most bytes of one read: they are hashed and copied while they are in the processor's cache."""
 
@@ -39,7 +42,14 @@ class LoadJob:
         self, items: ArenaItems, host: ArenaMemory, folder: Folder | None, *, verify: bool
     ) -> None:
         """All parts whose groups have not failed, in order."""
-        for batch in self._batches():
+        batches = list(self._batches())
+        largest = max(sum(_size(self._part(n)) for n in batch) for batch in batches)
+        buffer = torch.empty(largest, dtype=torch.uint8)
+        told = 0
+        for place, batch in enumerate(batches):
+            while folder is not None and told < min(place + AHEAD, len(batches)):
+                self._read_ahead(batches[told], folder)
+                told += 1
             numbers = [
                 number for number in batch if self._part(number).item.group not in self.failed
             ]
@@ -50,7 +60,7 @@ class LoadJob:
             source = self._part(numbers[0]).source
             if isinstance(source, FileRange):
                 assert folder is not None
-                self._read(numbers, items, folder, verify=verify)
+                self._read(numbers, items, folder, buffer=buffer, verify=verify)
             elif isinstance(source, int):
                 self._write(numbers, items, host.tensor, base=0)
                 self.nbytes["host"] += sum(items.chunks.nbytes(self._part(n).item) for n in numbers)
@@ -98,14 +108,22 @@ class LoadJob:
         if batch:
             yield batch
 
+    def _read_ahead(self, numbers: Sequence[int], folder: Folder) -> None:
+        first, last = self._part(numbers[0]).source, self._part(numbers[-1]).source
+        if isinstance(first, FileRange) and isinstance(last, FileRange):
+            # What is wrong with the file, the read will tell.
+            with suppress(OSError):
+                nbytes = last.offset + last.nbytes - first.offset
+                folder.files.read_ahead(first.name, first.offset, nbytes)
+
     def _read(
-        self, numbers: Sequence[int], items: ArenaItems, folder: Folder, *, verify: bool
-    ) -> None:
+        self, numbers: Sequence[int], items: ArenaItems, folder: Folder, *,
+        buffer: torch.Tensor, verify: bool,
+    ) -> None:  # fmt: skip
         sources = [self._part(number).source for number in numbers]
         ranges = [source for source in sources if isinstance(source, FileRange)]
         name, first = ranges[0].name, ranges[0].offset
-        buffer = torch.empty(ranges[-1].offset + ranges[-1].nbytes - first, dtype=torch.uint8)
-        content = buffer.numpy().data
+        content = buffer.numpy().data[: ranges[-1].offset + ranges[-1].nbytes - first]
         try:
             num_read = folder.files.read(name, first, content)
             folder.use(name)
