@@ -44,7 +44,7 @@ class _Loading:
 
     request_id: str
     keys: list[Key]
-    slots: list[int]
+    slots: set[int]
 
 
 class OffloadScheduler(SchedulerConnector):
@@ -76,7 +76,7 @@ class OffloadScheduler(SchedulerConnector):
         self._stats = stats
         self._wake = wake
         self._victims: list[tuple[Entry, Place]] = []
-        self._new_loads: list[tuple[int, str, list[tuple[Entry, Place]]]] = []
+        self._new_loads: list[tuple[int, list[tuple[Entry, Place]]]] = []
         self._loads: dict[int, _Loading] = {}
         self._loading: set[Key] = set()
         self._load_of: dict[str, int] = {}  # by request
@@ -166,7 +166,7 @@ class OffloadScheduler(SchedulerConnector):
             return 0
         self._stats.hits += 1
         targets = list(self._targets(request, load))
-        pinned = [entry.host for entry, _ in targets if entry.host is not None]
+        pinned = {entry.host for entry, _ in targets if entry.host is not None}
         for offset in pinned:
             self.slots.pin(offset)
         self._numbers += 1
@@ -174,7 +174,7 @@ class OffloadScheduler(SchedulerConnector):
         self._loads[self._numbers] = _Loading(request.request_id, keys, pinned)
         self._loading.update(keys)
         self._load_of[request.request_id] = self._numbers
-        self._new_loads.append((self._numbers, request.request_id, targets))
+        self._new_loads.append((self._numbers, targets))
         return 1
 
     def build_meta(self, scheduled: Sequence[ScheduledRequest]) -> ConnectorMeta:
@@ -185,12 +185,7 @@ class OffloadScheduler(SchedulerConnector):
         if not (copies or writes or loads):
             return ConnectorMeta()
         # After the victims are in the host tier: some of them may be about to be loaded.
-        orders = tuple(
-            Load(
-                number, name, tuple(LoadPart(it.item, place, _source(it)) for it, place in targets)
-            )
-            for number, name, targets in loads
-        )
+        orders = tuple(self._order(number, targets) for number, targets in loads)
         saves = (self.writes.save_of(write) for write in writes if write.save_id is not None)
         return ConnectorMeta(Orders(copies, tuple(writes), orders), tuple(saves))
 
@@ -233,6 +228,16 @@ class OffloadScheduler(SchedulerConnector):
         return FinishDecision()
 
     # --- parts of a load ---------------------------------------------------------------------
+
+    def _order(self, number: int, targets: Sequence[tuple[Entry, Place]]) -> Load:
+        """Says where each item is now, and pins what this step has put into the host tier."""
+        load = self._loads[number]
+        parts = tuple(LoadPart(entry.item, place, _source(entry)) for entry, place in targets)
+        late = {part.source for part in parts if isinstance(part.source, int)} - load.slots
+        for offset in late:
+            self.slots.pin(offset)
+        load.slots.update(late)
+        return Load(number, load.request_id, parts)
 
     def _targets(self, request: Request, load: BlockLoad) -> Iterator[tuple[Entry, Place]]:
         """The items of a load, and where they go. Those of one group are in token order."""

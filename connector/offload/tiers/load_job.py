@@ -41,7 +41,7 @@ class LoadJob:
     def run(
         self, items: ArenaItems, host: ArenaMemory, folder: Folder | None, *, verify: bool
     ) -> None:
-        """All parts whose groups have not failed, in order."""
+        """All parts but those after one of their group that has failed, in order."""
         batches = list(self._batches())
         largest = max(sum(_size(self._part(n)) for n in batch) for batch in batches)
         buffer = torch.empty(largest, dtype=torch.uint8)
@@ -50,9 +50,7 @@ class LoadJob:
             while folder is not None and told < min(place + AHEAD, len(batches)):
                 self._read_ahead(batches[told], folder)
                 told += 1
-            numbers = [
-                number for number in batch if self._part(number).item.group not in self.failed
-            ]
+            numbers = [number for number in batch if not self._is_vain(self._part(number))]
             if not numbers:
                 continue
             if self.is_over:
@@ -73,8 +71,8 @@ class LoadJob:
         with self.lock:
             self.is_over = True
         for number, part in enumerate(self.load.parts):
-            if number not in self.done and part.item.group not in self.failed:
-                self.failed[part.item.group] = (cause, part.item.start)
+            if number not in self.done:
+                self._fail(part.item, cause)
         failed = dict(self.failed)  # a thread that hangs may still add to it
         if not failed:
             return None
@@ -86,9 +84,17 @@ class LoadJob:
 
     def fail(self, part: LoadPart, cause: str) -> None:
         """A part cannot be loaded, and so nothing after it in its group."""
-        self.failed.setdefault(part.item.group, (cause, part.item.start))
+        self._fail(part.item, cause)
         if isinstance(part.source, FileRange) and cause != "timeout":
             self.bad.append((part.source.name, part.item))
+
+    def _fail(self, item: Item, cause: str) -> None:
+        known = self.failed.get(item.group)
+        if known is None or item.start < known[1]:
+            self.failed[item.group] = (cause, item.start)
+
+    def _is_vain(self, part: LoadPart) -> bool:
+        return part.item.group in self.failed and part.item.start >= self.failed[part.item.group][1]
 
     def _part(self, number: int) -> LoadPart:
         return self.load.parts[number]
