@@ -25,20 +25,17 @@ WRITE_FAULTS = (*ERRNO_OF_WRITE, KILLED)
 class FaultyFiles(Files):
     """Of the calls that `fault` names every `period`-th goes wrong, while `is_bad`.
 
-    `num_faults`: those that did. `go_on` lets hanging reads go on.
+    `num_faults`: calls that went wrong. `go_on` lets hanging reads go on.
     """
 
-    def __init__(self, folder: Path, fault: str, period: int = 1) -> None:
+    def __init__(self, folder: Path, fault: str, period: int = 1, *, is_bad: bool = False) -> None:
         super().__init__(folder)
         self.fault = fault
-        self.is_bad = True
+        self.is_bad = is_bad
         self.num_faults = 0
         self.go_on = Event()
         self._period = period
         self._num_calls = 0
-
-    def check(self) -> None:
-        """The disk is good when a node starts."""
 
     def read(self, name: str, offset: int, target: memoryview) -> int:
         """Fails as `fault` says."""

@@ -79,7 +79,7 @@ class OffloadScheduler(SchedulerConnector):
         self._new_loads: list[tuple[int, list[tuple[Entry, Place]]]] = []
         self._loads: dict[int, _Loading] = {}
         self._loading: set[Key] = set()
-        self._load_of: dict[str, int] = {}  # by request
+        self._load_of: dict[str, int] = {}  # by request, until its end is reported
         self._files: dict[str, list[Key]] = {}
         self._numbers = 0
 
@@ -137,9 +137,10 @@ class OffloadScheduler(SchedulerConnector):
 
         Attention may reach further than the last states: another connector may bring those (see
         `connector.multi.scheduler`). Pending while another request loads what this one would start
-        from: then it will be in the arena.
+        from: then it will be in the arena. Nothing while a load that ran out of time still hangs:
+        this one would wait as long.
         """
-        if len(self._loads) >= MAX_LOADS:
+        if len(self._loads) >= MAX_LOADS or len(self._loads) > len(self._load_of):
             return None
         prefix = request.prefix
         reach = self.index.attention_reach(prefix, request.num_tokens - 1)

@@ -1,5 +1,6 @@
 """The worker side of the OffloadConnector: moves the bytes between the arena and the tiers."""
 
+import errno
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -215,12 +216,16 @@ class OffloadWorker(WorkerConnector):
         digests = tuple(map(xxhash.xxh3_64_intdigest, parts))
         header = Header(self._folder.geometry, write.items, tuple(offsets), tuple(sizes), digests)
         name, start = self._folder.new_name(), encode(header)
+        nbytes = len(start) + len(content)
         try:
+            for gone in self._folder.make_room(nbytes):
+                self._found.append(gone)
             self._folder.files.write(name, (memoryview(start), content))
-            gone = self._folder.add(name, len(start) + len(content))
         except OSError as error:
-            self._write_failed(write, type(error).__name__, str(error))
+            cause = errno.errorcode.get(error.errno or 0, type(error).__name__)
+            self._write_failed(write, cause, str(error))
             return
+        self._folder.add(name, nbytes)
         if self._pause_s > FIRST_PAUSE_S:
             log.info(
                 "the offload folder can be written to again", folder=str(self._folder.files.folder)
@@ -228,7 +233,6 @@ class OffloadWorker(WorkerConnector):
         self._pause_s = FIRST_PAUSE_S
         self._stats.stored_bytes["disk"] += len(content)
         self._written.append(WriteDone(write.write_id, ranges_of(name, header)))
-        self._found.extend(gone)
         self._wake()
 
     def _write_failed(self, write: FileWrite, cause: str, detail: str) -> None:

@@ -1,15 +1,20 @@
 """What one node has computed another finds in the folder, after its end and after a kill -9."""
 
 import json
+import os
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
+from signal import SIGKILL
 
+import aiohttp
 import pytest
 
 from tests.asking import ask, question
+from tests.cluster import until
 from tests.pairs import prompt_of
-from tests.processes import Launcher, ServerProcess
+from tests.processes import STOP_S, Launcher, ServerProcess
 from tests.tiers import l_shape
 
 FAMILIES = ("qwen3_5", "nemotron_h", "bamba", "gemma3", "qwen3")
@@ -49,6 +54,33 @@ async def test_another_node_goes_on_with_what_the_folder_has(
         found = again.metrics()["vllm:prefix_cache_hits_total"] + loaded(again) - before
         assert found > 0
     assert loaded(again) > 0
+    again.stop()
+
+
+async def test_a_kill_in_the_middle_of_a_file_leaves_nothing_that_is_trusted(
+    real: Launcher, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    plain = real.node("prefill_node")
+    expected = [(await ask(plain.url, question(list(it)))).token_ids for it in PROMPTS]
+    plain.stop()
+    root = str(Path(__file__).parents[2])
+    killed = real.node("tests.killed_writer", *flags(folder), PYTHONPATH=root)
+    with suppress(aiohttp.ClientError):
+        for prompt, tokens in zip(PROMPTS, expected, strict=True):
+            assert (await ask(killed.url, question(list(prompt)))).token_ids == tokens
+    assert killed.process.wait(STOP_S) == -SIGKILL
+    (half,) = folder.glob("*.tmp")
+    (whole,) = folder.glob("*.kv")
+    again = real.node("decode_node", *flags(folder))
+    again.wait_for_at_least("tandem:kv_offload_items", 1)
+    os.utime(half, (0, 0))  # nobody has written to it for long
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        assert (await ask(again.url, question(list(prompt)))).token_ids == tokens
+    assert loaded(again) > 0
+    assert not again.metrics().get("tandem:kv_offload_bad_files_total")
+    await until(lambda: not half.exists())
+    assert whole.exists()
     again.stop()
 
 

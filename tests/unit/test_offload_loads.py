@@ -26,6 +26,7 @@ def test_what_a_step_evicts_and_a_load_reads_stays_in_the_host_tier(tmp_path: Pa
         bare.settle()
         both = bare.store(PROMPT[:32], 0, [0, 1])
         bare.scheduler.removed(bare.cached(PROMPT[:16], 0, [0]))
+        files_of(bare).is_bad = True
         bare.load(PROMPT[:32], ((4, 5),))
         bare.scheduler.removed(both)  # by the same step, to make room
         bare.step()

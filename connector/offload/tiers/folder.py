@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import structlog
 
@@ -24,6 +25,8 @@ STALE_S = 600.0
 TOUCH_S = 10.0
 """A file's time of use is kept as exactly as this."""
 PROGRESS_S = 5.0
+TICK_NS = 1_500_000_000
+"""The coarsest clock of a file system, and some more."""
 
 
 class Folder:
@@ -52,11 +55,28 @@ class Folder:
         """A name that no file had or will have."""
         return f"{PREFIX}{self.geometry}-{secrets.token_hex(8)}{SUFFIX}"
 
-    def add(self, name: str, nbytes: int) -> list[str]:
-        """A file was written here; returns those that had to go for it."""
+    def make_room(self, nbytes: int) -> Iterator[str]:
+        """Removes the least recently used files, so that one of `nbytes` bytes may be added.
+
+        Yields the name of each. Raises OSError where one cannot be removed.
+        """
+        with self._lock:
+            order = sorted(self._known.values(), key=lambda file: file.used_ns)
+        excess = sum(file.nbytes for file in order) + nbytes - self._max_bytes
+        for file in order:
+            if excess <= 0:
+                return
+            self.files.remove(file.name)
+            excess -= file.nbytes
+            with self._lock:
+                self._known.pop(file.name, None)
+            self._touched.pop(file.name, None)
+            yield file.name
+
+    def add(self, name: str, nbytes: int) -> None:
+        """A file was written here, after room was made for it."""
         with self._lock:
             self._known[name] = FoundFile(name, nbytes, time.time_ns())
-        return self._trim()
 
     def use(self, name: str) -> None:
         """The file is read: it is the last to go, here and for the other nodes."""
@@ -67,7 +87,9 @@ class Folder:
         with self._lock:
             if (file := self._known.get(name)) is not None:
                 self._known[name] = file._replace(used_ns=time.time_ns())
-        self.files.touch(name)
+        # What cannot be written to can still be read.
+        with suppress(OSError):
+            self.files.touch(name)
 
     def rescan(self) -> Iterator[FileItems | str]:
         """New files with their items, and the names of those that are gone; long after a start.
@@ -77,15 +99,18 @@ class Folder:
         changed = self.files.changed_ns()
         if changed == self._changed_ns:
             return
+        with self._lock:
+            known = list(self._known)  # what is added from now on may not be listed yet
         found = {file.name: file for file in self.files.scan()}
         for name, file in found.items():
             if is_left_over(file):
-                self.files.remove(name)
+                with suppress(OSError):
+                    self.files.remove(name)
         ours = {name: it for name, it in found.items() if is_of_tier(name)}
         with self._lock:
-            gone = [name for name in self._known if name not in ours]
+            gone = [name for name in known if name not in ours]
             for name in gone:
-                del self._known[name]
+                self._known.pop(name, None)
                 self._touched.pop(name, None)
             new = [file for name, file in ours.items() if name not in self._known]
             # Those of another node may have been used there meanwhile.
@@ -98,8 +123,9 @@ class Folder:
             if time.monotonic() - told > PROGRESS_S:
                 told = time.monotonic()
                 log.info("the offload folder is being read", done=number + 1, files=len(new))
-        self._changed_ns = changed
-        yield from self._trim()
+        # What changes within a tick of the file system's clock has the same time: look again then.
+        self._changed_ns = changed if time.time_ns() - changed > TICK_NS else -1
+        yield from self.make_room(0)
 
     def _read(self, file: FoundFile) -> FileItems | None:
         """The items of a file; None, and counted, if it cannot be used."""
@@ -122,23 +148,6 @@ class Folder:
             self._stats.bad_files["io"] += 1
             log.warning("a file of the offload folder is left out", name=file.name, why=str(error))
         return None
-
-    def _trim(self) -> list[str]:
-        """Removes the least recently used files over the bound; returns their names."""
-        with self._lock:
-            order = sorted(self._known.values(), key=lambda file: file.used_ns)
-            excess = sum(file.nbytes for file in order) - self._max_bytes
-            gone = []
-            for file in order:
-                if excess <= 0:
-                    break
-                excess -= file.nbytes
-                gone.append(file.name)
-                del self._known[file.name]
-        for name in gone:
-            self._touched.pop(name, None)
-            self.files.remove(name)
-        return gone
 
 
 def is_of_tier(name: str) -> bool:

@@ -1,0 +1,187 @@
+"""A tier never changes a token, whatever the disk does; and it leaves nothing behind."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from connector.offload import worker
+from connector.offload.stats import OffloadStats
+from engine.node.server import NodeServer
+from tests.cluster import Cluster, Generation, generate, until
+from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of, room_for
+from tests.faulty_files import FaultyFiles
+from tests.offload import start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.tiers import everyday, l_shape
+
+KIB = 1 << 10
+CAUSES: dict[str, set[str]] = {
+    "slow": set(),
+    "short": {"short"},
+    "flipped": {"corrupt"},
+    "EIO on read": {"io"},
+    "deleted": {"vanished"},
+}
+WRITE_CAUSES = {"ENOSPC": {"ENOSPC"}, "EIO on write": {"EIO"}, "read-only": {"EROFS"}}
+"""By fault, the causes that are counted for loads and for writes."""
+FAMILIES = ("qwen3_5", "gemma3", "nemotron_h", "qwen3", "falcon_h1")
+TIERS: dict[str, dict[str, Any]] = {
+    "disk": {"disk_bytes": 768 * KIB},
+    "both": {"host_bytes": 512 * KIB, "disk_bytes": 768 * KIB},
+}
+PROMPTS = conversation_prompts(Random(11), 14)
+ASKED = (*PROMPTS, *PROMPTS)  # each is evicted before it is asked again
+PLAIN: dict[str, list[Generation]] = {}
+"""By family, what a node without tiers and cache answers."""
+
+
+async def plain_answers(cluster: Cluster, model: Path, family: str) -> list[Generation]:
+    if family not in PLAIN:
+        node = await cluster.start("prefill", model)
+        PLAIN[family] = [await generate(node, request_of(prompt)) for prompt in ASKED]
+    return PLAIN[family]
+
+
+async def start(
+    cluster: Cluster, model: Path, folder: Path, name: str, *, fault: str = "", room: int = 1
+) -> NodeServer:
+    """A node with tiny tiers on a disk that is bad now; its arena has room for so many requests."""
+    node = await start_with_tiers(
+        cluster,
+        model,
+        tier_config(disk_path=str(folder), **TIERS[name]),
+        partial(FaultyFiles, fault=fault, period=3 if name == "disk" else 1),
+        kv_cache_memory_bytes=room_for(model, room),
+    )
+    files_of(node).is_bad = True
+    return node
+
+
+def files_of(node: NodeServer) -> FaultyFiles:
+    folder = tiers_of(node).worker._folder
+    assert folder is not None and isinstance(folder.files, FaultyFiles)
+    return folder.files
+
+
+def stats_of(node: NodeServer) -> OffloadStats:
+    return tiers_of(node).scheduler._stats
+
+
+def loaded(node: NodeServer) -> int:
+    """Tokens that tiers were to bring."""
+    return node.engine.core.scheduler.stats.external_hits
+
+
+async def nothing_left(node: NodeServer) -> None:
+    """No pins, slots, loads or half files; descriptors and threads are the cluster's to count."""
+    await tiers_settled(node)
+    assert not node.engine.core.scheduler._saving
+    assert not tiers_of(node).worker._jobs
+    assert not [file for file in files_of(node).scan() if file.name.endswith(".tmp")]
+
+
+@pytest.mark.parametrize(
+    ("family", "fault", "name"),
+    l_shape(FAMILIES, (*CAUSES, *WRITE_CAUSES), TIERS, corner=("qwen3_5", "flipped", "disk")),
+)
+async def test_a_bad_disk_never_changes_a_token(
+    cluster: Cluster,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    *,
+    family: str,
+    fault: str,
+    name: str,
+) -> None:
+    model = checkpoints[family]
+    expected = await plain_answers(cluster, model, family)
+    node = await start(cluster, model, tmp_path, name, fault=fault)
+    for prompt, plain in zip(ASKED, expected, strict=True):
+        assert_same(await generate(node, request_of(prompt)), plain)
+    await nothing_left(node)
+    stats, num_faults = stats_of(node), files_of(node).num_faults
+    print(f"{family}, {name}, {fault}: {num_faults} faults, {loaded(node)} tokens, {stats}")
+    assert num_faults and loaded(node)
+    # Its own small bound makes a file go now and then before it is read.
+    failed = set(stats.failed_loads)
+    assert failed - {"vanished"} == CAUSES.get(fault, set()) - {"vanished"}
+    assert set(stats.failed_writes) == WRITE_CAUSES.get(fault, set())
+
+
+@pytest.mark.parametrize(
+    ("family", "fault"),
+    l_shape(
+        ("nemotron_h", "gemma3", "qwen3_5"),
+        (*CAUSES, "ENOSPC"),
+        corner=("nemotron_h", "deleted"),
+    ),
+)
+async def test_all_at_once_on_a_bad_disk(
+    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, family: str, fault: str
+) -> None:
+    """Requests are preempted while others load, and loads fail while others go on."""
+    model = checkpoints[family]
+    expected = await plain_answers(cluster, model, family)
+    node = await start(cluster, model, tmp_path, "both", fault=fault, room=2)
+    for _ in range(2):
+        found = await asyncio.gather(*(generate(node, request_of(prompt)) for prompt in ASKED))
+        ties = sum(map(assert_same, found, expected))
+    await nothing_left(node)
+    preempted, faults = node.engine.core.scheduler.stats.num_preemptions, files_of(node).num_faults
+    print(f"{family}, {fault}: {preempted} preemptions, {ties} ties, {faults} {stats_of(node)}")
+    assert preempted and faults and loaded(node)
+
+
+@pytest.mark.parametrize("family", everyday(FAMILIES, ("qwen3_5",)))
+async def test_two_nodes_that_evict_each_other_s_files(
+    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, family: str
+) -> None:
+    model = checkpoints[family]
+    expected = await plain_answers(cluster, model, family)
+    one, other = [await start(cluster, model, tmp_path, "disk") for _ in range(2)]
+    last = len(ASKED) - 1
+    for number in range(len(ASKED)):
+        for node, place in ((one, number), (other, last - number)):
+            # It sees all files, and makes room for its own; the first one is told later.
+            tiers_of(other).worker._next_scan = 0.0
+            assert_same(await generate(node, request_of(ASKED[place])), expected[place])
+    for node in (one, other):
+        await nothing_left(node)
+        print(f"{family}: {loaded(node)} tokens, {stats_of(node)}")
+        assert loaded(node)
+    causes = stats_of(one).failed_loads + stats_of(other).failed_loads
+    assert set(causes) == {"vanished"}
+
+
+async def test_a_full_disk_is_no_tier_until_it_has_room_again(
+    cluster: Cluster,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "FIRST_PAUSE_S", 0.2)
+    model = checkpoints["qwen3_5"]
+    expected = await plain_answers(cluster, model, "qwen3_5")
+    with capture_logs() as logs:
+        node = await start(cluster, model, tmp_path, "both", fault="ENOSPC")
+        asked = zip(ASKED, expected, strict=True)
+        while files_of(node).num_faults < 3:  # at most two are written at once
+            prompt, plain = next(asked)
+            assert_same(await generate(node, request_of(prompt)), plain)
+            await asyncio.sleep(0.1)
+        assert not files_of(node).scan()
+        files_of(node).is_bad = False
+        await until(lambda: bool(stats_of(node).stored_bytes["disk"]))
+        for prompt, plain in asked:
+            assert_same(await generate(node, request_of(prompt)), plain)
+        await nothing_left(node)
+    said = [line["event"] for line in logs if "written to" in line["event"]]
+    assert said == [
+        "the offload folder cannot be written to; what is there is still used",
+        "the offload folder can be written to again",
+    ]
+    assert set(stats_of(node).failed_writes) == {"ENOSPC"}
