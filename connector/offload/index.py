@@ -43,8 +43,9 @@ class ItemIndex:
         self._tiers = tiers
         groups = [*chunks.chunk_tokens, STATES]
         self._entries: dict[int, dict[bytes, Entry]] = {group: {} for group in groups}
-        # By the digest of the last hash boundary before their end: end -> digest.
-        self._ends: dict[int, dict[bytes, dict[int, bytes]]] = {group: {} for group in groups}
+        # By the digest of the last hash boundary before their end: end -> digests. Prompts that
+        # part after that boundary may end after equally many tokens.
+        self._ends: dict[int, dict[bytes, dict[int, set[bytes]]]] = {group: {} for group in groups}
         self._step = chunks.arena.hash_block_size
 
     @property
@@ -67,7 +68,7 @@ class ItemIndex:
             entry = self._entries[item.group][item.digest] = Entry(item)
             if not self._is_chunk(item):
                 ends = self._ends[item.group].setdefault(item.parent, {})
-                ends[item.end] = item.digest
+                ends.setdefault(item.end, set()).add(item.digest)
         return entry
 
     def boundaries_before(self, key: Key) -> tuple[bytes, ...]:
@@ -75,7 +76,7 @@ class ItemIndex:
         if (entry := self.get(key)) is not None:
             return entry.item.boundaries
         for named in self._ends[key.group].get(key.digest, {}).values():
-            return self._entries[key.group][named].item.boundaries[:-1]
+            return self._entries[key.group][next(iter(named))].item.boundaries[:-1]
         return ()
 
     def put_host(self, entry: Entry, offset: int | None) -> None:
@@ -95,7 +96,9 @@ class ItemIndex:
             return
         if not self._is_chunk(item):
             ends = self._ends[item.group][item.parent]
-            del ends[item.end]
+            ends[item.end].remove(item.digest)
+            if not ends[item.end]:
+                del ends[item.end]
             if not ends:
                 del self._ends[item.group][item.parent]
 
@@ -137,7 +140,7 @@ class ItemIndex:
             end
             for digest in compress(digests, map(ends.__contains__, digests))
             for end, named in ends[digest].items()
-            if end <= limit and prefix.digest_at(end) == named
+            if end <= limit and prefix.digest_at(end) in named
         ]
 
     def state(self, prefix: PrefixDigests, num_tokens: int) -> Entry | None:
@@ -207,8 +210,9 @@ class ItemIndex:
         inside = prefix.boundaries()[index * stride : (index + 1) * stride]
         for digest in reversed(inside):
             for end in sorted(ends.get(digest, ()), reverse=True):
-                named = ends[digest][end]
-                if end <= prefix.num_tokens and prefix.digest_at(end) == named:
+                if end > prefix.num_tokens:
+                    continue
+                if (named := prefix.digest_at(end)) in ends[digest][end]:
                     return self._entries[group][named]
         return None
 

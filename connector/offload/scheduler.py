@@ -75,7 +75,7 @@ class OffloadScheduler(SchedulerConnector):
         self._config = config
         self._stats = stats
         self._wake = wake
-        self._victims: list[tuple[Entry, Place]] = []
+        self._victims: list[tuple[Item, Place]] = []
         self._new_loads: list[tuple[int, list[tuple[Entry, Place]]]] = []
         self._loads: dict[int, _Loading] = {}
         self._loading: set[Key] = set()
@@ -128,7 +128,7 @@ class OffloadScheduler(SchedulerConnector):
                 continue
             entry.places.remove(place)
             if not entry.places:
-                self._victims.append((entry, place))
+                self._victims.append((entry.item, place))
 
     # --- loads -------------------------------------------------------------------------------
 
@@ -274,7 +274,9 @@ class OffloadScheduler(SchedulerConnector):
 
     def _keep_victims(self) -> Iterator[HostCopy]:
         victims, self._victims = self._victims, []
-        for entry, place in victims:
+        for item, place in victims:
+            # Its file may have been lost since, and with it the entry.
+            entry = self.index.add(item)
             if entry.places or entry.host is not None:
                 continue  # stored again, or kept by another eviction of the same step
             if entry.file is None or self._config.host_bytes:

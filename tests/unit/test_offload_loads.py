@@ -3,8 +3,10 @@
 from functools import partial
 from pathlib import Path
 
+from connector.offload.messages import Report
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
+from engine.step import ConnectorOutput
 from tests.bare_tiers import BareTiers
 from tests.faulty_files import FaultyFiles
 
@@ -57,3 +59,19 @@ def test_what_precedes_an_item_without_a_copy_is_loaded() -> None:
         assert (failure.cause, failure.group) == ("evicted", 0)
         assert failure.num_good_tokens == 32
         assert bare.holds(PROMPT[:32], 0, [4, 5])
+
+
+def test_what_is_evicted_and_loses_its_file_before_the_next_step_goes_to_the_host_tier(
+    tmp_path: Path,
+) -> None:
+    with BareTiers(ATTENTION, host_bytes=MIB, disk_path=str(tmp_path), disk_bytes=MIB) as bare:
+        cached = bare.store(PROMPT[:16], 0, [0])
+        bare.write_early(PROMPT[:16])
+        (entry,) = bare.scheduler.index
+        assert entry.file is not None
+        bare.scheduler.removed(cached)
+        bare.scheduler.update(ConnectorOutput(message=Report(gone=(entry.file.name,))))
+        bare.settle()
+        bare.load(PROMPT[:16], ((4,),))
+        bare.settle()
+        assert bare.ended.loaded and bare.holds(PROMPT[:16], 0, [4])
