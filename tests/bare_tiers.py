@@ -23,6 +23,7 @@ from tests.offload import check_slots, tier_config
 
 Tokens = tuple[int, ...]
 DEADLINE_S = 20.0
+MAX_MODEL_LEN = 1 << 16
 
 
 class BareTiers:
@@ -38,7 +39,15 @@ class BareTiers:
         self.arena = ArenaMemory(plan.arena_bytes)
         self.metrics = NodeMetrics("tiny", "bare")
         settings = ConnectorSettings(
-            tier_config(**extra), "bare", "127.0.0.1", None, None, "tiny", 512, ""
+            tier_config(**extra),
+            engine_id="bare",
+            host="127.0.0.1",
+            cluster_token=None,
+            tls=None,
+            model_fingerprint="tiny",
+            vocab_size=512,
+            max_model_len=MAX_MODEL_LEN,
+            prefix_hash_seed="",
         )
         build = OffloadBuilder(OffloadBuilder.of(settings.config).config, open_files)
         self.tiers: OffloadConnector = build(
@@ -58,7 +67,7 @@ class BareTiers:
             request_id=str(self._num_requests), prompt_token_ids=tokens, sampling=SamplingParams()
         )
         return Request.from_generate(
-            origin, self.hasher, max_model_len=1 << 20, eos_token_ids=frozenset()
+            origin, self.hasher, max_model_len=MAX_MODEL_LEN, eos_token_ids=frozenset()
         )
 
     def cached(self, tokens: Tokens, group: int, blocks: Iterable[int]) -> CachedBlocks:

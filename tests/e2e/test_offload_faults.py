@@ -4,6 +4,7 @@ import asyncio
 from functools import partial
 from pathlib import Path
 from random import Random
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -125,10 +126,12 @@ async def test_all_at_once_on_a_bad_disk(
 ) -> None:
     """Requests are preempted while others load, and loads fail while others go on."""
     model = checkpoints[family]
-    expected = await plain_answers(cluster, model, family)
+    requests = [request_of(prompt, max_tokens=64) for prompt in PROMPTS]
+    off = await cluster.start("prefill", model)
+    expected = await asyncio.gather(*(generate(off, request) for request in requests))
     node = await start(cluster, model, tmp_path, "both", fault=fault, room=2)
     for _ in range(2):
-        found = await asyncio.gather(*(generate(node, request_of(prompt)) for prompt in ASKED))
+        found = await asyncio.gather(*(generate(node, request) for request in requests))
         ties = sum(map(assert_same, found, expected))
     await nothing_left(node)
     preempted, faults = node.engine.core.scheduler.stats.num_preemptions, files_of(node).num_faults
@@ -146,8 +149,9 @@ async def test_two_nodes_that_evict_each_other_s_files(
     last = len(ASKED) - 1
     for number in range(len(ASKED)):
         for node, place in ((one, number), (other, last - number)):
-            # It sees all files, and makes room for its own; the first one is told later.
-            tiers_of(other).worker._next_scan = 0.0
+            # One sees all files, and makes room for its own; the other is never told.
+            tiers_of(one).worker._next_scan = 0.0
+            tiers_of(other).worker._next_scan = monotonic() + 60.0
             assert_same(await generate(node, request_of(ASKED[place])), expected[place])
     for node in (one, other):
         await nothing_left(node)
