@@ -50,7 +50,9 @@ class Engine:
         return (perf_counter() - started) / steps
 
 
-def measure(rounds: int, done: Callable[[str], Callable[[], None]]) -> list[list[str]]:
+def measure(
+    rounds: int, warmups: int, done: Callable[[str], Callable[[], None]]
+) -> list[list[str]]:
     """The rows of the table."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -71,7 +73,9 @@ def measure(rounds: int, done: Callable[[str], Callable[[], None]]) -> list[list
         }
         rows = []
         for name, (other, way, plain_way) in cases.items():
-            took = alternate({name: way, other: plain_way}, rounds, warmups=2, done=done(name))
+            took = alternate(
+                {name: way, other: plain_way}, rounds, warmups=warmups, done=done(name)
+            )
             speeds = [Spread.of([1e3 * one for one in took[each]]).show() for each in (name, other)]
             ratio = Spread.of_ratio(took[name], took[other]).show(3)
             rows.append([name, speeds[0], other, speeds[1], ratio])

@@ -96,7 +96,7 @@ class OffloadBuilder:
         config, stats = self.config, OffloadStats()
         chunks = ChunkPlan(plan, config.hybrid_chunk_size)
         warn_of_long_chunks(chunks, settings.max_model_len)
-        slots = _slots(chunks, config)
+        slots = slots_of(chunks, config)
         geometry = chunks.geometry(settings.model_fingerprint, settings.prefix_hash_seed)
         folder = self._folder(geometry, stats)
         with ExitStack() as stack:
@@ -152,7 +152,7 @@ def warn_of_long_chunks(chunks: ChunkPlan, max_model_len: int) -> None:
         )
 
 
-def _slots(chunks: ChunkPlan, config: OffloadConfig) -> HostSlots:
+def slots_of(chunks: ChunkPlan, config: OffloadConfig) -> HostSlots:
     """The slots of the host tier, or of a staging for the disk tier."""
     sizes = chunks.slot_bytes()
     largest = max(sizes.values())

@@ -1,0 +1,123 @@
+"""`python -m benchmarks.offload`: what the tiers of the OffloadConnector cost, and what they save.
+
+ttft     the first token of a prompt that was asked before: computed, or found in each tier
+copies   bytes per second of each tier, beside a plain copy and a plain read
+steps    a decode step beside a tier: idle, and while it loads as fast as it can
+replay   hits of G1, or of a trace in Mooncake's format, with and without tiers; ids only
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks import machine, report
+from benchmarks.kv_cache.traces import TraceError
+from benchmarks.offload import copies, replay, steps, ttft
+from benchmarks.plots import curves
+
+Done = Callable[[], None]
+Describe = Callable[[str], Done]
+COPY_BYTES, QUICK_COPY_BYTES = 512 << 20, 64 << 20
+ITEM_BYTES = (64 << 10, 256 << 10, 2 << 20)
+QUICK_ITEM_BYTES = (256 << 10,)
+PROMPT, QUICK_PROMPT = 8192, 1024
+QUICK_PART = 0.1
+WARMED_UP = 2
+"""Rounds of the decode steps that do not count."""
+
+
+class Section(StrEnum):
+    """One question."""
+
+    TTFT = "ttft"
+    COPIES = "copies"
+    STEPS = "steps"
+    REPLAY = "replay"
+
+
+class Bench:
+    """All sections; each publishes its table as soon as it has it."""
+
+    def __init__(self, console: Console, host: machine.Machine, rounds: int, *, quick: bool):
+        self.found: dict[str, object] = {"machine": host}
+        self._console = console
+        self._note = f"{rounds} rounds; {machine.describe(host)}"
+        self._rounds = rounds
+        self._quick = quick
+
+    def ttft(self) -> None:
+        """The repeated prompt."""
+        length = QUICK_PROMPT if self._quick else PROMPT
+        with report.progress(self._console, 4 * (1 + self._rounds)) as describe:
+            seconds = ttft.measure(length, self._rounds, describe(f"{length:,} tokens"))
+        self._publish(
+            Section.TTFT, f"Prompt of {length:,} tokens, again", ttft.HEADERS, ttft.rows(seconds)
+        )
+
+    def copies(self) -> None:
+        """Arena and tiers."""
+        nbytes = QUICK_COPY_BYTES if self._quick else COPY_BYTES
+        sizes = list(QUICK_ITEM_BYTES if self._quick else ITEM_BYTES)
+        with report.progress(self._console, 9 * len(sizes) * (1 + self._rounds)) as describe:
+            rows = copies.measure(sizes, nbytes, self._rounds, done=describe)
+        self._publish(Section.COPIES, f"{nbytes >> 20} MiB at once", copies.HEADERS, rows)
+
+    def steps(self) -> None:
+        """Decode beside a tier."""
+        with report.progress(self._console, 6 * (WARMED_UP + self._rounds)) as describe:
+            rows = steps.measure(self._rounds, WARMED_UP, describe)
+        self._publish(Section.STEPS, "Decode step", steps.HEADERS, rows)
+
+    def replay(self, trace: Path | None, folder: Path | None) -> None:
+        """Hits by size of the arena."""
+        streams = replay.traces(trace, QUICK_PART if self._quick else 1.0)
+        total = len(streams) * len(replay.SHARES) * len(replay.TIERS)
+        with report.progress(self._console, total) as describe:
+            rows = replay.measure(streams, describe)
+        self._publish(
+            Section.REPLAY, "Hits with and without tiers", replay.HEADERS, [r.cells() for r in rows]
+        )
+        if folder is not None:
+            xlabel, ylabel = "arena, GB", "hits, %"
+            curves(folder / "offload.png", replay.panels(rows), xlabel=xlabel, ylabel=ylabel)
+
+    def _publish(
+        self, section: Section, title: str, headers: report.Cells, rows: list[list[str]]
+    ) -> None:
+        report.publish(self._console, title, headers=headers, rows=rows, note=self._note)
+        self.found[section] = [dict(zip(headers, row, strict=True)) for row in rows]
+
+
+def main(
+    *,
+    section: Annotated[list[Section] | None, typer.Option(help="Only these.")] = None,
+    quick: Annotated[bool, typer.Option(help="Small and one round: half a minute.")] = False,
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    trace: Annotated[Path | None, typer.Option(help="A Mooncake JSON-lines file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A folder for offload.json and plots.")] = None,
+) -> None:
+    """Time to first token, bytes per second, decode steps and hits of host and disk tiers."""
+    console, host = Console(), machine.prepare("all")
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    bench = Bench(console, host, 1 if quick else rounds, quick=quick)
+    chosen = section or list(Section)
+    for name, measure in ((Section.TTFT, bench.ttft), (Section.COPIES, bench.copies),
+                          (Section.STEPS, bench.steps)):  # fmt: skip
+        if name in chosen:
+            measure()
+    if Section.REPLAY in chosen:
+        try:
+            bench.replay(trace, out)
+        except (TraceError, OSError) as error:
+            raise typer.BadParameter(str(error)) from error
+    if out is not None:
+        report.write_json(out / "offload.json", bench.found)
+
+
+if __name__ == "__main__":
+    typer.run(main)
