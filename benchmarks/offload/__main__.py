@@ -54,9 +54,7 @@ class Bench:
         length = QUICK_PROMPT if self._quick else PROMPT
         with report.progress(self._console, 4 * (1 + self._rounds)) as describe:
             seconds = ttft.measure(length, self._rounds, describe(f"{length:,} tokens"))
-        self._publish(
-            Section.TTFT, f"Prompt of {length:,} tokens, again", ttft.HEADERS, ttft.rows(seconds)
-        )
+        self._publish(Section.TTFT, f"{length:,} tokens again", [ttft.HEADERS, *ttft.rows(seconds)])
 
     def copies(self) -> None:
         """Arena and tiers."""
@@ -64,13 +62,13 @@ class Bench:
         sizes = list(QUICK_ITEM_BYTES if self._quick else ITEM_BYTES)
         with report.progress(self._console, 9 * len(sizes) * (1 + self._rounds)) as describe:
             rows = copies.measure(sizes, nbytes, self._rounds, done=describe)
-        self._publish(Section.COPIES, f"{nbytes >> 20} MiB at once", copies.HEADERS, rows)
+        self._publish(Section.COPIES, f"{nbytes >> 20} MiB at once", [copies.HEADERS, *rows])
 
     def steps(self) -> None:
         """Decode beside a tier."""
         with report.progress(self._console, 6 * (WARMED_UP + self._rounds)) as describe:
             rows = steps.measure(self._rounds, WARMED_UP, describe)
-        self._publish(Section.STEPS, "Decode step", steps.HEADERS, rows)
+        self._publish(Section.STEPS, "Decode step", [steps.HEADERS, *rows])
 
     def replay(self, trace: Path | None, folder: Path | None) -> None:
         """Hits by size of the arena."""
@@ -78,16 +76,14 @@ class Bench:
         total = len(streams) * len(replay.SHARES) * len(replay.TIERS)
         with report.progress(self._console, total) as describe:
             rows = replay.measure(streams, describe)
-        self._publish(
-            Section.REPLAY, "Hits with and without tiers", replay.HEADERS, [r.cells() for r in rows]
-        )
+        lines = [replay.HEADERS, *(row.cells() for row in rows)]
+        self._publish(Section.REPLAY, "Hits with and without tiers", lines)
         if folder is not None:
             xlabel, ylabel = "arena, GB", "hits, %"
             curves(folder / "offload.png", replay.panels(rows), xlabel=xlabel, ylabel=ylabel)
 
-    def _publish(
-        self, section: Section, title: str, headers: report.Cells, rows: list[list[str]]
-    ) -> None:
+    def _publish(self, section: Section, title: str, lines: list[report.Cells]) -> None:
+        headers, *rows = lines
         report.publish(self._console, title, headers=headers, rows=rows, note=self._note)
         self.found[section] = [dict(zip(headers, row, strict=True)) for row in rows]
 

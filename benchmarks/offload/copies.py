@@ -144,12 +144,15 @@ def measure(
             for label, ways in _ways(bench).items():
                 took = alternate(ways, rounds, done=done(f"{label}, items of {size >> 10} KiB"))
                 plain = [num_bytes / 1e9 / one for one in took.pop(PLAIN)]
-                for name, seconds in took.items():
-                    rates = [num_bytes / 1e9 / one for one in seconds]
-                    speeds = [Spread.of(each).show() for each in (rates, plain)]
-                    ratio = Spread.of_ratio(rates, plain).show()
-                    rows.append([f"{size >> 10} KiB", f"{label}, {name}", *speeds, ratio])
+                rates = {f"{label}, {name}": [num_bytes / 1e9 / one for one in seconds]
+                         for name, seconds in took.items()}  # fmt: skip
+                rows += [[f"{size >> 10} KiB", *_cells(way, rates[way], plain)] for way in rates]
     return rows
+
+
+def _cells(way: str, rates: list[float], plain: list[float]) -> list[str]:
+    speeds = [Spread.of(each).show() for each in (rates, plain)]
+    return [way, *speeds, Spread.of_ratio(rates, plain).show()]
 
 
 def _ways(bench: Bench) -> dict[str, dict[str, Way[float]]]:

@@ -82,14 +82,16 @@ def measure(length: int, rounds: int, done: Callable[[], None]) -> dict[str, lis
 
         # The order stays: each finds what the one before it left.
         ways = {MISS: disk.miss, ARENA: disk.again, DISK: disk.from_tier, HOST: of_host}
-        results: dict[str, list[float]] = {name: [] for name in ways}
-        for number in range(-1, rounds):
-            for name, way in ways.items():
-                seconds = way()
-                if number >= 0:
-                    results[name].append(seconds)
-                done()
-        return results
+        taken: list[dict[str, float]] = []
+        for _ in range(1 + rounds):
+            taken.append({name: _timed(way, done) for name, way in ways.items()})
+        return {name: [each[name] for each in taken[1:]] for name in ways}  # the first warms up
+
+
+def _timed(way: Callable[[], float], done: Callable[[], None]) -> float:
+    seconds = way()
+    done()
+    return seconds
 
 
 def rows(results: dict[str, list[float]]) -> list[list[str]]:

@@ -232,12 +232,14 @@ def test_a_reader_may_not_pile_up_parts(peer: Peer) -> None:
     refusal = greedy.receive(np.zeros(REFUSAL_BYTES, dtype=np.uint8), 99)
     request = PartRequest(real.token, greedy.address(), 7, 99, [(0, ARENA_BYTES)], joined=False)
     other = REQUEST_TAG + 1  # whatever its tag: what nobody takes would pile up unread
-    sent = [greedy.send(endpoint, encode_frame(request), other) for _ in range(20)]
+    sent: list[object] = []
     until = time.monotonic() + DEADLINE_S
     while not greedy.is_done(refusal) and time.monotonic() < until:
+        # On a busy machine a burst may arrive one by one, each answered before the next comes.
+        if time.monotonic() >= until - DEADLINE_S + len(sent) / 20:
+            sent += [greedy.send(endpoint, encode_frame(request), other) for _ in range(20)]
         greedy.progress()
     assert b"parts in flight" in refusal.buffer.tobytes()
-    assert sent
     greedy.close()
 
 
