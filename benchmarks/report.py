@@ -1,4 +1,4 @@
-"""The output of every benchmark: a progress bar, tables, JSON, and rows for README.md."""
+"""The output of every benchmark: a progress bar, tables, JSON, and rows for pages/."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ def publish(
     console.print(note, style="dim", highlight=False)
     today = date.today().isoformat()
     lines = [f"| {today} | {' | '.join(row)} |" for row in rows]
-    console.print("\nRows for benchmarks/README.md:", style="dim")
+    console.print("\nRows for benchmarks/pages/:", style="dim")
     console.print("\n".join(lines), style="dim", highlight=False, soft_wrap=True)
 
 

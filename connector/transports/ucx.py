@@ -3,7 +3,8 @@
 Knows peers, parts and what may go wrong between them; ucxx is `ucx_worker.py`'s business. A peer
 that vanishes must be noticed, and in that mode UCX 1.21 sends messages over TCP or RDMA, never
 through shared memory: on one host `shm` is faster. Without that mode a peer that dies takes the
-reading process with it, or writes into the arena after the end of a read (benchmarks/README.md).
+reading process with it, or writes into the arena after the end of a read
+(benchmarks/pages/transfer.md).
 """
 
 import ctypes

@@ -3,7 +3,7 @@
 Every request leaves the state at its end, which costs no copy. States before the end are copies:
 some workloads find them again (other questions about one document, the same prompt twice), others
 never do, and then a state only takes the room of blocks. So each kind of position is kept while it
-pays, and tried again from time to time (measured in benchmarks/README.md).
+pays, and tried again from time to time (figures: benchmarks/pages/kv_cache_policies.md).
 """
 
 from collections.abc import Iterable
