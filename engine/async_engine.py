@@ -21,9 +21,11 @@ from engine.errors import (
     EngineDeadError,
     EngineGenerateError,
     KVLoadError,
+    KVTransferParamsError,
     TandemError,
     UnavailableError,
 )
+from engine.grammar import GrammarCompiler, Matcher
 from engine.kv_connector import AdmissionConnector, Admitted, FirstToken
 from engine.metrics import RequestMetrics
 from engine.prompt_checks import check_priority, check_prompt, check_token_ids
@@ -44,11 +46,12 @@ Stream = asyncio.Queue[GenerateOutput | TandemError]
 
 @dataclass(slots=True, frozen=True)
 class EngineLimits:
-    """The bounds of a request, and the tokens that end one."""
+    """The bounds of a request, the tokens that end one, and the compiler of grammars."""
 
     max_model_len: int
     vocab_size: int
     eos_token_ids: frozenset[int]
+    grammars: GrammarCompiler
 
 
 class AsyncEngine:
@@ -98,13 +101,16 @@ class AsyncEngine:
         if self._refuses_new:
             raise UnavailableError(SHUTTING_DOWN)
         self._validate(request)
+        matcher = None
+        if grammar := request.sampling.grammar:
+            matcher = await asyncio.to_thread(self.limits.grammars.matcher, grammar)
         admitted = await self._admit(request)
         request_id = admitted.request.request_id
         stream = self._streams[request_id] = Stream()
         timer = self._metrics.start(admitted.request)
         all_taken = False
         try:
-            self._submit(admitted)
+            self._submit(admitted, matcher)
             while not all_taken:
                 output = await stream.get()
                 if isinstance(output, TandemError):
@@ -184,7 +190,10 @@ class AsyncEngine:
     def _validate(self, request: GenerateRequest) -> None:
         vocab_size, max_model_len = self.limits.vocab_size, self.limits.max_model_len
         check_prompt(request.prompt_token_ids, vocab_size=vocab_size, max_model_len=max_model_len)
-        check_token_ids(request.sampling.stop_token_ids, vocab_size, "stop_token_ids")
+        sampling = request.sampling
+        check_token_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
+        check_token_ids(tuple(sampling.logit_bias), vocab_size, "logit_bias")
+        check_token_ids(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
         check_priority(request.priority, self.core.scheduler.config.scheduling_policy)
 
     async def _admit(self, request: GenerateRequest) -> Admitted:
@@ -197,19 +206,25 @@ class AsyncEngine:
         finally:
             self._num_admitting -= 1
 
-    def _submit(self, admitted: Admitted) -> None:
-        origin = admitted.request
+    def _submit(self, admitted: Admitted, matcher: Matcher | None) -> None:
+        origin, first = admitted.request, admitted.first_token
         # Admission awaits: the engine may have died or closed since `generate` looked.
         if self._is_over or not self.is_alive:
             self._admission.withdraw(origin.request_id)
             raise UnavailableError(SHUTTING_DOWN) if self.is_alive else _dead_engine()
+        if matcher and first and not matcher.allows(first.token_id):
+            self._admission.withdraw(origin.request_id)
+            raise KVTransferParamsError(
+                f"first_token_ids {first.token_id}: the request's grammar does not allow it"
+            )
         request = Request.from_generate(
             origin,
             self.core.scheduler.cache.hasher,
             max_model_len=self.limits.max_model_len,
             eos_token_ids=self.limits.eos_token_ids,
+            matcher=matcher,
         )
-        self._inbox.put(lambda: self._add(request, admitted.first_token))
+        self._inbox.put(lambda: self._add(request, first))
 
     def _add(self, request: Request, first_token: FirstToken | None) -> None:
         """Runs in the engine thread."""

@@ -6,6 +6,7 @@ Torch-free. The table `TRANSITIONS` lists every legal change of status.
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from engine.grammar import Matcher
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.tables import BlockTables
 from engine.types import (
@@ -70,7 +71,7 @@ class Request:
     `prefix` gives the digests of its tokens. Since its last start the first `num_local_tokens` were
     here, and a load brings, or has brought, what is missing of the first `num_loading_tokens`; the
     rest of the prompt is computed. `is_counted`: the sources of its prompt are. Only the connector
-    reads `kv_transfer_params`.
+    reads `kv_transfer_params`. `matcher` follows the output if a grammar binds it.
 
     Once it has ended, its blocks stay until `num_holds` holds on them have ended too.
 
@@ -103,6 +104,7 @@ class Request:
     stop_token: TokenId | None = None
     last_logprob: TokenLogprob | None = None
     token_counts: dict[TokenId, int] = field(default_factory=dict)
+    matcher: Matcher | None = None
 
     @classmethod
     def from_generate(
@@ -112,20 +114,23 @@ class Request:
         *,
         max_model_len: int,
         eos_token_ids: frozenset[TokenId],
+        matcher: Matcher | None = None,
     ) -> "Request":
         """The engine's view of `origin`; the output ends at the context limit at the latest."""
-        num_prompt = len(origin.prompt_token_ids)
+        num_prompt, sampling = len(origin.prompt_token_ids), origin.sampling
         token_ids = list(origin.prompt_token_ids)
         return cls(
             request_id=origin.request_id,
             token_ids=token_ids,
             num_prompt_tokens=num_prompt,
-            sampling=origin.sampling,
-            eos_token_ids=frozenset() if origin.sampling.ignore_eos else eos_token_ids,
-            max_total_tokens=min(num_prompt + origin.sampling.max_tokens, max_model_len),
+            sampling=sampling,
+            # Once a grammar has ended there is nothing but the end of text to choose.
+            eos_token_ids=frozenset() if sampling.ignore_eos and not matcher else eos_token_ids,
+            max_total_tokens=min(num_prompt + sampling.max_tokens, max_model_len),
             prefix=PrefixDigests(hasher, token_ids, origin.cache_salt),
             kv_transfer_params=origin.kv_transfer_params,
             priority=origin.priority,
+            matcher=matcher,
         )
 
     @property
@@ -167,6 +172,8 @@ class Request:
         self.token_ids.append(token_id)
         self.last_logprob = logprob
         self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         self.finish_reason = self._finish_reason(token_id)
 
     def forbidden_tokens(self) -> frozenset[TokenId]:

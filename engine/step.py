@@ -29,6 +29,7 @@ class SamplingInput(msgspec.Struct, frozen=True):
     """The input for choosing one token.
 
     `position`: number of tokens before it; it seeds the draw. `forbidden` tokens are never chosen.
+    `allowed`: with a grammar, a bit per token that may come next, least significant first.
     `seen` (prompt and output) and `counts` (output, by token) are given when a penalty needs them.
     """
 
@@ -37,6 +38,7 @@ class SamplingInput(msgspec.Struct, frozen=True):
     forbidden: frozenset[TokenId] = NO_TOKENS
     seen: frozenset[TokenId] = NO_TOKENS
     counts: Mapping[TokenId, int] = NO_COUNTS
+    allowed: bytes = b""
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True):

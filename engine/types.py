@@ -14,6 +14,9 @@ MAX_TOKENS_IN_REQUEST = 4_194_304
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_TOKEN_ID = 2**32 - 1
+MAX_GRAMMAR_CHARS = 262_144
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKENS = 65_536
 MAX_KV_TRANSFER_PARAMS_BYTES = 8 * 2**20
 
 # Everything from another process is bounded by its type, so decoding checks it.
@@ -43,7 +46,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `seed` feeds a counter-based generator (seed, position), so a token depends on nothing else: not
     on the batch, not on the node. `logprobs` asks for that many alternatives besides the chosen
-    token. Temperatures and repetition penalties that are too small to compute with are raised.
+    token. `grammar` (see `engine.grammar`) and `allowed_token_ids` bind the output unless they are
+    empty. `logit_bias` is added to the logits of its tokens. Temperatures and repetition penalties
+    that are too small to compute with are raised.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS_IN_REQUEST)] = 16
@@ -59,6 +64,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Meta(ge=-100.0, le=100.0)]],
+        Meta(max_length=MAX_LOGIT_BIASES),
+    ] = {}
+    allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_ALLOWED_TOKENS)] = ()
 
     def __post_init__(self) -> None:
         """Raises small values here, so that all nodes and proxies compute with the same ones."""

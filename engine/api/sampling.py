@@ -11,6 +11,7 @@ from msgspec import UnsetType
 from engine.api.json_body import convert
 from engine.api.schema import SamplingFields
 from engine.api.serving import Serving
+from engine.api.structured_output import grammar_of
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.prompt_checks import check_token_ids
 from engine.types import SamplingParams
@@ -43,7 +44,12 @@ def sampling_params(
         "stop_token_ids": fields.stop_token_ids or (),
         "ignore_eos": fields.ignore_eos is True,
         "logprobs": logprobs,
+        "grammar": _grammar(fields, serving),
+        "logit_bias": fields.logit_bias or {},
+        "allowed_token_ids": fields.allowed_token_ids or (),
     }
+    for name in ("logit_bias", "allowed_token_ids"):
+        check_token_ids(tuple(values[name]), serving.vocab_size, name)
     # Later sources win: the request's own values over the model's defaults.
     for source in (serving.defaults, fields):
         found = {name: getattr(source, name, None) for name in _SAMPLING}
@@ -59,6 +65,18 @@ def sampling_params(
     raise InvalidRequestError(
         f"min_tokens={sampling.min_tokens} is more than max_tokens={max_tokens}", param="min_tokens"
     )
+
+
+def _grammar(fields: SamplingFields, serving: Serving) -> str:
+    grammar = grammar_of(fields)
+    if grammar:
+        serving.tokenizer.require_text("structured output")
+    if grammar and fields.allowed_token_ids:
+        raise InvalidRequestError(
+            "a grammar and allowed_token_ids both bind the output: give one",
+            param="allowed_token_ids",
+        )
+    return grammar
 
 
 def with_seed_offset(sampling: SamplingParams, offset: int) -> SamplingParams:

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
+from engine.api.structured_output import GrammarFields
 from engine.errors import InvalidRequestError
-from engine.types import MAX_LOGPROBS, MAX_STOP_STRINGS
+from engine.types import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_STRINGS
 
 MAX_CHOICES = 64
 MAX_PROMPTS = 64
@@ -22,6 +23,8 @@ _StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
 _Label = Annotated[str, Meta(max_length=256)]
 _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _TokenIds = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+_AllowedTokenIds = Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKENS)]
+_LogitBias = Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIASES)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +35,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     include_obfuscation: bool | None = None
 
 
-class _Labels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _Labels(GrammarFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Labels for the caller's own bookkeeping; they change no token.
 
     `prompt_cache_key`, or else `user`, may choose the nodes, as the header X-Session-ID does.
@@ -50,7 +53,6 @@ class _Labels(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys that must ask for nothing: null, false, "", [], {} or the value that `_NEUTRAL` adds."""
 
-    allowed_token_ids: Any = None
     audio: Any = None
     bad_words: Any = None
     best_of: Any = None
@@ -62,14 +64,9 @@ class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     ec_transfer_params: Any = None
     function_call: Any = None
     functions: Any = None
-    guided_choice: Any = None
     guided_decoding_backend: Any = None
-    guided_grammar: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
     include_reasoning: Any = None
     length_penalty: Any = None
-    logit_bias: Any = None
     logits_processors: Any = None
     mm_processor_kwargs: Any = None
     modalities: Any = None
@@ -78,10 +75,8 @@ class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
     reasoning_effort: Any = None
-    response_format: Any = None
     return_tokens_as_token_ids: Any = None
     spaces_between_special_tokens: Any = None
-    structured_outputs: Any = None
     suffix: Any = None
     tool_choice: Any = None
     tools: Any = None
@@ -116,7 +111,6 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
     "spaces_between_special_tokens": (True,),
     "tool_choice": ("none", "auto"),
     "verbosity": ("medium",),
@@ -143,6 +137,8 @@ class SamplingFields(_Unsupported, frozen=True, kw_only=True, forbid_unknown_fie
     )
     stop_token_ids: _TokenIds | None = None
     ignore_eos: bool | None = None
+    allowed_token_ids: _AllowedTokenIds | None = None
+    logit_bias: _LogitBias | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None

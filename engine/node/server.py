@@ -22,6 +22,7 @@ from engine.arena import ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
 from engine.core import EngineCore
+from engine.grammar import GrammarCompiler
 from engine.hosts import addresses_here, advertised_host
 from engine.http.server import HttpServer
 from engine.kv_cache.listener import CacheListener, CacheListeners
@@ -192,7 +193,9 @@ class NodeServer:
             "The KV cache's layout, in labels.",
             {**plan_labels(plan), "enable_prefix_caching": config.enable_prefix_caching},
         )
-        return plan, EngineLimits(max_model_len, model.config.vocab_size, model.eos_token_ids)
+        vocab_size, eos_token_ids = model.config.vocab_size, model.eos_token_ids
+        grammars = GrammarCompiler(model.path, vocab_size, eos_token_ids)
+        return plan, EngineLimits(max_model_len, vocab_size, eos_token_ids, grammars)
 
     def _connect(
         self, model: ModelFolder, plan: ArenaPlan, arena: ArenaMemory, *, max_model_len: int

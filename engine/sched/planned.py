@@ -39,4 +39,5 @@ def _sampling_input(request: Request) -> SamplingInput:
         request.forbidden_tokens() if params.min_tokens else NO_TOKENS,
         frozenset(tokens) if params.repetition_penalty != 1.0 else NO_TOKENS,
         request.token_counts if counted else NO_COUNTS,
+        b"" if request.matcher is None else request.matcher.allowed(),
     )

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping
 from math import isfinite, isnan
 
+import numpy as np
 import structlog
 import torch
 from torch import Tensor
@@ -53,7 +54,9 @@ def uniform(seed: int, position: int) -> float:
 
 def _is_greedy(item: SamplingInput) -> bool:
     """True if the highest raw logit wins."""
-    return not (item.params.temperature > 0.0 or item.forbidden or item.seen or item.counts)
+    params = item.params
+    is_bound = item.allowed or params.allowed_token_ids or params.logit_bias or item.forbidden
+    return not (params.temperature > 0.0 or is_bound or item.seen or item.counts)
 
 
 def _sample_one(row: Tensor, item: SamplingInput, *, greedy: int) -> SampledToken:
@@ -65,12 +68,33 @@ def _sample_one(row: Tensor, item: SamplingInput, *, greedy: int) -> SampledToke
 def _choose(row: Tensor, item: SamplingInput) -> int:
     scores = row.to(torch.float64, copy=True)
     params = item.params
+    for token, bias in params.logit_bias.items():
+        scores[token] += bias
     _penalise(scores, item)
-    if item.forbidden:
-        scores[[token for token in item.forbidden if token < scores.numel()]] = -torch.inf
+    if item.forbidden or item.allowed or params.allowed_token_ids:
+        scores[_blocked(item, scores.numel()).to(scores.device)] = -torch.inf
     if params.temperature == 0.0:
         return int(scores.argmax())
     return _draw(scores / params.temperature, params, uniform(params.seed, item.position))
+
+
+def _blocked(item: SamplingInput, vocab_size: int) -> Tensor:
+    """bool [vocab]: True for tokens that may not be chosen. Raises ValueError if all are."""
+    blocked = torch.zeros(vocab_size, dtype=torch.bool)
+    if item.allowed:
+        bits = np.unpackbits(np.frombuffer(item.allowed, np.uint8), bitorder="little")
+        blocked |= torch.from_numpy(bits[:vocab_size] == 0)
+    if item.params.allowed_token_ids:
+        outside = torch.ones_like(blocked)
+        outside[list(item.params.allowed_token_ids)] = False
+        blocked |= outside
+    with_ends = blocked.clone()
+    with_ends[[token for token in item.forbidden if token < vocab_size]] = True
+    # Where a grammar allows nothing but the end, it ends before `min_tokens`.
+    blocked = blocked if with_ends.all() else with_ends
+    if blocked.all():
+        raise ValueError("the grammar and allowed_token_ids have no token in common")
+    return blocked
 
 
 def _penalise(scores: Tensor, item: SamplingInput) -> None:

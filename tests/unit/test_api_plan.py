@@ -204,9 +204,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"bogus": 1}, "bogus", "unknown parameter"),
     ({"echo": True}, "echo", "not supported"),
     ({"best_of": 2}, "best_of", "best_of=2 is not supported"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
     ({"suffix": "x"}, "suffix", "not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
 ]
 
 

@@ -1,6 +1,7 @@
 """The bridge to the engine thread when that thread dies: nobody may wait for ever."""
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -9,6 +10,7 @@ from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError
+from engine.grammar import GrammarCompiler
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
@@ -36,7 +38,9 @@ class FragileCore(EngineCore):
 
 
 async def test_a_waiting_caller_hears_why_the_engine_died() -> None:
-    limits = EngineLimits(max_model_len=64, vocab_size=10, eos_token_ids=frozenset())
+    none: frozenset[int] = frozenset()
+    grammars = GrammarCompiler(Path(), 10, none)
+    limits = EngineLimits(max_model_len=64, vocab_size=10, eos_token_ids=none, grammars=grammars)
     metrics = RequestMetrics(NodeMetrics("m", "e"))
     engine = AsyncEngine(FragileCore(), LocalAdmission(), limits, metrics=metrics)
     engine.start()

@@ -1,0 +1,133 @@
+"""The grammar that a request asks for, in OpenAI's and in vLLM's words. Pure."""
+
+import json
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+import llguidance
+import msgspec
+from msgspec import Meta
+
+from engine.errors import InvalidRequestError
+from engine.grammar import check_grammar
+from engine.types import MAX_GRAMMAR_CHARS
+
+Text = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
+ANY_OBJECT = {"type": "object"}
+WHITE_SPACE = r"\n?[ \t]{0,16}"
+"""Between two parts of a JSON text: a small model may like white space too much to ever end."""
+
+
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's wrapping of a schema; `strict` changes nothing, since every schema is enforced."""
+
+    schema_: Any = msgspec.field(name="schema", default=None)
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`; exactly one of them is given."""
+
+    json: Any = None
+    regex: Text | None = None
+    choice: Choices | None = None
+    grammar: Text | None = None
+    json_object: bool | None = None
+
+
+class GrammarFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The keys of a request that may ask for a grammar; `guided_*` are vLLM's former ones."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Any = None
+    guided_regex: Text | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: Text | None = None
+
+
+def grammar_of(fields: GrammarFields) -> str:
+    """The grammar for `SamplingParams`, empty for none.
+
+    Raises InvalidRequestError for one that cannot be compiled, and for two at once.
+    """
+    asked = [(param, make, value) for param, make, value in _asked(fields) if value is not None]
+    if not asked:
+        return ""
+    if len(asked) > 1:
+        names = " and ".join(param for param, _, _ in asked)
+        raise InvalidRequestError(f"{names} both bind the output: give one", param=asked[1][0])
+    ((param, make, value),) = asked
+    try:
+        grammar = make(value)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{param} is no grammar: {error}", param=param) from error
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(
+            f"{param} has {len(grammar)} characters, {MAX_GRAMMAR_CHARS} are allowed", param=param
+        )
+    check_grammar(grammar, param)
+    return grammar
+
+
+Asked = tuple[str, Callable[[Any], str], Any]
+
+
+def _asked(fields: GrammarFields) -> list[Asked]:
+    outputs = fields.structured_outputs or StructuredOutputs()
+    return [
+        ("response_format", _json, _schema_of(fields.response_format)),
+        ("structured_outputs.json", _json, outputs.json),
+        ("structured_outputs.json_object", _json, ANY_OBJECT if outputs.json_object else None),
+        ("structured_outputs.regex", _regex, outputs.regex),
+        ("structured_outputs.choice", _choice, outputs.choice),
+        ("structured_outputs.grammar", _lark, outputs.grammar),
+        ("guided_json", _json, fields.guided_json),
+        ("guided_regex", _regex, fields.guided_regex or None),
+        ("guided_choice", _choice, fields.guided_choice or None),
+        ("guided_grammar", _lark, fields.guided_grammar or None),
+    ]
+
+
+def _schema_of(form: ResponseFormat | None) -> Any:
+    """The schema that a `response_format` means; None for plain text."""
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return ANY_OBJECT
+    if form.json_schema is None or form.json_schema.schema_ is None:
+        raise InvalidRequestError(
+            "response_format of type json_schema needs json_schema.schema", param="response_format"
+        )
+    return form.json_schema.schema_
+
+
+def _json(schema: Any) -> str:
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return str(
+        llguidance.LLMatcher.grammar_from_json_schema(
+            text, defaults={"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
+        )
+    )
+
+
+def _regex(pattern: str) -> str:
+    return str(llguidance.LLMatcher.grammar_from_regex(pattern))
+
+
+def _choice(choices: list[str]) -> str:
+    return _lark("start: " + " | ".join(map(json.dumps, choices)))
+
+
+def _lark(text: str) -> str:
+    return str(llguidance.grammar_from("grammar", text))

@@ -1,0 +1,77 @@
+"""Grammars that bind a request's output: compiled and followed by llguidance.
+
+A grammar is one string, llguidance's JSON form; the API makes it from a JSON schema, a regular
+expression, a list of choices or a Lark grammar. Every node that works on a request compiles it
+again: what it allows next depends on the output tokens alone, so P and D agree.
+"""
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+import llguidance
+
+from engine.errors import InvalidRequestError
+from engine.types import TokenId
+
+
+class Matcher:
+    """Follows one request's output; one thread at a time."""
+
+    def __init__(self, inner: llguidance.LLMatcher) -> None:
+        self._inner = inner
+
+    def allowed(self) -> bytes:
+        """A bit per token of the vocabulary, least significant first: set if it may come next.
+
+        Where the grammar ends, that is the end of text.
+        """
+        return self._inner.compute_bitmask()
+
+    def allows(self, token_id: TokenId) -> bool:
+        """True if `token_id` may come next."""
+        return self._inner.validate_tokens([token_id]) == 1
+
+    def accept(self, token_id: TokenId) -> None:
+        """The output goes on with `token_id`, which was allowed; else nothing may follow."""
+        if not self._inner.is_stopped():
+            self._inner.consume_token(token_id)
+
+
+class GrammarCompiler:
+    """Compiles grammars for the tokens of one model folder; any thread.
+
+    `vocab_size`: logits per token, which may be more than the tokenizer has.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Iterable[TokenId]) -> None:
+        self._path = folder / "tokenizer.json"
+        self._vocab_size = vocab_size
+        self._eos_token_ids = sorted(eos_token_ids)
+
+    def matcher(self, grammar: str) -> Matcher:
+        """Raises InvalidRequestError for a grammar that cannot be compiled, with the cause."""
+        if not self._eos_token_ids:
+            raise InvalidRequestError("a grammar needs a model with an end-of-text token")
+        inner = llguidance.LLMatcher(self._tokenizer, grammar)
+        if inner.is_error():
+            raise InvalidRequestError(f"the grammar cannot be compiled: {inner.get_error()}")
+        return Matcher(inner)
+
+    @cached_property
+    def _tokenizer(self) -> llguidance.LLTokenizer:
+        # Built with the first grammar: it takes a second for large vocabularies.
+        if not self._path.is_file():
+            raise InvalidRequestError(
+                "a grammar needs a tokenizer and this model folder has no tokenizer.json",
+                code="no_tokenizer",
+            )
+        return llguidance.LLTokenizer(
+            self._path.read_text(encoding="utf-8"), self._vocab_size, self._eos_token_ids
+        )
+
+
+def check_grammar(grammar: str, param: str) -> None:
+    """Raises InvalidRequestError that names `param` unless `grammar` can be compiled."""
+    if problem := llguidance.LLMatcher.validate_grammar(grammar, None):
+        raise InvalidRequestError(f"{param} is no grammar: {problem.strip()}", param=param)

@@ -1,0 +1,136 @@
+"""Grammars and biases across the hand-over: P and D choose as one node does, and keep to them."""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+
+from tests.asking import CHAT, ask, question
+from tests.node_double import client_of
+from tests.pairs import prompt_of
+from tests.processes import API_KEY, ServedCluster
+
+PROMPT = list(prompt_of(40, salt=3))
+SCHEMA = {
+    "type": "object",
+    "properties": {"color": {"enum": ["red", "blue"]}, "ok": {"type": "boolean"}},
+    "required": ["color", "ok"],
+    "additionalProperties": False,
+}
+DATE = "[0-9]{4}-[0-9]{2}"
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.2},
+}
+
+
+def is_schema(text: str) -> bool:
+    value = json.loads(text)
+    assert value.keys() == {"color", "ok"}
+    return value["color"] in ("red", "blue") and isinstance(value["ok"], bool)
+
+
+GRAMMARS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
+    "schema": ({"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+               is_schema),
+    "guided json": ({"guided_json": json.dumps(SCHEMA)}, is_schema),
+    "regex": ({"structured_outputs": {"regex": DATE}}, re.compile(DATE).fullmatch),
+    "choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, re.compile("yes|no").fullmatch),
+    "lark": ({"guided_grammar": 'start: "a" "b"+ "c"'}, re.compile("ab+c").fullmatch),
+    "gbnf": ({"guided_grammar": 'root ::= "a" [0-9] "b"'}, re.compile("a[0-9]b").fullmatch),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+async def test_the_output_keeps_to_the_grammar_as_on_one_node(
+    served: ServedCluster, name: str
+) -> None:
+    asked, fits = GRAMMARS[name]
+    for sampling in SAMPLING.values():
+        body = question(PROMPT, max_tokens=200, ignore_eos=False, logprobs=2, **asked, **sampling)
+        pair, alone = await ask(served.proxy.url, body), await ask(served.d.url, body)
+        assert pair.token_ids == alone.token_ids
+        assert pair.body["choices"][0]["logprobs"] == alone.body["choices"][0]["logprobs"]
+        assert pair.body["choices"][0]["finish_reason"] == "stop"
+        assert fits(pair.body["choices"][0]["text"])
+
+
+async def test_the_openai_client_streams_an_object(served: ServedCluster) -> None:
+    async with client_of(served.proxy.url, API_KEY) as client:
+        stream = await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hello"}],
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "light", "schema": SCHEMA, "strict": True},
+            },
+            stream=True,
+            max_tokens=200,
+        )
+        parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
+    assert is_schema("".join(parts))
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+async def test_biases_and_allowed_tokens_hold_on_both_nodes(
+    served: ServedCluster, sampling: str
+) -> None:
+    plain = question(PROMPT, **SAMPLING[sampling])
+    free = (await ask(served.d.url, plain)).token_ids
+    for rule in (
+        {"logit_bias": {str(free[0]): -100}},
+        {"logit_bias": {"7": 100}},
+        {"allowed_token_ids": [7, 8, 9]},
+    ):
+        body = {**plain, **rule}
+        pair, alone = await ask(served.proxy.url, body), await ask(served.d.url, body)
+        assert pair.token_ids == alone.token_ids
+        if "allowed_token_ids" in rule:
+            assert set(pair.token_ids) <= {7, 8, 9}
+        elif "7" in rule["logit_bias"]:
+            assert pair.token_ids == [7] * 10
+        else:
+            assert free[0] not in pair.token_ids
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+        ({"guided_json": {"type": "nothing"}}, "guided_json", "nothing"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "give one"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema.schema"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "length >= 1"),
+        ({"guided_regex": "a", "allowed_token_ids": [7]}, "allowed_token_ids", "give one"),
+        ({"logit_bias": {"999999": 1}}, "logit_bias", "outside"),
+        ({"logit_bias": {"5": 101}}, "logit_bias", "100"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids", "outside"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+async def test_a_wrong_rule_names_key_and_cause(
+    served: ServedCluster, body: dict[str, Any], param: str, message: str
+) -> None:
+    for url in (served.proxy.url, served.d.url):
+        error = (await ask(url, question(PROMPT, **body))).error(400)
+        assert message in error["message"]
+        assert error["param"].startswith(param)
+
+
+async def test_a_chat_without_bounds_is_unchanged(served: ServedCluster) -> None:
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 5, "temperature": 0,
+            "return_token_ids": True}  # fmt: skip
+    plain = await ask(served.proxy.url, chat, path=CHAT)
+    neutral = {**chat, "response_format": {"type": "text"}, "logit_bias": {}}
+    assert (await ask(served.proxy.url, neutral, path=CHAT)).token_ids == plain.token_ids
+
+
+async def test_the_client_raises_what_the_server_refuses(served: ServedCluster) -> None:
+    async with client_of(served.proxy.url, API_KEY) as client:
+        with pytest.raises(openai.BadRequestError, match="unclosed group"):
+            await client.completions.create(
+                model="tiny", prompt="hello", extra_body={"guided_regex": "(a"}
+            )
