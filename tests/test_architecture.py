@@ -82,6 +82,7 @@ LOCAL_IMPORTS = {
     "engine/model_configs/folder.py::_download": "huggingface_hub is optional and slow to import",
 }
 ROLE_PLACES = {
+    "engine/api/schema.py": "who speaks in a chat: no role of a node",
     "engine/config.py": "declares the values of kv_role",
     "connector/pd/decode/admission.py": "the door: the one table of what a role refuses",
 }

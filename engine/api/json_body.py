@@ -16,7 +16,7 @@ from engine.errors import InvalidRequestError, KVTransferParamsError, PromptTooL
 from engine.types import MAX_KV_TRANSFER_PARAMS_BYTES, KVTransferParams
 
 MAX_ITEMS = 1_048_576
-MAX_TEMPLATE_KWARGS_BYTES = 1_048_576
+MAX_TEMPLATE_BYTES = 1_048_576  # of each member that only chat templates read
 MAX_OTHER_BYTES = 262_144
 MAX_COLONS = 4096
 
@@ -32,6 +32,7 @@ class _LargeMembers(msgspec.Struct, frozen=True):
     messages: Raw = Raw()
     tokens: Raw = Raw()
     chat_template_kwargs: Raw = Raw()
+    tools: Raw = Raw()
     kv_transfer_params: Raw = Raw()
 
 
@@ -123,12 +124,11 @@ def _check_sizes(body: bytes, max_model_len: int) -> None:
         raise InvalidRequestError(
             f"messages: {num_messages} turns, at most {MAX_MESSAGES} are taken", param="messages"
         )
-    kwargs = len(large["chat_template_kwargs"])
-    if kwargs > MAX_TEMPLATE_KWARGS_BYTES:
-        raise InvalidRequestError(
-            f"chat_template_kwargs take {kwargs} bytes: send at most {MAX_TEMPLATE_KWARGS_BYTES}",
-            param="chat_template_kwargs",
-        )
+    for name in ("chat_template_kwargs", "tools"):
+        if (size := len(large[name])) > MAX_TEMPLATE_BYTES:
+            raise InvalidRequestError(
+                f"{name} take {size} bytes: send at most {MAX_TEMPLATE_BYTES}", param=name
+            )
 
 
 def _check_num_items(text: bytes, name: str, max_model_len: int) -> None:

@@ -115,7 +115,7 @@ class Operations:
             )
         if fields.messages is None or fields.prompt is not None:
             raise InvalidRequestError("send either prompt or messages", param="prompt")
-        return encode_chat(fields, fields.messages, self._serving)
+        return encode_chat(fields, fields.messages, self._serving, tools=fields.tools or ())
 
     def _detokenize(self, body: bytes) -> object:
         fields = decode_body(body, DetokenizeRequest, self._serving.max_model_len)

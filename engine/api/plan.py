@@ -22,6 +22,7 @@ from engine.api.schema import (
     TokenizeRequest,
 )
 from engine.api.serving import Serving
+from engine.api.tool_schema import Tool, check_arguments, offered_tools
 from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
 from engine.prompt_checks import check_prompt
 from engine.types import GenerateRequest, KVTransferParams, TokenId
@@ -99,20 +100,28 @@ def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> P
     kv_params = _kv_params(fields, serving)
     check_model(fields.model, serving)
     logprobs = _chat_logprobs(fields)
-    prompt = encode_chat(fields, fields.messages, serving)
+    tools = offered_tools(fields.tools, fields.tool_choice)
+    prompt = encode_chat(fields, fields.messages, serving, tools=tools)
     default = serving.defaults.max_new_tokens
     plan = _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
     return _of_session(plan, session_id, fields)
 
 
 def encode_chat(
-    fields: ChatRequest | TokenizeRequest, messages: Sequence[Message], serving: Serving
+    fields: ChatRequest | TokenizeRequest,
+    messages: Sequence[Message],
+    serving: Serving,
+    *,
+    tools: Sequence[Tool],
 ) -> TokenIds:
     """Token ids of a conversation, by the model's chat template."""
+    check_arguments([call for message in messages for call in message.tool_calls or ()])
+    # As in transformers the name is always there: templates test it in several ways.
+    offered = {"tools": [tool.for_template() for tool in tools]} if tools else {}
     return serving.tokenizer.encode_chat(
         [message.for_template() for message in messages],
         add_generation_prompt=fields.add_generation_prompt is not False,
-        extra=fields.chat_template_kwargs or {},
+        extra={"tools": None, **(fields.chat_template_kwargs or {}), **offered},
         max_tokens=serving.max_model_len,
     )
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, UnsetType
 
 from engine.api.structured_output import GrammarFields
+from engine.api.tool_schema import Calls, Tools
 from engine.errors import InvalidRequestError
 from engine.types import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_STRINGS
 
@@ -86,11 +87,13 @@ class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     vllm_xargs: Any = None
     web_search_options: Any = None
 
+    _SERVED = frozenset[str]()  # no field: keys that a kind of request does serve
+
     def __post_init__(self) -> None:
         """Raise InvalidRequestError that names the first key with a value that matters."""
         for key in _Unsupported.__annotations__:
             value = getattr(self, key)
-            if value is None:
+            if value is None or key in self._SERVED:
                 continue
             neutral = (*_EMPTY, *_NEUTRAL.get(key, ()))
             # `==` alone would take 0 for False and 1 for True.
@@ -175,28 +178,42 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One message of a chat.
 
-    The keys after `name` come back from the openai client's own reply objects, as null.
+    The keys after `tool_calls` come back from the openai client's own reply objects, as null.
     """
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: _Label | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    tool_call_id: _Label | None = None
+    tool_calls: Calls | None = None
     refusal: None = None
     annotations: tuple[()] | None = None
     audio: None = None
     function_call: None = None
-    tool_calls: tuple[()] | None = None
 
     def __post_init__(self) -> None:
-        """Python between any two messages: other threads may go on while millions are decoded."""
+        """Raise ValueError for calls of anyone but the assistant, and for a message without text.
 
-    def for_template(self) -> dict[str, str]:
+        It is also Python between two messages: other threads go on while millions are decoded.
+        """
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"role={self.role!r} has tool_calls: only the assistant calls tools")
+        if self.content is None and not self.tool_calls:
+            # msgspec's own words, which the decoder explains.
+            raise ValueError("Object missing required field `content`")
+
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it; line feeds join text parts, as in vLLM."""
-        parts = self.content
+        parts = self.content or ""
         text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
-        extras = {"name": self.name, "reasoning_content": self.reasoning_content or self.reasoning}
+        extras = {
+            "name": self.name,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
+        }
         return {
             "role": self.role,
             "content": text,
@@ -211,7 +228,11 @@ TemplateExtras = Annotated[dict[_Label, Any], Meta(max_length=64)]
 class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
+    _SERVED = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+
     messages: Messages
+    tools: Tools | None = None
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
@@ -227,6 +248,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
+    tools: Tools | None = None
     chat_template_kwargs: TemplateExtras | None = None
 
 

@@ -1,0 +1,116 @@
+"""Tools in request bodies: what a chat offers, what it has called, and which choice it leaves."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from engine.errors import InvalidRequestError
+
+MAX_TOOLS = 512
+MAX_CALLS = 256  # of one message
+MAX_ARGUMENT_ITEMS = 262_144  # of all calls of a conversation
+
+_Name = Annotated[str, Meta(min_length=1, max_length=256)]
+_Label = Annotated[str, Meta(max_length=256)]
+
+_LEAVES_IT_TO_THE_MODEL: tuple[object, ...] = (None, False, "", [], {}, "auto")
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call; `parameters` is a JSON schema, `strict` OpenAI's."""
+
+    name: _Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of `tools`."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+    def __post_init__(self) -> None:
+        """Python between any two tools: other threads may go on while all are decoded."""
+
+    def for_template(self) -> dict[str, Any]:
+        """The tool as chat templates read it, its keys always in one order."""
+        told = {
+            "name": self.function.name,
+            "description": self.function.description,
+            "parameters": self.function.parameters,
+        }
+        function = {key: value for key, value in told.items() if value is not None}
+        return {"type": self.type, "function": function}
+
+
+Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
+
+
+class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call in the history; `arguments` is JSON text, as in the reply that it came from."""
+
+    name: _Name
+    arguments: str = ""
+
+    def for_template(self) -> dict[str, Any]:
+        """With arguments as an object, as vLLM; a text that is none stays what it is."""
+        return {"name": self.name, "arguments": _decoded(self.arguments)}
+
+
+class Called(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One entry of an assistant message's `tool_calls`."""
+
+    function: CalledFunction
+    id: _Label | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+    def __post_init__(self) -> None:
+        """Python between any two calls: other threads may go on while all are decoded."""
+
+    def for_template(self) -> dict[str, Any]:
+        known_id = {} if self.id is None else {"id": self.id}
+        return {**known_id, "type": self.type, "function": self.function.for_template()}
+
+
+Calls = Annotated[list[Called], Meta(max_length=MAX_CALLS)]
+
+
+def offered_tools(tools: Sequence[Tool] | None, choice: object) -> Sequence[Tool]:
+    """The tools that the model is told of; none with `tool_choice: "none"`.
+
+    Raises InvalidRequestError for a choice that forces a call: it would need a grammar.
+    """
+    if choice == "none":
+        return ()
+    if choice not in _LEAVES_IT_TO_THE_MODEL:
+        raise InvalidRequestError(
+            f"tool_choice={repr(choice)[:80]} is not supported yet: use auto", param="tool_choice"
+        )
+    return tools or ()
+
+
+def check_arguments(calls: Sequence[Called]) -> None:
+    """Raise InvalidRequestError for calls whose arguments would become too many objects."""
+    texts = [call.function.arguments for call in calls]
+    # Every value but the first of an object or list follows one of these.
+    num_items = sum(text.count(",") + text.count("[") + text.count("{") for text in texts)
+    if num_items > MAX_ARGUMENT_ITEMS:
+        raise InvalidRequestError(
+            f"messages: the arguments of all tool_calls hold {num_items} values: send at most "
+            f"{MAX_ARGUMENT_ITEMS}",
+            param="messages",
+        )
+
+
+def _decoded(arguments: str) -> dict[str, Any] | str:
+    if not arguments.strip():
+        return {}
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return arguments

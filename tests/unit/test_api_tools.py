@@ -1,0 +1,131 @@
+"""Tools of a chat, from the JSON body to the prompt: what is rendered, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.api.json_body import decode_body
+from engine.api.plan import plan_chat
+from engine.api.schema import ChatRequest
+from engine.api.serving import Serving
+from engine.api.tokenizer import load_tokenizer
+from engine.api.tool_schema import MAX_ARGUMENT_ITEMS
+from engine.errors import InvalidRequestError
+from tests.api_double import tiny_serving, write_model_folder
+
+SEEN = "{{ messages | tojson }}|{{ tools | tojson }}"
+"""A template that shows all that it is given."""
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+ASKED = {"role": "user", "content": "how is it in Rome?"}
+CALLED: dict[str, Any] = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "weather", "arguments": '{"city": "Rome", "days": [1]}'},
+        }
+    ],
+}
+ANSWERED = {"role": "tool", "tool_call_id": "call_1", "name": "weather", "content": "sunny"}
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+    folder: Path = write_model_folder(tmp_path_factory.mktemp("model"))
+    (folder / "chat_template.jinja").write_text(SEEN)
+    return tiny_serving(load_tokenizer(folder), max_model_len=4096)
+
+
+def rendered(serving: Serving, **body: Any) -> tuple[list[dict[str, Any]], Any]:
+    """Messages and tools as the chat template got them."""
+    plan = plan_chat(msgspec.json.encode({"messages": [ASKED], **body}), serving)
+    messages, _, tools = serving.tokenizer.decode(plan.prompt_of(0)).rpartition("|")
+    return json.loads(messages), json.loads(tools)
+
+
+def test_calls_and_their_results_reach_the_template(serving: Serving) -> None:
+    """Arguments as an object, which the field's templates take apart; no content is no text."""
+    messages, tools = rendered(serving, messages=[ASKED, CALLED, ANSWERED])
+    call = CALLED["tool_calls"][0]
+    function = {"name": "weather", "arguments": {"city": "Rome", "days": [1]}}
+    assert messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{**call, "function": function}],
+    }
+    assert messages[2] == ANSWERED
+    assert tools is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"), [("", {}), ("[1]", "[1]"), ("{broken", "{broken"), ("{}", {})]
+)
+def test_arguments_that_are_no_object_stay_text(
+    serving: Serving, arguments: str, seen: object
+) -> None:
+    call = {"id": "x", "function": {"name": "f", "arguments": arguments}}
+    turn = {"role": "assistant", "tool_calls": [call]}
+    messages, _ = rendered(serving, messages=[ASKED, turn])
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == seen
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": None}])
+def test_tools_are_rendered_unless_the_choice_is_none(
+    serving: Serving, choice: dict[str, Any]
+) -> None:
+    strict = {**WEATHER, "function": {"strict": True, **WEATHER["function"]}}  # type: ignore[dict-item]
+    assert rendered(serving, tools=[strict], **choice)[1] == [WEATHER]
+    assert rendered(serving, tools=[WEATHER], tool_choice="none")[1] is None
+
+
+def test_parallel_tool_calls_and_no_tools_at_all_are_accepted(serving: Serving) -> None:
+    for parallel in (True, False, None):
+        body = {"tools": [WEATHER], "parallel_tool_calls": parallel}
+        assert rendered(serving, **body)[1] == [WEATHER]
+    assert rendered(serving, tools=[], tool_choice="auto")[1] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "'required' is not supported yet: use auto"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+            "tool_choice",
+            "is not supported yet: use auto",
+        ),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
+        ({"tools": [{**WEATHER, "function": {"name": ""}}]}, "tools[0].function.name", "length"),
+        ({"tools": [WEATHER] * 513}, "tools", "512"),
+        ({"tools": [WEATHER] * 9000}, "tools", "tools take .* bytes"),
+        ({"messages": [{**ASKED, "tool_calls": CALLED["tool_calls"]}]}, "messages[0]", "assistant"),
+        ({"messages": [{**CALLED, "tool_calls": []}]}, "messages[0].content", "missing"),
+        ({"messages": [{**ANSWERED, "content": None}]}, "messages[0].content", "missing"),
+        (
+            {"messages": [{**CALLED, "tool_calls": CALLED["tool_calls"] * 257}]},
+            "messages[0].tool_calls",
+            "256",
+        ),
+    ],
+)
+def test_wrong_tools_and_calls_are_named(
+    serving: Serving, body: dict[str, Any], param: str, message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        rendered(serving, **{"tools": [WEATHER], **body})
+    assert caught.value.param == param
+
+
+def test_arguments_of_too_many_values_are_refused_before_they_are_built(serving: Serving) -> None:
+    many = '{"a":[' + "1," * MAX_ARGUMENT_ITEMS + "1]}"
+    call = {"function": {"name": "f", "arguments": many}}
+    body = msgspec.json.encode({"messages": [{**CALLED, "tool_calls": [call]}]})
+    assert decode_body(body, ChatRequest, 4096).messages
+    with pytest.raises(InvalidRequestError, match="hold 262146 values"):
+        plan_chat(body, serving)
