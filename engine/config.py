@@ -22,6 +22,9 @@ MAX_PORT = 65_535
 ListenPort = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 EventCount = Annotated[int, Meta(ge=1, le=10_000_000)]
 SchedulingPolicy = Literal["fcfs", "priority"]
+ToolCallParser = Literal[
+    "auto", "none", "hermes", "granite4", "qwen3_coder", "qwen3_xml", "nemotron_json"
+]
 # ZeroMQ knows more kinds, but no other process reaches inproc:// and the rest is multicast.
 _ZMQ_ADDRESS = re.compile(r"tcp://(\*|[\w.-]+|\[[\w.:%]+\]):(?P<port>\d{1,5})|ipc://.+")
 
@@ -100,6 +103,13 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
         str | None,
         Meta(description="Key that HTTP clients must send.", extra={"envvar": "VLLM_API_KEY"}),
     ] = None
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        Meta(
+            description="How the model writes tool calls: hermes, granite4, qwen3_coder, "
+            "qwen3_xml, nemotron_json, none, or auto, as its chat template tells."
+        ),
+    ] = "auto"
     cluster_token: Annotated[
         str | None,
         Meta(

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.api.app import create_app
 from engine.api.operations import HEALTH_PATHS, metrics
+from engine.api.tool_calls.registry import choose_syntax
 from engine.errors import UnavailableError
 from engine.http.errors import ERROR_HANDLERS
 from engine.http.server import HttpServer
@@ -137,9 +138,12 @@ class ProxyServer:
 
     async def _open(self) -> None:
         """Serves as soon as the model is known; follows the longest context of the decode nodes."""
+        loaded = await load_serving(self._pool, self._config.served_model_name)
+        parser, template = self._config.tool_call_parser, loaded.tokenizer.chat_template
         serving = replace(
-            await load_serving(self._pool, self._config.served_model_name),
+            loaded,
             enable_prompt_tokens_details=self._config.enable_prompt_tokens_details,
+            tool_calls=choose_syntax(parser, template),
         )
         self._metrics.model_name = serving.model_name
         log.info("proxy serves", url=self.url)

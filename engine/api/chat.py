@@ -1,9 +1,10 @@
 """Replies of POST /v1/chat/completions. Knows nothing of HTTP or streaming."""
 
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from engine.api.choice_text import Delta
 from engine.api.plan import Plan
@@ -16,6 +17,8 @@ from engine.api.replies import (
     ChatMessage,
     ChatReply,
     ContentLogprob,
+    FunctionCall,
+    ToolCallReply,
     TopLogprob,
     Usage,
     finite,
@@ -37,10 +40,7 @@ class ChatFormat:
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> ChatReply:
         return ChatReply(
             **plan.envelope("chat.completion", counter.kv_transfer_params),
-            choices=[
-                ChatChoice(**self._fields(plan, it), message=ChatMessage(content=it.text))
-                for it in choices
-            ],
+            choices=[ChatChoice(**self._fields(plan, it), message=_message(it)) for it in choices],
             usage=counter.usage(),
             prompt_token_ids=plan.if_asked(plan.prompt_of(0)),
         )
@@ -49,7 +49,9 @@ class ChatFormat:
         self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None
     ) -> Sequence[ChatChunk]:
         """Chunks of one delta; `first` is true once per choice. Each chunk carries `usage`."""
-        content = ChatDelta(content=delta.text)
+        calls = _calls(delta, in_chunks=True)
+        text = UNSET if calls and not delta.text else delta.text
+        content = ChatDelta(content=text, tool_calls=calls or UNSET)
         chunk = ChatChunk(
             **plan.envelope(_CHUNK, delta.kv_transfer_params),
             choices=[ChatChunkChoice(**self._fields(plan, delta), delta=content)],
@@ -99,3 +101,21 @@ class ChatFormat:
             "logprob": finite(logprob),
             "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
+
+
+def _message(choice: Delta) -> ChatMessage:
+    calls = _calls(choice, in_chunks=False)
+    content = None if calls and not choice.text else choice.text
+    return ChatMessage(content=content, tool_calls=calls or UNSET)
+
+
+def _calls(delta: Delta, *, in_chunks: bool) -> list[ToolCallReply]:
+    """The calls of a delta, each with a fresh id; one chunk holds the whole of a call."""
+    return [
+        ToolCallReply(
+            id=f"call_{uuid.uuid4().hex[:24]}",
+            function=FunctionCall(name=call.name, arguments=call.arguments),
+            index=index if in_chunks else UNSET,
+        )
+        for index, call in enumerate(delta.tool_calls, start=delta.first_call)
+    ]

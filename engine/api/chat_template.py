@@ -150,6 +150,7 @@ class ChatTemplate:
         max_chars: int = MAX_RENDERED_CHARS,
         max_seconds: float = MAX_RENDER_S,
     ) -> None:
+        self.source = source
         self._environment = environment = _BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )

@@ -1,4 +1,4 @@
-"""Tokens of one choice to text, step by step: detokenized, and cut at a stop string."""
+"""Tokens of one choice to text, step by step: detokenized, cut at a stop string, without calls."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from engine.api.plan import Plan
 from engine.api.tokenizer import Tokenizer
+from engine.api.tool_calls.reader import Reading, ToolCallReader
+from engine.api.tool_calls.syntax import ToolCall
 from engine.types import (
     FinishReason,
     GenerateOutput,
@@ -22,6 +24,7 @@ _REPLACEMENT = "\ufffd"
 _MAX_UNSETTLED = 3
 _KEEP = 8
 _LIMIT = 24
+TOOL_CALLS = "tool_calls"  # why a choice ended, for clients; to nodes it is a stop
 
 
 class Detokenizer:
@@ -121,19 +124,24 @@ class StopMatcher:
 
 @dataclass(slots=True, frozen=True)
 class Delta:
-    """News of one choice. `text_offset` is where `text` begins in the choice's whole text."""
+    """News of one choice. `text_offset` is where `text` begins in the choice's whole text.
+
+    `first_call` is the number of tool calls before `tool_calls`.
+    """
 
     index: int
     text: str
     text_offset: int
     token_ids: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprob, ...]
-    finish_reason: FinishReason | None = None
+    finish_reason: str | None = None
     stop_reason: TokenId | str | None = None
     num_cached_tokens: int = 0
     kv_transfer_params: KVTransferParams | None = None
     kv_transfer: KVTransferStats | None = None
     routing: RoutingDetails | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    first_call: int = 0
 
 
 class ChoiceText:
@@ -147,27 +155,45 @@ class ChoiceText:
         self._min_tokens = plan.requests[index].sampling.min_tokens
         self._detokenizer = Detokenizer(decode, plan.prompt_of(index))
         self._matcher = StopMatcher(plan.stop, include=plan.include_stop)
+        self._calls = None if plan.tool_calls is None else ToolCallReader(plan.tool_calls)
         self._num_tokens = 0
         self._num_chars = 0
 
     def take(self, output: GenerateOutput) -> Delta:
         """Delta of one output; a stop string ends the choice although the output does not."""
         text, num_used, stop = self._read(output)
+        finish_reason = output.finish_reason if stop is None else FinishReason.STOP
+        first_call = 0 if self._calls is None else self._calls.num_calls
+        text, calls = self._without_calls(text, ended=finish_reason is not None)
         offset, self._num_chars = self._num_chars, self._num_chars + len(text)
         logprobs = (output.logprobs or ()) if self._wants_logprobs else ()
+        # An answer that was cut off stays cut off, whatever it called before.
+        has_stopped_to_call = finish_reason is FinishReason.STOP and (first_call or calls)
         return Delta(
             index=self._index,
             text=text,
             text_offset=offset,
             token_ids=output.token_ids[:num_used],
             logprobs=logprobs[:num_used],
-            finish_reason=output.finish_reason if stop is None else FinishReason.STOP,
+            finish_reason=TOOL_CALLS if has_stopped_to_call else finish_reason,
             stop_reason=output.stop_reason if stop is None else stop,
             num_cached_tokens=output.num_cached_tokens,
             kv_transfer_params=output.kv_transfer_params,
             kv_transfer=output.kv_transfer,
             routing=output.routing,
+            tool_calls=calls,
+            first_call=first_call,
         )
+
+    def _without_calls(self, text: str, *, ended: bool) -> Reading:
+        """Content and tool calls of new text; where calls are not read all of it is content."""
+        if self._calls is None:
+            return Reading(text, ())
+        found = self._calls.feed(text)
+        if not ended:
+            return found
+        last = self._calls.flush()
+        return Reading(found.text + last.text, found.calls + last.calls)
 
     def _read(self, output: GenerateOutput) -> tuple[str, int, str | None]:
         """Text of the output, number of tokens used, and the stop string that cut them."""
@@ -200,4 +226,6 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         text_offset=0,
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
+        tool_calls=tuple(chain.from_iterable(delta.tool_calls for delta in deltas)),
+        first_call=0,
     )

@@ -111,7 +111,7 @@ class GenerateEndpoint:
         opened: set[int] = set()
         async for delta in deltas:
             counter.add(delta)
-            has_news = delta.text or delta.logprobs or delta.finish_reason
+            has_news = delta.text or delta.tool_calls or delta.logprobs or delta.finish_reason
             if not (has_news or (plan.return_token_ids and delta.token_ids)):
                 continue  # the step's text is held back
             # Once usage is asked for it is null in every chunk, unless it is to be counted up.

@@ -22,6 +22,8 @@ from engine.api.schema import (
     TokenizeRequest,
 )
 from engine.api.serving import Serving
+from engine.api.tool_calls.reader import ToolCallRules
+from engine.api.tool_calls.syntax import ToolCallSyntax
 from engine.api.tool_schema import Tool, check_arguments, offered_tools
 from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
 from engine.prompt_checks import check_prompt
@@ -50,6 +52,7 @@ class Plan:
     continuous_usage: bool
     return_token_ids: bool
     prompt_tokens_details: bool
+    tool_calls: ToolCallRules | None = None
 
     def prompt_of(self, choice: int) -> TokenIds:
         return self.requests[choice].prompt_token_ids
@@ -104,7 +107,22 @@ def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> P
     prompt = encode_chat(fields, fields.messages, serving, tools=tools)
     default = serving.defaults.max_new_tokens
     plan = _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
+    if tools and serving.tool_calls is not None:
+        # As in vLLM: markers are special tokens in some tokenizers and must be seen.
+        rules = _tool_call_rules(serving.tool_calls, tools, parallel=fields.parallel_tool_calls)
+        plan = replace(plan, tool_calls=rules, skip_special_tokens=False)
     return _of_session(plan, session_id, fields)
+
+
+def _tool_call_rules(
+    syntax: ToolCallSyntax, tools: Sequence[Tool], *, parallel: bool | None
+) -> ToolCallRules:
+    """Without parallel calls only the first one counts, as in vLLM."""
+    return ToolCallRules(
+        syntax,
+        parameters={tool.function.name: tool.function.parameters or {} for tool in tools},
+        max_calls=1 if parallel is False else None,
+    )
 
 
 def encode_chat(

@@ -79,11 +79,28 @@ class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     content: list[ContentLogprob]
 
 
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The assistant's whole message."""
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    """The function that the model calls; `arguments` is the text of a JSON object."""
 
-    content: str
+    name: str
+    arguments: str
+
+
+class ToolCallReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of a tool; the client's answer names its `id`. Only chunks have an `index`."""
+
+    id: str
+    function: FunctionCall
+    type: str = "function"
+    index: int | UnsetType = UNSET
+
+
+class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """The assistant's whole message; content is null where it only calls tools."""
+
+    content: str | None
     role: str = "assistant"
+    tool_calls: list[ToolCallReply] | UnsetType = UNSET
 
 
 class _ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +124,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallReply] | UnsetType = UNSET
 
 
 class ChatChunkChoice(_ChatChoice, frozen=True, kw_only=True):

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.api.tokenizer import MAX_COMPOSED, Tokenizer
+from engine.api.tool_calls.syntax import ToolCallSyntax
 from engine.errors import CheckpointError
 from engine.types import SamplingParams
 
@@ -31,6 +32,7 @@ class Serving:
     """Any served model name is accepted, the first is announced; `vocab_size` bounds token ids.
 
     Only nodes accept `kv_transfer_params`; the proxy ignores what clients send under that key.
+    `tool_calls` is how the model writes calls of tools; None leaves them in the text.
     """
 
     served_model_names: tuple[str, ...]
@@ -40,6 +42,7 @@ class Serving:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     enable_prompt_tokens_details: bool = False
     accept_kv_transfer_params: bool = False
+    tool_calls: ToolCallSyntax | None = None
     root: str = ""
     version: str = "0.1.0"
 

@@ -33,6 +33,9 @@ class Tokenizer:
     chars_per_token: int | None = 0
     """The most characters that one token stands for; None: any number of them."""
 
+    chat_template: str | None = None
+    """Source of the model's chat template."""
+
     def encode(
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
     ) -> tuple[int, ...]:
@@ -79,6 +82,7 @@ class TextTokenizer(Tokenizer):
         core.no_padding()
         self._core = core
         self._template = template
+        self.chat_template = None if template is None else template.source
         self._added = {key: it.content for key, it in core.get_added_tokens_decoder().items()}
         is_byte_level = any(part["type"] == "ByteLevel" for part in _parts_of(core.decoder))
         self._byte_of = _byte_alphabet() if is_byte_level else {}

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from engine.api.app import create_app
 from engine.api.serving import SamplingDefaults, Serving, load_sampling_defaults
 from engine.api.tokenizer import Tokenizer, load_tokenizer
+from engine.api.tool_calls.registry import choose_syntax
 from engine.arena import ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
@@ -283,6 +284,7 @@ class NodeServer:
             defaults=model.defaults,
             enable_prompt_tokens_details=self.config.enable_prompt_tokens_details,
             accept_kv_transfer_params=True,
+            tool_calls=choose_syntax(self.config.tool_call_parser, model.tokenizer.chat_template),
             root=self.config.model,
         )
         app = create_app(

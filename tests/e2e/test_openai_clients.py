@@ -107,6 +107,26 @@ async def test_a_chat_is_the_same_streamed_or_not(client: openai.AsyncOpenAI) ->
     assert counts_of(whole.usage)[1:] == (12, 0)
 
 
+async def test_a_turn_with_calls_and_results_goes_through_the_proxy(
+    client: openai.AsyncOpenAI,
+) -> None:
+    """The tiny model calls nothing; what it reads of tools is the template's affair."""
+    call: Any = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns: list[ChatCompletionMessageParam] = [
+        *CHAT,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
+    ]
+    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
+    asked: dict[str, Any] = {**GREEDY, "messages": turns, "tools": tools, "extra_body": IDS}
+    whole = await client.chat.completions.create(**asked)
+    plain = await client.chat.completions.create(messages=CHAT, **GREEDY)
+    assert counts_of(whole.usage)[0] > counts_of(plain.usage)[0] + 10
+    stream = await client.chat.completions.create(**asked, stream=True)
+    text = "".join([c.choices[0].delta.content or "" async for c in stream])
+    assert text == whole.choices[0].message.content
+
+
 async def test_several_choices_and_prompts_are_handed_over_each(
     served: ServedCluster, client: openai.AsyncOpenAI
 ) -> None:

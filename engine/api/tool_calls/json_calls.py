@@ -1,0 +1,39 @@
+"""Tool calls written as JSON: {"name": ..., "arguments": {...}}, alone or in a list."""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw
+
+from engine.api.tool_calls.syntax import Parameters, ToolCall
+
+
+class _Call(msgspec.Struct, frozen=True):
+    name: Annotated[str, Meta(min_length=1)]
+    arguments: Raw
+
+
+class JsonCalls:
+    """Calls between two markers, such as Hermes' `<tool_call>` and `</tool_call>`."""
+
+    def __init__(self, start: str, end: str) -> None:
+        self.start = start
+        self.end = end
+
+    def parse(self, body: str, parameters: Parameters) -> tuple[ToolCall, ...]:
+        """The calls, their arguments as the model wrote them; `parameters` are not needed."""
+        try:
+            found = msgspec.json.decode(body, type=_Call | list[_Call])
+            calls = found if isinstance(found, list) else [found]
+            return tuple(ToolCall(call.name, _object(call.arguments)) for call in calls)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return ()
+
+
+def _object(arguments: Raw) -> str:
+    """Text of a JSON object; some models write it as a JSON string. Raises DecodeError."""
+    text = bytes(memoryview(arguments)).decode()
+    if text.startswith('"'):
+        text = msgspec.json.decode(text, type=str)
+    msgspec.json.decode(text, type=dict[str, Any])
+    return text

@@ -1,0 +1,77 @@
+"""Tool calls written as tags: <function=NAME><parameter=KEY>VALUE</parameter></function>."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from engine.api.tool_calls.syntax import Parameters, ToolCall
+
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.S)
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.S)
+_NULLS = ("null", "none")
+
+
+class XmlCalls:
+    """Calls of Qwen3-Coder, Qwen3.5 and Nemotron 3; values have the types of the schema.
+
+    The templates write one line feed around each value, which is not part of it.
+    """
+
+    start = "<tool_call>"
+    end = "</tool_call>"
+
+    def parse(self, body: str, parameters: Parameters) -> tuple[ToolCall, ...]:
+        """One call, its arguments as a JSON object made of the tags."""
+        function = _FUNCTION.fullmatch(body)
+        values = None if function is None else _values(function[2])
+        if function is None or values is None:
+            return ()
+        name = function[1].strip()
+        properties = parameters.get(name, {}).get("properties")
+        schemas = properties if isinstance(properties, dict) else {}
+        arguments = {key: _typed(value, schemas.get(key)) for key, value in values.items()}
+        try:
+            return (ToolCall(name, msgspec.json.encode(arguments).decode()),)
+        except RecursionError:
+            return ()
+
+
+def _values(text: str) -> dict[str, str] | None:
+    """Texts of all parameters; None where there is anything beside them."""
+    found, at = {}, 0
+    while match := _PARAMETER.match(text, at):
+        found[match[1].strip()] = match[2].removeprefix("\n").removesuffix("\n")
+        at = match.end()
+    return None if text[at:].strip() else found
+
+
+def _typed(text: str, schema: object) -> Any:
+    """The value that a text stands for; the text itself if it is not of the schema's types."""
+    types = set(_types(schema))
+    is_text = "string" in types or not types
+    # Templates write null and booleans as Python does: None, True.
+    if text.lower() in _NULLS and (not is_text or "null" in types):
+        return None
+    if is_text:
+        return text
+    if "boolean" in types and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return text
+
+
+def _types(schema: object) -> Iterator[str]:
+    """Types that a schema names, those of its alternatives too, but not of theirs in turn."""
+    if not isinstance(schema, Mapping):
+        return
+    lists = (schema.get(key) for key in ("anyOf", "oneOf"))
+    alternatives = [option for options in lists if isinstance(options, list) for option in options]
+    for one in (schema, *alternatives):
+        named = one.get("type") if isinstance(one, Mapping) else None
+        for name in named if isinstance(named, list) else [named]:
+            if isinstance(name, str):
+                yield name

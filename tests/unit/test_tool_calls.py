@@ -1,0 +1,164 @@
+"""Calls of tools in the text of answers, family by family, in pieces of any size."""
+
+import json
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.api.tool_calls.reader import Reading, ToolCallReader, ToolCallRules
+from engine.api.tool_calls.registry import SYNTAXES, choose_syntax
+from engine.config import ToolCallParser
+
+PARAMETERS = {
+    "weather": {
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "wet": {"type": ["boolean", "null"]},
+            "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "at": {"type": "object"},
+        }
+    }
+}
+HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+NEMOTRON = (
+    f'<TOOLCALL>[{HERMES.split(chr(10))[1]}, {{"name": "now", "arguments": {{}}}}]</TOOLCALL>'
+)
+XML = (
+    "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n\n</parameter>\n"
+    "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+PIECES = (
+    *("hello ", "\n", "<", "<tool", "_call>", "<tool_call>", "</tool_call>", "</tool", "é €"),
+    *(HERMES, XML, NEMOTRON, "<TOOLCALL>", "</TOOLCALL>", "<function=f>", "</function>", '{"a":'),
+)
+
+
+def read(name: ToolCallParser, *deltas: str, max_calls: int | None = None) -> Reading:
+    """All that a reader makes of some deltas."""
+    syntax = SYNTAXES[name]
+    assert syntax is not None
+    reader = ToolCallReader(ToolCallRules(syntax, PARAMETERS, max_calls))
+    found = [*(reader.feed(delta) for delta in deltas), reader.flush()]
+    calls = tuple(call for it in found for call in it.calls)
+    assert reader.num_calls == len(calls)
+    return Reading("".join(it.text for it in found), calls)
+
+
+def arguments_of(found: Reading) -> list[object]:
+    return [json.loads(call.arguments) for call in found.calls]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls"),
+    [
+        ("hermes", HERMES, [("weather", {"city": "Rome"})]),
+        ("granite4", f"{HERMES}\n{HERMES}", [("weather", {"city": "Rome"})] * 2),
+        ("hermes", '<tool_call>{"name":"f","arguments":"{}"}</tool_call>', [("f", {})]),
+        ("hermes", HERMES.removesuffix("</tool_call>"), [("weather", {"city": "Rome"})]),
+        ("nemotron_json", NEMOTRON, [("weather", {"city": "Rome"}), ("now", {})]),
+        ("qwen3_coder", XML, [("weather", {"city": "Rome\n", "days": 3})]),
+        ("qwen3_xml", "<tool_call><function=now></function></tool_call>", [("now", {})]),
+    ],
+)
+def test_every_family_s_calls_are_read(
+    name: ToolCallParser, text: str, calls: list[tuple[str, object]]
+) -> None:
+    found = read(name, text)
+    assert [call.name for call in found.calls] == [name for name, _ in calls]
+    assert arguments_of(found) == [arguments for _, arguments in calls]
+    assert found.text == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("city", "3", "3"),
+        ("city", "null", "null"),
+        ("days", "three", "three"),
+        ("days", "None", None),
+        ("wet", "True", True),
+        ("wet", "null", None),
+        ("note", "None", None),
+        ("note", "7", "7"),
+        ("at", '{"x": [1, 2]}', {"x": [1, 2]}),
+        ("at", "[" * 5000, "[" * 5000),
+        ("unknown", "7", "7"),
+    ],
+)
+def test_values_of_tags_have_the_types_of_the_schema(key: str, text: str, value: object) -> None:
+    body = f"<function=weather><parameter={key}>{text}</parameter></function>"
+    assert arguments_of(read("qwen3_coder", f"<tool_call>{body}</tool_call>")) == [{key: value}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "no call, but < and <tool_cal"),
+        ("hermes", "  \n"),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call> then'),
+        ("hermes", "<tool_call>" + "[" * 100_000),
+        ("hermes", XML),
+        ("qwen3_coder", HERMES),
+        ("qwen3_coder", "<tool_call><function=f>what</function></tool_call>"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>"),
+        ("nemotron_json", HERMES),
+    ],
+    ids=lambda it: it[:40],
+)
+def test_text_that_is_no_call_stays_content(name: ToolCallParser, text: str) -> None:
+    assert read(name, text) == Reading(text, ())
+
+
+def test_white_space_alone_around_calls_is_dropped_and_text_is_kept() -> None:
+    assert read("hermes", f"\n\n{HERMES}\n{HERMES}\n").text == ""
+    assert read("hermes", f"Wait.\n{HERMES}\n Then {HERMES}").text == "Wait.\n\n Then "
+
+
+def test_without_parallel_calls_the_first_one_counts() -> None:
+    assert len(read("hermes", HERMES * 3, max_calls=1).calls) == 1
+    assert len(read("nemotron_json", NEMOTRON, max_calls=1).calls) == 1
+
+
+def test_a_stream_shows_no_half_marker_and_no_half_call() -> None:
+    syntax = SYNTAXES["hermes"]
+    assert syntax is not None
+    reader = ToolCallReader(ToolCallRules(syntax))
+    shown = [reader.feed(char) for char in f"see <b> {HERMES}"]
+    assert "".join(it.text for it in shown) == "see <b> "
+    assert [len(it.calls) for it in shown] == [0] * (len(shown) - 1) + [1]
+
+
+@given(
+    name=st.sampled_from(["hermes", "qwen3_coder", "nemotron_json"]),
+    pieces=st.lists(st.sampled_from(PIECES), max_size=8),
+    data=st.data(),
+)
+def test_any_split_reads_as_the_whole(
+    name: ToolCallParser, pieces: list[str], data: st.DataObject
+) -> None:
+    text = "".join(pieces)
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12).map(sorted))
+    ends = zip([0, *cuts], [*cuts, len(text)], strict=True)
+    assert read(name, *(text[start:end] for start, end in ends)) == read(name, text)
+
+
+def test_the_chat_template_tells_how_calls_are_written() -> None:
+    hermes = '{"name": <function-name>, "arguments": ...} in <tool_call></tool_call>'
+    written = {
+        "hermes": hermes,
+        "qwen3_coder": "<tool_call><function=example>",
+        "nemotron_json": "<TOOLCALL>[]</TOOLCALL>",
+        "none": "{{ messages }}",
+    }
+    for name, template in written.items():
+        assert choose_syntax("auto", template) is SYNTAXES[name]  # type: ignore[index]
+    assert choose_syntax("auto", None) is None
+    assert choose_syntax("none", hermes) is None
+    assert {"auto", *SYNTAXES} == set(get_args(ToolCallParser))
