@@ -110,6 +110,9 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
             "qwen3_xml, nemotron_json, none, or auto, as its chat template tells."
         ),
     ] = "auto"
+    strict_api: Annotated[
+        bool, Meta(description="Refuse requests with unknown keys instead of ignoring the keys.")
+    ] = False
     cluster_token: Annotated[
         str | None,
         Meta(

@@ -22,8 +22,8 @@ def check_prompt(token_ids: Sequence[int], *, vocab_size: int, max_model_len: in
         raise InvalidRequestError("the prompt is empty: send at least one token", param="prompt")
     if len(token_ids) >= max_model_len:
         raise PromptTooLongError(
-            f"the prompt has {len(token_ids)} tokens and max_model_len is {max_model_len}: "
-            f"shorten it to at most {max_model_len - 1} tokens",
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
+            f"has {len(token_ids)} tokens: shorten it to at most {max_model_len - 1}.",
             param="prompt",
             code="context_length_exceeded",
         )

@@ -144,6 +144,7 @@ class ProxyServer:
             loaded,
             enable_prompt_tokens_details=self._config.enable_prompt_tokens_details,
             tool_calls=choose_syntax(parser, template),
+            strict_api=self._config.strict_api,
         )
         self._metrics.model_name = serving.model_name
         log.info("proxy serves", url=self.url)

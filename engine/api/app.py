@@ -29,18 +29,25 @@ def create_app(
 ) -> Starlette:
     """App with the generating endpoints, /v1/models, /tokenize, /detokenize, probes and /metrics.
 
-    `api_key` guards all but probes, metrics and `open_routes`; None guards nothing. The caller
-    closes the generator.
+    `api_key` guards all but probes, metrics, load and `open_routes`; None guards nothing. Callers
+    close the generator.
     """
     bodies = RequestBodies()
-    routes = []
+    routes, endpoints = [], []
     for path, planner, reply_format in (
         ("/v1/completions", plan_completion, CompletionFormat(serving.tokenizer)),
         ("/v1/chat/completions", plan_chat, ChatFormat(serving.tokenizer)),
     ):
         endpoint = GenerateEndpoint(generator, serving, reply_format, plan=planner, bodies=bodies)
+        endpoints.append(endpoint)
         routes.append(Route(path, endpoint, methods=["POST"]))
-    operations = Operations(generator, serving, metrics_registry, bodies=bodies)
+    operations = Operations(
+        generator,
+        serving,
+        metrics_registry,
+        bodies=bodies,
+        load=lambda: sum(endpoint.num_open for endpoint in endpoints),
+    )
     # Outermost first: refusals of the API key carry the request id too.
     middleware = [Middleware(RequestIdEcho)]
     if api_key is not None:

@@ -55,8 +55,21 @@ class GenerateEndpoint:
         self._serving = serving
         self._bodies = bodies
         self._max_bytes = max_body_bytes(serving, num_prompts=reply_format.max_prompts)
+        self._num_open = 0
+
+    @property
+    def num_open(self) -> int:
+        """Requests from their first byte to the last one of their reply."""
+        return self._num_open
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._num_open += 1
+        try:
+            await self._answer(scope, receive, send)
+        finally:
+            self._num_open -= 1
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         session_id = Headers(scope=scope).get("x-session-id")
         plan = await self._bodies.process(
             scope,

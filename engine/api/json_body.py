@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Raw
 
 from engine.api.schema import MAX_MESSAGES
+from engine.api.unknown_keys import lenient, warnings
 from engine.errors import InvalidRequestError, KVTransferParamsError, PromptTooLongError
 from engine.types import MAX_KV_TRANSFER_PARAMS_BYTES, KVTransferParams
 
@@ -21,7 +22,10 @@ MAX_OTHER_BYTES = 262_144
 MAX_COLONS = 4096
 
 _T = TypeVar("_T")
-_FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<name>.*?)`", re.S)
+_Body = TypeVar("_Body", bound=msgspec.Struct)
+_FIELD = re.compile(
+    r"^Object (?P<what>contains unknown|missing required) field `(?P<name>.*?)`", re.S
+)
 _PATH = re.compile(r"^(?P<text>.*) - at `\$(?P<path>.*)`$", re.S)
 
 
@@ -36,17 +40,35 @@ class _LargeMembers(msgspec.Struct, frozen=True):
     kv_transfer_params: Raw = Raw()
 
 
-def decode_body(body: bytes, kind: type[_T], max_model_len: int) -> _T:
+def decode_body(
+    body: bytes, kind: type[_Body], max_model_len: int, *, strict: bool = True
+) -> _Body:
     """Decode a request's body; raises InvalidRequestError that names the wrong key and its value.
 
-    Raises PromptTooLongError before a list of more than `max_model_len` token ids is built.
+    Unknown keys are wrong if `strict`, else they are ignored with a warning. Raises
+    PromptTooLongError before a list of more than `max_model_len` token ids is built.
     """
     if len(body) > MAX_OTHER_BYTES:
         _check_sizes(body, max_model_len)
     try:
-        return _decode(body, kind)
+        try:
+            return _decode(body, kind)
+        except msgspec.ValidationError as error:
+            field = _FIELD.match(str(error))
+            if strict or field is None or field["what"] != "contains unknown":
+                raise
+            return _decode_leniently(body, kind, field["name"])
     except msgspec.ValidationError as error:
         raise _explained(error, decode_json(body, dict[str, Raw])) from error
+
+
+def _decode_leniently(body: bytes, kind: type[_Body], unknown: str) -> _Body:
+    """Decode a second time, without looking at unknown keys; warn of the first and all on top."""
+    # Bodies without unknown keys, which are nearly all, are decoded once and by the strict type.
+    values: _Body = _decode(body, lenient(kind))
+    on_top = decode_json(body, dict[str, Raw]).keys() - msgspec.structs.asdict(values).keys()
+    warnings.warn(sorted({unknown, *on_top}))
+    return values
 
 
 def decode_json(text: bytes | Raw, kind: type[_T]) -> _T:
@@ -142,8 +164,8 @@ def _check_num_items(text: bytes, name: str, max_model_len: int) -> None:
     most = min(MAX_ITEMS, max_model_len) if is_one_prompt else MAX_ITEMS
     if text.count(b",") >= most:
         raise PromptTooLongError(
-            f"{name}: a list with {most} commas or more is not taken, and this model's maximum "
-            f"context length is {max_model_len} tokens: send less at once",
+            f"This model's maximum context length is {max_model_len} tokens. However, {name} is a "
+            f"list with {most} commas or more, which is not taken: send less at once.",
             param=name,
             code="context_length_exceeded",
         )

@@ -23,8 +23,9 @@ from engine.http.request_bodies import RequestBodies
 from engine.prompt_checks import check_token_ids
 
 HEALTH_PATHS = ("/health", "/live", "/ping")
-PROBE_PATHS = (*HEALTH_PATHS, "/ready", "/metrics")
+PROBE_PATHS = (*HEALTH_PATHS, "/ready", "/metrics", "/load")
 PROBE_TIMEOUT_S = 5.0
+Body = TypeVar("Body", bound=msgspec.Struct)
 Checked = TypeVar("Checked")
 
 
@@ -38,8 +39,10 @@ class Operations:
         registry: CollectorRegistry,
         *,
         bodies: RequestBodies,
+        load: Callable[[], int],
     ) -> None:
         self._generator = generator
+        self._load = load
         self._serving = serving
         self._bodies = bodies
         self._registry = registry
@@ -50,6 +53,7 @@ class Operations:
         return [
             *(Route(path, self.health) for path in HEALTH_PATHS),
             Route("/ready", self.ready),
+            Route("/load", self.load),
             Route("/version", self.version),
             Route("/metrics", partial(metrics, self._registry)),
             Route("/v1/models", self.models),
@@ -67,6 +71,10 @@ class Operations:
         """200 where traffic is welcome; `degraded` where it costs more than it should."""
         reasons = await _probe(self._generator.check_ready)
         return _json({"status": "degraded" if reasons else "ready", "reasons": reasons})
+
+    async def load(self, request: Request) -> Response:
+        """Generating requests that are under way on this server, as vLLM spells it."""
+        return _json({"server_load": self._load()})
 
     async def version(self, request: Request) -> Response:
         return _json({"version": self._serving.version})
@@ -95,8 +103,12 @@ class Operations:
             id=name, created=self._created, root=root, max_model_len=self._serving.max_model_len
         )
 
+    def _decode(self, body: bytes, kind: type[Body]) -> Body:
+        serving = self._serving
+        return decode_body(body, kind, serving.max_model_len, strict=serving.strict_api)
+
     def _tokenize(self, body: bytes) -> TokenizeReply:
-        fields = decode_body(body, TokenizeRequest, self._serving.max_model_len)
+        fields = self._decode(body, TokenizeRequest)
         check_model(fields.model, self._serving)
         tokens, text_of = self._tokens(fields), self._serving.tokenizer.token_text
         return TokenizeReply(
@@ -118,13 +130,13 @@ class Operations:
         return encode_chat(fields, fields.messages, self._serving, tools=fields.tools or ())
 
     def _detokenize(self, body: bytes) -> object:
-        fields = decode_body(body, DetokenizeRequest, self._serving.max_model_len)
+        fields = self._decode(body, DetokenizeRequest)
         check_model(fields.model, self._serving)
         # A reply may be far longer than its ids: bounded like a prompt.
         if len(fields.tokens) > self._serving.max_model_len:
             raise PromptTooLongError(
-                f"tokens: {len(fields.tokens)} ids, and this model's maximum context length is "
-                f"{self._serving.max_model_len} tokens: send less at once",
+                f"This model's maximum context length is {self._serving.max_model_len} tokens. "
+                f"However, tokens holds {len(fields.tokens)} ids: send less at once.",
                 param="tokens",
                 code="context_length_exceeded",
             )

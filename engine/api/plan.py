@@ -85,7 +85,7 @@ def plan_completion(body: bytes, serving: Serving, session_id: str | None = None
 
     `session_id`: the caller's header, which wins over the labels in the body.
     """
-    fields = decode_body(body, CompletionRequest, serving.max_model_len)
+    fields = decode_body(body, CompletionRequest, serving.max_model_len, strict=serving.strict_api)
     kv_params = _kv_params(fields, serving)
     check_model(fields.model, serving)
     prompts = _completion_prompts(fields, serving)
@@ -99,7 +99,7 @@ def plan_completion(body: bytes, serving: Serving, session_id: str | None = None
 
 def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> Plan:
     """Plan of POST /v1/chat/completions, as `plan_completion`."""
-    fields = decode_body(body, ChatRequest, serving.max_model_len)
+    fields = decode_body(body, ChatRequest, serving.max_model_len, strict=serving.strict_api)
     kv_params = _kv_params(fields, serving)
     check_model(fields.model, serving)
     logprobs = _chat_logprobs(fields)

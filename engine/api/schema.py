@@ -1,7 +1,7 @@
 """Request bodies of the OpenAI surface, field by field. Knows nothing of tokens, limits or replies.
 
-Unknown keys are errors. Keys that OpenAI and vLLM know and Tandem does not serve are accepted as
-long as they ask for nothing.
+These types refuse unknown keys; `unknown_keys.py` makes types of them that do not. Keys that OpenAI
+and vLLM know and Tandem does not serve are accepted as long as they ask for nothing.
 """
 
 from typing import Annotated, Any, Literal

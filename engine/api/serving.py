@@ -32,7 +32,8 @@ class Serving:
     """Any served model name is accepted, the first is announced; `vocab_size` bounds token ids.
 
     Only nodes accept `kv_transfer_params`; the proxy ignores what clients send under that key.
-    `tool_calls` is how the model writes calls of tools; None leaves them in the text.
+    `tool_calls` is how the model writes calls of tools; None leaves them in the text. `strict_api`
+    refuses unknown keys.
     """
 
     served_model_names: tuple[str, ...]
@@ -43,6 +44,7 @@ class Serving:
     enable_prompt_tokens_details: bool = False
     accept_kv_transfer_params: bool = False
     tool_calls: ToolCallSyntax | None = None
+    strict_api: bool = False
     root: str = ""
     version: str = "0.1.0"
 

@@ -285,6 +285,7 @@ class NodeServer:
             enable_prompt_tokens_details=self.config.enable_prompt_tokens_details,
             accept_kv_transfer_params=True,
             tool_calls=choose_syntax(self.config.tool_call_parser, model.tokenizer.chat_template),
+            strict_api=self.config.strict_api,
             root=self.config.model,
         )
         app = create_app(

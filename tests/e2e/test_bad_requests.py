@@ -50,7 +50,6 @@ WRONG_REQUESTS: list[tuple[dict[str, Any], str | None, str | None]] = [
     (question(PROMPT, stop_token_ids=[VOCABULARY]), "stop_token_ids", None),
     (question(PROMPT, seed=2**64), "seed", None),
     (question(PROMPT, priority=-1), "priority", None),
-    (question(PROMPT, top_pp=0.5), "top_pp", None),
     (question(PROMPT, stream_options={"include_usage": True}), "stream_options", None),
 ]
 MALFORMED = [

@@ -21,7 +21,7 @@ PATH = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
-    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")))
+    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")), strict_api=True)
 
 
 async def fetch(
@@ -176,6 +176,25 @@ async def test_probes_tell_live_from_ready(serving: Serving) -> None:
         generator.error = EngineDeadError("the engine stopped")
         for path in ("/health", "/live", "/ping"):
             assert (await fetch(base + path))[0] == 503
+
+
+async def test_load_counts_requests_under_way(serving: Serving) -> None:
+    generator = ScriptedGenerator(outputs_of([70]), endless=True)
+    async with running(generator, serving, api_key="k") as base:
+        assert (await fetch(f"{base}/load"))[:2] == (200, {"server_load": 0})
+        headers = {**JSON, "authorization": "Bearer k"}
+        asked = [
+            asyncio.create_task(fetch(base + PATH, b'{"prompt": [1]}', headers)) for _ in range(2)
+        ]
+        await until(lambda: generator.open == 2)
+        assert (await fetch(f"{base}/load"))[1] == {"server_load": 2}
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await until(lambda: generator.open == 0)
+        async with asyncio.timeout(5):
+            while (await fetch(f"{base}/load"))[1] != {"server_load": 0}:
+                pass
 
 
 async def test_metrics_and_version(serving: Serving) -> None:

@@ -43,7 +43,7 @@ TURN = [{"role": "user", "content": "hello"}]
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
-    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")))
+    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")), strict_api=True)
 
 
 def complete(serving: Serving, **body: Any) -> Plan:
@@ -169,8 +169,12 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"a": 1}}, "prompt", "object"),
     ({"prompt": [[1]] * 65}, "prompt", "65"),
     ({"prompt": [[1]] * 64, "n": 64}, "n", "n=64 for 64 prompts makes 4096 sequences"),
-    ({"prompt": "hello" * 1000}, "prompt", "maximum context length is 256 .* 5000 characters"),
-    ({"prompt": [1] * 256}, "prompt", "256 tokens and max_model_len is 256"),
+    (
+        {"prompt": "hello" * 1000},
+        "prompt",
+        "^This model's maximum context length is 256 .* 5000 characters",
+    ),
+    ({"prompt": [1] * 256}, "prompt", "^This model's maximum context length is 256 tokens. .* 256"),
     ({"max_tokens": 0}, "max_tokens", "max_tokens=0"),
     ({"max_tokens": -1}, "max_tokens", "max_tokens=-1"),
     ({"max_tokens": 254}, "max_tokens", "max_tokens=254 .* 256 .* 3 tokens"),
@@ -361,7 +365,9 @@ def test_long_lists_are_refused_before_they_are_built() -> None:
     assert len(decode_body(most, ChatRequest, 1).messages) == 16_384
     with pytest.raises(InvalidRequestError, match="16385 turns"):
         decode_body(turns % b",".join([turn] * 16_385), ChatRequest, 1)
-    with pytest.raises(InvalidRequestError, match="context length is 199999 tokens"):
+    with pytest.raises(
+        InvalidRequestError, match=r"^This model's maximum context length is 199999 tokens"
+    ):
         decode_body(b'{"prompt": [%s-%s]}' % (b" " * 100, one), CompletionRequest, 199_999)
 
 
