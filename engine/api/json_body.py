@@ -66,7 +66,8 @@ def _decode_leniently(body: bytes, kind: type[_Body], unknown: str) -> _Body:
     """Decode a second time, without looking at unknown keys; warn of the first and all on top."""
     # Bodies without unknown keys, which are nearly all, are decoded once and by the strict type.
     values: _Body = _decode(body, lenient(kind))
-    on_top = decode_json(body, dict[str, Raw]).keys() - msgspec.structs.asdict(values).keys()
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    on_top = decode_json(body, dict[str, Raw]).keys() - known
     warnings.warn(sorted({unknown, *on_top}))
     return values
 

@@ -1,0 +1,84 @@
+"""Tool calls of a real model through real servers: a grammar makes the model write the call."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from engine.config import ToolCallParser
+from proxy.config import ProxyConfig
+from tests.asking import ask, question
+from tests.cluster import Cluster
+from tests.node_double import client_of, running_proxy, until_status
+
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+ASKED: dict[str, Any] = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": "hello"}],
+    "tools": [{"type": "function", "function": {"name": "weather"}}],
+    "extra_body": {"structured_outputs": {"choice": [CALL]}},
+}
+
+
+async def assert_called(client: openai.AsyncOpenAI, *, is_read: bool) -> None:
+    """The call is in `tool_calls` where the server reads calls, else it is the text."""
+    choice = (await client.chat.completions.create(**ASKED)).choices[0]
+    stream = await client.chat.completions.create(**ASKED, stream=True)
+    pieces = [chunk.choices[0] async for chunk in stream]
+    text = "".join(piece.delta.content or "" for piece in pieces)
+    calls = [call for piece in pieces for call in piece.delta.tool_calls or ()]
+    if not is_read:
+        assert (choice.message.content, choice.finish_reason, text) == (CALL, "stop", CALL)
+        return
+    assert (choice.message.content, choice.finish_reason, text) == (None, "tool_calls", "")
+    assert pieces[-1].finish_reason == "tool_calls"
+    for call in (*(choice.message.tool_calls or ()), *calls):
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments) == {"city": "Rome"}
+    assert len(calls) == 1
+
+
+async def test_proxy_and_node_read_calls_and_check_keys_as_their_own_options_say(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    node = await cluster.start(
+        "decode",
+        checkpoints["qwen3"],
+        served_model_name=("tiny",),
+        tool_call_parser="hermes",
+        strict_api=True,
+    )
+    parsers: tuple[tuple[ToolCallParser, bool], ...] = (("hermes", True), ("auto", False))
+    for parser, is_read in parsers:
+        config = ProxyConfig(decode=(node.url,), port=0, tool_call_parser=parser)
+        async with running_proxy(config) as base, client_of(base) as client:
+            await until_status(f"{base}/ready", 200)
+            await assert_called(client, is_read=is_read)
+            assert (await ask(base, question([5, 6], top_pp=0.5))).status == 200
+    async with client_of(node.url) as client:
+        await assert_called(client, is_read=True)
+    assert (await ask(node.url, question([5, 6], top_pp=0.5))).error(400)["param"] == "top_pp"
+
+
+async def test_what_a_tool_answered_goes_back_to_the_model(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    node = await cluster.start(
+        "decode", checkpoints["qwen3"], served_model_name=("tiny",), tool_call_parser="hermes"
+    )
+    async with client_of(node.url) as client:
+        first = await client.chat.completions.create(**ASKED)
+        said = first.choices[0].message
+        assert said.tool_calls
+        answered = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "sunny"}
+        # The client's own reply object, as agents send it back.
+        turns = [*ASKED["messages"], said, answered]
+        second = await client.chat.completions.create(
+            **{**ASKED, "messages": turns, "tool_choice": "none", "max_tokens": 4, "extra_body": {}}
+        )
+        assert first.usage and second.usage
+        assert second.usage.prompt_tokens > first.usage.prompt_tokens
+        with pytest.raises(openai.BadRequestError, match="use auto"):
+            await client.chat.completions.create(**{**ASKED, "tool_choice": "required"})
