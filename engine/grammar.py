@@ -14,6 +14,9 @@ import llguidance
 from engine.errors import InvalidRequestError
 from engine.types import TokenId
 
+WHITE_SPACE = r"\n?[ \t]{0,16}"
+"""Between two parts of a JSON text: a small model may like white space too much to ever end."""
+
 
 class Matcher:
     """Follows one request's output; one thread at a time."""
@@ -69,6 +72,13 @@ class GrammarCompiler:
         return llguidance.LLTokenizer(
             self._path.read_text(encoding="utf-8"), self._vocab_size, self._eos_token_ids
         )
+
+
+def json_grammar(schema: str) -> str:
+    """The grammar of a JSON text. Raises ValueError for a schema that is no JSON object."""
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        schema, defaults={"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
+    )
 
 
 def check_grammar(grammar: str, param: str) -> None:

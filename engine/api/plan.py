@@ -22,9 +22,10 @@ from engine.api.schema import (
     TokenizeRequest,
 )
 from engine.api.serving import Serving
+from engine.api.tool_calls.forced import forced_grammar
 from engine.api.tool_calls.reader import ToolCallRules
 from engine.api.tool_calls.syntax import ToolCallSyntax
-from engine.api.tool_schema import Tool, check_arguments, offered_tools
+from engine.api.tool_schema import Tool, check_arguments, offer
 from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
 from engine.prompt_checks import check_prompt
 from engine.types import GenerateRequest, KVTransferParams, TokenId
@@ -103,7 +104,7 @@ def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> P
     kv_params = _kv_params(fields, serving)
     check_model(fields.model, serving)
     logprobs = _chat_logprobs(fields)
-    tools = offered_tools(fields.tools, fields.tool_choice)
+    tools, must_call = offer(fields.tools, fields.tool_choice)
     prompt = encode_chat(fields, fields.messages, serving, tools=tools)
     default = serving.defaults.max_new_tokens
     plan = _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
@@ -111,7 +112,31 @@ def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> P
         # As in vLLM: markers are special tokens in some tokenizers and must be seen.
         rules = _tool_call_rules(serving.tool_calls, tools, parallel=fields.parallel_tool_calls)
         plan = replace(plan, tool_calls=rules, skip_special_tokens=False)
+    if must_call:
+        plan = _forced_to_call(plan, must_call)
     return _of_session(plan, session_id, fields)
+
+
+def _forced_to_call(plan: Plan, names: tuple[str, ...]) -> Plan:
+    """The plan with a grammar that allows nothing but calls of these tools."""
+    rules = plan.tool_calls
+    if rules is None:
+        raise InvalidRequestError(
+            "a tool_choice that forces a call needs a server with --tool-call-parser; use auto",
+            param="tool_choice",
+        )
+    if plan.requests[0].sampling.grammar:
+        raise InvalidRequestError(
+            "tool_choice and a grammar both bind the output: give one", param="tool_choice"
+        )
+    # A named tool is called once.
+    is_parallel = len(names) > 1 and rules.max_calls is None
+    grammar = forced_grammar(rules.syntax, names, rules.parameters, is_parallel=is_parallel)
+    bound = [structs.replace(it.sampling, grammar=grammar) for it in plan.requests]
+    requests = zip(plan.requests, bound, strict=True)
+    return replace(
+        plan, requests=tuple(structs.replace(it, sampling=sampling) for it, sampling in requests)
+    )
 
 
 def _tool_call_rules(

@@ -9,14 +9,12 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import InvalidRequestError
-from engine.grammar import check_grammar
+from engine.grammar import check_grammar, json_grammar
 from engine.types import MAX_GRAMMAR_CHARS
 
 Text = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
 ANY_OBJECT = {"type": "object"}
-WHITE_SPACE = r"\n?[ \t]{0,16}"
-"""Between two parts of a JSON text: a small model may like white space too much to ever end."""
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,11 +112,7 @@ def _schema_of(form: ResponseFormat | None) -> Any:
 
 def _json(schema: Any) -> str:
     text = schema if isinstance(schema, str) else json.dumps(schema)
-    return str(
-        llguidance.LLMatcher.grammar_from_json_schema(
-            text, defaults={"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
-        )
-    )
+    return json_grammar(text)
 
 
 def _regex(pattern: str) -> str:

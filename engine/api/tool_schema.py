@@ -1,7 +1,7 @@
 """Tools in request bodies: what a chat offers, what it has called, and which choice it leaves."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -80,18 +80,34 @@ class Called(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 Calls = Annotated[list[Called], Meta(max_length=MAX_CALLS)]
 
 
-def offered_tools(tools: Sequence[Tool] | None, choice: object) -> Sequence[Tool]:
-    """The tools that the model is told of; none with `tool_choice: "none"`.
+class Offer(NamedTuple):
+    """The tools that the model is told of; one of `must_call` is called unless it is empty."""
 
-    Raises InvalidRequestError for a choice that forces a call: it would need a grammar.
+    tools: Sequence[Tool]
+    must_call: tuple[str, ...] = ()
+
+
+def offer(tools: Sequence[Tool] | None, choice: object) -> Offer:
+    """What `tools` and `tool_choice` mean; `"none"` offers none.
+
+    Raises InvalidRequestError for a choice that is none of OpenAI's, or whose tool is not there.
     """
+    tools = tools or ()
+    names = tuple(tool.function.name for tool in tools)
     if choice == "none":
-        return ()
-    if choice not in _LEAVES_IT_TO_THE_MODEL:
-        raise InvalidRequestError(
-            f"tool_choice={repr(choice)[:80]} is not supported yet: use auto", param="tool_choice"
-        )
-    return tools or ()
+        return Offer(())
+    if choice in _LEAVES_IT_TO_THE_MODEL:
+        return Offer(tools)
+    if choice == "required" and names:
+        return Offer(tools, names)
+    match choice:
+        case {"type": "function", "function": {"name": str(name)}} if name in names:
+            return Offer(tools, (name,))
+    raise InvalidRequestError(
+        f"tool_choice={repr(choice)[:80]} names none of tools: use auto, none, "
+        'required with tools, or {"type": "function", "function": {"name": ...}} with one of them',
+        param="tool_choice",
+    )
 
 
 def check_arguments(calls: Sequence[Called]) -> None:

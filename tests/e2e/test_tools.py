@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
 
 from engine.config import ToolCallParser
 from proxy.config import ProxyConfig
@@ -14,6 +13,17 @@ from tests.cluster import Cluster
 from tests.node_double import client_of, running_proxy, until_status
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
 ASKED: dict[str, Any] = {
     "model": "tiny",
     "messages": [{"role": "user", "content": "hello"}],
@@ -80,5 +90,13 @@ async def test_what_a_tool_answered_goes_back_to_the_model(
         )
         assert first.usage and second.usage
         assert second.usage.prompt_tokens > first.usage.prompt_tokens
-        with pytest.raises(openai.BadRequestError, match="use auto"):
-            await client.chat.completions.create(**{**ASKED, "tool_choice": "required"})
+        named = {"type": "function", "function": {"name": "weather"}}
+        for choice in ("required", named):
+            body = {**ASKED, "tools": [WEATHER], "tool_choice": choice, "extra_body": {}}
+            forced = await client.chat.completions.create(**body)
+            assert forced.choices[0].finish_reason == "tool_calls"
+            calls = forced.choices[0].message.tool_calls or []
+            assert len(calls) == 1
+            call = calls[0]
+            assert call.function.name == "weather"
+            assert json.loads(call.function.arguments) in ({"city": "Rome"}, {"city": "Oslo"})

@@ -94,11 +94,12 @@ def test_parallel_tool_calls_and_no_tools_at_all_are_accepted(serving: Serving) 
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice", "'required' is not supported yet: use auto"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "'required' names none of tools"),
+        ({"tool_choice": "required", "tools": [WEATHER]}, "tool_choice", "--tool-call-parser"),
         (
-            {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
+            {"tool_choice": {"type": "function", "function": {"name": "other"}}},
             "tool_choice",
-            "is not supported yet: use auto",
+            "names none of tools",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [{**WEATHER, "function": {"name": ""}}]}, "tools[0].function.name", "length"),

@@ -1,11 +1,13 @@
 """Tool calls written as JSON: {"name": ..., "arguments": {...}}, alone or in a list."""
 
+import json
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw
 
-from engine.api.tool_calls.syntax import Parameters, ToolCall
+from engine.api.tool_calls.syntax import Parameters, ToolCall, json_rule
 
 
 class _Call(msgspec.Struct, frozen=True):
@@ -19,6 +21,14 @@ class JsonCalls:
     def __init__(self, start: str, end: str) -> None:
         self.start = start
         self.end = end
+
+    def rules(self, rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
+        """The object, its arguments as the schema says."""
+        opening = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+        return [
+            f'{rule}: {opening} {rule}_args "}}"',
+            json_rule(f"{rule}_args", {"type": "object", **schema}),
+        ]
 
     def parse(self, body: str, parameters: Parameters) -> tuple[ToolCall, ...]:
         """The calls, their arguments as the model wrote them; `parameters` are not needed."""

@@ -1,10 +1,19 @@
 """What a model family's way of writing tool calls is to the rest: two markers and a reader."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from engine.grammar import WHITE_SPACE
+
 Parameters = Mapping[str, Mapping[str, Any]]
 """JSON schema of the arguments by name of the function."""
+
+
+def json_rule(rule: str, schema: Mapping[str, Any]) -> str:
+    """The Lark rule for a JSON text of a schema."""
+    options = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
+    return f"{rule}: %json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 class ToolCall(NamedTuple):
@@ -19,6 +28,10 @@ class ToolCallSyntax(Protocol):
 
     start: str
     end: str
+
+    def rules(self, rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
+        """Lark rules: `rule` is a call of `name`, without the markers and their line feeds."""
+        ...
 
     def parse(self, body: str, parameters: Parameters) -> tuple[ToolCall, ...]:
         """The calls of the text between two markers; none if it is malformed."""

@@ -1,16 +1,19 @@
 """Tool calls written as tags: <function=NAME><parameter=KEY>VALUE</parameter></function>."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
-from engine.api.tool_calls.syntax import Parameters, ToolCall
+from engine.api.tool_calls.syntax import Parameters, ToolCall, json_rule
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.S)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>\s*", re.S)
 _NULLS = ("null", "none")
+NEW_LINE: Final = "\n"
+PARAMETER_END: Final = json.dumps("\n</parameter>\n")
 
 
 class XmlCalls:
@@ -21,6 +24,17 @@ class XmlCalls:
 
     start = "<tool_call>"
     end = "</tool_call>"
+
+    def rules(self, rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
+        """Required parameters, and others if the model likes, in the order of the schema."""
+        parts, rules = [json.dumps(f"<function={name}>\n")], []
+        properties = schema.get("properties")
+        for number, (key, one) in enumerate((properties or {}).items()):
+            value = f"{rule}_value_{number}"
+            tagged = f"({json.dumps(f'<parameter={key}>' + NEW_LINE)} {value})"
+            parts.append(tagged if key in (schema.get("required") or ()) else f"{tagged}?")
+            rules.append(_value_rule(value, one, schema.get("$defs")))
+        return [f'{rule}: {" ".join(parts)} "</function>"', *rules]
 
     def parse(self, body: str, parameters: Parameters) -> tuple[ToolCall, ...]:
         """One call, its arguments as a JSON object made of the tags."""
@@ -36,6 +50,19 @@ class XmlCalls:
             return (ToolCall(name, msgspec.json.encode(arguments).decode()),)
         except RecursionError:
             return ()
+
+
+def _value_rule(rule: str, schema: object, definitions: object) -> str:
+    """A text without tags, or JSON for a value that cannot be a text; and the tag that ends it."""
+    types = set(_types(schema))
+    if not isinstance(schema, Mapping) or not types or "string" in types:
+        texts = schema.get("enum") if isinstance(schema, Mapping) else None
+        if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+            return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {PARAMETER_END}"
+        # One expression: of two, the first would take the line feed that the second begins with.
+        return f"{rule}: " + r"/([^<]|<[^\/])*\n<\/parameter>\n/"
+    value = json_rule(f"{rule}_json", {**schema, "$defs": definitions or {}})
+    return f"{rule}: {rule}_json {PARAMETER_END}\n{value}"
 
 
 def _values(text: str) -> dict[str, str] | None:

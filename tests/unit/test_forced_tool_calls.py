@@ -1,0 +1,99 @@
+"""A forced call: whatever the grammar lets a model write is read as calls that fit their schema."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from engine.api.tokenizer import load_tokenizer
+from engine.api.tool_calls.forced import forced_grammar
+from engine.api.tool_calls.reader import ToolCallReader, ToolCallRules
+from engine.api.tool_calls.registry import SYNTAXES
+from engine.api.tool_calls.syntax import ToolCall
+from engine.config import ToolCallParser
+from engine.errors import InvalidRequestError
+from engine.grammar import GrammarCompiler
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
+END = 2
+VOCABULARY = 832
+MOST_TOKENS = 2000
+CLOSING = "\n</parameter>\n"
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "properties": {
+            "city": {"enum": ["Rome", "Oslo"]},
+            "note": {"type": "string", "maxLength": 9},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+    "stop": {"properties": {}, "additionalProperties": False},
+}
+WRITERS: tuple[ToolCallParser, ...] = ("hermes", "qwen3_coder", "nemotron_json")
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return GrammarCompiler(MODEL, VOCABULARY, [END])
+
+
+def written(compiler: GrammarCompiler, grammar: str, draw: random.Random) -> str:
+    """A walk through the grammar by random tokens, which often goes on with `CLOSING`."""
+    tokenizer = load_tokenizer(MODEL)
+    matcher, tokens, text = compiler.matcher(grammar), list[int](), ""
+    for _ in range(MOST_TOKENS):
+        bits = np.unpackbits(np.frombuffer(matcher.allowed(), np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits).tolist()
+        begun = next(n for n in range(len(CLOSING) - 1, -1, -1) if text.endswith(CLOSING[:n]))
+        closing = [it for it in allowed if it == END or tokenizer.token_text(it) == CLOSING[begun]]
+        token = draw.choice(closing if closing and draw.random() < 0.9 else allowed)
+        if token == END:
+            return tokenizer.decode(tokens, skip_special_tokens=False)
+        matcher.accept(token)
+        tokens.append(token)
+        text += tokenizer.token_text(token)
+    raise AssertionError("the walk does not end")
+
+
+def read(name: ToolCallParser, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    syntax = SYNTAXES[name]
+    assert syntax is not None
+    reader = ToolCallReader(ToolCallRules(syntax, PARAMETERS))
+    first, last = reader.feed(text), reader.flush()
+    return first.text + last.text, (*first.calls, *last.calls)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("names", [("weather",), ("weather", "stop")])
+def test_what_the_grammar_allows_is_read_as_calls(
+    compiler: GrammarCompiler, name: ToolCallParser, names: tuple[str, ...]
+) -> None:
+    syntax = SYNTAXES[name]
+    assert syntax is not None
+    grammar = forced_grammar(syntax, names, PARAMETERS, is_parallel=len(names) > 1)
+    for seed in range(5):
+        text, calls = read(name, written(compiler, grammar, random.Random(seed)))
+        assert (text.strip(), bool(calls)) == ("", True)
+        for call in calls:
+            assert call.name in names
+            arguments = msgspec.json.decode(call.arguments)
+            if call.name == "weather":
+                assert arguments["city"] in ("Rome", "Oslo")
+                assert arguments["days"] in range(1, 10)
+                assert arguments.keys() <= {"city", "note", "days"}
+            else:
+                assert arguments == {}
+        assert len(calls) == 1 or len(names) > 1
+
+
+def test_a_schema_that_is_none_names_the_tools() -> None:
+    syntax = SYNTAXES["hermes"]
+    assert syntax is not None
+    with pytest.raises(InvalidRequestError, match="nothing") as caught:
+        forced_grammar(syntax, ["f"], {"f": {"type": "nothing"}}, is_parallel=False)
+    assert caught.value.param == "tools"
