@@ -182,8 +182,8 @@ async def test_the_arena_of_a_dead_peer_does_not_stay_mapped(
     cluster.nodes.remove(p)
     del p
     before["mapping /memfd:tandem-arena"] -= 2
-    # P had two; D has one more to talk to peers, to read and to ask. On a busy machine the loop's own
-    # pool starts another.
+    # P had two; D has one more to talk to peers, to read and to ask. On a busy machine the loop's
+    # own pool starts another.
     before["thread"] += 2
     await all_back(before)
 
