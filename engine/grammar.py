@@ -27,9 +27,11 @@ class Matcher:
     def allowed(self) -> bytes:
         """A bit per token of the vocabulary, least significant first: set if it may come next.
 
-        Where the grammar ends, that is the end of text.
+        Where the grammar ends, that is the end of text; none once it is too complex to follow,
+        so that the request fails: its output must not look whole.
         """
-        return self._inner.compute_bitmask()
+        mask = self._inner.compute_bitmask()
+        return bytes(len(mask)) if self._inner.is_error() else mask
 
     def allows(self, token_id: TokenId) -> bool:
         """True if `token_id` may come next."""

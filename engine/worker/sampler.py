@@ -93,7 +93,9 @@ def _blocked(item: SamplingInput, vocab_size: int) -> Tensor:
     # Where a grammar allows nothing but the end, it ends before `min_tokens`.
     blocked = blocked if with_ends.all() else with_ends
     if blocked.all():
-        raise ValueError("the grammar and allowed_token_ids have no token in common")
+        raise ValueError(
+            "no token is allowed: the grammar is too complex, or rules exclude each other"
+        )
     return blocked
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from engine.api.tokenizer import load_tokenizer
 from engine.api.tool_calls.forced import forced_grammar
@@ -97,3 +98,15 @@ def test_a_schema_that_is_none_names_the_tools() -> None:
     with pytest.raises(InvalidRequestError, match="nothing") as caught:
         forced_grammar(syntax, ["f"], {"f": {"type": "nothing"}}, is_parallel=False)
     assert caught.value.param == "tools"
+
+
+def test_a_grammar_that_becomes_too_complex_allows_nothing(compiler: GrammarCompiler) -> None:
+    """Else the answer would end as if it were whole."""
+    matcher = compiler.matcher(LLMatcher.grammar_from_lark('start: e\ne: e e | "a" | e e e'))
+    for _ in range(200):
+        mask = matcher.allowed()
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
+        if not len(allowed):
+            return
+        matcher.accept(int(allowed[-1]))
+    raise AssertionError("it never became too complex")
