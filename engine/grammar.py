@@ -17,6 +17,10 @@ from engine.types import TokenId
 WHITE_SPACE = r"\n?[ \t]{0,16}"
 """Between two parts of a JSON text: a small model may like white space too much to ever end."""
 
+# An ambiguous grammar has more and more readings of one text, and every token takes longer, on the
+# engine's thread. Half of llguidance's own bound keeps a token within tens of milliseconds.
+_LIMITS = llguidance.LLParserLimits(max_items_in_row=1000, verbose_errors=False)
+
 
 class Matcher:
     """Follows one request's output; one thread at a time."""
@@ -58,7 +62,7 @@ class GrammarCompiler:
         """Raises InvalidRequestError for a grammar that cannot be compiled, with the cause."""
         if not self._eos_token_ids:
             raise InvalidRequestError("a grammar needs a model with an end-of-text token")
-        inner = llguidance.LLMatcher(self._tokenizer, grammar)
+        inner = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if inner.is_error():
             raise InvalidRequestError(f"the grammar cannot be compiled: {inner.get_error()}")
         return Matcher(inner)
@@ -85,5 +89,5 @@ def json_grammar(schema: str) -> str:
 
 def check_grammar(grammar: str, param: str) -> None:
     """Raises InvalidRequestError that names `param` unless `grammar` can be compiled."""
-    if problem := llguidance.LLMatcher.validate_grammar(grammar, None):
+    if problem := llguidance.LLMatcher.validate_grammar(grammar, None, limits=_LIMITS):
         raise InvalidRequestError(f"{param} is no grammar: {problem.strip()}", param=param)

@@ -103,7 +103,7 @@ def test_a_schema_that_is_none_names_the_tools() -> None:
 def test_a_grammar_that_becomes_too_complex_allows_nothing(compiler: GrammarCompiler) -> None:
     """Else the answer would end as if it were whole."""
     matcher = compiler.matcher(LLMatcher.grammar_from_lark('start: e\ne: e e | "a" | e e e'))
-    for _ in range(200):
+    for _ in range(300):
         mask = matcher.allowed()
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little"))
         if not len(allowed):
