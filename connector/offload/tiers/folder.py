@@ -44,6 +44,7 @@ class Folder:
         self._known: dict[str, FoundFile] = {}
         self._touched: dict[str, float] = {}
         self._changed_ns = -1
+        self._told: set[str] = set()  # why files of this scan are left out: one line each
 
     @property
     def num_bytes(self) -> int:
@@ -116,6 +117,7 @@ class Folder:
             # Those of another node may have been used there meanwhile.
             self._known.update(ours)
         yield from gone
+        self._told.clear()
         told = time.monotonic()
         for number, file in enumerate(new):
             if (items := self._read(file)) is not None:
@@ -140,14 +142,19 @@ class Folder:
                 read=lambda offset, target: self.files.read(file.name, offset, target),
             )
         except TierFileError as error:
-            self._stats.bad_files[error.cause] += 1
-            log.warning("a file of the offload folder is left out", name=file.name, why=str(error))
+            self._leave_out(file.name, error.cause, error)
         except FileNotFoundError:
             self._stats.bad_files["vanished"] += 1
         except OSError as error:
-            self._stats.bad_files["io"] += 1
-            log.warning("a file of the offload folder is left out", name=file.name, why=str(error))
+            self._leave_out(file.name, "io", error)
         return None
+
+    def _leave_out(self, name: str, cause: str, error: Exception) -> None:
+        """Counts a bad file; the first of each cause in a scan is named, for there may be many."""
+        self._stats.bad_files[cause] += 1
+        if cause not in self._told:
+            self._told.add(cause)
+            log.warning("a file of the offload folder is left out", name=name, why=str(error))
 
 
 def is_of_tier(name: str) -> bool:
