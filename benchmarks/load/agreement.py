@@ -1,0 +1,134 @@
+"""Greedy answers beside those of a reference: equal, turned at a near-tie, or different.
+
+A near-tie is a token whose two best log-probabilities lie within a margin. Batches of other sizes
+add in another order, and may turn it; what follows has another context and is not compared.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, Self
+
+import msgspec
+
+from benchmarks.load.client import Client
+from benchmarks.load.reply import Reply
+from benchmarks.load.request import Request
+
+# What float32 promises when the order of additions differs; the tests of nodes have the same.
+MARGIN = 1e-4
+MAX_NAMED = 5
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """The reference's answer: text, token ids if it sends them, each token's text and margin."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    margins: tuple[float, ...]
+
+    @classmethod
+    def of(cls, reply: Reply) -> Self:
+        """From an answer to `with_margins(request)`."""
+        tokens, margins = [], []
+        for token, best in _tokens(reply):
+            tokens.append(token)
+            first, second = (*sorted(best, reverse=True), -float("inf"), -float("inf"))[:2]
+            margins.append(first - second)
+        return cls(reply.text, reply.token_ids, tuple(tokens), tuple(margins))
+
+    def first_difference(self, reply: Reply) -> int | None:
+        """The first token that differs; None if none does."""
+        if self.token_ids and reply.token_ids:
+            pairs = itertools.zip_longest(self.token_ids, reply.token_ids)
+            return next((place for place, (a, b) in enumerate(pairs) if a != b), None)
+        if self.text == reply.text:
+            return None
+        characters = itertools.zip_longest(self.text, reply.text)
+        differs = next(place for place, (a, b) in enumerate(characters) if a != b)
+        ends = itertools.accumulate(map(len, self.tokens))
+        return next((place for place, end in enumerate(ends) if end > differs), len(self.tokens))
+
+
+class Agreement(msgspec.Struct, frozen=True):
+    """How many answers were compared and how they compare; `different` says where."""
+
+    compared: int = 0
+    equal: int = 0
+    near_ties: int = 0
+    different: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls, expected: Sequence[Expected], replies: Sequence[Reply], *, margin: float = MARGIN
+    ) -> Self:
+        """Failed requests have no answer to compare: they stand among the failed ones."""
+        equal, near_ties, different = 0, 0, []
+        for number, (one, reply) in enumerate(zip(expected, replies, strict=True)):
+            if reply.error:
+                continue
+            place = one.first_difference(reply)
+            if place is None:
+                equal += 1
+            elif place < len(one.margins) and one.margins[place] <= margin:
+                near_ties += 1
+            else:
+                gap = f"{one.margins[place]:.2g}" if place < len(one.margins) else "unknown"
+                different.append(f"request {number} at token {place}, margin {gap}")
+        compared = equal + near_ties + len(different)
+        return cls(compared, equal, near_ties, tuple(different))
+
+    def plus(self, other: Self) -> Self:
+        """Both together."""
+        return type(self)(
+            self.compared + other.compared,
+            self.equal + other.equal,
+            self.near_ties + other.near_ties,
+            (*self.different, *other.different),
+        )
+
+    @property
+    def holds(self) -> bool:
+        """Whether something was compared, and only near-ties told it apart."""
+        return self.compared > 0 and not self.different
+
+    def show(self) -> str:
+        """`412 of 412 greedy answers equal, 2 of them up to a near-tie`."""
+        alike = self.equal + self.near_ties
+        named = "; ".join(self.different[:MAX_NAMED])
+        return (
+            f"{alike} of {self.compared} greedy answers equal, {self.near_ties} of them up to a "
+            f"near-tie{f'; different: {named}' if named else ''}"
+        )
+
+
+def with_margins(request: Request) -> Request:
+    """The same request with the best log-probabilities of each token."""
+    # More than two, as servers that name tokens by their texts merge those with equal ones.
+    asked = {"logprobs": True, "top_logprobs": 5} if request.messages else {"logprobs": 5}
+    return msgspec.structs.replace(request, sampling={**request.sampling, **asked})
+
+
+async def expect(client: Client, requests: Sequence[Request]) -> list[Expected]:
+    """The reference's answers, one request at a time. Raises RuntimeError if one fails."""
+    made = []
+    for number, request in enumerate(requests):
+        reply = await client.send(with_margins(request))
+        if reply.error:
+            raise RuntimeError(f"the reference {client.url} fails request {number}: {reply.error}")
+        made.append(Expected.of(reply))
+    return made
+
+
+def _tokens(reply: Reply) -> list[tuple[str, list[float]]]:
+    """Each token and the log-probabilities of the best ones, of completions and of chats."""
+    pairs: list[tuple[str, list[float]]] = []
+    for part in reply.logprobs:
+        pairs += [
+            (entry["token"], [best["logprob"] for best in entry["top_logprobs"]])
+            for entry in part.get("content") or ()
+        ]
+        tops: Sequence[dict[str, Any] | None] = part.get("top_logprobs") or ()
+        for token, top in zip(part.get("tokens") or (), tops, strict=True):
+            pairs.append((token, list((top or {}).values())))
+    return pairs

@@ -1,0 +1,203 @@
+"""The figures of a run, and their JSON: the fields of `vllm bench serve --save-result`, and more.
+
+TTFT, TPOT, ITL and E2EL are at the client, in milliseconds. Percentiles interpolate linearly, as
+numpy does. Failed requests have no times; they count as missing an objective.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from benchmarks.load.loop import OWN_TIMES, Pace, Run
+from benchmarks.load.reply import Reply
+
+PERCENTILES = (50, 90, 99)
+OBJECTIVES = ("ttft", "tpot", "e2el")
+
+
+class Times(msgspec.Struct, frozen=True):
+    """One kind of time over a run, in milliseconds; all 0 if there is none."""
+
+    mean: float
+    std: float
+    median: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Self:
+        """From seconds."""
+        values = 1e3 * np.asarray(seconds if len(seconds) else [0.0])
+        median, p90, p99 = (float(np.percentile(values, rank)) for rank in PERCENTILES)
+        return cls(float(values.mean()), float(values.std()), median, p90, p99)
+
+    def fields(self, name: str) -> dict[str, float]:
+        """As `vllm bench serve --metric-percentiles 50,90,99` names them."""
+        return {
+            f"mean_{name}_ms": self.mean,
+            f"median_{name}_ms": self.median,
+            f"std_{name}_ms": self.std,
+            f"p50_{name}_ms": self.median,
+            f"p90_{name}_ms": self.p90,
+            f"p99_{name}_ms": self.p99,
+        }
+
+
+class Goodput(msgspec.Struct, frozen=True):
+    """Service level objectives in milliseconds; a request that meets all of them is good."""
+
+    ttft: float = math.inf
+    tpot: float = math.inf
+    e2el: float = math.inf
+
+    @classmethod
+    def parse(cls, pairs: Sequence[str]) -> Self:
+        """From `ttft:500`, `tpot:20`, `e2el:3000`; raises ValueError that names the wrong one."""
+        limits = {}
+        for pair in pairs:
+            name, _, value = pair.partition(":")
+            try:
+                limits[name] = float(value)
+            except ValueError:
+                limits[name] = math.nan
+            if name not in OBJECTIVES or not limits[name] > 0:
+                raise ValueError(f"{pair!r} is no objective: write ttft:MS, tpot:MS or e2el:MS")
+        return cls(**limits)
+
+    def is_good(self, reply: Reply) -> bool:
+        """Whether `reply` came, and in time."""
+        return not reply.error and all(
+            1e3 * getattr(reply, name) <= getattr(self, name) for name in OBJECTIVES
+        )
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """The figures of one run; per second of its wall time."""
+
+    seconds: float
+    completed: int
+    failed: int
+    warmup_failed: int
+    good: int
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    ttft: Times
+    tpot: Times
+    itl: Times
+    e2el: Times
+    late: Times
+    warmup_ttft: Times
+    max_output_tokens_per_s: float
+    max_concurrent_requests: int
+    errors: tuple[str, ...]
+
+    @classmethod
+    def of(cls, run: Run, goodput: Goodput = Goodput()) -> Self:  # noqa: B008  # frozen
+        """The figures of `run`. `late`: from when a request was due to when it was sent."""
+        answered = [reply for reply in run.replies if not reply.error]
+        warm = [reply for reply in run.warmup if not reply.error]
+        tokens_per_s, concurrent = _peaks(answered)
+        return cls(
+            seconds=run.seconds,
+            completed=len(answered),
+            failed=len(run.replies) - len(answered),
+            warmup_failed=len(run.warmup) - len(warm),
+            good=sum(map(goodput.is_good, answered)),
+            input_tokens=sum(reply.prompt_tokens for reply in answered),
+            cached_tokens=sum(reply.cached_tokens for reply in answered),
+            output_tokens=sum(reply.output_tokens for reply in answered),
+            ttft=Times.of([reply.ttft for reply in answered]),
+            tpot=Times.of([reply.tpot for reply in answered if reply.output_tokens > 1]),
+            itl=Times.of(list(itertools.chain.from_iterable(reply.itls for reply in answered))),
+            e2el=Times.of([reply.e2el for reply in answered]),
+            late=Times.of([reply.sent - reply.due for reply in answered]),
+            warmup_ttft=Times.of([reply.ttft for reply in warm]),
+            max_output_tokens_per_s=tokens_per_s,
+            max_concurrent_requests=concurrent,
+            errors=tuple(reply.error for reply in (*run.warmup, *run.replies) if reply.error),
+        )
+
+    @property
+    def output_throughput(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / self.seconds
+
+    @property
+    def tokens_per_s_per_user(self) -> float:
+        """Output tokens per second that one reader sees after the first token: the mean TPOT's."""
+        return 1e3 / self.tpot.mean if self.tpot.mean else 0.0
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of `vllm bench serve`, then ours."""
+        return {
+            "duration": self.seconds,
+            "completed": self.completed,
+            "failed": self.failed,
+            "total_input_tokens": self.input_tokens,
+            "total_output_tokens": self.output_tokens,
+            "request_throughput": self.completed / self.seconds,
+            "request_goodput": self.good / self.seconds,
+            "output_throughput": self.output_throughput,
+            "total_token_throughput": (self.input_tokens + self.output_tokens) / self.seconds,
+            "max_output_tokens_per_s": self.max_output_tokens_per_s,
+            "max_concurrent_requests": self.max_concurrent_requests,
+            **self.ttft.fields("ttft"),
+            **self.tpot.fields("tpot"),
+            **self.itl.fields("itl"),
+            **self.e2el.fields("e2el"),
+            "total_cached_tokens": self.cached_tokens,
+            "tokens_per_s_per_user": self.tokens_per_s_per_user,
+            "warmup_failed": self.warmup_failed,
+            **self.warmup_ttft.fields("warmup_ttft"),
+            **self.late.fields("late"),
+        }
+
+
+def result(target: str, model: str, pace: Pace, summary: Summary) -> dict[str, Any]:
+    """One JSON object as `vllm bench serve --save-result` writes it, with our fields beside."""
+    rate = {math.inf: "inf", OWN_TIMES: "own"}.get(pace.rate, pace.rate)
+    return {
+        "date": datetime.now().strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": "openai",
+        "backend": "openai",
+        "label": target,
+        "model_id": model,
+        "tokenizer_id": model,
+        "num_prompts": summary.completed + summary.failed,
+        "request_rate": rate,
+        "burstiness": pace.burstiness,
+        "max_concurrency": pace.at_once,
+        **summary.fields(),
+    }
+
+
+def details(run: Run) -> dict[str, Any]:
+    """The fields of `--save-detailed`: one value per request, seconds."""
+    return {
+        "input_lens": [reply.prompt_tokens for reply in run.replies],
+        "output_lens": [reply.output_tokens for reply in run.replies],
+        "ttfts": [reply.ttft if reply.chunks else 0.0 for reply in run.replies],
+        "itls": [reply.itls for reply in run.replies],
+        "start_times": [reply.sent for reply in run.replies],
+        "generated_texts": [reply.text for reply in run.replies],
+        "errors": [reply.error for reply in run.replies],
+    }
+
+
+def _peaks(replies: Sequence[Reply]) -> tuple[float, int]:
+    """The most chunks in one second, and the most requests under way in one."""
+    if not replies:
+        return 0.0, 0
+    begun = min(reply.sent for reply in replies)
+    seconds = int(max(reply.chunks[-1] for reply in replies) - begun) + 1
+    chunks, under_way = np.zeros(seconds), np.zeros(seconds, dtype=int)
+    for reply in replies:
+        np.add.at(chunks, [int(time - begun) for time in reply.chunks], 1)
+        under_way[int(reply.sent - begun) : int(reply.chunks[-1] - begun) + 1] += 1
+    return float(chunks.max()), int(under_way.max())

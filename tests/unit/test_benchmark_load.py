@@ -1,0 +1,216 @@
+"""The load core of the benchmarks without a server: pace, figures, files, what counts as equal."""
+
+import asyncio
+import math
+import statistics
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+import pytest
+
+from benchmarks.load.agreement import Agreement, Expected
+from benchmarks.load.loop import CLOSED, OWN_TIMES, Pace, drive, starts
+from benchmarks.load.reply import Reply
+from benchmarks.load.request import Request, read_requests, sessions_of, write_requests
+from benchmarks.load.summary import Goodput, Summary, details, result
+
+USERS = 3
+
+
+def reply(*chunks: float, text: str = "", ids: tuple[int, ...] = (), error: str = "") -> Reply:
+    """Sent at 0; one token per chunk, ten of the prompt."""
+    usage = {"prompt_tokens": 10, "completion_tokens": len(chunks)}
+    return Reply(due=0.0, sent=0.0, ended=max(chunks, default=0.0), chunks=chunks, text=text,
+                 token_ids=ids, usage=usage, error=error)  # fmt: skip
+
+
+def alone(count: int) -> list[Request]:
+    return [Request(prompt=f"prompt {n}", max_tokens=1, arrival_s=2.0 * n) for n in range(count)]
+
+
+class Echo:
+    """Answers each request with its number of requests under way, after some rounds of the loop."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.sent: list[Request] = []
+        self.under_way = self.most = 0
+        self._seconds = seconds
+
+    async def __call__(self, request: Request, due: float | None = None) -> Reply:
+        self.sent.append(request)
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        sent = perf_counter()
+        try:
+            await asyncio.sleep(self._seconds)
+        finally:
+            self.under_way -= 1
+        now = perf_counter()
+        said = f"<{len(self.sent)}>"
+        return Reply(
+            due=due or sent, sent=sent, ended=now, chunks=(now,), text=said, token_ids=(7,)
+        )
+
+
+async def test_a_closed_loop_has_so_many_users_and_tells_warm_up_apart() -> None:
+    echo = Echo()
+    run = await drive(echo, alone(20), Pace(at_once=USERS, warmup=4))
+    assert echo.most == USERS
+    assert [request.prompt for request in run.requests] == [f"prompt {n}" for n in range(4, 20)]
+    assert (len(run.replies), len(run.warmup)) == (16, 4)
+    assert max(reply.due for reply in run.warmup) <= min(reply.due for reply in run.replies)
+
+
+@pytest.mark.parametrize("burstiness", [0.2, 1.0, 5.0])
+def test_gaps_have_the_rate_and_the_variation_asked_for(burstiness: float) -> None:
+    """Of gamma gaps of shape k the coefficient of variation is 1 / sqrt(k)."""
+    sessions = [[request] for request in alone(4000)]
+    times = starts(sessions, Pace(rate=8.0, burstiness=burstiness, seed=3))
+    assert times == sorted(times) and times[-1] == pytest.approx(500.0)
+    gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
+    variation = statistics.pstdev(gaps) / statistics.mean(gaps)
+    assert variation == pytest.approx(1 / math.sqrt(burstiness), rel=0.1)
+
+
+def test_own_times_start_with_the_first_request() -> None:
+    sessions = [[request] for request in alone(4)[1:]]
+    assert starts(sessions, Pace(rate=OWN_TIMES)) == [0.0, 2.0, 4.0]
+    assert starts(sessions, Pace(rate=CLOSED)) == [0.0, 0.0, 0.0]
+
+
+async def test_an_open_loop_sends_nothing_before_it_is_due() -> None:
+    run = await drive(Echo(), alone(30), Pace(rate=300.0))
+    assert all(reply.sent >= reply.due for reply in run.replies)
+    assert run.seconds >= 0.1
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "sent"),
+    [
+        (Request(prompt="a", max_tokens=1), {"prompt": "b"}, {"prompt": "a<1>b"}),
+        (Request(prompt=(1, 2), max_tokens=1), {"prompt": (3,)}, {"prompt": (1, 2, 7, 3)}),
+        (
+            Request(messages=({"role": "user", "content": "a"},), max_tokens=1),
+            {"messages": ({"role": "user", "content": "b"},)},
+            {
+                "messages": (
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "<1>"},
+                    {"role": "user", "content": "b"},
+                )
+            },
+        ),
+    ],
+    ids=["text", "token ids", "chat"],
+)
+async def test_a_turn_continues_the_answer_after_a_pause(
+    first: Request, then: dict[str, object], sent: dict[str, object]
+) -> None:
+    opening = msgspec.structs.replace(first, session="s")
+    turn = Request(**then, max_tokens=1, session="s", think_s=0.05, continues=True)  # type: ignore[arg-type]
+    run = await drive(Echo(), [opening, turn], Pace(rate=OWN_TIMES))
+    assert {name: getattr(run.requests[1], name) for name in sent} == sent
+    assert run.replies[1].sent >= run.replies[0].ended + 0.05
+
+
+async def test_a_turn_is_not_sent_after_a_failed_answer() -> None:
+    async def fails(request: Request, due: float | None = None) -> Reply:
+        return Reply.unsent(perf_counter(), "down")
+
+    turns = [Request(prompt="a", max_tokens=1, session="s", continues=n > 0) for n in range(2)]
+    run = await drive(fails, turns, Pace())
+    assert [reply.error for reply in run.replies] == ["down", "the request before it failed"]
+
+
+async def test_the_deadline_ends_what_is_under_way_and_sends_no_more() -> None:
+    echo = Echo(seconds=30.0)
+    run = await drive(echo, alone(3), Pace(at_once=1, deadline_s=0.1))
+    assert [reply.error.split(":")[0] for reply in run.replies] == [
+        "given up", "not sent within 0.1 s", "not sent within 0.1 s",
+    ]  # fmt: skip
+    assert len(echo.sent) == 1 and echo.under_way == 0
+
+
+async def test_more_warm_up_than_sessions_is_an_error() -> None:
+    with pytest.raises(ValueError, match="2 sessions, 2 of them warm-up"):
+        await drive(Echo(), alone(2), Pace(warmup=2))
+
+
+async def test_the_figures_are_those_of_vllm_s_definitions() -> None:
+    """TPOT is per request and leaves the first token out; ITL is every gap, over all requests."""
+    run = await drive(Echo(), alone(3), Pace(warmup=1))
+    replies = (reply(1.0, 1.5, 2.5), reply(3.0), reply(error="lost"))
+    run = type(run)(run.requests, replies, run.warmup, 4.0)
+    summary = Summary.of(run, Goodput.parse(["ttft:1500", "tpot:800"]))
+    fields = result("t", "m", Pace(at_once=2), summary)
+    expected = {
+        "completed": 2, "failed": 1, "total_input_tokens": 20, "total_output_tokens": 4,
+        "output_throughput": 1.0, "total_token_throughput": 6.0, "request_goodput": 0.25,
+        "mean_ttft_ms": 2000.0, "p90_ttft_ms": 2800.0, "std_ttft_ms": 1000.0,
+        "mean_tpot_ms": 750.0, "mean_itl_ms": 750.0, "median_e2el_ms": 2750.0,
+        "max_output_tokens_per_s": 2.0, "max_concurrent_requests": 2, "request_rate": "inf",
+    }  # fmt: skip
+    assert {name: fields[name] for name in expected} == pytest.approx(expected)
+    assert details(run)["itls"] == [[0.5, 1.0], [], []]
+
+
+@pytest.mark.parametrize("pair", ["ttft", "ttft:x", "ttft:-1", "ttft:nan", "itl:5", ""])
+def test_wrong_objectives_are_named(pair: str) -> None:
+    with pytest.raises(ValueError, match="is no objective: write ttft:MS"):
+        Goodput.parse([pair])
+
+
+def test_loads_are_files_of_lines(tmp_path: Path) -> None:
+    load = [
+        Request(prompt="a", max_tokens=3, session="s"),
+        Request(prompt=(1, 2), max_tokens=3, arrival_s=1.5),
+        Request(prompt="b", max_tokens=3, session="s", think_s=2.0, continues=True),
+        Request(messages=({"role": "user", "content": "c"},), max_tokens=3, sampling={"seed": 1}),
+    ]
+    file = tmp_path / "load.jsonl"
+    write_requests(file, load)
+    assert read_requests(file) == load
+    assert sessions_of(load) == [[0, 2], [1], [3]]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "truncated"),
+        ('{"max_tokens": 1}', "give a prompt or messages"),
+        ('{"prompt": "a", "max_tokens": 0}', ">= 1"),
+        ('{"prompt": "a", "max_tokens": 1, "think_s": -1}', ">= 0"),
+        ('{"prompt": "a", "max_tokens": 1, "continues": true}', "needs a session"),
+    ],
+)
+def test_a_bad_line_is_named(line: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "load.jsonl"
+    file.write_text(f'{{"prompt": "a", "max_tokens": 1}}\n\n{line}\n')
+    with pytest.raises(ValueError, match=rf"load\.jsonl:3: .*{problem}"):
+        read_requests(file)
+
+
+EXPECTED = Expected("abcd", (1, 2, 3), ("ab", "c", "d"), (1.0, 0.00005, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("answer", "equal", "near_ties", "different"),
+    [
+        (reply(0.0, text="abcd", ids=(1, 2, 3)), 1, 0, ()),
+        (reply(0.0, text="abxx", ids=(1, 9, 9)), 0, 1, ()),
+        (reply(0.0, text="abcx", ids=(1, 2, 9)), 0, 0, ("request 0 at token 2, margin 1",)),
+        (reply(0.0, text="abc", ids=(1, 2)), 0, 0, ("request 0 at token 2, margin 1",)),
+        (reply(0.0, text="abcd"), 1, 0, ()),
+        (reply(0.0, text="abxx"), 0, 1, ()),
+        (reply(0.0, text="axcd"), 0, 0, ("request 0 at token 0, margin 1",)),
+        (reply(0.0, text="abcde"), 0, 0, ("request 0 at token 3, margin unknown",)),
+        (reply(error="lost"), 0, 0, ()),
+    ],
+)
+def test_only_a_near_tie_excuses_a_difference(
+    answer: Reply, equal: int, near_ties: int, different: tuple[str, ...]
+) -> None:
+    found = Agreement.of([EXPECTED], [answer])
+    assert (found.equal, found.near_ties, found.different) == (equal, near_ties, different)
+    assert found.holds == (equal + near_ties > 0)
