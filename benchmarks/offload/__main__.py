@@ -3,6 +3,7 @@
 ttft     the first token of a prompt that was asked before: computed, or found in each tier
 copies   bytes per second of each tier, beside a plain copy and a plain read
 steps    a decode step beside a tier: idle, and while it loads as fast as it can
+scan     the start of a disk tier with many files
 replay   hits of G1, or of a trace in Mooncake's format, with and without tiers; ids only
 """
 
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.kv_cache.traces import TraceError
-from benchmarks.offload import copies, replay, steps, ttft
+from benchmarks.offload import copies, replay, scan, steps, ttft
 from benchmarks.plots import curves
 
 Done = Callable[[], None]
@@ -25,6 +26,7 @@ COPY_BYTES, QUICK_COPY_BYTES = 512 << 20, 64 << 20
 ITEM_BYTES = (64 << 10, 256 << 10, 2 << 20)
 QUICK_ITEM_BYTES = (256 << 10,)
 PROMPT, QUICK_PROMPT = 8192, 1024
+FILES, QUICK_FILES = 20_000, 1_000
 QUICK_PART = 0.1
 WARMED_UP = 2
 """Rounds of the decode steps that do not count."""
@@ -36,6 +38,7 @@ class Section(StrEnum):
     TTFT = "ttft"
     COPIES = "copies"
     STEPS = "steps"
+    SCAN = "scan"
     REPLAY = "replay"
 
 
@@ -70,6 +73,12 @@ class Bench:
             rows = steps.measure(self._rounds, WARMED_UP, describe)
         self._publish(Section.STEPS, "Decode step", [steps.HEADERS, *rows])
 
+    def scan(self) -> None:
+        """A start with many files."""
+        with report.progress(self._console, 2 * (1 + self._rounds)) as describe:
+            rows = scan.measure(QUICK_FILES if self._quick else FILES, self._rounds, describe)
+        self._publish(Section.SCAN, "Start of a disk tier", [scan.HEADERS, *rows])
+
     def replay(self, trace: Path | None, folder: Path | None) -> None:
         """Hits by size of the arena."""
         streams = replay.traces(trace, QUICK_PART if self._quick else 1.0)
@@ -103,7 +112,7 @@ def main(
     bench = Bench(console, host, 1 if quick else rounds, quick=quick)
     chosen = section or list(Section)
     for name, measure in ((Section.TTFT, bench.ttft), (Section.COPIES, bench.copies),
-                          (Section.STEPS, bench.steps)):  # fmt: skip
+                          (Section.STEPS, bench.steps), (Section.SCAN, bench.scan)):  # fmt: skip
         if name in chosen:
             measure()
     if Section.REPLAY in chosen:
