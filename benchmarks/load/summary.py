@@ -159,7 +159,7 @@ class Summary(msgspec.Struct, frozen=True):
         }
 
 
-def result(target: str, model: str, pace: Pace, summary: Summary) -> dict[str, Any]:
+def result(summary: Summary, pace: Pace, *, target: str, model: str) -> dict[str, Any]:
     """One JSON object as `vllm bench serve --save-result` writes it, with our fields beside."""
     rate = {math.inf: "inf", OWN_TIMES: "own"}.get(pace.rate, pace.rate)
     return {

@@ -143,7 +143,7 @@ async def test_the_figures_are_those_of_vllm_s_definitions() -> None:
     replies = (reply(1.0, 1.5, 2.5), reply(3.0), reply(error="lost"))
     run = type(run)(run.requests, replies, run.warmup, 4.0)
     summary = Summary.of(run, Goodput.parse(["ttft:1500", "tpot:800"]))
-    fields = result("t", "m", Pace(at_once=2), summary)
+    fields = result(summary, Pace(at_once=2), target="t", model="m")
     expected = {
         "completed": 2, "failed": 1, "total_input_tokens": 20, "total_output_tokens": 4,
         "output_throughput": 1.0, "total_token_throughput": 6.0, "request_goodput": 0.25,
