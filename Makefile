@@ -48,7 +48,7 @@ proto: $(STAMP) ## regenerate engine/rpc/pb from proto/node.proto
 model: $(STAMP) ## train the small model that the demo serves, half an hour
 	$(BIN)/python -m benchmarks.demo_model.train --out deploy/demo/model
 
-bench: $(STAMP) ## all benchmarks but the soak, three quarters of an hour on an idle machine
+bench: $(STAMP) ## all benchmarks but the soak, an hour on an idle machine; prints the path of its page
 	$(BIN)/python -m benchmarks.decode_overhead
 	$(BIN)/python -m benchmarks.engine_vs_transformers
 	$(BIN)/python -m benchmarks.transfer
@@ -63,6 +63,7 @@ bench: $(STAMP) ## all benchmarks but the soak, three quarters of an hour on an 
 	$(BIN)/python -m benchmarks.kv_events
 	$(BIN)/python -m benchmarks.offload
 	$(BIN)/python -m benchmarks.onoff
+	$(BIN)/python -m benchmarks.report_page
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

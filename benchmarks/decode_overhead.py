@@ -32,6 +32,7 @@ from benchmarks.plots import grouped_bars
 from benchmarks.tandem_engine import ARENA_BYTES, BareCore, request_of
 from engine.config import NodeConfig
 
+SECONDS = (180, 30)
 BATCHES = (8, 32)
 PROMPT_TOKENS = 64
 STEPS = 8
@@ -115,14 +116,16 @@ def measure(case: str, bench: Bench, rounds: int, *, done: Callable[[], None]) -
     )
 
 
-def run(models: Sequence[str], rounds: int, console: Console) -> list[Row]:
+def run(
+    models: Sequence[str], rounds: int, console: Console, *, batches: Sequence[int]
+) -> list[Row]:
     """Every model at every batch size."""
     rows: list[Row] = []
-    total = len(models) * len(BATCHES) * 2 * (rounds + 1)
+    total = len(models) * len(batches) * 2 * (rounds + 1)
     with tempfile.TemporaryDirectory() as folder, report.progress(console, total) as describe:
         for name in models:
             checkpoint = save_random(name, Path(folder))
-            for batch in BATCHES:
+            for batch in batches:
                 case = f"{name}, batch {batch}"
                 rows.append(
                     _measure_batch(checkpoint, case, batch, rounds=rounds, done=describe(case))
@@ -159,19 +162,20 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one warm-up.")] = 25,
     model: Annotated[list[str] | None, typer.Option(help="gdn or mamba2. [both]")] = None,
     cpu: Annotated[str, typer.Option(help="Core to run on, or `all`.")] = "0",
-    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the step times (svg, png).")] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """Decode step time outside torch operators, in microseconds, at batch 8 and 32."""
-    console = Console()
-    host = machine.prepare(cpu)
-    rows = run(model or list(MODELS), rounds, console)
-    note = f"fastest of {STEPS} steps, median of {rounds} rounds; {machine.describe(host)}"
-    report.publish(console, "Decode step", headers=HEADERS, rows=list(map(cells, rows)), note=note)
-    report.write_json(json, {"machine": host, "rows": rows})
-    if plot is not None:
-        series = {"torch operators": [r.ops for r in rows], "overhead": [r.overhead for r in rows]}
-        grouped_bars(plot, [row.case for row in rows], series, ylabel="us per step")
+    found = report.Report("decode_overhead", out, SECONDS, cpu=cpu, quick=quick)
+    models, batches = model or list(MODELS), list(BATCHES)
+    if quick:
+        rounds, models, batches = 1, models[:1], batches[:1]
+    rows = run(models, rounds, found.console, batches=batches)
+    note = f"fastest of {STEPS} steps, median of {rounds} rounds; {machine.describe(found.host)}"
+    found.publish("Decode step", headers=HEADERS, rows=list(map(cells, rows)), note=note)
+    series = {"torch operators": [r.ops for r in rows], "overhead": [r.overhead for r in rows]}
+    grouped_bars(found.plot(), [row.case for row in rows], series, ylabel="us per step")
+    found.save(rows)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from benchmarks.pairs import Spread, alternate
 from benchmarks.plots import grouped_bars
 from benchmarks.tandem_engine import TandemNode, Timing
 
+SECONDS = (480, 60)
 BATCHES = (1, 8, 32)
 PROMPT_TOKENS = 64
 DECODE_TOKENS = 96
@@ -118,9 +119,9 @@ def generate_reference(model: Any, prompts: Sequence[Sequence[int]], tokens: int
     return Timing.of(started, [clock.times] * len(prompts))
 
 
-def cases_of(model: str) -> list[Case]:
+def cases_of(model: str, batches: Sequence[int]) -> list[Case]:
     """Prefill, then decode at every batch size."""
-    return [Case(model, "prefill", 1), *(Case(model, "decode", batch) for batch in BATCHES)]
+    return [Case(model, "prefill", 1), *(Case(model, "decode", batch) for batch in batches)]
 
 
 def measure(case: Case, sides: Sides, rounds: int, *, done: Callable[[], None]) -> Row:
@@ -144,14 +145,16 @@ def measure(case: Case, sides: Sides, rounds: int, *, done: Callable[[], None]) 
     )
 
 
-def run(models: Sequence[str], rounds: int, console: Console) -> list[Row]:
+def run(
+    models: Sequence[str], rounds: int, console: Console, *, batches: Sequence[int]
+) -> list[Row]:
     """All cases of all models."""
-    total = sum(len(cases_of(name)) for name in models) * 3 * (rounds + 1)
+    total = sum(len(cases_of(name, batches)) for name in models) * 3 * (rounds + 1)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder, report.progress(console, total) as describe:
         for name in models:
             with both_sides(save_random(name, Path(folder))) as sides:
-                cases = cases_of(name)
+                cases = cases_of(name, batches)
                 rows += [measure(case, sides, rounds, done=describe(case.name)) for case in cases]
     return rows
 
@@ -190,28 +193,27 @@ def main(
     onednn_matmul: Annotated[
         bool, typer.Option("--onednn-matmul", help="torch's faster product on AMD, for both sides.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
-    plot_: Annotated[
-        Path | None, typer.Option("--plot", help="Draw the ratios (svg, png).")
-    ] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """Prefill and decode speed of the whole engine beside transformers' generate."""
-    console = Console()
-    host = machine.prepare(cpu)
+    found = report.Report("engine_vs_transformers", out, SECONDS, cpu=cpu, quick=quick)
     if onednn_matmul:
         machine.use_onednn_matmul()
-    rows = run(model or list(MODELS), rounds, console)
+    models, batches = model or list(MODELS), list(BATCHES)
+    if quick:
+        rounds, models, batches = 1, models[:1], batches[:1]
+    rows = run(models, rounds, found.console, batches=batches)
     note = (
         f"float32 through {'oneDNN' if onednn_matmul else 'MKL'} where torch chooses, "
-        f"median of {rounds} rounds; {machine.describe(host)}; "
+        f"median of {rounds} rounds; {machine.describe(found.host)}; "
         "floor: all weights read once per step at the bandwidth measured in the same rounds"
     )
-    report.publish(
-        console, "Engine and transformers", headers=HEADERS, rows=list(map(cells, rows)), note=note
+    found.publish(
+        "Engine and transformers", headers=HEADERS, rows=list(map(cells, rows)), note=note
     )
-    report.write_json(json, {"machine": host, "rows": rows})
-    if plot_ is not None:
-        plot(rows, plot_)
+    plot(rows, found.plot())
+    found.save(rows)
 
 
 if __name__ == "__main__":

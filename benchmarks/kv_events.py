@@ -11,16 +11,18 @@ from timeit import timeit
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from benchmarks import kv_events_load as load
 from benchmarks import machine, report
 from benchmarks.pairs import Spread, alternate
+from benchmarks.plots import grouped_bars
 from engine.kv_cache.listener import CachedBlocks, CachedStates
 from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
 from engine.kv_events.snapshot import CacheMirror
 from engine.kv_events.wire import EventBatch, decode, encode
 
+SECONDS = (240, 45)
+QUICK_ROUNDS = 10
 BLOCKS, STRETCH, SIZE = 1024, 8, 16
 GROUPS = (AnnouncedGroup("full_attention"), AnnouncedGroup("mamba"))
 HEADERS = ("part", "us per step", "block events per second", "times plain dictionaries")
@@ -80,22 +82,31 @@ class Bench:
 
 
 def main(
+    *,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the parts.")] = 200,
     engine_rounds: Annotated[int, typer.Option(min=1, help="Rounds of the engine.")] = 15,
     cpu: Annotated[str, typer.Option(help="Core to run on, or `all`.")] = "all",
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """What events cost by parts, and what they cost the steps of an engine."""
-    host = machine.prepare(cpu)
-    parts(rounds, machine.describe(host))
-    console, total = Console(), 2 * (engine_rounds + load.WARMUPS) * len(load.LOADS)
-    with report.progress(console, total) as describe:
+    found = report.Report("kv_events", out, SECONDS, cpu=cpu, quick=quick)
+    if quick:
+        rounds, engine_rounds = QUICK_ROUNDS, 1
+    by_part = parts(found, rounds)
+    total = 2 * (engine_rounds + load.WARMUPS) * len(load.LOADS)
+    with report.progress(found.console, total) as describe:
         measured = load.measure(engine_rounds, describe("engine"))
     rows = [load.row(name, steps) for name, steps in measured.items()]
-    note = f"median (lowest-highest) of {engine_rounds} rounds; {machine.describe(host)}"
-    report.publish(console, "Engine steps", headers=load.HEADERS, rows=rows, note=note)
+    host = machine.describe(found.host)
+    note = f"median (lowest-highest) of {engine_rounds} rounds; {host}"
+    found.publish("Engine steps", headers=load.HEADERS, rows=rows, note=note)
+    micros = {name: [taken] for name, taken in by_part.items()}
+    grouped_bars(found.plot(), ["one step"], micros, ylabel="us")
+    found.save({"parts": by_part, "steps": measured})
 
 
-def parts(rounds: int, host: str) -> None:
+def parts(found: report.Report, rounds: int) -> dict[str, Spread]:
     """Recorder, publisher and decoder, each beside plain dictionary work on the same hashes."""
     bench = Bench()
     works = [bench.record, bench.mirror, bench.encode, bench.decode, bench.dictionaries]
@@ -103,12 +114,15 @@ def parts(rounds: int, host: str) -> None:
     samples = alternate(ways, rounds, done=lambda: None)
     plain = samples["dictionaries"]
     events = 2 * (BLOCKS + BLOCKS // STRETCH)
-    rows = []
+    rows, spreads = [], {}
     for name, taken in samples.items():
         one, ratio = Spread.of(taken).median, Spread.of_ratio(taken, plain).median
         rows.append([name, f"{1e6 * one:,.0f}", f"{events / one:,.0f}", f"{ratio:.2f}"])
+        spreads[name] = Spread.of([1e6 * seconds for seconds in taken])
+    host = machine.describe(found.host)
     note = f"{events:,} block events a step, median of {rounds} rounds; {host}"
-    report.publish(Console(), "KV events", headers=HEADERS, rows=rows, note=note)
+    found.publish("KV events", headers=HEADERS, rows=rows, note=note)
+    return spreads
 
 
 if __name__ == "__main__":

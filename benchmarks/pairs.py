@@ -3,8 +3,10 @@
 A ratio is taken inside one round, so that a slow minute of the machine hits both of its sides.
 """
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Self, TypeVar
 
 import msgspec
@@ -36,19 +38,30 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 def alternate(
-    ways: Mapping[str, Way[T]], rounds: int, *, warmups: int = 1, done: Callable[[], None]
+    ways: Mapping[str, Way[T]],
+    rounds: int,
+    *,
+    warmups: int = 1,
+    until: float = math.inf,
+    done: Callable[[], None],
 ) -> dict[str, list[T]]:
     """Results of every way by round, after `warmups` rounds that do not count.
 
-    The order turns by one each round. `done` is called after each run, warm-ups included.
+    The order turns by one each round. `done` is called after each run, warm-ups included. From the
+    second round on, one that would hardly end before `until` (monotonic) is left out with the rest.
     """
     names = list(ways)
     results: dict[str, list[T]] = {name: [] for name in names}
+    longest = 0.0
     for number in range(-warmups, rounds):
+        began = monotonic()
+        if number > 0 and began + longest > until:
+            break
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
             result = ways[name]()
             done()
             if number >= 0:
                 results[name].append(result)
+        longest = max(longest, monotonic() - began)
     return results

@@ -28,6 +28,8 @@ import typer
 from rich.console import Console
 
 from benchmarks import machine, report
+from benchmarks.pairs import Spread
+from benchmarks.plots import grouped_bars
 from benchmarks.processes import Server, processes
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo" / "model"
@@ -35,6 +37,8 @@ NAME = "bench"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 JSON = {"Content-Type": "application/json"}
+SECONDS = (180, 30)
+QUICK_CASES = ("text of 0.4 MB", "900,000 ids", "tokenize 0.4 MB")
 OUTPUT_TOKENS = 2000
 TIMEOUT_S = 120.0
 QUIET_S = 2.5
@@ -237,17 +241,21 @@ def main(
     *,
     model: Annotated[str, typer.Option(help="Model folder. [the demo's]")] = str(MODEL),
     max_model_len: Annotated[int | None, typer.Option(help="Context. [the model's]")] = None,
-    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """The longest pause of a stream while large requests come, at the proxy and at a node."""
-    console = Console()
-    host = machine.prepare("all")
+    found = report.Report("pauses", out, SECONDS, cpu="all", quick=quick)
     flags = [] if max_model_len is None else ["--max-model-len", str(max_model_len)]
-    rows = run(model, flags, CASES, console=console)
+    cases = {name: CASES[name] for name in QUICK_CASES} if quick else CASES
+    rows = run(model, flags, cases, console=found.console)
     context = max_model_len or "the model's"
-    note = f"context {context}; three servers and the client share {machine.describe(host)}"
-    report.publish(console, "Pauses", headers=HEADERS, rows=list(map(cells, rows)), note=note)
-    report.write_json(json, {"machine": host, "rows": rows})
+    note = f"context {context}; three servers and the client share {machine.describe(found.host)}"
+    found.publish("Pauses", headers=HEADERS, rows=list(map(cells, rows)), note=note)
+    labels = [row.case for row in rows]
+    bars = {"longest pause": [Spread.of([1e3 * row.pause_s]) for row in rows]}
+    grouped_bars(found.plot(), labels, bars, ylabel="ms")
+    found.save(rows)
 
 
 if __name__ == "__main__":

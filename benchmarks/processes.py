@@ -1,21 +1,26 @@
 """Servers as a user starts them, `python -m MODULE ...`: started together, ended with the block.
 
-Knows no module by name.
+Knows no module by name. Ctrl-C reaches the benchmark only, which then ends its servers; if it is
+killed, the kernel tells them to end.
 """
 
+import ctypes
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.05
+PR_SET_PDEATHSIG = 1
+LIBC = ctypes.CDLL(None)
 URL = re.compile(r'"url": "(http://[^"]+)"')
 
 
@@ -55,6 +60,18 @@ class Server:
             self.process.wait()
 
 
+def launch(command: tuple[str, ...], log: Path) -> Server:
+    """Starts a module with its arguments, in a session of its own; what it says goes to `log`."""
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stderr=file,
+            start_new_session=True,
+            preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+        )
+    return Server(process, log)
+
+
 @contextmanager
 def servers(logs: Path, *commands: tuple[str, ...]) -> Iterator[list[str]]:
     """Starts all `commands` (module and arguments) at once; their URLs, when all of them serve."""
@@ -65,14 +82,38 @@ def servers(logs: Path, *commands: tuple[str, ...]) -> Iterator[list[str]]:
 @contextmanager
 def processes(logs: Path, *commands: tuple[str, ...]) -> Iterator[list[Server]]:
     """The same as processes; all of them serve."""
-    with ExitStack() as stack:
-        started = []
-        for number, command in enumerate(commands):
-            log = logs / f"{command[0]}-{number}.log"
-            with log.open("wb") as file:
-                process = subprocess.Popen([sys.executable, "-m", *command], stderr=file)
-            started.append(Server(process, log))
-            stack.callback(started[-1].stop)
+    started: list[Server] = []
+    try:
+        with ctrl_c_later():
+            for number, command in enumerate(commands):
+                started.append(launch(command, logs / f"{command[0]}-{number}.log"))
         for server in started:
             server.url()
         yield started
+    finally:
+        with ctrl_c_later():
+            for server in started:
+                server.process.send_signal(signal.SIGTERM)
+            for server in started:
+                server.stop()
+
+
+@contextmanager
+def ctrl_c_later() -> Iterator[None]:
+    """A Ctrl-C inside the block comes after it: what it starts is known, what it ends has ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
+def _end_with_parent() -> None:
+    """In the child: the kernel sends SIGTERM when the thread that started it is gone."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

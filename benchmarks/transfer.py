@@ -33,9 +33,11 @@ from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
 from engine.process import configure_logging
 
+SECONDS = (600, 60)
 SPEED, COST = 0.8, 0.15
 WIDTH = 150
 LARGE = 16 << 20
+QUICK = "16 MiB, 16 x 1 MiB"
 JUDGED = "256 MiB, 256 x 1 MiB"
 BASELINES = ("memcpy", "raw nixl")
 TARGETS = (("shm", "memcpy"), ("nixl", "raw nixl"))
@@ -155,15 +157,15 @@ def cost_cells(row: Row) -> list[str]:
     return [row.case, *shown, judged if row.case == JUDGED else "not judged"]
 
 
-def publish(console: Console, rows: Sequence[Row], num_prompts: int, *, note: str) -> None:
+def publish(found: report.Report, rows: Sequence[Row], num_prompts: int, *, note: str) -> None:
     """Three tables."""
     by_prompt, by_size = rows[:num_prompts], rows[num_prompts:]
     cells = list(map(speed_cells, by_prompt))
-    report.publish(console, "Prompts, GB/s", headers=SPEEDS, rows=cells, note=note)
+    found.publish("Prompts, GB/s", headers=SPEEDS, rows=cells, note=note)
     cells = list(map(time_cells, by_size))
-    report.publish(console, "Sizes, microseconds", headers=TIMES, rows=cells, note=note)
+    found.publish("Sizes, microseconds", headers=TIMES, rows=cells, note=note)
     cells = [cost_cells(row) for row in by_size if row.nbytes >= LARGE]
-    report.publish(console, "Cost of verification", headers=COSTS, rows=cells, note=note)
+    found.publish("Cost of verification", headers=COSTS, rows=cells, note=note)
 
 
 def draw(file: Path, rows: Sequence[Row]) -> None:
@@ -184,21 +186,21 @@ def main(
     *,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after two.")] = 9,
     cpu: Annotated[str, typer.Option(help="Cores to run on, as `0,1`, or `all`.")] = "all",
-    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the speeds (svg, png).")] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """Every transport beside memcpy and beside raw NIXL, verified and not, in one run."""
-    console = Console()
-    console.width = max(console.width, WIDTH)
+    found = report.Report("transfer", out, SECONDS, cpu=cpu, quick=quick)
+    found.console.width = max(found.console.width, WIDTH)
     configure_logging("WARNING")
-    host = machine.prepare(cpu)
-    by_prompt = prompts()
-    rows = run(by_prompt + sizes(), rounds, console)
-    note = f"median of {rounds} rounds; {machine.describe(host)}"
-    publish(console, rows, len(by_prompt), note=note)
-    report.write_json(json, {"machine": host, "rows": rows})
-    if plot is not None:
-        draw(plot, rows)
+    by_prompt, by_size = prompts(), sizes()
+    if quick:
+        rounds, by_prompt, by_size = 1, by_prompt[:1], [one for one in by_size if one.name == QUICK]
+    rows = run(by_prompt + by_size, rounds, found.console)
+    note = f"median of {rounds} rounds; {machine.describe(found.host)}"
+    publish(found, rows, len(by_prompt), note=note)
+    draw(found.plot(), rows)
+    found.save(rows)
 
 
 if __name__ == "__main__":

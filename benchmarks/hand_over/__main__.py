@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -33,15 +33,24 @@ from benchmarks.models import WIDE, save_random
 from benchmarks.plots import grouped_bars
 from engine.process import configure_logging
 
+SECONDS = (300, 60)
 TRANSPORTS = ("shm", "nixl")
 TARGET_MS = 5.0
-CONTROL_TOKENS = (64, 1_024)
-PULLED_TOKENS = 7_900
-NUM_PULLS = 6
 P_BYTES, D_BYTES = 512 << 20, 1_200 << 20
 CONTROL_HEADERS = ("case", "control", "p99", *PARTS, "<= 5 ms")
 OVERLAP_HEADERS = ("case", "MB", "step ms", "step, with pulls / without", "slowest step, same",
                    "pull ms", "pull, with decode / without", "serial / together")  # fmt: skip
+
+
+class Size(NamedTuple):
+    """Tokens of the prompts whose control is judged; tokens and number of those that overlap."""
+
+    control: tuple[int, ...]
+    pulled: int
+    pulls: int
+
+
+WHOLE, QUICK = Size((64, 1_024), 7_900, 6), Size((64,), 1_024, 2)
 
 
 @contextmanager
@@ -58,15 +67,15 @@ def pairs(loop: asyncio.Runner, transports: Sequence[str]) -> Iterator[dict[str,
 
 
 def run(
-    transports: Sequence[str], rounds: int, console: Console
+    transports: Sequence[str], rounds: int, console: Console, *, size: Size
 ) -> tuple[list[ControlRow], list[Overlap]]:
     """Control of every length, then overlap of every transport."""
     control: list[ControlRow] = []
-    total = (rounds + 1) * len(transports) * (2 * len(CONTROL_TOKENS) + 3)
+    total = (rounds + 1) * len(transports) * (2 * len(size.control) + 3)
     with asyncio.Runner() as loop, report.progress(console, total) as tell:
         tell("starting the nodes")
         with pairs(loop, transports) as opened:
-            for tokens in CONTROL_TOKENS:
+            for tokens in size.control:
                 done = tell(f"control, {tokens:,} tokens")
                 control += measure_control(loop, opened, tokens, rounds=rounds, done=done)
             overlap = [
@@ -74,8 +83,8 @@ def run(
                     loop,
                     name,
                     one,
-                    tokens=PULLED_TOKENS,
-                    pulls=NUM_PULLS,
+                    tokens=size.pulled,
+                    pulls=size.pulls,
                     rounds=rounds,
                     done=tell(f"overlap, {name}"),
                 )
@@ -96,10 +105,10 @@ def control_cells(row: ControlRow) -> list[str]:
     ]
 
 
-def overlap_cells(row: Overlap) -> list[str]:
+def overlap_cells(row: Overlap, tokens: int) -> list[str]:
     """One line of the table."""
     return [
-        f"{row.transport}, {PULLED_TOKENS:,} tokens",
+        f"{row.transport}, {tokens:,} tokens",
         f"{row.pulled_bytes / 1e6:.0f}",
         f"{row.step_alone.median:.1f}",
         row.step_ratio.show(),
@@ -115,27 +124,27 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one warm-up.")] = 7,
     transport: Annotated[list[str] | None, typer.Option(help="[shm, nixl]")] = None,
     cpu: Annotated[str, typer.Option(help="Cores to run on, as `0,1`, or `all`.")] = "all",
-    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the control cost (svg, png).")] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """Control cost of a hand-over by part, and steps and pulls at the same time."""
-    console = Console()
+    found = report.Report("hand_over", out, SECONDS, cpu=cpu, quick=quick)
     configure_logging("WARNING")
-    host = machine.prepare(cpu)
-    control, overlap = run(transport or TRANSPORTS, rounds, console)
-    note = (
-        f"milliseconds, medians; {rounds} rounds; each node in a process; {machine.describe(host)}"
-    )
+    transports, size = transport or list(TRANSPORTS), WHOLE
+    if quick:
+        rounds, transports, size = 1, transports[:1], QUICK
+    control, overlap = run(transports, rounds, found.console, size=size)
+    host = machine.describe(found.host)
+    note = f"milliseconds, medians; {rounds} rounds; each node in a process; {host}"
     for title, headers, rows in (
         ("Control cost", CONTROL_HEADERS, list(map(control_cells, control))),
-        ("Overlap", OVERLAP_HEADERS, list(map(overlap_cells, overlap))),
+        ("Overlap", OVERLAP_HEADERS, [overlap_cells(row, size.pulled) for row in overlap]),
     ):
-        report.publish(console, title, headers=headers, rows=rows, note=note)
-    report.write_json(json, {"machine": host, "control": control, "overlap": overlap})
-    if plot is not None:
-        labels = [row.case for row in control]
-        series = {"control": [row.control for row in control]}
-        grouped_bars(plot, labels, series, ylabel="ms", marks=[TARGET_MS] * len(labels))
+        found.publish(title, headers=headers, rows=rows, note=note)
+    labels = [row.case for row in control]
+    series = {"control": [row.control for row in control]}
+    grouped_bars(found.plot(), labels, series, ylabel="ms", marks=[TARGET_MS] * len(labels))
+    found.save({"control": control, "overlap": overlap})
 
 
 if __name__ == "__main__":

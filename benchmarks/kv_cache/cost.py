@@ -25,7 +25,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES, Geometry
@@ -37,6 +36,8 @@ from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import KVCacheGroup
 
+SECONDS = (120, 30)
+QUICK_ROUNDS = 20
 CHUNK = 512
 LENGTHS = (1024, 2048, 8192, 32_768, 131_072)
 REFERENCE_LENGTH = 8192
@@ -161,31 +162,31 @@ def main(
     *,
     rounds: Annotated[int, typer.Option(min=5, help="Requests per row.")] = 200,
     cpu: Annotated[str, typer.Option(help="Core to run on, or `all`.")] = "0",
-    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw microseconds over length.")] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """Microseconds per request for hash, lookup, allocate + cache and free."""
-    console, host = Console(), machine.prepare(cpu)
+    found = report.Report("kv_cache_cost", out, SECONDS, cpu=cpu, quick=quick)
+    rounds = QUICK_ROUNDS if quick else rounds
     cases = [(length, arena) for arena in ARENAS for length in LENGTHS]
     costs = []
-    with report.progress(console, len(cases)) as describe:
+    with report.progress(found.console, len(cases)) as describe:
         for length, arena in cases:
             done = describe(f"{length:,} tokens, {arena}")
             costs.append(measure(length, arena, max(5, min(rounds, rounds * 8192 // length))))
             done()
-    publish(console, costs, note=machine.describe(host))
-    report.write_json(json, {"machine": host, "rows": costs})
-    if plot is not None:
-        draw(plot, costs)
+    publish(found, costs, note=machine.describe(found.host))
+    draw(found.plot(), costs)
+    found.save(costs)
 
 
-def publish(console: Console, costs: Sequence[Cost], *, note: str) -> None:
+def publish(found: report.Report, costs: Sequence[Cost], *, note: str) -> None:
     """Both tables."""
     reference = [cost for cost in costs if cost.num_tokens == REFERENCE_LENGTH]
     lines = [line for cost in reference for line in verdicts(cost)]
     title = "Bookkeeping per request, microseconds"
-    report.publish(console, title, headers=HEADERS, rows=list(map(cells, costs)), note=note)
-    report.publish(console, f"{title}, beside vLLM", headers=VERDICT_HEADERS, rows=lines, note=note)
+    found.publish(title, headers=HEADERS, rows=list(map(cells, costs)), note=note)
+    found.publish(f"{title}, beside vLLM", headers=VERDICT_HEADERS, rows=lines, note=note)
 
 
 def draw(file: Path, costs: Sequence[Cost]) -> None:

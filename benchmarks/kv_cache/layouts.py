@@ -20,7 +20,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from benchmarks import machine, report
+from benchmarks import report
 from benchmarks.kv_cache.decode_replay import DecodeNode, hand_overs
 from benchmarks.kv_cache.geometries import GEOMETRIES, Geometry
 from benchmarks.kv_cache.prefill_replay import POLICIES, Policy, prompts_of, replay
@@ -32,6 +32,8 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests
 
+SECONDS = (180, 30)
+QUICK_SCALE = 0.2
 HELD_BYTES = 40 << 30
 LENGTHS = (12, 1_000, 12_000)
 FOOTPRINT_SHARE = 0.25
@@ -149,21 +151,22 @@ def main(
     scale: Annotated[float, typer.Option(min=0.1, help="More or fewer sessions.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the generators.")] = 0,
     cpu: Annotated[str, typer.Option(help="Core to run on, or `all`.")] = "0",
-    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw inflated beside units.")] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """Prompts held, hits and bytes moved: units against inflated blocks on equal memory."""
-    console = Console()
     if unknown := set(model or ()) - set(GEOMETRIES):
         raise typer.BadParameter(f"{', '.join(unknown)}: known are {', '.join(GEOMETRIES)}")
-    host = machine.prepare(cpu)
-    rows = run(model or list(GEOMETRIES), console, scale=scale, seed=seed)
+    found = report.Report("layouts", out, SECONDS, cpu=cpu, quick=quick)
+    models = model or list(GEOMETRIES)
+    if quick:
+        models, scale = models[:1], QUICK_SCALE
+    rows = run(models, found.console, scale=scale, seed=seed)
     note = "the number behind a model is its inflated block size, in tokens"
-    found = list(map(cells, rows))
-    report.publish(console, "Units and inflated blocks", headers=HEADERS, rows=found, note=note)
-    report.write_json(json, {"machine": host, "rows": rows})
-    if plot is not None:
-        draw(plot, rows)
+    lines = list(map(cells, rows))
+    found.publish("Units and inflated blocks", headers=HEADERS, rows=lines, note=note)
+    draw(found.plot(), rows)
+    found.save(rows)
 
 
 def draw(file: Path, rows: Sequence[Row]) -> None:

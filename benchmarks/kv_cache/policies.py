@@ -18,7 +18,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.kv_cache import adversarial
@@ -29,6 +28,8 @@ from benchmarks.kv_cache.workloads import WORKLOADS
 from benchmarks.plots import curves
 
 GEOMETRY = GEOMETRIES["Qwen3.5-4B"]
+SECONDS = (180, 30)
+QUICK_SCALE, QUICK_SIZES = 0.01, "0.25"
 SIZES = "0.02,0.1,0.25,0.5,1"
 LEAST_OF_IDEAL = 0.98
 MOST_WRITES = 2.0
@@ -174,17 +175,14 @@ def adversarial_cells(result: adversarial.Result) -> list[str]:
     ]
 
 
-def publish(console: Console, rows: Sequence[Row], *, note: str) -> None:
+def publish(found: report.Report, rows: Sequence[Row], *, note: str) -> None:
     """The tables of endless and of limited memory."""
     endless = [cells(row) for row in rows if row.memory is None]
-    report.publish(
-        console, "Checkpoint policies, endless memory", headers=HEADERS, rows=endless, note=note
-    )
+    found.publish("Checkpoint policies, endless memory", headers=HEADERS, rows=endless, note=note)
     lines = by_memory(rows)
     if lines:
         shares = [f"{row.memory:.0%}" for row in next(iter(lines.values()))]
-        report.publish(
-            console,
+        found.publish(
             "Share of the ideal by memory, in % of the footprint",
             headers=("case", *shares),
             rows=[memory_cells(key, line) for key, line in lines.items()],
@@ -193,11 +191,11 @@ def publish(console: Console, rows: Sequence[Row], *, note: str) -> None:
 
 
 def publish_adversarial(
-    console: Console, results: Sequence[adversarial.Result], *, note: str
+    found: report.Report, results: Sequence[adversarial.Result], *, note: str
 ) -> None:
     """The table of G6."""
     rows = list(map(adversarial_cells, results))
-    report.publish(console, "G6 adversarial", headers=ADVERSARIAL_HEADERS, rows=rows, note=note)
+    found.publish("G6 adversarial", headers=ADVERSARIAL_HEADERS, rows=rows, note=note)
 
 
 def draw(file: Path, rows: Sequence[Row]) -> None:
@@ -230,12 +228,13 @@ def main(
     sizes: Annotated[str, typer.Option(help="Memory, as shares of the footprint.")] = SIZES,
     policy: Annotated[list[str] | None, typer.Option(help="Only this one. [all]")] = None,
     trace: Annotated[Path | None, typer.Option(help="A Mooncake JSON-lines file instead.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Also write the rows here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw hits over memory (svg, png).")] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """Hits and state writes of checkpoint policies on G1, G2 and G6, or on a trace."""
-    console = Console()
-    host, shares = machine.prepare("all"), shares_of(sizes)
+    found = report.Report("policies", out, SECONDS, cpu="all", quick=quick)
+    shares = shares_of(QUICK_SIZES if quick else sizes)
+    scale = QUICK_SCALE if quick and scale is None else scale
     try:
         streams = workloads(trace, scale, seed)
     except (TraceError, OSError) as error:
@@ -244,13 +243,13 @@ def main(
     if unknown := set(policies) - set(POLICIES):
         raise typer.BadParameter(f"{unknown}: known are {', '.join(POLICIES)}")
     total = len(streams) * len(policies) * (1 + len(shares))
-    with report.progress(console, total) as describe:
+    with report.progress(found.console, total) as describe:
         rows = measure(streams, policies, shares, describe=describe)
         results = [] if trace else list(map(adversarial.judge, adversarial.cases()))
-    note = machine.describe(host)
-    publish(console, rows, note=note)
+    note = machine.describe(found.host)
+    publish(found, rows, note=note)
     if results:
-        publish_adversarial(console, results, note=note)
-    report.write_json(json, {"machine": host, "rows": rows, "adversarial": results})
-    if plot is not None and shares:
-        draw(plot, rows)
+        publish_adversarial(found, results, note=note)
+    if shares:
+        draw(found.plot(), rows)
+    found.save({"rows": rows, "adversarial": results})

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.kv_cache.traces import TraceError
@@ -22,6 +21,7 @@ from benchmarks.plots import curves
 
 Done = Callable[[], None]
 Describe = Callable[[str], Done]
+SECONDS = (900, 60)
 COPY_BYTES, QUICK_COPY_BYTES = 512 << 20, 64 << 20
 ITEM_BYTES = (64 << 10, 256 << 10, 2 << 20)
 QUICK_ITEM_BYTES = (256 << 10,)
@@ -45,10 +45,11 @@ class Section(StrEnum):
 class Bench:
     """All sections; each publishes its table as soon as it has it."""
 
-    def __init__(self, console: Console, host: machine.Machine, rounds: int, *, quick: bool):
-        self.found: dict[str, object] = {"machine": host}
-        self._console = console
-        self._note = f"{rounds} rounds; {machine.describe(host)}"
+    def __init__(self, found: report.Report, rounds: int, *, quick: bool):
+        self.data: dict[str, object] = {}
+        self._found = found
+        self._console = found.console
+        self._note = f"{rounds} rounds; {machine.describe(found.host)}"
         self._rounds = rounds
         self._quick = quick
 
@@ -79,7 +80,7 @@ class Bench:
             rows = scan.measure(QUICK_FILES if self._quick else FILES, self._rounds, describe)
         self._publish(Section.SCAN, "Start of a disk tier", [scan.HEADERS, *rows])
 
-    def replay(self, trace: Path | None, folder: Path | None) -> None:
+    def replay(self, trace: Path | None) -> None:
         """Hits by size of the arena."""
         streams = replay.traces(trace, QUICK_PART if self._quick else 1.0)
         total = len(streams) * len(replay.SHARES) * len(replay.TIERS)
@@ -87,29 +88,26 @@ class Bench:
             rows = replay.measure(streams, describe)
         lines = [replay.HEADERS, *(row.cells() for row in rows)]
         self._publish(Section.REPLAY, "Hits with and without tiers", lines)
-        if folder is not None:
-            xlabel, ylabel = "arena, GB", "hits, %"
-            curves(folder / "offload.png", replay.panels(rows), xlabel=xlabel, ylabel=ylabel)
+        panels = replay.panels(rows)
+        curves(self._found.plot(), panels, xlabel="arena, GB", ylabel="hits, %")
 
     def _publish(self, section: Section, title: str, lines: list[report.Cells]) -> None:
         headers, *rows = lines
-        report.publish(self._console, title, headers=headers, rows=rows, note=self._note)
-        self.found[section] = [dict(zip(headers, row, strict=True)) for row in rows]
+        self._found.publish(title, headers=headers, rows=rows, note=self._note)
+        self.data[section] = [dict(zip(headers, row, strict=True)) for row in rows]
 
 
 def main(
     *,
     section: Annotated[list[Section] | None, typer.Option(help="Only these.")] = None,
-    quick: Annotated[bool, typer.Option(help="Small and one round: half a minute.")] = False,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     trace: Annotated[Path | None, typer.Option(help="A Mooncake JSON-lines file.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder for offload.json and plots.")] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """Time to first token, bytes per second, decode steps and hits of host and disk tiers."""
-    console, host = Console(), machine.prepare("all")
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    bench = Bench(console, host, 1 if quick else rounds, quick=quick)
+    found = report.Report("offload", out, SECONDS, cpu="all", quick=quick)
+    bench = Bench(found, 1 if quick else rounds, quick=quick)
     chosen = section or list(Section)
     for name, measure in ((Section.TTFT, bench.ttft), (Section.COPIES, bench.copies),
                           (Section.STEPS, bench.steps), (Section.SCAN, bench.scan)):  # fmt: skip
@@ -117,11 +115,10 @@ def main(
             measure()
     if Section.REPLAY in chosen:
         try:
-            bench.replay(trace, out)
+            bench.replay(trace)
         except (TraceError, OSError) as error:
             raise typer.BadParameter(str(error)) from error
-    if out is not None:
-        report.write_json(out / "offload.json", bench.found)
+    found.save(bench.data)
 
 
 if __name__ == "__main__":

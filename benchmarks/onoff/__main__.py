@@ -31,6 +31,7 @@ from benchmarks.pairs import Spread, alternate
 from benchmarks.plots import grouped_bars
 from benchmarks.processes import servers
 
+SECONDS = (1800, 60)
 ARENA_BYTES, QUICK_ARENA_BYTES = 1536 << 20, 128 << 20
 SHAPE = Shape(shared=256, own=768, steps=2, added=480, thought=32, answered=32)
 QUICK_SHAPE = Shape(shared=64, own=192, steps=2, added=240, thought=16, answered=16)
@@ -152,13 +153,13 @@ def run(console: Console, rounds: int, *, quick: bool) -> list[Row]:
     return rows
 
 
-def draw(folder: Path, rows: Sequence[Row]) -> None:
-    """`onoff.png`: TTFT of later steps by concurrency."""
+def draw(file: Path, rows: Sequence[Row]) -> None:
+    """TTFT of later steps by concurrency."""
     labels = list(dict.fromkeys(f"{row.at_once} at once" for row in rows))
     bars: dict[str, list[Spread]] = {}
     for row in rows:
         bars.setdefault(row.cluster, []).append(row.ttft_ms)
-    grouped_bars(folder / "onoff.png", labels, bars, ylabel="TTFT of later steps, ms")
+    grouped_bars(file, labels, bars, ylabel="TTFT of later steps, ms")
 
 
 def _blocking(loop: asyncio.Runner, client: Client, at_once: int) -> Callable[[], Round]:
@@ -172,27 +173,23 @@ def _moved(one: Round) -> float:
 def main(
     *,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one.")] = 5,
-    quick: Annotated[bool, typer.Option(help="One small round: half a minute.")] = False,
-    out: Annotated[Path | None, typer.Option(help="A folder for onoff.json and a plot.")] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """D's prefix caching with the per-request skip of #42524, without it, and off."""
-    console, host = Console(), machine.prepare("all")
+    found = report.Report("onoff", out, SECONDS, cpu="all", quick=quick)
     rounds = 1 if quick else rounds
-    rows = run(console, rounds, quick=quick)
+    rows = run(found.console, rounds, quick=quick)
     shape = QUICK_SHAPE if quick else SHAPE
     note = (
         f"conversations of {shape.shared} shared and {shape.own} own tokens, {shape.steps} steps, "
         f"{shape.thought} tokens of thought, {shape.answered} of answer and {shape.added} new "
         "ones each; equal tokens everywhere; "
-        f"{rounds} rounds; {machine.describe(host)}"
+        f"{rounds} rounds; {machine.describe(found.host)}"
     )
-    report.publish(
-        console, "ON/OFF", headers=HEADERS, rows=[row.cells() for row in rows], note=note
-    )
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        report.write_json(out / "onoff.json", {"machine": host, "shape": shape, "rows": rows})
-        draw(out, rows)
+    found.publish("ON/OFF", headers=HEADERS, rows=[row.cells() for row in rows], note=note)
+    draw(found.plot(), rows)
+    found.save({"shape": shape, "rows": rows})
 
 
 if __name__ == "__main__":

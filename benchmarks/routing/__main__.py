@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.kv_cache.traces import TraceError
@@ -36,6 +35,7 @@ from benchmarks.routing.experiment import (
 )
 from benchmarks.routing.simulator import ALL_POLICIES
 
+TIME_S = (240, 60)
 SECONDS, QUICK_SECONDS = 600.0, 180.0
 NODE_BYTES = 40_000_000_000
 HEADERS = ("case", "hit %", "TTFT mean s", "p90 s", "p99 s", "busiest node", "decision us")
@@ -62,7 +62,7 @@ def verdict_cells(verdict: Verdict) -> list[str]:
     return [verdict.check, f"{verdict.found:.3f}", f"{verdict.most:g}", met]
 
 
-def draw(folder: Path, table: Sequence[Row], late: Sequence[Row]) -> None:
+def draw(found: report.Report, table: Sequence[Row], late: Sequence[Row]) -> None:
     """`routing_ttft.png`, bars of the mean up to p90, and `routing_delay.png`."""
     # Where everything waits for one node there is no bar to draw.
     shown = [row for row in table if row.policy != "longest_prefix"]
@@ -71,26 +71,26 @@ def draw(folder: Path, table: Sequence[Row], late: Sequence[Row]) -> None:
         mean = row.outcome.mean_s
         bars.setdefault(row.policy, []).append(Spread(mean, mean, max(mean, row.outcome.p90_s)))
     labels = list(dict.fromkeys(row.workload for row in shown))
-    grouped_bars(folder / "routing_ttft.png", labels, bars, ylabel="TTFT, s: mean, p90")
+    grouped_bars(found.plot("routing_ttft"), labels, bars, ylabel="TTFT, s: mean, p90")
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for row in late:
         line = panels.setdefault(row.workload, {}).setdefault(row.policy, [])
         line.append((row.delay_s, 100 * row.outcome.hit_share))
-    curves(folder / "routing_delay.png", panels, xlabel="event delay, s", ylabel="hits, %")
+    curves(found.plot("routing_delay"), panels, xlabel="event delay, s", ylabel="hits, %")
 
 
 def main(
     *,
-    quick: Annotated[bool, typer.Option(help="Three minutes of each workload.")] = False,
     nodes: Annotated[int, typer.Option(min=2, help="P nodes, and as many D nodes.")] = 8,
     utilisation: Annotated[float, typer.Option(min=0.1, help="Of P, under least_loaded.")] = 0.9,
     delay: Annotated[float, typer.Option(min=0, help="Seconds from event to index.")] = 0.1,
     loss: Annotated[float, typer.Option(min=0, max=0.5, help="Share of lost batches.")] = 0.0,
     trace: Annotated[Path | None, typer.Option(help="A Mooncake JSON-lines file instead.")] = None,
-    out: Annotated[Path | None, typer.Option(help="A folder for routing.json and plots.")] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """Hits and TTFT of routing policies on the real index, with fake compute."""
-    console, host = Console(), machine.prepare("all")
+    found = report.Report("routing", out, TIME_S, cpu="all", quick=quick)
     policies = list(ALL_POLICIES)
     cluster = Cluster(nodes, utilisation, NODE_BYTES, EventPath(delay, loss))
     length = QUICK_SECONDS if quick else SECONDS
@@ -99,24 +99,24 @@ def main(
     except (TraceError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     delays = (NO_DELAY, JUDGED_DELAY) if quick else DELAYS
-    with report.progress(console, len(streams) * (1 + len(policies)) + len(delays)) as describe:
+    with report.progress(
+        found.console, len(streams) * (1 + len(policies)) + len(delays)
+    ) as describe:
         rows = measure(cluster, streams, policies, delays=delays, describe=describe)
     swept = slice(len(policies), len(policies) + len(delays))
     late = rows[swept]
     del rows[swept]
-    note = f"{nodes} P and {nodes} D, {length:g} s of arrivals; {machine.describe(host)}"
+    note = f"{nodes} P and {nodes} D, {length:g} s of arrivals; {machine.describe(found.host)}"
     title = f"Routing at {utilisation:g} utilisation"
-    report.publish(console, title, headers=HEADERS, rows=list(map(cells, rows)), note=note)
+    found.publish(title, headers=HEADERS, rows=list(map(cells, rows)), note=note)
     lines = list(map(delay_cells, late))
-    report.publish(console, "Event delay", headers=HEADERS, rows=lines, note=note)
+    found.publish("Event delay", headers=HEADERS, rows=lines, note=note)
     judged = list(map(verdict_cells, verdicts([*rows, *late], delay)))
     # In three minutes few sessions go on.
     if judged and not quick:
-        report.publish(console, "Targets", headers=VERDICT_HEADERS, rows=judged, note=note)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        report.write_json(out / "routing.json", {"machine": host, "rows": rows, "delays": late})
-        draw(out, rows, late)
+        found.publish("Targets", headers=VERDICT_HEADERS, rows=judged, note=note)
+    draw(found, rows, late)
+    found.save({"rows": rows, "delays": late})
 
 
 if __name__ == "__main__":

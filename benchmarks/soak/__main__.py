@@ -38,7 +38,10 @@ from benchmarks.soak.cluster import Cluster, cluster, node_command
 from benchmarks.soak.watch import Holdings, Watch, holdings
 from benchmarks.soak.workload import Question, questions, with_answers
 
-NUM_QUESTIONS = 60
+NUM_QUESTIONS, QUICK_QUESTIONS = 60, 6
+MORE_MINUTES = 6.0
+"""What reference, start and settling take at most."""
+QUICK_S, QUICK_MINUTES, QUICK_WORKERS = 120.0, 0.1, 2
 TOKEN = "known to all servers of the soak"
 PAUSE_S = (2.0, 7.0)
 HOSTILE_PAUSE_S = (0.2, 2.0)
@@ -238,31 +241,31 @@ def main(
     workers: Annotated[int, typer.Option(min=1, help="Good clients at once.")] = 8,
     seed: Annotated[int, typer.Option(help="Of the questions.")] = 0,
     model: Annotated[str, typer.Option(help="Model folder. [the demo's]")] = str(MODEL),
-    json: Annotated[Path | None, typer.Option(help="Also write what was seen here.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw memory and descriptors (svg, png).")
-    ] = None,
     logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
 ) -> None:
     """Ten minutes of kills, stops, hostile and impatient clients; status 1 for a broken promise."""
-    console = Console()
-    host = machine.prepare("all")
+    whole_s = 60 * (minutes + MORE_MINUTES)
+    found = report.Report("soak", out, (whole_s, QUICK_S), cpu="all", quick=quick)
+    if quick:
+        minutes, workers = QUICK_MINUTES, QUICK_WORKERS
     os.environ["TANDEM_CLUSTER_TOKEN"] = TOKEN
-    console.print(f"ends after about {minutes + 3:.0f} minutes", style="dim")
     with tempfile.TemporaryDirectory() as folder:
         place = logs or Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        asked = questions(NUM_QUESTIONS, seed)
+        asked = questions(QUICK_QUESTIONS if quick else NUM_QUESTIONS, seed)
         with servers(place, (*node_command("decode", model), "--port", "0")) as (alone,):
             asked = asyncio.run(with_answers(alone, asked))
         with cluster(model, place) as up:
             soak = asyncio.run(run(asked, up, seconds=60 * minutes, workers=workers))
-    note = f"{workers} clients, {minutes:g} minutes; all of it shares {machine.describe(host)}"
-    report.publish(console, "Soak", headers=HEADERS, rows=soak.rows(), note=note)
-    _explain(console, soak)
-    report.write_json(json, {"machine": host, "rows": soak.rows(), "broken": soak.broken()})
-    if plot is not None:
-        soak.watch.draw(plot)
+    note = (
+        f"{workers} clients, {minutes:g} minutes; all of it shares {machine.describe(found.host)}"
+    )
+    found.publish("Soak", headers=HEADERS, rows=soak.rows(), note=note)
+    _explain(found.console, soak)
+    soak.watch.draw(found.plot())
+    found.save({"rows": soak.rows(), "broken": soak.broken()})
     sys.exit(1 if soak.broken() else 0)
 
 

@@ -4,7 +4,6 @@ import math
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.processes import Server
+from benchmarks.processes import Server, ctrl_c_later, launch
 
 STOP_S = 60.0
 ARENA_BYTES = 96 << 20
@@ -59,11 +58,7 @@ class Member:
         """Begins a life; returns before it serves."""
         self.lives += 1
         self.ending, self.must_end_by, self.frozen_until = "", math.inf, 0.0
-        log = self.logs / f"{self.name}-{self.lives}.log"
-        command = [sys.executable, "-m", *self.command]
-        with log.open("wb") as file:
-            process = subprocess.Popen(command, stderr=file)
-        self.server = Server(process, log)
+        self.server = launch(self.command, self.logs / f"{self.name}-{self.lives}.log")
 
     def wait_until_serving(self) -> None:
         """Returns when the present life answers; RuntimeError with its log when it does not."""
@@ -177,8 +172,9 @@ def cluster(model: str, logs: Path) -> Iterator[Cluster]:
         started[-1].wait_until_serving()
         yield Cluster(nodes, started[-1])
     finally:
-        for member in reversed(started):
-            member.stop()
+        with ctrl_c_later():
+            for member in reversed(started):
+                member.stop()
 
 
 def node_command(kind: str, model: str) -> tuple[str, ...]:

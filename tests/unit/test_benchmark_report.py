@@ -1,0 +1,45 @@
+"""What a benchmark leaves behind: a file in one form, and a page that stands alone."""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from benchmarks import pairs, report, report_page
+from benchmarks.pairs import Spread
+from benchmarks.plots import grouped_bars
+
+HOSTILE = '<script>alert("1")</script>'
+
+
+def run_one(folder: Path, name: str = "one", title: str = "Speeds") -> report.Results:
+    found = report.Report(name, folder, (60, 6), cpu="all", quick=True)
+    found.publish(title, headers=("case", "ms"), rows=[["a", "1.5"], [HOSTILE, "2"]], note="n & m")
+    grouped_bars(found.plot(), ["a"], {"x": [Spread(1.0, 0.5, 1.5)]}, ylabel="ms")
+    found.save({"rows": [Spread(1.0, 0.5, 1.5)]})
+    return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=report.Results)
+
+
+def test_the_file_says_what_was_printed_where_and_when(tmp_path: Path) -> None:
+    results = run_one(tmp_path)
+    assert results.tables[0].rows[0] == ("a", "1.5")
+    assert results.quick and results.seconds < 6
+    assert results.machine.cores >= 1 and re.match(r"\d{4}-\d\d-\d\dT", results.date)
+    assert results.data == {"rows": [{"median": 1.0, "low": 0.5, "high": 1.5}]}
+    assert [(tmp_path / plot).is_file() for plot in results.plots] == [True]
+
+
+def test_the_page_needs_no_other_file_and_escapes_what_it_shows(tmp_path: Path) -> None:
+    run_one(tmp_path), run_one(tmp_path, "two", "Hits")
+    text = report_page.page(report_page.read(tmp_path), tmp_path)
+    assert text.count("data:image/png;base64,") == 2
+    assert not re.search(r"(?:src|href)=\"(?!data:|#)|@import|url\(", text)
+    assert HOSTILE not in text and "&lt;script&gt;" in text and "n &amp; m" in text
+    assert text.index("Speeds") < text.index("Hits")
+    assert "prefers-color-scheme: dark" in text
+
+
+def test_rounds_end_in_time_but_one_is_always_made() -> None:
+    ways = {"a": lambda: 1, "b": lambda: 2}
+    assert pairs.alternate(ways, 5, until=0.0, done=lambda: None) == {"a": [1], "b": [2]}
+    assert pairs.alternate(ways, 3, done=lambda: None) == {"a": [1] * 3, "b": [2] * 3}
