@@ -6,6 +6,7 @@ fields, `load_config` puts flags over a file over defaults; a config never chang
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar
@@ -27,6 +28,8 @@ ToolCallParser = Literal[
 ]
 # ZeroMQ knows more kinds, but no other process reaches inproc:// and the rest is multicast.
 _ZMQ_ADDRESS = re.compile(r"tcp://(\*|[\w.-]+|\[[\w.:%]+\]):(?P<port>\d{1,5})|ipc://.+")
+
+_ORIGIN = re.compile(r"\*|https?://[^\s/?#,\"\[\]]+|https?://\[[0-9a-f:]+\](:\d+)?")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -103,6 +106,13 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
         str | None,
         Meta(description="Key that HTTP clients must send.", extra={"envvar": "VLLM_API_KEY"}),
     ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Origin of web pages whose scripts may ask, as https://example.com, or *; "
+            "repeat for several."
+        ),
+    ] = ()
     tool_call_parser: Annotated[
         ToolCallParser,
         Meta(
@@ -152,6 +162,12 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise ValueError(f"{name} is empty: give it a value, or do not give it at all")
             if secret is not None and not secret.isprintable():
                 raise ValueError(f"{name} has line ends or control characters: remove them")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origins: {origin!r} is no origin: write https://HOST, "
+                    "http://HOST:PORT or *"
+                )
 
 
 class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -291,13 +307,21 @@ def load_config(
     fields = dict(defaults)
     if file is not None:
         fields |= {str(key).replace("-", "_"): value for key, value in read_yaml(file).items()}
-    fields |= {key: value for key, value in flags.items() if value is not None}
+    fields |= {key: _listed(value) for key, value in flags.items() if value is not None}
     for field in msgspec.structs.fields(kind):
         if isinstance(field.default, Config) and isinstance(text := flags.get(field.name), str):
             fields[field.name] = _json_object(text, field.name)
     config = decode_config(fields, kind, str(file) if file else "flags")
     config.check()
     return config
+
+
+def _listed(value: object) -> object:
+    """A flag that may be repeated, given once as a JSON list, as vLLM does."""
+    if isinstance(value, list | tuple) and len(value) == 1 and str(value[0]).startswith("["):
+        with suppress(msgspec.DecodeError, UnicodeError):
+            return msgspec.json.decode(value[0], type=list[str])
+    return value
 
 
 def _json_object(text: str, field: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ TandemError
 │   ├── KVTransferParamsError    kv_transfer_params that are partial, foreign, expired or mistyped
 │   └── UnknownModelError        HTTP 404
 ├── AuthenticationError          missing or wrong key; HTTP 401
+├── ForbiddenError               the key is known and may not do this; HTTP 403
 ├── OverloadedError              a bounded queue is full; HTTP 429 with Retry-After
 ├── UnavailableError             no node can serve this now; HTTP 503 with Retry-After
 │   ├── UnprovenPeerError        a peer did not prove that it knows the cluster token
@@ -56,6 +57,10 @@ class UnknownModelError(InvalidRequestError):
 
 class AuthenticationError(TandemError):
     """The key is missing or wrong."""
+
+
+class ForbiddenError(TandemError):
+    """The key is known, but what it asks for is not for its holder."""
 
 
 class OverloadedError(TandemError):

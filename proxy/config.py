@@ -5,7 +5,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from engine.config import Seconds, ServerConfig
+from engine.config import NotNegative, Positive, Seconds, ServerConfig
 from engine.errors import ConfigError
 from engine.rpc.node_http import parse_node_url
 from proxy.routing.local_prefill import Threshold
@@ -35,6 +35,26 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
     enable_routing_details: Annotated[
         bool, Meta(description="Tell clients in `usage` which nodes served a request, and why.")
     ] = False
+    api_keys_file: Annotated[
+        str | None,
+        Meta(
+            description="YAML or JSON with the keys of several clients, their limits and policies "
+            "(docs/operations.md); read again when it changes."
+        ),
+    ] = None
+    max_concurrent_requests: Annotated[
+        NotNegative,
+        Meta(
+            description="Sequences that the cluster works on at once; more wait here, and tenants "
+            "take turns. 0: any number."
+        ),
+    ] = 0
+    queue_size: Annotated[Positive, Meta(description="Requests that may wait for their turn.")] = (
+        1024
+    )
+    queue_timeout: Annotated[
+        Seconds, Meta(description="Seconds that a request may wait for its turn.")
+    ] = 60.0
     request_timeout: Annotated[
         Seconds, Meta(description="Seconds that one request may take in all.")
     ] = 600.0

@@ -54,6 +54,10 @@ class ProxyMetrics:
             ("kind",),
             registry=registry,
         )
+        self.waiting_requests = Gauge(
+            "tandem_proxy_waiting_requests", "Requests that wait for their turn.", registry=registry
+        )
+        self.keys = KeyMetrics(registry)
         self.request_success = self._counter(
             "vllm:request_success",
             "Requests that ended with a finish reason.",
@@ -80,6 +84,32 @@ class ProxyMetrics:
 
     def _latency(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
+
+
+class KeyMetrics:
+    """Requests and tokens by API key; the names of keys are no secrets."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._requests = Counter(
+            "tandem_proxy_key_requests",
+            "Requests by key: admitted, or refused by the limit that was reached.",
+            ("key", "outcome"),
+            registry=registry,
+        )
+        self._tokens = Counter(
+            "tandem_proxy_key_tokens",
+            "Tokens by key, of prompts and generated ones.",
+            ("key", "kind"),
+            registry=registry,
+        )
+
+    def count(self, key: str, outcome: str) -> None:
+        """`outcome`: admitted, queue, or the name of a limit."""
+        self._requests.labels(key, outcome).inc()
+
+    def count_tokens(self, key: str, kind: str, count: int) -> None:
+        """`kind`: prompt or generated."""
+        self._tokens.labels(key, kind).inc(count)
 
 
 class RequestTimer:

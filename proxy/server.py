@@ -1,9 +1,11 @@
 """The proxy assembled from nodes, flow and OpenAI API, and its life from start to close."""
 
 import asyncio
+from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import structlog
 from prometheus_client import CollectorRegistry
@@ -13,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.api.access import Access
 from engine.api.app import create_app
 from engine.api.operations import HEALTH_PATHS, metrics
 from engine.api.tool_calls.registry import choose_syntax
@@ -24,6 +27,9 @@ from engine.rpc.address import join_host_port
 from engine.rpc.client import StreamDeadlines
 from engine.rpc.node_http import parse_node_url
 from engine.tls import client_tls, server_tls
+from proxy.access.fair_queue import FairQueue
+from proxy.access.gate import Gate
+from proxy.access.key_file import KeyFile
 from proxy.cluster.node import NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
 from proxy.config import ProxyConfig
@@ -46,6 +52,7 @@ class ProxyServer:
 
     def __init__(self, config: ProxyConfig, *, poll_interval_s: float = POLL_INTERVAL_S) -> None:
         self._config = config
+        self._poll_interval_s = poll_interval_s
         self._tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
         self._metrics = ProxyMetrics(CollectorRegistry())
         self._pool = _make_pool(config, poll_interval_s)
@@ -67,11 +74,16 @@ class ProxyServer:
             metrics=self._metrics,
             tells_routes=config.enable_routing_details,
         )
+        queue = FairQueue(
+            config.max_concurrent_requests, config.queue_size, timeout_s=config.queue_timeout
+        )
+        self._gate = Gate(config.api_key, queue, self._metrics.keys)
+        self._metrics.waiting_requests.set_function(lambda: queue.num_waiting)
         self._app: ASGIApp = _waiting_app(self._metrics.registry)
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         self._http: HttpServer | None = None
-        self._opening: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def port(self) -> int:
@@ -91,6 +103,11 @@ class ProxyServer:
     async def start(self) -> None:
         """Returns when HTTP is served; nodes may come later. ConfigError for a taken port."""
         config = self._config
+        if config.api_keys_file is not None:
+            # Before anybody can connect: no moment may be open to everybody.
+            keys = KeyFile(Path(config.api_keys_file), self._poll_interval_s)
+            self._gate.set_keys(await keys.read())
+            self._run(keys.watch(self._gate.set_keys))
 
         # A function, since uvicorn takes a bound method for an ASGI 2 app.
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,8 +118,7 @@ class ProxyServer:
         )
         await self._http.start()
         self._pool.start(self._on_task_end, on_answer=self._events.follow)
-        self._opening = asyncio.create_task(self._open())
-        self._opening.add_done_callback(self._on_task_end)
+        self._run(self._open())
 
     async def wait(self) -> None:
         """Returns when the proxy is closed, or raises the error of one of its own tasks."""
@@ -118,9 +134,9 @@ class ProxyServer:
 
     async def close(self) -> None:
         """Ends the requests under way with an error, then closes HTTP and nodes."""
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.gather(self._opening, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._flow.end_open()
         await wait_until(lambda: not self._flow.num_open, END_OF_REQUESTS_S)
         if self._http is not None:
@@ -129,6 +145,12 @@ class ProxyServer:
         # Joins the subscriber's thread, and the pool's watchers add no source any more.
         await asyncio.to_thread(self._events.close)
         self._stop.set()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        """`work` in a task of its own, until the proxy is closed."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._on_task_end)
+        self._tasks.append(task)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         """Ends a proxy that has stopped to watch its nodes: it must not look alive."""
@@ -148,15 +170,24 @@ class ProxyServer:
         )
         self._metrics.model_name = serving.model_name
         log.info("proxy serves", url=self.url)
-        registry, api_key = self._metrics.registry, self._config.api_key
         while True:
-            self._app = create_app(self._flow, serving, metrics_registry=registry, api_key=api_key)
+            self._app = create_app(
+                self._flow,
+                serving,
+                metrics_registry=self._metrics.registry,
+                access=self._access(),
+            )
             # The app holds `max_model_len`, so a new one is made when a decode node changes it.
             context = serving.max_model_len
             while context == serving.max_model_len:
                 await self._pool.wait_for_news(POLL_INTERVAL_S)
                 context = self._pool.max_model_len or context
             serving = replace(serving, max_model_len=context)
+
+    def _access(self) -> Access:
+        config = self._config
+        has_keys = config.api_key is not None or config.api_keys_file is not None
+        return Access(self._gate if has_keys else None, self._gate, config.allowed_origins)
 
 
 def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:

@@ -13,10 +13,12 @@ import uvicorn
 from prometheus_client import CollectorRegistry, Counter
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from engine.api.access import Access
 from engine.api.app import create_app
 from engine.api.serving import Serving
 from engine.api.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import TandemError, UnavailableError
+from engine.http.callers import SingleKey
 from engine.types import FinishReason, GenerateOutput, GenerateRequest, TokenLogprob
 
 CHATML = (
@@ -132,7 +134,8 @@ async def running(
     """Base address of a real server on a free port of the loopback."""
     registry = CollectorRegistry()
     Counter("tandem_probe", "for the test", registry=registry).inc()
-    app = create_app(generator, serving, metrics_registry=registry, api_key=api_key)
+    access = Access(None if api_key is None else SingleKey(api_key))
+    app = create_app(generator, serving, metrics_registry=registry, access=access)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
     config.load()
     server = uvicorn.Server(config)

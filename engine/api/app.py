@@ -1,12 +1,15 @@
 """The OpenAI surface as a Starlette app over any Generator, for the proxy and the nodes alike."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
+from engine.api.access import Access
 from engine.api.chat import ChatFormat
 from engine.api.completion import CompletionFormat
 from engine.api.endpoint import GenerateEndpoint
@@ -18,29 +21,49 @@ from engine.http.errors import ERROR_HANDLERS
 from engine.http.middleware import BearerAuth, RequestIdEcho
 from engine.http.request_bodies import RequestBodies
 
+EXPOSED_HEADERS: Final = (
+    "x-request-id",
+    "retry-after",
+    *(
+        f"x-ratelimit-{word}-{kind}"
+        for word in ("limit", "remaining", "reset")
+        for kind in ("requests", "tokens")
+    ),
+)
+"""What scripts of allowed pages may read besides the body."""
+
 
 def create_app(
     generator: Generator,
     serving: Serving,
     *,
     metrics_registry: CollectorRegistry,
-    api_key: str | None = None,
+    access: Access | None = None,
+    routes: Sequence[Route] = (),
     open_routes: Sequence[Route] = (),
 ) -> Starlette:
     """App with the generating endpoints, /v1/models, /tokenize, /detokenize, probes and /metrics.
 
-    `api_key` guards all but probes, metrics, load and `open_routes`; None guards nothing. Callers
-    close the generator.
+    `routes` and `open_routes` come on top. Without `access` all is open; keys guard all but probes,
+    metrics, load and `open_routes`. Callers close the generator.
     """
+    access = access or Access()
     bodies = RequestBodies()
-    routes, endpoints = [], []
+    generating, endpoints = [], []
     for path, planner, reply_format in (
         ("/v1/completions", plan_completion, CompletionFormat(serving.tokenizer)),
         ("/v1/chat/completions", plan_chat, ChatFormat(serving.tokenizer)),
     ):
-        endpoint = GenerateEndpoint(generator, serving, reply_format, plan=planner, bodies=bodies)
+        endpoint = GenerateEndpoint(
+            generator,
+            serving,
+            reply_format,
+            plan=planner,
+            bodies=bodies,
+            admission=access.admission,
+        )
         endpoints.append(endpoint)
-        routes.append(Route(path, endpoint, methods=["POST"]))
+        generating.append(Route(path, endpoint, methods=["POST"]))
     operations = Operations(
         generator,
         serving,
@@ -48,13 +71,27 @@ def create_app(
         bodies=bodies,
         load=lambda: sum(endpoint.num_open for endpoint in endpoints),
     )
-    # Outermost first: refusals of the API key carry the request id too.
-    middleware = [Middleware(RequestIdEcho)]
-    if api_key is not None:
-        open_paths = {*PROBE_PATHS, *(route.path for route in open_routes)}
-        middleware.append(Middleware(BearerAuth, api_key=api_key, open_paths=open_paths))
+    open_paths = {*PROBE_PATHS, *(route.path for route in open_routes)}
     return Starlette(
-        routes=[*routes, *operations.routes(), *open_routes],
-        middleware=middleware,
+        routes=[*generating, *operations.routes(), *routes, *open_routes],
+        middleware=middleware_of(access, open_paths),
         exception_handlers=ERROR_HANDLERS,
     )
+
+
+def middleware_of(access: Access, open_paths: Collection[str]) -> list[Middleware]:
+    """Outermost first: refusals carry the request id too, and pages may read them."""
+    middleware = [Middleware(RequestIdEcho)]
+    if access.allowed_origins:
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=access.allowed_origins,
+                allow_methods=["*"],
+                allow_headers=["*"],
+                expose_headers=EXPOSED_HEADERS,
+            )
+        )
+    if access.callers is not None:
+        middleware.append(Middleware(BearerAuth, callers=access.callers, open_paths=open_paths))
+    return middleware

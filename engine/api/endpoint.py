@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from engine.api.access import Admission
 from engine.api.chat import ChatFormat
 from engine.api.choice_text import Delta, joined
 from engine.api.choices import follow
@@ -20,6 +21,7 @@ from engine.api.serving import Serving, max_body_bytes
 from engine.api.usage import UsageCounter
 from engine.errors import TandemError
 from engine.generator import Generator
+from engine.http.callers import caller_of
 from engine.http.errors import status_and_body
 from engine.http.request_bodies import RequestBodies, run_while_connected
 
@@ -47,8 +49,10 @@ class GenerateEndpoint:
         *,
         plan: Callable[[bytes, Serving, str | None], Plan],
         bodies: RequestBodies,
+        admission: Admission,
     ) -> None:
         self._generator = generator
+        self._admission = admission
         self._tokenizer = serving.tokenizer
         self._format = reply_format
         self._plan = plan
@@ -81,12 +85,15 @@ class GenerateEndpoint:
             await run_while_connected(receive, self._serve(plan, scope, receive, send=send))
 
     async def _serve(self, plan: Plan, scope: Scope, receive: Receive, *, send: Send) -> None:
-        async with aclosing(follow(self._generator, plan, self._tokenizer)) as deltas:
-            if plan.stream:
-                await self._stream(plan, deltas, send)
-            else:
-                response = await self._whole(plan, deltas)
-                await response(scope, receive, send)
+        async with self._admission.admitting(plan, caller_of(scope)) as admitted:
+            plan = admitted.plan
+            stream = admitted.counted(follow(self._generator, plan, self._tokenizer))
+            async with aclosing(stream) as deltas:
+                if plan.stream:
+                    await self._stream(plan, deltas, send)
+                else:
+                    response = await self._whole(plan, deltas)
+                    await response(scope, receive, send)
 
     async def _whole(self, plan: Plan, deltas: AsyncIterator[Delta]) -> Response:
         counter = UsageCounter(plan)

@@ -38,7 +38,10 @@ TokenIds = tuple[TokenId, ...]
 
 @dataclass(slots=True, frozen=True)
 class Plan:
-    """One HTTP request: `requests[i]` makes choice i from prompt `i // choices_per_prompt`."""
+    """One HTTP request: `requests[i]` makes choice i from prompt `i // choices_per_prompt`.
+
+    `hides_cache`: nothing in the reply tells how much of a prompt was cached.
+    """
 
     id: str
     created: int
@@ -54,6 +57,7 @@ class Plan:
     return_token_ids: bool
     prompt_tokens_details: bool
     tool_calls: ToolCallRules | None = None
+    hides_cache: bool = False
 
     def prompt_of(self, choice: int) -> TokenIds:
         return self.requests[choice].prompt_token_ids

@@ -32,13 +32,14 @@ class UsageCounter:
 
     def usage(self) -> Usage:
         """Usage so far. A prompt with several choices counts once, and so do its cached tokens."""
-        prompt_tokens = self.plan.num_prompt_tokens
+        plan, tells_cache = self.plan, not self.plan.hides_cache
+        prompt_tokens = plan.num_prompt_tokens
         details = PromptTokensDetails(cached_tokens=sum(self.cached_tokens.values()))
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=prompt_tokens + self.completion_tokens,
-            prompt_tokens_details=details if self.plan.prompt_tokens_details else None,
-            kv_transfer=self.kv_transfer,
-            routing=self.routing,
+            prompt_tokens_details=details if tells_cache and plan.prompt_tokens_details else None,
+            kv_transfer=self.kv_transfer if tells_cache else UNSET,
+            routing=self.routing if tells_cache else UNSET,
         )

@@ -18,6 +18,7 @@ _STATUSES: tuple[tuple[type[TandemError], int, str], ...] = (
     (errors.UnknownModelError, 404, "not_found_error"),
     (errors.InvalidRequestError, 400, "invalid_request_error"),
     (errors.AuthenticationError, 401, "authentication_error"),
+    (errors.ForbiddenError, 403, "permission_error"),
     (errors.OverloadedError, 429, "rate_limit_error"),
     (errors.UnavailableError, 503, "service_unavailable_error"),
     (errors.RequestAbortedError, 503, "service_unavailable_error"),

@@ -1,14 +1,15 @@
 """Middleware for every HTTP request: checks the API key and echoes the request id."""
 
-import hmac
 import re
 import uuid
 from collections.abc import Collection
+from contextlib import ExitStack
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.errors import AuthenticationError
+from engine.errors import AuthenticationError, OverloadedError
+from engine.http.callers import Callers, remember
 from engine.http.errors import error_response
 
 MAX_REQUEST_ID_CHARS = 128
@@ -16,25 +17,44 @@ _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
 
 
 class BearerAuth:
-    """Refuses callers without the key, except on `open_paths`; compares in constant time."""
+    """Refuses requests without a known key, and those beyond the caller's limits.
 
-    def __init__(self, app: ASGIApp, api_key: str, open_paths: Collection[str]) -> None:
+    `open_paths` need no key and count for nobody. Whatever a caller is told about its limits stands
+    in the headers of every reply.
+    """
+
+    def __init__(self, app: ASGIApp, callers: Callers, open_paths: Collection[str]) -> None:
         self._app = app
-        self._expected = api_key.encode()
+        self._callers = callers
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths or self._has_key(scope):
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
-        error = AuthenticationError("missing or wrong key: send Authorization: Bearer <key>")
-        await error_response(error)(scope, receive, send)
-
-    def _has_key(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         # Headers arrive as Latin-1, keys are UTF-8.
-        given = key.strip().encode("latin-1")
-        return hmac.compare_digest(given, self._expected) and scheme.lower() == "bearer"
+        caller = self._callers.find(key.strip().encode("latin-1"))
+        if caller is None or scheme.lower() != "bearer":
+            error = AuthenticationError("missing or wrong key: send Authorization: Bearer <key>")
+            await error_response(error)(scope, receive, send)
+            return
+
+        async def send_with_limits(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(caller.headers())
+            await send(message)
+
+        remember(scope, caller)
+        with ExitStack() as stack:
+            # Asking costs next to nothing; only what brings a body makes the server work.
+            if scope["method"] == "POST":
+                try:
+                    stack.enter_context(caller.entering())
+                except OverloadedError as error:
+                    await error_response(error)(scope, receive, send_with_limits)
+                    return
+            await self._app(scope, receive, send_with_limits)
 
 
 class RequestIdEcho:

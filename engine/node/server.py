@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from engine.api.access import access_of
 from engine.api.app import create_app
 from engine.api.serving import SamplingDefaults, Serving, load_sampling_defaults
 from engine.api.tokenizer import Tokenizer, load_tokenizer
@@ -291,7 +292,7 @@ class NodeServer:
         app = create_app(
             self.engine,
             serving,
-            api_key=self.config.api_key,
+            access=access_of(self.config),
             metrics_registry=self.metrics.registry,
             open_routes=[Route("/node_info", self._node_info)],
         )
