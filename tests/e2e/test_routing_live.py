@@ -31,6 +31,7 @@ def demo(real: Launcher) -> Launcher:
     return real
 
 
+@pytest.mark.long
 async def test_conversations_stay_where_their_prefixes_are(demo: Launcher) -> None:
     expected = await answers_of_one_node(demo)
     hits = {}
