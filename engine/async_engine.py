@@ -28,7 +28,7 @@ from engine.errors import (
 from engine.grammar import GrammarCompiler, Matcher
 from engine.kv_connector import AdmissionConnector, Admitted, FirstToken
 from engine.metrics import RequestMetrics
-from engine.prompt_checks import check_priority, check_prompt, check_token_ids
+from engine.prompt_checks import check_output, check_priority, check_prompt, check_token_ids
 from engine.request import Request
 from engine.request_ids import unique_id
 from engine.step import StepNews
@@ -103,7 +103,8 @@ class AsyncEngine:
         self._validate(request)
         matcher = None
         if grammar := request.sampling.grammar:
-            matcher = await asyncio.to_thread(self.limits.grammars.matcher, grammar)
+            compiler, so_far = self.limits.grammars, request.output_token_ids
+            matcher = await asyncio.to_thread(compiler.matcher, grammar, so_far)
         admitted = await self._admit(request)
         request_id = admitted.request.request_id
         stream = self._streams[request_id] = Stream()
@@ -191,6 +192,8 @@ class AsyncEngine:
         vocab_size, max_model_len = self.limits.vocab_size, self.limits.max_model_len
         check_prompt(request.prompt_token_ids, vocab_size=vocab_size, max_model_len=max_model_len)
         sampling = request.sampling
+        room = min(sampling.max_tokens, max_model_len - len(request.prompt_token_ids))
+        check_output(request.output_token_ids, room=room, vocab_size=vocab_size)
         check_token_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
         check_token_ids(tuple(sampling.logit_bias), vocab_size, "logit_bias")
         check_token_ids(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")

@@ -5,7 +5,7 @@ expression, a list of choices or a Lark grammar. Every node that works on a requ
 again: what it allows next depends on the output tokens alone, so P and D agree.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -58,13 +58,22 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
 
-    def matcher(self, grammar: str) -> Matcher:
-        """Raises InvalidRequestError for a grammar that cannot be compiled, with the cause."""
+    def matcher(self, grammar: str, output: Sequence[TokenId] = ()) -> Matcher:
+        """The matcher after `output`.
+
+        Raises InvalidRequestError for a grammar that cannot be compiled, with the cause, or that
+        does not allow `output`.
+        """
         if not self._eos_token_ids:
             raise InvalidRequestError("a grammar needs a model with an end-of-text token")
         inner = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if inner.is_error():
             raise InvalidRequestError(f"the grammar cannot be compiled: {inner.get_error()}")
+        if output and not inner.consume_tokens(list(output)):
+            raise InvalidRequestError(
+                "output_token_ids: the request's grammar does not allow them",
+                param="output_token_ids",
+            )
         return Matcher(inner)
 
     @cached_property

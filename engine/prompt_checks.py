@@ -30,6 +30,20 @@ def check_prompt(token_ids: Sequence[int], *, vocab_size: int, max_model_len: in
     check_token_ids(token_ids, vocab_size, "prompt")
 
 
+def check_output(token_ids: Sequence[int], *, room: int, vocab_size: int) -> None:
+    """Raise InvalidRequestError for an output so far that is wrong or leaves nothing to generate.
+
+    `room`: tokens that the whole output may have.
+    """
+    if token_ids and len(token_ids) >= room:
+        raise InvalidRequestError(
+            f"output_token_ids has {len(token_ids)} tokens, which must be fewer than {room}: "
+            "max_tokens and the context allow no more",
+            param="output_token_ids",
+        )
+    check_token_ids(token_ids, vocab_size, "output_token_ids")
+
+
 def check_priority(priority: int, policy: SchedulingPolicy) -> None:
     """Raise InvalidRequestError where a client may not choose who is next."""
     if priority and policy != "priority":

@@ -3,6 +3,7 @@
 Torch-free. The table `TRANSITIONS` lists every legal change of status.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -116,9 +117,12 @@ class Request:
         eos_token_ids: frozenset[TokenId],
         matcher: Matcher | None = None,
     ) -> "Request":
-        """The engine's view of `origin`; the output ends at the context limit at the latest."""
+        """The engine's view of `origin`; the output ends at the context limit at the latest.
+
+        `matcher` has followed the output so far.
+        """
         num_prompt, sampling = len(origin.prompt_token_ids), origin.sampling
-        token_ids = list(origin.prompt_token_ids)
+        token_ids, output = list(origin.token_ids), origin.output_token_ids
         return cls(
             request_id=origin.request_id,
             token_ids=token_ids,
@@ -130,6 +134,7 @@ class Request:
             prefix=PrefixDigests(hasher, token_ids, origin.cache_salt),
             kv_transfer_params=origin.kv_transfer_params,
             priority=origin.priority,
+            token_counts=Counter(output),
             matcher=matcher,
         )
 

@@ -133,7 +133,9 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One sequence to generate; `request_id` is unique in the process that made it.
 
-    `session_id`: the caller's label for requests that share nodes; a proxy keeps it to itself.
+    `output_token_ids`: the output so far, which another node generated; only what follows is sent.
+    All of `sampling` counts from the end of the prompt. `session_id`: the caller's label for
+    requests that share nodes; a proxy keeps it to itself.
     """
 
     request_id: Label
@@ -143,6 +145,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     priority: int = 0
     session_id: Label | None = None
+    output_token_ids: tuple[TokenId, ...] = ()
+
+    @property
+    def token_ids(self) -> tuple[TokenId, ...]:
+        """Prompt and output so far."""
+        return self.prompt_token_ids + self.output_token_ids
 
 
 class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,12 @@ class ProxyMetrics:
             "Requests that a decode node prefilled itself, by reason.",
             "reason",
         )
+        self.broken_streams = self._counter(
+            "tandem_proxy_broken_streams",
+            "Answers whose decode node failed after their first token: continued on another one, "
+            "or ended with an error.",
+            "outcome",
+        )
         self.routes = self._counter(
             "tandem_proxy_routes", "Choices of nodes, by the policy's reason.", "policy", "reason"
         )

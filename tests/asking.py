@@ -83,9 +83,11 @@ async def get(url: str, path: str, *, key: str | None = API_KEY) -> Answer:
         return Answer(reply.status, reply.headers, await reply.json())
 
 
-async def stream(url: str, body: object) -> list[dict[str, Any]]:
-    """Every event of a streaming reply but [DONE]."""
-    events: list[dict[str, Any]] = []
+async def stream(
+    url: str, body: object, events: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Every event of a streaming reply but [DONE]; `events` grows as they come."""
+    events = [] if events is None else events
     async with (
         aiohttp.ClientSession(timeout=TIMEOUT) as session,
         session.post(url + COMPLETIONS, json=body, headers=_auth(API_KEY)) as reply,

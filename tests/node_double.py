@@ -145,7 +145,7 @@ class ScriptedNode(ControlHandler):
         count = request.sampling.max_tokens
         if self.eos_at is not None:
             count = min(count, self.eos_at + 1)
-        tokens = tokens_of(request.prompt_token_ids, count)
+        tokens = tokens_of(request.prompt_token_ids, count)[len(request.output_token_ids) :]
         outputs = [
             GenerateOutput(token_ids=(token,), num_cached_tokens=self.num_cached)
             for token in tokens
@@ -171,7 +171,7 @@ class ScriptedNode(ControlHandler):
             remote_request_id=f"{self.name}-{len(self.requests)}",
             remote_host="127.0.0.1",
             remote_port=self.port,
-            remote_num_tokens=len(request.prompt_token_ids),
+            remote_num_tokens=len(request.token_ids),
             first_token_ids=(token,),
             remote_num_cached_tokens=self.num_cached,
         )

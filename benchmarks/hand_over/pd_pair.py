@@ -18,7 +18,7 @@ from benchmarks.tandem_engine import request_of
 from engine.config import KVTransferConfig, NodeConfig
 from engine.rpc.client import NodeClient, StreamDeadlines
 from engine.types import GenerateOutput, GenerateRequest, KVTransferParams, TokenId
-from proxy.pd_flow import prefill_request
+from proxy.request_state import prefill_request
 
 DEADLINES = StreamDeadlines()
 LEASE_S = 120.0

@@ -46,6 +46,7 @@ def request_to_pb(request: GenerateRequest) -> pb.GenerateRequest:
             kv_transfer_params=_params_to_json(request.kv_transfer_params),
             cache_salt=request.cache_salt,
             priority=request.priority,
+            output_token_ids=request.output_token_ids,
         )
     except ValueError as error:
         raise InvalidRequestError(f"request does not fit the wire format: {error}") from error
@@ -56,6 +57,7 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
     # The counts come first: Python objects of 31 million tokens take a second.
     lists = {
         "prompt_token_ids": message.prompt_token_ids,
+        "output_token_ids": message.output_token_ids,
         "stop_token_ids": message.sampling.stop_token_ids,
     }
     for name, values in lists.items():

@@ -51,14 +51,15 @@ NO_HIT = NodeHit()
 
 
 class RoutedPrompt:
-    """The prompt of one request. `hits`: by node name, what is known of it; absent: nothing.
+    """The prompt of one request, with its output so far.
 
+    `hits`: by node name, what is known of it; absent: nothing.
     Digests are computed when they are first asked for, once for each key.
     """
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
-        self.num_tokens = len(request.prompt_token_ids)
+        self.num_tokens = len(request.token_ids)
         self.hits: Mapping[str, NodeHit] = {}
         self._digests: dict[HashKey, PrefixDigests] = {}
 
@@ -80,6 +81,6 @@ class RoutedPrompt:
 
     def _prefix(self, key: HashKey) -> PrefixDigests:
         if key not in self._digests:
-            tokens, salt = list(self.request.prompt_token_ids), self.request.cache_salt
+            tokens, salt = list(self.request.token_ids), self.request.cache_salt
             self._digests[key] = PrefixDigests(PrefixHasher(*key), tokens, salt)
         return self._digests[key]

@@ -1,4 +1,4 @@
-"""Nodes that hang behind a real proxy: what has no token yet moves on, what has some ends soon.
+"""Nodes that hang behind a real proxy: their requests soon go on on other nodes.
 
 SIGSTOP makes a process that keeps its connections and answers nothing.
 """
@@ -33,10 +33,9 @@ async def test_hung_nodes_cost_seconds_and_nobody_waits_for_their_timeouts(real:
     # In turn: one of them on the node that hangs.
     answers = await soon(ask(proxy.url, SHORT), ask(proxy.url, SHORT))
     assert [answer.token_ids for answer in answers] == [short, short]
-    ((*chunks, last),) = await soon(streaming)
-    ids = streamed_ids(chunks)
-    assert ids == expected[: len(ids)] != expected
-    assert "broke off after" in last["error"]["message"]
+    (chunks,) = await soon(streaming)
+    assert streamed_ids(chunks) == expected
+    assert proxy.metrics()["tandem_proxy_broken_streams_total"] == 1
     p.signal(signal.SIGSTOP)
     (answer,) = await soon(ask(proxy.url, SHORT))
     assert answer.token_ids == short

@@ -241,42 +241,6 @@ async def test_a_request_that_was_on_two_nodes_that_went_away_gets_no_third(kind
     assert (len(nodes[0].requests), len(d.requests)) == (0, 0)
 
 
-async def first_events(reply: aiohttp.ClientResponse, count: int) -> str:
-    """The first events of a stream: what the client has, the proxy has had."""
-    lines = [(await reply.content.readline()).decode() for _ in range(2 * count)]
-    return "".join(lines)
-
-
-async def settle() -> str:
-    """Without a stream nothing shows when the proxy has read what D sent before it hung."""
-    await asyncio.sleep(0.5)
-    return ""
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_d_lost_in_mid_stream_is_an_explicit_error(
-    stream: bool, tiny_files: dict[str, bytes]
-) -> None:
-    p, other = prefiller("p"), ScriptedNode("d2", files=tiny_files)
-    d = ScriptedNode("d1", hang_at=2, files=tiny_files)
-    async with running_cluster([p], [d, other]) as client:
-        # With ids each output is an event, even when its text is half a character and waits.
-        body = {**ASK, "stream": stream, "return_token_ids": True}
-        url = f"{client.base_url}completions"
-        async with aiohttp.ClientSession() as session:
-            asking = asyncio.create_task(session.post(url, json=body))
-            await d.hanging.wait()
-            seen = await first_events(await asking, 2) if stream else await settle()
-            await d.close()
-            reply = await asking
-            text = seen + await reply.text()
-    last = text.strip().splitlines()[-1].removeprefix("data: ")
-    assert "broke off after 2 tokens" in json.loads(last)["error"]["message"]
-    assert "[DONE]" not in text
-    assert reply.status == (200 if stream else 503)
-    assert not other.requests
-
-
 async def test_an_engine_that_fails_in_mid_stream_is_an_explicit_error() -> None:
     d = ScriptedNode("d", error=EngineDeadError("dead"), fail_at=3)
     async with running_cluster([], [d]) as client:

@@ -90,8 +90,9 @@ class PdAdmission(AdmissionConnector):
             await self._claim_turn(request, params)
         if not params.do_remote_decode:
             return Admitted(request)
-        # Another node decodes: this one computes the prompt and samples one token.
-        sampling = msgspec.structs.replace(request.sampling, max_tokens=1)
+        # Another node decodes: this one computes what there is and samples one token.
+        num_tokens = len(request.output_token_ids) + 1
+        sampling = msgspec.structs.replace(request.sampling, max_tokens=num_tokens)
         return Admitted(msgspec.structs.replace(request, sampling=sampling))
 
     def problems(self) -> tuple[HandOverProblem, ...]:
@@ -113,7 +114,7 @@ class PdAdmission(AdmissionConnector):
             self._remote.problems.note("refused", str(error))
             raise
         prefill = RemotePrefill(request.request_id, params)
-        digest = self._hasher.digest(request.prompt_token_ids, request.cache_salt)
+        digest = self._hasher.digest(request.token_ids, request.cache_salt)
         if digest.hex() == params.remote_prompt_digest:
             failure = await self._ask(prefill, self._remote.claim)
         else:

@@ -114,7 +114,7 @@ def check_remote_prefill(request: GenerateRequest, params: KVTransferParams) -> 
     if params.do_remote_decode:
         raise KVTransferParamsError("do_remote_decode and do_remote_prefill exclude each other")
     _check_complete(params, REQUIRED, "do_remote_prefill")
-    num_tokens = len(request.prompt_token_ids)
+    num_tokens = len(request.token_ids)
     if params.remote_num_tokens != num_tokens:
         raise KVTransferParamsError(
             f"P computed {params.remote_num_tokens} tokens but this prompt has {num_tokens}; "
@@ -137,9 +137,9 @@ def why_not_from(
     have at least one more. Clients may edit their history, so a mismatch is not an error.
     """
     num_tokens = params.remote_num_tokens or 0
-    if len(request.prompt_token_ids) <= num_tokens:
+    if len(request.token_ids) <= num_tokens:
         return "not_longer"
-    beginning = hasher.digest(request.prompt_token_ids[:num_tokens], request.cache_salt)
+    beginning = hasher.digest(request.token_ids[:num_tokens], request.cache_salt)
     return None if beginning.hex() == params.remote_prompt_digest else "other_tokens"
 
 

@@ -1,0 +1,150 @@
+"""What one request has been through, and what may be tried next. Pure but for the clock."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec import structs
+
+from engine.errors import DeadlineExceededError, NodeLostError, TandemError
+from engine.types import GenerateOutput, GenerateRequest, KVTransferParams, TokenId
+from proxy.cluster.node import Node
+from proxy.errors import is_client_fault, is_engine_failure
+from proxy.metrics import RequestTimer
+from proxy.routing.policies import Route
+from proxy.routing.prompt import RoutedPrompt
+
+MAX_ATTEMPTS: Final = 2
+MAX_LOST: Final = 1
+"""Nodes that may go away with a request before the proxy takes the request for the cause."""
+MAX_CONTINUATIONS: Final = 4
+INNOCENT_TOKENS: Final = 16
+"""A node that sent so many tokens was not lost because of them: what failed before is forgiven."""
+
+
+@dataclass(slots=True, frozen=True)
+class Prefilled:
+    """P's one output. Without `params` it is the whole answer, and D has nothing to do."""
+
+    node: Node
+    output: GenerateOutput
+
+    @property
+    def params(self) -> KVTransferParams | None:
+        return self.output.kv_transfer_params
+
+    def release(self) -> None:
+        """Tells P that nobody will pull it."""
+        if self.params is None:
+            return
+        engine_id, request_id = self.params.remote_engine_id, self.params.remote_request_id
+        if engine_id is not None and request_id is not None:
+            self.node.release(engine_id, request_id)
+
+
+@dataclass(slots=True)
+class RequestState:
+    """The state that the attempts at one request share.
+
+    `request` is what nodes are asked for: once a decode node has failed with it, with the output
+    that the client has. `sent` is all of that output, and `num_before` is how much of it came
+    before the current attempt, whose are `route` and `prefilled`.
+
+        sent   [ num_before ........ | num_new ...... ]
+                 request.output_token_ids
+
+    `deadline` is in event-loop time. `failed` names the nodes that must not get the request again;
+    `num_lost` of them went away while they had it.
+    """
+
+    request: GenerateRequest
+    deadline: float
+    timer: RequestTimer
+    failed: set[str] = field(default_factory=set)
+    sent: list[TokenId] = field(default_factory=list)
+    num_before: int = 0
+    num_attempts: int = 0
+    num_continuations: int = 0
+    num_lost: int = 0
+    num_cached_tokens: int | None = None
+    use_prefill: bool = True
+    prefilled: Prefilled | None = None
+    route: Route | None = None
+    prompt: RoutedPrompt = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Hashes nothing yet."""
+        self.prompt = RoutedPrompt(self.request)
+
+    @property
+    def num_new(self) -> int:
+        """Tokens that the current attempt has sent."""
+        return len(self.sent) - self.num_before
+
+    @property
+    def is_lost_too_often(self) -> bool:
+        """True where the request may be why its nodes went away."""
+        return self.num_lost > MAX_LOST
+
+    def remaining_s(self) -> float:
+        """Raises `DeadlineExceededError` when nothing remains."""
+        seconds = self.deadline - asyncio.get_running_loop().time()
+        if seconds <= 0:
+            raise DeadlineExceededError("the request ran past --request-timeout")
+        return seconds
+
+    def begin_attempt(self) -> None:
+        """Another attempt, after the tokens that the client has."""
+        self.prefilled = None
+        self.num_attempts += 1
+        if self.num_new:
+            self.request = structs.replace(self.request, output_token_ids=tuple(self.sent))
+            self.prompt = RoutedPrompt(self.request)
+            self.num_before = len(self.sent)
+            self.num_continuations += 1
+            self.num_attempts = 1
+            self.use_prefill = True
+
+    def note_failure(self, name: str, error: TandemError) -> None:
+        """The node `name` failed the request."""
+        if self.num_new >= INNOCENT_TOKENS:
+            self.failed.clear()
+            self.num_lost = 0
+        self.failed.add(name)
+        self.num_lost += isinstance(error, NodeLostError)
+
+    def may_go_on(self, error: TandemError) -> bool:
+        """True if another attempt may succeed, should there be a node for it."""
+        # Another node would refuse the same request, or break over it too.
+        if is_client_fault(error) or is_engine_failure(error) or self.is_lost_too_often:
+            return False
+        if self.num_new:
+            return self.num_continuations < MAX_CONTINUATIONS
+        return self.num_attempts < MAX_ATTEMPTS
+
+    @property
+    def wants_one_token(self) -> bool:
+        """True if the next token is the last."""
+        return self.request.sampling.max_tokens == len(self.request.output_token_ids) + 1
+
+    def decode_request(self) -> GenerateRequest:
+        """The request for D: with what P has said of its prefill."""
+        params = None if self.prefilled is None else self.prefilled.params
+        return structs.replace(self.request, kv_transfer_params=params)
+
+    def num_uncached(self, node: Node) -> int:
+        """Tokens that `node` is expected to compute; a D with a prefill computes none."""
+        route = self.route
+        if route is None or (self.prefilled is not None and node.name == route.decode.name):
+            return 0
+        hit = route.decode_hit if route.prefill is None else route.prefill_hit
+        return self.prompt.num_tokens - hit.resumable
+
+
+def prefill_request(request: GenerateRequest) -> GenerateRequest:
+    """The request for P: the same sampling, one more token, and P keeps what it computes."""
+    num_tokens = len(request.output_token_ids) + 1
+    min_tokens = min(request.sampling.min_tokens, num_tokens)
+    sampling = structs.replace(request.sampling, max_tokens=num_tokens, min_tokens=min_tokens)
+    params = KVTransferParams(do_remote_decode=True)
+    return structs.replace(request, sampling=sampling, kv_transfer_params=params)
