@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from benchmarks.kv_cache.traces import Record, Segment, TokenTable
+from benchmarks.workloads.traces import Record, Segment, TokenTable
 from connector.pd.decode.pull_plan import PullPlan, plan_pull
 from connector.pd.layout import SequenceBlocks, blocks_announced
 from connector.pd.wire.geometry import geometry_of

@@ -24,10 +24,11 @@ from benchmarks import report
 from benchmarks.kv_cache.decode_replay import DecodeNode, hand_overs
 from benchmarks.kv_cache.geometries import GEOMETRIES, Geometry
 from benchmarks.kv_cache.prefill_replay import POLICIES, Policy, prompts_of, replay
-from benchmarks.kv_cache.traces import Record, ideal_hits
-from benchmarks.kv_cache.workloads import conversation, documents
 from benchmarks.pairs import Spread
 from benchmarks.plots import grouped_bars
+from benchmarks.workloads.conversation import conversation
+from benchmarks.workloads.documents import documents
+from benchmarks.workloads.traces import Record, ideal_hits
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests

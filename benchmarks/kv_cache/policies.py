@@ -23,9 +23,10 @@ from benchmarks import machine, report
 from benchmarks.kv_cache import adversarial
 from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES
 from benchmarks.kv_cache.prefill_replay import FIXED, POLICIES, Prompt, Tally, prompts_of, replay
-from benchmarks.kv_cache.traces import TRACE_BLOCK, Record, TraceError, read_trace
-from benchmarks.kv_cache.workloads import WORKLOADS
 from benchmarks.plots import curves
+from benchmarks.workloads.adversarial import cases
+from benchmarks.workloads.catalogue import THINNED
+from benchmarks.workloads.traces import TRACE_BLOCK, Record, TraceError, read_trace
 
 GEOMETRY = GEOMETRIES["Qwen3.5-4B"]
 SECONDS = (180, 30)
@@ -108,7 +109,7 @@ def workloads(trace: Path | None, scale: float | None, seed: int) -> list[Worklo
         return [Workload(trace.stem, records[: max(1, first)], TRACE_BLOCK)]
     return [
         Workload(name, make(scale or thinned, seed), BLOCK_SIZE)
-        for name, (make, thinned) in WORKLOADS.items()
+        for name, (make, thinned) in THINNED.items()
     ]
 
 
@@ -245,7 +246,7 @@ def main(
     total = len(streams) * len(policies) * (1 + len(shares))
     with report.progress(found.console, total) as describe:
         rows = measure(streams, policies, shares, describe=describe)
-        results = [] if trace else list(map(adversarial.judge, adversarial.cases()))
+        results = [] if trace else list(map(adversarial.judge, cases()))
     note = machine.describe(found.host)
     publish(found, rows, note=note)
     if results:

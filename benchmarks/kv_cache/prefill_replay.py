@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from benchmarks.kv_cache.traces import Record, TokenTable, ideal_hits
+from benchmarks.workloads.traces import Record, TokenTable, ideal_hits
 from engine.kv_cache.checkpoints import INTERVAL, TAIL, due
 from engine.kv_cache.listener import CacheListener
 from engine.kv_cache.manager import KVCacheManager

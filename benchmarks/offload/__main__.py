@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 
 from benchmarks import machine, report
-from benchmarks.kv_cache.traces import TraceError
 from benchmarks.offload import copies, replay, scan, steps, ttft
 from benchmarks.plots import curves
+from benchmarks.workloads.traces import TraceError
 
 Done = Callable[[], None]
 Describe = Callable[[str], Done]

@@ -15,9 +15,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from benchmarks.kv_cache.geometries import GEOMETRIES
-from benchmarks.kv_cache.traces import Record, TokenTable, ideal_hits, read_trace
-from benchmarks.kv_cache.workloads import WORKLOADS
 from benchmarks.tandem_engine import request_of
+from benchmarks.workloads.catalogue import THINNED
+from benchmarks.workloads.traces import Record, TokenTable, ideal_hits, read_trace
 from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.config import OffloadConfig
 from connector.offload.connector import slots_of
@@ -166,7 +166,7 @@ def traces(trace: Path | None, part: float) -> dict[str, list[Record]]:
     """A trace in Mooncake's format; without one, that part of G1 and G2."""
     if trace is not None:
         return {trace.stem: read_trace(trace)}
-    return {name: make(part * thinned, 0) for name, (make, thinned) in WORKLOADS.items()}
+    return {name: make(part * thinned, 0) for name, (make, thinned) in THINNED.items()}
 
 
 def measure(

@@ -18,7 +18,6 @@ from typing import Annotated
 import typer
 
 from benchmarks import machine, report
-from benchmarks.kv_cache.traces import TraceError
 from benchmarks.pairs import Spread
 from benchmarks.plots import curves, grouped_bars
 from benchmarks.routing.event_feed import EventPath
@@ -34,6 +33,7 @@ from benchmarks.routing.experiment import (
     verdicts,
 )
 from benchmarks.routing.simulator import ALL_POLICIES
+from benchmarks.workloads.traces import TraceError
 
 TIME_S = (240, 60)
 SECONDS, QUICK_SECONDS = 600.0, 180.0

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES
-from benchmarks.kv_cache.traces import TRACE_BLOCK, read_trace
 from benchmarks.routing.event_feed import EventPath
 from benchmarks.routing.nodes import Hardware
 from benchmarks.routing.requests import GENERATORS, Request, requests_of
 from benchmarks.routing.simulator import Outcome, Simulator
+from benchmarks.workloads.traces import TRACE_BLOCK, read_trace
 
 GEOMETRY = GEOMETRIES["Qwen3.5-4B"]
 WARM_UP = 0.25

@@ -1,15 +1,15 @@
 """What the simulated proxy receives: records of a workload, hashed once, at their own times."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from types import MappingProxyType
 
 from benchmarks.kv_cache.decode_replay import HandOver, hand_overs
 from benchmarks.kv_cache.prefill_replay import Prompt
-from benchmarks.kv_cache.traces import BlockIds, Record, ideal_hits
-from benchmarks.kv_cache.workloads import HOUR_S, STAMP_S, SYSTEM, Draw, conversation, documents
+from benchmarks.workloads.conversation import conversation
+from benchmarks.workloads.documents import documents
+from benchmarks.workloads.streams import HOUR_S, SYSTEM, Draw
+from benchmarks.workloads.traces import BlockIds, Record, arrivals, ideal_hits
 from engine.kv_cache.prefix import PrefixHasher
 from engine.types import GenerateRequest
 from proxy.routing.prompt import HashKey, RoutedPrompt
@@ -52,17 +52,6 @@ def requests_of(records: Sequence[Record], hash_block_size: int) -> list[Request
         prompt = Prompt(pull.prefix, record.input_length, ideal)
         made.append(Request(at, prompt, pull, record.output_length, session))
     return made
-
-
-def arrivals(records: Sequence[Record]) -> Iterator[float]:
-    """Seconds since the first stamp. Stamps of 3 s would be bursts that the trace did not have."""
-    sizes = Counter(record.timestamp for record in records)
-    stamps = list(sizes)
-    ends = [*(later for _, later in pairwise(stamps)), stamps[-1] + 1000 * STAMP_S]
-    for stamp, end in zip(stamps, ends, strict=True):
-        width = min(end - stamp, 1000 * STAMP_S)
-        for place in range(sizes[stamp]):
-            yield (stamp - stamps[0] + width * place / sizes[stamp]) / 1000
 
 
 def one_shared_block(scale: float, seed: int) -> list[Record]:

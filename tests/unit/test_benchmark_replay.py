@@ -2,12 +2,13 @@
 
 import pytest
 
-from benchmarks.kv_cache.adversarial import Texts, cases, judge
+from benchmarks.kv_cache.adversarial import judge
 from benchmarks.kv_cache.decode_replay import DecodeNode, HandOver, hand_overs
 from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES
 from benchmarks.kv_cache.layouts import prompts_held
 from benchmarks.kv_cache.prefill_replay import POLICIES, Tally, prompts_of, replay
-from benchmarks.kv_cache.traces import Record
+from benchmarks.workloads.adversarial import Texts, cases
+from benchmarks.workloads.traces import Record
 from engine.kv_cache.prefix import PrefixDigests
 
 QWEN = GEOMETRIES["Qwen3.5-4B"]

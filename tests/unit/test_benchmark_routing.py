@@ -5,15 +5,15 @@ from random import Random
 
 import pytest
 
-from benchmarks.kv_cache.adversarial import Texts
 from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES
-from benchmarks.kv_cache.traces import Record, Segment
 from benchmarks.routing.agenda import Agenda
 from benchmarks.routing.event_feed import EventFeed, EventPath
 from benchmarks.routing.experiment import BASELINE, CANDIDATE, G1, Row, verdicts
 from benchmarks.routing.nodes import TOKEN_S, Hardware
-from benchmarks.routing.requests import Request, arrivals, requests_of
+from benchmarks.routing.requests import Request, requests_of
 from benchmarks.routing.simulator import Outcome, Served, Simulator
+from benchmarks.workloads.adversarial import Texts
+from benchmarks.workloads.traces import Record, Segment, arrivals
 from engine.kv_events.wire import GPU, BlockRemoved, BlockStored
 from proxy.routing.prefix_index import PrefixIndex
 

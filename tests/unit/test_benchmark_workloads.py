@@ -7,7 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.kv_cache.traces import (
+from benchmarks.workloads.catalogue import WORKLOADS
+from benchmarks.workloads.coding_agent import coding_agent
+from benchmarks.workloads.conversation import conversation
+from benchmarks.workloads.documents import documents
+from benchmarks.workloads.figures import figures
+from benchmarks.workloads.traces import (
     TRACE_BLOCK,
     Record,
     TokenTable,
@@ -16,7 +21,6 @@ from benchmarks.kv_cache.traces import (
     read_trace,
     write_trace,
 )
-from benchmarks.kv_cache.workloads import conversation, documents
 
 GOOD = b'{"timestamp": 5, "input_length": 600, "output_length": 7, "hash_ids": [3, 4]}\n'
 
@@ -42,6 +46,78 @@ def test_conversation_has_the_trace_s_statistics(seed: int) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_documents_have_the_stated_ideal(seed: int) -> None:
     assert 0.72 < share(documents(seed=seed)) < 0.75
+
+
+# Of the published value, how much a generator may give; the rest of a table is not claimed.
+CLOSE = (0.9, 1.12)
+BANDS = {
+    "G1": {"requests": CLOSE, "input tokens, p90": CLOSE, "input tokens, p99": (0.85, 1.15),
+           "output tokens, mean": CLOSE, "output tokens, p90": CLOSE, "new tokens, mean": CLOSE,
+           "ideal hits, % of the tokens": CLOSE},
+    "G3": {"output tokens, p50": CLOSE, "output tokens, p90": CLOSE,
+           "ideal hits, % of the tokens": (0.98, 1.04), "requests per session": (0.7, 1.3)},
+    "G4": {"reuses within 10 s, %": CLOSE},
+    "G5": {"input tokens, mean": CLOSE, "input tokens, p50": CLOSE, "input tokens, p90": CLOSE,
+           "input tokens, p99": CLOSE, "output tokens, p50": CLOSE, "output tokens, p90": CLOSE,
+           "CV of the gaps between arrivals": (0.7, 1.4)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_what_resembles_a_published_trace_stays_close_to_it(name: str) -> None:
+    workload = WORKLOADS[name]
+    found = figures(workload.make(1.0, 1))
+    ratios = {key: found[key] / workload.published[key] for key in BANDS[name]}
+    off = {key: ratio for key, ratio in ratios.items() if not within(ratio, BANDS[name][key])}
+    assert not off
+
+
+def within(value: float, band: tuple[float, float]) -> bool:
+    return band[0] <= value <= band[1]
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_every_stream_is_a_file_that_says_the_same_again(name: str, tmp_path: Path) -> None:
+    make = WORKLOADS[name].make
+    records = make(0.02, 5)
+    assert records == make(0.02, 5)
+    assert name == "G6" or records != make(0.02, 6)
+    write_trace(tmp_path / "trace.jsonl", records)
+    assert read_trace(tmp_path / "trace.jsonl") == records
+    for line, record in enumerate(records):
+        assert sum(size for _, size in record.segments) == record.input_length
+        assert record.parent is None or record.parent < line
+
+
+def test_agents_add_a_little_to_a_long_prompt_or_start_from_a_summary() -> None:
+    records = coding_agent(0.1, seed=2)
+    turns = [(records[r.parent], r) for r in records if r.parent is not None]
+    whole = [
+        turn for parent, turn in turns if turn.segments[: len(parent.segments)] == parent.segments
+    ]
+    assert 0.9 < len(whole) / len(turns) < 1
+    for parent, turn in turns:
+        if turn in whole:
+            assert turn.segments[len(parent.segments)][1] == parent.output_length
+        else:
+            assert 40_000 <= turn.input_length <= 60_000
+    assert max(turn.input_length for turn in records) <= 200_000
+    assert len({record.segments[0] for record in records}) <= 4
+
+
+@pytest.mark.parametrize(("name", "cv", "off"), [("G5-cv1", 1, 0.1), ("G5-cv3", 3, 0.6)])
+def test_bursts_have_the_variation_of_their_name(name: str, cv: float, off: float) -> None:
+    found = figures(WORKLOADS[name].make(1.0, 0))["CV of the gaps between arrivals"]
+    assert found == pytest.approx(cv, abs=off)
+
+
+def test_salted_prompts_share_nothing_and_cases_meet_blocks_at_every_token() -> None:
+    records = WORKLOADS["G6"].make(1.0, 0)
+    salted = [record for record in records if record.cache_salt]
+    by_salt = {record.cache_salt: set(record.hash_ids) for record in salted}
+    assert by_salt.keys() == {"a", "b", "c"} and not by_salt["b"] & by_salt["c"]
+    shared = {record.segments[0][1] for record in records if len(record.segments) == 2}
+    assert set(range(1, 51)) | {1599, 1600, 1601} <= shared
 
 
 def test_a_thinner_stream_is_spread_over_the_same_time() -> None:

@@ -6,13 +6,17 @@ follows whom, and `segments`, which say at every token what two prompts share; a
 them says it every 512 tokens.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
 
 TRACE_BLOCK = 512
+STAMP_S = 3
+"""The grid of the published stamps."""
 ID_CYCLE = 1 << 17  # segment ids that many apart would have equal tokens
 
 Segment = tuple[int, int]
@@ -83,6 +87,17 @@ def _checked(line: bytes, earliest: float) -> Record:
     if record.segments and sum(size for _, size in record.segments) != record.input_length:
         raise TraceError(f"segments do not add up to input_length {record.input_length}")
     return record
+
+
+def arrivals(records: Sequence[Record]) -> Iterator[float]:
+    """Seconds since the first stamp. Stamps of 3 s would be bursts that the trace did not have."""
+    sizes = Counter(record.timestamp for record in records)
+    stamps = list(sizes)
+    ends = [*(later for _, later in pairwise(stamps)), stamps[-1] + 1000 * STAMP_S]
+    for stamp, end in zip(stamps, ends, strict=True):
+        width = min(end - stamp, 1000 * STAMP_S)
+        for place in range(sizes[stamp]):
+            yield (stamp - stamps[0] + width * place / sizes[stamp]) / 1000
 
 
 class TokenTable:
