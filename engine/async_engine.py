@@ -28,7 +28,13 @@ from engine.errors import (
 from engine.grammar import GrammarCompiler, Matcher
 from engine.kv_connector import AdmissionConnector, Admitted, FirstToken
 from engine.metrics import RequestMetrics
-from engine.prompt_checks import check_output, check_priority, check_prompt, check_token_ids
+from engine.prompt_checks import (
+    check_output,
+    check_priority,
+    check_prompt,
+    check_prompt_logprobs,
+    check_token_ids,
+)
 from engine.request import Request
 from engine.request_ids import unique_id
 from engine.step import StepNews
@@ -197,6 +203,9 @@ class AsyncEngine:
         check_token_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
         check_token_ids(tuple(sampling.logit_bias), vocab_size, "logit_bias")
         check_token_ids(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
+        for word in sampling.bad_words:
+            check_token_ids(word.token_ids, vocab_size, "bad_words")
+        check_prompt_logprobs(len(request.prompt_token_ids), sampling.prompt_logprobs)
         check_priority(request.priority, self.core.scheduler.config.scheduling_policy)
 
     async def _admit(self, request: GenerateRequest) -> Admitted:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from engine.config import SchedulingPolicy
 from engine.errors import InvalidRequestError, PromptTooLongError
+from engine.types import MAX_PROMPT_LOGPROBS
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -42,6 +43,17 @@ def check_output(token_ids: Sequence[int], *, room: int, vocab_size: int) -> Non
             param="output_token_ids",
         )
     check_token_ids(token_ids, vocab_size, "output_token_ids")
+
+
+def check_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:
+    """Raise InvalidRequestError where a prompt's log-probabilities would be too many."""
+    most = MAX_PROMPT_LOGPROBS // ((num_top or 0) + 1)
+    if num_top is not None and num_tokens > most:
+        raise InvalidRequestError(
+            f"prompt_logprobs={num_top}: a prompt of {num_tokens} tokens has too many; ask for "
+            f"fewer alternatives, or send at most {most} tokens",
+            param="prompt_logprobs",
+        )
 
 
 def check_priority(priority: int, policy: SchedulingPolicy) -> None:

@@ -6,14 +6,17 @@ Torch-free. The table `TRANSITIONS` lists every legal change of status.
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import chain
 
 from engine.grammar import Matcher
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.tables import BlockTables
 from engine.types import (
     FinishReason,
+    GenerateOutput,
     GenerateRequest,
     KVTransferParams,
+    PromptLogprobs,
     SamplingParams,
     TokenId,
     TokenLogprob,
@@ -73,6 +76,7 @@ class Request:
     here, and a load brings, or has brought, what is missing of the first `num_loading_tokens`; the
     rest of the prompt is computed. `is_counted`: the sources of its prompt are. Only the connector
     reads `kv_transfer_params`. `matcher` follows the output if a grammar binds it.
+    `prompt_logprobs`: those found so far, chunk by chunk, until the first token takes them along.
 
     Once it has ended, its blocks stay until `num_holds` holds on them have ended too.
 
@@ -106,6 +110,7 @@ class Request:
     last_logprob: TokenLogprob | None = None
     token_counts: dict[TokenId, int] = field(default_factory=dict)
     matcher: Matcher | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     @classmethod
     def from_generate(
@@ -156,6 +161,18 @@ class Request:
         return max(0, self.num_prompt_tokens - num_here)
 
     @property
+    def max_hit(self) -> int:
+        """Tokens that a cached prefix may stand for: the last one is computed for its logits.
+
+        Before the first token of a request with prompt log-probabilities, so are all tokens whose
+        successors have none yet.
+        """
+        if self.sampling.prompt_logprobs is None or self.num_output_tokens:
+            return self.num_tokens - 1
+        # Row i tells token i + 1, so with k rows the first k tokens need not be computed again.
+        return sum(len(part.ranks) for part in self.prompt_logprobs)
+
+    @property
     def is_finished(self) -> bool:
         """True once the request has ended."""
         return self.status is RequestStatus.FINISHED
@@ -172,20 +189,46 @@ class Request:
             self.num_known_tokens = num_tokens
         self.recompute_cause = cause
 
-    def append(self, token_id: TokenId, logprob: TokenLogprob | None) -> None:
-        """Adds one output token and decides whether it ends the request."""
+    def append(self, token_id: TokenId, logprob: TokenLogprob | None) -> GenerateOutput:
+        """Adds one output token and decides whether it ends the request; returns its output."""
         self.token_ids.append(token_id)
         self.last_logprob = logprob
         self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
         if self.matcher is not None:
             self.matcher.accept(token_id)
         self.finish_reason = self._finish_reason(token_id)
+        return GenerateOutput(
+            token_ids=(token_id,),
+            logprobs=(logprob,) if logprob else None,
+            prompt_logprobs=self._take_prompt_logprobs() if self.num_output_tokens == 1 else None,
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
     def forbidden_tokens(self) -> frozenset[TokenId]:
-        """Tokens that may not be chosen next: they would end the output before `min_tokens`."""
+        """Tokens that would end the output before `min_tokens`, or complete a bad word."""
+        output_start = self.num_prompt_tokens
+        # As in vLLM a word counts only where all of it is output.
+        bad = frozenset(
+            word.token_ids[-1]
+            for word in self.sampling.bad_words
+            if (first := self.num_tokens - len(word.token_ids) + 1) >= output_start
+            and tuple(self.token_ids[first:]) == word.token_ids[:-1]
+        )
         if self.num_output_tokens >= self.sampling.min_tokens:
-            return frozenset()
-        return self.eos_token_ids | frozenset(self.sampling.stop_token_ids)
+            return bad
+        return bad | self.eos_token_ids | frozenset(self.sampling.stop_token_ids)
+
+    def _take_prompt_logprobs(self) -> PromptLogprobs | None:
+        """The whole prompt's log-probabilities, which then belong to the caller."""
+        parts, self.prompt_logprobs = self.prompt_logprobs, []
+        if self.sampling.prompt_logprobs is None:
+            return None
+        return PromptLogprobs(
+            parts[0].num_top if parts else 0,
+            token_ids=tuple(chain.from_iterable(part.token_ids for part in parts)),
+            logprobs=tuple(chain.from_iterable(part.logprobs for part in parts)),
+            ranks=tuple(chain.from_iterable(part.ranks for part in parts)),
+        )
 
     def _finish_reason(self, token_id: TokenId) -> FinishReason | None:
         if self.num_output_tokens >= self.sampling.min_tokens:

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.errors import EngineGenerateError, TandemError
 from engine.kv_cache.tables import BlockCopy
-from engine.types import GenerateOutput, SamplingParams, TokenId, TokenLogprob
+from engine.types import GenerateOutput, PromptLogprobs, SamplingParams, TokenId, TokenLogprob
 
 NO_TOKENS: frozenset[TokenId] = frozenset()
 NO_COUNTS: Mapping[TokenId, int] = MappingProxyType({})
@@ -41,6 +41,18 @@ class SamplingInput(msgspec.Struct, frozen=True):
     allowed: bytes = b""
 
 
+class PromptTargets(msgspec.Struct, frozen=True):
+    """The log-probabilities that a chunk of a prompt is asked for.
+
+    Token `token_ids[i]` of the prompt follows row `first_row` + i of the chunk; `num_top`
+    alternatives are wanted besides it.
+    """
+
+    first_row: int
+    token_ids: Sequence[TokenId]
+    num_top: int
+
+
 class ScheduledRequest(msgspec.Struct, frozen=True):
     """The next `token_ids` of one request, after `num_computed_tokens`.
 
@@ -54,6 +66,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
     tables: Sequence[Sequence[int]]
     sampling: SamplingInput | None = None
     saves: tuple[StateSave, ...] = ()
+    targets: PromptTargets | None = None
 
     @property
     def end(self) -> int:
@@ -151,10 +164,14 @@ class SampledToken(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True, frozen=True)
 class ModelRunnerOutput:
-    """One token for each request whose known tokens are all computed; errors of failed ones."""
+    """One token for each request whose known tokens are all computed; errors of failed ones.
+
+    `prompt_logprobs`: of the rows that requests asked for.
+    """
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
     failed: dict[str, EngineGenerateError] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)

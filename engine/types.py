@@ -3,6 +3,7 @@
 Knows nothing of tensors, sockets or HTTP. Everything here may cross a process.
 """
 
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated
 
@@ -12,6 +13,9 @@ from msgspec.structs import force_setattr
 
 MAX_TOKENS_IN_REQUEST = 4_194_304
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 262_144  # of one request: tokens of its prompt times values of each
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 1024  # of one of them
 MAX_STOP_STRINGS = 16
 MAX_TOKEN_ID = 2**32 - 1
 MAX_GRAMMAR_CHARS = 262_144
@@ -41,14 +45,22 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class BadWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Tokens whose last one may not follow the others."""
+
+    token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The rules for choosing tokens; names and meanings are vLLM's.
 
     `seed` feeds a counter-based generator (seed, position), so a token depends on nothing else: not
     on the batch, not on the node. `logprobs` asks for that many alternatives besides the chosen
-    token. `grammar` (see `engine.grammar`) and `allowed_token_ids` bind the output unless they are
-    empty. `logit_bias` is added to the logits of its tokens. Temperatures and repetition penalties
-    that are too small to compute with are raised.
+    token; `prompt_logprobs` for that many besides each token of the prompt, whose cached prefix is
+    then not read. `grammar` (see `engine.grammar`) and `allowed_token_ids` bind the output unless
+    they are empty. No entry of `bad_words` is completed where another token may come. `logit_bias`
+    is added to the logits of its tokens. Temperatures and repetition penalties that are too small
+    to compute with are raised.
     """
 
     max_tokens: Annotated[int, Meta(ge=1, le=MAX_TOKENS_IN_REQUEST)] = 16
@@ -70,6 +82,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Meta(max_length=MAX_LOGIT_BIASES),
     ] = {}
     allowed_token_ids: Annotated[tuple[TokenId, ...], Meta(max_length=MAX_ALLOWED_TOKENS)] = ()
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    bad_words: Annotated[tuple[BadWord, ...], Meta(max_length=MAX_BAD_WORDS)] = ()
 
     def __post_init__(self) -> None:
         """Raises small values here, so that all nodes and proxies compute with the same ones."""
@@ -85,6 +99,32 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     token_id: TokenIdOnWire
     logprob: float
     top: Annotated[tuple[tuple[TokenIdOnWire, float], ...], Meta(max_length=MAX_LOGPROBS + 1)] = ()
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of a prompt's tokens, of which the first has none, as columns.
+
+    A row per token after the first, in order; `token_ids` and `logprobs` have `num_top` + 1 values
+    per row: the token itself, then the most likely ones, best first. `ranks`: one per row, 1 for
+    the most likely token. Columns, since prompts are long and an object per value takes time.
+
+        token_ids  | token 1, its num_top alternatives | token 2, its num_top alternatives | ...
+        ranks      | of token 1                        | of token 2                        | ...
+    """
+
+    num_top: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+    token_ids: Annotated[tuple[TokenIdOnWire, ...], Meta(max_length=MAX_PROMPT_LOGPROBS)]
+    logprobs: Annotated[tuple[float, ...], Meta(max_length=MAX_PROMPT_LOGPROBS)]
+    ranks: Annotated[tuple[int, ...], Meta(max_length=MAX_PROMPT_LOGPROBS)]
+
+    def rows(self) -> Iterator[tuple[TokenLogprob, int]]:
+        """Each token with its alternatives, and its rank."""
+        width = self.num_top + 1
+        for row, rank in enumerate(self.ranks):
+            tokens = self.token_ids[row * width : (row + 1) * width]
+            values = self.logprobs[row * width : (row + 1) * width]
+            top = tuple(zip(tokens[1:], values[1:], strict=True))
+            yield TokenLogprob(tokens[0], values[0], top), rank
 
 
 class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -204,6 +244,7 @@ class HandOverProblem(msgspec.Struct, frozen=True, kw_only=True):
 class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One request's tokens of one step; the last output says why the request ended.
 
+    The output with the first token brings `prompt_logprobs` where they are asked for.
     `kv_transfer_params` come with the last output of a remote decode on P, or of a request that D
     keeps for the next turn. `kv_transfer` comes with the last output where this node pulled, and
     `routing` with that of a proxy that tells its choices.
@@ -211,6 +252,7 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     token_ids: tuple[TokenId, ...] = ()
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: TokenId | None = None
     num_cached_tokens: int = 0

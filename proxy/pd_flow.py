@@ -240,6 +240,9 @@ class PdFlow:
 
     def _passed_on(self, output: GenerateOutput, state: RequestState) -> GenerateOutput:
         """`output` as the client gets it, counted and timed."""
+        if state.prefilled is not None and not state.sent:
+            told = state.prefilled.output.prompt_logprobs
+            output = structs.replace(output, prompt_logprobs=told)
         state.sent += output.token_ids
         state.timer.observe(output)
         if self._tells_routes and output.finish_reason is not None and state.route is not None:

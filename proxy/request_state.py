@@ -128,9 +128,12 @@ class RequestState:
         return self.request.sampling.max_tokens == len(self.request.output_token_ids) + 1
 
     def decode_request(self) -> GenerateRequest:
-        """The request for D: with what P has said of its prefill."""
-        params = None if self.prefilled is None else self.prefilled.params
-        return structs.replace(self.request, kv_transfer_params=params)
+        """The request for D: with what P has said of its prefill, and without what it has told."""
+        if self.prefilled is None:
+            return self.request
+        sampling = structs.replace(self.request.sampling, prompt_logprobs=None)
+        params = self.prefilled.params
+        return structs.replace(self.request, sampling=sampling, kv_transfer_params=params)
 
     def num_uncached(self, node: Node) -> int:
         """Tokens that `node` is expected to compute; a D with a prefill computes none."""

@@ -88,6 +88,7 @@ class BareEngine:
             mine.token_ids += output.token_ids
             mine.logprobs += output.logprobs or ()
             mine.last = output
+            mine.prompt_logprobs = output.prompt_logprobs or mine.prompt_logprobs
 
     def generate(self, *origins: GenerateRequest) -> list[Generation]:
         """Runs all prompts at once, to their ends."""

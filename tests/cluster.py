@@ -21,7 +21,7 @@ from connector.pd.decode.pull_reader import STAGE_BYTES
 from connector.registry import builder_of
 from engine.config import KVTransferConfig, NodeConfig
 from engine.node.server import NodeServer
-from engine.types import GenerateOutput, GenerateRequest, TokenLogprob
+from engine.types import GenerateOutput, GenerateRequest, PromptLogprobs, TokenLogprob
 from tests.api_double import write_model_folder
 from tests.engine_thread import run_in_engine
 from tests.fault_points import NO_FAULTS, FaultInjector, faulty_builder
@@ -128,6 +128,7 @@ class Generation:
     token_ids: list[int]
     logprobs: list[TokenLogprob]
     last: GenerateOutput
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Engine(Protocol):

@@ -7,21 +7,18 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from engine.api.choice_text import Delta
+from engine.api.logprobs import LogprobFormat
 from engine.api.plan import Plan
 from engine.api.replies import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatDelta,
-    ChatLogprobs,
     ChatMessage,
     ChatReply,
-    ContentLogprob,
     FunctionCall,
     ToolCallReply,
-    TopLogprob,
     Usage,
-    finite,
 )
 from engine.api.tokenizer import Tokenizer
 from engine.api.usage import UsageCounter
@@ -35,7 +32,7 @@ class ChatFormat:
     max_prompts = 1
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._logprobs = LogprobFormat(tokenizer)
 
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> ChatReply:
         return ChatReply(
@@ -43,6 +40,9 @@ class ChatFormat:
             choices=[ChatChoice(**self._fields(plan, it), message=_message(it)) for it in choices],
             usage=counter.usage(),
             prompt_token_ids=plan.if_asked(plan.prompt_of(0)),
+            prompt_logprobs=UNSET
+            if plan.num_prompt_logprobs is None
+            else self._logprobs.prompt(plan, choices[0].prompt_logprobs),
         )
 
     def chunks(
@@ -78,28 +78,10 @@ class ChatFormat:
         """Fields that a whole choice and a piece of one share."""
         return {
             "index": delta.index,
-            "logprobs": self._logprobs(delta) if delta.logprobs else None,
+            "logprobs": self._logprobs.chat(plan, delta),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
             "token_ids": plan.if_asked(delta.token_ids),
-        }
-
-    def _logprobs(self, delta: Delta) -> ChatLogprobs:
-        """Log-probabilities with the exact bytes of each token."""
-        content = [
-            ContentLogprob(
-                **self._token(entry.token_id, entry.logprob),
-                top_logprobs=[TopLogprob(**self._token(*pair)) for pair in entry.top],
-            )
-            for entry in delta.logprobs
-        ]
-        return ChatLogprobs(content=content)
-
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": self._tokenizer.token_text(token_id),
-            "logprob": finite(logprob),
-            "bytes": list(self._tokenizer.token_bytes(token_id)),
         }
 
 

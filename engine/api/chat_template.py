@@ -202,3 +202,19 @@ class ChatTemplate:
             bounded.check_time()
             parts.append(part)
         return "".join(parts)
+
+
+def cut_after(text: str, content: str) -> str:
+    """A rendered conversation up to the end of its last message, whose text is `content`.
+
+    Raises InvalidRequestError where the template has not written that text.
+    """
+    # Templates may strip messages: the white space around one counts as far as it is there.
+    start = text.rfind(content.strip())
+    if not content.strip() or start < 0:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message with text that the chat template writes",
+            param="continue_final_message",
+        )
+    whole = content.lstrip()
+    return text[: start + len(whole if text.startswith(whole, start) else whole.rstrip())]

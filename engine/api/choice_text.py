@@ -15,6 +15,7 @@ from engine.types import (
     GenerateOutput,
     KVTransferParams,
     KVTransferStats,
+    PromptLogprobs,
     RoutingDetails,
     TokenId,
     TokenLogprob,
@@ -126,6 +127,7 @@ class StopMatcher:
 class Delta:
     """News of one choice. `text_offset` is where `text` begins in the choice's whole text.
 
+    The first one brings the prompt's log-probabilities, and its text if that is echoed.
     `first_call` is the number of tool calls before `tool_calls`.
     """
 
@@ -142,14 +144,18 @@ class Delta:
     routing: RoutingDetails | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     first_call: int = 0
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChoiceText:
     """Turns the outputs of one choice into deltas."""
 
     def __init__(self, plan: Plan, index: int, tokenizer: Tokenizer) -> None:
+        tokenizer = tokenizer if plan.detokenize else Tokenizer()
         decode = partial(tokenizer.decode, skip_special_tokens=plan.skip_special_tokens)
         self._index = index
+        self._echo = plan.echo_of(index)
+        self._is_echo_only = plan.is_echo_only
         self._show_stop = plan.include_stop
         self._wants_logprobs = plan.requests[index].sampling.logprobs is not None
         self._min_tokens = plan.requests[index].sampling.min_tokens
@@ -161,10 +167,11 @@ class ChoiceText:
 
     def take(self, output: GenerateOutput) -> Delta:
         """Delta of one output; a stop string ends the choice although the output does not."""
-        text, num_used, stop = self._read(output)
+        text, num_used, stop = ("", 0, None) if self._is_echo_only else self._read(output)
         finish_reason = output.finish_reason if stop is None else FinishReason.STOP
         first_call = 0 if self._calls is None else self._calls.num_calls
         text, calls = self._without_calls(text, ended=finish_reason is not None)
+        text, self._echo = self._echo + text, ""
         offset, self._num_chars = self._num_chars, self._num_chars + len(text)
         logprobs = (output.logprobs or ()) if self._wants_logprobs else ()
         # An answer that was cut off stays cut off, whatever it called before.
@@ -183,6 +190,7 @@ class ChoiceText:
             routing=output.routing,
             tool_calls=calls,
             first_call=first_call,
+            prompt_logprobs=output.prompt_logprobs,
         )
 
     def _without_calls(self, text: str, *, ended: bool) -> Reading:
@@ -228,4 +236,5 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
         tool_calls=tuple(chain.from_iterable(delta.tool_calls for delta in deltas)),
         first_call=0,
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )

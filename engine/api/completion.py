@@ -1,17 +1,16 @@
 """Replies of POST /v1/completions. Knows nothing of HTTP or streaming."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 from msgspec import UNSET, UnsetType
 
 from engine.api.choice_text import Delta
+from engine.api.logprobs import LogprobFormat
 from engine.api.plan import Plan
-from engine.api.replies import CompletionChoice, CompletionLogprobs, CompletionReply, Usage, finite
+from engine.api.replies import CompletionChoice, CompletionReply, Usage
 from engine.api.schema import MAX_PROMPTS
 from engine.api.tokenizer import Tokenizer
 from engine.api.usage import UsageCounter
-from engine.types import TokenLogprob
 
 _OBJECT = "text_completion"
 
@@ -22,7 +21,7 @@ class CompletionFormat:
     max_prompts = MAX_PROMPTS
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+        self._logprobs = LogprobFormat(tokenizer)
 
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> CompletionReply:
         return CompletionReply(
@@ -46,26 +45,12 @@ class CompletionFormat:
         return CompletionChoice(
             index=delta.index,
             text=delta.text,
-            logprobs=self._logprobs(delta) if delta.logprobs else None,
+            logprobs=self._logprobs.completion(plan, delta),
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             prompt_token_ids=plan.if_asked(plan.prompt_of(delta.index)) if first else UNSET,
             token_ids=plan.if_asked(delta.token_ids),
+            prompt_logprobs=UNSET
+            if plan.num_prompt_logprobs is None
+            else self._logprobs.prompt(plan, delta.prompt_logprobs),
         )
-
-    def _logprobs(self, delta: Delta) -> CompletionLogprobs:
-        """Log-probabilities; offsets count characters from the start of the choice's text."""
-        tokens = [self._tokenizer.token_text(it.token_id) for it in delta.logprobs]
-        return CompletionLogprobs(
-            tokens=tokens,
-            token_logprobs=[finite(entry.logprob) for entry in delta.logprobs],
-            top_logprobs=[self._alternatives(entry) for entry in delta.logprobs],
-            text_offset=list(accumulate(map(len, tokens[:-1]), initial=delta.text_offset)),
-        )
-
-    def _alternatives(self, entry: TokenLogprob) -> dict[str, float]:
-        """The alternatives by text, best first; the chosen token is always among them."""
-        found: dict[str, float] = {}
-        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            found.setdefault(self._tokenizer.token_text(token_id), finite(logprob))
-        return found

@@ -3,9 +3,10 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, suppress
+from functools import partial
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
@@ -17,6 +18,7 @@ from engine.api.choice_text import Delta, joined
 from engine.api.choices import follow
 from engine.api.completion import CompletionFormat
 from engine.api.plan import Plan
+from engine.api.replies import Usage
 from engine.api.serving import Serving, max_body_bytes
 from engine.api.usage import UsageCounter
 from engine.errors import TandemError
@@ -101,8 +103,15 @@ class GenerateEndpoint:
         async for delta in deltas:
             counter.add(delta)
             choices[delta.index].append(delta)
-        reply = self._format.reply(plan, list(map(joined, choices)), counter)
-        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+        def encode() -> bytes:
+            reply = self._format.reply(plan, list(map(joined, choices)), counter)
+            return msgspec.json.encode(reply)
+
+        # Log-probabilities of long prompts would keep all other requests waiting.
+        is_long = any(deltas[0].prompt_logprobs for deltas in choices)
+        content = await asyncio.to_thread(encode) if is_long else encode()
+        return Response(content, media_type="application/json")
 
     async def _stream(self, plan: Plan, deltas: AsyncIterator[Delta], send: Send) -> None:
         """Send events as they come.
@@ -132,19 +141,27 @@ class GenerateEndpoint:
         async for delta in deltas:
             counter.add(delta)
             has_news = delta.text or delta.tool_calls or delta.logprobs or delta.finish_reason
-            if not (has_news or (plan.return_token_ids and delta.token_ids)):
+            asked = plan.return_token_ids and delta.token_ids
+            if not (has_news or asked or delta.prompt_logprobs):
                 continue  # the step's text is held back
             # Once usage is asked for it is null in every chunk, unless it is to be counted up.
-            usage = counter.usage() if plan.continuous_usage else None
+            usage: Usage | UnsetType | None = counter.usage() if plan.continuous_usage else None
+            usage = usage if plan.include_usage else UNSET
             first = delta.index not in opened
             opened.add(delta.index)
-            for chunk in self._format.chunks(
-                plan, delta, first=first, usage=usage if plan.include_usage else UNSET
-            ):
-                yield _event(msgspec.json.encode(chunk))
+            encode = partial(self._encoded, plan, delta, first=first, usage=usage)
+            is_long = delta.prompt_logprobs is not None
+            for event in await asyncio.to_thread(encode) if is_long else encode():
+                yield event
         if plan.include_usage:
             yield _event(msgspec.json.encode(self._format.usage_chunk(plan, counter)))
         yield _event(b"[DONE]")
+
+    def _encoded(
+        self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None
+    ) -> list[bytes]:
+        chunks = self._format.chunks(plan, delta, first=first, usage=usage)
+        return [_event(msgspec.json.encode(chunk)) for chunk in chunks]
 
 
 def _event(data: bytes) -> bytes:

@@ -10,7 +10,8 @@ from typing import Any
 from msgspec import UNSET, UnsetType, structs
 
 from engine.api.json_body import decode_body, decode_kv_transfer_params
-from engine.api.sampling import resolve_max_tokens, sampling_params, with_seed_offset
+from engine.api.prompt_length import cut_prompts, resolve_max_tokens
+from engine.api.sampling import check_best_of, sampling_params, with_seed_offset
 from engine.api.schema import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
@@ -27,7 +28,7 @@ from engine.api.tool_calls.reader import ToolCallRules
 from engine.api.tool_calls.syntax import ToolCallSyntax
 from engine.api.tool_schema import Tool, check_arguments, offer
 from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
-from engine.prompt_checks import check_prompt
+from engine.prompt_checks import check_prompt, check_prompt_logprobs
 from engine.types import GenerateRequest, KVTransferParams, TokenId
 
 COMPLETION_MAX_TOKENS = 16
@@ -41,6 +42,9 @@ class Plan:
     """One HTTP request: `requests[i]` makes choice i from prompt `i // choices_per_prompt`.
 
     `hides_cache`: nothing in the reply tells how much of a prompt was cached.
+    `echo`: the text of each prompt, which its choices repeat; with `is_echo_only` they hold no more
+    than that, and their one token is thrown away. `num_prompt_logprobs`: alternatives that are
+    shown of each token of a prompt.
     """
 
     id: str
@@ -58,6 +62,15 @@ class Plan:
     prompt_tokens_details: bool
     tool_calls: ToolCallRules | None = None
     hides_cache: bool = False
+    echo: tuple[str, ...] = ()
+    is_echo_only: bool = False
+    num_prompt_logprobs: int | None = None
+    tokens_as_ids: bool = False
+    detokenize: bool = True
+
+    def echo_of(self, choice: int) -> str:
+        """The text that comes before the choice's own."""
+        return self.echo[choice // self.choices_per_prompt] if self.echo else ""
 
     def prompt_of(self, choice: int) -> TokenIds:
         return self.requests[choice].prompt_token_ids
@@ -93,12 +106,20 @@ def plan_completion(body: bytes, serving: Serving, session_id: str | None = None
     fields = decode_body(body, CompletionRequest, serving.max_model_len, strict=serving.strict_api)
     kv_params = _kv_params(fields, serving)
     check_model(fields.model, serving)
+    check_best_of(fields)
+    is_echo_only = fields.echo is True and fields.max_tokens == 0
+    if is_echo_only:
+        # The engine ends with a token; P computes it with the prompt, and nobody sees it.
+        fields = structs.replace(fields, max_tokens=1)
     prompts = _completion_prompts(fields, serving)
     # As in vLLM: 16 where the key is absent, all the room where it is null.
     default = None if fields.max_tokens is None else COMPLETION_MAX_TOKENS
     plan = _plan(
         fields, prompts, kv_params, serving=serving, default=default, logprobs=fields.logprobs
     )
+    if fields.echo:
+        echo = _echoed(fields, prompts, serving)
+        plan = replace(plan, echo=echo, is_echo_only=is_echo_only)
     return _of_session(plan, session_id, fields)
 
 
@@ -112,7 +133,7 @@ def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> P
     prompt = encode_chat(fields, fields.messages, serving, tools=tools)
     default = serving.defaults.max_new_tokens
     plan = _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
-    if tools and serving.tool_calls is not None:
+    if tools and serving.tool_calls is not None and plan.detokenize:
         # As in vLLM: markers are special tokens in some tokenizers and must be seen.
         rules = _tool_call_rules(serving.tool_calls, tools, parallel=fields.parallel_tool_calls)
         plan = replace(plan, tool_calls=rules, skip_special_tokens=False)
@@ -165,11 +186,36 @@ def encode_chat(
     check_arguments([call for message in messages for call in message.tool_calls or ()])
     # As in transformers the name is always there: templates test it in several ways.
     offered = {"tools": [tool.for_template() for tool in tools]} if tools else {}
+    goes_on = fields.continue_final_message is True
+    if goes_on and fields.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt exclude each other: give one",
+            param="continue_final_message",
+        )
+    extra = {"tools": None, **(fields.chat_template_kwargs or {}), **offered}
+    if effort := _reasoning_effort(fields, serving):
+        extra["reasoning_effort"] = effort
+    is_cut = isinstance(fields, ChatRequest) and fields.truncate_prompt_tokens is not None
     return serving.tokenizer.encode_chat(
         [message.for_template() for message in messages],
-        add_generation_prompt=fields.add_generation_prompt is not False,
-        extra={"tools": None, **(fields.chat_template_kwargs or {}), **offered},
-        max_tokens=serving.max_model_len,
+        add_generation_prompt=fields.add_generation_prompt is not False and not goes_on,
+        continue_final_message=goes_on,
+        extra=extra,
+        max_tokens=None if is_cut else serving.max_model_len,
+    )
+
+
+def _reasoning_effort(fields: ChatRequest | TokenizeRequest, serving: Serving) -> str | None:
+    """For the template; raises InvalidRequestError where the model has no such notion."""
+    effort = fields.reasoning_effort if isinstance(fields, ChatRequest) else None
+    if effort is None or "reasoning_effort" in (serving.tokenizer.chat_template or ""):
+        return effort
+    if effort == "none":
+        return None
+    raise InvalidRequestError(
+        f"reasoning_effort={effort!r}: this model's chat template does not read it; leave it out, "
+        "or see chat_template_kwargs for what the template reads",
+        param="reasoning_effort",
     )
 
 
@@ -203,13 +249,29 @@ def check_model(name: str | None, serving: Serving) -> None:
 
 
 def _completion_prompts(fields: CompletionRequest, serving: Serving) -> list[TokenIds]:
+    is_cut = fields.truncate_prompt_tokens is not None
     encode = partial(
         serving.tokenizer.encode,
         add_special_tokens=fields.add_special_tokens is not False,
-        max_tokens=serving.max_model_len,
+        max_tokens=None if is_cut else serving.max_model_len,
     )
     prompts = _split_prompts(fields.prompt)
     return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def _echoed(
+    fields: CompletionRequest, prompts: Sequence[TokenIds], serving: Serving
+) -> tuple[str, ...]:
+    """The text of each prompt: as it was sent, unless it was sent as ids or is cut."""
+    if fields.detokenize is False:
+        return ("",) * len(prompts)
+    sent: Sequence[str | TokenIds] = prompts
+    if fields.truncate_prompt_tokens is None:
+        sent = _split_prompts(fields.prompt)
+    decode = partial(
+        serving.tokenizer.decode, skip_special_tokens=fields.skip_special_tokens is not False
+    )
+    return tuple(it if isinstance(it, str) else decode(it) for it in sent)
 
 
 def _split_prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | TokenIds]:
@@ -249,6 +311,7 @@ def _plan(
     default: int | None,
     logprobs: int | None,
 ) -> Plan:
+    prompts = cut_prompts(fields, prompts, serving)
     # The engine checks the same at its border; here a proxy refuses before any node computes.
     for prompt in prompts:
         check_prompt(prompt, vocab_size=serving.vocab_size, max_model_len=serving.max_model_len)
@@ -265,6 +328,7 @@ def _plan(
     sampling = sampling_params(
         fields, serving, max_tokens, logprobs=logprobs, remote_decode=remote_decode
     )
+    check_prompt_logprobs(longest, sampling.prompt_logprobs)
     options = fields.stream_options or StreamOptions()
     # A fresh id: whatever the client calls its request stays a label.
     request_id = f"{'chatcmpl' if isinstance(fields, ChatRequest) else 'cmpl'}-{uuid.uuid4().hex}"
@@ -294,6 +358,9 @@ def _plan(
         continuous_usage=options.include_usage is True and options.continuous_usage_stats is True,
         return_token_ids=fields.return_token_ids is True,
         prompt_tokens_details=serving.enable_prompt_tokens_details,
+        num_prompt_logprobs=fields.prompt_logprobs,
+        tokens_as_ids=fields.return_tokens_as_token_ids is True,
+        detokenize=fields.detokenize is not False,
     )
 
 
@@ -315,4 +382,6 @@ def _stop_strings(fields: SamplingFields, serving: Serving) -> tuple[str, ...]:
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     if stop:
         serving.tokenizer.require_text("stop")
+    if stop and fields.detokenize is False:
+        raise InvalidRequestError("stop needs text: leave detokenize out", param="stop")
     return stop

@@ -39,12 +39,27 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """Log-probabilities in the shape of /v1/completions: four lists of equal length."""
+    """Log-probabilities in the shape of /v1/completions: four lists of equal length.
+
+    The first token of an echoed prompt has none.
+    """
 
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class PromptLogprobReply(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of a prompt or an alternative to it; `rank` 1 is the most likely one."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobsReply = list[dict[int, PromptLogprobReply] | None]
+"""An entry per token of the prompt; the first has none."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +72,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None = None
     prompt_token_ids: TokenIds | UnsetType = UNSET
     token_ids: TokenIds | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobsReply | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,6 +171,7 @@ class ChatReply(Envelope, frozen=True, kw_only=True):
 
     choices: list[ChatChoice]
     prompt_token_ids: TokenIds | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobsReply | UnsetType = UNSET
 
 
 class ChatChunk(Envelope, frozen=True, kw_only=True):

@@ -1,20 +1,20 @@
 """Sampling parameters of a request: its own values over the model's defaults over vLLM's. Pure."""
 
 import secrets
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import msgspec
 import structlog
-from msgspec import UnsetType
 
 from engine.api.json_body import convert
-from engine.api.schema import SamplingFields
+from engine.api.schema import CompletionRequest, SamplingFields
 from engine.api.serving import Serving
 from engine.api.structured_output import grammar_of
-from engine.errors import InvalidRequestError, PromptTooLongError
+from engine.errors import InvalidRequestError
 from engine.prompt_checks import check_token_ids
-from engine.types import SamplingParams
+from engine.types import BadWord, SamplingParams
 
 log = structlog.get_logger()
 
@@ -44,6 +44,8 @@ def sampling_params(
         "stop_token_ids": fields.stop_token_ids or (),
         "ignore_eos": fields.ignore_eos is True,
         "logprobs": logprobs,
+        "prompt_logprobs": _prompt_logprobs(fields, logprobs),
+        "bad_words": _bad_words(fields.bad_words or (), serving),
         "grammar": _grammar(fields, serving),
         "logit_bias": fields.logit_bias or {},
         "allowed_token_ids": fields.allowed_token_ids or (),
@@ -65,6 +67,38 @@ def sampling_params(
     raise InvalidRequestError(
         f"min_tokens={sampling.min_tokens} is more than max_tokens={max_tokens}", param="min_tokens"
     )
+
+
+def _prompt_logprobs(fields: SamplingFields, logprobs: int | None) -> int | None:
+    """Alternatives for each token of the prompt; an echo shows those of its tokens, too."""
+    if fields.prompt_logprobs is not None and fields.stream:
+        raise InvalidRequestError(
+            "prompt_logprobs are not available with stream=true", param="prompt_logprobs"
+        )
+    echo = isinstance(fields, CompletionRequest) and fields.echo
+    asked = (fields.prompt_logprobs, logprobs if echo else None)
+    return max((it for it in asked if it is not None), default=None)
+
+
+def _bad_words(words: Sequence[str], serving: Serving) -> tuple[BadWord, ...]:
+    """Each word as it is written at the start of a text and after a space, as in vLLM."""
+    if words:
+        serving.tokenizer.require_text("bad_words")
+    encode = partial(serving.tokenizer.encode, add_special_tokens=False)
+    texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
+    # A dictionary: each once, in an order that all nodes share.
+    found = dict.fromkeys(map(encode, texts))
+    return tuple(BadWord(token_ids) for token_ids in found if token_ids)
+
+
+def check_best_of(fields: CompletionRequest) -> None:
+    """Raise InvalidRequestError where more would be generated than is returned, as vLLM does."""
+    if fields.best_of is not None and fields.best_of != (fields.n or 1):
+        raise InvalidRequestError(
+            f"best_of={fields.best_of} with n={fields.n or 1} is not supported: ask for n choices "
+            "with logprobs, and choose",
+            param="best_of",
+        )
 
 
 def _grammar(fields: SamplingFields, serving: Serving) -> str:
@@ -89,37 +123,3 @@ def with_seed_offset(sampling: SamplingParams, offset: int) -> SamplingParams:
 def _warn_that_it_was_raised(name: str, least: float) -> None:
     """Once: a client may send the same value with every request."""
     log.warning("a sampling value is too small to compute with and was raised", **{name: least})
-
-
-def resolve_max_tokens(
-    fields: SamplingFields,
-    serving: Serving,
-    num_prompt_tokens: int,
-    *,
-    default: int | None,
-    remote_decode: bool,
-) -> int:
-    """Tokens to generate: as asked, else the default cut to the room, else all the room.
-
-    `num_prompt_tokens` is the length of the longest prompt, less than the context.
-    `max_completion_tokens` goes before `max_tokens`, as in vLLM, except in a remote decode: PD
-    proxies set `max_tokens` to 1 beside whatever the client sent.
-    """
-    max_tokens = None if isinstance(fields.max_tokens, UnsetType) else fields.max_tokens
-    asked = [fields.max_completion_tokens, max_tokens]
-    if remote_decode:
-        asked.reverse()
-    requested = next((it for it in asked if it is not None), None)
-    room = serving.max_model_len - num_prompt_tokens
-    if requested is None:
-        return room if default is None else min(default, room)
-    if requested < 1:
-        raise InvalidRequestError(f"max_tokens={requested}: must be at least 1", param="max_tokens")
-    if requested > room:
-        raise PromptTooLongError(
-            f"max_tokens={requested} does not fit: max_model_len is {serving.max_model_len} and "
-            f"the prompt has {num_prompt_tokens} tokens; ask for at most {room} or shorten it",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
-    return requested

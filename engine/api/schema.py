@@ -12,7 +12,13 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 from engine.api.structured_output import GrammarFields
 from engine.api.tool_schema import Calls, Tools
 from engine.errors import InvalidRequestError
-from engine.types import MAX_ALLOWED_TOKENS, MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_STRINGS
+from engine.types import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_STOP_STRINGS,
+)
 
 MAX_CHOICES = 64
 MAX_PROMPTS = 64
@@ -21,6 +27,7 @@ MAX_STOP_TOKEN_IDS = 256
 MAX_MESSAGES = 16_384
 
 _StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+_BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 _Label = Annotated[str, Meta(max_length=256)]
 _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _TokenIds = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)]
@@ -55,11 +62,8 @@ class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Keys that must ask for nothing: null, false, "", [], {} or the value that `_NEUTRAL` adds."""
 
     audio: Any = None
-    bad_words: Any = None
-    best_of: Any = None
     chat_template: Any = None
     continue_final_message: Any = None
-    detokenize: Any = None
     documents: Any = None
     echo: Any = None
     ec_transfer_params: Any = None
@@ -74,14 +78,11 @@ class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_embeds: Any = None
-    prompt_logprobs: Any = None
     reasoning_effort: Any = None
-    return_tokens_as_token_ids: Any = None
     spaces_between_special_tokens: Any = None
     suffix: Any = None
     tool_choice: Any = None
     tools: Any = None
-    truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
     verbosity: Any = None
     vllm_xargs: Any = None
@@ -106,8 +107,6 @@ class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 # Clients send these for keys that they do not use; `_NEUTRAL` adds each key's own default.
 _EMPTY: tuple[object, ...] = (False, "", [], {})
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    "best_of": (1,),
-    "detokenize": (True,),
     "function_call": ("none", "auto"),
     "include_reasoning": (True,),
     "length_penalty": (1.0,),
@@ -149,6 +148,11 @@ class SamplingFields(_Unsupported, frozen=True, kw_only=True, forbid_unknown_fie
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    detokenize: bool | None = None
+    bad_words: Annotated[list[_BadWord], Meta(max_length=MAX_BAD_WORDS // 2)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: _Int32 | None = None
     request_id: _Label | None = None
@@ -162,7 +166,11 @@ Prompt = str | list[str | int | list[int]]
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/completions. `prompt` is one or several texts or lists of token ids."""
 
+    _SERVED = frozenset({"echo"})
+
     prompt: Prompt
+    best_of: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
@@ -228,7 +236,12 @@ TemplateExtras = Annotated[dict[_Label, Any], Meta(max_length=64)]
 class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
-    _SERVED = frozenset({"tools", "tool_choice", "parallel_tool_calls"})
+    _SERVED = frozenset(
+        {
+            *("tools", "tool_choice", "parallel_tool_calls"),
+            *("continue_final_message", "reasoning_effort"),
+        }
+    )
 
     messages: Messages
     tools: Tools | None = None
@@ -236,6 +249,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     chat_template_kwargs: TemplateExtras | None = None
 
 
@@ -247,6 +264,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
     tools: Tools | None = None
     chat_template_kwargs: TemplateExtras | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
-from engine.api.chat_template import ChatTemplate
+from engine.api.chat_template import ChatTemplate, cut_after
 from engine.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -51,10 +51,14 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
         extra: Mapping[str, Any],
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a conversation; raises InvalidRequestError without a chat template."""
+        """Token ids of a conversation; raises InvalidRequestError without a chat template.
+
+        With `continue_final_message` they end with the last message's text.
+        """
         raise _no_tokenizer("a chat")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -122,6 +126,7 @@ class TextTokenizer(Tokenizer):
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool = False,
         extra: Mapping[str, Any],
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
@@ -132,6 +137,8 @@ class TextTokenizer(Tokenizer):
         text = self._template.render(
             messages, add_generation_prompt=add_generation_prompt, extra=extra
         )
+        if continue_final_message:
+            text = cut_after(text, messages[-1]["content"])
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

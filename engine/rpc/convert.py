@@ -19,6 +19,7 @@ from engine.types import (
     GenerateRequest,
     KVTransferParams,
     KVTransferStats,
+    PromptLogprobs,
     TokenLogprob,
 )
 
@@ -75,7 +76,7 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
 
 def output_to_pb(output: GenerateOutput) -> pb.GenerateOutput:
     """An output on its way to the caller. Written out, since each token passes here."""
-    logprobs, stats = output.logprobs, output.kv_transfer
+    logprobs, stats, prompt = output.logprobs, output.kv_transfer, output.prompt_logprobs
     return pb.GenerateOutput(
         token_ids=output.token_ids,
         logprobs=None if logprobs is None else pb.Logprobs(tokens=map(_logprob_to_pb, logprobs)),
@@ -84,6 +85,7 @@ def output_to_pb(output: GenerateOutput) -> pb.GenerateOutput:
         num_cached_tokens=output.num_cached_tokens,
         kv_transfer_params=_params_to_json(output.kv_transfer_params),
         kv_transfer=None if stats is None else to_pb(stats, pb.KvTransferStats),
+        prompt_logprobs=None if prompt is None else to_pb(prompt, pb.PromptLogprobs),
     )
 
 
@@ -91,6 +93,9 @@ def output_from_pb(message: pb.GenerateOutput) -> GenerateOutput:
     """Raises TandemError for an unknown finish reason, KVTransferParamsError for bad params."""
     # Written out like its counterpart; fields that are absent stay None, not zero.
     has, logprobs, finish_reason = message.HasField, None, None
+    prompt_logprobs = None
+    if has("prompt_logprobs"):
+        prompt_logprobs = from_pb(message.prompt_logprobs, PromptLogprobs)
     if has("logprobs"):
         logprobs = tuple(map(_logprob_from_pb, message.logprobs.tokens))
     if has("finish_reason"):
@@ -101,6 +106,7 @@ def output_from_pb(message: pb.GenerateOutput) -> GenerateOutput:
     return GenerateOutput(
         token_ids=tuple(message.token_ids),
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         finish_reason=finish_reason,
         stop_reason=message.stop_reason if has("stop_reason") else None,
         num_cached_tokens=message.num_cached_tokens,

@@ -4,7 +4,14 @@ import msgspec
 
 from engine.kv_cache.mamba_states import Checkpoint
 from engine.request import Request
-from engine.step import NO_COUNTS, NO_TOKENS, SamplingInput, ScheduledRequest, StateSave
+from engine.step import (
+    NO_COUNTS,
+    NO_TOKENS,
+    PromptTargets,
+    SamplingInput,
+    ScheduledRequest,
+    StateSave,
+)
 
 
 class Planned(msgspec.Struct):
@@ -26,7 +33,20 @@ class Planned(msgspec.Struct):
             request.blocks.groups,
             _sampling_input(request) if end == len(tokens) else None,
             tuple([StateSave(kept.num_tokens, kept.states) for kept in self.checkpoints]),
+            None if request.sampling.prompt_logprobs is None else _targets(request, start, end),
         )
+
+
+def _targets(request: Request, start: int, end: int) -> PromptTargets | None:
+    """The prompt's tokens after those of the chunk, as far as their log-probabilities miss."""
+    #  tokens   start .. first .. end-1        first: the token before the first one that misses
+    #  targets           first+1 .. end        the last token of the prompt has no target
+    first = max(start, request.max_hit)
+    targets = request.token_ids[first + 1 : min(end + 1, request.num_prompt_tokens)]
+    if not targets:
+        return None
+    num_top = request.sampling.prompt_logprobs or 0
+    return PromptTargets(first - start, targets, num_top)
 
 
 def _sampling_input(request: Request) -> SamplingInput:
@@ -36,7 +56,7 @@ def _sampling_input(request: Request) -> SamplingInput:
     return SamplingInput(
         params,
         len(tokens),
-        request.forbidden_tokens() if params.min_tokens else NO_TOKENS,
+        request.forbidden_tokens() if params.min_tokens or params.bad_words else NO_TOKENS,
         frozenset(tokens) if params.repetition_penalty != 1.0 else NO_TOKENS,
         request.token_counts if counted else NO_COUNTS,
         b"" if request.matcher is None else request.matcher.allowed(),

@@ -89,7 +89,8 @@ class Scheduler:
         request.arrival = self._arrivals
         self._arrivals += 1
         self._requests[request.request_id] = request
-        if first_token is not None:
+        # Prompt log-probabilities come with the first token, so such a prompt is computed here.
+        if first_token is not None and request.sampling.prompt_logprobs is None:
             self._take_token(request, first_token.token_id, first_token.logprob)
         if not request.is_finished:
             self._waiting.push(request)
@@ -140,6 +141,8 @@ class Scheduler:
                 self._fail(request, computed.failed[name])
                 continue
             self._publish_computed(item)
+            if (found := computed.prompt_logprobs.get(name)) is not None:
+                request.prompt_logprobs.append(found)
             # A chunk that ends before the last known token chooses none.
             if request.num_computed_tokens == len(request.token_ids):
                 sample = computed.sampled[name]
@@ -345,12 +348,7 @@ class Scheduler:
     def _take_token(
         self, request: Request, token_id: TokenId, logprob: TokenLogprob | None
     ) -> None:
-        request.append(token_id, logprob)
-        news = GenerateOutput(
-            token_ids=(token_id,),
-            logprobs=(logprob,) if logprob else None,
-            num_cached_tokens=request.num_cached_tokens,
-        )
+        news = request.append(token_id, logprob)
         if request.finish_reason is None:
             self._news.outputs.append((request.request_id, news))
             return

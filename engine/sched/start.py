@@ -44,12 +44,12 @@ def find_start(
 ) -> Start | None:
     """The best start of `request`; None while the connector does not know what it can load.
 
-    The hit may cover all known tokens but the last one, which is computed for its logits. The
-    connector says what it can add to the hit of this node. If it brings states, the Mamba groups'
-    own states do not shorten the hit (vLLM #42524). If it brings attention blocks, the states here
-    may reach further. Without `reuse` the blocks of this node do not count.
+    The hit may cover `request.max_hit` tokens. The connector says what it can add to the hit of
+    this node. If it brings states, the Mamba groups' own states do not shorten the hit (vLLM
+    #42524). If it brings attention blocks, the states here may reach further. Without `reuse` the
+    blocks of this node do not count.
     """
-    limit = request.num_tokens - 1
+    limit = request.max_hit
     # Twice: the connector hears what is here anyway, and what it offers may change what is used.
     hit = cache.find_hit(request.prefix, limit, reuse=reuse)
     if request.num_failed_loads == MAX_LOADS:

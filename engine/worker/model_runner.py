@@ -3,6 +3,8 @@
 Owns the views of the arena and the weights; knows no queues, peers or text.
 """
 
+from collections.abc import Mapping
+
 import structlog
 import torch
 from torch import Tensor
@@ -12,8 +14,10 @@ from engine.errors import EngineGenerateError
 from engine.kv_cache.plan import ArenaPlan
 from engine.models.registry import CausalLM
 from engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
+from engine.types import PromptLogprobs
 from engine.worker.input_batch import InputBatcher
 from engine.worker.kv_caches import layer_caches
+from engine.worker.prompt_logprobs import prompt_logprobs
 from engine.worker.sampler import sample
 
 MAX_FAILED_PASSES = 8
@@ -52,7 +56,7 @@ class ModelRunner:
         ordered = self._batcher.order(output.scheduled)
         sampling = {item.request_id: item.sampling for item in ordered if item.sampling}
         try:
-            logits = self._forward(ordered)
+            logits, found = self._forward(ordered)
             self._num_failed = 0
         except Exception:
             # Broad on purpose: torch raises many types, and none says which request was the cause.
@@ -62,14 +66,19 @@ class ModelRunner:
             log.exception("a forward pass failed", num_requests=len(ordered))
             error = EngineGenerateError("the forward pass failed; the node's log says why")
             return ModelRunnerOutput(failed={item.request_id: error for item in ordered})
-        return sample(logits, sampling) if sampling else ModelRunnerOutput()
+        result = sample(logits, sampling) if sampling else ModelRunnerOutput()
+        result.prompt_logprobs.update(found)
+        return result
 
-    def _forward(self, ordered: list[ScheduledRequest]) -> Tensor:
-        """float32 logits of those that sample, [requests, vocab]."""
+    def _forward(
+        self, ordered: list[ScheduledRequest]
+    ) -> tuple[Tensor, Mapping[str, PromptLogprobs]]:
+        """float32 logits of those that sample, [requests, vocab], and log-probs of prompts."""
         batch = self._batcher.build(ordered)
         hidden = self._model.forward(batch, self._caches)
         self._keep_final_states(ordered)
-        return self._model.logits(hidden[batch.logits_rows])
+        found = prompt_logprobs(hidden, ordered, self._model.logits)
+        return self._model.logits(hidden[batch.logits_rows]), found
 
     def _keep_final_states(self, ordered: list[ScheduledRequest]) -> None:
         """Copies checkpoints at a chunk's end; the layers have written those inside the chunk."""

@@ -134,3 +134,22 @@ async def test_the_client_raises_what_the_server_refuses(served: ServedCluster) 
             await client.completions.create(
                 model="tiny", prompt="hello", extra_body={"guided_regex": "(a"}
             )
+
+
+async def test_bad_words_never_come_on_either_node(served: ServedCluster) -> None:
+    free = (await ask(served.proxy.url, question(PROMPT, max_tokens=40))).token_ids
+    texts = [await text_of(served, token_id) for token_id in free]
+    place, word = next((place, text) for place, text in enumerate(texts) if text)
+    asked = question(PROMPT, max_tokens=40, bad_words=[word])
+    pair, alone = await ask(served.proxy.url, asked), await ask(served.d.url, asked)
+    assert pair.token_ids == alone.token_ids
+    assert pair.token_ids[:place] == free[:place]
+    assert free[place] not in pair.token_ids
+
+
+async def text_of(served: ServedCluster, token_id: int) -> str | None:
+    """The text that becomes this token again, if there is one."""
+    told = await ask(served.d.url, {"tokens": [token_id]}, path="/detokenize")
+    asked = {"prompt": told.body["prompt"], "add_special_tokens": False}
+    again = await ask(served.d.url, asked, path="/tokenize")
+    return asked["prompt"] if again.body["tokens"] == [token_id] else None
