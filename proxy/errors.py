@@ -35,6 +35,12 @@ def is_engine_failure(error: TandemError) -> bool:
     return isinstance(error, EngineDeadError | EngineGenerateError)
 
 
+def is_node_failure(error: TandemError) -> bool:
+    """True where the node is the likely cause: not the request, nor its queue, nor another node."""
+    others = OverloadedError | KVLoadError | KVTransferParamsError
+    return not (is_client_fault(error) or is_engine_failure(error) or isinstance(error, others))
+
+
 def outcome_of(error: TandemError) -> str:
     """The `outcome` label of `tandem_proxy_node_requests`."""
     if is_client_fault(error):

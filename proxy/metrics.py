@@ -64,6 +64,12 @@ class ProxyMetrics:
             "tandem_proxy_waiting_requests", "Requests that wait for their turn.", registry=registry
         )
         self.keys = KeyMetrics(registry)
+        self.resting_nodes = Gauge(
+            "tandem_proxy_resting_nodes",
+            "Those of them whose requests failed in a row, so that others are preferred.",
+            ("kind",),
+            registry=registry,
+        )
         self.request_success = self._counter(
             "vllm:request_success",
             "Requests that ended with a finish reason.",

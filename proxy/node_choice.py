@@ -45,17 +45,23 @@ class NodeChoice:
         return self._pool.node(route.decode.name), None
 
     def candidates(self, kind: NodeKind, state: RequestState) -> tuple[NodeView, ...]:
-        """Usable nodes that have not failed this request and whose context holds it."""
+        """Usable nodes that have not failed this request and whose context holds it.
+
+        A D that rests is better than none; where all P rest, D computes the prompt.
+        """
         request = state.request
         num_new = len(request.output_token_ids) + 1
         if kind is NodeKind.DECODE:
             num_new = request.sampling.max_tokens
         length = len(request.prompt_token_ids) + num_new
-        return tuple(
-            node.view
+        usable = [
+            node
             for node in self._pool.available(kind)
             if node.name not in state.failed and length <= node.info.max_model_len
-        )
+        ]
+        awake = [node for node in usable if not node.rests]
+        chosen = awake or usable if kind is NodeKind.DECODE else awake
+        return tuple([node.view for node in chosen])
 
     def count_prefill_hit(self, state: RequestState) -> None:
         """Compares what P was expected to have cached with what it had."""

@@ -30,6 +30,7 @@ from proxy.errors import (
     as_client_sees_it,
     is_client_fault,
     is_engine_failure,
+    is_node_failure,
     outcome_of,
 )
 from proxy.metrics import ProxyMetrics, RequestTimer
@@ -206,12 +207,14 @@ class PdFlow:
         """`request` on `node` until the block ends, with the node's load, health and metric."""
         deadlines = replace(self._deadlines, total_s=state.remaining_s())
         outcome = "cancelled"
+        node.begin()
         try:
             expecting = self._router.expecting(state.prompt, node.view)
             with node.carrying(state.num_uncached(node)), expecting:
                 async with aclosing(node.client.generate(request, deadlines)) as outputs:
                     yield outputs
             outcome = "ok"
+            node.end(None)
         except TandemError as error:
             outcome = outcome_of(error)
             self._note_failure(node, state, error)
@@ -224,6 +227,8 @@ class PdFlow:
         """Decides what `error` means for `node` and for the next attempt."""
         if isinstance(error, UnavailableError):
             node.set_problem(str(error))
+        if is_node_failure(error) and not state.is_late:
+            node.end(error)
         if state.prefilled is not None and isinstance(error, KVTransferParamsError):
             # D refuses only what P computed, so D may get the request again, without a prefill.
             self._pairs.refused(state.prefilled.node, node, error)

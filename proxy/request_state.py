@@ -86,6 +86,11 @@ class RequestState:
         """True where the request may be why its nodes went away."""
         return self.num_lost > MAX_LOST
 
+    @property
+    def is_late(self) -> bool:
+        """True where the request took all its time, which is no node's fault."""
+        return asyncio.get_running_loop().time() >= self.deadline
+
     def remaining_s(self) -> float:
         """Raises `DeadlineExceededError` when nothing remains."""
         seconds = self.deadline - asyncio.get_running_loop().time()

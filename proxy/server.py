@@ -59,6 +59,8 @@ class ProxyServer:
         for kind in NodeKind:
             count = partial(self._pool.num_available, kind)
             self._metrics.available_nodes.labels(kind).set_function(count)
+            resting = partial(self._pool.num_resting, kind)
+            self._metrics.resting_nodes.labels(kind).set_function(resting)
         index = PrefixIndex()
         router = Router(config.routing_policy, index, disagg_threshold=config.threshold)
         self._events = EventSources(index, on_loss=router.forget)

@@ -4,7 +4,7 @@ Two prefill nodes, two decode nodes and a proxy as real processes. Clients ask t
 four manners: a whole answer, a stream, a stream read slowly, a stream that is left in the middle.
 Meanwhile nodes are killed, frozen for 3 to 40 s and terminated, and hostile clients send what no
 good client would, to the proxy and to the nodes. Every answer is compared with that of one
-undisturbed node.
+undisturbed node. `--kills` leaves kills and good streaming clients.
 
 Allowed are explicit errors (503 while all decode nodes are away). Not allowed: one different token,
 an end without a word, a silence of more than 20 s, a server that fails, memory or descriptors that
@@ -14,108 +14,58 @@ do not come back. The command then ends with status 1.
 import asyncio
 import os
 import random
-import statistics
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Annotated
 
 import aiohttp
 import typer
-from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.processes import servers
 from benchmarks.serving import MODEL
 from benchmarks.soak import hostile
-from benchmarks.soak.client import HANG_S, MANNERS, Answer, Verdict, ask
-from benchmarks.soak.cluster import Cluster, cluster, node_command
-from benchmarks.soak.watch import Holdings, Watch, holdings
+from benchmarks.soak.client import MANNERS, STREAMED, Verdict, ask
+from benchmarks.soak.cluster import FAULTS, KILLS, Cluster, cluster, node_command
+from benchmarks.soak.outcome import Soak, explain
+from benchmarks.soak.watch import Holdings, holdings
 from benchmarks.soak.workload import Question, questions, with_answers
 
 NUM_QUESTIONS, QUICK_QUESTIONS = 60, 6
 MORE_MINUTES = 6.0
 """What reference, start and settling take at most."""
-QUICK_S, QUICK_MINUTES, QUICK_WORKERS = 120.0, 0.1, 2
+QUICK_S, QUICK_MINUTES, QUICK_STREAMS = 120.0, 0.1, 2
+SEED = 0
 TOKEN = "known to all servers of the soak"
-PAUSE_S = (2.0, 7.0)
+PAUSE_S, PAUSE_OF_KILLS_S = (2.0, 7.0), (10.0, 30.0)
 HOSTILE_PAUSE_S = (0.2, 2.0)
 MEND_S = 0.2
 SETTLE_S = 70
 IN_USE = "tandem_proxy_available_nodes{"
 AT_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "tandem:held_lease_bytes")
-ALLOWED = (Verdict.EQUAL, Verdict.CANCELLED, Verdict.ERROR)
+BROKEN_STREAMS = "tandem_proxy_broken_streams_total{"
 HEADERS = ("what", "number")
 
 
-@dataclass(slots=True)
-class Soak:
-    """Everything that a run has seen."""
-
-    answers: list[Answer] = field(default_factory=list)
-    strikes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    ends: Counter[str] = field(default_factory=Counter)
-    left: list[str] = field(default_factory=list)
-    watch: Watch = field(default_factory=Watch)
-
-    def broken(self) -> list[str]:
-        """Every promise that was broken, in words."""
-        verdicts = Counter(one.verdict for one in self.answers if one.verdict not in ALLOWED)
-        found = [f"{number} answers: {verdict}" for verdict, number in verdicts.items()]
-        if hung := sum(one.hung for one in self.answers):
-            found.append(f"{hung} silences of more than {HANG_S:g} s")
-        found += [
-            f"hostile {act}: {how} ({number} times)"
-            for (act, how), number in self.strikes.items()
-            if hostile.is_bad(how)
-        ]
-        found += [
-            f"{number} processes {how}"
-            for how, number in self.ends.items()
-            if how.startswith(("died", "SIGTERM"))
-        ]
-        return [*found, *self.left]
-
-    def rows(self) -> list[list[str]]:
-        """The table."""
-        equal = sorted(one.total_s for one in self.answers if one.verdict is Verdict.EQUAL)
-        silences = [one.silence_s for one in self.answers]
-        rows = [["requests", f"{len(self.answers):,}"]]
-        rows += [
-            [f"... {verdict}", str(number)] for verdict, number in sorted(self._verdicts().items())
-        ]
-        rows += [[f"fault: {name}", str(number)] for name, number in sorted(self.ends.items())]
-        rows += [["hostile requests", str(self.strikes.total())]]
-        if equal:
-            rows += [["seconds of equal answers, p50", f"{statistics.median(equal):.2f}"]]
-            rows += [["... p95", f"{equal[int(0.95 * (len(equal) - 1))]:.2f}"]]
-        rows += [["longest silence, s", f"{max(silences, default=0.0):.1f}"]]
-        rows += [["silences > 20 s", str(sum(one.hung for one in self.answers))]]
-        return rows
-
-    def _verdicts(self) -> Counter[str]:
-        return Counter(str(one.verdict) for one in self.answers)
-
-
-async def run(asked: Sequence[Question], up: Cluster, *, seconds: float, workers: int) -> Soak:
+async def run(
+    asked: Sequence[Question], up: Cluster, *, seconds: float, streams: int, kills: bool
+) -> Soak:
     """One soak; afterwards every node is up again and every question is asked once more."""
     soak = Soak()
     await _sweep(asked, up, soak)
     before = {member.name: holdings(member) for member in up.members}
     started = monotonic()
-    tasks = [
-        asyncio.create_task(_client(random.Random(number), asked, up, soak=soak))
-        for number in range(workers)
+    manners = STREAMED if kills else MANNERS
+    work = [
+        _client(random.Random(number), asked, up, soak=soak, manners=manners)
+        for number in range(streams)
     ]
-    tasks += [
-        asyncio.create_task(one)
-        for one in (_hostile(up, soak), _chaos(up), _mend(up), _sample(up, soak, started))
-    ]
+    work += [_chaos(up, kills=kills), _mend(up), _sample(up, soak, started)]
+    work += [] if kills else [_hostile(up, soak)]
+    tasks = [asyncio.create_task(one) for one in work]
     done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
     for task in tasks:
         task.cancel()
@@ -127,11 +77,16 @@ async def run(asked: Sequence[Question], up: Cluster, *, seconds: float, workers
 
 
 async def _client(
-    draw: random.Random, asked: Sequence[Question], up: Cluster, *, soak: Soak
+    draw: random.Random,
+    asked: Sequence[Question],
+    up: Cluster,
+    *,
+    soak: Soak,
+    manners: Sequence[str],
 ) -> None:
     async with aiohttp.ClientSession(up.proxy.url) as http:
         while True:
-            answer = await ask(http, draw.choice(asked), draw, manner=draw.choice(MANNERS))
+            answer = await ask(http, draw.choice(asked), draw, manner=draw.choice(manners))
             soak.answers.append(answer)
             if answer.verdict is Verdict.ERROR:
                 await asyncio.sleep(0.5)  # as Retry-After would ask for, only shorter
@@ -149,11 +104,11 @@ async def _hostile(up: Cluster, soak: Soak) -> None:
         await asyncio.sleep(draw.uniform(*HOSTILE_PAUSE_S))
 
 
-async def _chaos(up: Cluster) -> None:
+async def _chaos(up: Cluster, *, kills: bool) -> None:
     draw = random.Random(-2)
     while True:
-        await asyncio.sleep(draw.uniform(*PAUSE_S))
-        up.disturb(draw)
+        await asyncio.sleep(draw.uniform(*(PAUSE_OF_KILLS_S if kills else PAUSE_S)))
+        up.disturb(draw, KILLS if kills else FAULTS)
 
 
 async def _mend(up: Cluster) -> None:
@@ -184,7 +139,9 @@ async def _afterwards(
     for member in up.members:
         await asyncio.to_thread(member.wait_until_serving)
         soak.ends.update(member.ends)
+        soak.kills += member.killed_at
     await _all_in_use(up)
+    await _count_streams(up, soak)
     wrong = len(asked) - await _sweep(asked, up, soak)
     if wrong:
         soak.left.append(f"{wrong} of {len(asked)} answers are not equal afterwards")
@@ -194,6 +151,12 @@ async def _afterwards(
             return
         await asyncio.sleep(1.0)
     soak.left += left
+
+
+async def _count_streams(up: Cluster, soak: Soak) -> None:
+    for line in await _metrics(up.proxy.url):
+        if line.startswith(BROKEN_STREAMS):
+            soak.streams[line.split('"')[1]] = round(float(line.rpartition(" ")[2]))
 
 
 async def _all_in_use(up: Cluster) -> None:
@@ -238,8 +201,10 @@ async def _metrics(url: str) -> list[str]:
 def main(
     *,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long nodes are disturbed.")] = 10.0,
-    workers: Annotated[int, typer.Option(min=1, help="Good clients at once.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of the questions.")] = 0,
+    streams: Annotated[int, typer.Option(min=1, help="Good clients at once.")] = 8,
+    kills: Annotated[
+        bool, typer.Option("--kills", help="Only SIGKILL, and only good clients, that stream.")
+    ] = False,
     model: Annotated[str, typer.Option(help="Model folder. [the demo's]")] = str(MODEL),
     logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
     quick: report.Quick = False,
@@ -249,38 +214,25 @@ def main(
     whole_s = 60 * (minutes + MORE_MINUTES)
     found = report.Report("soak", out, (whole_s, QUICK_S), cpu="all", quick=quick)
     if quick:
-        minutes, workers = QUICK_MINUTES, QUICK_WORKERS
+        minutes, streams = QUICK_MINUTES, QUICK_STREAMS
     os.environ["TANDEM_CLUSTER_TOKEN"] = TOKEN
     with tempfile.TemporaryDirectory() as folder:
         place = logs or Path(folder)
         place.mkdir(parents=True, exist_ok=True)
-        asked = questions(QUICK_QUESTIONS if quick else NUM_QUESTIONS, seed)
+        asked = questions(QUICK_QUESTIONS if quick else NUM_QUESTIONS, SEED)
         with servers(place, (*node_command("decode", model), "--port", "0")) as (alone,):
             asked = asyncio.run(with_answers(alone, asked))
         with cluster(model, place) as up:
-            soak = asyncio.run(run(asked, up, seconds=60 * minutes, workers=workers))
+            running = run(asked, up, seconds=60 * minutes, streams=streams, kills=kills)
+            soak = asyncio.run(running)
     note = (
-        f"{workers} clients, {minutes:g} minutes; all of it shares {machine.describe(found.host)}"
+        f"{streams} clients, {minutes:g} minutes; all of it shares {machine.describe(found.host)}"
     )
     found.publish("Soak", headers=HEADERS, rows=soak.rows(), note=note)
-    _explain(found.console, soak)
+    explain(found.console, soak)
     soak.watch.draw(found.plot())
     found.save({"rows": soak.rows(), "broken": soak.broken()})
     sys.exit(1 if soak.broken() else 0)
-
-
-def _explain(console: Console, soak: Soak) -> None:
-    causes = Counter(one.cause for one in soak.answers if one.verdict is Verdict.ERROR)
-    for cause, number in causes.most_common():
-        console.print(f"{number:6} x {cause}", style="dim", highlight=False)
-    for (act, outcome), number in sorted(soak.strikes.items()):
-        console.print(f"{number:6} x {act}: {outcome}", style="dim", highlight=False)
-    for broken in soak.broken():
-        console.print(f"BROKEN: {broken}", style="bold red", highlight=False)
-    for one in soak.answers:
-        if one.verdict not in ALLOWED or one.hung:
-            with suppress(UnicodeEncodeError):
-                console.print(f"  {one.manner}: {one.verdict}, {one.silence_s:.1f} s: {one.cause}")
 
 
 if __name__ == "__main__":

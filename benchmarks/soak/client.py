@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -16,7 +17,8 @@ HANG_S = 20.0
 """A longer silence is a promise broken, whatever comes after it."""
 GIVE_UP_S = 90.0
 SLOW_READ_S = (0.02, 0.4)
-MANNERS = ("whole", "stream", "slow", "leaves")
+STREAMED = ("stream", "slow", "leaves")
+MANNERS = ("whole", *STREAMED)
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 
 
@@ -34,13 +36,18 @@ class Verdict(StrEnum):
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request; seconds are those in which the client waited for bytes."""
+    """What came of one request; seconds are those in which the client waited for bytes.
+
+    `asked_at` and `first_at`, that of the first token, are monotonic.
+    """
 
     manner: str
     verdict: Verdict = Verdict.TRUNCATED
     cause: str = ""
     silence_s: float = 0.0
     total_s: float = 0.0
+    asked_at: float = field(default_factory=monotonic)
+    first_at: float = math.inf
     tokens: list[int] = field(default_factory=list)
     is_done: bool = False
 
@@ -55,7 +62,6 @@ async def ask(
 ) -> Answer:
     """Sends `question` in one of `MANNERS`. Raises nothing that a server may cause."""
     answer = Answer(manner)
-    started = monotonic()
     try:
         async with asyncio.timeout(GIVE_UP_S):
             if answer.manner == "whole":
@@ -67,7 +73,7 @@ async def ask(
         answer.silence_s = max(answer.silence_s, GIVE_UP_S)
     except aiohttp.ClientError as error:
         answer.verdict, answer.cause = Verdict.BROKEN, f"{type(error).__name__}: {error}"
-    answer.total_s = monotonic() - started
+    answer.total_s = monotonic() - answer.asked_at
     return answer
 
 
@@ -78,7 +84,7 @@ async def _whole(http: aiohttp.ClientSession, question: Question, answer: Answer
         answer.silence_s = monotonic() - sent
         if reply.status != HTTPStatus.OK:
             return _refused(answer, reply.status, body)
-    answer.tokens = body["choices"][0]["token_ids"]
+    answer.tokens, answer.first_at = body["choices"][0]["token_ids"], monotonic()
     answer.is_done = True
     _compare(question, answer)
 
@@ -122,6 +128,7 @@ def _take(line: bytes, answer: Answer) -> bool:
     if "error" in event:
         answer.verdict, answer.cause = Verdict.ERROR, f"in the stream: {_shortened(event)}"
         return True
+    answer.first_at = min(answer.first_at, monotonic())
     for choice in event["choices"]:
         answer.tokens += choice.get("token_ids") or ()
     return False

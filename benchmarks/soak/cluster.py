@@ -6,7 +6,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,8 @@ from benchmarks.processes import Server, ctrl_c_later, launch
 STOP_S = 60.0
 ARENA_BYTES = 96 << 20
 MAX_MODEL_LEN = 4096
-FAULTS = ("kill", "kill", "stop", "stop", "term")
+KILLS = ("kill",)
+FAULTS = (*KILLS, *KILLS, "stop", "stop", "term")
 MAX_FROZEN_S = 40.0
 MIN_FROZEN_S = 3.0
 
@@ -40,6 +41,7 @@ class Member:
     ending: str = ""
     must_end_by: float = math.inf
     frozen_until: float = 0.0
+    killed_at: list[float] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -74,6 +76,7 @@ class Member:
     def kill(self) -> None:
         """SIGKILL; `mend` begins the next life."""
         self.ending = "killed"
+        self.killed_at.append(time.monotonic())
         self.signal(signal.SIGKILL)
 
     def terminate(self) -> None:
@@ -131,10 +134,10 @@ class Cluster:
         """Nodes and proxy."""
         return [*self.nodes, self.proxy]
 
-    def disturb(self, draw: random.Random) -> None:
-        """One fault at a node that is up, if there is one."""
+    def disturb(self, draw: random.Random, faults: Sequence[str]) -> None:
+        """One of `faults` at a node that is up, if there is one."""
         up = [node for node in self.nodes if node.is_up]
-        fault = draw.choice(FAULTS)
+        fault = draw.choice(faults)
         if not up:
             return
         node = draw.choice(up)

@@ -14,6 +14,7 @@ from engine.rpc.client import NodeClient
 from engine.rpc.messages import NodeInfo
 from engine.rpc.node_http import NodeUrl, resolve_grpc_address
 from engine.tls import ClientTls
+from proxy.cluster.breaker import Breaker
 from proxy.cluster.prefill_queue import PrefillQueue
 
 log = structlog.get_logger()
@@ -66,11 +67,17 @@ class Node:
         self._prompts = PrefillQueue()
         self._view: NodeView | None = None
         self._num_late = 0
+        self._breaker = Breaker()
         self._releases: set[asyncio.Task[None]] = set()
 
     @property
     def is_available(self) -> bool:
         return self.problem is None
+
+    @property
+    def rests(self) -> bool:
+        """True while its requests fail in a row, whatever it says of itself."""
+        return self._breaker.rests
 
     @property
     def client(self) -> NodeClient:
@@ -87,6 +94,17 @@ class Node:
             left = self._prompts.num_tokens_left(self.info.prefill_tokens_per_s)
             self._view = NodeView(self.name, self.info, self._num_in_flight, left)
         return self._view
+
+    def begin(self) -> None:
+        """A request of this proxy begins; `end` follows, unless its client leaves."""
+        self._breaker.began()
+
+    def end(self, failure: TandemError | None) -> None:
+        """A request ended, well or by a `failure` that is the node's."""
+        if failure is None:
+            self._breaker.worked()
+        elif self._breaker.failed():
+            log.warning("node rests: its requests fail in a row", node=self.name, kind=self.kind)
 
     @contextmanager
     def carrying(self, num_tokens: int = 0) -> Iterator[None]:
@@ -116,6 +134,8 @@ class Node:
             self.set_problem(str(error))
             return None
         self._num_late = 0
+        if info.engine_id != self.info.engine_id:
+            self._breaker.worked()
         self.info, self._view = info, None
         if not info.ready:
             self.set_problem(f"is not ready: {info.reason}")

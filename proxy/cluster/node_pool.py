@@ -85,6 +85,9 @@ class NodePool:
     def num_available(self, kind: NodeKind) -> int:
         return len(self.available(kind))
 
+    def num_resting(self, kind: NodeKind) -> int:
+        return sum(node.rests for node in self.available(kind))
+
     async def _watch(self, node: Node, on_answer: Callable[[str, NodeInfo], None]) -> None:
         while True:
             info = await node.refresh(DESCRIBE_TIMEOUT_S)
