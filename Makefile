@@ -63,6 +63,7 @@ bench: $(STAMP) ## all benchmarks but the soak, an hour on an idle machine; prin
 	$(BIN)/python -m benchmarks.kv_events
 	$(BIN)/python -m benchmarks.offload
 	$(BIN)/python -m benchmarks.onoff
+	$(BIN)/python -m benchmarks.breakeven
 	$(BIN)/python -m benchmarks.report_page
 
 clean: ## remove the environment and caches
