@@ -170,6 +170,17 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return self.do_remote_decode and self.remote_engine_id is not None
 
 
+class RequestOrigin(msgspec.Struct, frozen=True, kw_only=True):
+    """Who sent a request, for logs and traces only: the caller's X-Request-Id, the key's name.
+
+    `traceparent`: W3C's, of the span that the caller has open.
+    """
+
+    label: str = ""
+    key: str = ""
+    traceparent: str = ""
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One sequence to generate; `request_id` is unique in the process that made it.
 
@@ -186,6 +197,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     priority: int = 0
     session_id: Label | None = None
     output_token_ids: tuple[TokenId, ...] = ()
+    # Not sent to other nodes: nothing that is computed depends on it.
+    origin: RequestOrigin = RequestOrigin()
 
     @property
     def token_ids(self) -> tuple[TokenId, ...]:

@@ -33,8 +33,9 @@ from proxy.errors import (
     is_node_failure,
     outcome_of,
 )
-from proxy.metrics import ProxyMetrics, RequestTimer
+from proxy.metrics import ProxyMetrics
 from proxy.node_choice import NodeChoice, routing_details
+from proxy.request_records import RequestRecords
 from proxy.request_state import Prefilled, RequestState, prefill_request
 from proxy.routing.router import Router
 
@@ -57,6 +58,7 @@ class PdFlow:
         deadlines: StreamDeadlines,
         *,
         metrics: ProxyMetrics,
+        records: RequestRecords,
         tells_routes: bool = False,
     ) -> None:
         self._pool = pool
@@ -64,6 +66,7 @@ class PdFlow:
         self._tells_routes = tells_routes
         self._deadlines = deadlines
         self._metrics = metrics
+        self._records = records
         self._pairs = Pairs(pool)
         self._choice = NodeChoice(pool, router, self._pairs, metrics=metrics)
         self.num_open = 0
@@ -99,28 +102,29 @@ class PdFlow:
         """
         if self._refuses_new:
             raise UnavailableError(SHUTTING_DOWN)
-        deadline = asyncio.get_running_loop().time() + self._deadlines.total_s
-        state = RequestState(request, deadline, RequestTimer(self._metrics))
-        while True:
-            # An error that leaves the block calls for another attempt: the loop goes round.
-            with self._attempt(state):
-                decode = await self._prefill(state)
-                prefilled = state.prefilled
-                if prefilled is not None and prefilled.params is None:
-                    yield self._passed_on(prefilled.output, state)
-                    return
-                async with self._running(state.decode_request(), decode, state) as outputs:
-                    output = _checked(await anext(outputs), decode)
-                    state.prompt.drop_digests()
-                    if prefilled is not None:
-                        self._pairs.accepted(prefilled.node, decode)
-                    while output.finish_reason is None:
-                        yield self._passed_on(output, state)
+        with self._records.recording(request) as record:
+            deadline = asyncio.get_running_loop().time() + self._deadlines.total_s
+            state = RequestState(request, deadline, record)
+            while True:
+                # An error that leaves the block calls for another attempt: the loop goes round.
+                with self._attempt(state):
+                    decode = await self._prefill(state)
+                    prefilled = state.prefilled
+                    if prefilled is not None and prefilled.params is None:
+                        yield self._passed_on(prefilled.output, state)
+                        return
+                    async with self._running(state.decode_request(), decode, state) as outputs:
                         output = _checked(await anext(outputs), decode)
-                # D has ended the request before the client reads its last output.
-                self._choice.count_decode_hit(output, state)
-                yield self._passed_on(output, state)
-                return
+                        state.prompt.drop_digests()
+                        if prefilled is not None:
+                            self._pairs.accepted(prefilled.node, decode)
+                        while output.finish_reason is None:
+                            yield self._passed_on(output, state)
+                            output = _checked(await anext(outputs), decode)
+                    # D has ended the request before the client reads its last output.
+                    self._choice.count_decode_hit(output, state)
+                    yield self._passed_on(output, state)
+                    return
 
     @contextmanager
     def _attempt(self, state: RequestState) -> Iterator[None]:
@@ -210,7 +214,9 @@ class PdFlow:
         node.begin()
         try:
             expecting = self._router.expecting(state.prompt, node.view)
-            with node.carrying(state.num_uncached(node)), expecting:
+            reason = "" if state.route is None else state.route.reason
+            visit = state.record.visiting(node.kind, node.name, reason)
+            with node.carrying(state.num_uncached(node)), expecting, visit:
                 async with aclosing(node.client.generate(request, deadlines)) as outputs:
                     yield outputs
             outcome = "ok"
@@ -249,7 +255,7 @@ class PdFlow:
             told = state.prefilled.output.prompt_logprobs
             output = structs.replace(output, prompt_logprobs=told)
         state.sent += output.token_ids
-        state.timer.observe(output)
+        state.record.observe(output)
         if self._tells_routes and output.finish_reason is not None and state.route is not None:
             output = structs.replace(output, routing=routing_details(state.route))
         if state.num_cached_tokens is None:

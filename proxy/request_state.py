@@ -10,7 +10,7 @@ from engine.errors import DeadlineExceededError, NodeLostError, TandemError
 from engine.types import GenerateOutput, GenerateRequest, KVTransferParams, TokenId
 from proxy.cluster.node import Node
 from proxy.errors import is_client_fault, is_engine_failure
-from proxy.metrics import RequestTimer
+from proxy.request_records import RequestRecord
 from proxy.routing.policies import Route
 from proxy.routing.prompt import RoutedPrompt
 
@@ -59,7 +59,7 @@ class RequestState:
 
     request: GenerateRequest
     deadline: float
-    timer: RequestTimer
+    record: RequestRecord
     failed: set[str] = field(default_factory=set)
     sent: list[TokenId] = field(default_factory=list)
     num_before: int = 0

@@ -16,8 +16,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.api.access import Access
-from engine.api.app import create_app
-from engine.api.operations import HEALTH_PATHS, metrics
+from engine.api.app import create_app, middleware_of
+from engine.api.operations import HEALTH_PATHS, PROBE_PATHS, metrics
 from engine.api.tool_calls.registry import choose_syntax
 from engine.errors import UnavailableError
 from engine.http.errors import ERROR_HANDLERS
@@ -36,9 +36,11 @@ from proxy.config import ProxyConfig
 from proxy.metrics import EventMetrics, ProxyMetrics
 from proxy.model_loader import load_serving
 from proxy.pd_flow import PdFlow
+from proxy.request_records import RequestRecords
 from proxy.routing.event_sources import EventSources
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.router import Router
+from proxy.status import ClusterStatus
 
 ANY_METHOD: Final = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 END_OF_REQUESTS_S: Final = 2.0
@@ -61,6 +63,7 @@ class ProxyServer:
             self._metrics.available_nodes.labels(kind).set_function(count)
             resting = partial(self._pool.num_resting, kind)
             self._metrics.resting_nodes.labels(kind).set_function(resting)
+        self._records = RequestRecords(self._metrics)
         index = PrefixIndex()
         router = Router(config.routing_policy, index, disagg_threshold=config.threshold)
         self._events = EventSources(index, on_loss=router.forget)
@@ -74,6 +77,7 @@ class ProxyServer:
                 next_output_s=config.inter_token_timeout,
             ),
             metrics=self._metrics,
+            records=self._records,
             tells_routes=config.enable_routing_details,
         )
         queue = FairQueue(
@@ -81,7 +85,14 @@ class ProxyServer:
         )
         self._gate = Gate(config.api_key, queue, self._metrics.keys)
         self._metrics.waiting_requests.set_function(lambda: queue.num_waiting)
-        self._app: ASGIApp = _waiting_app(self._metrics.registry)
+        self._status = ClusterStatus(
+            self._pool,
+            self._records,
+            self._metrics,
+            event_stats=self._events.stats,
+            num_waiting=lambda: queue.num_waiting,
+        )
+        self._app: ASGIApp = self._waiting_app()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
         self._http: HttpServer | None = None
@@ -178,6 +189,8 @@ class ProxyServer:
                 serving,
                 metrics_registry=self._metrics.registry,
                 access=self._access(),
+                routes=[self._status.status_route()],
+                open_routes=[self._status.page_route()],
             )
             # The app holds `max_model_len`, so a new one is made when a decode node changes it.
             context = serving.max_model_len
@@ -185,6 +198,28 @@ class ProxyServer:
                 await self._pool.wait_for_news(POLL_INTERVAL_S)
                 context = self._pool.max_model_len or context
             serving = replace(serving, max_model_len=context)
+
+    def _waiting_app(self) -> Starlette:
+        """The HTTP app before the model is known: alive and measured, but not ready."""
+
+        async def alive(request: Request) -> Response:
+            return Response()
+
+        async def not_yet(request: Request) -> Response:
+            raise UnavailableError("no node has answered yet, so the model is not known")
+
+        page = self._status.page_route()
+        return Starlette(
+            routes=[
+                *(Route(path, alive) for path in HEALTH_PATHS),
+                Route("/metrics", partial(metrics, self._metrics.registry)),
+                page,
+                self._status.status_route(),
+                Route("/{path:path}", not_yet, methods=ANY_METHOD),
+            ],
+            middleware=middleware_of(self._access(), {*PROBE_PATHS, page.path}),
+            exception_handlers=ERROR_HANDLERS,
+        )
 
     def _access(self) -> Access:
         config = self._config
@@ -203,23 +238,4 @@ def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:
         token=config.cluster_token,
         tls=client_tls(config.ssl_ca_certs) if is_needed else None,
         poll_interval_s=poll_interval_s,
-    )
-
-
-def _waiting_app(registry: CollectorRegistry) -> Starlette:
-    """The HTTP app before the model is known: alive and measured, but not ready."""
-
-    async def alive(request: Request) -> Response:
-        return Response()
-
-    async def not_yet(request: Request) -> Response:
-        raise UnavailableError("no node has answered yet, so the model is not known")
-
-    return Starlette(
-        routes=[
-            *(Route(path, alive) for path in HEALTH_PATHS),
-            Route("/metrics", partial(metrics, registry)),
-            Route("/{path:path}", not_yet, methods=ANY_METHOD),
-        ],
-        exception_handlers=ERROR_HANDLERS,
     )

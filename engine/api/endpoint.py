@@ -17,13 +17,13 @@ from engine.api.chat import ChatFormat
 from engine.api.choice_text import Delta, joined
 from engine.api.choices import follow
 from engine.api.completion import CompletionFormat
-from engine.api.plan import Plan
+from engine.api.plan import Plan, of_origin
 from engine.api.replies import Usage
 from engine.api.serving import Serving, max_body_bytes
 from engine.api.usage import UsageCounter
 from engine.errors import TandemError
 from engine.generator import Generator
-from engine.http.callers import caller_of
+from engine.http.callers import caller_of, origin_of
 from engine.http.errors import status_and_body
 from engine.http.request_bodies import RequestBodies, run_while_connected
 
@@ -83,6 +83,7 @@ class GenerateEndpoint:
             lambda body: self._plan(body, self._serving, session_id),
             max_bytes=self._max_bytes,
         )
+        plan = of_origin(plan, origin_of(scope))
         with suppress(ClientDisconnect):
             await run_while_connected(receive, self._serve(plan, scope, receive, send=send))
 

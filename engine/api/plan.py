@@ -29,7 +29,7 @@ from engine.api.tool_calls.syntax import ToolCallSyntax
 from engine.api.tool_schema import Tool, check_arguments, offer
 from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
 from engine.prompt_checks import check_prompt, check_prompt_logprobs
-from engine.types import GenerateRequest, KVTransferParams, TokenId
+from engine.types import GenerateRequest, KVTransferParams, RequestOrigin, TokenId
 
 COMPLETION_MAX_TOKENS = 16
 MAX_SESSION_CHARS = 256
@@ -229,6 +229,12 @@ def _of_session(plan: Plan, session_id: str | None, fields: SamplingFields) -> P
     return replace(
         plan, requests=tuple(structs.replace(it, session_id=label) for it in plan.requests)
     )
+
+
+def of_origin(plan: Plan, origin: RequestOrigin) -> Plan:
+    """The plan, of which each request says who sent it."""
+    requests = tuple(structs.replace(it, origin=origin) for it in plan.requests)
+    return replace(plan, requests=requests)
 
 
 def _kv_params(fields: SamplingFields, serving: Serving) -> KVTransferParams | None:

@@ -1,16 +1,22 @@
 """Who calls an HTTP server: by its key, and within its limits. Knows no endpoint."""
 
 import hmac
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Final, Protocol
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from engine.errors import ForbiddenError
+from engine.types import RequestOrigin
 
-_KEY: Final = "tandem.caller"
+_CALLER: Final = "tandem.caller"
+_LABEL: Final = "tandem.request_id"
+
+_TRACEPARENT: Final = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Caller(Protocol):
@@ -65,13 +71,29 @@ class SingleKey:
 
 def remember(scope: Scope, caller: Caller) -> None:
     """Endpoints find `caller` with `caller_of`."""
-    scope[_KEY] = caller
+    scope[_CALLER] = caller
 
 
 def caller_of(scope: Scope) -> Caller | None:
     """None on a server without keys, and on paths that are open to everybody."""
-    caller: Caller | None = scope.get(_KEY)
+    caller: Caller | None = scope.get(_CALLER)
     return caller
+
+
+def remember_label(scope: Scope, label: str) -> None:
+    """Endpoints find the request's X-Request-Id with `origin_of`."""
+    scope[_LABEL] = label
+
+
+def origin_of(scope: Scope) -> RequestOrigin:
+    """Who sent this request, for logs and traces."""
+    caller = caller_of(scope)
+    traceparent = Headers(scope=scope).get("traceparent", "")
+    return RequestOrigin(
+        label=scope.get(_LABEL, ""),
+        key="" if caller is None else caller.name,
+        traceparent=traceparent if _TRACEPARENT.fullmatch(traceparent) else "",
+    )
 
 
 def require_operator(scope: Scope) -> None:

@@ -9,7 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import AuthenticationError, OverloadedError
-from engine.http.callers import Callers, remember
+from engine.http.callers import Callers, remember, remember_label
 from engine.http.errors import error_response
 
 MAX_REQUEST_ID_CHARS = 128
@@ -72,6 +72,7 @@ class RequestIdEcho:
             return
         sent = Headers(scope=scope).get("x-request-id", "")
         label = _UNPRINTABLE.sub("_", sent[:MAX_REQUEST_ID_CHARS]) or uuid.uuid4().hex
+        remember_label(scope, label)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -70,6 +70,21 @@ class KVCacheManager:
         """Share of units of which something is in use, 0 to 1."""
         return self.pool.units.num_used_units / self.plan.num_units
 
+    @property
+    def units_by_use(self) -> dict[str, int]:
+        """Units by what they hold; those of idle attention blocks are what is left."""
+        units, plan = self.pool.units, self.plan
+        used = [len(units.used[group]) for group in range(len(plan.groups))]
+        states = sum(used[group] for group in plan.state_groups)
+        known = {
+            "attention": sum(used) - states,
+            "states": states,
+            "idle_states": self.states.num_idle,
+        }
+        # Read from another thread, so the parts may be of different moments.
+        idle = plan.num_units - units.num_free_units - sum(known.values())
+        return {"num_units": plan.num_units, "idle_attention": max(0, idle), **known}
+
     def find_hit(
         self,
         prefix: PrefixDigests,

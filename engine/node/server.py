@@ -56,7 +56,7 @@ from engine.node.limits import (
 from engine.node.membership import tls_to_peers, token_for_calls
 from engine.process import wait_until
 from engine.rpc.address import join_host_port
-from engine.rpc.messages import TOKENIZER_FILES, NodeInfo
+from engine.rpc.messages import TOKENIZER_FILES, ArenaUse, NodeInfo
 from engine.rpc.node_service import NodeService
 from engine.rpc.server import RpcServer, start_server
 from engine.sched.scheduler import Scheduler
@@ -339,4 +339,9 @@ class NodeServer:
             kv_bytes_per_token=plan.kv_bytes_per_token,
             state_bytes=plan.state_bytes,
             kv_events=self.events.info if self.events else None,
+            num_requests_loading=len(scheduler.loads),
+            num_held=scheduler.num_held,
+            arena=ArenaUse(**scheduler.cache.units_by_use),
+            prefix_query_tokens=scheduler.stats.prefix_queries,
+            prefix_hit_tokens=scheduler.stats.prefix_hits,
         )

@@ -46,6 +46,16 @@ class KVEventsInfo(msgspec.Struct, frozen=True, kw_only=True):
     replay_endpoint: str | None = None
 
 
+class ArenaUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Units of the arena by what they hold: in use, or idle, which is kept for reuse."""
+
+    num_units: int = 0
+    attention: int = 0
+    idle_attention: int = 0
+    states: int = 0
+    idle_states: int = 0
+
+
 class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One node's self-description: `engine_id` is its incarnation, `kv_cache_usage` 0 to 1.
 
@@ -55,7 +65,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     Rates are measured, of late, and 0 where nothing was measured yet: tokens of steps that prefill
     and of steps that only decode, and bytes of one pull. `kv_bytes_per_token`: in all attention
     groups; `state_bytes`: one sequence's states in all Mamba groups. `kv_events` is absent if this
-    node publishes none.
+    node publishes none. `num_requests_loading` of the running ones wait for blocks from elsewhere;
+    `num_held` have finished, and peers may still read them. `prefix_*`: since the node's start.
     """
 
     engine_id: str
@@ -76,3 +87,8 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int = 0
     state_bytes: int = 0
     kv_events: KVEventsInfo | None = None
+    num_requests_loading: int = 0
+    num_held: int = 0
+    arena: ArenaUse | None = None
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0

@@ -166,7 +166,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("engine_id", "kind", "model_names", "max_model_len", "vocab_size", "num_requests_running", "num_requests_waiting", "kv_cache_usage", "ready", "reason", "hand_over_problems", "num_waiting_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "link_bytes_per_s", "kv_bytes_per_token", "state_bytes", "kv_events")
+    __slots__ = ("engine_id", "kind", "model_names", "max_model_len", "vocab_size", "num_requests_running", "num_requests_waiting", "kv_cache_usage", "ready", "reason", "hand_over_problems", "num_waiting_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "link_bytes_per_s", "kv_bytes_per_token", "state_bytes", "kv_events", "num_requests_loading", "num_held", "arena", "prefix_query_tokens", "prefix_hit_tokens")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAMES_FIELD_NUMBER: _ClassVar[int]
@@ -185,6 +185,11 @@ class NodeInfo(_message.Message):
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_REQUESTS_LOADING_FIELD_NUMBER: _ClassVar[int]
+    NUM_HELD_FIELD_NUMBER: _ClassVar[int]
+    ARENA_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     kind: str
     model_names: _containers.RepeatedScalarFieldContainer[str]
@@ -203,7 +208,26 @@ class NodeInfo(_message.Message):
     kv_bytes_per_token: int
     state_bytes: int
     kv_events: KvEventsInfo
-    def __init__(self, engine_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., ready: _Optional[bool] = ..., reason: _Optional[str] = ..., hand_over_problems: _Optional[_Iterable[_Union[HandOverProblem, _Mapping]]] = ..., num_waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., kv_bytes_per_token: _Optional[int] = ..., state_bytes: _Optional[int] = ..., kv_events: _Optional[_Union[KvEventsInfo, _Mapping]] = ...) -> None: ...
+    num_requests_loading: int
+    num_held: int
+    arena: ArenaUse
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    def __init__(self, engine_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., ready: _Optional[bool] = ..., reason: _Optional[str] = ..., hand_over_problems: _Optional[_Iterable[_Union[HandOverProblem, _Mapping]]] = ..., num_waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., kv_bytes_per_token: _Optional[int] = ..., state_bytes: _Optional[int] = ..., kv_events: _Optional[_Union[KvEventsInfo, _Mapping]] = ..., num_requests_loading: _Optional[int] = ..., num_held: _Optional[int] = ..., arena: _Optional[_Union[ArenaUse, _Mapping]] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ...) -> None: ...
+
+class ArenaUse(_message.Message):
+    __slots__ = ("num_units", "attention", "idle_attention", "states", "idle_states")
+    NUM_UNITS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    IDLE_ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    IDLE_STATES_FIELD_NUMBER: _ClassVar[int]
+    num_units: int
+    attention: int
+    idle_attention: int
+    states: int
+    idle_states: int
+    def __init__(self, num_units: _Optional[int] = ..., attention: _Optional[int] = ..., idle_attention: _Optional[int] = ..., states: _Optional[int] = ..., idle_states: _Optional[int] = ...) -> None: ...
 
 class KvEventsInfo(_message.Message):
     __slots__ = ("endpoint", "replay_endpoint", "topic", "hash_block_size", "hash_seed", "groups")

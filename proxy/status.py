@@ -1,0 +1,204 @@
+"""The state of the cluster, as the page at / shows it: a page without secrets, a JSON behind a key.
+
+Nothing is counted for it: a look costs its reader's poll, and nobody's poll costs nothing.
+"""
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine.http.callers import require_operator
+from engine.kv_events.follower import SourceStats
+from proxy.cluster.node import Node, NodeKind
+from proxy.cluster.node_pool import NodePool
+from proxy.metrics import ProxyMetrics
+from proxy.request_records import RequestRecord, RequestRecords, Visit, is_failure
+
+PAGE: Final = Path(__file__).with_name("status_page.html")
+MAX_LISTED: Final = 60
+RECENT_S: Final = 60.0
+"""A request that failed so lately makes the cluster look degraded."""
+
+
+class ClusterStatus:
+    """Routes of the page and of its JSON. `event_stats`: by node, of nodes that publish events."""
+
+    def __init__(
+        self,
+        pool: NodePool,
+        records: RequestRecords,
+        metrics: ProxyMetrics,
+        *,
+        event_stats: Callable[[], Mapping[str, SourceStats]],
+        num_waiting: Callable[[], int],
+    ) -> None:
+        self._pool = pool
+        self._records = records
+        self._metrics = metrics
+        self._event_stats = event_stats
+        self._num_waiting = num_waiting
+        self._started = time.time()
+        self._page = PAGE.read_bytes()
+        self._headers = _headers_for(self._page.decode())
+
+    def page_route(self) -> Route:
+        """The page itself holds no secret and needs no key."""
+        return Route("/", self._show_page)
+
+    def status_route(self) -> Route:
+        """For operators: requests of all clients are in it."""
+        return Route("/status", self._show_status)
+
+    async def _show_page(self, request: Request) -> Response:
+        return Response(self._page, headers=self._headers, media_type="text/html")
+
+    async def _show_status(self, request: Request) -> Response:
+        require_operator(request.scope)
+        body = msgspec.json.encode(self.snapshot())
+        headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+        return Response(body, headers=headers, media_type="application/json")
+
+    def snapshot(self) -> dict[str, Any]:
+        """Bounded by the nodes of the options and by `MAX_LISTED` requests."""
+        records, now = self._records, time.time()
+        stats = self._event_stats()
+        nodes = [_node(node, stats.get(node.name)) for node in self._pool.nodes]
+        # Those under way come last, so the newest of them are shown first.
+        last = [*records.recent, *list(records.open.values())[-MAX_LISTED:]]
+        return {
+            "now": now,
+            "uptime_s": now - self._started,
+            "model": self._metrics.model_name,
+            **self._health(now),
+            "num_open": len(records.open),
+            "num_waiting": self._num_waiting(),
+            "totals": {
+                "requests": records.num_ended,
+                "failed": records.num_failed,
+                "prompt_tokens": records.num_prompt_tokens,
+                "cached_tokens": records.num_cached_tokens,
+                # Of requests under way too, so that long answers move the rate.
+                "tokens": records.num_tokens + sum(it.num_tokens for it in records.open.values()),
+            },
+            "nodes": nodes,
+            "requests": [_request(it) for it in reversed(last[-MAX_LISTED:])],
+        }
+
+    def _health(self, now: float) -> dict[str, Any]:
+        """`healthy`, `degraded` or `down`, and why, in words; the worst first."""
+        away = [f"{it.kind} node {it.name}: {it.problem}" for it in self._pool.nodes if it.problem]
+        failing = [
+            f"hand-overs from {problem.address or problem.engine_id} to {node.name} fail: "
+            f"{problem.cause} ({problem.count} in a row)"
+            for node in self._pool.nodes
+            if node.is_available
+            for problem in node.info.hand_over_problems
+        ]
+        late = [
+            f"KV events of {name} are not in step"
+            for name, stats in self._event_stats().items()
+            if not stats.is_synced
+        ]
+        failed = [
+            it
+            for it in self._records.recent
+            if is_failure(it) and now - it.arrived_at - (it.ended or 0.0) < RECENT_S
+        ]
+        # The words of causes are for operators, who alone may see this.
+        errors = [f"{len(failed)} requests failed in the last minute"] if failed else []
+        reasons = [*away, *failing, *errors, *late]
+        if not self._pool.num_available(NodeKind.DECODE):
+            return {"health": "down", "reasons": ["no decode node can be used", *reasons]}
+        return {"health": "degraded" if reasons else "healthy", "reasons": reasons}
+
+
+def _node(node: Node, events: SourceStats | None) -> dict[str, Any]:
+    info, view = node.info, node.view
+    return {
+        "name": node.name,
+        "kind": node.kind,
+        "engine_id": info.engine_id,
+        "problem": node.problem,
+        "in_flight": view.num_in_flight,
+        "tokens_in_flight": view.num_tokens_in_flight,
+        "running": info.num_requests_running,
+        "waiting": info.num_requests_waiting,
+        "waiting_tokens": info.num_waiting_tokens,
+        "loading": info.num_requests_loading,
+        "held": info.num_held,
+        "usage": info.kv_cache_usage,
+        "arena": info.arena,
+        "max_model_len": info.max_model_len,
+        "prefill_tokens_per_s": info.prefill_tokens_per_s,
+        "decode_tokens_per_s": info.decode_tokens_per_s,
+        "link_bytes_per_s": info.link_bytes_per_s,
+        "prefix_query_tokens": info.prefix_query_tokens,
+        "prefix_hit_tokens": info.prefix_hit_tokens,
+        "events": events,
+    }
+
+
+def _request(record: RequestRecord) -> dict[str, Any]:
+    return {
+        "id": record.request.request_id,
+        "label": record.request.origin.label,
+        "key": record.request.origin.key,
+        "at": record.arrived_at,
+        "age_s": record.age if record.ended is None else record.ended,
+        "first_output_s": record.first_output,
+        "outcome": record.outcome,
+        "failed": is_failure(record),
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": record.num_cached_tokens,
+        "tokens": record.num_tokens,
+        "visits": [_visit(it) for it in record.visits],
+    }
+
+
+def _visit(visit: Visit) -> dict[str, Any]:
+    return {
+        "kind": visit.kind,
+        "node": visit.node,
+        "reason": visit.reason,
+        "began_s": visit.began,
+        "first_output_s": visit.first_output,
+        "ended_s": visit.ended,
+        "outcome": "" if visit.ended is None else visit.outcome,
+        "kv_transfer": visit.kv_transfer,
+    }
+
+
+def _headers_for(page: str) -> dict[str, str]:
+    """Nothing runs in the page but its own script, and it asks nobody but its own server."""
+
+    def hash_of(tag: str) -> str:
+        content = re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        assert content is not None
+        digest = base64.b64encode(hashlib.sha256(content[1].encode()).digest()).decode()
+        return f"'sha256-{digest}'"
+
+    policy = {
+        "default-src": "'none'",
+        "style-src": hash_of("style"),
+        "script-src": hash_of("script"),
+        "connect-src": "'self'",
+        "img-src": "data:",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return {
+        "content-security-policy": "; ".join(f"{name} {value}" for name, value in policy.items()),
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }
