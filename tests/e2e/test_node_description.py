@@ -85,3 +85,23 @@ async def test_the_layout_is_a_metric(shared: Cluster, checkpoints: dict[str, Pa
     assert sample.labels["enable_prefix_caching"] == "False"
     num_tokens = 16 * int(sample.labels["num_gpu_blocks"])
     assert plan.units_for(num_tokens) <= plan.num_units < plan.units_for(num_tokens + 17)
+
+
+async def test_units_are_told_by_what_they_hold(
+    shared: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    node = await shared.start("prefill", checkpoints["qwen3_5"], enable_prefix_caching=True)
+    cache = node.engine.core.scheduler.cache
+    empty = (await described(node)).arena
+    assert empty is not None and empty.num_units == cache.plan.num_units
+    assert (empty.attention, empty.states, empty.idle_attention, empty.idle_states) == (0, 0, 0, 0)
+    for _ in range(2):
+        await generate(node, request_of(prompt_of(300)))
+    info = await described(node)
+    assert info.arena is not None
+    # Nobody is served, so all that is not free is kept for reuse.
+    kept = info.arena.idle_attention + info.arena.idle_states
+    assert (info.arena.attention, info.arena.states) == (0, 0)
+    assert info.arena.idle_states == cache.states.num_idle > 0 < info.arena.idle_attention
+    assert kept == cache.plan.num_units - cache.pool.units.num_free_units
+    assert 300 <= info.prefix_query_tokens and 0 < info.prefix_hit_tokens < 300
