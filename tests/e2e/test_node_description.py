@@ -104,4 +104,4 @@ async def test_units_are_told_by_what_they_hold(
     assert (info.arena.attention, info.arena.states) == (0, 0)
     assert info.arena.idle_states == cache.states.num_idle > 0 < info.arena.idle_attention
     assert kept == cache.plan.num_units - cache.pool.units.num_free_units
-    assert 300 <= info.prefix_query_tokens and 0 < info.prefix_hit_tokens < 300
+    assert info.prefix_query_tokens >= 300 and 0 < info.prefix_hit_tokens < 300
