@@ -12,6 +12,7 @@ from starlette.routing import Route
 from engine.api.access import Access
 from engine.api.chat import ChatFormat
 from engine.api.completion import CompletionFormat
+from engine.api.document import DOCUMENT_PATHS, Document
 from engine.api.endpoint import GenerateEndpoint
 from engine.api.operations import PROBE_PATHS, Operations
 from engine.api.plan import plan_chat, plan_completion
@@ -71,9 +72,11 @@ def create_app(
         bodies=bodies,
         load=lambda: sum(endpoint.num_open for endpoint in endpoints),
     )
-    open_paths = {*PROBE_PATHS, *(route.path for route in open_routes)}
+    open_paths = {*PROBE_PATHS, *DOCUMENT_PATHS, *(route.path for route in open_routes)}
+    served = [*generating, *operations.routes(), *routes, *open_routes]
+    document = Document(serving, served, open_paths if access.callers is not None else None)
     return Starlette(
-        routes=[*generating, *operations.routes(), *routes, *open_routes],
+        routes=[*served, *document.routes()],
         middleware=middleware_of(access, open_paths),
         exception_handlers=ERROR_HANDLERS,
     )

@@ -14,7 +14,15 @@ from starlette.routing import Route
 
 from engine.api.json_body import decode_body
 from engine.api.plan import check_model, encode_chat
-from engine.api.replies import ModelCard, ModelList, TokenizeReply
+from engine.api.replies import (
+    DetokenizeReply,
+    LoadReply,
+    ModelCard,
+    ModelList,
+    ReadyReply,
+    TokenizeReply,
+    VersionReply,
+)
 from engine.api.schema import DetokenizeRequest, TokenizeRequest
 from engine.api.serving import Serving, max_body_bytes
 from engine.errors import InvalidRequestError, PromptTooLongError, TandemError, UnavailableError
@@ -51,7 +59,8 @@ class Operations:
     def routes(self) -> list[Route]:
         """Paths as vLLM, OpenAI clients and Kubernetes probes know them."""
         return [
-            *(Route(path, self.health) for path in HEALTH_PATHS),
+            # Some platforms ask /ping with POST.
+            *(Route(path, self.health, methods=["GET", "POST"]) for path in HEALTH_PATHS),
             Route("/ready", self.ready),
             Route("/load", self.load),
             Route("/version", self.version),
@@ -70,14 +79,15 @@ class Operations:
     async def ready(self, request: Request) -> Response:
         """200 where traffic is welcome; `degraded` where it costs more than it should."""
         reasons = await _probe(self._generator.check_ready)
-        return _json({"status": "degraded" if reasons else "ready", "reasons": reasons})
+        status = "degraded" if reasons else "ready"
+        return _json(ReadyReply(status=status, reasons=reasons))
 
     async def load(self, request: Request) -> Response:
         """Generating requests that are under way on this server, as vLLM spells it."""
-        return _json({"server_load": self._load()})
+        return _json(LoadReply(server_load=self._load()))
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": self._serving.version})
+        return _json(VersionReply(version=self._serving.version))
 
     async def models(self, request: Request) -> Response:
         return _json(ModelList(data=[self._card(self._serving.model_name)]))
@@ -129,7 +139,7 @@ class Operations:
             raise InvalidRequestError("send either prompt or messages", param="prompt")
         return encode_chat(fields, fields.messages, self._serving, tools=fields.tools or ())
 
-    def _detokenize(self, body: bytes) -> object:
+    def _detokenize(self, body: bytes) -> DetokenizeReply:
         fields = self._decode(body, DetokenizeRequest)
         check_model(fields.model, self._serving)
         # A reply may be far longer than its ids: bounded like a prompt.
@@ -143,7 +153,7 @@ class Operations:
         check_token_ids(fields.tokens, self._serving.vocab_size, "tokens")
         self._serving.tokenizer.require_text("/detokenize")
         text = self._serving.tokenizer.decode(fields.tokens, skip_special_tokens=False)
-        return {"prompt": text}
+        return DetokenizeReply(prompt=text)
 
 
 async def metrics(registry: CollectorRegistry, request: Request) -> Response:

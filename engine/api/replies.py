@@ -207,3 +207,28 @@ class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     tokens: TokenIds
     token_strs: list[str] | None = None
+
+
+class DetokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /detokenize, in vLLM's shape."""
+
+    prompt: str
+
+
+class ReadyReply(msgspec.Struct, frozen=True, kw_only=True):
+    """GET /ready: "ready", or "degraded" with the reasons."""
+
+    status: str
+    reasons: tuple[str, ...]
+
+
+class LoadReply(msgspec.Struct, frozen=True, kw_only=True):
+    """GET /load, in vLLM's shape."""
+
+    server_load: int
+
+
+class VersionReply(msgspec.Struct, frozen=True, kw_only=True):
+    """GET /version."""
+
+    version: str

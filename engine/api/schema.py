@@ -119,6 +119,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
+def neutral_values(kind: type[_Unsupported]) -> dict[str, tuple[object, ...]]:
+    """The values that ask for nothing, by key, of all keys that `kind` does not serve."""
+    keys = _Unsupported.__annotations__.keys() - kind._SERVED
+    return {key: (None, *_EMPTY, *_NEUTRAL.get(key, ())) for key in sorted(keys)}
+
+
 class SamplingFields(_Unsupported, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields of both generating endpoints; `SamplingParams` has the bounds of sampling values."""
 
@@ -157,7 +163,7 @@ class SamplingFields(_Unsupported, frozen=True, kw_only=True, forbid_unknown_fie
     priority: _Int32 | None = None
     request_id: _Label | None = None
     # Raw: its length is known before it is decoded, and a proxy never decodes it.
-    kv_transfer_params: Raw = Raw()
+    kv_transfer_params: Raw = msgspec.field(default_factory=Raw)
 
 
 Prompt = str | list[str | int | list[int]]
@@ -174,10 +180,11 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknow
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
-class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="text"):
+class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The one kind of content part that a text model takes."""
 
     text: str
+    type: Literal["text"] = "text"
 
     def __post_init__(self) -> None:
         """Python between any two parts: other threads may go on while millions are decoded."""

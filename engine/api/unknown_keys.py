@@ -43,6 +43,7 @@ def _lenient_struct(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
         changed,
         bases=(kind,),
         forbid_unknown_fields=False,
+        namespace={"__doc__": kind.__doc__},
         frozen=True,
         kw_only=True,
         tag=kind.__struct_config__.tag,

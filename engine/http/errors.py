@@ -7,11 +7,13 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from engine import errors
 from engine.errors import TandemError
 
 MAX_MESSAGE_CHARS = 2000
+MAX_PATH_CHARS = 200
 
 # The first class that an error is an instance of decides.
 _STATUSES: tuple[tuple[type[TandemError], int, str], ...] = (
@@ -29,6 +31,21 @@ _STATUSES: tuple[tuple[type[TandemError], int, str], ...] = (
 )
 
 
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """`param` names the wrong key; `code` is the HTTP status where there is no better one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | int
+
+
+class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
 def error_body(
     status: int,
     message: str,
@@ -37,9 +54,9 @@ def error_body(
     param: str | None = None,
     code: str | None = None,
 ) -> bytes:
-    """JSON of an error; `code` is the HTTP status where there is no better one."""
-    error = {"message": message, "type": kind, "param": param, "code": code or status}
-    return msgspec.json.encode({"error": error})
+    """JSON of an error."""
+    detail = ErrorDetail(message=message, type=kind, param=param, code=code or status)
+    return msgspec.json.encode(ErrorReply(error=detail))
 
 
 def status_and_body(error: TandemError) -> tuple[int, bytes]:
@@ -74,6 +91,14 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Starlette handler for wrong paths and methods, and for bodies refused unparsed."""
     assert isinstance(error, HTTPException)
     body = error_body(error.status_code, error.detail)
+    asked = f"{request.method} {request.url.path[:MAX_PATH_CHARS]}"
+    if error.status_code == 404:
+        served = sorted({it.path for it in request.app.routes if isinstance(it, Route)})
+        message = f"{asked} is not served here; what is: {', '.join(served)}"
+        body = error_body(404, message, "not_found_error")
+    elif error.status_code == 405:
+        methods = (error.headers or {}).get("Allow", "another method")
+        body = error_body(405, f"{asked}: Method Not Allowed, use {methods}")
     return Response(body, error.status_code, error.headers, media_type="application/json")
 
 
