@@ -64,6 +64,9 @@ bench: $(STAMP) ## all benchmarks but the soak, an hour on an idle machine; prin
 	$(BIN)/python -m benchmarks.offload
 	$(BIN)/python -m benchmarks.onoff
 	$(BIN)/python -m benchmarks.breakeven
+	$(BIN)/python -m benchmarks.colocated
+	$(BIN)/python -m benchmarks.conversation
+	$(BIN)/python -m benchmarks.replay
 	$(BIN)/python -m benchmarks.report_page
 
 clean: ## remove the environment and caches

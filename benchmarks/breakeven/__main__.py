@@ -72,8 +72,13 @@ def paper_cells(name: str, tokens: Sequence[int | None]) -> list[str]:
     return [name, *sizes, *shown]
 
 
-def draw(found: report.Report, lines: Lines, by_model: dict[str, list[int | None]],
-         gbits: Sequence[float]) -> None:  # fmt: skip
+def draw(
+    found: report.Report,
+    lines: Lines,
+    by_model: dict[str, list[int | None]],
+    *,
+    gbits: Sequence[float],
+) -> None:
     """Milliseconds over tokens, and the break-even over link speeds."""
     by_line = {
         "prefill": [(float(point.tokens), point.prefill.median) for point in lines.points],
@@ -114,7 +119,7 @@ def main(
     rows = [paper_cells(name, tokens) for name, tokens in by_model.items()]
     note = f"{path_ms:g} ms beside the bytes, {tflops:g} TFLOP/s; bfloat16, float32 states"
     found.publish("On paper", headers=headers, rows=rows, note=note)
-    draw(found, lines, by_model, gbits)
+    draw(found, lines, by_model, gbits=gbits)
     found.save({"lines": lines, "paper": by_model, "gbits": gbits})
 
 

@@ -50,7 +50,7 @@ class Size(NamedTuple):
     pulls: int
 
 
-WHOLE, QUICK = Size((64, 1_024), 7_900, 6), Size((64,), 1_024, 2)
+WHOLE, QUICK = Size((64, 1_024), 7_900, 6), Size((64,), 4_096, 3)
 
 
 @contextmanager

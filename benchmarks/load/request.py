@@ -17,6 +17,8 @@ from benchmarks.load.reply import Reply
 
 Prompt = str | tuple[int, ...]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+# A model without a tokenizer has no text to stream, only these.
+WITH_IDS: dict[str, Any] = {**GREEDY, "return_token_ids": True}
 _Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 
