@@ -73,6 +73,26 @@ def test_every_family_s_calls_are_read(
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": VALUE}}</tool_call>'),
+        (
+            "qwen3_coder",
+            "<tool_call><function=weather><parameter=city>VALUE</parameter></function></tool_call>",
+        ),
+    ],
+)
+def test_an_end_marker_inside_a_value_is_part_of_it(name: ToolCallParser, text: str) -> None:
+    value = 'say "</tool_call>" twice: </tool_call>'
+    written = json.dumps(value) if name == "hermes" else value
+    whole = text.replace("VALUE", written) + " then"
+    for size in (1, 7, len(whole)):
+        found = read(name, *(whole[at : at + size] for at in range(0, len(whole), size)))
+        assert arguments_of(found) == [{"city": value}]
+        assert found.text == " then"
+
+
+@pytest.mark.parametrize(
     ("key", "text", "value"),
     [
         ("city", "3", "3"),

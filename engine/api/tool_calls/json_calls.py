@@ -1,13 +1,16 @@
 """Tool calls written as JSON: {"name": ..., "arguments": {...}}, alone or in a list."""
 
 import json
+import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta, Raw
 
 from engine.api.tool_calls.syntax import Parameters, ToolCall, json_rule
+
+_CLOSED_STRINGS: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 
 
 class _Call(msgspec.Struct, frozen=True):
@@ -29,6 +32,9 @@ class JsonCalls:
             f'{rule}: {opening} {rule}_args "}}"',
             json_rule(f"{rule}_args", {"type": "object", **schema}),
         ]
+
+    def is_open(self, body: str) -> bool:
+        return _CLOSED_STRINGS.sub("", body).count('"') > 0
 
     def parse(self, body: str, parameters: Parameters) -> tuple[ToolCall, ...]:
         """The calls, their arguments as the model wrote them; `parameters` are not needed."""

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from engine.api.tool_calls.syntax import ToolCall, ToolCallSyntax
+
+MAX_INNER_ENDS: Final = 64
 
 
 @dataclass(slots=True, frozen=True)
@@ -27,11 +29,15 @@ class ToolCallReader:
     """Reads deltas of any size; their joined readings are those of the whole text.
 
     A call is shown when its end marker has come, and not in parts: until then it may turn out to be
-    malformed, which leaves it content, markers included. White space alone before, between and
+    malformed, which leaves it content, markers included. End markers inside values are part of
+    them. White space alone before, between and
     after calls is dropped.
     """
 
-    __slots__ = ("_body", "_calls", "_held", "_is_text", "_num_calls", "_rules", "_space", "_text")
+    __slots__ = (
+        *("_body", "_calls", "_held", "_is_text", "_num_calls", "_num_inner"),
+        *("_rules", "_space", "_text"),
+    )
 
     def __init__(self, rules: ToolCallRules) -> None:
         self._rules = rules
@@ -40,6 +46,7 @@ class ToolCallReader:
         self._space: list[str] = []
         self._is_text = False  # more than white space since the last call
         self._num_calls = 0
+        self._num_inner = 0  # end markers inside values of the present call
         self._text: list[str] = []
         self._calls: list[ToolCall] = []
 
@@ -91,9 +98,16 @@ class ToolCallReader:
             return None
         whole = "".join(body)
         at += len(whole) - len(self._held) - len(text)
+        after = at + len(end)
         self._held = ""
-        self._end_call(whole[:at], end)
-        return whole[at + len(end) :]
+        # Looking costs as much as the call is long: an answer of nothing but markers must not.
+        if self._num_inner < MAX_INNER_ENDS and self._rules.syntax.is_open(whole[:at]):
+            self._num_inner += 1
+            self._body = [whole[:after]]
+        else:
+            self._num_inner = 0
+            self._end_call(whole[:at], end)
+        return whole[after:]
 
     def _end_call(self, body: str, end: str) -> None:
         self._body = None

@@ -24,13 +24,17 @@ class ToolCall(NamedTuple):
 
 
 class ToolCallSyntax(Protocol):
-    """How a family writes calls: text between `start` and the next `end`."""
+    """How a family writes calls: text between `start` and the next `end` outside a value."""
 
     start: str
     end: str
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
         """Lark rules: `rule` is a call of `name`, without the markers and their line feeds."""
+        ...
+
+    def is_open(self, body: str) -> bool:
+        """True if the text after `start` breaks off inside a value."""
         ...
 
     def parse(self, body: str, parameters: Parameters) -> tuple[ToolCall, ...]:

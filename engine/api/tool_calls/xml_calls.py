@@ -36,6 +36,9 @@ class XmlCalls:
             rules.append(_value_rule(value, one, schema.get("$defs")))
         return [f'{rule}: {" ".join(parts)} "</function>"', *rules]
 
+    def is_open(self, body: str) -> bool:
+        return body.rfind("<parameter=") > body.rfind("</parameter>")
+
     def parse(self, body: str, parameters: Parameters) -> tuple[ToolCall, ...]:
         """One call, its arguments as a JSON object made of the tags."""
         function = _FUNCTION.fullmatch(body)
