@@ -1,4 +1,4 @@
-"""Command lines of servers: one flag for each field of a config struct."""
+"""Command lines of config structs: one flag for each field."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -20,7 +20,6 @@ FLAG_TYPES: Mapping[type[inspect.Type], type] = {
     inspect.BoolType: bool,
     inspect.FloatType: float,
     inspect.IntType: int,
-    inspect.VarTupleType: list[str],
 }
 
 
@@ -39,6 +38,20 @@ def server_app(
     kind: type[ConfigT], make_server: Callable[[ConfigT], Server], purpose: str, **defaults: object
 ) -> typer.Typer:
     """A typer app with one command, which runs a server; `defaults` win over those of `kind`."""
+
+    def run(load: Callable[[], ConfigT]) -> None:
+        run_server(lambda: make_server(load()))
+
+    return command_app(kind, run, purpose, **defaults)
+
+
+def command_app(
+    kind: type[ConfigT],
+    command: Callable[[Callable[[], ConfigT]], None],
+    purpose: str,
+    **defaults: object,
+) -> typer.Typer:
+    """A typer app with one command, which gets what loads its options, or raises ConfigError."""
     fields = _fields(kind)
 
     def run(config: Path | None, **flags: Any) -> None:
@@ -49,7 +62,7 @@ def server_app(
             variable = _extra(field).get("envvar")
             if variable and os.environ.get(variable) == "":
                 given.setdefault(name, "")
-        run_server(lambda: make_server(load_config(kind, config, given, defaults=defaults)))
+        command(lambda: load_config(kind, config, given, defaults=defaults))
 
     parameters = [
         _parameter(field, defaults.get(name, field.default)) for name, field in fields.items()
@@ -82,8 +95,15 @@ def _parameter(field: inspect.Field, default: object) -> Parameter:
         field.name,
         Parameter.KEYWORD_ONLY,
         default=_info(field, _shown(default), None),
-        annotation=FLAG_TYPES.get(type(kind), str) | None,
+        annotation=_flag_type(kind) | None,
     )
+
+
+def _flag_type(kind: inspect.Type) -> Any:
+    if isinstance(kind, inspect.VarTupleType):
+        item = kind.item_type
+        return list[_flag_type(item.type if isinstance(item, inspect.Metadata) else item)]  # type: ignore[misc]
+    return FLAG_TYPES.get(type(kind), str)
 
 
 def _info(field: inspect.Field, shown: str = "", default: Any = ...) -> Any:

@@ -189,6 +189,7 @@ class ServedCluster:
     p: ServerProcess
     d: ServerProcess
     proxy: ServerProcess
+    model: Path
 
     @classmethod
     def start(cls, model: Path, logs: Path, **environment: str) -> "ServedCluster":
@@ -203,7 +204,7 @@ class ServedCluster:
             nodes.append(launch_proxy(logs / "proxy", p, d, *SECRETS))
             proxy = nodes[-1].wait_until_serving()
             proxy.wait_for("tandem_proxy_available_nodes", 2)
-            return cls(p, d, proxy)
+            return cls(p, d, proxy, model)
         except BaseException:
             kill_all(nodes)
             raise

@@ -5,12 +5,13 @@ add in another order, and may turn it; what follows has another context and is n
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import msgspec
 
 from benchmarks.load.client import Client
+from benchmarks.load.loop import Pace, Run, drive
 from benchmarks.load.reply import Reply
 from benchmarks.load.request import Request
 
@@ -109,15 +110,40 @@ def with_margins(request: Request) -> Request:
     return msgspec.structs.replace(request, sampling={**request.sampling, **asked})
 
 
-async def expect(client: Client, requests: Sequence[Request]) -> list[Expected]:
-    """The reference's answers, one request at a time. Raises RuntimeError if one fails."""
-    made = []
-    for number, request in enumerate(requests):
-        reply = await client.send(with_margins(request))
-        if reply.error:
-            raise RuntimeError(f"the reference {client.url} fails request {number}: {reply.error}")
-        made.append(Expected.of(reply))
-    return made
+class Reference:
+    """What one server answers when it is asked one request at a time."""
+
+    def __init__(self) -> None:
+        """Knows no answer yet."""
+        self._answers: dict[bytes, Expected] = {}
+
+    async def ask(
+        self, client: Client, requests: Sequence[Request], done: Callable[[], None] | None = None
+    ) -> None:
+        """Sends all of `requests` that are greedy; raises RuntimeError if one fails."""
+
+        async def send(request: Request, due: float | None = None) -> Reply:
+            return await client.send(with_margins(request), due)
+
+        run = await drive(send, requests, Pace(at_once=1), done=done)
+        for request, reply in zip(run.requests, run.replies, strict=True):
+            if reply.error:
+                raise RuntimeError(f"the reference {client.url} fails: {reply.error}")
+            if request.sampling.get("temperature") == 0:
+                self._answers[_key(request)] = Expected.of(reply)
+
+    def judge(self, run: Run, margin: float = MARGIN) -> Agreement:
+        """All that was asked of both. A turn whose conversation went another way was not."""
+        pairs = [
+            (self._answers[key], reply)
+            for request, reply in zip(run.requests, run.replies, strict=True)
+            if (key := _key(request)) in self._answers
+        ]
+        return Agreement.of([one for one, _ in pairs], [reply for _, reply in pairs], margin=margin)
+
+
+def _key(request: Request) -> bytes:
+    return msgspec.json.encode((request.prompt, request.messages, request.max_tokens))
 
 
 def _tokens(reply: Reply) -> list[tuple[str, list[float]]]:

@@ -101,7 +101,7 @@ class Client:
     def __init__(
         self, url: str, model: str, *, api_key: str = "none", timeout_s: float = TIMEOUT_S
     ) -> None:
-        """`url` with or without `/v1`."""
+        """`url` with or without `/v1`; an empty `model` is the first that `check` finds."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = model
         self._timeout_s = timeout_s
@@ -163,6 +163,7 @@ class Client:
 
     async def _check_model(self) -> None:
         names = await self.served_models()
+        self.model = self.model or next(iter(names), "")
         if self.model not in names:
             raise TargetError(
                 f"{self.url} does not serve {self.model!r}: --model may be {', '.join(names)}"

@@ -69,6 +69,12 @@ class Goodput(msgspec.Struct, frozen=True):
                 raise ValueError(f"{pair!r} is no objective: write ttft:MS, tpot:MS or e2el:MS")
         return cls(**limits)
 
+    def show(self) -> str:
+        """`ttft 500 ms, tpot 20 ms`."""
+        limits = ((name, getattr(self, name)) for name in OBJECTIVES)
+        told = [f"{name} {limit:g} ms" for name, limit in limits if limit < math.inf]
+        return ", ".join(told) or "every answer"
+
     def is_good(self, reply: Reply) -> bool:
         """Whether `reply` came, and in time."""
         return not reply.error and all(

@@ -26,7 +26,7 @@ import typer
 
 from benchmarks import machine, report
 from benchmarks.processes import servers
-from benchmarks.serving import MODEL
+from benchmarks.serving.options import DEMO_MODEL as MODEL
 from benchmarks.soak import hostile
 from benchmarks.soak.client import MANNERS, STREAMED, Verdict, ask
 from benchmarks.soak.cluster import FAULTS, KILLS, Cluster, cluster, node_command

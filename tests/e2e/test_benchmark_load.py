@@ -2,10 +2,11 @@
 
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 from aiohttp import web
 
-from benchmarks.load.agreement import Agreement, expect
+from benchmarks.load.agreement import Expected, Reference, with_margins
 from benchmarks.load.client import Client, TargetError
 from benchmarks.load.loop import Pace, drive
 from benchmarks.load.request import GREEDY, Request
@@ -53,17 +54,18 @@ async def test_a_load_of_all_forms_agrees_with_one_node(
     await client.check(TEXT)
     run = await drive(client.send, LOAD, Pace(at_once=3))
     async with Client(served.d.url, "tiny", api_key=API_KEY) as alone:
-        expected = await expect(alone, LOAD)
-    assert all(
-        len(one.margins) == request.max_tokens for one, request in zip(expected, LOAD, strict=True)
-    )
-    assert Agreement.of(expected, run.replies).holds
+        reference = Reference()
+        await reference.ask(alone, LOAD)
+        first = await alone.send(with_margins(CHAT))
+    agreement = reference.judge(run)
+    assert agreement.holds and agreement.compared == len(LOAD)
+    assert len(Expected.of(first).margins) == CHAT.max_tokens
     summary = Summary.of(run)
     assert (summary.completed, summary.failed) == (9, 0)
     assert summary.output_tokens == 3 * (12 + 9 + 12)
-    # Each answer one token late: everything differs.
-    late = [*expected[1:], expected[0]]
-    assert Agreement.of(late, run.replies).equal == 0
+    # Each answer one request late: everything differs.
+    late = msgspec.structs.replace(run, replies=(*run.replies[1:], run.replies[0]))
+    assert reference.judge(late).equal == 0
 
 
 async def test_a_dead_target_a_wrong_model_and_no_base_url_are_named(

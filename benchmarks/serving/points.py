@@ -1,0 +1,145 @@
+"""The points of a sweep, each measured on all targets by turns."""
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from time import monotonic
+from typing import Any, Self
+
+import msgspec
+
+from benchmarks.load.agreement import Agreement, Reference
+from benchmarks.load.client import Client, TargetError
+from benchmarks.load.loop import CLOSED, MOST_AT_ONCE, OWN_TIMES, Pace, drive
+from benchmarks.load.request import Request
+from benchmarks.load.summary import Summary, result
+from benchmarks.pairs import alternate
+from benchmarks.serving.loads import load_of, salted
+from benchmarks.serving.options import QUICK_REQUESTS, ServingOptions
+from benchmarks.serving.targets import Target
+
+PER_USER, RATE_S = 4, 10.0
+# The last runs must end in time with their servers, tables and plots.
+RESERVE_S = 15.0
+
+
+class Point(msgspec.Struct, frozen=True):
+    """One setting of the sweep: so many users at once, or a rate."""
+
+    at_once: int
+    rate: float
+    requests: int
+
+    @classmethod
+    def of(cls, options: ServingOptions) -> list[Self]:
+        """All points: closed loops, then open ones."""
+        few = QUICK_REQUESTS if options.quick else 0
+        closed = [
+            cls(users, CLOSED, options.requests or few or PER_USER * users)
+            for users in options.concurrencies()
+        ]
+        opened = [
+            cls(MOST_AT_ONCE, rate, options.requests or few or math.ceil(RATE_S * max(rate, 1.0)))
+            for rate in options.rates()
+        ]
+        return closed + opened
+
+    @property
+    def name(self) -> str:
+        """As it stands in the table."""
+        if self.rate == OWN_TIMES:
+            return "at its own times"
+        return f"{self.at_once} at once" if self.rate == CLOSED else f"{self.rate:g} requests/s"
+
+    def pace(self, options: ServingOptions, seconds: float) -> Pace:
+        """How its load is sent; all of it within `seconds`."""
+        return Pace(
+            rate=self.rate,
+            burstiness=options.burstiness,
+            at_once=self.at_once,
+            warmup=options.warmup,
+            deadline_s=max(seconds, 1.0),
+        )
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """One run: its figures, how its answers agree, and its JSON in the shape of vLLM's bench."""
+
+    summary: Summary
+    agreement: Agreement
+    result: dict[str, Any]
+
+
+Rounds = dict[str, list[Measured]]
+
+
+class Sweep:
+    """Clients of all targets in one event loop, and the reference's answers."""
+
+    def __init__(self, options: ServingOptions, loop: asyncio.Runner, ends_at: float) -> None:
+        self._options = options
+        self._loop = loop
+        self._ends_at = ends_at - RESERVE_S
+        self._clients: dict[str, Client] = {}
+        self._cores: dict[str, int] = {}
+        self._stack = AsyncExitStack()
+        self._reference = Reference()
+        self._runs = itertools.count()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.run(self._stack.aclose())
+
+    def connect(self, targets: Sequence[Target], reference: Target, load: list[Request]) -> None:
+        """Raises TargetError for the first target that cannot be measured; asks the reference."""
+        self._loop.run(self._connect_in_time(targets, reference, load))
+
+    def measure(
+        self, point: Point, rounds: int, *, until: float, done: Callable[[], None]
+    ) -> Rounds:
+        """All targets by turns, until `until` (monotonic) at the latest but for the first round."""
+        ways = {name: lambda name=name: self._run(name, point) for name in self._clients}
+        return alternate(ways, rounds, until=min(until, self._ends_at), done=done)
+
+    async def _connect_in_time(
+        self, targets: Sequence[Target], reference: Target, load: list[Request]
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._ends_at - monotonic()):
+                await self._connect(targets, reference, load)
+        except TimeoutError as error:
+            raise TargetError(
+                f"{reference.url} did not answer {len(load)} requests one by one in time: "
+                "give more --minutes or fewer --requests"
+            ) from error
+
+    async def _connect(
+        self, targets: Sequence[Target], reference: Target, load: list[Request]
+    ) -> None:
+        for target in targets:
+            self._clients[target.name] = await self._client(target, load[0])
+            self._cores[target.name] = target.cores
+        await self._reference.ask(await self._client(reference, load[0]), load)
+
+    async def _client(self, target: Target, like: Request) -> Client:
+        client = Client(target.url, target.model, api_key=self._options.api_key)
+        await self._stack.enter_async_context(client)
+        await client.check(like)
+        return client
+
+    def _run(self, name: str, point: Point) -> Measured:
+        return self._loop.run(self._measure(name, point))
+
+    async def _measure(self, name: str, point: Point) -> Measured:
+        options, client = self._options, self._clients[name]
+        load = salted(load_of(options, point.requests + options.warmup), f"run {next(self._runs)}")
+        pace = point.pace(options, self._ends_at - monotonic())
+        run = await drive(client.send, load, pace)
+        summary = Summary.of(run, options.objectives())
+        agreement = self._reference.judge(run, options.margin)
+        found = result(summary, pace, target=name, model=client.model)
+        return Measured(summary, agreement, {**found, "cores": self._cores[name]})

@@ -1,0 +1,68 @@
+"""The servers that are measured: those given, or Tandem's own as processes of this machine."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+
+from benchmarks.processes import servers
+from benchmarks.serving.options import DEMO_MODEL, ServingOptions
+from engine.errors import ConfigError
+
+PAIR, ALONE, REFERENCE = "proxy, P and D", "one node", "reference"
+SERVED_NAME = "bench"
+DTYPE = "float32"
+UNCACHED = "--no-enable-prefix-caching"
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A base URL by its name in the table; `model` may be empty for the first that it serves."""
+
+    name: str
+    url: str
+    model: str
+    cores: int
+
+
+@contextmanager
+def targets_of(options: ServingOptions) -> Iterator[tuple[list[Target], Target]]:
+    """All targets, and the one that gives the reference; own servers end with the block."""
+    if options.target:
+        yield _given(options)
+        return
+    model = options.model or str(DEMO_MODEL)
+    flags = (model, "--port", "0", "--served-model-name", SERVED_NAME, "--dtype", DTYPE, UNCACHED)
+    nodes = [(kind, *flags) for kind in ("prefill_node", "decode_node", "decode_node")]
+    with TemporaryDirectory() as folder, servers(Path(folder), *nodes) as (p, d, alone):
+        proxy = ("proxy", "--prefill", p, "--decode", d, "--port", "0")
+        with servers(Path(folder), proxy) as (front,):
+            made = [
+                Target(PAIR, front, SERVED_NAME, _cores(options)),
+                Target(ALONE, alone, SERVED_NAME, _cores(options)),
+            ]
+            yield made, made[-1]
+
+
+def _given(options: ServingOptions) -> tuple[list[Target], Target]:
+    made = []
+    for number, given in enumerate(options.target, 1):
+        name, url = given.split("=", 1) if "=" in given else (f"target {number}", given)
+        made.append(Target(name, _checked(url), options.model, _cores(options)))
+    if len({target.name for target in made}) < len(made):
+        raise ConfigError(f"--target {' '.join(options.target)}: two have the same name")
+    if not options.reference:
+        return made, made[-1]
+    return made, Target(REFERENCE, _checked(options.reference), options.model, _cores(options))
+
+
+def _checked(url: str) -> str:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url!r} is no base URL: write http://HOST:PORT, or NAME=http://...")
+    return url
+
+
+def _cores(options: ServingOptions) -> int:
+    return options.cores or os.cpu_count() or 1

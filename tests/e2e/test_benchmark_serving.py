@@ -1,0 +1,111 @@
+"""`benchmarks.serving` against servers that run already: its files, and when it refuses a table."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer import Exit
+
+from benchmarks.load.agreement import Reference
+from benchmarks.serving.__main__ import measure
+from benchmarks.serving.options import ServingOptions
+from tests.processes import API_KEY, ServedCluster
+
+VLLM_FIELDS = {
+    "date", "backend", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency",
+    "duration", "completed", "failed", "total_input_tokens", "total_output_tokens",
+    "request_throughput", "request_goodput", "output_throughput", "total_token_throughput",
+    "max_output_tokens_per_s", "max_concurrent_requests", "mean_ttft_ms", "median_ttft_ms",
+    "std_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_itl_ms", "median_e2el_ms",
+}  # fmt: skip
+
+
+def options_of(served: ServedCluster, out: Path, **changes: Any) -> ServingOptions:
+    return ServingOptions(
+        **{
+            "target": (f"pair={served.proxy.url}", f"alone={served.d.url}/v1"),
+            "api_key": API_KEY,
+            "concurrency": (2,),
+            "rate": (20.0,),
+            "requests": 3,
+            "warmup": 1,
+            "rounds": 2,
+            "output_len": 8,
+            "tokenizer": str(served.model),
+            "random_input_len": 40,
+            "out": str(out),
+            **changes,
+        }
+    )
+
+
+def run(options: ServingOptions) -> int:
+    with pytest.raises(Exit) as ended:
+        measure(lambda: options)
+    return ended.value.exit_code
+
+
+def test_two_targets_by_turns_give_results_in_vllm_s_shape(
+    served: ServedCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(options_of(served, tmp_path)) == 0
+    said = capsys.readouterr().out
+    assert "pair: 12 of 12 greedy answers equal" in said and "Rows for benchmarks/pages" in said
+    results = msgspec.json.decode((tmp_path / "serving.json").read_bytes())["data"]["results"]
+    assert len(results) == 2 * 2 * 2
+    for one in results:
+        assert one.keys() >= VLLM_FIELDS
+        assert (one["completed"], one["failed"], one["total_output_tokens"]) == (3, 0, 24)
+        assert (one["total_input_tokens"], one["total_cached_tokens"]) == (120, 0)
+    assert {one["label"] for one in results} == {"pair", "alone"}
+    assert API_KEY not in (tmp_path / "serving.json").read_text()
+    assert (tmp_path / "serving.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_there_is_no_table_if_answers_differ(
+    served: ServedCluster,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The reference is asked for answers that are one token shorter."""
+    ask = Reference.ask
+
+    async def shorter(self: Reference, client: Any, requests: Any, done: Any = None) -> None:
+        await ask(self, client, [msgspec.structs.replace(one, max_tokens=7) for one in requests])
+        self._answers = {
+            key.replace(b",7]", b",8]"): answer for key, answer in self._answers.items()
+        }
+
+    monkeypatch.setattr(Reference, "ask", shorter)
+    assert run(options_of(served, tmp_path)) == 1
+    said = capsys.readouterr()
+    # The last token of a random model may be no text yet, so that a few answers are equal.
+    assert "of 12 greedy answers equal" in said.out and "at token 7" in said.out
+    assert "Rows for benchmarks/pages" not in said.out and "answers differ" in said.err
+    assert (tmp_path / "serving.json").is_file() and not (tmp_path / "serving.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--target", "http://127.0.0.1:9"], "127.0.0.1:9/v1/models does not answer"),
+        (["--target", "127.0.0.1:9"], "'127.0.0.1:9' is no base URL: write http://HOST:PORT"),
+        (["--target", "a=http://h", "--target", "a=http://i"], "two have the same name"),
+        (["--goodput", "ttft"], "--goodput 'ttft' is no objective"),
+        (["--concurrency", "0"], "concurrency"),
+        (["--rate", "0"], "--rate 0 needs a --workload"),
+        (["--workload", "absent.jsonl"], "absent.jsonl"),
+    ],
+)
+def test_a_wrong_option_or_a_dead_target_is_one_line(
+    flags: list[str], problem: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "benchmarks.serving", "--out", str(tmp_path), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: .*\n", done.stderr) and problem in done.stderr
