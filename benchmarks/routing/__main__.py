@@ -36,7 +36,7 @@ from benchmarks.routing.simulator import ALL_POLICIES
 from benchmarks.workloads.traces import TraceError
 
 TIME_S = (240, 60)
-SECONDS, QUICK_SECONDS = 600.0, 180.0
+SECONDS, QUICK_SECONDS = 600.0, 60.0
 NODE_BYTES = 40_000_000_000
 HEADERS = ("case", "hit %", "TTFT mean s", "p90 s", "p99 s", "busiest node", "decision us")
 VERDICT_HEADERS = ("check", "found", "at most", "met")
@@ -112,7 +112,7 @@ def main(
     lines = list(map(delay_cells, late))
     found.publish("Event delay", headers=HEADERS, rows=lines, note=note)
     judged = list(map(verdict_cells, verdicts([*rows, *late], delay)))
-    # In three minutes few sessions go on.
+    # In a minute few sessions go on.
     if judged and not quick:
         found.publish("Targets", headers=VERDICT_HEADERS, rows=judged, note=note)
     draw(found, rows, late)

@@ -54,7 +54,7 @@ class Row(msgspec.Struct, frozen=True):
 def rows_of(point: Point, rounds: Rounds) -> list[Row]:
     """A row per target."""
     base = [one.summary for one in list(rounds.values())[-1]]
-    return [_row(name, point, own, base) for name, own in rounds.items()]
+    return [_row(name, point, own, base=base) for name, own in rounds.items()]
 
 
 def agreement_of(points: Sequence[Rounds]) -> dict[str, Agreement]:
@@ -80,7 +80,7 @@ def draw(file: Path, rows: Sequence[Row]) -> None:
     )
 
 
-def _row(name: str, point: Point, own: Sequence[Measured], base: Sequence[Summary]) -> Row:
+def _row(name: str, point: Point, own: Sequence[Measured], *, base: Sequence[Summary]) -> Row:
     runs = [one.summary for one in own]
     speeds = [run.output_throughput for run in runs]
     # A round in which nothing came has no ratio.
