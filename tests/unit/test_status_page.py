@@ -14,6 +14,7 @@ from engine.errors import UnavailableError
 from engine.rpc.messages import ArenaUse, NodeInfo
 from proxy.status import MAX_LISTED, PAGE
 from tests.browser import CHROMIUM, Page, browsing
+from tests.cluster import until
 from tests.node_double import (
     ScriptedNode,
     client_of,
@@ -147,7 +148,8 @@ async def test_nothing_from_outside_becomes_markup(page: Page) -> None:
         await page.run("document.body.insertAdjacentHTML('beforeend', '<b onclick=window.hit=2>')")
         await page.run("document.querySelector('b[onclick]').click()")
         assert await page.run("window.hit") is None
-    assert any("Content Security Policy" in message for message in page.messages)
+        # The browser reports it a moment later.
+        await until(lambda: any("Content Security Policy" in said for said in page.messages))
     page.messages.clear()
 
 
