@@ -8,7 +8,8 @@ full length. Each run has a cache salt of its own: repeated prompts are no hits.
 TTFT: from sending a request to its first chunk. TPOT: mean seconds per token after it. ITL: every
 gap between two chunks. Throughput: output tokens of the run by its wall time. All of it includes
 the client's own work. Answers must equal those of a reference, which is asked one request at a
-time; near-ties are counted. If other answers differ, there is no table, and the status is 1.
+time; near-ties are counted. If other answers differ, there is no table, and the status is 1. A
+point at which a server answers nothing has no row, and the status is 1 too.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from benchmarks.processes import ctrl_c_later
 from benchmarks.serving.loads import load_of
 from benchmarks.serving.options import ServingOptions
 from benchmarks.serving.points import Point, Rounds, Sweep
-from benchmarks.serving.rows import HEADERS, Row, agreement_of, draw, rows_of
+from benchmarks.serving.rows import HEADERS, Row, agreement_of, draw, rows_of, unanswered
 from benchmarks.serving.targets import targets_of
 from engine.cli import command_app
 from engine.errors import ConfigError
@@ -58,7 +59,7 @@ def run(options: ServingOptions, found: report.Report) -> dict[Point, Rounds]:
 
 
 def measure(load: Callable[[], ServingOptions]) -> None:
-    """The command; status 1 if answers differ, 2 for options or targets that cannot be."""
+    """The command; status 1 if answers differ or fail to come, 2 if it cannot measure."""
     # SIGTERM ends servers and files as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
@@ -75,11 +76,15 @@ def measure(load: Callable[[], ServingOptions]) -> None:
 
 
 def publish(options: ServingOptions, found: report.Report, measured: dict[Point, Rounds]) -> bool:
-    """Tables, plot and JSON; False and only the JSON if answers differ."""
+    """Tables, plot and JSON; False if there is a point without any answer, or answers differ.
+
+    With answers that differ, there is only the JSON.
+    """
     rows = [row for point, rounds in measured.items() for row in rows_of(point, rounds)]
+    silent = [line for point, rounds in measured.items() for line in unanswered(point, rounds)]
     agreements = agreement_of(list(measured.values()))
     holds = all(agreement.holds for agreement in agreements.values())
-    if holds:
+    if holds and rows:
         cells = [row.cells() for row in rows]
         found.publish("Serving", headers=HEADERS, rows=cells, note=_note(options, found, measured))
         draw(found.plot(), rows)
@@ -88,7 +93,9 @@ def publish(options: ServingOptions, found: report.Report, measured: dict[Point,
     found.save(_data(options, measured, rows, agreements=agreements))
     if not holds:
         typer.echo("error: answers differ, so that there is no table", err=True)
-    return holds
+    for line in silent:
+        typer.echo(f"error: {line}", err=True)
+    return holds and not silent
 
 
 def _note(options: ServingOptions, found: report.Report, measured: dict[Point, Rounds]) -> str:

@@ -52,9 +52,23 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def rows_of(point: Point, rounds: Rounds) -> list[Row]:
-    """A row per target."""
+    """A row per target that answered anything."""
     base = [one.summary for one in list(rounds.values())[-1]]
-    return [_row(name, point, own, base=base) for name, own in rounds.items()]
+    return [
+        _row(name, point, own, base=base)
+        for name, own in rounds.items()
+        if any(one.summary.completed for one in own)
+    ]
+
+
+def unanswered(point: Point, rounds: Rounds) -> list[str]:
+    """A line per target that answered nothing, with its first error."""
+    return [
+        f"{name}, {point.name}: none of {own[0].summary.failed} requests was answered: "
+        f"{own[0].summary.errors[0]}"
+        for name, own in rounds.items()
+        if not any(one.summary.completed for one in own)
+    ]
 
 
 def agreement_of(points: Sequence[Rounds]) -> dict[str, Agreement]:
@@ -82,6 +96,8 @@ def draw(file: Path, rows: Sequence[Row]) -> None:
 
 def _row(name: str, point: Point, own: Sequence[Measured], *, base: Sequence[Summary]) -> Row:
     runs = [one.summary for one in own]
+    # A run without any answer has no latency: its zeros would look like the best one.
+    answered = [run for run in runs if run.completed]
     speeds = [run.output_throughput for run in runs]
     # A round in which nothing came has no ratio.
     ratios = [
@@ -92,14 +108,14 @@ def _row(name: str, point: Point, own: Sequence[Measured], *, base: Sequence[Sum
     return Row(
         target=name,
         point=point.name,
-        ttft=Spread.of([run.ttft.median for run in runs]),
-        ttft_p99=_median(runs, lambda run: run.ttft.p99),
-        tpot=Spread.of([run.tpot.mean for run in runs]),
-        itl_p99=_median(runs, lambda run: run.itl.p99),
+        ttft=Spread.of([run.ttft.median for run in answered]),
+        ttft_p99=_median(answered, lambda run: run.ttft.p99),
+        tpot=Spread.of([run.tpot.mean for run in answered]),
+        itl_p99=_median(answered, lambda run: run.itl.p99),
         throughput=Spread.of(speeds),
         ratio=Spread.of(ratios or [0.0]),
         per_core=statistics.median(speeds) / own[0].result["cores"],
-        per_user=_median(runs, lambda run: run.tokens_per_s_per_user),
+        per_user=_median(answered, lambda run: run.tokens_per_s_per_user),
         goodput=Spread.of([run.good / run.seconds for run in runs]),
         cached=_median(runs, lambda run: run.cached_tokens / max(1, run.input_tokens)),
         failed=sum(run.failed for run in runs),

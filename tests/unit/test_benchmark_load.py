@@ -10,10 +10,12 @@ import msgspec
 import pytest
 
 from benchmarks.load.agreement import Agreement, Expected
-from benchmarks.load.loop import CLOSED, OWN_TIMES, Pace, drive, starts
+from benchmarks.load.loop import CLOSED, OWN_TIMES, Pace, Run, drive, starts
 from benchmarks.load.reply import Reply
 from benchmarks.load.request import Request, read_requests, sessions_of, write_requests
 from benchmarks.load.summary import Goodput, Summary, details, result
+from benchmarks.serving.points import Measured, Point
+from benchmarks.serving.rows import rows_of, unanswered
 
 USERS = 3
 
@@ -153,6 +155,22 @@ async def test_the_figures_are_those_of_vllm_s_definitions() -> None:
     }  # fmt: skip
     assert {name: fields[name] for name in expected} == pytest.approx(expected)
     assert details(run)["itls"] == [[0.5, 1.0], [], []]
+
+
+def test_a_run_without_any_answer_makes_no_figure_look_good() -> None:
+    """Its latencies are left out; a target that never answers has a line instead of a row."""
+
+    def measured(*replies: Reply) -> Measured:
+        requests = tuple(alone(len(replies)))
+        summary = Summary.of(Run(requests, replies, (), 4.0))
+        return Measured(summary, Agreement(), {"cores": 1})
+
+    good, lost = measured(reply(1.0, 1.5)), measured(reply(error="lost"))
+    point = Point(at_once=2, rate=CLOSED, requests=1)
+    rounds = {"half": [lost, good], "none": [lost, lost], "whole": [good, good]}
+    half, whole = rows_of(point, rounds)
+    assert (half.target, half.ttft, half.failed) == ("half", whole.ttft, 1)
+    assert unanswered(point, rounds) == ["none, 2 at once: none of 1 requests was answered: lost"]
 
 
 @pytest.mark.parametrize("pair", ["ttft", "ttft:x", "ttft:-1", "ttft:nan", "itl:5", ""])
