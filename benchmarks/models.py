@@ -1,8 +1,10 @@
 """The random checkpoints of the speed benchmarks, about 8 million parameters each, in float32.
 
-Random weights cost the same arithmetic as trained ones. Knows no engine.
+Random weights cost the same arithmetic as trained ones. Knows no engine. `python -m
+benchmarks.models NAME FOLDER` saves one, with the demo's tokenizer, for servers of any make.
 """
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+import typer
 
 CONTEXT = 4096
 SHARED = MappingProxyType(
@@ -71,9 +74,28 @@ def _wide() -> Any:
     )
 
 
+def _peer() -> Any:
+    """Nemotron-H that other servers serve too: "M-M-M*M-M*M-", chunks of 64.
+
+    As many tokens as its tokenizer has: vLLM 0.32 shows wrong text for ids beyond it.
+    """
+    blocks = [{"M": "mamba", "-": "mlp", "*": "attention"}[one] for one in "M-M-M*M-M*M-"]
+    return transformers.NemotronHConfig(
+        layers_block_type=blocks,
+        num_hidden_layers=len(blocks),
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        ssm_state_size=64,
+        n_groups=1,
+        chunk_size=64,
+        **{**SHARED, "vocab_size": 832, "tie_word_embeddings": False},
+    )
+
+
 MODELS: Mapping[str, Callable[[], Any]] = MappingProxyType({"gdn": _gdn, "mamba2": _mamba2})
-WIDE = "wide"
-CONFIGS: Mapping[str, Callable[[], Any]] = MappingProxyType({**MODELS, WIDE: _wide})
+WIDE, PEER = "wide", "peer"
+CONFIGS: Mapping[str, Callable[[], Any]] = MappingProxyType({**MODELS, WIDE: _wide, PEER: _peer})
+TOKENIZER = Path(__file__).parents[1] / "deploy" / "demo" / "model"
 
 
 def save_random(name: str, folder: Path) -> Path:
@@ -101,3 +123,17 @@ def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
     vocabulary = SHARED["vocab_size"]
     tokens: list[list[int]] = torch.randint(2, vocabulary, (count, length), generator=draw).tolist()
     return tokens
+
+
+def main(name: str, folder: Path) -> None:
+    """Saves the checkpoint NAME in FOLDER/NAME, and prints where it is."""
+    if name not in CONFIGS:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(CONFIGS)}")
+    saved = save_random(name, folder)
+    for file in TOKENIZER.glob("*token*"):
+        shutil.copy(file, saved)
+    typer.echo(saved)
+
+
+if __name__ == "__main__":
+    typer.run(main)
