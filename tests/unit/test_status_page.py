@@ -141,7 +141,8 @@ async def test_nothing_from_outside_becomes_markup(page: Page) -> None:
         await page.open(f"{base}/")
         await page.until("document.querySelectorAll('#requests .row').length === 3")
         text = await page.text()
-        assert text.count(evil) == 3, "the model, and the id of each request"
+        # Twice more while P rests: its card and the verdict tell what it failed with.
+        assert text.count(evil) in (3, 5), "the model, and the id of each request"
         assert await page.run("window.hit") is None
         assert await page.run("document.querySelectorAll('img, body script').length") == 1
         # And if some day it did: the page's policy runs no script but its own, and loads nothing.
