@@ -35,6 +35,13 @@ class ServingOptions(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     reference: Annotated[
         str, Meta(description="The base URL that greedy answers must equal. Default: the last one.")
     ] = ""
+    pid: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="NAME=PID: this process of a target and its children stand still while "
+            "other targets are asked; for servers that poll when idle."
+        ),
+    ] = ()
     model: Annotated[
         str,
         Meta(

@@ -19,6 +19,7 @@ from benchmarks.pairs import alternate
 from benchmarks.serving.loads import load_of, salted
 from benchmarks.serving.options import QUICK_REQUESTS, ServingOptions
 from benchmarks.serving.targets import Target
+from benchmarks.serving.turns import Turns
 
 PER_USER, RATE_S = 4, 10.0
 # The last runs must end in time with their servers, tables and plots.
@@ -84,6 +85,7 @@ class Sweep:
         self._ends_at = ends_at - RESERVE_S
         self._clients: dict[str, Client] = {}
         self._cores: dict[str, int] = {}
+        self._turns = Turns((), ())
         self._stack = AsyncExitStack()
         self._reference = Reference()
         self._runs = itertools.count()
@@ -92,10 +94,15 @@ class Sweep:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._turns.close()
         self._loop.run(self._stack.aclose())
 
     def connect(self, targets: Sequence[Target], reference: Target, load: list[Request]) -> None:
-        """Raises TargetError for the first target that cannot be measured; asks the reference."""
+        """Raises TargetError for the first target that cannot be measured; asks the reference.
+
+        Raises ConfigError for processes that no target has.
+        """
+        self._turns = Turns(self._options.pid, [it.name for it in (*targets, reference)])
         self._loop.run(self._connect_in_time(targets, reference, load))
 
     def measure(
@@ -126,6 +133,7 @@ class Sweep:
         await self._reference.ask(await self._client(reference, load[0]), load)
 
     async def _client(self, target: Target, like: Request) -> Client:
+        self._turns.take(target.name)
         client = Client(target.url, target.model, api_key=self._options.api_key)
         await self._stack.enter_async_context(client)
         await client.check(like)
@@ -135,6 +143,7 @@ class Sweep:
         return self._loop.run(self._measure(name, point))
 
     async def _measure(self, name: str, point: Point) -> Measured:
+        self._turns.take(name)
         options, client = self._options, self._clients[name]
         load = salted(load_of(options, point.requests + options.warmup), f"run {next(self._runs)}")
         pace = point.pace(options, self._ends_at - monotonic())

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from typer import Exit
 
 from benchmarks.load.agreement import Reference
 from benchmarks.serving.__main__ import measure
 from benchmarks.serving.options import ServingOptions
+from benchmarks.serving.turns import Turns
+from engine.errors import ConfigError
 from tests.processes import API_KEY, ServedCluster
 
 VLLM_FIELDS = {
@@ -109,3 +112,30 @@ def test_a_wrong_option_or_a_dead_target_is_one_line(
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert re.fullmatch(r"error: .*\n", done.stderr) and problem in done.stderr
+
+
+def test_targets_that_are_not_asked_stand_still() -> None:
+    """With their children, until the end; an unknown name or process is an error."""
+    shells = [subprocess.Popen(["sh", "-c", "sleep 60; true"]) for _ in range(2)]
+    roots = {name: psutil.Process(one.pid) for name, one in zip("ab", shells, strict=True)}
+
+    def stopped(name: str) -> set[bool]:
+        tree = (roots[name], *roots[name].children(recursive=True))
+        return {process.status() == psutil.STATUS_STOPPED for process in tree}
+
+    try:
+        turns = Turns([f"{name}={root.pid}" for name, root in roots.items()], "ab")
+        for name, other in (("a", "b"), ("b", "a")):
+            turns.take(name)
+            assert (stopped(name), stopped(other)) == ({False}, {True})
+        turns.close()
+        assert (stopped("a"), stopped("b")) == ({False}, {False})
+        for wrong, why in ((f"c={shells[0].pid}", "NAME=PID"), ("a=4194305", "no such process")):
+            with pytest.raises(ConfigError, match=why):
+                Turns([wrong], "ab")
+    finally:
+        for root in roots.values():
+            for process in (*root.children(recursive=True), root):
+                process.kill()
+        for shell in shells:
+            shell.wait(10)
