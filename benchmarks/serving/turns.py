@@ -42,9 +42,11 @@ class Turns:
             self._send(name, signal.SIGCONT)
 
     def _send(self, name: str, number: signal.Signals) -> None:
-        root = self._roots[name]
-        for process in (root, *root.children(recursive=True)):
+        waiting = [self._roots[name]]
+        while waiting:
+            process = waiting.pop()
             try:
                 process.send_signal(number)
+                waiting += process.children()  # asked after it: who has stopped starts no more
             except psutil.NoSuchProcess:  # it ended meanwhile: its server will not answer
                 continue

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import msgspec
@@ -119,17 +120,27 @@ def test_targets_that_are_not_asked_stand_still() -> None:
     shells = [subprocess.Popen(["sh", "-c", "sleep 60; true"]) for _ in range(2)]
     roots = {name: psutil.Process(one.pid) for name, one in zip("ab", shells, strict=True)}
 
-    def stopped(name: str) -> set[bool]:
-        tree = (roots[name], *roots[name].children(recursive=True))
-        return {process.status() == psutil.STATUS_STOPPED for process in tree}
+    def stand_still(name: str, *, wanted: bool) -> None:
+        deadline = monotonic() + 10  # a signal takes a moment to arrive
+        while True:
+            tree = (roots[name], *roots[name].children(recursive=True))
+            found = [process.status() == psutil.STATUS_STOPPED for process in tree]
+            if found == [wanted, wanted]:
+                return
+            assert monotonic() < deadline, (name, wanted, found)
+            sleep(0.01)
 
     try:
+        for name in roots:
+            stand_still(name, wanted=False)
         turns = Turns([f"{name}={root.pid}" for name, root in roots.items()], "ab")
         for name, other in (("a", "b"), ("b", "a")):
             turns.take(name)
-            assert (stopped(name), stopped(other)) == ({False}, {True})
+            stand_still(name, wanted=False)
+            stand_still(other, wanted=True)
         turns.close()
-        assert (stopped("a"), stopped("b")) == ({False}, {False})
+        for name in roots:
+            stand_still(name, wanted=False)
         for wrong, why in ((f"c={shells[0].pid}", "NAME=PID"), ("a=4194305", "no such process")):
             with pytest.raises(ConfigError, match=why):
                 Turns([wrong], "ab")

@@ -150,6 +150,8 @@ async def test_two_nodes_that_evict_each_other_s_files(
             tiers_of(one).worker._next_scan = 0.0
             tiers_of(other).worker._next_scan = monotonic() + 60.0
             assert_same(await generate(node, request_of(ASKED[place])), expected[place])
+    for node in (one, other):  # both write into this folder
+        await tiers_settled(node)
     for node in (one, other):
         await nothing_left(node)
         print(f"{family}: {loaded(node)} tokens, {stats_of(node)}")
