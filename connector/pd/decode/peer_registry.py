@@ -8,6 +8,7 @@ import math
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -96,6 +97,12 @@ class PeerRegistry:
         # nobody holds while waiting for a peer.
         self._lock = threading.Lock()
         self._entries: dict[PeerAddress, _Entry] = {}
+        # All handshakes with one incarnation use one link, which counts its peers. Counting and
+        # connecting, or closing, are one step: otherwise an old peer that ends could close the link
+        # that a newer one has just connected. This lock comes after an entry's and never with
+        # `_lock`; a transport takes its own under it.
+        self._linking = threading.Lock()
+        self._links: Counter[str] = Counter()
 
     def acquire(self, host: str, port: int, engine_id: str) -> Peer:
         """The peer at (host, port), which must be incarnation `engine_id`; pair with `release`.
@@ -215,7 +222,9 @@ class PeerRegistry:
             self._check_host(host, reply)
             groups, lease_s = groups_of(reply), self._bounded(reply.lease_s)
             link = f"{engine_id} at {control.address}"
-            self._transport.connect(link, reply.transport_address)
+            with self._linking:
+                self._transport.connect(link, reply.transport_address)
+                self._links[link] += 1
         except BaseException:
             control.close()
             raise
@@ -246,9 +255,12 @@ class PeerRegistry:
             self._drop(peer)
 
     def _drop(self, peer: Peer) -> None:
-        """A newer handshake with the same incarnation uses the same mapping, which then stays."""
-        if not any(other.link == peer.link for other in self.known()):
-            self._transport.disconnect(peer.link)
+        """The last peer of a link, in whatever order they end, closes it."""
+        with self._linking:
+            self._links[peer.link] -= 1
+            if not self._links[peer.link]:
+                del self._links[peer.link]
+                self._transport.disconnect(peer.link)
         peer.control.close()
 
 
