@@ -55,6 +55,7 @@ bench: $(STAMP) ## all benchmarks but the soak, an hour on an idle machine; prin
 	$(BIN)/python -m benchmarks.hand_over
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.pauses
+	$(BIN)/python -m benchmarks.proxy_cost
 	$(BIN)/python -m benchmarks.kv_cache cost
 	$(BIN)/python -m benchmarks.kv_cache policies
 	$(BIN)/python -m benchmarks.kv_cache layouts

@@ -18,7 +18,7 @@ import uvloop
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from deploy.config import MAX_DRAIN_S, OWN_HOST
-from engine.config import NodeConfig
+from engine.config import LogLevel, NodeConfig
 from engine.errors import UnavailableError
 from engine.process import Server, configure_logging, raise_descriptor_limit, wait_until
 from engine.rpc.address import join_host_port
@@ -56,8 +56,8 @@ class ServerActor:
     Ray the server starts by itself, on the ports it had.
     """
 
-    def __init__(self, server: Server) -> None:
-        configure_logging()
+    def __init__(self, server: Server, log_level: LogLevel) -> None:
+        configure_logging(log_level)
         raise_descriptor_limit()
         self._server = server
         self._closing = False
@@ -116,7 +116,7 @@ class NodeActor(ServerActor):
         from engine.node.server import NodeServer
 
         self._node = NodeServer(_at_home(config), kind, builder_of)
-        super().__init__(self._node)
+        super().__init__(self._node, config.log_level)
 
     def start(self) -> Member:
         member = super().start()
@@ -142,7 +142,7 @@ class ProxyActor(ServerActor):
 
     def __init__(self, config: ProxyConfig) -> None:
         self._proxy = ProxyServer(_at_home(config))
-        super().__init__(self._proxy)
+        super().__init__(self._proxy, config.log_level)
 
     def start(self) -> Member:
         member = super().start()

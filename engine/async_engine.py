@@ -19,15 +19,12 @@ from msgspec import structs
 from engine.core import EngineCore
 from engine.errors import (
     EngineDeadError,
-    EngineGenerateError,
-    KVLoadError,
     KVTransferParamsError,
     TandemError,
     UnavailableError,
 )
 from engine.grammar import GrammarCompiler, Matcher
 from engine.kv_connector import AdmissionConnector, Admitted, FirstToken
-from engine.metrics import RequestMetrics
 from engine.prompt_checks import (
     check_output,
     check_priority,
@@ -38,7 +35,8 @@ from engine.prompt_checks import (
 from engine.request import Request
 from engine.request_ids import unique_id
 from engine.step import StepNews
-from engine.types import FinishReason, GenerateOutput, GenerateRequest, HandOverProblem
+from engine.telemetry.request_records import RequestRecords
+from engine.types import GenerateOutput, GenerateRequest, HandOverProblem
 
 IDLE_POLL_S = 0.02
 JOIN_TIMEOUT_S = 30.0
@@ -69,12 +67,12 @@ class AsyncEngine:
         admission: AdmissionConnector,
         limits: EngineLimits,
         *,
-        metrics: RequestMetrics,
+        records: RequestRecords,
     ) -> None:
         self.core = core
         self.limits = limits
         self._admission = admission
-        self._metrics = metrics
+        self._records = records
         # Calls for the engine thread, at most two per request (add, abort).
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Only the event loop reads and writes the streams, so they need no lock.
@@ -108,26 +106,24 @@ class AsyncEngine:
             raise UnavailableError(SHUTTING_DOWN)
         self._validate(request)
         matcher = None
-        if grammar := request.sampling.grammar:
-            compiler, so_far = self.limits.grammars, request.output_token_ids
-            matcher = await asyncio.to_thread(compiler.matcher, grammar, so_far)
-        admitted = await self._admit(request)
+        self._num_admitting += 1
+        try:
+            if grammar := request.sampling.grammar:
+                matcher = await self.limits.grammars.compile(grammar, request.output_token_ids)
+            admitted = await self._admit(request)
+        finally:
+            self._num_admitting -= 1
         request_id = admitted.request.request_id
         stream = self._streams[request_id] = Stream()
-        timer = self._metrics.start(admitted.request)
         all_taken = False
         try:
-            self._submit(admitted, matcher)
-            while not all_taken:
-                output = await stream.get()
-                if isinstance(output, TandemError):
-                    raise output
-                timer.observe(output)
-                yield output
-                all_taken = output.finish_reason is not None
-        except (EngineGenerateError, KVLoadError):
-            self._metrics.finished(FinishReason.ERROR).inc()
-            raise
+            with self._records.recording(admitted.request) as record:
+                self._submit(admitted, matcher)
+                while not all_taken:
+                    output = await _next_output(stream)
+                    record.observe(output)
+                    yield output
+                    all_taken = output.finish_reason is not None
         finally:
             del self._streams[request_id]
             if not all_taken:
@@ -212,11 +208,7 @@ class AsyncEngine:
         # Callers' ids are labels: two callers may use the same one at the same time.
         self._counter += 1
         unique = unique_id(request.request_id, self._counter)
-        self._num_admitting += 1
-        try:
-            return await self._admission.admit(structs.replace(request, request_id=unique))
-        finally:
-            self._num_admitting -= 1
+        return await self._admission.admit(structs.replace(request, request_id=unique))
 
     def _submit(self, admitted: Admitted, matcher: Matcher | None) -> None:
         origin, first = admitted.request, admitted.first_token
@@ -297,6 +289,14 @@ class AsyncEngine:
     def _fail_all(self, error: TandemError) -> None:
         for stream in self._streams.values():
             stream.put_nowait(error)
+
+
+async def _next_output(stream: Stream) -> GenerateOutput:
+    """Raises the error that came in its place."""
+    output = await stream.get()
+    if isinstance(output, TandemError):
+        raise output
+    return output
 
 
 def _dead_engine() -> EngineDeadError:

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 from msgspec import inspect
 
-from engine.config import Config, ConfigT, NodeConfig, load_config
-from engine.process import Server, run_server
+from engine.config import Config, ConfigT, NodeConfig, ServerConfigT, load_config
+from engine.process import Server, configure_logging, run_server
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML whose keys are these flags; flags win.")
@@ -35,12 +35,20 @@ def node_app(
 
 
 def server_app(
-    kind: type[ConfigT], make_server: Callable[[ConfigT], Server], purpose: str, **defaults: object
+    kind: type[ServerConfigT],
+    make_server: Callable[[ServerConfigT], Server],
+    purpose: str,
+    **defaults: object,
 ) -> typer.Typer:
     """A typer app with one command, which runs a server; `defaults` win over those of `kind`."""
 
-    def run(load: Callable[[], ConfigT]) -> None:
-        run_server(lambda: make_server(load()))
+    def run(load: Callable[[], ServerConfigT]) -> None:
+        def make() -> Server:
+            config = load()
+            configure_logging(config.log_level)
+            return make_server(config)
+
+        run_server(make)
 
     return command_app(kind, run, purpose, **defaults)
 

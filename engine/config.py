@@ -23,6 +23,7 @@ MAX_PORT = 65_535
 ListenPort = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 EventCount = Annotated[int, Meta(ge=1, le=10_000_000)]
 SchedulingPolicy = Literal["fcfs", "priority"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 ToolCallParser = Literal[
     "auto", "none", "hermes", "granite4", "qwen3_coder", "qwen3_xml", "nemotron_json"
 ]
@@ -143,6 +144,16 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
         str | None,
         Meta(description="Authorities (PEM) that nodes are verified with. Default: the machine's."),
     ] = None
+    log_level: Annotated[
+        LogLevel, Meta(description="debug, info, warning or error: what is logged.")
+    ] = "info"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="OpenTelemetry collector that spans of requests go to: http://HOST:4317 "
+            "(gRPC) or http://HOST:4318/v1/traces. Needs tandem[otel]."
+        ),
+    ] = None
     # A third of the 30 s after which Kubernetes kills is left for the end of what is cut off.
     drain_timeout: Annotated[
         Seconds,
@@ -162,6 +173,8 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
                 raise ValueError(f"{name} is empty: give it a value, or do not give it at all")
             if secret is not None and not secret.isprintable():
                 raise ValueError(f"{name} has line ends or control characters: remove them")
+        if self.api_key is not None and self.api_key != self.api_key.strip():
+            raise ValueError("api_key begins or ends with a space, which no header carries")
         for origin in self.allowed_origins:
             if not _ORIGIN.fullmatch(origin):
                 raise ValueError(
@@ -281,6 +294,7 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
 DEFAULTS = NodeConfig()
 
 ConfigT = TypeVar("ConfigT", bound=Config)
+ServerConfigT = TypeVar("ServerConfigT", bound=ServerConfig)
 
 
 def decode_config(fields: Mapping[str, object], kind: type[ConfigT], source: str) -> ConfigT:

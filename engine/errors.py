@@ -140,3 +140,12 @@ class OtherPromptError(TransportError):
 
 class VerificationError(TransportError):
     """The bytes of a block or state differ from the peer's, also when they were read again."""
+
+
+def is_client_fault(error: TandemError) -> bool:
+    """True where the request is wrong, on whatever node.
+
+    The proxy takes `kv_transfer_params` from P, never from the client, so the cluster caused a
+    refusal of them.
+    """
+    return isinstance(error, InvalidRequestError) and not isinstance(error, KVTransferParamsError)

@@ -5,21 +5,36 @@ expression, a list of choices or a Lark grammar. Every node that works on a requ
 again: what it allows next depends on the output tokens alone, so P and D agree.
 """
 
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Final, TypeVar
 
 import llguidance
 
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, OverloadedError
 from engine.types import TokenId
 
 WHITE_SPACE = r"\n?[ \t]{0,16}"
 """Between two parts of a JSON text: a small model may like white space too much to ever end."""
 
 # An ambiguous grammar has more and more readings of one text, and every token takes longer, on the
-# engine's thread. Half of llguidance's own bound keeps a token within tens of milliseconds.
-_LIMITS = llguidance.LLParserLimits(max_items_in_row=1000, verbose_errors=False)
+# engine's thread. Half of llguidance's own bound keeps a token within tens of milliseconds, and a
+# tenth of its fuel for the first token keeps that within 0.1 s.
+_LIMITS = llguidance.LLParserLimits(
+    max_items_in_row=1000, initial_lexer_fuel=100_000, verbose_errors=False
+)
+_STACK_BYTES: Final = 256 * 2**20
+"""llguidance recurses once per rule or reference; the longest grammars that are taken need less.
+Of a stack only what is touched takes memory."""
+_AT_ONCE: Final = 2
+COMPILE_S: Final = 10.0
+
+_T = TypeVar("_T")
+_stack_size = threading.Lock()
 
 
 class Matcher:
@@ -57,9 +72,42 @@ class GrammarCompiler:
         self._path = folder / "tokenizer.json"
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+
+    async def compile(self, grammar: str, output: Sequence[TokenId] = ()) -> Matcher:
+        """As `matcher`, on a thread of its own.
+
+        Raises InvalidRequestError also where it takes longer than `COMPILE_S`, and OverloadedError
+        where no turn comes so soon.
+        """
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                await self._turns.acquire()
+        except TimeoutError as error:
+            raise OverloadedError("other grammars are being compiled: try again") from error
+        try:
+            work = _start_deep(partial(self.matcher, grammar, output))
+        except RuntimeError:  # the system has no thread left
+            self._turns.release()
+            raise
+        compiling = asyncio.wrap_future(work)
+        compiling.add_done_callback(self._end_turn)
+        try:
+            async with asyncio.timeout(COMPILE_S):
+                return await asyncio.shield(compiling)
+        except TimeoutError as error:
+            raise InvalidRequestError(
+                f"the grammar takes longer than {COMPILE_S:g} s to compile: make it smaller"
+            ) from error
+
+    def _end_turn(self, compiling: "asyncio.Future[Matcher]") -> None:
+        # A thread cannot be stopped: one that nobody waits for keeps its turn until it ends.
+        self._turns.release()
+        if not compiling.cancelled():
+            compiling.exception()  # asyncio logs one that nobody has looked at
 
     def matcher(self, grammar: str, output: Sequence[TokenId] = ()) -> Matcher:
-        """The matcher after `output`.
+        """The matcher after `output`; needs a deep stack.
 
         Raises InvalidRequestError for a grammar that cannot be compiled, with the cause, or that
         does not allow `output`.
@@ -74,7 +122,11 @@ class GrammarCompiler:
                 "output_token_ids: the request's grammar does not allow them",
                 param="output_token_ids",
             )
-        return Matcher(inner)
+        matcher = Matcher(inner)
+        # The first token costs the most, and is a first sight of a grammar that nothing can follow.
+        if not _goes_on(inner.deep_copy(), matcher.allowed()):
+            raise InvalidRequestError("the grammar is too complex to be followed: make it simpler")
+        return matcher
 
     @cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
@@ -98,5 +150,36 @@ def json_grammar(schema: str) -> str:
 
 def check_grammar(grammar: str, param: str) -> None:
     """Raises InvalidRequestError that names `param` unless `grammar` can be compiled."""
-    if problem := llguidance.LLMatcher.validate_grammar(grammar, None, limits=_LIMITS):
+    validate = partial(llguidance.LLMatcher.validate_grammar, grammar, None, limits=_LIMITS)
+    if problem := _start_deep(validate).result():
         raise InvalidRequestError(f"{param} is no grammar: {problem.strip()}", param=param)
+
+
+def _goes_on(inner: llguidance.LLMatcher, allowed: bytes) -> bool:
+    """Whether one of the `allowed` tokens may really come; `inner` is used up."""
+    word = next((place for place, bits in enumerate(allowed) if bits), None)
+    if word is None:
+        return False
+    inner.consume_token(8 * word + (allowed[word] & -allowed[word]).bit_length() - 1)
+    return not inner.is_error()
+
+
+def _start_deep(work: Callable[[], _T]) -> "Future[_T]":
+    """Runs `work` on a thread with `_STACK_BYTES`: a stack that overflows ends the process."""
+    future: Future[_T] = Future()
+    thread = threading.Thread(target=_settle, args=(future, work), name="grammar", daemon=True)
+    with _stack_size:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    return future
+
+
+def _settle(future: "Future[_T]", work: Callable[[], _T]) -> None:
+    try:
+        future.set_result(work())
+    # Broad: whatever it is, the caller raises it.
+    except BaseException as error:
+        future.set_exception(error)

@@ -10,13 +10,17 @@ from functools import partial
 from operator import attrgetter
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from engine.types import GenerateOutput, GenerateRequest
+from engine.errors import EngineGenerateError, KVLoadError
+from engine.types import FinishReason, GenerateOutput, GenerateRequest
 
-LABELS = ("model_name", "engine")
+LABELS = ("model_name", "engine", "role")
+ENGINE: Final = "0"
+"""vLLM's index of an engine in its process, which has one. Prometheus tells processes apart itself:
+a name that were new at every start would make new series at every start."""
 
 # vLLM's buckets for vLLM's names (vllm/v1/metrics/loggers.py), in seconds. Histograms of nodes, of
 # the proxy and of vLLM can be added up only if all of them have the same buckets.
@@ -32,7 +36,10 @@ E2E_BUCKETS: Final = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+LENGTH_BUCKETS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 SHARE_BUCKETS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
+
+ENGINE_FAILURES: Final = (EngineGenerateError.__name__, KVLoadError.__name__)
 
 Table = Mapping[str, tuple[str, ...]]
 NO_ROWS: Final[Table] = {}
@@ -96,11 +103,15 @@ Read = Callable[[], float | Mapping[str, float]]
 
 
 class NodeMetrics(Collector):
-    """The registry of one node; every sample has its served model name and its engine id."""
+    """The registry of one node; every sample has its served model name and `role`.
 
-    def __init__(self, model_name: str, engine_id: str) -> None:
+    So a sum over one role counts a request once, though proxy, P and D have all had it.
+    """
+
+    def __init__(self, model_name: str, role: str) -> None:
         self.registry = CollectorRegistry()
-        self.labels = (model_name, engine_id)
+        ProcessCollector(registry=self.registry)
+        self.labels = (model_name, ENGINE, role)
         self._readings: list[tuple[Callable[[], Family], Read]] = []
         self.registry.register(self)
 
@@ -169,24 +180,45 @@ class RequestMetrics:
         self.finished = metrics.counter_by(
             "finished_reason", "vllm:request_success", "Requests that ended, by reason."
         )
+        self.prompt_lengths = metrics.histogram(
+            "vllm:request_prompt_tokens", "Prompt tokens of a request.", LENGTH_BUCKETS
+        )
+        self.generation_lengths = metrics.histogram(
+            "vllm:request_generation_tokens", "Tokens generated for a request.", LENGTH_BUCKETS
+        )
+        self.queue_seconds = metrics.histogram(
+            "vllm:request_queue_time_seconds", "Arrival to first blocks.", E2E_BUCKETS
+        )
+        self.prefill_seconds = metrics.histogram(
+            "vllm:request_prefill_time_seconds", "First blocks to first token.", E2E_BUCKETS
+        )
+        self.decode_seconds = metrics.histogram(
+            "vllm:request_decode_time_seconds", "First token to last token.", E2E_BUCKETS
+        )
 
     def start(self, request: GenerateRequest) -> "RequestTimer":
         self.prompt_tokens.inc(len(request.prompt_token_ids))
-        return RequestTimer(self)
+        return RequestTimer(self, len(request.prompt_token_ids))
 
 
 class RequestTimer:
     """The clock of one request."""
 
-    def __init__(self, metrics: RequestMetrics) -> None:
+    def __init__(self, metrics: RequestMetrics, num_prompt_tokens: int) -> None:
         self._metrics = metrics
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
         self._start = time.monotonic()
+        self._first: float | None = None
         self._last: float | None = None
         self._second: float | None = None
 
     def observe(self, output: GenerateOutput) -> None:
+        """An output leaves the engine now."""
         now = time.monotonic()
+        self._num_tokens += len(output.token_ids)
         if self._last is None:
+            self._first = now
             self._metrics.ttft.observe(now - self._start)
         else:
             self._metrics.itl.observe(now - self._last)
@@ -196,6 +228,25 @@ class RequestTimer:
         if output.finish_reason is not None:
             self._metrics.e2e.observe(now - self._start)
             self._metrics.finished(output.finish_reason).inc()
-            if output.kv_transfer is not None and self._second is not None:
-                seconds = output.kv_transfer.transfer_ms / 1e3
+            self._observe_queue(output.queue_s)
+            moved = output.kv_transfer
+            if moved is not None and not moved.cause and self._second is not None:
+                seconds = moved.transfer_ms / 1e3
                 self._metrics.transfer_share.observe(seconds / (self._second - self._start))
+
+    def _observe_queue(self, queue_s: float | None) -> None:
+        if queue_s is None or self._first is None:
+            return
+        self._metrics.queue_seconds.observe(queue_s)
+        # D sends P's token before it has blocks: there is no prefill to time.
+        if (prefill_s := self._first - self._start - queue_s) > 0:
+            self._metrics.prefill_seconds.observe(prefill_s)
+
+    def ended(self, outcome: str) -> None:
+        """The request is over; `outcome` is a finish reason or the name of an error."""
+        self._metrics.prompt_lengths.observe(self._num_prompt_tokens)
+        self._metrics.generation_lengths.observe(self._num_tokens)
+        if self._first is not None and self._last is not None:
+            self._metrics.decode_seconds.observe(self._last - self._first)
+        if outcome in ENGINE_FAILURES:
+            self._metrics.finished(FinishReason.ERROR).inc()

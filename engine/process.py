@@ -51,7 +51,7 @@ def run_server(make: Callable[[], Server]) -> None:
         _fail(error, code=2)
 
 
-def configure_logging(level: str = "INFO") -> None:
+def configure_logging(level: str = "info") -> None:
     """Structured lines on standard error: key=value on a terminal, JSON elsewhere."""
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer()
@@ -66,8 +66,9 @@ def configure_logging(level: str = "INFO") -> None:
             structlog.processors.format_exc_info,
             renderer,
         ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level)),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
+        # One write for each line: libraries write to standard error too.
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
     )
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
 

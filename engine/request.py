@@ -3,6 +3,7 @@
 Torch-free. The table `TRANSITIONS` lists every legal change of status.
 """
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -78,6 +79,8 @@ class Request:
     reads `kv_transfer_params`. `matcher` follows the output if a grammar binds it.
     `prompt_logprobs`: those found so far, chunk by chunk, until the first token takes them along.
 
+    It waited `queue_s` seconds from `submitted_at` (monotonic) until it first got blocks.
+
     Once it has ended, its blocks stay until `num_holds` holds on them have ended too.
 
     The first `num_known_tokens` were computed before, here or by another request. If some of them
@@ -111,6 +114,8 @@ class Request:
     token_counts: dict[TokenId, int] = field(default_factory=dict)
     matcher: Matcher | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    submitted_at: float = field(default_factory=time.monotonic)
+    queue_s: float | None = None
 
     @classmethod
     def from_generate(
@@ -181,6 +186,8 @@ class Request:
         """Enters `status`. Raises ValueError for a transition that `TRANSITIONS` does not list."""
         if status not in TRANSITIONS[self.status]:
             raise ValueError(f"request {self.request_id}: {self.status.name} -> {status.name}")
+        if self.queue_s is None and status is not RequestStatus.FINISHED:
+            self.queue_s = time.monotonic() - self.submitted_at
         self.status = status
 
     def lose(self, num_tokens: int, cause: str) -> None:
@@ -231,10 +238,11 @@ class Request:
         )
 
     def _finish_reason(self, token_id: TokenId) -> FinishReason | None:
-        if self.num_output_tokens >= self.sampling.min_tokens:
-            if token_id in self.eos_token_ids:
-                return FinishReason.STOP
-            if token_id in self.sampling.stop_token_ids:
-                self.stop_token = token_id
-                return FinishReason.STOP
+        is_long = self.num_output_tokens >= self.sampling.min_tokens
+        # A grammar that allows nothing but the end ends the output before `min_tokens`.
+        if token_id in self.eos_token_ids and (is_long or self.matcher is not None):
+            return FinishReason.STOP
+        if is_long and token_id in self.sampling.stop_token_ids:
+            self.stop_token = token_id
+            return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None

@@ -3,6 +3,7 @@
 Knows nothing of tensors, sockets or HTTP. Everything here may cross a process.
 """
 
+import re
 from collections.abc import Iterator
 from enum import StrEnum
 from typing import Annotated
@@ -29,6 +30,9 @@ Port = Annotated[int, Meta(ge=1, le=65535)]
 TokenIdOnWire = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Label = Annotated[str, Meta(min_length=1, max_length=256)]
+
+# https://www.w3.org/TR/trace-context/#traceparent-header
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises smaller positive values to it; logits divided by less may overflow."""
@@ -180,6 +184,11 @@ class RequestOrigin(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
     traceparent: str = ""
 
+    def __post_init__(self) -> None:
+        """A `traceparent` that is none is as good as no one."""
+        if self.traceparent and not _TRACEPARENT.fullmatch(self.traceparent):
+            force_setattr(self, "traceparent", "")
+
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One sequence to generate; `request_id` is unique in the process that made it.
@@ -210,7 +219,9 @@ class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """The cost of one pull: bytes by kind, milliseconds, cached tokens on both sides.
 
     D pulls a remote prefill; P pulls a previous turn, of which it had `prefill_cached_tokens`.
-    `verified`: the bytes that arrived are known to be those of the other side.
+    `verified`: the bytes that arrived are known to be those of the other side. `started_at`: when
+    the pull began, in seconds since 1970 by the clock of the node that pulled. `cause`: why nothing
+    was pulled, in the words of `tandem:kv_hand_over_failures`.
     """
 
     attention_bytes: int = 0
@@ -219,6 +230,8 @@ class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
     prefill_cached_tokens: int = 0
     decode_cached_tokens: int = 0
     verified: bool = False
+    started_at: float = 0.0
+    cause: str = ""
 
 
 class RoutingDetails(msgspec.Struct, frozen=True, kw_only=True):
@@ -259,8 +272,9 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     The output with the first token brings `prompt_logprobs` where they are asked for.
     `kv_transfer_params` come with the last output of a remote decode on P, or of a request that D
-    keeps for the next turn. `kv_transfer` comes with the last output where this node pulled, and
-    `routing` with that of a proxy that tells its choices.
+    keeps for the next turn. `kv_transfer` comes with the last output where this node pulled or had
+    to do without, and `routing` with that of a proxy that tells its choices. `queue_s`: seconds
+    without blocks, with the last output.
     """
 
     token_ids: tuple[TokenId, ...] = ()
@@ -272,3 +286,10 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: KVTransferParams | None = None
     kv_transfer: KVTransferStats | None = None
     routing: RoutingDetails | None = None
+    # Not sent to other nodes, each of which has a queue of its own.
+    queue_s: float | None = None
+
+    @property
+    def was_pulled(self) -> bool:
+        """True where this node pulled a part of what it needed."""
+        return self.kv_transfer is not None and not self.kv_transfer.cause

@@ -62,7 +62,11 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Seconds, Meta(description="Seconds until a node's first token.")
     ] = 120.0
     inter_token_timeout: Annotated[
-        Seconds, Meta(description="Seconds between a node's tokens.")
+        Seconds,
+        Meta(
+            description="Seconds between a node's tokens, and for which an answer that has begun "
+            "waits for a decode node to come back."
+        ),
     ] = 60.0
 
     @property

@@ -11,6 +11,7 @@ from engine.errors import (
     TandemError,
     TransportError,
     UnavailableError,
+    is_client_fault,
 )
 
 
@@ -19,15 +20,6 @@ class NoDecodeNodeError(UnavailableError):
 
     def __init__(self) -> None:
         super().__init__("no decode node is available: try again; the proxy's log says why")
-
-
-def is_client_fault(error: TandemError) -> bool:
-    """True where no other node would answer differently.
-
-    The proxy takes `kv_transfer_params` from P, never from the client, so the cluster caused a
-    refusal of them.
-    """
-    return isinstance(error, InvalidRequestError) and not isinstance(error, KVTransferParamsError)
 
 
 def is_engine_failure(error: TandemError) -> bool:

@@ -4,13 +4,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.kv_events.follower import SourceStats
 from engine.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS
 from engine.types import GenerateOutput
+
+ROLE: Final = "proxy"
+"""Nodes count the same requests under the same names, with roles of their own."""
 
 
 class ProxyMetrics:
@@ -21,6 +24,7 @@ class ProxyMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        ProcessCollector(registry=registry)
         self.model_name = ""
         self.node_requests = self._counter(
             "tandem_proxy_node_requests",
@@ -38,6 +42,9 @@ class ProxyMetrics:
             "or ended with an error.",
             "outcome",
         )
+        # Zero from the start, or else an alert on an increase would miss the first one.
+        for outcome in ("continued", "ended"):
+            self.broken_streams.labels(outcome)
         self.routes = self._counter(
             "tandem_proxy_routes", "Choices of nodes, by the policy's reason.", "policy", "reason"
         )
@@ -73,7 +80,7 @@ class ProxyMetrics:
         self.request_success = self._counter(
             "vllm:request_success",
             "Requests that ended with a finish reason.",
-            *("model_name", "finished_reason"),
+            *("model_name", "role", "finished_reason"),
         )
         self.time_to_first_token = self._latency(
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
@@ -95,7 +102,9 @@ class ProxyMetrics:
         return Counter(name, text, labels, registry=self.registry)
 
     def _latency(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
+        return Histogram(
+            name, text, ("model_name", "role"), buckets=buckets, registry=self.registry
+        )
 
 
 class KeyMetrics:
@@ -129,21 +138,27 @@ class RequestTimer:
 
     def __init__(self, metrics: ProxyMetrics) -> None:
         self._metrics = metrics
+        # Looked up once: each token is counted.
+        self._between = metrics.inter_token_latency.labels(metrics.model_name, ROLE)
         self._started = time.monotonic()
         self._previous: float | None = None
 
     def observe(self, output: GenerateOutput) -> None:
         """Counts one output of the request as sent now."""
         now, metrics, model_name = time.monotonic(), self._metrics, self._metrics.model_name
+        # An output without tokens, the end of a stream, is no token that came late.
         if output.token_ids:
             if self._previous is None:
-                metrics.time_to_first_token.labels(model_name).observe(now - self._started)
+                metrics.time_to_first_token.labels(model_name, ROLE).observe(now - self._started)
             else:
-                metrics.inter_token_latency.labels(model_name).observe(now - self._previous)
+                self._between.observe(now - self._previous)
             self._previous = now
         if output.finish_reason is not None:
-            metrics.e2e_request_latency.labels(model_name).observe(now - self._started)
-            metrics.request_success.labels(model_name, output.finish_reason).inc()
+            metrics.e2e_request_latency.labels(model_name, ROLE).observe(now - self._started)
+            metrics.request_success.labels(model_name, ROLE, output.finish_reason).inc()
+
+    def ended(self, outcome: str) -> None:
+        """Requests that failed are counted by node and outcome."""
 
 
 class EventMetrics(Collector):

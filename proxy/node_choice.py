@@ -40,7 +40,9 @@ class NodeChoice:
         if prefill:
             reason = route.reason if fitting else "hand_overs_fail"
         else:
-            reason = "prefill_failed" if state.failed else "no_prefill_node"
+            # Whoever is in use has failed this request, rests, or handed over what D refused.
+            has_prefill = self._pool.num_available(NodeKind.PREFILL)
+            reason = "prefill_failed" if has_prefill else "no_prefill_node"
         self._metrics.local_prefills.labels(reason).inc()
         return self._pool.node(route.decode.name), None
 
@@ -57,7 +59,7 @@ class NodeChoice:
         usable = [
             node
             for node in self._pool.available(kind)
-            if node.name not in state.failed and length <= node.info.max_model_len
+            if node.info.engine_id not in state.failed and length <= node.info.max_model_len
         ]
         awake = [node for node in usable if not node.rests]
         chosen = awake or usable if kind is NodeKind.DECODE else awake
@@ -77,7 +79,7 @@ class NodeChoice:
         if state.prefilled is None:
             real = output.num_cached_tokens
             self._metrics.count_hit(NodeKind.DECODE, predicted.resumable, real)
-        elif output.kv_transfer is not None:
+        elif output.kv_transfer is not None and output.was_pulled:
             real = output.kv_transfer.decode_cached_tokens
             self._metrics.count_hit(NodeKind.DECODE, predicted.attention, real)
 

@@ -4,8 +4,8 @@ Knows nothing of HTTP and text. A `Router` chooses the nodes.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -19,23 +19,22 @@ from engine.errors import (
     RequestAbortedError,
     TandemError,
     UnavailableError,
+    is_client_fault,
 )
 from engine.rpc.client import StreamDeadlines
-from engine.types import FinishReason, GenerateOutput, GenerateRequest
+from engine.telemetry.request_records import RequestRecords
+from engine.types import FinishReason, GenerateOutput, GenerateRequest, RequestOrigin
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_pool import NodePool
 from proxy.cluster.pairs import Pairs
 from proxy.errors import (
     NoDecodeNodeError,
     as_client_sees_it,
-    is_client_fault,
     is_engine_failure,
-    is_node_failure,
     outcome_of,
 )
 from proxy.metrics import ProxyMetrics
 from proxy.node_choice import NodeChoice, routing_details
-from proxy.request_records import RequestRecords
 from proxy.request_state import Prefilled, RequestState, prefill_request
 from proxy.routing.router import Router
 
@@ -80,8 +79,7 @@ class PdFlow:
     def end_open(self) -> None:
         """Ends the requests under way with an error that their clients see."""
         self._refuses_new = self._is_over = True
-        for node in self._pool.nodes:
-            node.cut_off()
+        self._pool.cut_off()
 
     async def check_health(self) -> None:
         """Always succeeds: the proxy itself holds nothing that could die."""
@@ -96,7 +94,8 @@ class PdFlow:
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput]:
         """D's outputs, with P's count of cached tokens; `aclose` cancels on the node at work.
 
-        If D fails, the request goes on after the last token on another D, prefilled anew. Raises
+        If D fails, the request goes on after the last token on another D, prefilled anew, or waits
+        up to `next_output_s` for one that was out of use, such as a D that restarts. Raises
         `UnavailableError` when none is usable, and the client's own errors unchanged. An engine
         that failed at the request is the last that gets it.
         """
@@ -107,7 +106,7 @@ class PdFlow:
             state = RequestState(request, deadline, record)
             while True:
                 # An error that leaves the block calls for another attempt: the loop goes round.
-                with self._attempt(state):
+                async with self._attempt(state):
                     decode = await self._prefill(state)
                     prefilled = state.prefilled
                     if prefilled is not None and prefilled.params is None:
@@ -126,30 +125,28 @@ class PdFlow:
                     yield self._passed_on(output, state)
                     return
 
-    @contextmanager
-    def _attempt(self, state: RequestState) -> Iterator[None]:
+    @asynccontextmanager
+    async def _attempt(self, state: RequestState) -> AsyncIterator[None]:
         """Swallows an error if another attempt may succeed, else raises what the client is told.
 
         Releases the prefill of an attempt that fails, or that ends before D's first token.
         """
         state.begin_attempt()
         self.num_open += 1
-        has_failed = False
         try:
             yield
         except TandemError as error:
-            has_failed = True
-            if not self._may_go_on(state, error):
+            state.release_prefill()
+            if not await self._may_go_on(state, error):
                 raise as_client_sees_it(error, len(state.sent)) from error
         finally:
             self.num_open -= 1
-            if state.prefilled is not None and (has_failed or not state.num_new):
-                state.prefilled.release()
+            if not state.num_new:
+                state.release_prefill()
 
-    def _may_go_on(self, state: RequestState, error: TandemError) -> bool:
+    async def _may_go_on(self, state: RequestState, error: TandemError) -> bool:
         """True if another attempt may succeed; logs and counts what becomes of a broken stream."""
-        may_go_on = not self._is_over and state.may_go_on(error)
-        may_go_on = may_go_on and bool(self._choice.candidates(NodeKind.DECODE, state))
+        may_go_on = state.may_go_on(error) and await self._has_decode_node(state)
         if state.num_new:
             self._metrics.broken_streams.labels("continued" if may_go_on else "ended").inc()
             log.warning(
@@ -158,6 +155,22 @@ class PdFlow:
                 num_tokens=len(state.sent),
             )
         return may_go_on
+
+    async def _has_decode_node(self, state: RequestState) -> bool:
+        """True once a D may serve the request. An answer that has begun waits for one to come back.
+
+        A D in use that may not have the request is not waited for: only a restart makes it another.
+        """
+        clock = asyncio.get_running_loop().time
+        end = min(clock() + self._deadlines.next_output_s, state.deadline)
+        while not self._is_over:
+            if self._choice.candidates(NodeKind.DECODE, state):
+                return True
+            remaining_s = end - clock()
+            if not state.sent or remaining_s <= 0 or not self._pool.num_away(NodeKind.DECODE):
+                return False
+            await self._pool.wait_for_news(remaining_s)
+        return False
 
     async def _prefill(self, state: RequestState) -> Node:
         """Chooses the nodes, lets P prefill into `state.prefilled`, and returns D.
@@ -210,30 +223,43 @@ class PdFlow:
     ) -> AsyncIterator[AsyncGenerator[GenerateOutput]]:
         """`request` on `node` until the block ends, with the node's load, health and metric."""
         deadlines = replace(self._deadlines, total_s=state.remaining_s())
-        outcome = "cancelled"
+        outcome, engine_id = "cancelled", node.info.engine_id
         node.begin()
         try:
             expecting = self._router.expecting(state.prompt, node.view)
             reason = "" if state.route is None else state.route.reason
-            visit = state.record.visiting(node.kind, node.name, reason)
-            with node.carrying(state.num_uncached(node)), expecting, visit:
-                async with aclosing(node.client.generate(request, deadlines)) as outputs:
+            visiting = state.record.visiting(
+                node.kind, node.name, reason=reason, outcome_of=outcome_of
+            )
+            with node.carrying(state.num_uncached(node)), expecting, visiting as visit:
+                # The node learns the span that its own belong to, and not who asks.
+                origin = RequestOrigin(traceparent=visit.traceparent)
+                asked = structs.replace(request, origin=origin)
+                prompt = state.prompt_on_wire()
+                async with aclosing(node.client.generate(asked, deadlines, prompt)) as outputs:
                     yield outputs
             outcome = "ok"
             node.end(None)
+        except (GeneratorExit, asyncio.CancelledError):
+            # A stop string, or a client that has read enough, ends a good answer.
+            if state.num_new:
+                node.end(None)
+            raise
         except TandemError as error:
             outcome = outcome_of(error)
-            self._note_failure(node, state, error)
+            self._note_failure(node, state, error, engine_id=engine_id)
             raise
         finally:
             labels = (self._router.policy_name, node.kind, node.name, outcome)
             self._metrics.node_requests.labels(*labels).inc()
 
-    def _note_failure(self, node: Node, state: RequestState, error: TandemError) -> None:
-        """Decides what `error` means for `node` and for the next attempt."""
+    def _note_failure(
+        self, node: Node, state: RequestState, error: TandemError, *, engine_id: str
+    ) -> None:
+        """Decides what `error` means for `node`, then `engine_id`, and for the next attempt."""
         if isinstance(error, UnavailableError):
             node.set_problem(str(error))
-        if is_node_failure(error) and not state.is_late:
+        if not state.is_late:
             node.end(error)
         if state.prefilled is not None and isinstance(error, KVTransferParamsError):
             # D refuses only what P computed, so D may get the request again, without a prefill.
@@ -241,7 +267,7 @@ class PdFlow:
             state.use_prefill = False
             state.num_attempts -= 1
         else:
-            state.note_failure(node.name, error)
+            state.note_failure(engine_id, error)
         # Clients are not told which node failed and why. A flood of refusals is not logged.
         if not is_client_fault(error) and not isinstance(error, OverloadedError):
             request_id = state.request.request_id
@@ -254,8 +280,6 @@ class PdFlow:
         if state.prefilled is not None and not state.sent:
             told = state.prefilled.output.prompt_logprobs
             output = structs.replace(output, prompt_logprobs=told)
-        state.sent += output.token_ids
-        state.record.observe(output)
         if self._tells_routes and output.finish_reason is not None and state.route is not None:
             output = structs.replace(output, routing=routing_details(state.route))
         if state.num_cached_tokens is None:
@@ -264,9 +288,11 @@ class PdFlow:
             first = output if state.prefilled is None else state.prefilled.output
             state.num_cached_tokens = first.num_cached_tokens
         cached = state.num_cached_tokens
-        if output.num_cached_tokens == cached and output.kv_transfer_params is None:
-            return output
-        return structs.replace(output, num_cached_tokens=cached, kv_transfer_params=None)
+        if output.num_cached_tokens != cached or output.kv_transfer_params is not None:
+            output = structs.replace(output, num_cached_tokens=cached, kv_transfer_params=None)
+        state.sent += output.token_ids
+        state.record.observe(output)
+        return output
 
 
 def _checked(output: GenerateOutput, node: Node) -> GenerateOutput:

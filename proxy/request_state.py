@@ -6,11 +6,12 @@ from typing import Final
 
 from msgspec import structs
 
-from engine.errors import DeadlineExceededError, NodeLostError, TandemError
+from engine.errors import DeadlineExceededError, NodeLostError, TandemError, is_client_fault
+from engine.rpc.convert import prompt_to_bytes
+from engine.telemetry.request_records import RequestRecord
 from engine.types import GenerateOutput, GenerateRequest, KVTransferParams, TokenId
 from proxy.cluster.node import Node
-from proxy.errors import is_client_fault, is_engine_failure
-from proxy.request_records import RequestRecord
+from proxy.errors import is_engine_failure
 from proxy.routing.policies import Route
 from proxy.routing.prompt import RoutedPrompt
 
@@ -53,8 +54,8 @@ class RequestState:
         sent   [ num_before ........ | num_new ...... ]
                  request.output_token_ids
 
-    `deadline` is in event-loop time. `failed` names the nodes that must not get the request again;
-    `num_lost` of them went away while they had it.
+    `deadline` is in event-loop time. `failed` has the engine ids of nodes that must not get the
+    request again, unless they restart; `num_lost` of them went away while they had it.
     """
 
     request: GenerateRequest
@@ -71,6 +72,7 @@ class RequestState:
     prefilled: Prefilled | None = None
     route: Route | None = None
     prompt: RoutedPrompt = field(init=False)
+    _on_wire: bytes | None = None
 
     def __post_init__(self) -> None:
         """Hashes nothing yet."""
@@ -91,6 +93,12 @@ class RequestState:
         """True where the request took all its time, which is no node's fault."""
         return asyncio.get_running_loop().time() >= self.deadline
 
+    def prompt_on_wire(self) -> bytes:
+        """The prompt, encoded once for all nodes: no attempt changes it."""
+        if self._on_wire is None:
+            self._on_wire = prompt_to_bytes(self.request)
+        return self._on_wire
+
     def remaining_s(self) -> float:
         """Raises `DeadlineExceededError` when nothing remains."""
         seconds = self.deadline - asyncio.get_running_loop().time()
@@ -103,19 +111,29 @@ class RequestState:
         self.prefilled = None
         self.num_attempts += 1
         if self.num_new:
-            self.request = structs.replace(self.request, output_token_ids=tuple(self.sent))
+            # The prompt's log-probabilities came with the first token.
+            sampling = structs.replace(self.request.sampling, prompt_logprobs=None)
+            self.request = structs.replace(
+                self.request, sampling=sampling, output_token_ids=tuple(self.sent)
+            )
             self.prompt = RoutedPrompt(self.request)
             self.num_before = len(self.sent)
             self.num_continuations += 1
             self.num_attempts = 1
             self.use_prefill = True
 
-    def note_failure(self, name: str, error: TandemError) -> None:
-        """The node `name` failed the request."""
+    def release_prefill(self) -> None:
+        """Nobody will pull what P has computed in this attempt."""
+        if self.prefilled is not None:
+            self.prefilled.release()
+            self.prefilled = None
+
+    def note_failure(self, engine_id: str, error: TandemError) -> None:
+        """This life of a node failed the request."""
         if self.num_new >= INNOCENT_TOKENS:
             self.failed.clear()
             self.num_lost = 0
-        self.failed.add(name)
+        self.failed.add(engine_id)
         self.num_lost += isinstance(error, NodeLostError)
 
     def may_go_on(self, error: TandemError) -> bool:

@@ -1,6 +1,7 @@
 """The proxy assembled from nodes, flow and OpenAI API, and its life from start to close."""
 
 import asyncio
+import secrets
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,7 @@ from engine.process import wait_until
 from engine.rpc.address import join_host_port
 from engine.rpc.client import StreamDeadlines
 from engine.rpc.node_http import parse_node_url
+from engine.telemetry.telemetry import Telemetry
 from engine.tls import client_tls, server_tls
 from proxy.access.fair_queue import FairQueue
 from proxy.access.gate import Gate
@@ -33,10 +35,9 @@ from proxy.access.key_file import KeyFile
 from proxy.cluster.node import NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
 from proxy.config import ProxyConfig
-from proxy.metrics import EventMetrics, ProxyMetrics
+from proxy.metrics import EventMetrics, ProxyMetrics, RequestTimer
 from proxy.model_loader import load_serving
 from proxy.pd_flow import PdFlow
-from proxy.request_records import RequestRecords
 from proxy.routing.event_sources import EventSources
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.router import Router
@@ -63,7 +64,12 @@ class ProxyServer:
             self._metrics.available_nodes.labels(kind).set_function(count)
             resting = partial(self._pool.num_resting, kind)
             self._metrics.resting_nodes.labels(kind).set_function(resting)
-        self._records = RequestRecords(self._metrics)
+        self._telemetry = Telemetry(
+            config,
+            lambda request: RequestTimer(self._metrics),
+            role="proxy",
+            instance=f"proxy-{secrets.token_hex(8)}",
+        )
         index = PrefixIndex()
         router = Router(config.routing_policy, index, disagg_threshold=config.threshold)
         self._events = EventSources(index, on_loss=router.forget)
@@ -77,17 +83,17 @@ class ProxyServer:
                 next_output_s=config.inter_token_timeout,
             ),
             metrics=self._metrics,
-            records=self._records,
+            records=self._telemetry.records,
             tells_routes=config.enable_routing_details,
         )
-        queue = FairQueue(
+        self._queue = queue = FairQueue(
             config.max_concurrent_requests, config.queue_size, timeout_s=config.queue_timeout
         )
         self._gate = Gate(config.api_key, queue, self._metrics.keys)
         self._metrics.waiting_requests.set_function(lambda: queue.num_waiting)
         self._status = ClusterStatus(
             self._pool,
-            self._records,
+            self._telemetry.records,
             self._metrics,
             event_stats=self._events.stats,
             num_waiting=lambda: queue.num_waiting,
@@ -132,6 +138,7 @@ class ProxyServer:
         await self._http.start()
         self._pool.start(self._on_task_end, on_answer=self._events.follow)
         self._run(self._open())
+        self._telemetry.start(lambda: {"num_waiting": self._queue.num_waiting})
 
     async def wait(self) -> None:
         """Returns when the proxy is closed, or raises the error of one of its own tasks."""
@@ -155,6 +162,7 @@ class ProxyServer:
         if self._http is not None:
             await self._http.close()
         await self._pool.close()
+        await self._telemetry.close()
         # Joins the subscriber's thread, and the pool's watchers add no source any more.
         await asyncio.to_thread(self._events.close)
         self._stop.set()

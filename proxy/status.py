@@ -18,10 +18,10 @@ from starlette.routing import Route
 
 from engine.http.callers import require_operator
 from engine.kv_events.follower import SourceStats
+from engine.telemetry.request_records import RequestRecord, RequestRecords, Visit
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_pool import NodePool
 from proxy.metrics import ProxyMetrics
-from proxy.request_records import RequestRecord, RequestRecords, Visit, is_failure
 
 PAGE: Final = Path(__file__).with_name("status_page.html")
 MAX_LISTED: Final = 60
@@ -87,7 +87,7 @@ class ClusterStatus:
                 "prompt_tokens": records.num_prompt_tokens,
                 "cached_tokens": records.num_cached_tokens,
                 # Of requests under way too, so that long answers move the rate.
-                "tokens": records.num_tokens + sum(it.num_tokens for it in records.open.values()),
+                "tokens": records.tokens_so_far()[1],
             },
             "nodes": nodes,
             "requests": [_request(it) for it in reversed(last[-MAX_LISTED:])],
@@ -111,7 +111,7 @@ class ClusterStatus:
         failed = [
             it
             for it in self._records.recent
-            if is_failure(it) and now - it.arrived_at - (it.ended or 0.0) < RECENT_S
+            if it.failed and now - it.arrived_at - (it.ended or 0.0) < RECENT_S
         ]
         # The words of causes are for operators, who alone may see this.
         errors = [f"{len(failed)} requests failed in the last minute"] if failed else []
@@ -128,6 +128,7 @@ def _node(node: Node, events: SourceStats | None) -> dict[str, Any]:
         "kind": node.kind,
         "engine_id": info.engine_id,
         "problem": node.problem,
+        "rests": node.rests,
         "in_flight": view.num_in_flight,
         "tokens_in_flight": view.num_tokens_in_flight,
         "running": info.num_requests_running,
@@ -156,7 +157,7 @@ def _request(record: RequestRecord) -> dict[str, Any]:
         "age_s": record.age if record.ended is None else record.ended,
         "first_output_s": record.first_output,
         "outcome": record.outcome,
-        "failed": is_failure(record),
+        "failed": record.failed,
         "prompt_tokens": record.num_prompt_tokens,
         "cached_tokens": record.num_cached_tokens,
         "tokens": record.num_tokens,

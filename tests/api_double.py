@@ -29,6 +29,9 @@ SPECIAL = ("<|im_start|>", "<|im_end|>")
 LINES = ("the quick brown fox jumps over the lazy dog", "hello hello world, stop here now")
 
 
+TEXT = "the fox € stop here"
+
+
 def write_model_folder(folder: Path) -> Path:
     """A folder with a byte-level BPE tokenizer of about 300 tokens and a ChatML template."""
     core = tokenizers.Tokenizer(models.BPE())

@@ -132,7 +132,7 @@ class Pair:
         )
 
     def counted(self, name: str, **labels: str) -> float | None:
-        every = {"model_name": "m", "engine": "d", **labels}
+        every = {"model_name": "m", "engine": "0", "role": "d", **labels}
         return self.metrics.registry.get_sample_value(f"tandem:{name}_total", every)
 
 

@@ -20,6 +20,7 @@ import zmq
 from connector.pd.decode.pull_reader import STAGE_BYTES
 from connector.registry import builder_of
 from engine.config import KVTransferConfig, NodeConfig
+from engine.metrics import LABELS
 from engine.node.server import NodeServer
 from engine.types import GenerateOutput, GenerateRequest, PromptLogprobs, TokenLogprob
 from tests.api_double import write_model_folder
@@ -233,8 +234,7 @@ def sample(node: NodeServer, name: str, **labels: str) -> float:
 
 def sample_or_none(node: NodeServer, name: str, **labels: str) -> float | None:
     """None where nothing was counted yet."""
-    model_name, engine = node.metrics.labels
-    every = {"model_name": model_name, "engine": engine, **labels}
+    every = {**dict(zip(LABELS, node.metrics.labels, strict=True)), **labels}
     found = node.metrics.registry.get_sample_value(name, every)
     start = _COUNTED_FROM.get(node, {}).get((name, frozenset(every.items())), 0.0)
     return None if found is None else found - start

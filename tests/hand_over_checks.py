@@ -41,7 +41,7 @@ async def check_tokens_and_logprobs(p: Node, d: Node, lengths: Iterable[int] = L
             pair = await hand_over(p, d, prompt, sampling)
             assert pair.token_ids == alone.token_ids, (length, sampling)
             assert pair.logprobs == alone.logprobs, (length, sampling)
-            assert (pair.last.kv_transfer is not None) == (len(pair.token_ids) > 1)
+            assert pair.last.was_pulled == (len(pair.token_ids) > 1)
             if sampling is GREEDY:
                 assert len(pair.token_ids) == min(12, CONTEXT - length)
                 assert pair.last.finish_reason is FinishReason.LENGTH
@@ -53,7 +53,7 @@ async def check_one_token_moves_nothing(p: Node, d: Node) -> None:
     pair = await hand_over(p, d, prompt_of(40), sampling)
     assert len(pair.token_ids) == 1
     assert pair.last.finish_reason is FinishReason.LENGTH
-    assert pair.last.kv_transfer is None
+    assert not pair.last.was_pulled
 
 
 async def cancel_behind_the_first_token(p: Node, d: Node) -> None:
@@ -73,7 +73,7 @@ async def check_eight_at_once(p: Node, d: Node) -> str:
     sampling = msgspec.structs.replace(GREEDY, max_tokens=40)
     alone = [await generate(p, request_of(prompt, sampling)) for prompt in prompts]
     together = await hand_over_all(p, d, prompts, sampling)
-    assert all(done.last.kv_transfer is not None for done in together)
+    assert all(done.last.was_pulled for done in together)
     return f"{count_near_ties(alone, together)} of {8 * 40} tokens"
 
 
@@ -90,4 +90,4 @@ async def check_recompute(d: Node, prompt: tuple[int, ...], params: KVTransferPa
     pair = await generate(d, request_of(prompt, GREEDY, params))
     assert pair.token_ids == alone.token_ids
     assert pair.logprobs == alone.logprobs
-    assert pair.last.kv_transfer is None
+    assert not pair.last.was_pulled

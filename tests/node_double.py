@@ -160,7 +160,10 @@ class ScriptedNode(ControlHandler):
             last["kv_transfer_params"] = self._params(request, tokens[0])
         if params is not None and params.do_remote_prefill:
             last["kv_transfer"] = KVTransferStats(
-                attention_bytes=64, state_bytes=32, decode_cached_tokens=self.num_cached_of_pull
+                attention_bytes=64,
+                state_bytes=32,
+                prefill_cached_tokens=params.remote_num_cached_tokens or 0,
+                decode_cached_tokens=self.num_cached_of_pull,
             )
         return [*outputs[:-1], GenerateOutput(**last)]
 

@@ -74,11 +74,14 @@ BROAD_EXCEPTS = {
     "connector/offload/worker.py::_load": "guard of a reader thread: the load fails",
     "engine/api/tokenizer.py::load_tokenizer": "the Rust library has no other class",
     "engine/async_engine.py::_run": "guard of the engine thread",
+    "engine/grammar.py::_settle": "a thread's error is raised by its caller",
     "engine/worker/model_runner.py::execute": "a failed forward pass ends its requests",
     "engine/worker/sampler.py::sample": "what fails for one request ends that request",
+    "engine/rpc/caller_requests.py::_run": "border of every request among those of one call",
     "engine/rpc/server.py::call": "border of every gRPC call",
 }
 LOCAL_IMPORTS = {
+    "engine/telemetry/telemetry.py::_traces": "opentelemetry is optional and slow to import",
     "engine/model_configs/folder.py::_download": "huggingface_hub is optional and slow to import",
 }
 ROLE_PLACES = {

@@ -105,6 +105,9 @@ class TransferMetrics:
             "tandem:kv_verification_failures",
             "Blocks or states that differed from P's after a read, by kind of cache.",
         )
+        # Zero from the start, or else an alert on an increase would miss the first one.
+        for kind in ("attention", "state"):
+            self.differing(kind)
 
     def pulled(self, seconds: float, *, spans: int, attention_bytes: int, state_bytes: int) -> None:
         """Records one successful pull."""

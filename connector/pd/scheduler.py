@@ -15,6 +15,7 @@ from engine.kv_connector import FinishDecision, Match, SchedulerConnector
 from engine.node.connector import ConnectorSettings
 from engine.request import Request
 from engine.step import BlockLoad, ConnectorMeta, ScheduledRequest
+from engine.types import KVTransferStats
 
 
 class PdScheduler(SchedulerConnector):
@@ -87,6 +88,8 @@ class PdScheduler(SchedulerConnector):
         params = self._producer.hold(request)
         prefill = self._remote.end(request.request_id)
         stats = prefill.stats if prefill else None
+        if prefill and stats is None and prefill.failure:
+            stats = KVTransferStats(cause=prefill.failure)
         return FinishDecision(int(params is not None), params, stats)
 
     def end_hold(self, request_id: str | None) -> str | None:

@@ -126,7 +126,7 @@ def main(
 ) -> None:
     """The main job of Tandem on this machine, in a minute."""
     stop_on_signals()
-    configure_logging("WARNING")
+    configure_logging("warning")
     console = Console()
     config = _cluster(port if stay else 0, prefill=prefill, decode=decode)
     try:

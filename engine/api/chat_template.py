@@ -6,6 +6,7 @@ Templates come with the model, never from a client; the bounds stop runaway ones
 import json
 import re
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -131,9 +132,22 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    """JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    *,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON without the HTML escapes of Jinja's own filter; the options are transformers'."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 class ChatTemplate:
@@ -189,6 +203,28 @@ class ChatTemplate:
                 f"the model's chat template refused these messages: {error}", param="messages"
             ) from error
 
+    def render_up_to_last_content(
+        self, messages: Sequence[Mapping[str, Any]], *, extra: Mapping[str, Any] | None = None
+    ) -> str:
+        """Text of a conversation that stops where the last message's content does.
+
+        Raises InvalidRequestError where the template has not written that content.
+        """
+        content = messages[-1]["content"]
+        # As transformers: the content alone may occur in what the template writes after it.
+        tag = f"END{uuid.uuid4().hex}"
+        last = {**messages[-1], "content": f"{content}{tag} "}
+        text = self.render([*messages[:-1], last], add_generation_prompt=False, extra=extra)
+        before, found, after = text.rpartition(tag)
+        if not found or not content.strip() or content.strip() not in before:
+            raise InvalidRequestError(
+                "continue_final_message needs a last message with text that the chat template "
+                "writes",
+                param="continue_final_message",
+            )
+        # A template that trims has taken the space after the tag, as it would those before it.
+        return before if after.startswith(" ") else before.rstrip()
+
     def _write(self, names: Mapping[str, Any]) -> str:
         # Each rendering has a deadline of its own: an overlay shares all but its attributes.
         bounded = self._environment.overlay()
@@ -202,19 +238,3 @@ class ChatTemplate:
             bounded.check_time()
             parts.append(part)
         return "".join(parts)
-
-
-def cut_after(text: str, content: str) -> str:
-    """A rendered conversation up to the end of its last message, whose text is `content`.
-
-    Raises InvalidRequestError where the template has not written that text.
-    """
-    # Templates may strip messages: the white space around one counts as far as it is there.
-    start = text.rfind(content.strip())
-    if not content.strip() or start < 0:
-        raise InvalidRequestError(
-            "continue_final_message needs a last message with text that the chat template writes",
-            param="continue_final_message",
-        )
-    whole = content.lstrip()
-    return text[: start + len(whole if text.startswith(whole, start) else whole.rstrip())]

@@ -1,10 +1,11 @@
 """Tokens of one choice to text, step by step: detokenized, cut at a stop string, without calls."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
+
+import msgspec
 
 from engine.api.plan import Plan
 from engine.api.tokenizer import Tokenizer
@@ -22,7 +23,8 @@ from engine.types import (
 )
 
 _REPLACEMENT = "\ufffd"
-_MAX_UNSETTLED = 3
+_MAX_UNSETTLED = 3  # characters
+_MAX_HELD = 4  # tokens: a character has no more bytes
 _KEEP = 8
 _LIMIT = 24
 TOOL_CALLS = "tool_calls"  # why a choice ended, for clients; to nodes it is a stop
@@ -32,23 +34,29 @@ class Detokenizer:
     """Decodes a bounded window of the last tokens; returns text that is new and final.
 
     The window starts with the end of the prompt, because decoders treat the first token of a text
-    differently. A character of four bytes may arrive in four tokens: up to three replacement
-    characters at the end are held until the next token or `flush` settles them.
+    differently. A character of four bytes may arrive in four tokens: text that ends in half a
+    character is held until the next token or `flush` settles it. All of it, because decoders with
+    byte fallback take a run of bytes as one: until it is whole, its first characters are lost too.
     """
 
-    __slots__ = ("_decode", "_shown", "_window")
+    __slots__ = ("_decode", "_num_held", "_shown", "_window")
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window = list(context[-_KEEP:])
+        self._num_held = 0
+        self._window = self._tail_of(context)
         self._shown = len(decode(self._window)) if self._window else 0
 
     def push(self, token_id: int) -> str:
         """Add one token; returns the text that it completes, possibly empty."""
         self._window.append(token_id)
         text = self._decode(self._window)
+        self._num_held = self._num_held + 1 if text.endswith(_REPLACEMENT) else 0
+        if 0 < self._num_held < _MAX_HELD:
+            return ""
         #  text:  0 .. shown         | shown .. settled | settled .. end
         #         returned earlier   | returned now     | held: may be half a character
+        # Held for longer, it is no character, or one that others follow without a pause.
         settled = len(text)
         while len(text) - settled < _MAX_UNSETTLED and text.endswith(_REPLACEMENT, 0, settled):
             settled -= 1
@@ -57,7 +65,7 @@ class Detokenizer:
         # Decoding the whole text for every token would be quadratic: keep the last few tokens.
         if len(self._window) >= _LIMIT:
             held = max(0, len(text) - self._shown)
-            del self._window[:-_KEEP]
+            self._window = self._tail_of(self._window)
             self._shown = max(0, len(self._decode(self._window)) - held)
         return piece
 
@@ -67,6 +75,12 @@ class Detokenizer:
         piece = text[self._shown :]
         self._shown += len(piece)
         return piece
+
+    def _tail_of(self, tokens: Sequence[int]) -> list[int]:
+        """The last few of `tokens`, from the start of a character on if one starts there."""
+        tails = (list(tokens[-count:]) for count in range(_KEEP, 0, -1))
+        whole = (tail for tail in tails if not self._decode(tail).startswith(_REPLACEMENT))
+        return next(whole, list(tokens[-_KEEP:]))
 
 
 class Matched(NamedTuple):
@@ -123,19 +137,19 @@ class StopMatcher:
         return at if at >= 0 else len(text)
 
 
-@dataclass(slots=True, frozen=True)
-class Delta:
-    """News of one choice. `text_offset` is where `text` begins in the choice's whole text.
+class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """News of one choice.
 
-    The first one brings the prompt's log-probabilities, and its text if that is echoed.
-    `first_call` is the number of tool calls before `tool_calls`.
+    `text_offsets`, of tokens with log-probabilities: where their text begins in the whole text of
+    the choice. The first one brings the prompt's log-probabilities, and its text if that is echoed.
+    `first_call` is the number of tool calls before `tool_calls`. Each token makes one of these.
     """
 
     index: int
     text: str
-    text_offset: int
     token_ids: tuple[TokenId, ...]
     logprobs: tuple[TokenLogprob, ...]
+    text_offsets: tuple[int, ...] = ()
     finish_reason: str | None = None
     stop_reason: TokenId | str | None = None
     num_cached_tokens: int = 0
@@ -163,30 +177,33 @@ class ChoiceText:
         self._matcher = StopMatcher(plan.stop, include=plan.include_stop)
         self._calls = None if plan.tool_calls is None else ToolCallReader(plan.tool_calls)
         self._num_tokens = 0
-        self._num_chars = 0
+        self._num_chars = len(self._echo)
 
     def take(self, output: GenerateOutput) -> Delta:
         """Delta of one output; a stop string ends the choice although the output does not."""
-        text, num_used, stop = ("", 0, None) if self._is_echo_only else self._read(output)
+        offsets: list[int] = []
+        text, num_used, stop = "", 0, None
+        if not self._is_echo_only:
+            text, num_used, stop = self._read(output, offsets)
         finish_reason = output.finish_reason if stop is None else FinishReason.STOP
         first_call = 0 if self._calls is None else self._calls.num_calls
         text, calls = self._without_calls(text, ended=finish_reason is not None)
         text, self._echo = self._echo + text, ""
-        offset, self._num_chars = self._num_chars, self._num_chars + len(text)
         logprobs = (output.logprobs or ()) if self._wants_logprobs else ()
         # An answer that was cut off stays cut off, whatever it called before.
         has_stopped_to_call = finish_reason is FinishReason.STOP and (first_call or calls)
         return Delta(
             index=self._index,
             text=text,
-            text_offset=offset,
             token_ids=output.token_ids[:num_used],
             logprobs=logprobs[:num_used],
+            text_offsets=tuple(offsets[:num_used]) if logprobs else (),
             finish_reason=TOOL_CALLS if has_stopped_to_call else finish_reason,
             stop_reason=output.stop_reason if stop is None else stop,
             num_cached_tokens=output.num_cached_tokens,
             kv_transfer_params=output.kv_transfer_params,
-            kv_transfer=output.kv_transfer,
+            # Causes are for operators: clients are told what was moved.
+            kv_transfer=output.kv_transfer if output.was_pulled else None,
             routing=output.routing,
             tool_calls=calls,
             first_call=first_call,
@@ -203,18 +220,25 @@ class ChoiceText:
         last = self._calls.flush()
         return Reading(found.text + last.text, found.calls + last.calls)
 
-    def _read(self, output: GenerateOutput) -> tuple[str, int, str | None]:
-        """Text of the output, number of tokens used, and the stop string that cut them."""
+    def _read(self, output: GenerateOutput, offsets: list[int]) -> tuple[str, int, str | None]:
+        """Text of the output, number of tokens used, and the stop string that cut them.
+
+        Adds to `offsets` where each token's text begins, whatever of it is still held back.
+        """
         shown = output.token_ids
         if output.finish_reason is FinishReason.STOP and not self._show_stop:
             shown = shown[:-1]  # the token that stopped the choice
         text = ""
         for num_used, token_id in enumerate(shown, start=1):
             self._num_tokens += 1
-            matched = self._match(self._detokenizer.push(token_id))
+            offsets.append(self._num_chars)
+            piece = self._detokenizer.push(token_id)
+            self._num_chars += len(piece)
+            matched = self._match(piece)
             text += matched.text
             if matched.stop is not None:
                 return text, num_used, matched.stop
+        offsets += [self._num_chars] * (len(output.token_ids) - len(shown))
         if output.finish_reason is None:
             return text, len(output.token_ids), None
         matched = self._match(self._detokenizer.flush())
@@ -228,10 +252,10 @@ class ChoiceText:
 
 def joined(deltas: Sequence[Delta]) -> Delta:
     """All deltas of a choice in one; the last one says why the choice ended."""
-    return replace(
+    return msgspec.structs.replace(
         deltas[-1],
         text="".join(delta.text for delta in deltas),
-        text_offset=0,
+        text_offsets=tuple(chain.from_iterable(delta.text_offsets for delta in deltas)),
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
         tool_calls=tuple(chain.from_iterable(delta.tool_calls for delta in deltas)),

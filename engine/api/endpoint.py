@@ -1,9 +1,10 @@
 """The generating endpoints: decode and plan, generate, reply whole or as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from functools import partial
+from typing import Final
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -27,13 +28,11 @@ from engine.http.callers import caller_of, origin_of
 from engine.http.errors import status_and_body
 from engine.http.request_bodies import RequestBodies, run_while_connected
 
-SEND_TIMEOUT_S = 300.0
-
-_STREAM_HEADERS = [
+_STREAM_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
-]
+)
 
 
 class GenerateEndpoint:
@@ -115,54 +114,55 @@ class GenerateEndpoint:
         return Response(content, media_type="application/json")
 
     async def _stream(self, plan: Plan, deltas: AsyncIterator[Delta], send: Send) -> None:
-        """Send events as they come.
+        """Send the chunks of all deltas, then usage if asked for, then [DONE].
 
-        An error before the first event becomes an HTTP status; a later one is the last event, and
+        An error before the first chunk becomes an HTTP status; a later one is the last event, and
         no [DONE] follows.
         """
-        async with aclosing(self._events(plan, deltas)) as events:
-            # Awaited before the status line: an error of admission or prefill gets its own status.
-            first = await anext(events)
-            start = {"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS}
-            await send(start)
-            await _send_body(send, first)
-            try:
-                async for event in events:
-                    await _send_body(send, event)
-            except TandemError as error:
-                await _send_body(send, _event(status_and_body(error)[1]))
-        await _send_body(send, b"", more=False)
-
-    async def _events(
-        self, plan: Plan, deltas: AsyncIterator[Delta]
-    ) -> AsyncGenerator[bytes, None]:
-        """Chunks of all deltas, then usage if asked for, then [DONE]."""
         counter = UsageCounter(plan)
         opened: set[int] = set()
-        async for delta in deltas:
-            counter.add(delta)
-            has_news = delta.text or delta.tool_calls or delta.logprobs or delta.finish_reason
-            asked = plan.return_token_ids and delta.token_ids
-            if not (has_news or asked or delta.prompt_logprobs):
-                continue  # the step's text is held back
-            # Once usage is asked for it is null in every chunk, unless it is to be counted up.
-            usage: Usage | UnsetType | None = counter.usage() if plan.continuous_usage else None
-            usage = usage if plan.include_usage else UNSET
-            first = delta.index not in opened
-            opened.add(delta.index)
-            encode = partial(self._encoded, plan, delta, first=first, usage=usage)
-            is_long = delta.prompt_logprobs is not None
-            for event in await asyncio.to_thread(encode) if is_long else encode():
-                yield event
-        if plan.include_usage:
-            yield _event(msgspec.json.encode(self._format.usage_chunk(plan, counter)))
-        yield _event(b"[DONE]")
+        try:
+            async for delta in deltas:
+                counter.add(delta)
+                if not _is_shown(plan, delta):
+                    continue
+                # Only now: an error of admission or prefill gets its own status.
+                if not opened:
+                    start = {"type": "http.response.start", "status": 200}
+                    await send({**start, "headers": _STREAM_HEADERS})
+                encode = partial(
+                    self._encoded, plan, delta, first=delta.index not in opened, counter=counter
+                )
+                opened.add(delta.index)
+                is_long = delta.prompt_logprobs is not None
+                await _send_body(send, await asyncio.to_thread(encode) if is_long else encode())
+            end = _event(b"[DONE]")
+            if plan.include_usage:
+                end = _event(msgspec.json.encode(self._format.usage_chunk(plan, counter))) + end
+        except TandemError as error:
+            if not opened:
+                raise
+            end = _event(status_and_body(error)[1])
+        await _send_body(send, end, more=False)
 
-    def _encoded(
-        self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None
-    ) -> list[bytes]:
+    def _encoded(self, plan: Plan, delta: Delta, *, first: bool, counter: UsageCounter) -> bytes:
+        """The chunks of one delta, of its choice perhaps the first."""
+        # Once usage is asked for it is null in every chunk, unless it is to be counted up.
+        usage: Usage | UnsetType | None = counter.usage() if plan.continuous_usage else None
+        usage = usage if plan.include_usage else UNSET
         chunks = self._format.chunks(plan, delta, first=first, usage=usage)
-        return [_event(msgspec.json.encode(chunk)) for chunk in chunks]
+        return b"".join(_event(msgspec.json.encode(chunk)) for chunk in chunks)
+
+
+def _is_shown(plan: Plan, delta: Delta) -> bool:
+    """Whether a step gets a chunk: any with tokens does, but for pieces of tool calls.
+
+    Its text may be empty, as that of a special token, of half a character, or of what may begin a
+    stop string: clients take the time between chunks for the time between tokens.
+    """
+    has_news = delta.text or delta.tool_calls or delta.logprobs or delta.finish_reason
+    shows_tokens = delta.token_ids and (plan.tool_calls is None or plan.return_token_ids)
+    return bool(has_news or shows_tokens or delta.prompt_logprobs)
 
 
 def _event(data: bytes) -> bytes:
@@ -170,6 +170,4 @@ def _event(data: bytes) -> bytes:
 
 
 async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
-    """Send one piece; TimeoutError cuts off a reader that takes none for `SEND_TIMEOUT_S`."""
-    async with asyncio.timeout(SEND_TIMEOUT_S):
-        await send({"type": "http.response.body", "body": body, "more_body": more})
+    await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -34,16 +34,18 @@ class LogprobFormat:
         if not known and echoed is None:
             return None
         first: list[None] = []
-        ids = [entry.token_id for entry in known]
+        ids, offsets = [entry.token_id for entry in known], list(delta.text_offsets)
         if echoed is not None:
             known = [*_prompt_rows(echoed, num_top or 0), *known]
-            first, ids = [None], [*plan.prompt_of(delta.index), *ids]
-        lengths = [len(self._tokenizer.token_text(token_id)) for token_id in ids]
+            prompt = plan.prompt_of(delta.index)
+            first, ids = [None], [*prompt, *ids]
+            lengths = [len(self._tokenizer.token_text(token_id)) for token_id in prompt[:-1]]
+            offsets = [*accumulate(lengths, initial=0), *offsets]
         return CompletionLogprobs(
             tokens=[self._name(plan, token_id) for token_id in ids],
             token_logprobs=[*first, *(finite(entry.logprob) for entry in known)],
             top_logprobs=[*first, *(self._alternatives(plan, entry) for entry in known)],
-            text_offset=list(accumulate(lengths[:-1], initial=delta.text_offset)),
+            text_offset=offsets,
         )
 
     def chat(self, plan: Plan, delta: Delta) -> ChatLogprobs | None:

@@ -90,7 +90,7 @@ class Operations:
         return _json(VersionReply(version=self._serving.version))
 
     async def models(self, request: Request) -> Response:
-        return _json(ModelList(data=[self._card(self._serving.model_name)]))
+        return _json(ModelList(data=[self._card(it) for it in self._serving.served_model_names]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -129,7 +130,7 @@ def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> P
     kv_params = _kv_params(fields, serving)
     check_model(fields.model, serving)
     logprobs = _chat_logprobs(fields)
-    tools, must_call = offer(fields.tools, fields.tool_choice)
+    tools, must_call, is_named = offer(fields.tools, fields.tool_choice)
     prompt = encode_chat(fields, fields.messages, serving, tools=tools)
     default = serving.defaults.max_new_tokens
     plan = _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
@@ -138,11 +139,11 @@ def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> P
         rules = _tool_call_rules(serving.tool_calls, tools, parallel=fields.parallel_tool_calls)
         plan = replace(plan, tool_calls=rules, skip_special_tokens=False)
     if must_call:
-        plan = _forced_to_call(plan, must_call)
+        plan = _forced_to_call(plan, must_call, is_named=is_named)
     return _of_session(plan, session_id, fields)
 
 
-def _forced_to_call(plan: Plan, names: tuple[str, ...]) -> Plan:
+def _forced_to_call(plan: Plan, names: tuple[str, ...], *, is_named: bool) -> Plan:
     """The plan with a grammar that allows nothing but calls of these tools."""
     rules = plan.tool_calls
     if rules is None:
@@ -154,8 +155,7 @@ def _forced_to_call(plan: Plan, names: tuple[str, ...]) -> Plan:
         raise InvalidRequestError(
             "tool_choice and a grammar both bind the output: give one", param="tool_choice"
         )
-    # A named tool is called once.
-    is_parallel = len(names) > 1 and rules.max_calls is None
+    is_parallel = not is_named and rules.max_calls is None
     grammar = forced_grammar(rules.syntax, names, rules.parameters, is_parallel=is_parallel)
     bound = [structs.replace(it.sampling, grammar=grammar) for it in plan.requests]
     requests = zip(plan.requests, bound, strict=True)
@@ -284,11 +284,12 @@ def _split_prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | 
     """One entry per prompt; a flat list of ids is one prompt."""
     if isinstance(prompt, str):
         return [prompt]
-    # One list of numbers is one prompt; anything else is one prompt per item.
-    ids = tuple(item for item in prompt if isinstance(item, int))
-    if len(ids) == len(prompt):
-        return [ids]
-    if ids:
+    # One list of numbers is one prompt; anything else is one prompt per item. A sum is the quickest
+    # way to see that all of a long list are numbers.
+    with suppress(TypeError):
+        sum(prompt)  # type: ignore[arg-type]
+        return [tuple(prompt)]  # type: ignore[arg-type]
+    if any(isinstance(item, int) for item in prompt):
         raise InvalidRequestError("prompt mixes token ids with texts or lists", param="prompt")
     if len(prompt) > MAX_PROMPTS:
         raise InvalidRequestError(

@@ -13,7 +13,10 @@ from engine.types import TokenId
 def cut_prompts(
     fields: SamplingFields, prompts: Sequence[tuple[TokenId, ...]], serving: Serving
 ) -> Sequence[tuple[TokenId, ...]]:
-    """The last `truncate_prompt_tokens` tokens of each prompt; -1: as many as leave room."""
+    """The last `truncate_prompt_tokens` tokens of each prompt; -1: as many as leave room.
+
+    Raises InvalidRequestError where that is none.
+    """
     most = fields.truncate_prompt_tokens
     if most is None:
         return prompts
@@ -22,9 +25,29 @@ def cut_prompts(
             f"truncate_prompt_tokens={most} is more than max_model_len={serving.max_model_len}",
             param="truncate_prompt_tokens",
         )
+    if most == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens=0 leaves no prompt: ask for 1 or more, for -1 to fit the "
+            "context, or leave it out",
+            param="truncate_prompt_tokens",
+        )
     if most == -1:
-        most = serving.max_model_len - (_requested(fields, remote_decode=False) or 1)
-    return [prompt[-most:] if most > 0 else () for prompt in prompts]
+        most = _room_beside_output(fields, serving)
+    return [prompt[-most:] for prompt in prompts]
+
+
+def _room_beside_output(fields: SamplingFields, serving: Serving) -> int:
+    """Tokens that a prompt may have, at least 1."""
+    requested = _requested(fields, remote_decode=False) or 1
+    if requested >= serving.max_model_len:
+        raise PromptTooLongError(
+            f"This model's maximum context length is {serving.max_model_len} tokens. However, "
+            f"max_tokens={requested} leaves no room for a prompt: ask for at most "
+            f"{serving.max_model_len - 1}.",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return serving.max_model_len - requested
 
 
 def resolve_max_tokens(

@@ -181,19 +181,30 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknow
 
 
 class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The one kind of content part that a text model takes."""
+    """The content parts that a text model takes; an assistant's refusal is text like any other."""
 
-    text: str
-    type: Literal["text"] = "text"
+    text: str | None = None
+    refusal: str | None = None
+    type: Literal["text", "refusal"] = "text"
 
     def __post_init__(self) -> None:
-        """Python between any two parts: other threads may go on while millions are decoded."""
+        """Raise ValueError for a part without its text.
+
+        It is also Python between any two parts: other threads go on while millions are decoded.
+        """
+        if self.written is None:
+            raise ValueError(f"Object missing required field `{self.type}`")
+
+    @property
+    def written(self) -> str | None:
+        return self.text if self.type == "text" else self.refusal
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One message of a chat.
 
-    The keys after `tool_calls` come back from the openai client's own reply objects, as null.
+    The keys after `tool_calls` come back from the openai client's own reply objects. A `refusal`
+    stands for content that is null; `annotations` are not read.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -203,26 +214,29 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reasoning_content: str | None = None
     tool_call_id: _Label | None = None
     tool_calls: Calls | None = None
-    refusal: None = None
-    annotations: tuple[()] | None = None
+    refusal: str | None = None
+    annotations: Raw = msgspec.field(default_factory=Raw)
     audio: None = None
     function_call: None = None
 
     def __post_init__(self) -> None:
-        """Raise ValueError for calls of anyone but the assistant, and for a message without text.
+        """Raise ValueError for calls and refusals of others than the assistant, and for no text.
 
         It is also Python between two messages: other threads go on while millions are decoded.
         """
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"role={self.role!r} has tool_calls: only the assistant calls tools")
-        if self.content is None and not self.tool_calls:
+        if self.refusal is not None and self.role != "assistant":
+            raise ValueError(f"role={self.role!r} has a refusal: only the assistant refuses")
+        if self.content is None and self.refusal is None and not self.tool_calls:
             # msgspec's own words, which the decoder explains.
             raise ValueError("Object missing required field `content`")
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it; line feeds join text parts, as in vLLM."""
-        parts = self.content or ""
-        text = parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+        parts = self.content if self.content is not None else self.refusal or ""
+        if not isinstance(parts, str):
+            parts = "\n".join(part.written or "" for part in parts)
         extras = {
             "name": self.name,
             "reasoning_content": self.reasoning_content or self.reasoning,
@@ -231,7 +245,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         }
         return {
             "role": self.role,
-            "content": text,
+            "content": parts,
             **{key: value for key, value in extras.items() if value is not None},
         }
 

@@ -8,6 +8,7 @@ import llguidance
 import msgspec
 from msgspec import Meta
 
+from engine.api.loose_schema import COERCE_ONE_OF, loosened
 from engine.errors import InvalidRequestError
 from engine.grammar import check_grammar, json_grammar
 from engine.types import MAX_GRAMMAR_CHARS
@@ -111,8 +112,14 @@ def _schema_of(form: ResponseFormat | None) -> Any:
 
 
 def _json(schema: Any) -> str:
-    text = schema if isinstance(schema, str) else json.dumps(schema)
-    return json_grammar(text)
+    if isinstance(schema, str):
+        schema = json.loads(schema)
+    if isinstance(schema, dict):
+        # A caller's own options win; ones that are no object are for llguidance to name.
+        given = schema.get("x-guidance", {})
+        options = {**COERCE_ONE_OF, **given} if isinstance(given, dict) else given
+        schema = {**loosened(schema), "x-guidance": options}
+    return json_grammar(json.dumps(schema))
 
 
 def _regex(pattern: str) -> str:

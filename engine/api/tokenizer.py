@@ -10,7 +10,7 @@ from typing import Any
 import tokenizers
 from tokenizers import models
 
-from engine.api.chat_template import ChatTemplate, cut_after
+from engine.api.chat_template import ChatTemplate
 from engine.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
@@ -134,11 +134,12 @@ class TextTokenizer(Tokenizer):
             raise InvalidRequestError(
                 "this model has no chat template: use /v1/completions", param="messages"
             )
-        text = self._template.render(
-            messages, add_generation_prompt=add_generation_prompt, extra=extra
-        )
         if continue_final_message:
-            text = cut_after(text, messages[-1]["content"])
+            text = self._template.render_up_to_last_content(messages, extra=extra)
+        else:
+            text = self._template.render(
+                messages, add_generation_prompt=add_generation_prompt, extra=extra
+            )
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

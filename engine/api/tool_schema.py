@@ -81,10 +81,14 @@ Calls = Annotated[list[Called], Meta(max_length=MAX_CALLS)]
 
 
 class Offer(NamedTuple):
-    """The tools that the model is told of; one of `must_call` is called unless it is empty."""
+    """The tools that the model is told of; one of `must_call` is called unless it is empty.
+
+    `is_named`: the caller chose that one by its name, so it is called once.
+    """
 
     tools: Sequence[Tool]
     must_call: tuple[str, ...] = ()
+    is_named: bool = False
 
 
 def offer(tools: Sequence[Tool] | None, choice: object) -> Offer:
@@ -102,7 +106,7 @@ def offer(tools: Sequence[Tool] | None, choice: object) -> Offer:
         return Offer(tools, names)
     match choice:
         case {"type": "function", "function": {"name": str(name)}} if name in names:
-            return Offer(tools, (name,))
+            return Offer(tools, (name,), is_named=True)
     raise InvalidRequestError(
         f"tool_choice={repr(choice)[:80]} names none of tools: use auto, none, "
         'required with tools, or {"type": "function", "function": {"name": ...}} with one of them',

@@ -29,13 +29,15 @@ class ConnectionLimits:
     """Seconds that the server waits for a client, and how much it takes from one.
 
     `header_timeout_s` begins with the connection, and with the first byte of each request;
-    `linger_timeout_s` is for the rest of a refused body. `max_connections` None: as many as the
+    `linger_timeout_s` is for the rest of a refused body, `send_timeout_s` for a reader that takes
+    nothing of a reply. `max_connections` None: as many as the
     descriptors of the process allow.
     """
 
     header_timeout_s: float = 15.0
     keep_alive_timeout_s: float = 30.0
     linger_timeout_s: float = 2.0
+    send_timeout_s: float = 300.0
     max_header_bytes: int = 65_536
     max_connections: int | None = None
 
@@ -93,6 +95,7 @@ class Connection(HttpToolsProtocol):
         self._in_headers = True
         self._is_refused = False
         self._timer: asyncio.TimerHandle | None = None
+        self._send_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -103,6 +106,18 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._connections.settled(self)
         super().connection_lost(exc)
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # Closing would wait for the reader as well; the app learns that its client is gone.
+        self._send_timer = self.loop.call_later(self._limits.send_timeout_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:

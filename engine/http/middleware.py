@@ -33,8 +33,8 @@ class BearerAuth:
             await self._app(scope, receive, send)
             return
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Headers arrive as Latin-1, keys are UTF-8.
-        caller = self._callers.find(key.strip().encode("latin-1"))
+        # Headers arrive as Latin-1, keys are UTF-8: the last byte of "à" is no space of the header.
+        caller = self._callers.find(key.strip(" \t").encode("latin-1"))
         if caller is None or scheme.lower() != "bearer":
             error = AuthenticationError("missing or wrong key: send Authorization: Bearer <key>")
             await error_response(error)(scope, receive, send)

@@ -63,7 +63,10 @@ class RequestBodies:
         size = len(body)
         threads = self._small if size <= SMALL_BYTES else self._large
         try:
-            await run_while_connected(receive, self._wait_for(threads))
+            if threads.locked():
+                await run_while_connected(receive, self._wait_for(threads))
+            else:
+                await threads.acquire()  # at once
         except BaseException:
             self._resize(size, 0)
             raise

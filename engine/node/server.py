@@ -60,6 +60,7 @@ from engine.rpc.messages import TOKENIZER_FILES, ArenaUse, NodeInfo
 from engine.rpc.node_service import NodeService
 from engine.rpc.server import RpcServer, start_server
 from engine.sched.scheduler import Scheduler
+from engine.telemetry.telemetry import Telemetry
 from engine.tls import server_tls
 from engine.worker.model_runner import ModelRunner
 
@@ -151,7 +152,9 @@ class NodeServer:
         self._check_options()
         torch.set_num_threads(self.config.num_threads)
         model = await asyncio.to_thread(ModelFolder.read, self.config)
-        self.metrics = NodeMetrics(model.names[0], self.engine_id)
+        self.metrics = NodeMetrics(model.names[0], self.kind)
+        # Before the weights: a wrong collector must not cost the time to load them.
+        self._telemetry = self._make_telemetry()
         plan, limits = self._plan_arena(model)
         arena = ArenaMemory(plan.arena_bytes, device=self.config.device)
         self._resources.callback(arena.close)
@@ -254,11 +257,27 @@ class NodeServer:
         self.metrics.read(scheduler, gauges=SCHEDULER_GAUGES, counters=SCHEDULER_COUNTERS)
         after_step = self.events.publish if self.events else None
         core = EngineCore(scheduler, runner, connector, after_step=after_step)
-        metrics = RequestMetrics(self.metrics)
+        self._start_telemetry(scheduler)
+        records = self._telemetry.records
         # Known before it starts: its connector may wake it from then on.
-        self.engine = AsyncEngine(core, connector.admission, limits, metrics=metrics)
+        self.engine = AsyncEngine(core, connector.admission, limits, records=records)
         self.engine.start()
         self._resources.push_async_callback(self.engine.close)
+
+    def _make_telemetry(self) -> Telemetry:
+        timer_of = RequestMetrics(self.metrics).start
+        telemetry = Telemetry(self.config, timer_of, role=self.kind, instance=self.engine_id)
+        self._resources.push_async_callback(telemetry.close)
+        return telemetry
+
+    def _start_telemetry(self, scheduler: Scheduler) -> None:
+        self._telemetry.start(
+            lambda: {
+                "num_requests_running": scheduler.num_running,
+                "num_requests_waiting": scheduler.num_waiting,
+                "kv_cache_usage": round(scheduler.cache.usage, 3),
+            }
+        )
 
     async def _start_rpc(self, model: ModelFolder) -> RpcServer:
         paths = [model.path / name for name in TOKENIZER_FILES]

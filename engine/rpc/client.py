@@ -5,10 +5,10 @@ Every call has a deadline and every failure is a leaf of the error tree.
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, TypeVar
 
 from grpc import ChannelConnectivity, StatusCode, aio, ssl_channel_credentials
 
@@ -17,10 +17,17 @@ from engine.errors import (
     DeadlineExceededError,
     InvalidRequestError,
     NodeLostError,
-    UnavailableError,
+    TandemError,
 )
+from engine.patience import Patience
 from engine.rpc import convert
-from engine.rpc.channel import MAX_REQUEST_BYTES, OPTIONS, PROVE_TIMEOUT_S, no_proof
+from engine.rpc.attachment import Attachment, OutputStream
+from engine.rpc.channel import (
+    MAX_REQUEST_BYTES,
+    OPTIONS,
+    PROVE_TIMEOUT_S,
+    no_proof,
+)
 from engine.rpc.messages import NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub, NodeStub
@@ -29,10 +36,11 @@ from engine.rpc.status import DETAIL_KEY, error_from_status
 from engine.tls import ClientTls
 from engine.types import GenerateOutput, GenerateRequest
 
-END_OF_CALL_S: Final = 1.0
-"""For the status after a last output; `close` cuts off a node that does not send it."""
+ATTACH_TIMEOUT_S: Final = 30.0
+"""For all that wait for it; a request that may take less gives up sooner."""
+COMMAND_BYTES: Final = 256
+"""What a message has beside the request itself."""
 
-OutputCall: TypeAlias = aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateOutput]
 _Reply = TypeVar("_Reply")
 
 
@@ -67,70 +75,96 @@ class NodeClient:
         self._identity = IdentityStub(self._channel)  # type: ignore[no-untyped-call]
         self._node = NodeStub(self._channel)  # type: ignore[no-untyped-call]
         self._control = KvControlStub(self._channel)  # type: ignore[no-untyped-call]
-        self._running: set[OutputCall] = set()
-        self._ending: set[OutputCall] = set()
+        self._attachment: Attachment | None = None
+        self._attaching: asyncio.Task[Attachment] | None = None
 
     async def close(self) -> None:
-        """Cancels what still runs, unless it has answered; its readers get `UnavailableError`."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(END_OF_CALL_S):
-                for call in list(self._ending):
-                    await call.code()
+        """Cuts off what still runs or waits; its readers get `UnavailableError`."""
+        if self._attaching is not None:
+            self._attaching.cancel()
+            await asyncio.gather(self._attaching, return_exceptions=True)
+        if self._attachment is not None:
+            await self._attachment.close()
         await self._channel.close()
 
     async def generate(
-        self, request: GenerateRequest, deadlines: StreamDeadlines
+        self, request: GenerateRequest, deadlines: StreamDeadlines, prompt: bytes | None = None
     ) -> AsyncGenerator[GenerateOutput]:
         """Outputs of `request`, the last with a `finish_reason`; `aclose` cancels it on the node.
 
-        Raises what the node raised, `DeadlineExceededError`, or `UnavailableError` when the node is
-        away or its stream ends early.
+        `prompt`: that of `convert.prompt_to_bytes`, if the caller has it. Raises what the node
+        raised, `DeadlineExceededError`, or `UnavailableError` when the node is away or its stream
+        ends early.
         """
-        message = convert.request_to_pb(request)
+        prompt = convert.prompt_to_bytes(request) if prompt is None else prompt
+        message = convert.request_to_bytes(request, prompt)
         # The peer would refuse it, and the request's fault must not look like the peer's.
-        if (size := message.ByteSize()) > MAX_REQUEST_BYTES:
+        if (size := len(message) + COMMAND_BYTES) > MAX_REQUEST_BYTES:
             raise InvalidRequestError(
                 f"the request has {size} bytes; {MAX_REQUEST_BYTES} are allowed"
             )
-        begin = partial(self._begin, message, deadlines)
-        call, output = await self._with_proof(begin, deadlines.first_output_s)
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        attachment = await self._attached(min(deadlines.first_output_s, deadlines.total_s))
+        stream = attachment.start(message, request.origin.traceparent)
+        give_up = partial(self._give_up, stream)
+        limit = loop.call_at(began + deadlines.total_s, give_up)
+        first = loop.call_at(began + deadlines.first_output_s, give_up)
+        patience = Patience(deadlines.next_output_s, give_up)
+        is_over = False
         try:
+            output = await stream.get()
+            first.cancel()
             while output.finish_reason is None:
                 yield output
-                output = await self._read(call, deadlines.next_output_s)
-            # Nobody waits for the status, which comes within the call's deadline. But gRPC cancels
-            # a call that is collected, and the node would count a cancelled request.
-            self._ending.add(call)
-            call.add_done_callback(self._ending.discard)
+                with patience:
+                    output = await stream.get()
+            is_over = True
             yield output
         finally:
-            if output.finish_reason is None:
-                call.cancel()
-
-    async def _begin(
-        self, message: pb.GenerateRequest, deadlines: StreamDeadlines, proof: Metadata
-    ) -> tuple[OutputCall, GenerateOutput]:
-        call = self._node.Generate(message, timeout=deadlines.total_s, metadata=proof)
-        self._running.add(call)
-        call.add_done_callback(self._running.discard)
-        try:
-            return call, await self._read(call, deadlines.first_output_s)
-        except BaseException:
-            call.cancel()
-            raise
+            for timer in (limit, first):
+                timer.cancel()
+            patience.close()
+            attachment.leave(stream, is_over=is_over)
 
     def cut_off(self) -> None:
         """Ends every token stream now, for a node that hangs; readers get `NodeLostError`."""
-        for call in list(self._running):
-            call.cancel()
+        if self._attaching is not None:
+            self._attaching.cancel()
+        if self._attachment is not None:
+            self._attachment.cut_off()
 
-    async def _read(self, call: OutputCall, limit_s: float) -> GenerateOutput:
+    def _give_up(self, stream: OutputStream) -> None:
+        stream.put(DeadlineExceededError(f"node {self.address} sent nothing in time"))
+
+    async def _attached(self, limit_s: float) -> Attachment:
+        """The call that carries all requests; a new one where the former has ended."""
+        if self._attachment is not None and not self._attachment.is_over:
+            return self._attachment
+        # One task for all that wait: each may leave, and `cut_off` ends the wait of all.
+        if self._attaching is None or self._attaching.done():
+            self._attaching = asyncio.create_task(self._attach_anew())
+            self._attaching.add_done_callback(_look_at_error)
         with self._errors_of_peer():
             async with asyncio.timeout(limit_s):
-                message = await call.read()
-        if not isinstance(message, pb.GenerateOutput):
-            raise UnavailableError(f"node {self.address} ended a stream without a last output")
-        return convert.output_from_pb(message)
+                return await asyncio.shield(self._attaching)
+
+    async def _attach_anew(self) -> Attachment:
+        async with asyncio.timeout(ATTACH_TIMEOUT_S):
+            self._attachment = await self._with_proof(self._attach, ATTACH_TIMEOUT_S)
+            return self._attachment
+
+    async def _attach(self, proof: Metadata) -> Attachment:
+        call = self._node.Attach(metadata=proof)
+        try:
+            with self._errors_of_peer():
+                await call.initial_metadata()  # the node's: it has let this call in
+                if call.done():
+                    await call.wait_for_connection()  # raises what has ended it
+        except BaseException:
+            call.cancel()
+            raise
+        return Attachment(call, self.address, self._named)
 
     async def describe(self, timeout_s: float) -> NodeInfo:
         reply = await self._call(self._node.Describe, pb.DescribeRequest(), timeout_s)
@@ -199,19 +233,34 @@ class NodeClient:
         except TimeoutError as error:
             raise DeadlineExceededError(f"node {self.address} sent nothing in time") from error
         except aio.AioRpcError as error:
-            text = f"{error.details()} (node {self.address})"
-            named = error_from_status(error.code(), text, error.trailing_metadata() or ())
-            # A node that was lost with the request counts against the request; one that was never
-            # reached does not.
-            if error.code() is StatusCode.UNAVAILABLE and _was_sent(error):
-                named = NodeLostError(str(named))
-            raise named from error
-        except asyncio.CancelledError as error:
-            # gRPC also answers reads on a closed channel with CancelledError.
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            raise self._named(error) from error
+        except (asyncio.CancelledError, aio.UsageError) as error:
+            # gRPC's answers to reads of a channel that was closed, and to calls on it.
+            if _is_cancelled():
                 raise
             raise NodeLostError(f"the stream of node {self.address} was cut off") from error
+
+    def _named(self, error: aio.AioRpcError) -> TandemError:
+        text = f"{error.details()} (node {self.address})"
+        named = error_from_status(error.code(), text, error.trailing_metadata() or ())
+        # A node that was lost with the request counts against the request; one that was never
+        # reached does not.
+        # INTERNAL is gRPC's own word where a write met the end of the call.
+        if error.code() in (StatusCode.UNAVAILABLE, StatusCode.INTERNAL) and _was_sent(error):
+            return NodeLostError(str(named))
+        return named
+
+
+def _is_cancelled() -> bool:
+    """True if somebody wants the present task to end."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _look_at_error(task: "asyncio.Task[Attachment]") -> None:
+    """asyncio logs an error that nobody has looked at: all that waited may have left."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _was_sent(error: aio.AioRpcError) -> bool:

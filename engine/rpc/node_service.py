@@ -1,19 +1,21 @@
 """The `Node` service over anything that generates. Knows no engine."""
 
-from collections.abc import Callable, Mapping
-from contextlib import aclosing
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from grpc import aio
 
+from engine.errors import InvalidRequestError
 from engine.generator import TokenSource
 from engine.rpc import convert
+from engine.rpc.caller_requests import CallerRequests
 from engine.rpc.messages import NodeInfo
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import NodeServicer, add_NodeServicer_to_server
 
 
 class NodeService(NodeServicer):
-    """Maps calls to `source`; a cancelled call closes its stream at once."""
+    """Maps calls to `source`; the end of an `Attach` closes all of its streams at once."""
 
     def __init__(
         self,
@@ -24,18 +26,39 @@ class NodeService(NodeServicer):
         self._source = source
         self._describe = describe
         self._tokenizer_files = tokenizer_files
+        self._drains = asyncio.Event()
 
     def register(self, server: aio.Server) -> None:
         add_NodeServicer_to_server(self, server)  # type: ignore[no-untyped-call]
 
-    async def Generate(
+    def drain(self) -> None:
+        self._drains.set()
+
+    async def Attach(
         self,
-        request: pb.GenerateRequest,
-        context: aio.ServicerContext[pb.GenerateRequest, pb.GenerateOutput],
+        commands: AsyncIterator[pb.Command | InvalidRequestError],
+        context: aio.ServicerContext[pb.Command, pb.News],
     ) -> None:
-        async with aclosing(self._source.generate(convert.request_from_pb(request))) as outputs:
-            async for output in outputs:
-                await context.write(convert.output_to_pb(output))
+        # The caller sends nothing before it knows that it was let in.
+        await context.send_initial_metadata(())
+        requests = CallerRequests(self._source)
+        taking = asyncio.create_task(_take_all(commands, requests))
+        writing = asyncio.create_task(requests.write(context.write))
+        draining = asyncio.create_task(self._drains.wait())
+        tasks = (taking, writing, draining)
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if draining.done():
+                await requests.end()
+                await writing
+        finally:
+            await requests.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in (taking, writing):
+            if not task.cancelled() and (error := task.exception()) is not None:
+                raise error
 
     async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.NodeInfo:
         return convert.to_pb(self._describe(), pb.NodeInfo)
@@ -44,3 +67,12 @@ class NodeService(NodeServicer):
         self, request: pb.GetTokenizerRequest, context: object
     ) -> pb.TokenizerFiles:
         return pb.TokenizerFiles(files=self._tokenizer_files)
+
+
+async def _take_all(
+    commands: AsyncIterator[pb.Command | InvalidRequestError], requests: CallerRequests
+) -> None:
+    async for command in commands:
+        if isinstance(command, InvalidRequestError):
+            raise command
+        requests.take(command)

@@ -45,7 +45,11 @@ class RpcService(Protocol):
     coroutine closes what it iterates at once, an abandoned generator when it is collected.
     """
 
-    def register(self, server: aio.Server) -> None: ...
+    def register(self, server: aio.Server) -> None:
+        """Called once, before the server starts."""
+
+    def drain(self) -> None:
+        """No call may be begun any more: those that wait for more to do end."""
 
 
 class CallBorder(aio.ServerInterceptor):
@@ -96,11 +100,11 @@ def _unread(method: Method) -> Handler:
 
 def _guarded(handler: Handler, ends_reply: Callable[[Context], None]) -> Handler:
     if handler.response_streaming:
-        method, make = handler.unary_stream, grpc.unary_stream_rpc_method_handler
+        method, make = handler.stream_stream, grpc.stream_stream_rpc_method_handler
     else:
         method, make = handler.unary_unary, grpc.unary_unary_rpc_method_handler
     if method is None:
-        raise ConfigError("services with streaming requests are not supported")
+        raise ConfigError("only calls that stream both ways, or neither, are supported")
     read = handler.request_deserializer
 
     def read_or_error(data: bytes) -> Any:
@@ -136,19 +140,22 @@ def _with_border(method: Any, ends_reply: Callable[[Context], None] = lambda _: 
 
 
 async def _abort(context: Context, error: TandemError) -> None:
-    detail = ((DETAIL_KEY, error_to_detail(error)),)
+    detail = ((DETAIL_KEY, error_to_detail(error).SerializeToString()),)
     await context.abort(status_code(error), str(error)[:1000], detail)
 
 
 class RpcServer:
     """A started server. `port` is the bound one. Close it with `close`, or `drain` first."""
 
-    def __init__(self, server: aio.Server, port: int) -> None:
+    def __init__(self, server: aio.Server, port: int, services: Sequence[RpcService]) -> None:
         self.port = port
         self._server = server
+        self._services = services
 
     async def drain(self, deadline_s: float) -> None:
         """Refuses new calls, lets running ones end, and cancels the rest after `deadline_s`."""
+        for service in self._services:
+            service.drain()
         await self._server.stop(deadline_s)
 
     async def close(self) -> None:
@@ -177,7 +184,7 @@ async def start_server(
     bound_port = _bind(server, join_host_port(host, port), tls)
     border.listens_on(bound_port)
     await server.start()
-    return RpcServer(server, bound_port)
+    return RpcServer(server, bound_port, services)
 
 
 def _bind(server: aio.Server, address: str, tls: ServerTls | None) -> int:

@@ -59,14 +59,13 @@ def status_code(error: TandemError) -> StatusCode:
     return next(_STATUS[cls] for cls in type(error).__mro__ if cls in _STATUS)
 
 
-def error_to_detail(error: TandemError) -> bytes:
-    """Serialized `ErrorDetail`; long messages are cut, since peers bound metadata."""
-    detail = pb.ErrorDetail(
+def error_to_detail(error: TandemError) -> pb.ErrorDetail:
+    """What a peer is told of `error`; long messages are cut, since peers bound metadata."""
+    return pb.ErrorDetail(
         error=next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME),
         message=str(error)[:_MAX_MESSAGE_CHARS],
         **{name: value for name, value in vars(error).items() if name in _FIELDS},
     )
-    return detail.SerializeToString()
 
 
 def error_from_status(
@@ -76,11 +75,12 @@ def error_from_status(
     for key, value in metadata:
         if key == DETAIL_KEY and isinstance(value, bytes):
             with suppress(DecodeError):
-                return _error_of(pb.ErrorDetail.FromString(value))
+                return error_of(pb.ErrorDetail.FromString(value))
     return _WITHOUT_DETAIL.get(code, errors.UnavailableError)(f"{code.name}: {message}")
 
 
-def _error_of(detail: pb.ErrorDetail) -> TandemError:
+def error_of(detail: pb.ErrorDetail) -> TandemError:
+    """The error that the peer raised."""
     error = _BY_NAME.get(detail.error, TandemError)(detail.message)
     for name in vars(error).keys() & set(_FIELDS):
         if detail.HasField(name):

@@ -381,6 +381,7 @@ class Scheduler:
                 stop_reason=request.stop_token,
                 kv_transfer_params=decision.kv_transfer_params,
                 kv_transfer=decision.kv_transfer,
+                queue_s=request.queue_s,
             )
             self._news.outputs.append((request.request_id, output))
 

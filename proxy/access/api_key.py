@@ -5,15 +5,18 @@ import hmac
 import re
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Annotated, Final
 
 import msgspec
+import yaml
 from msgspec import Meta, structs
 
 from engine.errors import ConfigError
 
 MIN_KEY_CHARS: Final = 16
 MAX_KEYS: Final = 10_000
+MAX_DEPTH: Final = 16
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._@-]{1,64}\Z")]
 Limit = Annotated[int, Meta(ge=1, le=10**12)]
@@ -46,6 +49,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """Raises ValueError, which decoding reports."""
         if (self.key is None) == (self.sha256 is None):
             raise ValueError(f"{self.name} needs either key or sha256")
+        if self.key is not None and not (self.key.isprintable() and self.key == self.key.strip()):
+            raise ValueError(f"the key of {self.name} has characters that no header carries")
 
     @property
     def owner(self) -> str:
@@ -64,13 +69,16 @@ class _KeyList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse_keys(data: bytes, source: str) -> tuple[ApiKey, ...]:
     """The keys of a file in YAML or JSON. ConfigError names the place, and never a key's text."""
+    _check_depth(data, source)
     try:
-        keys = msgspec.yaml.decode(data, type=_KeyList).keys
+        # Texts only, which the types below read: nothing is a date by its looks.
+        content = yaml.load(data, Loader=yaml.CBaseLoader)
+        keys = msgspec.convert(content, _KeyList, strict=False).keys
     except msgspec.ValidationError as error:
         # A missing quote or colon makes a field's name of a secret.
         told = re.sub(r"unknown field `(?![a-z_]{1,40}`)[^`]*`", "an unknown field", str(error))
         raise ConfigError(f"{source}: {told}") from None
-    except msgspec.DecodeError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         # The parser's own message quotes the line, and with it a secret.
         line = re.search(r"line \d+", str(error))
         where = f" at {line[0]}" if line else ""
@@ -79,6 +87,18 @@ def parse_keys(data: bytes, source: str) -> tuple[ApiKey, ...]:
     _check_once([key.name for key in keys], f"{source}: name", keys)
     _check_once([key.sha256 or "" for key in keys], f"{source}: key", keys)
     return keys
+
+
+def _check_depth(data: bytes, source: str) -> None:
+    """Raises ConfigError before the parser recurses so deep that the process dies of it."""
+    depth = 0
+    # What is no YAML is said better where it is decoded.
+    with suppress(yaml.YAMLError):
+        for event in yaml.parse(data, Loader=yaml.CBaseLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise ConfigError(f"{source} is nested deeper than {MAX_DEPTH} levels")
 
 
 def _check_once(values: Sequence[str], what: str, keys: Sequence[ApiKey]) -> None:

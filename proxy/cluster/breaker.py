@@ -39,6 +39,12 @@ class Breaker:
             self._is_tried = True
             self._until = self._clock() + MAX_PAUSE_S
 
+    def unjudged(self) -> None:
+        """A request ended by its own fault, or another node's: the next one may be the trial."""
+        if self._is_tried:
+            self._is_tried = False
+            self._until = self._clock()
+
     def failed(self) -> bool:
         """A request failed, and not by its own fault; true if the node begins to rest."""
         self._num_failures += 1

@@ -16,6 +16,7 @@ from engine.rpc.node_http import NodeUrl, resolve_grpc_address
 from engine.tls import ClientTls
 from proxy.cluster.breaker import Breaker
 from proxy.cluster.prefill_queue import PrefillQueue
+from proxy.errors import is_node_failure
 
 log = structlog.get_logger()
 
@@ -96,13 +97,15 @@ class Node:
         return self._view
 
     def begin(self) -> None:
-        """A request of this proxy begins; `end` follows, unless its client leaves."""
+        """A request of this proxy begins; `end` follows, unless its client leaves too early."""
         self._breaker.began()
 
     def end(self, failure: TandemError | None) -> None:
-        """A request ended, well or by a `failure` that is the node's."""
+        """A request ended: well, or by a `failure`, which may be the node's or not."""
         if failure is None:
             self._breaker.worked()
+        elif not is_node_failure(failure):
+            self._breaker.unjudged()
         elif self._breaker.failed():
             log.warning("node rests: its requests fail in a row", node=self.name, kind=self.kind)
 
@@ -122,6 +125,7 @@ class Node:
 
     async def refresh(self, timeout_s: float) -> NodeInfo | None:
         """Asks the node what it is; None, with `problem` set, when it is away or not ready."""
+        was_available = self.is_available
         try:
             # A node with a problem may have restarted on another port: resolve its address again.
             if self._client is None or self.problem is not None:
@@ -132,6 +136,9 @@ class Node:
             return None
         except TandemError as error:
             self.set_problem(str(error))
+            return None
+        if was_available and not self.is_available:
+            # A request has lost the node since: the answer is older, and may be its last.
             return None
         self._num_late = 0
         if info.engine_id != self.info.engine_id:

@@ -79,11 +79,21 @@ class NodePool:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
 
+    def cut_off(self) -> None:
+        """Ends every request of this proxy, and the waits for news."""
+        for node in self.nodes:
+            node.cut_off()
+        self._news.set()
+
     def available(self, kind: NodeKind) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.kind is kind and node.is_available)
 
     def num_available(self, kind: NodeKind) -> int:
         return len(self.available(kind))
+
+    def num_away(self, kind: NodeKind) -> int:
+        """Nodes out of use, which may come back."""
+        return sum(node.kind is kind and not node.is_available for node in self.nodes)
 
     def num_resting(self, kind: NodeKind) -> int:
         return sum(node.rests for node in self.available(kind))

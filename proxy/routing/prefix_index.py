@@ -102,6 +102,12 @@ class PrefixIndex:
         return found
 
     @property
+    def is_empty(self) -> bool:
+        """True while no node tells of its cache: `hits` then hashes nothing."""
+        with self._lock:
+            return not any(index.nodes for index in self._layouts.values())
+
+    @property
     def num_entries(self) -> dict[str, int]:
         """By node the hash blocks and checkpoints that it holds, in all groups and tiers."""
         with self._lock:

@@ -1,7 +1,7 @@
 """Routes requests: what nodes hold of a prompt, what they soon will, and a policy's choice."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -10,7 +10,7 @@ from proxy.routing.in_flight import InFlight
 from proxy.routing.local_prefill import LocalPrefill, Threshold
 from proxy.routing.policies import POLICIES, Route
 from proxy.routing.prefix_index import PrefixIndex
-from proxy.routing.prompt import RoutedPrompt
+from proxy.routing.prompt import NodeHit, RoutedPrompt
 
 LONG_PROMPT: Final = 4096
 """Tokens from which a prompt is hashed on another thread, not between other requests' tokens."""
@@ -31,7 +31,7 @@ class Router:
 
     async def refresh(self, prompt: RoutedPrompt) -> None:
         """Looks up what nodes hold of a prompt by their events."""
-        if prompt.num_tokens < LONG_PROMPT:
+        if prompt.num_tokens < LONG_PROMPT or self._index.is_empty:
             prompt.hits = self._index.hits(prompt)
         else:
             prompt.hits = await asyncio.to_thread(self._index.hits, prompt)
@@ -40,7 +40,11 @@ class Router:
         self, prompt: RoutedPrompt, prefill: Sequence[NodeView], decode: Sequence[NodeView]
     ) -> Route:
         """The policy's choice, with prompts under way counted at this moment; perhaps without P."""
-        prompt.hits = self._in_flight.hits(prompt)
+        hits = self._in_flight.hits(prompt)
+        if prompt.request.sampling.prompt_logprobs is not None:
+            # Who computes the prompt reads no cached prefix; a D that pulls still has attention.
+            hits = _of_pulls(hits, decode) if prefill else {}
+        prompt.hits = hits
         return self._local.applied(prompt, self._policy.choose(prompt, prefill, decode))
 
     def expecting(self, prompt: RoutedPrompt, node: NodeView) -> AbstractContextManager[None]:
@@ -50,3 +54,13 @@ class Router:
     def forget(self, name: str) -> None:
         """A node has restarted: what was expected of it will not come."""
         self._in_flight.forget(name)
+
+
+def _of_pulls(hits: Mapping[str, NodeHit], decode: Sequence[NodeView]) -> dict[str, NodeHit]:
+    """What `decode` nodes hold, without the states that nobody resumes from."""
+    names = {node.name for node in decode}
+    return {
+        name: NodeHit(hit.attention, attention_discount=hit.attention_discount)
+        for name, hit in hits.items()
+        if name in names
+    }

@@ -16,7 +16,7 @@ import torch
 from connector.transports import nixl
 from connector.transports.address import decode_address
 from connector.transports.base import SpanPair, Transport
-from connector.transports.nixl_agent import NixlAddress, NixlAgent, NixlRegion
+from connector.transports.nixl_agent import NixlAddress, NixlAgent, NixlRegion, load_nixl
 from connector.transports.nixl_server import OwnerProcess
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
@@ -200,7 +200,10 @@ def test_no_room_for_another_process_is_a_typed_error(arena: ArenaMemory) -> Non
     """Whoever watches over one tries again after that."""
     assert arena.fd is not None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+    load_nixl()  # opens files the first time
+    lowest = os.dup(arena.fd)  # of the free ones: the limit is on numbers, which may have gaps
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
     try:
         with pytest.raises(TransportError, match=r"no process.*Too many open files"):
             OwnerProcess("p", [(arena.fd, arena.nbytes)], devices="lo")

@@ -65,7 +65,7 @@ async def test_damage_is_found_by_the_blocks_of_the_reader(
             counted(d, "tandem:kv_verification_failures", kind=k) for k in ("state", "attention")
         ]
         assert sum(kinds) == times
-        assert (pair.last.kv_transfer is None) == (times == 2)
+        assert (not pair.last.was_pulled) == (times == 2)
 
 
 @pytest.mark.parametrize(

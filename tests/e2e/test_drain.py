@@ -30,7 +30,8 @@ async def test_a_decode_node_that_is_told_to_end_cuts_nothing_without_a_word(
         *("decode_node", *arena, "--kv-transfer-config", json.dumps(held)),
         *("--drain-timeout", str(DRAIN_S)),
     )
-    proxy = real.proxy(p, d)
+    # No D takes its place, for which an answer that has begun would wait.
+    proxy = real.proxy(p, d, "--request-timeout", str(2 * DRAIN_S))
     await prefill_over_http(d.url, BLOCKER)
     params = await prefill_over_http(p.url, PROMPT)
     handed_over = {**QUESTION, "stream": True, "kv_transfer_params": params}

@@ -84,7 +84,7 @@ async def pair_of_nodes(
 def assert_equal(pair: Generation, alone: Generation, *, was_pulled: bool) -> None:
     assert pair.token_ids == alone.token_ids
     assert pair.logprobs == alone.logprobs
-    assert (pair.last.kv_transfer is not None) == was_pulled
+    assert pair.last.was_pulled == was_pulled
 
 
 # --- before the handshake ------------------------------------------------------------------------
@@ -222,7 +222,7 @@ async def read_while_p_uses_the_blocks_again(
     assert other.remote_block_ids == params.remote_block_ids
     holding.go.set()
     assert_equal(await asked, alone, was_pulled=False)
-    assert (await generate(d, request_of(OTHER, GREEDY, other))).last.kv_transfer is not None
+    assert (await generate(d, request_of(OTHER, GREEDY, other))).last.was_pulled
     for node in (p, d):
         await at_rest(node)
     (cause,) = Counter(recomputed(d)) - Counter(before)
@@ -244,7 +244,7 @@ async def test_p_killed_after_the_nth_stage_costs_a_recompute_and_no_token(
     answered = await prefill_over_http(p.url, list(PROMPT), logprobs=GREEDY.logprobs)
     params = msgspec.convert(answered, KVTransferParams)
     pair = await generate(d, request_of(PROMPT, GREEDY, params))
-    was_pulled = transport == "shm" and pair.last.kv_transfer is not None
+    was_pulled = transport == "shm" and pair.last.was_pulled
     assert_equal(pair, alone, was_pulled=was_pulled)
     assert faults.passed >= NUM_STAGES // 2
     assert p.process.returncode == -signal.SIGKILL

@@ -145,7 +145,7 @@ async def test_damage_is_found_and_only_what_it_hit_is_read_again(
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
-    assert pair.last.kv_transfer is not None
+    assert pair.last.was_pulled
     assert faults.hits == counted(d, RETRIES) == 1
     found = tuple(counted(d, FAILURES, kind=kind) for kind in ("attention", "state"))
     assert found == DAMAGES[damage]
@@ -172,7 +172,7 @@ async def test_damage_that_comes_again_costs_a_recompute_and_no_token(
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
-    assert pair.last.kv_transfer is None
+    assert not pair.last.was_pulled
     assert faults.hits == 2
     assert recomputed(d) == {"verification_failed": len(PROMPT)}
     assert counted(d, "tandem:kv_verified_bytes") == 0
@@ -201,7 +201,7 @@ async def test_bytes_that_become_visible_late_are_read_again(
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
-    assert pair.last.kv_transfer is not None
+    assert pair.last.was_pulled
     assert faults.hits == counted(d, RETRIES) == 1
     assert counted(d, FAILURES, kind="attention") == 7
 
@@ -320,7 +320,7 @@ async def test_p_that_does_not_vouch_for_a_read_costs_a_recompute(
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
-    assert pair.last.kv_transfer is None
+    assert not pair.last.was_pulled
     assert recomputed(d) == {"transfer_failed": len(PROMPT)}
     await settled(p)
 
@@ -369,7 +369,7 @@ async def test_once_p_has_vouched_a_release_that_it_does_not_hear_costs_nothing(
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
-    assert pair.last.kv_transfer is not None
+    assert pair.last.was_pulled
     assert recomputed(d) == {}
     await settled(p)
     assert counted(p, "vllm:nixl_num_kv_expired_reqs") == 1
@@ -384,6 +384,6 @@ async def test_verification_can_be_switched_off(
     p = await shared.start("prefill", checkpoints[FAMILY])
     d = await shared.start("decode", checkpoints[FAMILY], faults=faults, kv_transfer_config=config)
     pair = await hand_over(p, d, PROMPT)
-    assert pair.last.kv_transfer is not None
+    assert pair.last.was_pulled
     assert faults.hits == counted(d, "tandem:kv_unverified_transfers") == 1
     assert counted(d, RETRIES) == 0

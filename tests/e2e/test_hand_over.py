@@ -92,7 +92,7 @@ async def test_a_lease_that_nobody_claims_ends_and_gives_its_memory_back(
     d = await shared.start("decode", checkpoints["qwen3_5"])
     late = await generate(d, request_of(prompt_of(30), GREEDY, params))
     assert late.token_ids == (await generate(p, request_of(prompt_of(30)))).token_ids
-    assert late.last.kv_transfer is None
+    assert not late.last.was_pulled
 
 
 async def test_a_lease_is_renewed_while_its_request_waits(
@@ -113,7 +113,7 @@ async def test_a_lease_is_renewed_while_its_request_waits(
     await asyncio.sleep(3.0)
     assert not waiting.done()
     await run_in_engine(d.engine, lambda: d.engine.core.scheduler.abort(held))
-    assert (await waiting).last.kv_transfer is not None
+    assert (await waiting).last.was_pulled
 
 
 async def test_an_answer_of_p_that_nobody_takes_ends_its_lease(
@@ -217,6 +217,6 @@ async def test_another_prompt_or_salt_is_refused_and_the_right_one_still_taken(
     with pytest.raises(KVTransferParamsError, match="or under another cache_salt") as caught:
         await generate(d, msgspec.structs.replace(asked, **change))
     assert caught.value.code == "mismatched_kv_transfer_params"
-    assert (await generate(d, asked)).last.kv_transfer is not None
+    assert (await generate(d, asked)).last.was_pulled
     await settled(d)
     await settled(p)

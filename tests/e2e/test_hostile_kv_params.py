@@ -9,14 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 from grpc import aio
 
 from engine.rpc.channel import OPTIONS
 from engine.rpc.pb import node_pb2 as pb
 from engine.rpc.pb.node_pb2_grpc import IdentityStub, NodeStub
 from engine.rpc.proof import CallerProof, Metadata
-from engine.rpc.status import DETAIL_KEY
 from tests.asking import ask, get, prefill_over_http, question
 from tests.hostile_params import NO_PROMPT_NEEDS, hostile_params, outdated_params
 from tests.pairs import prompt_of
@@ -142,14 +140,14 @@ async def refused(node: NodeStub, data: bytes, proven: Metadata) -> pb.ErrorDeta
     message = pb.GenerateRequest(
         request_id="r", prompt_token_ids=PROMPT, sampling=sampling, kv_transfer_params=data
     )
-    call = node.Generate(message, timeout=30.0, metadata=proven)
-    try:
-        output = await call.read()
-    except aio.AioRpcError as error:
-        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, (data[:300], error)
-        details = dict(error.trailing_metadata() or ())
-        return pb.ErrorDetail.FromString(details[DETAIL_KEY])
-    raise AssertionError(f"accepted: {data[:300]!r}: {output}")
+    call = node.Attach(timeout=30.0, metadata=proven)
+    await call.write(pb.Command(number=1, request=message.SerializeToString()))
+    news = await call.read()
+    call.cancel()
+    (happened,) = news.happened
+    assert happened.HasField("error"), f"accepted: {data[:300]!r}: {happened}"
+    error: pb.ErrorDetail = happened.error
+    return error
 
 
 def peak_bytes(node: ServerProcess) -> int:

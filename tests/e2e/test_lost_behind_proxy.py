@@ -2,8 +2,10 @@
 
 import asyncio
 import json
+from typing import Any
 
 from tests.asking import Answer, ask, get, prefill_over_http, question, stream, streamed_ids
+from tests.cluster import until
 from tests.node_double import client_of
 from tests.pairs import arena_for, prompt_of
 from tests.processes import Launcher, ServerProcess
@@ -40,8 +42,11 @@ async def test_without_p_the_tokens_are_the_same_and_p_is_used_again_when_it_is_
 async def test_without_d_there_is_a_clear_error_and_d_is_used_again_when_it_is_back(
     real: Launcher,
 ) -> None:
-    """D can hold one sequence: one stands still after its first token while D is killed."""
-    p, d, proxy = start(real, *small_arena(real))
+    """D can hold one sequence: one stands still after its first token while D is killed.
+
+    It ends when nobody has come for --inter-token-timeout.
+    """
+    p, d, proxy = start(real, *small_arena(real), timeout_s=3)
     expected = (await ask(proxy.url, QUESTION)).token_ids
     p.remember_start_value()
     await prefill_over_http(d.url, BLOCKER)
@@ -59,6 +64,22 @@ async def test_without_d_there_is_a_clear_error_and_d_is_used_again_when_it_is_b
     again = real.node("decode_node", "--port", str(d.port))
     proxy.wait_for(USABLE, 2)
     assert (await ask(proxy.url, QUESTION)).token_ids == expected
+    assert again.metrics()[PULLS] == 1
+    for node in (p, again):
+        node.assert_at_rest()
+
+
+async def test_a_stream_goes_on_on_the_d_that_takes_the_place_of_its_own(real: Launcher) -> None:
+    p, d, proxy = start(real)
+    body = question(PROMPT, max_tokens=250, temperature=1.0, seed=7)
+    expected = (await ask(d.url, body)).token_ids
+    events: list[dict[str, Any]] = []
+    streaming = asyncio.create_task(stream(proxy.url, {**body, "stream": True}, events))
+    await until(lambda: len(events) > 3)
+    d.kill()
+    proxy.wait_for(USABLE, 1)
+    again = real.node("decode_node", "--port", str(d.port))
+    assert streamed_ids(await streaming) == expected
     assert again.metrics()[PULLS] == 1
     for node in (p, again):
         node.assert_at_rest()
@@ -85,11 +106,14 @@ def small_arena(real: Launcher) -> tuple[str, ...]:
     return *arena, *lease_flag(600.0)
 
 
-def start(real: Launcher, *flags_of_d: str) -> tuple[ServerProcess, ServerProcess, ServerProcess]:
-    """A prefill node whose leases end soon, a decode node, a proxy."""
+def start(
+    real: Launcher, *flags_of_d: str, timeout_s: float = 60
+) -> tuple[ServerProcess, ServerProcess, ServerProcess]:
+    """A prefill node whose leases end soon, a decode node, a proxy with --inter-token-timeout."""
     p = real.launch("prefill_node", *lease_flag(2.0))
     d = real.node("decode_node", *flags_of_d)
-    return p.wait_until_serving(), d, real.proxy(p, d)
+    p.wait_until_serving()
+    return p, d, real.proxy(p, d, "--inter-token-timeout", str(timeout_s))
 
 
 def lease_flag(seconds: float) -> tuple[str, str]:

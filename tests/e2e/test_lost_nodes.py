@@ -78,7 +78,7 @@ async def test_p_killed_during_the_pull_costs_a_recompute_and_no_token(
     p.kill()
     assert (await pair).token_ids == alone.token_ids
     assert pair.result().logprobs == alone.logprobs
-    assert pair.result().last.kv_transfer is None
+    assert not pair.result().last.was_pulled
     assert recomputed(d) == {"transfer_failed": len(PROMPT)}
     error = (await refused).error(502)
     assert "could not be loaded: transfer_failed" in error["message"]

@@ -102,7 +102,7 @@ async def pull_or_not(
         assert re.search("DEADLINE_EXCEEDED|transfer_failed", str(error))
         return False
     assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-    was_pulled = pair.last.kv_transfer is not None
+    was_pulled = pair.last.was_pulled
     assert was_pulled or policy == "recompute"
     return was_pulled
 
@@ -112,7 +112,7 @@ async def pull(p: NodeServer, d: NodeServer, relay: Relay, alone: Generation) ->
     forget_peers(d)
     pair = await generate(d, request_of(PROMPT, GREEDY, await prefill_behind(relay, p)))
     assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-    assert pair.last.kv_transfer is not None
+    assert pair.last.was_pulled
 
 
 async def test_renewals_that_are_lost_on_their_way_cost_a_recompute(
@@ -134,7 +134,7 @@ async def test_renewals_that_are_lost_on_their_way_cost_a_recompute(
         holding.go.set()
         pair = await asked
         assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-        assert pair.last.kv_transfer is None
+        assert not pair.last.was_pulled
         assert counted(p, "vllm:nixl_num_kv_expired_reqs") == 1
         forget_peers(d)
         await at_rest(d)

@@ -79,11 +79,11 @@ async def test_promises_of_the_old_incarnation_are_refused_and_those_of_the_new_
             continue
         pair = await asked
         assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-        assert pair.last.kv_transfer is None
+        assert not pair.last.was_pulled
         assert recomputed(d) == {cause: len(PROMPT)}
     for d, params in ((known, new), (fresh, await prefill(p, PROMPT))):
         pair = await generate(d, request_of(PROMPT, GREEDY, params))
-        assert pair.last.kv_transfer is not None
+        assert pair.last.was_pulled
         assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
     forget_peers(fresh)
     await account.close()
@@ -117,7 +117,7 @@ async def test_a_restart_with_another_geometry_is_refused_with_both_values(
     account = await Account.open(d, strict, p)
     pair = await hand_over(p, d, PROMPT)
     assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-    assert pair.last.kv_transfer is None
+    assert not pair.last.was_pulled
     await settled(p)
     with pytest.raises(KVLoadError, match=message):
         await hand_over(p, strict, PROMPT)
@@ -155,9 +155,9 @@ async def test_the_new_incarnation_does_not_vouch_for_a_read_from_the_old_one(
     faults.go.set()
     pair = await asked
     assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-    assert transport == "shm" or pair.last.kv_transfer is None
+    assert transport == "shm" or not pair.last.was_pulled
     again = await generate(d, request_of(PROMPT, GREEDY, new))
-    assert again.last.kv_transfer is not None
+    assert again.last.was_pulled
     await at_rest(p)
     await at_rest(d)
 
@@ -183,9 +183,9 @@ async def test_a_killed_process_and_the_next_one_on_its_ports(
     faults.go.set()
     pair = await asked
     assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-    assert transport == "shm" or pair.last.kv_transfer is None
+    assert transport == "shm" or not pair.last.was_pulled
     again = await generate(d, request_of(PROMPT, GREEDY, new))
-    assert again.last.kv_transfer is not None
+    assert again.last.was_pulled
     assert again.token_ids == alone.token_ids
     await at_rest(d)
     await asyncio.to_thread(p.assert_at_rest)

@@ -58,7 +58,7 @@ async def computed_here(
 ) -> Generation:
     """The answer of a pair whose P pulls nothing."""
     prefilled = await generate(p, request_of(prompt, GREEDY, params))
-    assert prefilled.last.kv_transfer is None
+    assert not prefilled.last.was_pulled
     assert prefilled.last.num_cached_tokens == 0
     answer = prefilled.last.kv_transfer_params
     return await generate(d, request_of(prompt, GREEDY, answer))
@@ -106,7 +106,7 @@ async def test_a_prompt_that_does_not_go_on_from_there_is_computed(
     turn = await first_turn(p, d)
     prompt = make(turn)
     prefilled = await generate(p, request_of(prompt, GREEDY, turn.kept))
-    assert prefilled.last.kv_transfer is None
+    assert not prefilled.last.was_pulled
     await settled(d)
     assert skipped(p) == {OTHER_PROMPTS[make]: 1}
     decoded = await generate(d, request_of(prompt, GREEDY, prefilled.last.kv_transfer_params))
@@ -156,7 +156,7 @@ async def test_a_turn_is_kept_for_its_time_and_once_claimed_for_as_long_as_p_nee
     await asyncio.sleep(2.5)
     assert d.engine.core.scheduler.num_held == 1
     faults.go.set()
-    assert (await asked).prefilled.last.kv_transfer is not None
+    assert (await asked).prefilled.last.was_pulled
     await settled(d)
 
 
@@ -232,7 +232,7 @@ async def test_a_flipped_bit_is_read_again_and_then_computed(
     prompt = next_prompt(turn)
     second = await take_turn(p, d, prompt, GREEDY, turn)
     assert_equal(second.decoded, await generate(one, request_of(prompt)))
-    assert (second.prefilled.last.kv_transfer is None) == (times == 2)
+    assert (not second.prefilled.last.was_pulled) == (times == 2)
     assert faults.hits == times
     assert counted(p, RETRIES) == 1
     assert counted(p, FAILURES, kind=kind) == times

@@ -66,7 +66,7 @@ async def test_three_turns_are_bit_equal_to_one_node(
         assert alone.last.num_cached_tokens == computed
         turn = await take_turn(p, d, prompt, params, before)
         assert_equal(turn.decoded, alone)
-        assert (turn.prefilled.last.kv_transfer is not None) == (before is not None)
+        assert turn.prefilled.last.was_pulled == (before is not None)
         await until(lambda: d.engine.core.scheduler.num_held == 1)
         await forget(p)
         prompt, before, computed = next_prompt(turn), turn, turn.num_kept
@@ -132,7 +132,7 @@ async def test_around_block_boundaries(
     await generate(one, request_of(first.prompt, sampling))
     await forget(p)
     second = await take_turn(p, d, first.said, sampling, first)
-    assert second.prefilled.last.kv_transfer is not None
+    assert second.prefilled.last.was_pulled
     assert first.kept.remote_num_tokens == length + max_tokens - 1
     assert_equal(second.decoded, await generate(one, request_of(first.said, sampling)))
     await let_go(d, second)
@@ -157,7 +157,7 @@ async def test_a_stop_token_ends_what_is_kept_before_itself(
     await forget(p)
     goes_on = (*first.said[:-1], *prompt_of(25, salt=9))
     second = await take_turn(p, d, goes_on, LONG, first)
-    assert second.prefilled.last.kv_transfer is not None
+    assert second.prefilled.last.was_pulled
     assert_equal(second.decoded, await generate(one, request_of(goes_on, LONG)))
     await let_go(d, second)
 
@@ -173,7 +173,7 @@ async def test_what_d_had_to_compute_again_is_kept_as_well(
     assert recomputed(d) == {"verification_failed": 90}
     await forget(p)
     second = await take_turn(p, d, next_prompt(first), LONG, first)
-    assert second.prefilled.last.kv_transfer is not None
+    assert second.prefilled.last.was_pulled
     for turn in (first, second):
         assert_equal(turn.decoded, await generate(one, request_of(turn.prompt, LONG)))
     await let_go(d, second)
@@ -274,8 +274,8 @@ async def test_short_memory_takes_back_what_nobody_has_claimed(
     params = turns[0].kept, turns[1].kept
     asked = [request_of(next_prompt(t, 5), LONG, k) for t, k in zip(turns, params, strict=False)]
     lost, found = [await generate(p, request) for request in asked]
-    assert lost.last.kv_transfer is None
-    assert found.last.kv_transfer is not None
+    assert not lost.last.was_pulled
+    assert found.last.was_pulled
     assert skipped(p) == {"expired": 1}
     for done in (lost, found):
         await end_hold(p, done)
@@ -304,7 +304,7 @@ async def test_what_was_preempted_on_d_is_kept_as_well(
     (name,) = d.engine.core.scheduler.holds
     (kept,) = [turn for turn in turns if turn.kept.remote_request_id == name]
     second = await take_turn(p, d, next_prompt(kept), LONG, kept)
-    assert second.prefilled.last.kv_transfer is not None
+    assert second.prefilled.last.was_pulled
     count_near_ties([await generate(one, request_of(second.prompt, LONG))], [second.decoded])
     await let_go(d, second)
 
@@ -337,7 +337,7 @@ async def test_many_conversations_at_once(
     alone = [await generate(one, request_of(turn.prompt, LONG)) for turn in turns]
     near_ties = count_near_ties(alone, [turn.decoded for turn in turns])
     record_property("near-ties", f"{near_ties} of {24 * 20} tokens")
-    num_pulled = sum(turn.prefilled.last.kv_transfer is not None for turn in turns)
+    num_pulled = sum(turn.prefilled.last.was_pulled for turn in turns)
     num_taken_back = sample(d, "tandem:held_turns_taken_back_total")
     if tight:  # how many of the 16 come back in time is a matter of speed
         assert num_taken_back and num_pulled + skipped(p).get("expired", 0) == 16

@@ -40,11 +40,11 @@ async def test_p_that_slept_through_its_lease_vouches_for_nothing(
     faults.go.set()
     pair = await asked
     assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-    assert pair.last.kv_transfer is None
+    assert not pair.last.was_pulled
     assert counted(d, "tandem:kv_late_reads") == 1
     assert recomputed(d) == {"late_read": len(PROMPT)}
     again = await generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p)))
-    assert again.last.kv_transfer is not None
+    assert again.last.was_pulled
     await at_rest(d)
     await asyncio.to_thread(p.assert_at_rest)
     assert p.metrics()[EXPIRED] == 1
@@ -64,10 +64,10 @@ async def test_a_prefill_that_was_slept_through_is_computed_and_the_next_one_is_
     p.signal(signal.SIGCONT)
     late = await asked
     assert (late.token_ids, late.logprobs) == (alone.token_ids, alone.logprobs)
-    assert late.last.kv_transfer is None
+    assert not late.last.was_pulled
     pair = await generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p)))
     assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-    assert pair.last.kv_transfer is not None
+    assert pair.last.was_pulled
     await at_rest(d)
     await asyncio.to_thread(p.assert_at_rest)
 

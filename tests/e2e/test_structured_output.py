@@ -39,6 +39,8 @@ GRAMMARS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
     "guided json": ({"guided_json": json.dumps(SCHEMA)}, is_schema),
     "regex": ({"structured_outputs": {"regex": DATE}}, re.compile(DATE).fullmatch),
     "choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, re.compile("yes|no").fullmatch),
+    "choice, too short": ({"guided_choice": ["yes", "no"], "min_tokens": 30},
+                          re.compile("yes|no").fullmatch),
     "lark": ({"guided_grammar": 'start: "a" "b"+ "c"'}, re.compile("ab+c").fullmatch),
     "gbnf": ({"guided_grammar": 'root ::= "a" [0-9] "b"'}, re.compile("a[0-9]b").fullmatch),
 }  # fmt: skip
@@ -56,6 +58,7 @@ async def test_the_output_keeps_to_the_grammar_as_on_one_node(
         assert pair.body["choices"][0]["logprobs"] == alone.body["choices"][0]["logprobs"]
         assert pair.body["choices"][0]["finish_reason"] == "stop"
         assert fits(pair.body["choices"][0]["text"])
+        assert pair.token_ids[-1] not in pair.token_ids[:-1], "the end comes once"
 
 
 async def test_the_openai_client_streams_an_object(served: ServedCluster) -> None:

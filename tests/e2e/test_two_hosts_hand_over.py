@@ -4,6 +4,7 @@ Left out are shared memory and what happens on one node alone: leases that nobod
 that nobody takes, types that do not fit.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -61,9 +62,9 @@ async def test_the_hand_over_suite_passes_between_two_hosts(
         await check_one_token_moves_nothing(p, d)
         await cancel_behind_the_first_token(p, d)
         await check_changed_parameters(p, d)
-        hosts.assert_at_rest()
+        await asyncio.to_thread(hosts.assert_at_rest)
         await check_a_lost_p(p_server, p, d)
-        hosts.d.assert_at_rest()
+        await asyncio.to_thread(hosts.d.assert_at_rest)
 
 
 async def check_changed_parameters(p: RemoteNode, d: RemoteNode) -> None:
@@ -72,12 +73,13 @@ async def check_changed_parameters(p: RemoteNode, d: RemoteNode) -> None:
     for change, code in CHANGES:
         await check_refused(d, msgspec.structs.replace(params, **change), code)
     pair = await generate(d, request_of(prompt_of(30), GREEDY, params))
-    assert pair.last.kv_transfer is not None
+    assert pair.last.was_pulled
 
 
 async def check_a_lost_p(server: ServerProcess, p: RemoteNode, d: RemoteNode) -> None:
     """It ends between its part and D's."""
     prompt = prompt_of(100)
     params = await prefill(p, prompt)
-    server.stop()
+    # In a thread: this one passes on what both sides send, gRPC's pings among it.
+    await asyncio.to_thread(server.stop)
     await check_recompute(d, prompt, params)

@@ -59,9 +59,9 @@ async def test_a_prefill_that_p_holds_no_more_is_computed(
     params = await let_go(p)
     pair = await generate(d, request_of(PROMPT, GREEDY, params))
     assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-    assert pair.last.kv_transfer is None
+    assert not pair.last.was_pulled
     assert counted(d, "tandem:kv_late_reads") == 1
-    assert (await hand_over(p, d, PROMPT)).last.kv_transfer is not None
+    assert (await hand_over(p, d, PROMPT)).last.was_pulled
     await at_rest(p)
     await at_rest(d)
 

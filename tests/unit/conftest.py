@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api_double import write_model_folder
+from engine.api.serving import Serving
+from tests.api_double import TEXT, tiny_serving, tiny_tokenizer, write_model_folder
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +13,15 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     """File name to content of a small real tokenizer with a chat template."""
     folder: Path = write_model_folder(tmp_path_factory.mktemp("tiny"))
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+    """A served model of one small tokenizer, without an engine."""
+    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def ids(serving: Serving) -> tuple[int, ...]:
+    """Token ids of `TEXT`."""
+    return serving.tokenizer.encode(TEXT, add_special_tokens=False)

@@ -4,16 +4,10 @@ import json
 import re
 
 import aiohttp
-import pytest
 
 from engine.api.openapi import PATHS
 from engine.api.serving import Serving
-from tests.api_double import ScriptedGenerator, running, tiny_serving, tiny_tokenizer
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
-    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")))
+from tests.api_double import ScriptedGenerator, running, tiny_serving
 
 
 async def get(base: str, path: str, method: str = "GET") -> tuple[int, str]:

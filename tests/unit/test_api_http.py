@@ -20,22 +20,17 @@ from engine.errors import (
     UnavailableError,
 )
 from engine.types import FinishReason, GenerateOutput, KVTransferParams, KVTransferStats
-from tests.api_double import ScriptedGenerator, outputs_of, running, tiny_serving, tiny_tokenizer
+from tests.api_double import (
+    TEXT,
+    ScriptedGenerator,
+    outputs_of,
+    running,
+    tiny_serving,
+)
 
 pytestmark = pytest.mark.asyncio
 TURN: list[Any] = [{"role": "user", "content": "hello"}]
-TEXT = "the fox € stop here"
 STATS = KVTransferStats(attention_bytes=10, state_bytes=4, transfer_ms=1.5)
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
-    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-def ids(serving: Serving) -> tuple[int, ...]:
-    return serving.tokenizer.encode(TEXT, add_special_tokens=False)
 
 
 def client_of(base: str, key: str = "none") -> openai.AsyncOpenAI:
@@ -129,52 +124,19 @@ async def test_usage_chunk_comes_last_and_done_ends_the_stream(
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_continuous_usage_counts_up(serving: Serving, ids: tuple[int, ...]) -> None:
+async def test_every_token_of_a_stream_has_a_chunk(serving: Serving, ids: tuple[int, ...]) -> None:
+    """Load tools time tokens by chunks: special tokens, half characters and held text count too."""
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
-        stream = await client_of(base).completions.create(
-            model="tiny", prompt=[1], stream=True, stream_options=options
-        )
-        counts = [chunk.usage.completion_tokens async for chunk in stream if chunk.usage]
-    assert counts == sorted(counts) and counts[0] < counts[-1] == len(ids)
-
-
-async def test_completion_logprobs(serving: Serving, ids: tuple[int, ...]) -> None:
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
-        completions = client_of(base).completions
-        reply = await completions.create(model="tiny", prompt=[1], logprobs=1)
-        chunks = await collect(
-            await completions.create(model="tiny", prompt=[1], logprobs=1, stream=True)
-        )
-    found = reply.choices[0].logprobs
-    assert found is not None and found.tokens and found.text_offset and found.top_logprobs
-    assert found.tokens[0] == serving.tokenizer.token_text(ids[0])
-    assert found.token_logprobs == [-0.5] * len(ids)
-    assert found.top_logprobs[0] == {found.tokens[0]: -0.5, serving.tokenizer.token_text(65): -9999}
-    assert found.text_offset[:2] == [0, len(found.tokens[0])]
-    streamed = [token for c in chunks for token in c.choices[0].logprobs.tokens]
-    assert streamed == found.tokens
-
-
-async def test_chat_logprobs_carry_exact_bytes(serving: Serving, ids: tuple[int, ...]) -> None:
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
-        chats = client_of(base).chat.completions
-        whole = await chats.create(model="tiny", messages=TURN, logprobs=True, top_logprobs=2)
-        stream = await chats.create(model="tiny", messages=TURN, logprobs=True, stream=True)
-        chunks = await collect(stream)
-    assert whole.choices[0].logprobs is not None
-    content = whole.choices[0].logprobs.content
-    assert content is not None and len(content) == len(ids)
-    assert b"".join(bytes(entry.bytes or []) for entry in content).decode() == TEXT
-    assert content[0].top_logprobs[1].logprob == -9999
-    streamed = [c.choices[0].logprobs for c in chunks if c.choices[0].logprobs]
-    assert sum(len(part.content) for part in streamed) == len(ids)
-
-
-async def test_no_logprobs_unless_asked_for(serving: Serving, ids: tuple[int, ...]) -> None:
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
-        reply = await client_of(base).completions.create(model="tiny", prompt=[1])
-    assert reply.choices[0].logprobs is None
+    script = outputs_of((0, *ids, 1))
+    async with running(ScriptedGenerator(script), serving) as base:
+        client = client_of(base)
+        how: Any = {"model": "tiny", "stream": True, "stream_options": options, "stop": "x €!"}
+        texts = await collect(await client.completions.create(prompt=[1], **how))
+        chats = await collect(await client.chat.completions.create(messages=TURN, **how))
+    assert [len(texts), len(chats)] == [len(script) + 1, len(script) + 2]
+    counted = [chunk.usage.completion_tokens for chunk in texts]
+    assert counted == [*range(1, len(script) + 1), len(script)]
+    assert "".join(chunk.choices[0].text for chunk in texts[:-1]) == TEXT
 
 
 async def test_n_and_several_prompts(serving: Serving, ids: tuple[int, ...]) -> None:
@@ -377,7 +339,8 @@ async def test_models_tokenize_and_detokenize(serving: Serving) -> None:
             assert (await reply.json())["tokens"][0] == 0
         async with session.post(f"{base}/detokenize", json={"tokens": [-1]}) as reply:
             assert reply.status == 400
-    assert [(m.id, m.max_model_len, m.owned_by) for m in models] == [("tiny", 256, "tandem")]  # type: ignore[attr-defined]
+    told = [(m.id, m.root, m.max_model_len, m.owned_by) for m in models]  # type: ignore[attr-defined]
+    assert told == [(name, "tiny", 256, "tandem") for name in ("tiny", "tiny-alias")]
     assert alias.id == "tiny-alias"
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
     assert text == {"prompt": TEXT}

@@ -213,7 +213,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt_logprobs": -1}, "prompt_logprobs", "prompt_logprobs=-1"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream=true"),
     ({"truncate_prompt_tokens": 257}, "truncate_prompt_tokens", "max_model_len=256"),
-    ({"truncate_prompt_tokens": 0}, "prompt", "empty"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "=0 leaves no prompt"),
     ({"detokenize": False, "stop": "x"}, "stop", "detokenize"),
     ({"bad_words": [""]}, "bad_words[0]", "bad_words"),
     ({"continue_final_message": True}, "continue_final_message", "not supported"),

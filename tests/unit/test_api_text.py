@@ -1,6 +1,8 @@
 """Detokenizer, stop strings, tokenizer and chat template: text at the borders of tokens."""
 
+import json
 import random
+import re
 import threading
 import time
 from pathlib import Path
@@ -53,6 +55,36 @@ def test_any_bytes_decode_as_in_one_go_and_are_not_held_for_ever(tokenizer: Toke
     pieces = pieces_of(tokenizer, ids)
     assert "".join(pieces) == tokenizer.decode(ids)
     assert len(pieces[-1]) <= 3
+
+
+def byte_fallback() -> TextTokenizer:
+    """As Gemma's and Llama's: what is no word is a run of tokens with a byte each."""
+    words = {"▁": 0, "ok": 1, "<unk>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    core = tokenizers.Tokenizer(models.BPE(words, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence(steps)
+    return TextTokenizer(core)
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    """Bytes but for spaces and `ok`."""
+    found: list[int] = []
+    for part in re.split("( |ok)", text):
+        named = {" ": [0], "ok": [1]}.get(part)
+        found += [3 + byte for byte in part.encode()] if named is None else named
+    return tuple(found)
+
+
+@pytest.mark.parametrize("context", ["", "ok ", "ok 😀", "한국한국한국"])
+def test_neighbours_that_are_spelled_in_bytes_are_both_whole(context: str) -> None:
+    draw, spoken = random.Random(3), byte_fallback()
+    texts = ["😀😀", "한국", "😀é ok", "한국어 ok 😀😀😀 é" * 12]
+    texts += ["".join(draw.choices(["😀", "한", "é", " ", "ok"], k=40)) for _ in range(20)]
+    for text in texts:
+        pieces = pieces_of(spoken, ids_of(text), ids_of(context))
+        assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
+    broken = pieces_of(spoken, (*ids_of("ok 😀"), 3 + 0xF0, *ids_of(" ok")), ids_of(context))
+    assert "".join(broken).startswith("ok 😀") and broken[-2] == "ok"
 
 
 def test_context_keeps_the_space_before_the_first_word() -> None:
@@ -244,6 +276,15 @@ def test_runaway_and_refusing_templates_end_in_an_error(source: str, reason: str
     template = ChatTemplate(source, max_chars=100_000, max_seconds=0.3)
     with pytest.raises(InvalidRequestError, match=f"chat template refused.*{reason}"):
         template.render([{"role": "user", "content": "x"}])
+
+
+def test_json_in_templates_takes_the_options_of_transformers() -> None:
+    """`json.dumps` of sorted keys, as templates of several families write tools."""
+    options = "ensure_ascii=True, separators=(',', ':'), sort_keys=True"
+    source = f"{{{{ messages[0] | tojson({options}) }}}}{{{{ messages[0] | tojson(indent=1) }}}}"
+    turn = {"b": "é", "a": [1, 2]}
+    rendered = ChatTemplate(source).render([turn])
+    assert rendered == '{"a":[1,2],"b":"\\u00e9"}' + json.dumps(turn, indent=1, ensure_ascii=False)
 
 
 def test_template_knows_what_model_templates_use() -> None:

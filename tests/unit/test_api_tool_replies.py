@@ -75,6 +75,8 @@ async def test_a_streamed_call_has_the_client_s_parts(serving: Serving) -> None:
     assert [call.index for call in calls] == [0, 1]
     told = [call.function.arguments for call in whole.message.tool_calls]
     assert [call.function.arguments for call in calls] == told
+    # No chunk without news between the pieces of a call, but for the one that opens the stream.
+    assert all(it.delta.content or it.delta.tool_calls for it in choices[1:-1])
     reasons = [it.finish_reason for it in choices]
     assert reasons == [None] * (len(choices) - 1) + ["tool_calls"]
 

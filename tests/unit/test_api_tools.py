@@ -1,6 +1,7 @@
 """Tools of a chat, from the JSON body to the prompt: what is rendered, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ from engine.api.plan import plan_chat
 from engine.api.schema import ChatRequest
 from engine.api.serving import Serving
 from engine.api.tokenizer import load_tokenizer
+from engine.api.tool_calls.forced import forced_grammar
+from engine.api.tool_calls.json_calls import JsonCalls
+from engine.api.tool_calls.registry import SYNTAXES
 from engine.api.tool_schema import MAX_ARGUMENT_ITEMS
 from engine.errors import InvalidRequestError
 from tests.api_double import tiny_serving, write_model_folder
@@ -61,6 +65,39 @@ def test_calls_and_their_results_reach_the_template(serving: Serving) -> None:
     }
     assert messages[2] == ANSWERED
     assert tools is None
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"content": None, "refusal": "no"},
+        {"content": [{"type": "refusal", "refusal": "no"}]},
+        {"content": [{"text": "no"}], "refusal": None, "annotations": []},
+        {"content": "no", "annotations": [{"type": "url_citation", "url_citation": {"url": "x"}}]},
+        {"content": "no", "refusal": "never"},
+    ],
+)
+def test_refusals_and_annotations_of_a_history_are_taken(
+    serving: Serving, turn: dict[str, Any]
+) -> None:
+    messages, _ = rendered(serving, messages=[ASKED, {"role": "assistant", **turn}, ASKED])
+    assert messages[1] == {"role": "assistant", "content": "no"}
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"role": "user", "content": None, "refusal": "x"}, "only the assistant refuses"),
+        ({"role": "assistant", "content": None, "refusal": 5}, "Expected `str"),
+        ({"role": "user", "content": [{"type": "text"}]}, "text: required parameter is missing"),
+        ({"role": "assistant", "content": [{"type": "refusal", "text": "x"}]}, "refusal: required"),
+    ],
+)
+def test_refusals_and_parts_without_their_text_are_named(
+    serving: Serving, turn: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        rendered(serving, messages=[turn])
 
 
 @pytest.mark.parametrize(
@@ -121,6 +158,27 @@ def test_wrong_tools_and_calls_are_named(
     with pytest.raises(InvalidRequestError, match=message) as caught:
         rendered(serving, **{"tools": [WEATHER], **body})
     assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("body", "is_parallel"),
+    [
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, False),
+        ({"tool_choice": {"type": "function", "function": {"name": "weather"}}}, False),
+    ],
+)
+def test_a_required_tool_may_be_called_again_and_a_named_one_not(
+    serving: Serving, body: dict[str, Any], is_parallel: bool
+) -> None:
+    reader = replace(serving, tool_calls=SYNTAXES["hermes"])
+    asked = {"messages": [ASKED], "tools": [WEATHER], **body}
+    plan = plan_chat(msgspec.json.encode(asked), reader)
+    args = (["weather"], {"weather": PARAMETERS})
+    grammar = forced_grammar(
+        JsonCalls("<tool_call>", "</tool_call>"), *args, is_parallel=is_parallel
+    )
+    assert plan.requests[0].sampling.grammar == grammar
 
 
 def test_arguments_of_too_many_values_are_refused_before_they_are_built(serving: Serving) -> None:

@@ -18,7 +18,7 @@ from engine.api.schema import (
 from engine.api.serving import Serving
 from engine.api.unknown_keys import MAX_WARNINGS, UnknownKeyWarnings, lenient
 from engine.errors import InvalidRequestError
-from tests.api_double import tiny_serving, tiny_tokenizer
+from tests.api_double import tiny_serving
 
 PART = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
 CALL = {"id": "c", "caller": 1, "function": {"name": "f", "arguments": "{}", "score": 1}}
@@ -31,11 +31,6 @@ NESTED: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "x"}], "stream": True, "stream_options": {"x": 1}},
     {"messages": [{"role": "user", "content": "x"}], "top_pp": 0.5},
 ]
-
-
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
-    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from engine.api.plan import Plan, plan_chat, plan_completion
 from engine.api.serving import Serving
 from engine.api.tokenizer import load_tokenizer
-from engine.errors import InvalidRequestError
+from engine.errors import InvalidRequestError, PromptTooLongError
 from tests.api_double import tiny_serving, tiny_tokenizer, write_model_folder
 
 TURN = [{"role": "user", "content": "hello"}]
@@ -54,6 +54,16 @@ def test_an_echo_repeats_what_was_sent_and_asks_for_its_logprobs(serving: Servin
     assert complete(serving, echo=True).requests[0].sampling.prompt_logprobs is None
 
 
+@pytest.mark.parametrize("max_tokens", [256, 999])
+def test_outputs_that_leave_no_room_for_a_cut_prompt_are_named(
+    serving: Serving, max_tokens: int
+) -> None:
+    message = f"maximum context length is 256 .*max_tokens={max_tokens}"
+    with pytest.raises(PromptTooLongError, match=message) as caught:
+        complete(serving, truncate_prompt_tokens=-1, max_tokens=max_tokens)
+    assert caught.value.param == "max_tokens"
+
+
 def test_bad_words_are_tokens_with_and_without_a_space(serving: Serving) -> None:
     words = complete(serving, bad_words=["hello", " quick"]).requests[0].sampling.bad_words
     encode = serving.tokenizer.encode
@@ -73,6 +83,39 @@ def test_a_final_message_is_continued(serving: Serving) -> None:
 
     with pytest.raises(InvalidRequestError, match="exclude each other"):
         chat(serving, continue_final_message=True, add_generation_prompt=True)
+
+
+@pytest.mark.parametrize("content", ["|", "<|im_end|>", "im", "assistant", "the end|"])
+def test_a_continued_message_that_looks_like_its_end_marker_is_kept(
+    serving: Serving, content: str
+) -> None:
+    turns = [*TURN, {"role": "assistant", "content": content}]
+    plan = chat(serving, messages=turns, continue_final_message=True)
+    text = serving.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False)
+    assert text.endswith(f"<|im_start|>assistant\n{content}")
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt"),
+    [
+        ("{{ messages[-1].content | trim }}<|im_end|>\n", "the quick"),
+        ("{{ messages[-1].content }}<|im_end|>\n", " the quick \n"),
+        ("{{ messages[0].content }}", None),
+    ],
+)
+def test_a_template_may_trim_what_is_continued(
+    tmp_path: Path, template: str, prompt: str | None
+) -> None:
+    folder = write_model_folder(tmp_path)
+    (folder / "chat_template.jinja").write_text(template)
+    serving = tiny_serving(load_tokenizer(folder))
+    turns = [*TURN, {"role": "assistant", "content": " the quick \n"}]
+    if prompt is None:
+        with pytest.raises(InvalidRequestError, match="template writes"):
+            chat(serving, messages=turns, continue_final_message=True)
+        return
+    plan = chat(serving, messages=turns, continue_final_message=True)
+    assert serving.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False) == prompt
 
 
 def test_a_reasoning_effort_reaches_a_template_that_reads_it(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The bridge to the engine thread when that thread dies: nobody may wait for ever."""
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,8 +11,8 @@ import pytest
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
 from engine.core import EngineCore
-from engine.errors import EngineDeadError
-from engine.grammar import GrammarCompiler
+from engine.errors import EngineDeadError, InvalidRequestError
+from engine.grammar import GrammarCompiler, Matcher
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
@@ -18,7 +20,8 @@ from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, W
 from engine.metrics import NodeMetrics, RequestMetrics
 from engine.sched.scheduler import Scheduler
 from engine.step import StepNews
-from engine.types import GenerateRequest
+from engine.telemetry.request_records import RequestRecords
+from engine.types import GenerateRequest, SamplingParams
 
 
 class FragileCore(EngineCore):
@@ -37,12 +40,42 @@ class FragileCore(EngineCore):
         return StepNews(), False
 
 
-async def test_a_waiting_caller_hears_why_the_engine_died() -> None:
+def engine_of(core: EngineCore, grammars: type[GrammarCompiler] = GrammarCompiler) -> AsyncEngine:
     none: frozenset[int] = frozenset()
-    grammars = GrammarCompiler(Path(), 10, none)
-    limits = EngineLimits(max_model_len=64, vocab_size=10, eos_token_ids=none, grammars=grammars)
-    metrics = RequestMetrics(NodeMetrics("m", "e"))
-    engine = AsyncEngine(FragileCore(), LocalAdmission(), limits, metrics=metrics)
+    limits = EngineLimits(
+        max_model_len=64, vocab_size=10, eos_token_ids=none, grammars=grammars(Path(), 10, none)
+    )
+    records = RequestRecords(RequestMetrics(NodeMetrics("m", "e")).start)
+    return AsyncEngine(core, LocalAdmission(), limits, records=records)
+
+
+class SlowCompiler(GrammarCompiler):
+    """Compiles until it is let go."""
+
+    go_on = threading.Event()
+
+    def matcher(self, grammar: str, output: Sequence[int] = ()) -> Matcher:
+        self.go_on.wait(10)
+        raise InvalidRequestError("no grammar")
+
+
+async def test_a_request_whose_grammar_is_compiled_is_under_way() -> None:
+    engine = engine_of(FragileCore(), SlowCompiler)
+    engine.start()
+    sampling = SamplingParams(grammar="{}")
+    request = GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=sampling)
+    asked = asyncio.ensure_future(anext(engine.generate(request)))
+    await asyncio.sleep(0.05)
+    assert engine.num_open == 1  # so a node that drains waits for it
+    SlowCompiler.go_on.set()
+    with pytest.raises(InvalidRequestError):
+        await asked
+    assert engine.num_open == 0
+    await engine.close()
+
+
+async def test_a_waiting_caller_hears_why_the_engine_died() -> None:
+    engine = engine_of(FragileCore())
     engine.start()
     request = GenerateRequest(request_id="r", prompt_token_ids=(1, 2))
     ended = asyncio.create_task(engine.wait())

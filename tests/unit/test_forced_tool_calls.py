@@ -92,11 +92,82 @@ def test_what_the_grammar_allows_is_read_as_calls(
         assert len(calls) == 1 or len(names) > 1
 
 
+REFERRED: dict[str, Any] = {
+    "$ref": "#/$defs/Trip",
+    "$defs": {
+        "Place": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+        "Colour": {"enum": ["red", "blue"], "type": "string"},
+        "Trip": {
+            "type": "object",
+            "properties": {
+                "place": {"$ref": "#/$defs/Place"},
+                "level": {"allOf": [{"$ref": "#/definitions/Level"}], "description": "d"},
+                "colour": {"$ref": "#/$defs/Colour"},
+                "three": {"const": 3},
+                "word": {"const": "so"},
+            },
+            "required": ["place", "level", "colour", "three", "word"],
+        },
+    },
+    "definitions": {"Level": {"enum": [1, 2]}},
+}
+
+
+def test_values_of_references_are_bound_too(compiler: GrammarCompiler) -> None:
+    syntax = SYNTAXES["qwen3_coder"]
+    assert syntax is not None
+    grammar = forced_grammar(syntax, ["trip"], {"trip": REFERRED}, is_parallel=False)
+    for seed in range(5):
+        text = written(compiler, grammar, random.Random(seed))
+        (call,) = ToolCallReader(ToolCallRules(syntax, {"trip": REFERRED})).feed(text).calls
+        found = msgspec.json.decode(call.arguments)
+        assert found.pop("place") in ({"city": "Rome"}, {"city": "Oslo"})
+        assert found.pop("level") in (1, 2)
+        assert found.pop("colour") in ("red", "blue")
+        assert found == {"three": 3, "word": "so"}
+
+
 def test_a_schema_that_is_none_names_the_tools() -> None:
     syntax = SYNTAXES["hermes"]
     assert syntax is not None
     with pytest.raises(InvalidRequestError, match="nothing") as caught:
         forced_grammar(syntax, ["f"], {"f": {"type": "nothing"}}, is_parallel=False)
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"properties": ["a"]}, r"tool 'f' .*properties=\['a'\].* object"),
+        ({"properties": {"a": {}}, "required": 5}, "tool 'f' .*required=5.* array of names"),
+        ({"required": [5]}, r"tool 'f' .*required=\[5\].* array of names"),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"properties": 5}}}, "tool 'f' .*properties=5"),
+        ({"properties": {"a": {"type": "integer", "$ref": "#/$defs/a"}}, "$defs": 5}, "grammar"),
+    ],
+)
+def test_malformed_schemas_are_the_caller_s_fault(
+    name: ToolCallParser, schema: dict[str, Any], told: str
+) -> None:
+    syntax = SYNTAXES[name]
+    assert syntax is not None
+    with pytest.raises(InvalidRequestError, match=told) as caught:
+        forced_grammar(syntax, ["f"], {"f": schema}, is_parallel=False)
+    assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_schemas_that_make_too_large_a_grammar_are_refused(name: ToolCallParser) -> None:
+    syntax = SYNTAXES[name]
+    assert syntax is not None
+    schema = {"properties": {"a": {"enum": list(range(60_000))}}}
+    with pytest.raises(InvalidRequestError, match="262144 are allowed") as caught:
+        forced_grammar(syntax, ["f"], {"f": schema}, is_parallel=False)
     assert caught.value.param == "tools"
 
 

@@ -6,15 +6,20 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.api.app import create_app
 from engine.http.connection import ConnectionLimits
 from engine.http.server import HttpServer
+from engine.types import GenerateOutput
+from tests.api_double import ScriptedGenerator, tiny_serving, tiny_tokenizer
 
 GET = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /deaf HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n"
@@ -50,6 +55,12 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[HttpServer]:
     methods = ["GET", "POST"]
     paths = {"/quick": quick, "/slow": slow, "/deaf": deaf}
     app = Starlette(routes=[Route(path, to, methods=methods) for path, to in paths.items()])
+    async with running(app, limits) as server:
+        yield server
+
+
+@asynccontextmanager
+async def running(app: Starlette, limits: ConnectionLimits) -> AsyncIterator[HttpServer]:
     server = HttpServer(app, "127.0.0.1", 0, drain_timeout_s=1, limits=limits)
     await server.start()
     try:
@@ -140,6 +151,39 @@ async def test_the_longest_idle_make_room_and_requests_under_way_do_not() -> Non
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
         for _, other in [*idle, (reader, writer)]:
             other.close()
+
+
+async def test_who_reads_nothing_is_cut_off_and_its_request_cancelled(tmp_path: Path) -> None:
+    """A stream stands still while nobody reads it, but not for ever: its node works for others."""
+    step = GenerateOutput(token_ids=(2**31 - 1,) * 2000)  # many bytes for little work
+    generator = ScriptedGenerator([step] * 100_000)
+    app = create_app(
+        generator, tiny_serving(tiny_tokenizer(tmp_path)), metrics_registry=CollectorRegistry()
+    )
+    body = b'{"prompt": [5], "stream": true, "return_token_ids": true, "detokenize": false}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    limits = ConnectionLimits(send_timeout_s=0.4)
+    async with running(app, limits) as server, asyncio.timeout(20):
+        with socket.socket() as reader:
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", server.port))
+            reader.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            connections = server._server.server_state.connections
+            while connections or not generator.cancelled:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.01)
+            assert generator.open == 0
+            # What the kernel has is no whole reply, and does not look like one.
+            left = b"".join(iter(lambda: received(reader), b""))
+            assert b"[DONE]" not in left and not left.endswith(b"0\r\n\r\n")
+            assert len(left) < 2**26
+
+
+def received(reader: socket.socket) -> bytes:
+    """What comes next; nothing at the end, or once the server has broken the connection."""
+    try:
+        return reader.recv(2**20)
+    except ConnectionError:
+        return b""
 
 
 async def test_pipelined_requests_are_answered_in_order() -> None:

@@ -58,6 +58,22 @@ def test_a_trial_that_never_ends_is_followed_by_another() -> None:
     assert not breaker.rests
 
 
+def test_a_trial_that_says_nothing_of_the_node_is_followed_by_another_at_once() -> None:
+    clock = Clock()
+    breaker = Breaker(clock)
+    for _ in range(MAX_FAILURES):
+        breaker.failed()
+    breaker.unjudged()  # it had begun before the node rested
+    assert breaker.rests
+    clock.now += MIN_PAUSE_S
+    breaker.began()
+    assert breaker.rests
+    breaker.unjudged()
+    assert not breaker.rests
+    breaker.began()
+    assert breaker.failed() and breaker.rests
+
+
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
 async def test_a_node_that_fails_each_request_is_left_alone(kind: str) -> None:
     """It says that it is ready, so only its requests tell."""
@@ -90,6 +106,26 @@ async def test_full_nodes_and_requests_that_break_do_not_count(error: TandemErro
         for _ in range(ROUNDS):
             with pytest.raises(openai.APIStatusError):
                 await client.completions.create(**ASK)
+        base = str(client.base_url).removesuffix("/v1/")
+        assert await metric(base, "tandem_proxy_resting_nodes", kind="decode") == [0]
+
+
+async def test_answers_that_end_at_a_stop_string_are_good_ones(
+    tiny_files: dict[str, bytes],
+) -> None:
+    """The proxy leaves such an answer before its node has ended it."""
+    asked = {**ASK, "max_tokens": 12}
+    d, e = (ScriptedNode(name, files=tiny_files) for name in "de")
+    async with running_cluster([], [d, e], routing_policy="round_robin") as client:
+        text = (await client.completions.create(**asked)).choices[0].text
+        for _ in range(MAX_FAILURES):
+            d.error = TandemError("hiccup")
+            for _ in range(2):
+                await client.completions.create(**asked)
+            d.error = None
+            for _ in range(2):
+                answer = await client.completions.create(**asked, stop=text[3:5])
+                assert answer.choices[0].finish_reason == "stop"
         base = str(client.base_url).removesuffix("/v1/")
         assert await metric(base, "tandem_proxy_resting_nodes", kind="decode") == [0]
 

@@ -9,10 +9,29 @@ import openai
 import pytest
 
 from engine.errors import TandemError
-from tests.node_double import ScriptedNode, metric, running_cluster, tokens_of
+from proxy.server import ProxyServer
+from tests.node_double import (
+    POLL_S,
+    WAIT_S,
+    ScriptedNode,
+    cluster_config,
+    fetch,
+    metric,
+    running_cluster,
+    running_nodes,
+    tokens_of,
+    until,
+    until_status,
+    until_used,
+)
 
 PROMPT = [5, 6, 7]
 ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
+IDS = {"return_token_ids": True}
+
+
+def base_of(client: openai.AsyncOpenAI) -> str:
+    return str(client.base_url).removesuffix("/v1/")
 
 
 async def first_events(reply: aiohttp.ClientResponse, count: int) -> str:
@@ -34,7 +53,8 @@ async def test_a_d_lost_in_mid_stream_is_replaced_or_an_explicit_error(
 ) -> None:
     p, other = ScriptedNode("p", "prefill", num_cached=1), ScriptedNode("d2", files=tiny_files)
     d = ScriptedNode("d1", hang_at=2, files=tiny_files)
-    async with running_cluster([p], [d, other] if with_other else [d]) as client:
+    ds = [d, other] if with_other else [d]
+    async with running_cluster([p], ds, inter_token_timeout=2) as client:
         # With ids each output is an event, even when its text is half a character and waits.
         body = {**ASK, "stream": stream, "return_token_ids": True}
         url = f"{client.base_url}completions"
@@ -46,9 +66,8 @@ async def test_a_d_lost_in_mid_stream_is_replaced_or_an_explicit_error(
             await d.close()
             reply = await asking
             text = seen + await reply.text()
-        base = str(client.base_url).removesuffix("/v1/")
-        counted = await metric(base, "tandem_proxy_broken_streams_total")
-    assert counted == [1]
+        counted = await metric(base_of(client), "tandem_proxy_broken_streams_total")
+    assert sum(counted) == 1
     assert p.released[0] == (p.engine_id, "p-1", "abort")
     if with_other:
         assert_continued(text, p, other, stream=stream)
@@ -77,6 +96,153 @@ def assert_continued(text: str, p: ScriptedNode, d: ScriptedNode, *, stream: boo
     assert for_d.sampling.seed == for_p.sampling.seed
     assert for_d.kv_transfer_params is not None
     assert for_d.kv_transfer_params.remote_request_id == "p-2"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_waits_for_a_d_that_restarts(
+    stream: bool, tiny_files: dict[str, bytes]
+) -> None:
+    p, d = ScriptedNode("p", "prefill", num_cached=1), ScriptedNode("d1", hang_at=2)
+    d.files, again = tiny_files, ScriptedNode("d2")
+    async with running_cluster([p], [d]) as client:
+        url, body = f"{client.base_url}completions", {**ASK, "stream": stream, **IDS}
+        async with aiohttp.ClientSession() as session:
+            asking = asyncio.create_task(session.post(url, json=body))
+            await d.hanging.wait()
+            seen = await first_events(await asking, 2) if stream else await settle()
+            port = d.port
+            await d.close()
+            await until_used(base_of(client), 1)
+            await again.start(port)
+            reply = await asking
+            text = seen + await reply.text()
+            await again.close()
+        counted = await metric(base_of(client), "tandem_proxy_broken_streams_total")
+    assert sum(counted) == 1
+    assert_continued(text, p, again, stream=stream)
+    assert p.released == [(p.engine_id, "p-1", "abort")]
+
+
+@pytest.mark.parametrize("end", ["same life", "request timeout", "shutdown"])
+async def test_no_answer_waits_for_a_d_in_vain(end: str, tiny_files: dict[str, bytes]) -> None:
+    """It ends as soon as nobody can come, although --inter-token-timeout is a minute."""
+    d = ScriptedNode("d", hang_at=2, files=tiny_files)
+    options = {"request_timeout": 2.0} if end == "request timeout" else {}
+    async with running_nodes(d), aiohttp.ClientSession() as session, asyncio.timeout(WAIT_S):
+        # Also where no node answers meanwhile.
+        poll_s = 60.0 if end == "shutdown" else POLL_S
+        server = ProxyServer(cluster_config([], [d], **options), poll_interval_s=poll_s)
+        await server.start()
+        base = f"http://127.0.0.1:{server.port}"
+        await until_status(f"{base}/ready", 200)
+        body = {**ASK, **IDS, "stream": True}
+        reply = await session.post(f"{base}/v1/completions", json=body)
+        await first_events(reply, 2)
+        port = d.port
+        await d.close()
+        await until_used(base, 0)
+        if end == "same life":
+            await d.start(port)
+        if end == "shutdown":
+            await server.drain()
+            await server.close()
+        last = (await reply.text()).strip().splitlines()[-1]
+        await server.close()
+    assert "broke off after 2 tokens" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    assert len(d.requests) == 1
+
+
+async def test_a_client_that_leaves_ends_the_wait_for_a_d(tiny_files: dict[str, bytes]) -> None:
+    p = ScriptedNode("p", "prefill", files=tiny_files)
+    d = ScriptedNode("d", hang_at=2, files=tiny_files)
+    async with running_cluster([p], [d]) as client:
+        base = base_of(client)
+        async with aiohttp.ClientSession() as session:
+            body = {**ASK, **IDS, "stream": True}
+            reply = await session.post(f"{base}/v1/completions", json=body)
+            await first_events(reply, 2)
+            await d.close()
+            await until_used(base, 1)
+            await until_load(base, 1)
+            await until(lambda: is_released(p))
+        await until_load(base, 0)
+    assert len(p.requests) == 1
+
+
+async def is_released(p: ScriptedNode) -> bool:
+    """P's part ends with D, whoever waits then."""
+    return p.released == [(p.engine_id, "p-1", "abort")]
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+async def test_a_client_that_leaves_frees_the_nodes_of_a_continuation(kind: str) -> None:
+    p, other = ScriptedNode("p", "prefill"), ScriptedNode("d2", hang_at=0)
+    d = ScriptedNode("d1", hang_at=2)
+    async with running_cluster([p], [d, other]) as client:
+        asking = asyncio.create_task(client.completions.create(**ASK))
+        await d.hanging.wait()
+        await settle()
+        p.hang_at = 0 if kind == "prefill" else None
+        at_work = p if kind == "prefill" else other
+        await d.close()
+        await at_work.hanging.wait()
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        second = p.requests[1].request_id if kind == "prefill" else "p-2"
+
+        async def is_free() -> bool:
+            names = [name for _, name, _ in p.released]
+            return names == ["p-1", second] and at_work.num_cut == 1
+
+        await until(is_free)
+        await until_load(base_of(client), 0)
+        assert (p.num_open, other.num_open) == (0, 0)
+
+
+async def until_load(base: str, count: int) -> None:
+    """Waits until so many requests are under way."""
+
+    async def is_so() -> bool:
+        return bool(json.loads((await fetch(f"{base}/load"))[1])["server_load"] == count)
+
+    await until(is_so)
+
+
+@pytest.mark.parametrize("with_other", [False, True])
+async def test_a_d_that_stops_between_tokens_is_given_up(with_other: bool) -> None:
+    """It can be reached and did not restart, so nobody waits for it again."""
+    hung, other = ScriptedNode("d1", hang_at=2), ScriptedNode("d2")
+    ds = [hung, other] if with_other else [hung]
+    async with running_cluster([], ds, inter_token_timeout=0.5) as client:
+        if with_other:
+            reply = await client.completions.create(**ASK, extra_body=IDS)
+            assert (reply.choices[0].model_extra or {})["token_ids"] == tokens_of(PROMPT, 4)
+        else:
+            with pytest.raises(openai.APIStatusError, match="broke off after 2 tokens"):
+                await client.completions.create(**ASK)
+
+        async def is_cut() -> bool:
+            return hung.num_cut == 1
+
+        await until(is_cut)
+    assert [len(d.requests) for d in ds] == [1] * len(ds)
+
+
+@pytest.mark.parametrize("with_p", [False, True])
+async def test_a_continuation_does_not_score_the_prompt_again(with_p: bool) -> None:
+    """Its log-probabilities came with the first token; to know them again no hit may be used."""
+    d, other = ScriptedNode("d1", hang_at=2), ScriptedNode("d2")
+    ps = [ScriptedNode("p", "prefill")] if with_p else []
+    async with running_cluster(ps, [d, other]) as client:
+        asked = client.completions.create(**ASK, extra_body={"prompt_logprobs": 1})
+        asking = asyncio.create_task(asked)
+        await d.hanging.wait()
+        await settle()
+        await d.close()
+        await asking
+    first, *later = [it.sampling for node in (*ps, d, other) for it in node.requests]
+    assert first.prompt_logprobs == 1
+    assert [it.prompt_logprobs for it in later] == [None] * (3 if with_p else 1)
 
 
 async def test_an_answer_goes_on_a_bounded_number_of_times() -> None:
@@ -110,3 +276,23 @@ async def test_a_node_lost_after_many_tokens_was_not_lost_because_of_them(
         reply = await asking
     assert reply.usage is not None
     assert reply.usage.completion_tokens == 4 * num_tokens
+
+
+async def test_what_a_continuation_finds_of_itself_does_not_count_as_cached() -> None:
+    p = ScriptedNode("p", "prefill")
+    first, second = (ScriptedNode(name, hang_at=2) for name in ("d1", "d2"))
+    async with running_cluster([p], [first, second]) as client:
+        asked = asyncio.create_task(client.completions.create(**ASK))
+
+        async def hangs() -> bool:
+            return first.hanging.is_set() or second.hanging.is_set()
+
+        await until(hangs)
+        lost, other = (first, second) if first.hanging.is_set() else (second, first)
+        p.num_cached, other.hang_at = len(PROMPT) + 1, None  # P finds what it has computed before
+        await lost.close()
+        usage = (await asked).usage
+        status = json.loads((await fetch(f"{base_of(client)}/status"))[1])
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    assert status["requests"][0]["cached_tokens"] == status["totals"]["cached_tokens"] == 0

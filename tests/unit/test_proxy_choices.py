@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
+from engine.errors import KVTransferParamsError, TandemError
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_events.wire import GPU, BlockStored
 from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
@@ -70,6 +71,20 @@ async def test_short_prompts_stay_on_d_below_the_threshold() -> None:
         assert await metric(base_of(client), name, reason="below_threshold") == [1]
     assert [len(it.requests) for it in (p, d)] == [1, 2]
     assert d.requests[0].kv_transfer_params is None
+
+
+async def test_the_reason_of_a_local_prefill_is_p_s_and_not_a_decode_node_s() -> None:
+    name = "tandem_proxy_local_prefills_total"
+    bad, good = ScriptedNode("d1", error=TandemError("bug")), ScriptedNode("d2")
+    async with running_cluster([], [bad, good], routing_policy="round_robin") as client:
+        for _ in range(2):
+            await client.completions.create(**ASK)
+        assert await metric(base_of(client), name, reason="no_prefill_node") == [3]
+    no = KVTransferParamsError("no")
+    p, d = ScriptedNode("p", "prefill"), ScriptedNode("d", refuses_params=no)
+    async with running_cluster([p], [d]) as client:
+        await client.completions.create(**ASK)
+        assert await metric(base_of(client), name, reason="prefill_failed") == [1]
 
 
 @pytest.mark.parametrize("is_told", [True, False])

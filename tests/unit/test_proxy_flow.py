@@ -1,6 +1,7 @@
 """Requests through a real proxy to scripted nodes: who is asked what, what the client gets."""
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import openai
@@ -185,3 +186,24 @@ async def test_a_client_that_leaves_frees_both_nodes(stage: str) -> None:
 
         await until(is_free)
         assert (p.num_open, d.num_open) == (0, 0)
+
+
+async def test_a_client_that_leaves_the_queue_is_never_on_a_node() -> None:
+    d = ScriptedNode("d", hang_at=1)
+    async with running_cluster([], [d], max_concurrent_requests=1) as client:
+        base = str(client.base_url).removesuffix("/v1/")
+
+        async def has_waiting(count: int) -> bool:
+            return await metric(base, "tandem_proxy_waiting_requests") == [count]
+
+        asked = [asyncio.create_task(token_ids(client))]
+        await d.hanging.wait()
+        for count in (1, 2):
+            asked.append(asyncio.create_task(token_ids(client)))
+            await until(partial(has_waiting, count))
+        asked[1].cancel()
+        await until(partial(has_waiting, 1))
+        d.go_on.set()
+        assert [await asked[0], await asked[2]] == [tokens_of(PROMPT, 4)] * 2
+        assert await metric(base, "tandem_proxy_waiting_requests") == [0]
+    assert (len(d.requests), d.num_cut) == (2, 0)

@@ -9,11 +9,12 @@ import pytest
 
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_events.wire import GPU, BlockStored
-from engine.types import GenerateRequest
+from engine.types import GenerateRequest, SamplingParams
 from proxy.cluster.prefill_queue import PrefillQueue
 from proxy.routing.in_flight import LINGER_S, InFlight
+from proxy.routing.policies import POLICIES
 from proxy.routing.prefix_index import PrefixIndex
-from proxy.routing.prompt import HashKey, NodeHit, RoutedPrompt
+from proxy.routing.prompt import NO_HIT, HashKey, NodeHit, RoutedPrompt
 from proxy.routing.router import LONG_PROMPT, Router
 from tests.routed_prompts import EVENTS, SIZE, names, node, prompt, with_events
 
@@ -134,6 +135,26 @@ async def test_events_and_expectations_are_one_hit() -> None:
         route = router.choose(asked, with_events("p1"), with_events("d1"))
     assert route.prefill_hit == NodeHit(592, 592)
     assert asked.hits.keys() == {"p1"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_scores_a_prompt_is_expected_to_read_no_cached_prefix(policy: str) -> None:
+    """Prompt log-probabilities need all of it computed; a D that pulls lacks no attention."""
+    router = Router(policy, PrefixIndex())
+    hits = {"p1": NodeHit(592, 592, 8, 8), "d1": NodeHit(992, 992, 5, 5)}
+    p, d = with_events("p1"), with_events("d1")
+    for scores, of_p, of_pull, of_d in (
+        (False, hits["p1"], hits["d1"], hits["d1"]),
+        (True, NO_HIT, NodeHit(992, 0, 5, 0), NO_HIT),
+    ):
+        asked = prompt(range(1000), hits)
+        sampling = SamplingParams(prompt_logprobs=0 if scores else None)
+        asked.request = msgspec.structs.replace(asked.request, sampling=sampling)
+        route = router.choose(asked, p, d)
+        assert (route.prefill_hit, route.decode_hit) == (of_p, of_pull)
+        asked.hits = hits
+        alone = router.choose(asked, [], d)
+        assert alone.decode_hit == of_d
 
 
 def test_a_prompt_that_is_computed_counts_less_and_less() -> None:

@@ -15,7 +15,9 @@ from engine.config import load_config
 from engine.errors import UnavailableError
 from engine.http.server import HttpServer
 from engine.process import wait_until
+from engine.rpc.messages import NodeInfo
 from engine.rpc.node_http import parse_node_url, resolve_grpc_address
+from proxy.cluster.node import Node, NodeKind
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
 from tests.node_double import (
@@ -144,6 +146,23 @@ async def test_a_node_that_is_not_ready_gets_nothing() -> None:
         _, text = await fetch(f"{base}/ready")
     assert "no decode node is available" in text
     assert "127.0.0.1" not in text
+
+
+async def test_an_answer_from_before_a_node_was_lost_does_not_bring_it_back() -> None:
+    class Dying(ScriptedNode):
+        def describe(self) -> NodeInfo:
+            if node.is_available:
+                node.set_problem("a request has lost it")
+            return super().describe()
+
+    dying = Dying("d")
+    async with running_nodes(dying):
+        node = Node(parse_node_url(dying.url), NodeKind.DECODE, token=None)
+        for is_lost in (False, True, False):
+            assert (await node.refresh(WAIT_S) is None) == is_lost
+            assert (node.problem == "a request has lost it") == is_lost
+            node.set_problem("is away" if is_lost else None)
+        await node.close()
 
 
 async def test_the_proxy_names_the_nodes_that_it_waits_for() -> None:

@@ -79,9 +79,13 @@ OUTPUTS = [
 ]
 
 
+def bytes_of(request: GenerateRequest) -> bytes:
+    return convert.request_to_bytes(request, convert.prompt_to_bytes(request))
+
+
 @pytest.mark.parametrize("request_", REQUESTS)
 def test_request_survives_the_wire(request_: GenerateRequest) -> None:
-    data = convert.request_to_pb(request_).SerializeToString()
+    data = bytes_of(request_)
     assert convert.request_from_pb(pb.GenerateRequest.FromString(data)) == request_
 
 
@@ -173,7 +177,7 @@ def test_control_messages_survive_the_wire() -> None:
 def test_token_id_that_does_not_fit_is_refused(value: int) -> None:
     request = GenerateRequest(request_id="r", prompt_token_ids=(value,))
     with pytest.raises(InvalidRequestError, match="wire format"):
-        convert.request_to_pb(request)
+        bytes_of(request)
 
 
 @pytest.mark.parametrize(
@@ -188,14 +192,14 @@ def test_token_id_that_does_not_fit_is_refused(value: int) -> None:
     ],
 )
 def test_sampling_out_of_bounds_is_refused(field: str, value: float) -> None:
-    message = convert.request_to_pb(REQUESTS[0])
+    message = pb.GenerateRequest.FromString(bytes_of(REQUESTS[0]))
     setattr(message.sampling, field, value)
     with pytest.raises(InvalidRequestError):
         convert.request_from_pb(message)
 
 
 def test_request_without_a_label_is_refused() -> None:
-    message = convert.request_to_pb(REQUESTS[0])
+    message = pb.GenerateRequest.FromString(bytes_of(REQUESTS[0]))
     message.request_id = ""
     with pytest.raises(InvalidRequestError, match="request_id"):
         convert.request_from_pb(message)
@@ -215,7 +219,7 @@ def test_request_without_a_label_is_refused() -> None:
     ],
 )
 def test_hostile_transfer_params_are_refused(data: bytes) -> None:
-    message = convert.request_to_pb(REQUESTS[0])
+    message = pb.GenerateRequest.FromString(bytes_of(REQUESTS[0]))
     message.kv_transfer_params = data
     with pytest.raises(KVTransferParamsError):
         convert.request_from_pb(message)
@@ -228,7 +232,7 @@ def test_unknown_finish_reason_is_an_error() -> None:
 
 @pytest.mark.parametrize("name", ["prompt_token_ids", "stop_token_ids"])
 def test_millions_of_tokens_are_refused_by_their_number(name: str) -> None:
-    message = convert.request_to_pb(REQUESTS[0])
+    message = pb.GenerateRequest.FromString(bytes_of(REQUESTS[0]))
     place = message if name == "prompt_token_ids" else message.sampling
     getattr(place, name).extend([7] * 30_000_000)
     before = time.process_time()

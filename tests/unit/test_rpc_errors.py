@@ -70,7 +70,7 @@ async def test_a_bug_on_the_node_tells_nothing_of_its_inside() -> None:
 
 
 def test_a_long_message_is_cut() -> None:
-    assert len(error_to_detail(TandemError("x" * 100_000))) < 3000
+    assert len(error_to_detail(TandemError("x" * 100_000)).SerializeToString()) < 3000
 
 
 @pytest.mark.parametrize(

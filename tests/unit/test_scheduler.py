@@ -219,7 +219,7 @@ def test_a_scrape_shows_what_the_scheduler_counted() -> None:
         run(scheduler)
 
     def sample(name: str, **more: str) -> float | None:
-        labels = {"model_name": "m", "engine": "e", **more}
+        labels = {"model_name": "m", "engine": "0", "role": "e", **more}
         return metrics.registry.get_sample_value(name, labels)
 
     assert sample("vllm:prefix_cache_queries_total") == 300

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.errors import UnavailableError
+from engine.errors import TandemError, UnavailableError
 from engine.rpc.messages import ArenaUse, NodeInfo
 from proxy.status import MAX_LISTED, PAGE
 from tests.browser import CHROMIUM, Page, browsing
@@ -124,6 +124,18 @@ async def test_one_look_says_what_is_wrong(page: Page) -> None:
         assert "no decode node can be used" in await page.text()
     await page.until(f"{SHOWN} === 'No answer'")
     assert await page.run("document.body.classList.contains('stale')")
+
+
+@needs_browser
+async def test_a_node_that_rests_is_told_from_one_that_is_away(page: Page) -> None:
+    p, d = ScriptedNode("p", "prefill", error=TandemError("broken")), ScriptedNode("d")
+    async with cluster(p, d) as base:
+        for _ in range(3):
+            await ask(base)  # D computes the prompt instead
+        await page.open(f"{base}/")
+        await page.until("document.querySelector('.badge.rests')?.innerText === 'rests'")
+        assert await page.run("[...document.querySelectorAll('.badge.ok')].length") == 1
+    page.messages.clear()
 
 
 @needs_browser

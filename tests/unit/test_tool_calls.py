@@ -1,7 +1,8 @@
 """Calls of tools in the text of answers, family by family, in pieces of any size."""
 
 import json
-from typing import get_args
+import time
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -9,9 +10,19 @@ from hypothesis import strategies as st
 
 from engine.api.tool_calls.reader import Reading, ToolCallReader, ToolCallRules
 from engine.api.tool_calls.registry import SYNTAXES, choose_syntax
+from engine.api.tool_calls.schema_types import types_of
 from engine.config import ToolCallParser
 
-PARAMETERS = {
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "tree": {
+        "$ref": "#/$defs/Tree",
+        "$defs": {
+            "Tree": {
+                "properties": {"of": {"type": "array", "items": {"$ref": "#/$defs/Tree"}}},
+                "type": "object",
+            }
+        },
+    },
     "weather": {
         "properties": {
             "city": {"type": "string"},
@@ -19,8 +30,23 @@ PARAMETERS = {
             "wet": {"type": ["boolean", "null"]},
             "note": {"anyOf": [{"type": "string"}, {"type": "null"}]},
             "at": {"type": "object"},
-        }
-    }
+            "place": {"$ref": "#/$defs/Place"},
+            "maybe": {"anyOf": [{"$ref": "#/$defs/Place"}, {"type": "null"}]},
+            "old": {"allOf": [{"$ref": "#/definitions/a~1b%20c"}], "description": "d"},
+            "level": {"$ref": "#/$defs/Level"},
+            "one": {"enum": [1, 2]},
+            "three": {"const": 3},
+            "word": {"const": "3"},
+            "loop": {"$ref": "#/$defs/Loop"},
+            "lost": {"$ref": "#/$defs/Nothing"},
+        },
+        "$defs": {
+            "Place": {"type": "object", "properties": {"city": {"type": "string"}}},
+            "Level": {"enum": [1, 2], "type": "integer"},
+            "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "array"}]},
+        },
+        "definitions": {"a/b c": {"type": "object"}},
+    },
 }
 HERMES = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 NEMOTRON = (
@@ -106,11 +132,38 @@ def test_an_end_marker_inside_a_value_is_part_of_it(name: ToolCallParser, text: 
         ("at", '{"x": [1, 2]}', {"x": [1, 2]}),
         ("at", "[" * 5000, "[" * 5000),
         ("unknown", "7", "7"),
+        ("place", '{"city": "Rome"}', {"city": "Rome"}),
+        ("maybe", '{"city": "Rome"}', {"city": "Rome"}),
+        ("maybe", "null", None),
+        ("old", '{"x": 1}', {"x": 1}),
+        ("level", "2", 2),
+        ("one", "2", 2),
+        ("three", "3", 3),
+        ("word", "3", "3"),
+        ("loop", "[1]", [1]),
+        ("lost", "[1]", "[1]"),
     ],
 )
 def test_values_of_tags_have_the_types_of_the_schema(key: str, text: str, value: object) -> None:
     body = f"<function=weather><parameter={key}>{text}</parameter></function>"
     assert arguments_of(read("qwen3_coder", f"<tool_call>{body}</tool_call>")) == [{key: value}]
+
+
+def test_schemas_that_refer_to_each_other_without_end_cost_little() -> None:
+    """Clients write them, and every value of a call asks."""
+    many = [{"$ref": f"#/$defs/d{number}"} for number in range(100)]
+    root: dict[str, Any] = {"$defs": {f"d{number}": {"anyOf": many} for number in range(100)}}
+    root["$defs"]["d99"] = {"$ref": "#/$defs" + "/a" * 500_000}
+    began = time.process_time()
+    for _ in range(100):
+        assert types_of(many[0], root) == types_of(many[99], root) == set()
+    assert time.process_time() - began < 1
+
+
+def test_arguments_that_are_a_reference_themselves_have_its_types() -> None:
+    """As Pydantic writes a model that holds itself."""
+    body = "<function=tree><parameter=of>[{}]</parameter></function>"
+    assert arguments_of(read("qwen3_coder", f"<tool_call>{body}</tool_call>")) == [{"of": [{}]}]
 
 
 @pytest.mark.parametrize(

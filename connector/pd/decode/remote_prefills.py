@@ -6,6 +6,7 @@ back the peer is a D that keeps a turn for nobody in particular: it must be aske
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import closing
@@ -116,7 +117,7 @@ class RemotePrefill:
         seconds: float = 0.0,
         verified: bool = False,
     ) -> None:
-        """Tells the client what `pulled` moved, after `num_local_tokens` that were here."""
+        """Tells the client what `pulled` moved until now, after `num_local_tokens` here."""
         num_remote_tokens = self.params.remote_num_cached_tokens or 0
         cached = num_remote_tokens, num_local_tokens
         if self.params.is_return_pull:  # this node is P, and the peer D
@@ -128,6 +129,7 @@ class RemotePrefill:
             prefill_cached_tokens=cached[0],
             decode_cached_tokens=cached[1],
             verified=verified,
+            started_at=time.time() - seconds if pulled else 0.0,
         )
 
 

@@ -22,6 +22,9 @@ class ControlService(KvControlServicer):
         self._handler = handler
         self._hashing = asyncio.Semaphore(CONCURRENT_DIGESTS)
 
+    def drain(self) -> None:
+        """Its calls are short: peers may renew and release until the end."""
+
     def register(self, server: aio.Server) -> None:
         add_KvControlServicer_to_server(self, server)  # type: ignore[no-untyped-call]
 

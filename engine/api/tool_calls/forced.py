@@ -1,12 +1,16 @@
 """The grammar of an answer that must call a tool."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llguidance import LLMatcher
 
+from engine.api.tool_calls.schema_types import lookup
 from engine.api.tool_calls.syntax import Parameters, ToolCallSyntax
+from engine.errors import InvalidRequestError
 from engine.grammar import check_grammar
+from engine.types import MAX_GRAMMAR_CHARS
 
 
 def forced_grammar(
@@ -14,13 +18,42 @@ def forced_grammar(
 ) -> str:
     """Nothing but calls of `names`, one or, with `is_parallel`, several.
 
-    Raises InvalidRequestError for a schema that no grammar can be made of.
+    Raises InvalidRequestError for a schema that no grammar can be made of, and for a grammar that
+    is too large.
     """
     start, end = json.dumps(syntax.start + "\n"), json.dumps("\n" + syntax.end)
     rules = ['start: call ("\\n" call)*' if is_parallel else "start: call"]
     rules.append(f"call: {start} ({' | '.join(f'tool_{n}' for n in range(len(names)))}) {end}")
     for number, name in enumerate(names):
-        rules += syntax.rules(f"tool_{number}", name, parameters.get(name) or {})
+        rules += _call_rules(syntax, f"tool_{number}", name, schema=parameters.get(name) or {})
     grammar = str(LLMatcher.grammar_from_lark("\n".join(rules)))
+    # Here, where it still has a name: the nodes would only say that a grammar is too long.
+    if len(grammar) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(
+            f"tools: the grammar of the calls that tool_choice forces has {len(grammar)} "
+            f"characters, {MAX_GRAMMAR_CHARS} are allowed: send fewer tools or smaller parameters, "
+            "name one tool, or use tool_choice=auto",
+            param="tools",
+        )
     check_grammar(grammar, "tools")
     return grammar
+
+
+def _call_rules(
+    syntax: ToolCallSyntax, rule: str, name: str, *, schema: Mapping[str, Any]
+) -> list[str]:
+    """Raises InvalidRequestError for what the rules of arguments cannot be made of."""
+    properties, required = (lookup(schema, schema, key) for key in ("properties", "required"))
+    if not isinstance(properties, dict | None):
+        raise _wrong(name, f"have properties={repr(properties)[:80]}: make it an object of schemas")
+    is_list = isinstance(required, list) and all(isinstance(it, str) for it in required)
+    if required is not None and not is_list:
+        raise _wrong(name, f"have required={repr(required)[:80]}: make it an array of names")
+    try:
+        return syntax.rules(rule, name, schema)
+    except RecursionError as error:
+        raise _wrong(name, "are nested too deeply: flatten them") from error
+
+
+def _wrong(name: str, told: str) -> InvalidRequestError:
+    return InvalidRequestError(f"tools: the parameters of tool {name[:80]!r} {told}", param="tools")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from engine.api.loose_schema import COERCE_ONE_OF, loosened
 from engine.grammar import WHITE_SPACE
 
 Parameters = Mapping[str, Mapping[str, Any]]
@@ -12,8 +13,8 @@ Parameters = Mapping[str, Mapping[str, Any]]
 
 def json_rule(rule: str, schema: Mapping[str, Any]) -> str:
     """The Lark rule for a JSON text of a schema."""
-    options = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
-    return f"{rule}: %json {json.dumps({**schema, 'x-guidance': options})}"
+    options = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE, **COERCE_ONE_OF}
+    return f"{rule}: %json {json.dumps({**loosened(schema), 'x-guidance': options})}"
 
 
 class ToolCall(NamedTuple):

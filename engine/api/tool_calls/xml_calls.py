@@ -2,11 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
 
+from engine.api.tool_calls.schema_types import definitions_of, lookup, types_of
 from engine.api.tool_calls.syntax import Parameters, ToolCall, json_rule
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.S)
@@ -28,12 +29,13 @@ class XmlCalls:
     def rules(self, rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
         """Required parameters, and others if the model likes, in the order of the schema."""
         parts, rules = [json.dumps(f"<function={name}>\n")], []
-        properties = schema.get("properties")
-        for number, (key, one) in enumerate((properties or {}).items()):
+        properties = lookup(schema, schema, "properties") or {}
+        required = lookup(schema, schema, "required") or ()
+        for number, (key, one) in enumerate(properties.items()):
             value = f"{rule}_value_{number}"
             tagged = f"({json.dumps(f'<parameter={key}>' + NEW_LINE)} {value})"
-            parts.append(tagged if key in (schema.get("required") or ()) else f"{tagged}?")
-            rules.append(_value_rule(value, one, schema.get("$defs")))
+            parts.append(tagged if key in required else f"{tagged}?")
+            rules.append(_value_rule(value, one, schema))
         return [f'{rule}: {" ".join(parts)} "</function>"', *rules]
 
     def is_open(self, body: str) -> bool:
@@ -46,26 +48,34 @@ class XmlCalls:
         if function is None or values is None:
             return ()
         name = function[1].strip()
-        properties = parameters.get(name, {}).get("properties")
+        root = parameters.get(name, {})
+        properties = lookup(root, root, "properties")
         schemas = properties if isinstance(properties, dict) else {}
-        arguments = {key: _typed(value, schemas.get(key)) for key, value in values.items()}
+        typed = {key: types_of(schemas.get(key), root) for key in values}
+        arguments = {key: _typed(value, typed[key]) for key, value in values.items()}
         try:
             return (ToolCall(name, msgspec.json.encode(arguments).decode()),)
         except RecursionError:
             return ()
 
 
-def _value_rule(rule: str, schema: object, definitions: object) -> str:
+def _value_rule(rule: str, schema: object, root: Mapping[str, Any]) -> str:
     """A text without tags, or JSON for a value that cannot be a text; and the tag that ends it."""
-    types = set(_types(schema))
+    types = types_of(schema, root)
     if not isinstance(schema, Mapping) or not types or "string" in types:
-        texts = schema.get("enum") if isinstance(schema, Mapping) else None
-        if isinstance(texts, list) and all(isinstance(text, str) for text in texts):
+        if texts := _texts(schema, root):
             return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {PARAMETER_END}"
         # One expression: of two, the first would take the line feed that the second begins with.
         return f"{rule}: " + r"/([^<]|<[^\/])*\n<\/parameter>\n/"
-    value = json_rule(f"{rule}_json", {**schema, "$defs": definitions or {}})
+    value = json_rule(f"{rule}_json", {**schema, **definitions_of(root)})
     return f"{rule}: {rule}_json {PARAMETER_END}\n{value}"
+
+
+def _texts(schema: object, root: Mapping[str, Any]) -> list[str]:
+    """The texts that a schema lists, if it lists nothing else."""
+    listed = lookup(schema, root, "enum")
+    values = listed if isinstance(listed, list) else [lookup(schema, root, "const")]
+    return values if all(isinstance(value, str) for value in values) else []
 
 
 def _values(text: str) -> dict[str, str] | None:
@@ -77,9 +87,8 @@ def _values(text: str) -> dict[str, str] | None:
     return None if text[at:].strip() else found
 
 
-def _typed(text: str, schema: object) -> Any:
+def _typed(text: str, types: set[str]) -> Any:
     """The value that a text stands for; the text itself if it is not of the schema's types."""
-    types = set(_types(schema))
     is_text = "string" in types or not types
     # Templates write null and booleans as Python does: None, True.
     if text.lower() in _NULLS and (not is_text or "null" in types):
@@ -92,16 +101,3 @@ def _typed(text: str, schema: object) -> Any:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return text
-
-
-def _types(schema: object) -> Iterator[str]:
-    """Types that a schema names, those of its alternatives too, but not of theirs in turn."""
-    if not isinstance(schema, Mapping):
-        return
-    lists = (schema.get(key) for key in ("anyOf", "oneOf"))
-    alternatives = [option for options in lists if isinstance(options, list) for option in options]
-    for one in (schema, *alternatives):
-        named = one.get("type") if isinstance(one, Mapping) else None
-        for name in named if isinstance(named, list) else [named]:
-            if isinstance(name, str):
-                yield name

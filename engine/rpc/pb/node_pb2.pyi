@@ -126,20 +126,50 @@ class PromptLogprobs(_message.Message):
     def __init__(self, num_top: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvTransferStats(_message.Message):
-    __slots__ = ("attention_bytes", "state_bytes", "transfer_ms", "prefill_cached_tokens", "decode_cached_tokens", "verified")
+    __slots__ = ("attention_bytes", "state_bytes", "transfer_ms", "prefill_cached_tokens", "decode_cached_tokens", "verified", "started_at", "cause")
     ATTENTION_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_MS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DECODE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
     attention_bytes: int
     state_bytes: int
     transfer_ms: float
     prefill_cached_tokens: int
     decode_cached_tokens: int
     verified: bool
-    def __init__(self, attention_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., verified: _Optional[bool] = ...) -> None: ...
+    started_at: float
+    cause: str
+    def __init__(self, attention_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ..., transfer_ms: _Optional[float] = ..., prefill_cached_tokens: _Optional[int] = ..., decode_cached_tokens: _Optional[int] = ..., verified: _Optional[bool] = ..., started_at: _Optional[float] = ..., cause: _Optional[str] = ...) -> None: ...
+
+class Command(_message.Message):
+    __slots__ = ("number", "request", "traceparent")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request: bytes
+    traceparent: str
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[bytes] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class Happened(_message.Message):
+    __slots__ = ("number", "output", "error")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    output: GenerateOutput
+    error: ErrorDetail
+    def __init__(self, number: _Optional[int] = ..., output: _Optional[_Union[GenerateOutput, _Mapping]] = ..., error: _Optional[_Union[ErrorDetail, _Mapping]] = ...) -> None: ...
+
+class News(_message.Message):
+    __slots__ = ("happened",)
+    HAPPENED_FIELD_NUMBER: _ClassVar[int]
+    happened: _containers.RepeatedCompositeFieldContainer[Happened]
+    def __init__(self, happened: _Optional[_Iterable[_Union[Happened, _Mapping]]] = ...) -> None: ...
 
 class GenerateOutput(_message.Message):
     __slots__ = ("token_ids", "logprobs", "finish_reason", "stop_reason", "num_cached_tokens", "kv_transfer_params", "kv_transfer", "prompt_logprobs")

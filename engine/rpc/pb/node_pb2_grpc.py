@@ -115,10 +115,10 @@ class NodeStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.unary_stream(
-                '/tandem.v1.Node/Generate',
-                request_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.GenerateOutput.FromString,
+        self.Attach = channel.stream_stream(
+                '/tandem.v1.Node/Attach',
+                request_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.Command.SerializeToString,
+                response_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.News.FromString,
                 _registered_method=True)
         self.Describe = channel.unary_unary(
                 '/tandem.v1.Node/Describe',
@@ -136,8 +136,9 @@ class NodeServicer:
     """Served by every node; called by the proxy.
     """
 
-    def Generate(self, request, context):
-        """One request; the stream ends after the output that carries a finish_reason. Cancelling the call aborts it.
+    def Attach(self, request_iterator, context):
+        """All requests of one caller, who numbers them. What a step gives them comes in one message: a message per
+        token of each would cost a caller with many streams more than all else. The end of the call aborts them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -158,10 +159,10 @@ class NodeServicer:
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.unary_stream_rpc_method_handler(
-                    servicer.Generate,
-                    request_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.GenerateRequest.FromString,
-                    response_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.GenerateOutput.SerializeToString,
+            'Attach': grpc.stream_stream_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.Command.FromString,
+                    response_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.News.SerializeToString,
             ),
             'Describe': grpc.unary_unary_rpc_method_handler(
                     servicer.Describe,
@@ -186,7 +187,7 @@ class Node:
     """
 
     @staticmethod
-    def Generate(request,
+    def Attach(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -196,12 +197,12 @@ class Node:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/tandem.v1.Node/Generate',
-            engine_dot_rpc_dot_pb_dot_node__pb2.GenerateRequest.SerializeToString,
-            engine_dot_rpc_dot_pb_dot_node__pb2.GenerateOutput.FromString,
+            '/tandem.v1.Node/Attach',
+            engine_dot_rpc_dot_pb_dot_node__pb2.Command.SerializeToString,
+            engine_dot_rpc_dot_pb_dot_node__pb2.News.FromString,
             options,
             channel_credentials,
             insecure,

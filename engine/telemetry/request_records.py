@@ -2,46 +2,79 @@
 
     arrival |-- prefill on P --|-- on D: pull --|-- decode --------| end
 
-One record feeds all who want to know: latencies, the log, the status page, traces.
+One record feeds all who want to know: latencies, the log, the status page, traces. A proxy's record
+has a `Visit` for each node that got the request; a node's own record has none.
 """
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from engine.errors import TandemError
-from engine.types import FinishReason, GenerateOutput, GenerateRequest, KVTransferStats
-from proxy.errors import outcome_of
-from proxy.metrics import ProxyMetrics, RequestTimer
+from engine.errors import TandemError, is_client_fault
+from engine.types import GenerateOutput, GenerateRequest, KVTransferStats
 
 MAX_RECENT: Final = 60
 LEFT: Final = "left"
 """The outcome where the caller stopped reading: it went away, or had found a stop string."""
 
 
+class Timer(Protocol):
+    """Latencies of one request, as metrics."""
+
+    def observe(self, output: GenerateOutput) -> None:
+        """An output leaves now."""
+
+    def ended(self, outcome: str) -> None:
+        """The request is over; called once."""
+
+
 @dataclass(slots=True)
 class Visit:
-    """One request on one node; times in seconds since the request's arrival."""
+    """One request on one node; times in seconds since the request's arrival.
+
+    `traceparent` is for the node: the span that its own spans belong to.
+    """
 
     kind: str
     node: str
     began: float
     reason: str
+    traceparent: str
     first_output: float | None = None
     ended: float | None = None
     outcome: str = "cancelled"
     kv_transfer: KVTransferStats | None = None
 
 
+class RecordReader:
+    """Hears of requests; must be quick, and keep no prompt. What it does not need does nothing."""
+
+    def began(self, record: "RequestRecord") -> None:
+        """A request has arrived."""
+
+    def ended(self, record: "RequestRecord") -> None:
+        """A request is over; its outcome is known."""
+
+    def visit_began(self, record: "RequestRecord", visit: Visit) -> None:
+        """A node is about to get the request."""
+
+    def visit_ended(self, record: "RequestRecord", visit: Visit) -> None:
+        """A node is done with the request."""
+
+
 @dataclass(slots=True)
 class RequestRecord:
-    """One request from its arrival on; `outcome` is a finish reason, an error's name or `left`."""
+    """One request from its arrival on; `outcome` is a finish reason, an error's name or `left`.
+
+    `failed`: the client got an error, and not because its request was wrong.
+    """
 
     request: GenerateRequest
-    timer: RequestTimer
+    timer: Timer
+    readers: Sequence[RecordReader] = ()
     arrived_at: float = field(default_factory=time.time)
     visits: list[Visit] = field(default_factory=list)
     first_output: float | None = None
@@ -50,6 +83,9 @@ class RequestRecord:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     outcome: str = ""
+    failed: bool = False
+    kv_transfer: KVTransferStats | None = None
+    queue_s: float | None = None
     _began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -65,23 +101,31 @@ class RequestRecord:
         self.timer.observe(output)
         if self.first_output is None:
             self.first_output = self.age
-        visit = self.visits[-1]
-        if visit.first_output is None:
+        visit = self.visits[-1] if self.visits else None
+        if visit is not None and visit.first_output is None:
             visit.first_output = self.age
         self.num_tokens += len(output.token_ids)
         if output.finish_reason is not None:
-            moved = output.kv_transfer
-            # D finds what P has computed, or found: only P's own cache saved anything.
-            here = output.num_cached_tokens
-            self.num_cached_tokens = here if moved is None else moved.prefill_cached_tokens
-            visit.kv_transfer = moved
             self.outcome = output.finish_reason
+            self.queue_s = output.queue_s
+            self.kv_transfer = moved = output.kv_transfer
+            if visit is not None:
+                visit.kv_transfer = moved
+            self.num_cached_tokens = output.num_cached_tokens
+            # D finds what P has computed, or found: only P's own cache saved anything. A proxy's
+            # outputs say so already.
+            if moved is not None and not moved.cause and not self.visits:
+                self.num_cached_tokens = moved.prefill_cached_tokens
 
     @contextmanager
-    def visiting(self, kind: str, node: str, reason: str) -> Iterator[Visit]:
+    def visiting(
+        self, kind: str, node: str, *, reason: str, outcome_of: Callable[[TandemError], str]
+    ) -> Iterator[Visit]:
         """The request is on `node` until the block ends; `reason` why it was chosen."""
-        visit = Visit(kind, node, self.age, reason)
+        visit = Visit(kind, node, self.age, reason, self.request.origin.traceparent)
         self.visits.append(visit)
+        for reader in self.readers:
+            reader.visit_began(self, visit)
         try:
             yield visit
             visit.outcome = "ok"
@@ -90,21 +134,17 @@ class RequestRecord:
             raise
         finally:
             visit.ended = self.age
-
-
-class RecordReader(Protocol):
-    """Hears of requests; must be quick, and keep no prompt."""
-
-    def began(self, record: RequestRecord) -> None: ...
-
-    def ended(self, record: RequestRecord) -> None: ...
+            for reader in self.readers:
+                reader.visit_ended(self, visit)
 
 
 class RequestRecords:
     """Makes a record for each request and tells `readers`; keeps the last ones that ended."""
 
-    def __init__(self, metrics: ProxyMetrics, readers: Sequence[RecordReader] = ()) -> None:
-        self._metrics = metrics
+    def __init__(
+        self, timer_of: Callable[[GenerateRequest], Timer], readers: Sequence[RecordReader] = ()
+    ) -> None:
+        self._timer_of = timer_of
         self._readers = readers
         self.open: dict[int, RequestRecord] = {}
         self.recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
@@ -117,15 +157,17 @@ class RequestRecords:
     @contextmanager
     def recording(self, request: GenerateRequest) -> Iterator[RequestRecord]:
         """The record of `request`, which is over when the block ends."""
-        record = RequestRecord(request, RequestTimer(self._metrics))
+        record = RequestRecord(request, self._timer_of(request), self._readers)
         self.open[id(record)] = record
         for reader in self._readers:
             reader.began(record)
         try:
             yield record
-        except TandemError as error:
+        # Broad, and raised again: a bug is a failure too, and no caller that left.
+        except Exception as error:
             record.outcome = type(error).__name__
-            self.num_failed += 1
+            record.failed = not (isinstance(error, TandemError) and is_client_fault(error))
+            self.num_failed += record.failed
             raise
         finally:
             record.ended = record.age
@@ -133,11 +175,19 @@ class RequestRecords:
             del self.open[id(record)]
             self._end(record)
 
+    def tokens_so_far(self) -> tuple[int, int]:
+        """Prompt tokens whose first output has come, and generated tokens, since the start."""
+        under_way = list(self.open.values())
+        prompts = sum(it.num_prompt_tokens for it in under_way if it.first_output is not None)
+        tokens = sum(it.num_tokens for it in under_way)
+        return self.num_prompt_tokens + prompts, self.num_tokens + tokens
+
     def _end(self, record: RequestRecord) -> None:
         self.num_ended += 1
         self.num_prompt_tokens += record.num_prompt_tokens
         self.num_cached_tokens += record.num_cached_tokens
         self.num_tokens += record.num_tokens
+        record.timer.ended(record.outcome)
         for reader in self._readers:
             reader.ended(record)
         # Prompts may be long, and a record outlives its request.
@@ -149,8 +199,3 @@ def _without_prompt(request: GenerateRequest) -> GenerateRequest:
     return GenerateRequest(
         request_id=request.request_id, prompt_token_ids=(), origin=request.origin
     )
-
-
-def is_failure(record: RequestRecord) -> bool:
-    """True where the client got an error; a request that was wrong is none of the cluster's."""
-    return record.outcome not in (*FinishReason, LEFT, "")

@@ -1,0 +1,123 @@
+"""Schemas of ordinary Pydantic models become grammars, and still bind all that can be bound."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from engine.api.loose_schema import KNOWN_FORMATS, loosened
+from engine.api.structured_output import GrammarFields, grammar_of
+from engine.api.tool_calls.forced import forced_grammar
+from engine.api.tool_calls.registry import SYNTAXES
+from engine.errors import InvalidRequestError
+
+MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+ORDINARY: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
+    ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, [["a"]], [[1], "a"]),
+    ({"anyOf": [{"type": "number"}, {"type": "string", "pattern": DECIMAL}]}, ["1.5", 2], ["a"]),
+    ({"type": "string", "format": "path", "maxLength": 3}, ["/a"], ["/long", 1]),
+    ({"type": "string", "format": "binary"}, ["x"], [1]),
+    ({"type": "string", "format": "date"}, ["2024-01-01"], ["x"]),
+    (
+        {
+            "oneOf": [
+                {"type": "object", "properties": {"a": {"type": "string"}}},
+                {"type": "object", "properties": {"b": {"type": "integer"}}},
+            ]
+        },
+        [{"a": "x"}, {"b": 1}],
+        [1, "a"],
+    ),
+    ({"enum": [{"format": "x", "uniqueItems": True}]}, [{"format": "x", "uniqueItems": True}], [1]),
+    (
+        {
+            "type": "object",
+            "properties": {"uniqueItems": {"type": "boolean"}, "format": {"const": "path"}},
+            "additionalProperties": False,
+        },
+        [{"uniqueItems": True, "format": "path"}],
+        [{"uniqueItems": 1}, {"format": "b"}],
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return LLTokenizer((MODEL / "tokenizer.json").read_text(encoding="utf-8"), 832, [2])
+
+
+def allows(tokenizer: LLTokenizer, grammar: str, text: str) -> bool:
+    """True if the grammar takes all of the text and may end there."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0)
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.validate_tokens(tokens) == len(tokens) and (
+        matcher.consume_tokens(tokens) and matcher.is_accepting()
+    )
+
+
+def answer_grammar(schema: object) -> str:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return grammar_of(msgspec.convert({"response_format": form}, GrammarFields))
+
+
+@pytest.mark.parametrize(("schema", "fitting", "others"), ORDINARY, ids=lambda it: str(it)[:40])
+def test_ordinary_schemas_bind_answers_and_calls(
+    tokenizer: LLTokenizer, schema: dict[str, Any], fitting: list[Any], others: list[Any]
+) -> None:
+    hermes = SYNTAXES["hermes"]
+    assert hermes is not None
+    parameters = {"f": {"properties": {"v": schema}, "required": ["v"]}}
+    forced = forced_grammar(hermes, ["f"], parameters, is_parallel=False)
+    grammars = [
+        (answer_grammar(schema), "{}"),
+        (grammar_of(GrammarFields(guided_json=json.dumps(schema))), "{}"),
+        (forced, '<tool_call>\n{{"name": "f", "arguments": {{"v": {}}}}}\n</tool_call>'),
+    ]
+    for grammar, written in grammars:
+        for value in fitting:
+            assert allows(tokenizer, grammar, written.format(json.dumps(value))), value
+        for value in others:
+            assert not allows(tokenizer, grammar, written.format(json.dumps(value))), value
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"not": {"type": "string"}}, '"not"'),
+        ({"type": "array", "contains": {"type": "string"}}, '"contains"'),
+        ({"type": "string", "pattern": "(?=a(b))c"}, "look-around"),
+        ({"type": "nothing"}, "nothing"),
+    ],
+)
+def test_what_cannot_be_bound_is_still_refused(schema: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        answer_grammar(schema)
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN_FORMATS))
+def test_known_formats_are_kept_and_are_known(name: str) -> None:
+    schema = {"type": "string", "format": name}
+    assert loosened(schema) == schema
+    assert answer_grammar(schema)
+
+
+@pytest.mark.parametrize("pattern", [r"a\(?=b", r"[(?=x)]", "(a|b)c", r"(?:a)(?P<n>b)"])
+def test_only_look_around_is_taken_out_of_patterns(pattern: str) -> None:
+    assert loosened({"pattern": pattern}) == {"pattern": pattern}
+
+
+def test_schemas_nested_too_deeply_are_the_caller_s_fault() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(20_000):
+        schema = {"items": schema}
+    with pytest.raises(InvalidRequestError):
+        answer_grammar(schema)
+    hermes = SYNTAXES["hermes"]
+    assert hermes is not None
+    with pytest.raises(InvalidRequestError) as caught:
+        forced_grammar(hermes, ["f"], {"f": {"properties": {"v": schema}}}, is_parallel=False)
+    assert caught.value.param == "tools"
