@@ -1,7 +1,9 @@
 """A tier never changes a token, whatever the disk does; and it leaves nothing behind."""
 
 import asyncio
+from collections.abc import Callable
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from time import monotonic
@@ -13,7 +15,7 @@ from structlog.testing import capture_logs
 from connector.offload import worker
 from connector.offload.stats import OffloadStats
 from engine.node.server import NodeServer
-from tests.cluster import Cluster, Generation, generate, until
+from tests.cluster import Cluster, Generation, generate
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of, room_for
 from tests.faulty_files import FaultyFiles
 from tests.offload import start_with_tiers, tier_config, tiers_of, tiers_settled
@@ -48,14 +50,24 @@ async def plain_answers(cluster: Cluster, model: Path, family: str) -> list[Gene
 
 
 async def start(
-    cluster: Cluster, model: Path, folder: Path, name: str, *, fault: str = "", room: int = 1
+    cluster: Cluster,
+    model: Path,
+    folder: Path,
+    name: str,
+    *,
+    fault: str = "",
+    period: int = 1,
+    room: int = 1,
 ) -> NodeServer:
-    """A node with tiny tiers on a disk that is bad now; its arena has room for so many requests."""
+    """A node with tiny tiers on a disk that is bad now, every `period`-th time.
+
+    Its arena has room for `room` requests.
+    """
     node = await start_with_tiers(
         cluster,
         model,
         tier_config(disk_path=str(folder), **TIERS[name]),
-        partial(FaultyFiles, fault=fault, period=3 if name == "disk" else 1),
+        partial(FaultyFiles, fault=fault, period=period),
         kv_cache_memory_bytes=room_for(model, room),
     )
     files_of(node).is_bad = True
@@ -100,17 +112,18 @@ async def test_a_bad_disk_never_changes_a_token(
 ) -> None:
     model = checkpoints[family]
     expected = await plain_answers(cluster, model, family)
-    node = await start(cluster, model, tmp_path, name, fault=fault)
+    # Good reads between bad ones, but for a family that reads a handful of times in all.
+    period = 3 if name == "disk" and family != "falcon_h1" else 1
+    node = await start(cluster, model, tmp_path, name, fault=fault, period=period)
     for prompt, plain in zip(ASKED, expected, strict=True):
         assert_same(await generate(node, request_of(prompt)), plain)
     await nothing_left(node)
     stats, num_faults = stats_of(node), files_of(node).num_faults
     print(f"{family}, {name}, {fault}: {num_faults} faults, {loaded(node)} tokens, {stats}")
     assert loaded(node)
-    if family == "falcon_h1" and not num_faults:
-        return  # its few reads may all come before the first fault
     assert num_faults
-    # Its own small bound makes a file go now and then before it is read.
+    # Its own small bound makes a file go now and then before it is read. A load that fails twice
+    # counts the cause of its first bad token.
     failed = set(stats.failed_loads)
     assert failed - {"vanished"} == CAUSES.get(fault, set()) - {"vanished"}
     assert set(stats.failed_writes) == WRITE_CAUSES.get(fault, set())
@@ -173,16 +186,19 @@ async def test_a_full_disk_is_no_tier_until_it_has_room_again(
     expected = await plain_answers(cluster, model, "qwen3_5")
     with capture_logs() as logs:
         node = await start(cluster, model, tmp_path, "both", fault="ENOSPC")
-        asked = zip(ASKED, expected, strict=True)
-        while files_of(node).num_faults < 3:  # at most two are written at once
-            prompt, plain = next(asked)
-            assert_same(await generate(node, request_of(prompt)), plain)
-            await asyncio.sleep(0.1)
+        asked = cycle(zip(ASKED, expected, strict=True))
+
+        async def ask_until(condition: Callable[[], bool]) -> None:
+            async with asyncio.timeout(60):
+                while not condition():
+                    prompt, plain = next(asked)
+                    assert_same(await generate(node, request_of(prompt)), plain)
+                    await asyncio.sleep(0.1)
+
+        await ask_until(lambda: files_of(node).num_faults >= 3)  # at most two are written at once
         assert not files_of(node).scan()
         files_of(node).is_bad = False
-        await until(lambda: bool(stats_of(node).stored_bytes["disk"]))
-        for prompt, plain in asked:
-            assert_same(await generate(node, request_of(prompt)), plain)
+        await ask_until(lambda: bool(stats_of(node).stored_bytes["disk"]))
         await nothing_left(node)
     said = [line["event"] for line in logs if "written to" in line["event"]]
     assert said == [
