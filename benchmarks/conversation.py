@@ -2,7 +2,9 @@
 
 Users in a closed loop through the proxy, a prefill and a decode node. Each turn's prompt is the one
 before, its answer and new tokens, after a think time. Hits and bytes are those that the answers
-tell (`usage.kv_transfer`); the nodes' own counters must have counted the same bytes.
+tell (`usage.kv_transfer`); the nodes' own counters must have counted the same bytes. The greedy
+answers must be those of the decode node when it computes the same prompts alone: if more than
+near-ties differ, there is no table, and the status is 1.
 """
 
 import asyncio
@@ -19,15 +21,16 @@ import typer
 
 from benchmarks import machine, report
 from benchmarks.cluster import NAME, cluster
+from benchmarks.load.agreement import Agreement, check_run, tell
 from benchmarks.load.client import Client
 from benchmarks.load.loop import Pace, Run, drive
 from benchmarks.load.reply import Reply
 from benchmarks.load.request import WITH_IDS, Request
-from benchmarks.load.summary import Summary
+from benchmarks.load.summary import Summary, result
 from benchmarks.models import SHARED, WIDE, save_random
 from benchmarks.plots import curves
 
-SECONDS = (240, 60)
+SECONDS = (300, 60)
 OUTPUT_TOKENS = 32
 SHARED_TOKENS, OWN_TOKENS, ADDED_TOKENS = 256, 512, 128
 THINK_SIGMA = 1.1
@@ -128,18 +131,30 @@ def pulled(run: Run) -> int:
     return sum(cost.get("attention_bytes", 0) + cost.get("state_bytes", 0) for cost in costs)
 
 
-def measure(found: report.Report, requests: Sequence[Request], users: int) -> tuple[Run, int]:
-    """All conversations on one new cluster, and the bytes that its nodes counted."""
+class Played(msgspec.Struct, frozen=True):
+    """All conversations, the bytes that the nodes counted, and how the answers compare."""
+
+    run: Run
+    counted: int
+    agreement: Agreement
+
+
+def measure(found: report.Report, requests: Sequence[Request], users: int) -> Played:
+    """All conversations on one new cluster, whose D is then asked the same alone."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        report.progress(found.console, len(requests)) as tell,
+        report.progress(found.console, 2 * len(requests)) as describe,
     ):
-        done = tell("a cluster")
+        done = describe("a cluster")
         model = save_random(WIDE, Path(folder))
         with cluster(model, "--kv-cache-memory-bytes", str(ARENA_BYTES)) as up:
-            left = found.ends_at - RESERVE_S - monotonic()
+            ends_at = found.ends_at - RESERVE_S
+            left = ends_at - monotonic()
             run = asyncio.run(_play(up.proxy, requests, users, left_s=left, done=done))
-            return run, round(up.counted().get(MOVED, 0.0))
+            counted = round(up.counted().get(MOVED, 0.0))
+            done = describe("the node alone")
+            agreement = asyncio.run(_check(up.decode[0], run, ends_at, done=done))
+            return Played(run, counted, agreement)
 
 
 async def _play(
@@ -148,6 +163,30 @@ async def _play(
     async with Client(url, NAME) as client:
         pace = Pace(at_once=users, deadline_s=left_s)
         return await drive(client.send, requests, pace, done=done)
+
+
+async def _check(url: str, run: Run, ends_at: float, *, done: Callable[[], None]) -> Agreement:
+    async with Client(url, NAME) as alone:
+        return await check_run(alone, run, ends_at=ends_at, done=done)
+
+
+def publish(found: report.Report, rows: Sequence[Turn], played: Played, *, note: str) -> None:
+    """The table and the plot; raises RuntimeError if the nodes counted other bytes."""
+    told = pulled(played.run)
+    note = (
+        f"{note}, {OUTPUT_TOKENS} tokens out; answers tell of {told:,} bytes, the nodes counted "
+        f"{played.counted:,}; {machine.describe(found.host)}"
+    )
+    cells = [row.cells() for row in rows]
+    found.publish("Conversation", headers=HEADERS, rows=cells, note=note)
+    if told != played.counted:
+        raise RuntimeError(f"answers tell of {told} bytes, the nodes counted {played.counted}")
+    lines = {
+        "prompt": [(float(row.number), row.prompt) for row in rows],
+        "P hit": [(float(row.number), row.prefill_hit) for row in rows],
+        "D hit": [(float(row.number), row.decode_hit) for row in rows],
+    }
+    curves(found.plot(), {"by turn": lines}, xlabel="turn", ylabel="tokens", log_x=False)
 
 
 def main(
@@ -163,24 +202,16 @@ def main(
     found = report.Report("conversation", out, SECONDS, cpu="all", quick=quick)
     if quick:
         users, turns, think = 2, 3, 0.1
-    run, counted = measure(found, requests_of(users, turns, think, seed=seed), users)
-    rows = turns_of(run, turns)
-    told = pulled(run)
-    note = (
-        f"{users} users, {think:g} s of thought in the median, {OUTPUT_TOKENS} tokens out; answers "
-        f"tell of {told:,} bytes, the nodes counted {counted:,}; {machine.describe(found.host)}"
-    )
-    cells = [row.cells() for row in rows]
-    found.publish("Conversation", headers=HEADERS, rows=cells, note=note)
-    if told != counted:
-        raise RuntimeError(f"answers tell of {told} bytes pulled, the nodes counted {counted}")
-    lines = {
-        "prompt": [(float(row.number), row.prompt) for row in rows],
-        "P hit": [(float(row.number), row.prefill_hit) for row in rows],
-        "D hit": [(float(row.number), row.decode_hit) for row in rows],
-    }
-    curves(found.plot(), {"by turn": lines}, xlabel="turn", ylabel="tokens")
-    found.save({"turns": rows, "results": [Summary.of(run).fields()]})
+    played = measure(found, requests_of(users, turns, think, seed=seed), users)
+    rows = turns_of(played.run, turns)
+    holds = tell(found.console, {"proxy, P and D": played.agreement})
+    if holds:
+        note = f"{users} users, {think:g} s of thought in the median"
+        publish(found, rows, played, note=note)
+    summary, pace = Summary.of(played.run), Pace(at_once=users)
+    results = [result(summary, pace, target="proxy, P and D", model=WIDE)]
+    found.save({"turns": rows, "agreement": played.agreement, "results": results})
+    raise typer.Exit(0 if holds else 1)
 
 
 def _tokens(draw: random.Random, count: int) -> tuple[int, ...]:

@@ -22,7 +22,6 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import machine, report
@@ -99,10 +98,10 @@ def _sample(step: Any) -> Sample:
     return Sample(step.time_range.elapsed_us(), sum(ops), len(ops))
 
 
-def measure(case: str, bench: Bench, rounds: int, *, done: Callable[[], None]) -> Row:
+def measure(case: str, bench: Bench, rounds: int, *, until: float, done: Callable[[], None]) -> Row:
     """Clocked and profiled steps in alternating rounds."""
     ways = {"clock": bench.clock, "profiled": bench.profiled}
-    samples = alternate(ways, rounds, done=done)
+    samples = alternate(ways, rounds, until=until, done=done)
     pairs = list(zip(samples["clock"], samples["profiled"], strict=True))
     overheads = [clock.wall - seen.ops for clock, seen in pairs]
     return Row(
@@ -117,31 +116,42 @@ def measure(case: str, bench: Bench, rounds: int, *, done: Callable[[], None]) -
 
 
 def run(
-    models: Sequence[str], rounds: int, console: Console, *, batches: Sequence[int]
+    models: Sequence[str], rounds: int, found: report.Report, *, batches: Sequence[int]
 ) -> list[Row]:
     """Every model at every batch size."""
     rows: list[Row] = []
     total = len(models) * len(batches) * 2 * (rounds + 1)
-    with tempfile.TemporaryDirectory() as folder, report.progress(console, total) as describe:
+    left = len(models) * len(batches)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        report.progress(found.console, total) as describe,
+    ):
         for name in models:
             checkpoint = save_random(name, Path(folder))
             for batch in batches:
                 case = f"{name}, batch {batch}"
+                until, done = found.share(left - len(rows)), describe(case)
                 rows.append(
-                    _measure_batch(checkpoint, case, batch, rounds=rounds, done=describe(case))
+                    _measure_batch(checkpoint, case, batch, rounds=rounds, until=until, done=done)
                 )
     return rows
 
 
 def _measure_batch(
-    checkpoint: Path, case: str, batch: int, *, rounds: int, done: Callable[[], None]
+    checkpoint: Path,
+    case: str,
+    batch: int,
+    *,
+    rounds: int,
+    until: float,
+    done: Callable[[], None],
 ) -> Row:
     tokens = 2 * STEPS * (rounds + 1) + WARM_STEPS + PROMPT_TOKENS
     options = NodeConfig(
         max_num_seqs=batch, enable_prefix_caching=False, kv_cache_memory_bytes=ARENA_BYTES
     )
     with BareCore(checkpoint, options) as core:
-        return measure(case, Bench(core, batch, tokens), rounds, done=done)
+        return measure(case, Bench(core, batch, tokens), rounds, until=until, done=done)
 
 
 def cells(row: Row) -> list[str]:
@@ -170,8 +180,9 @@ def main(
     models, batches = model or list(MODELS), list(BATCHES)
     if quick:
         rounds, models, batches = 1, models[:1], batches[:1]
-    rows = run(models, rounds, found.console, batches=batches)
-    note = f"fastest of {STEPS} steps, median of {rounds} rounds; {machine.describe(found.host)}"
+    rows = run(models, rounds, found, batches=batches)
+    host = machine.describe(found.host)
+    note = f"fastest of {STEPS} steps, median of at most {rounds} rounds; {host}"
     found.publish("Decode step", headers=HEADERS, rows=list(map(cells, rows)), note=note)
     series = {"torch operators": [r.ops for r in rows], "overhead": [r.overhead for r in rows]}
     grouped_bars(found.plot(), [row.case for row in rows], series, ylabel="us per step")

@@ -17,7 +17,6 @@ import msgspec
 import torch
 import transformers
 import typer
-from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.models import MODELS, load_reference, random_prompts, save_random, weight_bytes
@@ -124,7 +123,9 @@ def cases_of(model: str, batches: Sequence[int]) -> list[Case]:
     return [Case(model, "prefill", 1), *(Case(model, "decode", batch) for batch in batches)]
 
 
-def measure(case: Case, sides: Sides, rounds: int, *, done: Callable[[], None]) -> Row:
+def measure(
+    case: Case, sides: Sides, rounds: int, *, until: float, done: Callable[[], None]
+) -> Row:
     """One case in alternating rounds; the floor's bandwidth is measured in each of them."""
     prompts, tokens = case.prompts, case.tokens
     nbytes = weight_bytes(sides.reference)
@@ -134,7 +135,7 @@ def measure(case: Case, sides: Sides, rounds: int, *, done: Callable[[], None]) 
         "transformers": lambda: case.rate(generate_reference(sides.reference, prompts, tokens)),
         "floor": lambda: machine.read_bandwidth(nbytes) / nbytes * tokens_per_step,
     }
-    rates = alternate(ways, rounds, done=done)
+    rates = alternate(ways, rounds, until=until, done=done)
     spreads = {name: Spread.of(values) for name, values in rates.items()}
     return Row(
         case,
@@ -146,16 +147,29 @@ def measure(case: Case, sides: Sides, rounds: int, *, done: Callable[[], None]) 
 
 
 def run(
-    models: Sequence[str], rounds: int, console: Console, *, batches: Sequence[int]
+    models: Sequence[str], rounds: int, found: report.Report, *, batches: Sequence[int]
 ) -> list[Row]:
     """All cases of all models."""
-    total = sum(len(cases_of(name, batches)) for name in models) * 3 * (rounds + 1)
+    left = sum(len(cases_of(name, batches)) for name in models)
+    total = left * 3 * (rounds + 1)
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as folder, report.progress(console, total) as describe:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        report.progress(found.console, total) as describe,
+    ):
         for name in models:
             with both_sides(save_random(name, Path(folder))) as sides:
-                cases = cases_of(name, batches)
-                rows += [measure(case, sides, rounds, done=describe(case.name)) for case in cases]
+                first = len(rows)
+                rows += [
+                    measure(
+                        case,
+                        sides,
+                        rounds,
+                        until=found.share(left - place),
+                        done=describe(case.name),
+                    )
+                    for place, case in enumerate(cases_of(name, batches), first)
+                ]
     return rows
 
 
@@ -203,10 +217,10 @@ def main(
     models, batches = model or list(MODELS), list(BATCHES)
     if quick:
         rounds, models, batches = 1, models[:1], batches[:1]
-    rows = run(models, rounds, found.console, batches=batches)
+    rows = run(models, rounds, found, batches=batches)
     note = (
         f"float32 through {'oneDNN' if onednn_matmul else 'MKL'} where torch chooses, "
-        f"median of {rounds} rounds; {machine.describe(found.host)}; "
+        f"median of at most {rounds} rounds; {machine.describe(found.host)}; "
         "floor: all weights read once per step at the bandwidth measured in the same rounds"
     )
     found.publish(

@@ -91,15 +91,16 @@ def main(
 ) -> None:
     """What events cost by parts, and what they cost the steps of an engine."""
     found = report.Report("kv_events", out, SECONDS, cpu=cpu, quick=quick)
+    warmups = load.WARMUPS
     if quick:
-        rounds, engine_rounds = QUICK_ROUNDS, 1
+        rounds, engine_rounds, warmups = QUICK_ROUNDS, 1, 0
     by_part = parts(found, rounds)
-    total = 2 * (engine_rounds + load.WARMUPS) * len(load.LOADS)
+    total = 2 * (engine_rounds + warmups) * len(load.LOADS)
     with report.progress(found.console, total) as describe:
-        measured = load.measure(engine_rounds, describe("engine"))
+        measured = load.measure(engine_rounds, warmups, describe("engine"), until=found.share(1))
     rows = [load.row(name, steps) for name, steps in measured.items()]
     host = machine.describe(found.host)
-    note = f"median (lowest-highest) of {engine_rounds} rounds; {host}"
+    note = f"median (lowest-highest) of at most {engine_rounds} rounds; {host}"
     found.publish("Engine steps", headers=load.HEADERS, rows=rows, note=note)
     micros = {name: [taken] for name, taken in by_part.items()}
     grouped_bars(found.plot(), ["one step"], micros, ylabel="us")
@@ -111,7 +112,7 @@ def parts(found: report.Report, rounds: int) -> dict[str, Spread]:
     bench = Bench()
     works = [bench.record, bench.mirror, bench.encode, bench.decode, bench.dictionaries]
     ways = {work.__name__: partial(timeit, work, number=1) for work in works}
-    samples = alternate(ways, rounds, done=lambda: None)
+    samples = alternate(ways, rounds, until=found.share(2), done=lambda: None)
     plain = samples["dictionaries"]
     events = 2 * (BLOCKS + BLOCKS // STRETCH)
     rows, spreads = [], {}
@@ -120,7 +121,7 @@ def parts(found: report.Report, rounds: int) -> dict[str, Spread]:
         rows.append([name, f"{1e6 * one:,.0f}", f"{events / one:,.0f}", f"{ratio:.2f}"])
         spreads[name] = Spread.of([1e6 * seconds for seconds in taken])
     host = machine.describe(found.host)
-    note = f"{events:,} block events a step, median of {rounds} rounds; {host}"
+    note = f"{events:,} block events a step, median of at most {rounds} rounds; {host}"
     found.publish("KV events", headers=HEADERS, rows=rows, note=note)
     return spreads
 

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 
 from benchmarks.models import random_prompts, save_random
-from benchmarks.pairs import Spread, alternate
+from benchmarks.pairs import Spread, alternate, share
 from benchmarks.tandem_engine import BareCore, request_of
 from engine.config import KVEventsConfig, NodeConfig
 from engine.kv_events.follower import EventSource
@@ -61,8 +61,10 @@ class Engine:
         return StepTime(clock, cpu, cpu - own)
 
 
-def measure(rounds: int, done: Callable[[], None]) -> dict[str, dict[str, list[StepTime]]]:
-    """By load the steps by round, with events `off` and `on`."""
+def measure(
+    rounds: int, warmups: int, done: Callable[[], None], *, until: float
+) -> dict[str, dict[str, list[StepTime]]]:
+    """By load the steps by round, with events `off` and `on`, until `until` (monotonic)."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         checkpoint = save_random("gdn", folder)
@@ -71,9 +73,10 @@ def measure(rounds: int, done: Callable[[], None]) -> dict[str, dict[str, list[S
             for name, publishes in (("off", False), ("on", True))
         }
         results = {}
-        for load, sizes in LOADS.items():
+        for number, (load, sizes) in enumerate(LOADS.items()):
+            ends_at = share(until, len(LOADS) - number)
             ways = {name: partial(engine.run, *sizes) for name, engine in engines.items()}
-            results[load] = alternate(ways, rounds, warmups=WARMUPS, done=done)
+            results[load] = alternate(ways, rounds, warmups=warmups, until=ends_at, done=done)
     return results
 
 

@@ -37,6 +37,12 @@ class Spread(msgspec.Struct, frozen=True):
         return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
+def share(until: float, left: int) -> float:
+    """When (monotonic) the next of `left` equal parts should end, to keep to `until`."""
+    now = monotonic()
+    return now + max(0.0, until - now) / left
+
+
 def alternate(
     ways: Mapping[str, Way[T]],
     rounds: int,

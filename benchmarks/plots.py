@@ -8,6 +8,7 @@ import matplotlib
 from benchmarks.pairs import Spread
 
 GROUP_WIDTH = 0.8
+MAX_TICKS = 10
 
 
 def grouped_bars(
@@ -47,9 +48,10 @@ def curves(
     *,
     xlabel: str,
     ylabel: str,
+    log_x: bool = True,
     log_y: bool = False,
 ) -> None:
-    """One panel per title, side by side, of (x, y) lines by name; x is logarithmic."""
+    """One panel per title, side by side, of (x, y) lines by name."""
     matplotlib.use("Agg")
     from matplotlib import pyplot  # after the backend is chosen
 
@@ -59,7 +61,12 @@ def curves(
     for axes, (title, lines) in zip(grid[0], panels.items(), strict=True):
         for name, points in lines.items():
             axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
-        axes.set_xscale("log")
+        axes.set_xscale("log" if log_x else "linear")
+        # A short logarithmic axis would write a label at every minor tick, one over the other.
+        ticks = sorted({x for points in lines.values() for x, _ in points})
+        ticks = ticks[:: -(-len(ticks) // MAX_TICKS)]
+        axes.set_xticks(ticks, [f"{x:.4g}" for x in ticks], rotation=45, fontsize=7)
+        axes.tick_params(axis="x", which="minor", labelbottom=False)
         axes.set_yscale("log" if log_y else "linear")
         axes.set_title(title, fontsize=9)
         axes.set_xlabel(xlabel)

@@ -7,11 +7,13 @@ hits that the server tells of, which may exceed it: a server may find its answer
 
 Turns of a session wait for the answer before them and think as long as the trace says; `--stamps`
 sends every request at its own time instead, which makes the tail of a server that is behind worse.
-Prompts are token ids; equal segments of a trace become equal ids.
+Prompts are token ids, of `--tokenizer` or below 256 for a target; equal segments of a trace become
+equal ids. The greedy answers are compared
+with those of the own decode node, or of `--reference`, asked one at a time while there is time: if
+more than near-ties differ, there is no table, and the status is 1.
 """
 
 import asyncio
-import random
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,20 +23,35 @@ from typing import Annotated
 
 import msgspec
 import typer
+from msgspec import Meta
 
 from benchmarks import machine, report
 from benchmarks.cluster import cluster
+from benchmarks.load.agreement import Agreement, check_run, tell
 from benchmarks.load.client import Client, TargetError
 from benchmarks.load.loop import OWN_TIMES, Pace, Run, drive
-from benchmarks.load.request import GREEDY, WITH_IDS, Request
-from benchmarks.load.summary import Summary
+from benchmarks.load.request import Request
+from benchmarks.load.summary import Summary, result
 from benchmarks.models import SHARED, WIDE, save_random
 from benchmarks.pairs import Spread
 from benchmarks.plots import grouped_bars
+from benchmarks.serving.loads import vocabulary_of
 from benchmarks.workloads.catalogue import WORKLOADS
-from benchmarks.workloads.traces import Record, TraceError, arrivals, ideal_hits, read_trace
+from benchmarks.workloads.traces import (
+    SAFE_IDS,
+    Record,
+    TraceError,
+    arrivals,
+    ideal_hits,
+    read_trace,
+    requests_of,
+)
+from engine.cli import command_app
+from engine.config import Config
+from engine.errors import ConfigError
 
-SECONDS = (300, 60)
+PURPOSE = "Hits and times of a trace, beside the hits that are possible."
+SECONDS = (480, 60)
 SPAN_S, QUICK_SPAN_S = 60.0, 3.0
 REQUESTS, QUICK_REQUESTS = 60, 6
 LONGEST, QUICK_LONGEST = 4096, 256
@@ -42,8 +59,50 @@ MOST_OUTPUT, QUICK_OUTPUT = 64, 8
 THINNED = 0.03
 ARENA_BYTES = 1 << 30
 RESERVE_S = 15.0
+# The rest is for the reference, which is asked one request at a time.
+RUN_SHARE = 0.6
 HEADERS = ("trace", "requests", "failed", "ideal hits", "hits that came", "TTFT ms p50", "p99",
            "TPOT ms p50", "tok/s")  # fmt: skip
+
+
+class ReplayOptions(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is replayed, how small, and where."""
+
+    trace: Annotated[
+        str,
+        Meta(description=f"A file, or {', '.join(WORKLOADS)}.", extra={"argument": True}),
+    ] = "G1"
+    target: Annotated[str, Meta(description="A base URL instead of an own cluster.")] = ""
+    reference: Annotated[
+        str, Meta(description="The base URL that answers must equal. Default: the target.")
+    ] = ""
+    tokenizer: Annotated[
+        str,
+        Meta(
+            description="A folder with a tokenizer.json: prompts are ids of it. Without, a target "
+            "gets ids below 256, which are in every vocabulary."
+        ),
+    ] = ""
+    span: Annotated[float, Meta(ge=0.1, description="Seconds of all arrivals.")] = SPAN_S
+    longest: Annotated[int, Meta(ge=1, description="Tokens of the longest prompt.")] = LONGEST
+    stamps: Annotated[bool, Meta(description="Each at its own time.")] = False
+    quick: Annotated[
+        bool, Meta(description="Small and short: shows that it runs, measures little.")
+    ] = False
+    out: Annotated[str, Meta(description="The folder for its JSON and plots.")] = str(
+        report.RESULTS
+    )
+
+    def check(self) -> None:
+        """Raises ConfigError for a reference of nothing."""
+        if self.reference and not self.target:
+            raise ConfigError("--reference is for --target; an own cluster has its decode node")
+
+    def limits(self) -> "Limits":
+        """How small the trace becomes."""
+        if self.quick:
+            return Limits(QUICK_LONGEST, QUICK_OUTPUT, QUICK_SPAN_S)
+        return Limits(self.longest, MOST_OUTPUT, self.span)
 
 
 class Scaled(msgspec.Struct, frozen=True):
@@ -88,79 +147,82 @@ def _shorter(record: Record, scale: float, most_output: int) -> Record:
     )
 
 
-def requests_of(scaled: Scaled, *, stamps: bool, is_own: bool) -> list[Request]:
-    """In the order of the trace, with token ids that every model has."""
-    base = WITH_IDS if is_own else GREEDY
-    made = []
-    for at, record in zip(arrivals(scaled.records), scaled.records, strict=True):
-        salt = {"cache_salt": record.cache_salt} if record.cache_salt else {}
-        is_later = record.parent is not None and not stamps
-        alone = stamps or record.session_id is None
-        made.append(
-            Request(
-                prompt=tuple(_tokens(record)),
-                max_tokens=record.output_length,
-                sampling={**base, **salt},
-                session="" if alone else str(record.session_id),
-                arrival_s=0.0 if is_later else at * scaled.time_scale,
-                think_s=(record.think_time or 0.0) / 1000 * scaled.time_scale * is_later,
-            )
-        )
-    return made
+def ids_of(options: ReplayOptions) -> Sequence[int]:
+    """Token ids of prompts; the own cluster's model knows all of its own. Raises ConfigError."""
+    if options.tokenizer:
+        return vocabulary_of(options.tokenizer)
+    return SAFE_IDS if options.target else range(2, SHARED["vocab_size"])
 
 
-def _tokens(record: Record) -> Iterator[int]:
-    """Drawn from a segment's number, so that a longer piece of it begins with a shorter one."""
-    for number, size in record.pieces():
-        draw = random.Random(number)
-        yield from (draw.randrange(2, SHARED["vocab_size"]) for _ in range(size))
-
-
-def load(trace: str, most: int) -> list[Record]:
+def records_of(options: ReplayOptions) -> list[Record]:
     """The first of a generated workload, thinned, or a whole file. Raises TraceError and OSError.
 
     `python -m benchmarks.workloads NAME --out FILE` writes other seeds and sizes to files.
     """
-    if trace in WORKLOADS:
-        return WORKLOADS[trace].make(THINNED, 0)[:most]
-    return read_trace(Path(trace))
+    if options.trace in WORKLOADS:
+        most = QUICK_REQUESTS if options.quick else REQUESTS
+        return WORKLOADS[options.trace].make(THINNED, 0)[:most]
+    return read_trace(Path(options.trace))
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """The base URL that is measured, and the one whose answers it must give."""
+
+    url: str
+    reference: str
 
 
 @contextmanager
-def target_of(url: str | None) -> Iterator[str]:
-    """The base URL that is given, or that of an own cluster, which ends with the block."""
-    if url is not None:
-        yield url
+def targets_of(options: ReplayOptions) -> Iterator[Targets]:
+    """Those given, or an own cluster and its decode node, which end with the block."""
+    if options.target:
+        yield Targets(options.target, options.reference or options.target)
         return
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = save_random(WIDE, Path(folder))
         with cluster(checkpoint, "--kv-cache-memory-bytes", str(ARENA_BYTES)) as up:
-            yield up.proxy
+            yield Targets(up.proxy, up.decode[0])
+
+
+class Played(msgspec.Struct, frozen=True):
+    """What came and how it was sent, and how it compares with the reference's answers."""
+
+    run: Run
+    pace: Pace
+    model: str
+    agreement: Agreement
 
 
 async def play(
-    url: str, requests: Sequence[Request], ends_at: float, *, done: Callable[[], None]
-) -> Run:
-    """All requests to the target's first model, given up at `ends_at` (monotonic).
+    targets: Targets, requests: Sequence[Request], ends_at: float, *, tell: report.Tell
+) -> Played:
+    """All requests to the target's first model, given up in time for some to its reference.
 
-    Raises TargetError.
+    `ends_at` is monotonic. Raises TargetError, and RuntimeError if the reference fails.
     """
-    async with Client(url, "") as client:
-        client.model = (await client.served_models())[0]
+    async with Client(targets.url, "") as client, Client(targets.reference, "") as alone:
         await client.check(requests[0])
-        left_s = max(1.0, ends_at - RESERVE_S - monotonic())
+        await alone.check(requests[0])
+        left_s = max(1.0, RUN_SHARE * (ends_at - monotonic()))
         pace = Pace(rate=OWN_TIMES, deadline_s=left_s)
-        return await drive(client.send, requests, pace, done=done)
+        run = await drive(client.send, requests, pace, done=tell("replay"))
+        done = tell("the reference")
+        agreement = await check_run(alone, run, ends_at=ends_at, done=done)
+        return Played(run, pace, client.model, agreement)
 
 
-def measure(found: report.Report, requests: Sequence[Request], target: str | None) -> Run:
-    """All requests to the target, or to an own cluster. Raises TargetError."""
-    with report.progress(found.console, len(requests)) as tell, target_of(target) as url:
-        return asyncio.run(play(url, requests, found.ends_at, done=tell("replay")))
+def measure(found: report.Report, requests: Sequence[Request], options: ReplayOptions) -> Played:
+    """All requests to the target and the reference that are given, or to an own cluster.
+
+    Raises TargetError, and RuntimeError if the reference fails.
+    """
+    ends_at = found.ends_at - RESERVE_S
+    with report.progress(found.console, 2 * len(requests)) as tell, targets_of(options) as targets:
+        return asyncio.run(play(targets, requests, ends_at, tell=tell))
 
 
 def publish(found: report.Report, trace: str, scaled: Scaled, *, summary: Summary) -> None:
-    """The table, the plot and the file."""
+    """The table and the plot."""
     came = summary.cached_tokens / max(1, summary.input_tokens)
     cells = [
         trace,
@@ -180,39 +242,39 @@ def publish(found: report.Report, trace: str, scaled: Scaled, *, summary: Summar
     found.publish("Replay", headers=HEADERS, rows=[cells], note=note)
     shares = {"ideal": [Spread.of([100 * scaled.ideal])], "came": [Spread.of([100 * came])]}
     grouped_bars(found.plot(), [trace], shares, ylabel="hits, % of the prompt tokens")
-    scales = {"time_scale": scaled.time_scale, "length_scale": scaled.length_scale}
-    found.save({**scales, "ideal": scaled.ideal, "results": [summary.fields()]})
 
 
-def main(
-    trace: Annotated[str, typer.Argument(help=f"A file, or {', '.join(WORKLOADS)}.")] = "G1",
-    *,
-    target: Annotated[str | None, typer.Option(help="A base URL instead of an own one.")] = None,
-    span: Annotated[float, typer.Option(min=0.1, help="Seconds of all arrivals.")] = SPAN_S,
-    longest: Annotated[int, typer.Option(min=1, help="Tokens of the longest prompt.")] = LONGEST,
-    stamps: Annotated[bool, typer.Option("--stamps", help="Each at its own time.")] = False,
-    quick: report.Quick = False,
-    out: report.Out = report.RESULTS,
-) -> None:
-    """Hits and times of a trace, beside the hits that are possible."""
-    found = report.Report("replay", out, SECONDS, cpu="all", quick=quick)
-    limits = Limits(longest, MOST_OUTPUT, span)
-    if quick:
-        limits = Limits(QUICK_LONGEST, QUICK_OUTPUT, QUICK_SPAN_S)
+def measure_trace(load: Callable[[], ReplayOptions]) -> None:
+    """The command; status 1 if answers differ or none comes, 2 if it cannot measure."""
     try:
-        scaled = limits.scale(load(trace, QUICK_REQUESTS if quick else REQUESTS))
-    except (TraceError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-    found.console.print(f"{trace}: {len(scaled.records)} requests, ideal hits {scaled.ideal:.1%}")
-    sent = requests_of(scaled, stamps=stamps, is_own=target is None)
-    try:
-        summary = Summary.of(measure(found, sent, target))
-    except TargetError as error:
-        raise typer.BadParameter(str(error)) from error
+        options = load()
+        found = report.Report("replay", Path(options.out), SECONDS, cpu="all", quick=options.quick)
+        scaled = options.limits().scale(records_of(options))
+        share = f"{scaled.ideal:.1%}"
+        found.console.print(f"{options.trace}: {len(scaled.records)} requests, ideal hits {share}")
+        sent = requests_of(
+            scaled.records,
+            ids_of(options),
+            time_scale=scaled.time_scale,
+            stamps=options.stamps,
+        )
+        played = measure(found, sent, options)
+    except (ConfigError, TargetError, TraceError, OSError, RuntimeError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    summary = Summary.of(played.run)
     if summary.errors:
         found.console.print(f"{len(summary.errors)} failed: {summary.errors[0]}", style="red")
-    publish(found, trace, scaled, summary=summary)
+    target = options.target or "proxy, P and D"
+    holds = tell(found.console, {target: played.agreement})
+    if holds:
+        publish(found, options.trace, scaled, summary=summary)
+    scales = {"time_scale": scaled.time_scale, "length_scale": scaled.length_scale}
+    results = [result(summary, played.pace, target=target, model=played.model)]
+    data = {"ideal": scaled.ideal, "agreement": played.agreement, "results": results}
+    found.save({**scales, **data})
+    raise typer.Exit(0 if holds else 1)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    command_app(ReplayOptions, measure_trace, PURPOSE)()

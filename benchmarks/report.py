@@ -17,13 +17,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table as RichTable
 
-from benchmarks import machine
+from benchmarks import machine, pairs
 
 Cells = Sequence[str]
+# A description of what comes next; the result is called after each part of it.
+Tell = Callable[[str], Callable[[], None]]
 RESULTS = Path(__file__).parent / "results"
 Out = Annotated[Path, typer.Option(help="The folder for its JSON and plots.")]
 Quick = Annotated[bool, typer.Option(help="Small and short: shows that it runs, measures little.")]
 GIT_S = 5.0
+# The last part must end in time for its table and its plot.
+RESERVE_S = 5.0
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -72,8 +76,7 @@ class Report:
 
     def share(self, left: int) -> float:
         """When (monotonic) the next of `left` equal parts should end, to keep to the time."""
-        now = monotonic()
-        return now + max(0.0, self.ends_at - now) / left
+        return pairs.share(self.ends_at - RESERVE_S, left)
 
     def publish(self, title: str, *, headers: Cells, rows: Sequence[Cells], note: str) -> None:
         """The table for people, and the same rows as Markdown with today's date."""
@@ -105,7 +108,7 @@ class Report:
 
 
 @contextmanager
-def progress(console: Console, total: int) -> Iterator[Callable[[str], Callable[[], None]]]:
+def progress(console: Console, total: int) -> Iterator[Tell]:
     """A bar over `total` runs; call the result with a description to get its `done`."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:

@@ -27,7 +27,7 @@ from proxy.routing.prompt import HashKey, RoutedPrompt
 from proxy.routing.router import Router
 
 SIZE, NUM_TOKENS, NUM_NODES = 16, 8192, 100
-NUM_BLOCKS, QUICK_BLOCKS, BATCH = 1_000_000, 64_000, 64
+NUM_BLOCKS, QUICK_BLOCKS, BATCH = 1_000_000, 16_000, 64
 REPEATS, QUICK_REPEATS = 200, 20
 CASES = ((NUM_NODES, 2048), (10, 2048), (10, 0))
 """Nodes that hold some of the prompt, the first as bad as it gets; tokens shared with others."""

@@ -18,7 +18,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.pairs import Spread, alternate
@@ -89,10 +88,15 @@ def ways_of(
 
 
 def measure(
-    case: Case, ways: Mapping[str, Callable[[], float]], rounds: int, *, done: Callable[[], None]
+    case: Case,
+    ways: Mapping[str, Callable[[], float]],
+    rounds: int,
+    *,
+    until: float,
+    done: Callable[[], None],
 ) -> Row:
-    """All ways in `rounds` rounds, in turning order."""
-    found = alternate(ways, rounds, warmups=2, done=done)
+    """All ways in `rounds` rounds, in turning order, until `until` (monotonic)."""
+    found = alternate(ways, rounds, warmups=2, until=until, done=done)
     return Row(
         case.name,
         case.nbytes,
@@ -108,7 +112,7 @@ def _cost(found: Mapping[str, Sequence[float]], way: str) -> Spread:
     return Spread.of([1.0 - plain / verified for plain, verified in pairs])
 
 
-def run(cases: Sequence[Case], rounds: int, console: Console) -> list[Row]:
+def run(cases: Sequence[Case], rounds: int, found: report.Report) -> list[Row]:
     """All cases, one after the other."""
     rows = []
     with ExitStack() as stack:
@@ -124,14 +128,15 @@ def run(cases: Sequence[Case], rounds: int, console: Console) -> list[Row]:
             if name == "nixl":  # both before ucx, whose other UCX would make them use TCP
                 plain["raw nixl"] = raw_nixl_read(arena, addresses["nixl"])
         total = len(cases) * NUM_WAYS * (rounds + 2)
-        tell = stack.enter_context(report.progress(console, total))
-        for case in cases:
+        tell = stack.enter_context(report.progress(found.console, total))
+        for number, case in enumerate(cases):
             address = f"127.0.0.1:{ports[case.name]}"
             with closing(
                 ControlClient(address, token=None, caller_engine_id="d", timeout_s=DEADLINE_S)
             ) as control:
                 ways = ways_of(case, arena, control, records=records, plain=plain, ours=ours)
-                rows.append(measure(case, ways, rounds, done=tell(case.name)))
+                until, done = found.share(len(cases) - number), tell(case.name)
+                rows.append(measure(case, ways, rounds, until=until, done=done))
     return rows
 
 
@@ -192,12 +197,12 @@ def main(
     """Every transport beside memcpy and beside raw NIXL, verified and not, in one run."""
     found = report.Report("transfer", out, SECONDS, cpu=cpu, quick=quick)
     found.console.width = max(found.console.width, WIDTH)
-    configure_logging("WARNING")
+    configure_logging("warning")
     by_prompt, by_size = prompts(), sizes()
     if quick:
         rounds, by_prompt, by_size = 1, by_prompt[:1], [one for one in by_size if one.name == QUICK]
-    rows = run(by_prompt + by_size, rounds, found.console)
-    note = f"median of {rounds} rounds; {machine.describe(found.host)}"
+    rows = run(by_prompt + by_size, rounds, found)
+    note = f"median of at most {rounds} rounds; {machine.describe(found.host)}"
     publish(found, rows, len(by_prompt), note=note)
     draw(found.plot(), rows)
     found.save(rows)

@@ -47,7 +47,7 @@ def peer_addresses() -> Iterator[Addresses]:
 
 
 def _serve(pipe: Connection) -> None:
-    configure_logging("WARNING")
+    configure_logging("warning")
     arena, records = ArenaMemory(ARENA_BYTES), ArenaMemory(REGION_BYTES)
     arena.tensor.fill_(FILL)
     transports = [open_transport(name, ENGINE_ID) for name in OURS]

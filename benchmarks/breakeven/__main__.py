@@ -35,7 +35,7 @@ def point_cells(lines: Lines) -> list[list[str]]:
             f"{point.tokens:,} tokens",
             point.prefill.show(1),
             point.path.show(1),
-            f"{point.prefill.median / point.path.median:.2f}",
+            point.ratio.show(),
             f"{point.moved_bytes / 1e6:.2f}",
         ]
         for point in lines.points
@@ -110,7 +110,8 @@ def main(
     gbits = gbit or list(GBITS)
     rounds, lengths = (1, QUICK_LENGTHS) if quick else (rounds, LENGTHS)
     lines = measure(found, lengths, rounds)
-    note = f"medians (lowest-highest) of at most {rounds} rounds; {machine.describe(found.host)}"
+    taken = lines.points[0].rounds
+    note = f"medians (lowest-highest) of {taken} rounds; {machine.describe(found.host)}"
     found.publish("Measured", headers=HEADERS, rows=point_cells(lines), note=note)
     found.publish("Lines", headers=LINE_HEADERS, rows=[line_cells(lines)], note=note)
     by_model = paper(gbits, path_ms=path_ms, tflops=tflops)

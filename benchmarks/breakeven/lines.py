@@ -24,11 +24,16 @@ P_BYTES, D_BYTES = 512 << 20, 512 << 20
 
 
 class Point(msgspec.Struct, frozen=True):
-    """Milliseconds for prompts of one length, over the rounds; bytes of one hand-over."""
+    """Milliseconds for prompts of one length, over the rounds; bytes of one hand-over.
+
+    `ratio`: of prefill to path, by round.
+    """
 
     tokens: int
     prefill: Spread
     path: Spread
+    ratio: Spread
+    rounds: int
     moved_bytes: int
 
 
@@ -87,7 +92,7 @@ def measure(found: report.Report, lengths: Sequence[int], rounds: int) -> Lines:
                 str(length): blocking(loop, partial(_sample, nodes, length, seeds))
                 for length in lengths
             }
-            samples = alternate(ways, rounds, until=found.ends_at, done=done)
+            samples = alternate(ways, rounds, until=found.share(1), done=done)
     return Lines.of([_point(int(length), taken) for length, taken in samples.items()])
 
 
@@ -121,5 +126,7 @@ def _point(tokens: int, samples: Sequence[Sample]) -> Point:
         tokens,
         Spread.of([1e3 * sample.prefill for sample in samples]),
         Spread.of([1e3 * sample.path for sample in samples]),
+        Spread.of([sample.prefill / sample.path for sample in samples]),
+        len(samples),
         samples[0].moved_bytes,
     )

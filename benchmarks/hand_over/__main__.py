@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from rich.console import Console
 
 from benchmarks import machine, report
 from benchmarks.hand_over.control_cost import PARTS, ControlRow, measure_control
 from benchmarks.hand_over.overlap import Overlap, measure_overlap
 from benchmarks.hand_over.pd_pair import Pair, pair
 from benchmarks.models import WIDE, save_random
+from benchmarks.pairs import Spread
 from benchmarks.plots import grouped_bars
 from engine.process import configure_logging
 
@@ -67,17 +67,20 @@ def pairs(loop: asyncio.Runner, transports: Sequence[str]) -> Iterator[dict[str,
 
 
 def run(
-    transports: Sequence[str], rounds: int, console: Console, *, size: Size
+    transports: Sequence[str], rounds: int, found: report.Report, *, size: Size
 ) -> tuple[list[ControlRow], list[Overlap]]:
     """Control of every length, then overlap of every transport."""
     control: list[ControlRow] = []
     total = (rounds + 1) * len(transports) * (2 * len(size.control) + 3)
-    with asyncio.Runner() as loop, report.progress(console, total) as tell:
+    with asyncio.Runner() as loop, report.progress(found.console, total) as tell:
         tell("starting the nodes")
         with pairs(loop, transports) as opened:
-            for tokens in size.control:
-                done = tell(f"control, {tokens:,} tokens")
-                control += measure_control(loop, opened, tokens, rounds=rounds, done=done)
+            parts = len(size.control) + len(opened)
+            for number, tokens in enumerate(size.control):
+                until, done = found.share(parts - number), tell(f"control, {tokens:,} tokens")
+                control += measure_control(
+                    loop, opened, tokens, rounds=rounds, until=until, done=done
+                )
             overlap = [
                 measure_overlap(
                     loop,
@@ -85,10 +88,10 @@ def run(
                     one,
                     tokens=size.pulled,
                     pulls=size.pulls,
-                    rounds=rounds,
+                    times=(rounds, found.share(len(opened) - number)),
                     done=tell(f"overlap, {name}"),
                 )
-                for name, one in opened.items()
+                for number, (name, one) in enumerate(opened.items())
             ]
     return control, overlap
 
@@ -111,12 +114,16 @@ def overlap_cells(row: Overlap, tokens: int) -> list[str]:
         f"{row.transport}, {tokens:,} tokens",
         f"{row.pulled_bytes / 1e6:.0f}",
         f"{row.step_alone.median:.1f}",
-        row.step_ratio.show(),
-        row.slowest_ratio.show(),
+        _shown(row.step_ratio),
+        _shown(row.slowest_ratio),
         f"{row.pull_alone.median:.0f}",
         row.pull_ratio.show(),
-        row.serial_ratio.show(),
+        _shown(row.serial_ratio),
     ]
+
+
+def _shown(spread: Spread | None) -> str:
+    return "no overlap" if spread is None else spread.show()
 
 
 def main(
@@ -129,13 +136,13 @@ def main(
 ) -> None:
     """Control cost of a hand-over by part, and steps and pulls at the same time."""
     found = report.Report("hand_over", out, SECONDS, cpu=cpu, quick=quick)
-    configure_logging("WARNING")
+    configure_logging("warning")
     transports, size = transport or list(TRANSPORTS), WHOLE
     if quick:
         rounds, transports, size = 1, transports[:1], QUICK
-    control, overlap = run(transports, rounds, found.console, size=size)
+    control, overlap = run(transports, rounds, found, size=size)
     host = machine.describe(found.host)
-    note = f"milliseconds, medians; {rounds} rounds; each node in a process; {host}"
+    note = f"milliseconds, medians; at most {rounds} rounds; each node in a process; {host}"
     for title, headers, rows in (
         ("Control cost", CONTROL_HEADERS, list(map(control_cells, control))),
         ("Overlap", OVERLAP_HEADERS, [overlap_cells(row, size.pulled) for row in overlap]),

@@ -130,6 +130,7 @@ def measure_control(
     tokens: int,
     *,
     rounds: int,
+    until: float,
     done: Callable[[], None],
 ) -> list[ControlRow]:
     """Prompts of one length over every pair, idle and busy in turn."""
@@ -141,7 +142,7 @@ def measure_control(
         for name, one in pairs.items()
         for call in (idle, busy)
     }
-    found = alternate(ways, rounds, done=done)
+    found = alternate(ways, rounds, until=until, done=done)
     return [
         ControlRow.of(case, results, is_judged=case.endswith("idle"))
         for case, results in found.items()

@@ -27,7 +27,10 @@ ALONE, PULLS, BOTH = "decode", "pulls", "both"
 
 
 class Window(msgspec.Struct, frozen=True):
-    """Seconds of every decode step and of every read, and the bytes of one read."""
+    """Seconds of every decode step and of every read, and the bytes of one read.
+
+    There may be no step: a short read on a busy machine can end before the step beside it does.
+    """
 
     steps: tuple[float, ...]
     reads: tuple[float, ...] = ()
@@ -48,17 +51,19 @@ class Overlap(msgspec.Struct, frozen=True):
     """One transport: milliseconds apart and together, and how much together saves.
 
     `serial_ratio`: what a read and the steps beside it would have taken one after the other, by
-    what they took: 1 is strictly serial, 2 the most that two at once can give.
+    what they took: 1 is strictly serial, 2 the most that two at once can give. `overlapped`: in
+    how many of the rounds a step ended beside a read; ratios with steps are of these, or None.
     """
 
     transport: str
     pulled_bytes: int
     step_alone: Spread
-    step_ratio: Spread
-    slowest_ratio: Spread
+    step_ratio: Spread | None
+    slowest_ratio: Spread | None
     pull_alone: Spread
     pull_ratio: Spread
-    serial_ratio: Spread
+    serial_ratio: Spread | None
+    overlapped: int
 
 
 async def decode_window(pair: Pair) -> Window:
@@ -120,31 +125,36 @@ def measure_overlap(
     *,
     tokens: int,
     pulls: int,
-    rounds: int,
+    times: tuple[int, float],
     done: Callable[[], None],
 ) -> Overlap:
-    """Prompts of one length, over one pair, in alternating rounds."""
+    """Prompts of one length, over one pair; `times`: rounds, and until when (monotonic)."""
     (prompt,) = random_prompts(1, tokens, seed=tokens)
     ways = {
         ALONE: blocking(loop, partial(decode_window, pair)),
         PULLS: blocking(loop, partial(pulls_window, pair, prompt, pulls)),
         BOTH: blocking(loop, partial(both_window, pair, prompt, pulls)),
     }
-    return overlap_of(transport, alternate(ways, rounds, done=done))
+    rounds, until = times
+    return overlap_of(transport, alternate(ways, rounds, until=until, done=done))
 
 
 def overlap_of(transport: str, rounds: Mapping[str, Sequence[Window]]) -> Overlap:
-    """Ratios by round."""
+    """Ratios by round; those with steps of the rounds in which one ended beside a read."""
     decode, pulls, both = rounds[ALONE], rounds[PULLS], rounds[BOTH]
-    trios = list(zip(decode, pulls, both, strict=True))
-    serial = [p.pull_s / b.pull_s + d.step_s / b.step_s for d, p, b in trios]
+    trios = [trio for trio in zip(decode, pulls, both, strict=True) if trio[2].steps]
     return Overlap(
         transport,
         pulls[0].pulled_bytes,
         Spread.of([1e3 * one.step_s for one in decode]),
-        Spread.of_ratio([b.step_s for b in both], [d.step_s for d in decode]),
-        Spread.of_ratio([max(b.steps) for b in both], [max(d.steps) for d in decode]),
+        _spread([b.step_s / d.step_s for d, _, b in trios]),
+        _spread([max(b.steps) / max(d.steps) for d, _, b in trios]),
         Spread.of([1e3 * one.pull_s for one in pulls]),
         Spread.of_ratio([b.pull_s for b in both], [p.pull_s for p in pulls]),
-        Spread.of(serial),
+        _spread([p.pull_s / b.pull_s + d.step_s / b.step_s for d, p, b in trios]),
+        len(trios),
     )
+
+
+def _spread(values: Sequence[float]) -> Spread | None:
+    return Spread.of(values) if values else None

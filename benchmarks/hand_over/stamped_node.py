@@ -246,7 +246,7 @@ class NodeProcess:
 
 def serve(pipe: Connection, config: NodeConfig, kind: str) -> None:
     """The process: a node, until the pipe closes."""
-    configure_logging("WARNING")
+    configure_logging("warning")
     asyncio.run(_serve(pipe, config, kind))
 
 

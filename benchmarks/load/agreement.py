@@ -2,22 +2,30 @@
 
 A near-tie is a token whose two best log-probabilities lie within a margin. Batches of other sizes
 add in another order, and may turn it; what follows has another context and is not compared.
+
+A run that is over can be checked too: one node computes its prompts alone, one at a time, under a
+cache salt of its own. It finds nothing that the run left in its cache: a wrong pull, for one.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic
 from typing import Any, Self
 
 import msgspec
+import typer
+from rich.console import Console
 
 from benchmarks.load.client import Client
 from benchmarks.load.loop import Pace, Run, drive
 from benchmarks.load.reply import Reply
-from benchmarks.load.request import Request
+from benchmarks.load.request import Request, salted
 
 # What float32 promises when the order of additions differs; the tests of nodes have the same.
 MARGIN = 1e-4
 MAX_NAMED = 5
+SALT = "reference"
+DIFFER = "error: answers differ, so that there is no table"
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -142,6 +150,53 @@ class Reference:
         return Agreement.of([one for one, _ in pairs], [reply for _, reply in pairs], margin=margin)
 
 
+async def check_run(
+    alone: Client, run: Run, *, ends_at: float, done: Callable[[], None] | None = None
+) -> Agreement:
+    """The answers of `run` that can be asked again before `ends_at` (monotonic); one at least.
+
+    Raises RuntimeError if `alone` fails.
+    """
+    reference = Reference()
+    pairs = zip(run.requests, run.replies, strict=True)
+    answered = [request for request, reply in pairs if not reply.error]
+    for number, request in enumerate(_as_sent(answered)):
+        if number and monotonic() > ends_at:
+            break
+        await reference.ask(alone, [request], done)
+    return reference.judge(run)
+
+
+async def check_beside(alone: Client, runs: Mapping[str, Run]) -> dict[str, Agreement]:
+    """Runs of equal requests beside each other; where they differ, `alone` tells which is right.
+
+    Raises RuntimeError if `alone` fails.
+    """
+    first, *others = runs.values()
+    differ = [
+        request
+        for place, request in enumerate(first.requests)
+        if any(other.replies[place].token_ids != first.replies[place].token_ids for other in others)
+    ]
+    equal = len(first.requests) - len(differ)
+    same = Agreement(compared=equal, equal=equal)
+    if not differ:
+        return dict.fromkeys(runs, same)
+    reference = Reference()
+    await reference.ask(alone, _as_sent(differ))
+    return {name: same.plus(reference.judge(run)) for name, run in runs.items()}
+
+
+def tell(console: Console, agreements: Mapping[str, Agreement]) -> bool:
+    """Prints how answers compare; False, with an error, if some differ or none was compared."""
+    holds = all(agreement.holds for agreement in agreements.values())
+    for name, agreement in agreements.items():
+        console.print(f"{name}: {agreement.show()}", style=None if holds else "bold red")
+    if not holds:
+        typer.echo(DIFFER, err=True)
+    return holds
+
+
 def _key(request: Request) -> bytes:
     return msgspec.json.encode((request.prompt, request.messages, request.max_tokens))
 
@@ -158,3 +213,11 @@ def _tokens(reply: Reply) -> list[tuple[str, list[float]]]:
         for token, top in zip(part.get("tokens") or (), tops, strict=True):
             pairs.append((token, list((top or {}).values())))
     return pairs
+
+
+def _as_sent(requests: Sequence[Request]) -> list[Request]:
+    """Whole prompts, as runs note them, each by itself."""
+    return [
+        msgspec.structs.replace(one, session="", continues=False, think_s=0.0, arrival_s=0.0)
+        for one in salted(requests, SALT)
+    ]

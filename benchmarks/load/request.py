@@ -70,6 +70,16 @@ def sessions_of(requests: Iterable[Request]) -> list[list[int]]:
     return list(sessions.values())
 
 
+def salted(requests: Iterable[Request], salt: str) -> list[Request]:
+    """The same requests, whose prefixes no earlier run has cached; own salts still tell apart."""
+    made = []
+    for request in requests:
+        own = request.sampling.get("cache_salt")
+        sampling = {**request.sampling, "cache_salt": f"{salt} {own}" if own else salt}
+        made.append(msgspec.structs.replace(request, sampling=sampling))
+    return made
+
+
 def read_requests(file: Path) -> list[Request]:
     """The load of a file. Raises ValueError that names the line."""
     made = []

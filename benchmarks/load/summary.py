@@ -197,13 +197,15 @@ def details(run: Run) -> dict[str, Any]:
 
 
 def _peaks(replies: Sequence[Reply]) -> tuple[float, int]:
-    """The most chunks in one second, and the most requests under way in one."""
+    """The most chunks in one second, and the most requests under way at any moment."""
     if not replies:
         return 0.0, 0
     begun = min(reply.sent for reply in replies)
     seconds = int(max(reply.chunks[-1] for reply in replies) - begun) + 1
-    chunks, under_way = np.zeros(seconds), np.zeros(seconds, dtype=int)
+    chunks = np.zeros(seconds)
     for reply in replies:
         np.add.at(chunks, [int(time - begun) for time in reply.chunks], 1)
-        under_way[int(reply.sent - begun) : int(reply.chunks[-1] - begun) + 1] += 1
-    return float(chunks.max()), int(under_way.max())
+    # One that ends as another is sent is not under way beside it: -1 sorts before 1.
+    sent, ended = ((reply.sent, 1) for reply in replies), ((r.chunks[-1], -1) for r in replies)
+    steps = (step for _, step in sorted((*sent, *ended)))
+    return float(chunks.max()), max(itertools.accumulate(steps))

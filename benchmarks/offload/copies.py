@@ -22,7 +22,7 @@ from typing import Final
 import torch
 import xxhash
 
-from benchmarks.pairs import Spread, Way, alternate
+from benchmarks.pairs import Spread, Way, alternate, share
 from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.items import Item, Place
 from connector.offload.messages import FileRange, Load, LoadPart
@@ -135,14 +135,26 @@ class Bench:
 
 
 def measure(
-    sizes: list[int], num_bytes: int, rounds: int, *, done: Callable[[str], Callable[[], None]]
+    sizes: list[int],
+    num_bytes: int,
+    rounds: int,
+    *,
+    until: float,
+    done: Callable[[str], Callable[[], None]],
 ) -> list[list[str]]:
-    """The rows of the table: every size, every way beside its plain one."""
+    """The rows of the table: every size, every way beside its plain one.
+
+    `until` is monotonic: later rounds than that are left out.
+    """
     rows = []
-    for size in sizes:
+    for number, size in enumerate(sizes):
         with _bench(size, num_bytes) as bench:
-            for label, ways in _ways(bench).items():
-                took = alternate(ways, rounds, done=done(f"{label}, items of {size >> 10} KiB"))
+            by_label = _ways(bench)
+            left = len(by_label) * (len(sizes) - number)
+            for label, ways in by_label.items():
+                told = done(f"{label}, items of {size >> 10} KiB")
+                took = alternate(ways, rounds, until=share(until, left), done=told)
+                left -= 1
                 plain = [num_bytes / 1e9 / one for one in took.pop(PLAIN)]
                 rates = {f"{label}, {name}": [num_bytes / 1e9 / one for one in seconds]
                          for name, seconds in took.items()}  # fmt: skip

@@ -24,14 +24,14 @@ ITEM_BYTES: Final = 64  # the scan does not read them
 
 
 def measure(
-    num_files: int, rounds: int, done: Callable[[str], Callable[[], None]]
+    num_files: int, rounds: int, done: Callable[[str], Callable[[], None]], *, until: float
 ) -> list[list[str]]:
     """The row of a folder of `num_files` files; all of it is in the page cache."""
     with tempfile.TemporaryDirectory() as place:
         files = Files(Path(place))
         _fill(files, num_files)
         ways = {"scan": lambda: _scan(files, num_files), "listing": lambda: _seconds(files.scan)}
-        took = alternate(ways, rounds, warmups=1, done=done("scan"))
+        took = alternate(ways, rounds, until=until, done=done("scan"))
     scan, listing = (Spread.of([1e3 * one for one in took[way]]).show() for way in ways)
     each = Spread.of([1e6 * one / num_files for one in took["scan"]]).show(0)
     return [[f"{num_files:,}", scan, listing, each]]

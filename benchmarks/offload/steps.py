@@ -17,7 +17,7 @@ from typing import Final
 
 from benchmarks.models import random_prompts, save_random
 from benchmarks.offload.copies import Bench
-from benchmarks.pairs import Spread, Way, alternate
+from benchmarks.pairs import Spread, Way, alternate, share
 from benchmarks.tandem_engine import BareCore, request_of
 from connector.offload.connector import OffloadBuilder
 from engine.config import KVTransferConfig, NodeConfig
@@ -51,9 +51,9 @@ class Engine:
 
 
 def measure(
-    rounds: int, warmups: int, done: Callable[[str], Callable[[], None]]
+    rounds: int, warmups: int, done: Callable[[str], Callable[[], None]], *, until: float
 ) -> list[list[str]]:
-    """The rows of the table."""
+    """The rows of the table; rounds after `until` (monotonic) are left out."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = save_random("gdn", folder)
@@ -71,11 +71,11 @@ def measure(
                 plain,
             ),
         }
-        rows = []
+        rows: list[list[str]] = []
         for name, (other, way, plain_way) in cases.items():
-            took = alternate(
-                {name: way, other: plain_way}, rounds, warmups=warmups, done=done(name)
-            )
+            ends_at, told = share(until, len(cases) - len(rows)), done(name)
+            both = {name: way, other: plain_way}
+            took = alternate(both, rounds, warmups=warmups, until=ends_at, done=told)
             speeds = [Spread.of([1e3 * one for one in took[each]]).show() for each in (name, other)]
             ratio = Spread.of_ratio(took[name], took[other]).show(3)
             rows.append([name, speeds[0], other, speeds[1], ratio])

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 from typing import Final
 
 from benchmarks.models import WIDE, random_prompts, save_random
@@ -68,7 +68,9 @@ class Asked:
             self._core.core.step()
 
 
-def measure(length: int, rounds: int, done: Callable[[], None]) -> dict[str, list[float]]:
+def measure(
+    length: int, rounds: int, done: Callable[[], None], *, until: float
+) -> dict[str, list[float]]:
     """Seconds by where the prompt was; the miss and the arena are those of the disk's node."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -83,7 +85,12 @@ def measure(length: int, rounds: int, done: Callable[[], None]) -> dict[str, lis
         # The order stays: each finds what the one before it left.
         ways = {MISS: disk.miss, ARENA: disk.again, DISK: disk.from_tier, HOST: of_host}
         taken: list[dict[str, float]] = []
-        for _ in range(1 + rounds):
+        began = monotonic()
+        while len(taken) < 1 + rounds:
+            # One that would hardly end before `until` is left out, but for the first that counts.
+            each_s = (monotonic() - began) / max(1, len(taken))
+            if len(taken) > 1 and monotonic() + each_s > until:
+                break
             taken.append({name: _timed(way, done) for name, way in ways.items()})
         return {name: [each[name] for each in taken[1:]] for name in ways}  # the first warms up
 

@@ -9,7 +9,8 @@ TTFT: from sending a request to its first chunk. TPOT: mean seconds per token af
 gap between two chunks. Throughput: output tokens of the run by its wall time. All of it includes
 the client's own work. Answers must equal those of a reference, which is asked one request at a
 time; near-ties are counted. If other answers differ, there is no table, and the status is 1. A
-point at which a server answers nothing has no row, and the status is 1 too.
+row whose server failed requests says so and how many, as its figures are of the others only; a
+point at which a server answers nothing has no row. In both cases the status is 1 too.
 """
 
 import asyncio
@@ -22,19 +23,19 @@ import typer
 import uvloop
 
 from benchmarks import machine, report
-from benchmarks.load.agreement import Agreement
+from benchmarks.load.agreement import Agreement, tell
 from benchmarks.load.client import TargetError
 from benchmarks.processes import ctrl_c_later
 from benchmarks.serving.loads import load_of
 from benchmarks.serving.options import ServingOptions
 from benchmarks.serving.points import Point, Rounds, Sweep
-from benchmarks.serving.rows import HEADERS, Row, agreement_of, draw, rows_of, unanswered
+from benchmarks.serving.rows import HEADERS, Row, agreement_of, draw, failures, rows_of
 from benchmarks.serving.targets import targets_of
 from engine.cli import command_app
 from engine.errors import ConfigError
 
 PURPOSE = "Measure Tandem, or any OpenAI-compatible servers, under closed and open loops."
-QUICK_S = 60.0
+QUICK_S = 90.0
 
 
 def run(options: ServingOptions, found: report.Report) -> dict[Point, Rounds]:
@@ -59,7 +60,7 @@ def run(options: ServingOptions, found: report.Report) -> dict[Point, Rounds]:
 
 
 def measure(load: Callable[[], ServingOptions]) -> None:
-    """The command; status 1 if answers differ or fail to come, 2 if it cannot measure."""
+    """The command; status 1 if answers differ or some fail to come, 2 if it cannot measure."""
     # SIGTERM ends servers and files as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
@@ -76,26 +77,23 @@ def measure(load: Callable[[], ServingOptions]) -> None:
 
 
 def publish(options: ServingOptions, found: report.Report, measured: dict[Point, Rounds]) -> bool:
-    """Tables, plot and JSON; False if there is a point without any answer, or answers differ.
+    """Tables, plot and JSON; False if a request failed, or answers differ.
 
     With answers that differ, there is only the JSON.
     """
     rows = [row for point, rounds in measured.items() for row in rows_of(point, rounds)]
-    silent = [line for point, rounds in measured.items() for line in unanswered(point, rounds)]
+    failed = [line for point, rounds in measured.items() for line in failures(point, rounds)]
     agreements = agreement_of(list(measured.values()))
     holds = all(agreement.holds for agreement in agreements.values())
     if holds and rows:
         cells = [row.cells() for row in rows]
         found.publish("Serving", headers=HEADERS, rows=cells, note=_note(options, found, measured))
         draw(found.plot(), rows)
-    for name, agreement in agreements.items():
-        found.console.print(f"{name}: {agreement.show()}", style=None if holds else "bold red")
+    tell(found.console, agreements)
     found.save(_data(options, measured, rows, agreements=agreements))
-    if not holds:
-        typer.echo("error: answers differ, so that there is no table", err=True)
-    for line in silent:
+    for line in failed:
         typer.echo(f"error: {line}", err=True)
-    return holds and not silent
+    return holds and not failed
 
 
 def _note(options: ServingOptions, found: report.Report, measured: dict[Point, Rounds]) -> str:

@@ -3,12 +3,12 @@
 import random
 from pathlib import Path
 
-import msgspec
 from tokenizers import Tokenizer
 
 from benchmarks.demo_model.text import NAMES, story
 from benchmarks.load.request import GREEDY, Request, read_requests, sessions_of
 from benchmarks.serving.options import ServingOptions
+from benchmarks.workloads.traces import SAFE_IDS, is_trace, read_trace, requests_of
 from engine.errors import ConfigError
 
 PROMPT_STORIES = 5
@@ -18,7 +18,7 @@ def load_of(options: ServingOptions, count: int) -> list[Request]:
     """`count` sessions at most, the first of the same ones each time; raises ConfigError."""
     try:
         if options.workload:
-            return _first_sessions(read_requests(Path(options.workload)), count)
+            return _first_sessions(_read(options), count)
         if options.tokenizer:
             return _random_ids(options, count)
     except (OSError, ValueError) as error:
@@ -26,12 +26,25 @@ def load_of(options: ServingOptions, count: int) -> list[Request]:
     return _stories(options, count)
 
 
-def salted(requests: list[Request], salt: str) -> list[Request]:
-    """The same requests, whose prefixes no earlier run has cached."""
-    return [
-        msgspec.structs.replace(request, sampling={**request.sampling, "cache_salt": salt})
-        for request in requests
-    ]
+def _read(options: ServingOptions) -> list[Request]:
+    """Requests of a file, or of a trace's records, whose prompts are ids of the tokenizer."""
+    file = Path(options.workload)
+    if is_trace(file):
+        ids = vocabulary_of(options.tokenizer) if options.tokenizer else SAFE_IDS
+        return requests_of(read_trace(file), ids)
+    if options.tokenizer:
+        raise ConfigError(f"{file} has its own prompts: give --workload or --tokenizer, not both")
+    return read_requests(file)
+
+
+def vocabulary_of(folder: str) -> list[int]:
+    """All ids of the tokenizer.json in `folder` but special ones; raises ConfigError."""
+    try:
+        tokenizer = Tokenizer.from_str((Path(folder) / "tokenizer.json").read_text())
+    except OSError as error:
+        raise ConfigError(f"--tokenizer {folder}: {error}") from error
+    special = tokenizer.get_added_tokens_decoder().keys()
+    return sorted(set(tokenizer.get_vocab().values()) - special)
 
 
 def _first_sessions(requests: list[Request], count: int) -> list[Request]:
@@ -51,10 +64,7 @@ def _stories(options: ServingOptions, count: int) -> list[Request]:
 
 
 def _random_ids(options: ServingOptions, count: int) -> list[Request]:
-    file = Path(options.tokenizer) / "tokenizer.json"
-    tokenizer = Tokenizer.from_str(file.read_text())
-    special = {number for number, token in tokenizer.get_added_tokens_decoder().items()}
-    ids = sorted(set(tokenizer.get_vocab().values()) - special)
+    ids = vocabulary_of(options.tokenizer)
     draw = random.Random(0)
     prefix = draw.choices(ids, k=options.random_prefix_len)
     return [

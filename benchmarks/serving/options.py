@@ -56,13 +56,17 @@ class ServingOptions(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int, Meta(ge=0, description="Cores of each target, for the rates per core; 0 for all.")
     ] = 0
     workload: Annotated[
-        str, Meta(description="A load as JSON lines (benchmarks/load/request.py).")
+        str,
+        Meta(
+            description="A load as JSON lines: requests (benchmarks/load/request.py), or records "
+            "of a trace as benchmarks.workloads and Mooncake write them, at their whole lengths."
+        ),
     ] = ""
     tokenizer: Annotated[
         str,
         Meta(
             description="A folder with a tokenizer.json: prompts are random ids of it. Without, "
-            "they are the demo model's kind of text."
+            "they are the demo model's kind of text, or a trace's are ids below 256."
         ),
     ] = ""
     random_prefix_len: Annotated[
@@ -113,8 +117,6 @@ class ServingOptions(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(f"--goodput {error}") from error
         if self.reference and not self.target:
             raise ConfigError("--reference is for --target; own servers have a node alone")
-        if self.workload and self.tokenizer:
-            raise ConfigError("give --workload or --tokenizer, not both")
         if OWN_TIMES in self.rate and not self.workload:
             raise ConfigError("--rate 0 needs a --workload with times")
 

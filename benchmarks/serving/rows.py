@@ -35,11 +35,12 @@ class Row(msgspec.Struct, frozen=True):
     goodput: Spread
     cached: float
     failed: int
+    requests: int
 
     def cells(self) -> list[str]:
         """A line of the table."""
         return [
-            f"{self.target}, {self.point}",
+            f"{self.target}, {self.point}{', INCOMPLETE' if self.failed else ''}",
             self.ttft.show(0),
             f"{self.ttft_p99:.0f}",
             self.tpot.show(1),
@@ -47,7 +48,7 @@ class Row(msgspec.Struct, frozen=True):
             self.throughput.show(0),
             self.ratio.show(),
             self.goodput.show(1),
-            str(self.failed),
+            f"{self.failed} of {self.requests}" if self.failed else "0",
         ]
 
 
@@ -61,14 +62,17 @@ def rows_of(point: Point, rounds: Rounds) -> list[Row]:
     ]
 
 
-def unanswered(point: Point, rounds: Rounds) -> list[str]:
-    """A line per target that answered nothing, with its first error."""
-    return [
-        f"{name}, {point.name}: none of {own[0].summary.failed} requests was answered: "
-        f"{own[0].summary.errors[0]}"
-        for name, own in rounds.items()
-        if not any(one.summary.completed for one in own)
-    ]
+def failures(point: Point, rounds: Rounds) -> list[str]:
+    """A line per target that failed requests, with its first error."""
+    lines = []
+    for name, own in rounds.items():
+        runs = [one.summary for one in own]
+        failed = sum(run.failed for run in runs)
+        if failed:
+            of = failed + sum(run.completed for run in runs)
+            error = next(run.errors[0] for run in runs if run.failed)
+            lines.append(f"{name}, {point.name}: {failed} of {of} requests failed: {error}")
+    return lines
 
 
 def agreement_of(points: Sequence[Rounds]) -> dict[str, Agreement]:
@@ -119,6 +123,7 @@ def _row(name: str, point: Point, own: Sequence[Measured], *, base: Sequence[Sum
         goodput=Spread.of([run.good / run.seconds for run in runs]),
         cached=_median(runs, lambda run: run.cached_tokens / max(1, run.input_tokens)),
         failed=sum(run.failed for run in runs),
+        requests=sum(run.failed + run.completed for run in runs),
     )
 
 

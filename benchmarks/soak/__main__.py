@@ -28,16 +28,17 @@ from benchmarks import machine, report
 from benchmarks.processes import servers
 from benchmarks.serving.options import DEMO_MODEL as MODEL
 from benchmarks.soak import hostile
+from benchmarks.soak.at_rest import WARM_REQUESTS, Baselines, left, unjudged, values
 from benchmarks.soak.client import MANNERS, STREAMED, Verdict, ask
 from benchmarks.soak.cluster import FAULTS, KILLS, Cluster, cluster, node_command
 from benchmarks.soak.outcome import Soak, explain
-from benchmarks.soak.watch import Holdings, holdings
 from benchmarks.soak.workload import Question, questions, with_answers
 
 NUM_QUESTIONS, QUICK_QUESTIONS = 60, 6
 MORE_MINUTES = 6.0
 """What reference, start and settling take at most."""
 QUICK_S, QUICK_MINUTES, QUICK_STREAMS = 120.0, 0.1, 2
+QUICK_WARM_REQUESTS = 2
 SEED = 0
 TOKEN = "known to all servers of the soak"
 PAUSE_S, PAUSE_OF_KILLS_S = (2.0, 7.0), (10.0, 30.0)
@@ -45,25 +46,32 @@ HOSTILE_PAUSE_S = (0.2, 2.0)
 MEND_S = 0.2
 SETTLE_S = 70
 IN_USE = "tandem_proxy_available_nodes{"
-AT_REST = ("vllm:num_requests_running", "vllm:num_requests_waiting", "tandem:held_lease_bytes")
 BROKEN_STREAMS = "tandem_proxy_broken_streams_total{"
 HEADERS = ("what", "number")
 
 
 async def run(
-    asked: Sequence[Question], up: Cluster, *, seconds: float, streams: int, kills: bool
+    asked: Sequence[Question],
+    up: Cluster,
+    *,
+    seconds: float,
+    streams: int,
+    kills: bool,
+    num_warm: int,
 ) -> Soak:
-    """One soak; afterwards every node is up again and every question is asked once more."""
-    soak = Soak()
+    """One soak; afterwards every node is up again and every question is asked once more.
+
+    Lives that have finished `num_warm` requests are judged for leaks.
+    """
+    soak, baselines = Soak(), Baselines(num_warm)
     await _sweep(asked, up, soak)
-    before = {member.name: holdings(member) for member in up.members}
     started = monotonic()
     manners = STREAMED if kills else MANNERS
     work = [
         _client(random.Random(number), asked, up, soak=soak, manners=manners)
         for number in range(streams)
     ]
-    work += [_chaos(up, kills=kills), _mend(up), _sample(up, soak, started)]
+    work += [_chaos(up, kills=kills), _mend(up), _sample(up, soak, started), _warm(up, baselines)]
     work += [] if kills else [_hostile(up, soak)]
     tasks = [asyncio.create_task(one) for one in work]
     done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
@@ -72,7 +80,7 @@ async def run(
     await asyncio.gather(*tasks, return_exceptions=True)
     for task in done:
         task.result()
-    await _afterwards(asked, up, soak, before=before)
+    await _afterwards(asked, up, soak, baselines=baselines)
     return soak
 
 
@@ -123,12 +131,18 @@ async def _sample(up: Cluster, soak: Soak, started: float) -> None:
         await asyncio.sleep(1.0)
 
 
+async def _warm(up: Cluster, baselines: Baselines) -> None:
+    while True:
+        await baselines.take(up.members)
+        await asyncio.sleep(1.0)
+
+
 async def _afterwards(
     asked: Sequence[Question],
     up: Cluster,
     soak: Soak,
     *,
-    before: dict[str, Holdings | None],
+    baselines: Baselines,
 ) -> None:
     """Everything is mended, then right, then at rest."""
     for _ in range(round(SETTLE_S / MEND_S)):
@@ -145,12 +159,14 @@ async def _afterwards(
     wrong = len(asked) - await _sweep(asked, up, soak)
     if wrong:
         soak.left.append(f"{wrong} of {len(asked)} answers are not equal afterwards")
+    soak.judged = [member.name for member in baselines.judged(up.members)]
+    soak.left += unjudged(up, baselines)
     for _ in range(SETTLE_S):
-        left = await _left(up, before)
-        if not left:
+        found = await left(up, baselines)
+        if not found:
             return
         await asyncio.sleep(1.0)
-    soak.left += left
+    soak.left += found
 
 
 async def _count_streams(up: Cluster, soak: Soak) -> None:
@@ -162,8 +178,7 @@ async def _count_streams(up: Cluster, soak: Soak) -> None:
 async def _all_in_use(up: Cluster) -> None:
     """Returns when the proxy uses all nodes again, or has had time enough."""
     for _ in range(SETTLE_S):
-        lines = [line for line in await _metrics(up.proxy.url) if line.startswith(IN_USE)]
-        if sum(float(line.rpartition(" ")[2]) for line in lines) == len(up.nodes):
+        if sum(await values(up.proxy.url, IN_USE)) == len(up.nodes):
             return
         await asyncio.sleep(1.0)
 
@@ -178,19 +193,6 @@ async def _sweep(asked: Sequence[Question], up: Cluster, soak: Soak) -> int:
             soak.answers.append(answer)
             equal += answer.verdict is Verdict.EQUAL
     return equal
-
-
-async def _left(up: Cluster, before: dict[str, Holdings | None]) -> list[str]:
-    """What a member holds that it should not hold at rest."""
-    found = []
-    for member in up.members:
-        now, then = holdings(member), before[member.name]
-        if now is not None and then is not None and (excess := now.excess(then)):
-            found.append(f"{member.name} holds {excess} beyond its start")
-        for line in await _metrics(member.url):
-            if line.startswith(AT_REST) and float(line.rpartition(" ")[2]):
-                found.append(f"{member.name}: {line}")
-    return found
 
 
 async def _metrics(url: str) -> list[str]:
@@ -223,7 +225,14 @@ def main(
         with servers(place, (*node_command("decode", model), "--port", "0")) as (alone,):
             asked = asyncio.run(with_answers(alone, asked))
         with cluster(model, place) as up:
-            running = run(asked, up, seconds=60 * minutes, streams=streams, kills=kills)
+            running = run(
+                asked,
+                up,
+                seconds=60 * minutes,
+                streams=streams,
+                kills=kills,
+                num_warm=QUICK_WARM_REQUESTS if quick else WARM_REQUESTS,
+            )
             soak = asyncio.run(running)
     note = (
         f"{streams} clients, {minutes:g} minutes; all of it shares {machine.describe(found.host)}"

@@ -1,5 +1,6 @@
 """What a soak has seen: its rows, and the promises that were broken."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ class Soak:
     """Everything that a run has seen.
 
     `kills` are moments (monotonic). `streams`: answers that the proxy continued on another decode
-    node after their first token, and those that it ended with an error.
+    node after their first token, and those that it ended with an error. `judged`: servers whose
+    last life was long enough to be judged for leaks.
     """
 
     answers: list[Answer] = field(default_factory=list)
@@ -30,6 +32,7 @@ class Soak:
     watch: Watch = field(default_factory=Watch)
     kills: list[float] = field(default_factory=list)
     streams: Counter[str] = field(default_factory=Counter)
+    judged: list[str] = field(default_factory=list)
 
     def broken(self) -> list[str]:
         """Every promise that was broken, in words."""
@@ -66,6 +69,7 @@ class Soak:
         rows += _spread("seconds of equal answers", equal)
         rows += _spread("seconds from a kill to a good first token", list(self._recoveries()))
         rows += [["longest silence, s", f"{max(silences, default=0.0):.1f}"]]
+        rows += [["judged for leaks", ", ".join(self.judged)]]
         rows += [["silences > 20 s", str(sum(one.hung for one in self.answers))]]
         return rows
 
@@ -87,7 +91,7 @@ def _spread(what: str, seconds: list[float]) -> list[list[str]]:
     ordered = sorted(seconds)
     return [
         [f"{what}, p50", f"{statistics.median(ordered):.2f}"],
-        ["... p95", f"{ordered[int(0.95 * (len(ordered) - 1))]:.2f}"],
+        ["... p95", f"{ordered[math.ceil(0.95 * (len(ordered) - 1))]:.2f}"],
         ["... most", f"{ordered[-1]:.2f}"],
     ]
 

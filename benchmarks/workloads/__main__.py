@@ -2,7 +2,7 @@
 
 Prints the statistics of the stream and, where there are any, those of the published trace that it
 is made to resemble. `--out FILE` writes the stream: Mooncake's JSON lines with our own keys, which
-`benchmarks.replay`, `routing`, `offload` and `kv_cache policies` read.
+`benchmarks.replay`, `serving`, `routing`, `offload` and `kv_cache policies` read.
 """
 
 from pathlib import Path

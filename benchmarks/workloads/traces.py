@@ -6,6 +6,7 @@ follows whom, and `segments`, which say at every token what two prompts share; a
 them says it every 512 tokens.
 """
 
+import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +15,15 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.load.request import WITH_IDS, Request
+
 TRACE_BLOCK = 512
 STAMP_S = 3
 """The grid of the published stamps."""
 ID_CYCLE = 1 << 17  # segment ids that many apart would have equal tokens
+
+# Of a model that nobody has described: byte values are in every vocabulary, 0 and 1 often special.
+SAFE_IDS = range(2, 256)
 
 Segment = tuple[int, int]
 Piece = tuple[int, int, int]  # of segment, from token, tokens
@@ -69,6 +75,17 @@ def read_trace(file: Path) -> list[Record]:
     return records
 
 
+def is_trace(file: Path) -> bool:
+    """Whether the first line has what only records have. Raises OSError."""
+    with file.open("rb") as lines:
+        first = next(filter(bytes.strip, lines), b"")
+    try:
+        found = msgspec.json.decode(first)
+    except msgspec.DecodeError:
+        return False
+    return isinstance(found, dict) and "hash_ids" in found
+
+
 def write_trace(file: Path, records: Iterable[Record]) -> None:
     """One JSON line per record."""
     file.write_bytes(msgspec.json.Encoder().encode_lines(records))
@@ -98,6 +115,38 @@ def arrivals(records: Sequence[Record]) -> Iterator[float]:
         width = min(end - stamp, 1000 * STAMP_S)
         for place in range(sizes[stamp]):
             yield (stamp - stamps[0] + width * place / sizes[stamp]) / 1000
+
+
+def requests_of(
+    records: Sequence[Record], ids: Sequence[int], *, time_scale: float = 1.0, stamps: bool = False
+) -> list[Request]:
+    """In the order of the trace, greedy, with prompts of `ids`; equal segments are equal ids.
+
+    Turns wait for the answer before them and think; with `stamps` all come at their own times.
+    """
+    made = []
+    for at, record in zip(arrivals(records), records, strict=True):
+        salt = {"cache_salt": record.cache_salt} if record.cache_salt else {}
+        is_later = record.parent is not None and not stamps
+        alone = stamps or record.session_id is None
+        made.append(
+            Request(
+                prompt=tuple(_tokens(record, ids)),
+                max_tokens=record.output_length,
+                sampling={**WITH_IDS, **salt},
+                session="" if alone else str(record.session_id),
+                arrival_s=0.0 if is_later else at * time_scale,
+                think_s=(record.think_time or 0.0) / 1000 * time_scale * is_later,
+            )
+        )
+    return made
+
+
+def _tokens(record: Record, ids: Sequence[int]) -> Iterator[int]:
+    """Drawn from a segment's number, so that a longer piece of it begins with a shorter one."""
+    for number, size in record.pieces():
+        draw = random.Random(number)
+        yield from (draw.choice(ids) for _ in range(size))
 
 
 class TokenTable:

@@ -29,6 +29,7 @@ SCRIPTS = {
     "onoff": ("onoff",),
     "pauses": ("pauses",),
     "policies": ("kv_cache", "policies"),
+    "proxy_cost": ("proxy_cost",),
     "replay": ("replay", "G1"),
     "routing": ("routing",),
     "routing_cost": ("routing_cost",),
@@ -55,6 +56,8 @@ def test_the_quick_form_ends_with_its_files(name: str, tmp_path: Path) -> None:
 def test_ctrl_c_leaves_no_process(name: str, while_serving: bool, tmp_path: Path) -> None:
     """While its servers start, and while they are asked."""
     log = tmp_path / "log"
+    # A suite started in the background ignores SIGINT, and its children would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with log.open("wb") as file:
         process = subprocess.Popen(command(name, tmp_path), stdout=file, stderr=file)
     seen: set[psutil.Process] = set()

@@ -33,7 +33,9 @@ def test_the_break_even_is_the_first_length_that_pays() -> None:
 def lines(*points: tuple[int, float, float]) -> Lines:
     return Lines.of(
         [
-            Point(tokens, Spread.of([prefill]), Spread.of([path]), 1)
+            Point(
+                tokens, Spread.of([prefill]), Spread.of([path]), Spread.of([prefill / path]), 1, 1
+            )
             for tokens, prefill, path in points
         ]
     )

@@ -4,18 +4,24 @@ import asyncio
 import math
 import statistics
 from pathlib import Path
-from time import perf_counter
+from time import monotonic, perf_counter
 
 import msgspec
 import pytest
+from rich.console import Console
 
-from benchmarks.load.agreement import Agreement, Expected
+from benchmarks.load.agreement import SALT, Agreement, Expected, check_beside, check_run, tell
+from benchmarks.load.client import Client
 from benchmarks.load.loop import CLOSED, OWN_TIMES, Pace, Run, drive, starts
 from benchmarks.load.reply import Reply
-from benchmarks.load.request import Request, read_requests, sessions_of, write_requests
+from benchmarks.load.request import Request, read_requests, salted, sessions_of, write_requests
 from benchmarks.load.summary import Goodput, Summary, details, result
+from benchmarks.serving.loads import load_of
+from benchmarks.serving.options import DEMO_MODEL, ServingOptions
 from benchmarks.serving.points import Measured, Point
-from benchmarks.serving.rows import rows_of, unanswered
+from benchmarks.serving.rows import failures, rows_of
+from benchmarks.workloads.traces import Record, write_trace
+from engine.errors import ConfigError
 
 USERS = 3
 
@@ -157,8 +163,19 @@ async def test_the_figures_are_those_of_vllm_s_definitions() -> None:
     assert details(run)["itls"] == [[0.5, 1.0], [], []]
 
 
+def test_requests_one_after_another_are_one_at_once() -> None:
+    """Also within one second; one that ends as the next is sent is not beside it."""
+    times = [(0.0, 0.2), (0.2, 0.5), (0.6, 0.9), (0.7, 0.8)]
+    replies = tuple(msgspec.structs.replace(reply(end), sent=sent, due=sent) for sent, end in times)
+    most = [
+        Summary.of(Run(tuple(alone(count)), replies[:count], (), 1.0)).max_concurrent_requests
+        for count in (2, 3, 4)
+    ]
+    assert most == [1, 1, 2]
+
+
 def test_a_run_without_any_answer_makes_no_figure_look_good() -> None:
-    """Its latencies are left out; a target that never answers has a line instead of a row."""
+    """Its latencies are left out; a target that never answers has a line and no row."""
 
     def measured(*replies: Reply) -> Measured:
         requests = tuple(alone(len(replies)))
@@ -170,7 +187,12 @@ def test_a_run_without_any_answer_makes_no_figure_look_good() -> None:
     rounds = {"half": [lost, good], "none": [lost, lost], "whole": [good, good]}
     half, whole = rows_of(point, rounds)
     assert (half.target, half.ttft, half.failed) == ("half", whole.ttft, 1)
-    assert unanswered(point, rounds) == ["none, 2 at once: none of 1 requests was answered: lost"]
+    assert half.cells()[0] == "half, 2 at once, INCOMPLETE" and half.cells()[-1] == "1 of 2"
+    assert whole.cells()[0] == "whole, 2 at once" and whole.cells()[-1] == "0"
+    assert failures(point, rounds) == [
+        "half, 2 at once: 1 of 2 requests failed: lost",
+        "none, 2 at once: 2 of 2 requests failed: lost",
+    ]
 
 
 @pytest.mark.parametrize("pair", ["ttft", "ttft:x", "ttft:-1", "ttft:nan", "itl:5", ""])
@@ -190,6 +212,34 @@ def test_loads_are_files_of_lines(tmp_path: Path) -> None:
     write_requests(file, load)
     assert read_requests(file) == load
     assert sessions_of(load) == [[0, 2], [1], [3]]
+
+
+def test_a_trace_is_a_load_too(tmp_path: Path) -> None:
+    """With its turns, times and tenants, and prompts that share what its records share."""
+    file = tmp_path / "trace.jsonl"
+    shared, new, other = (3, 20), (4, 12), (5, 9)
+    write_trace(
+        file,
+        [
+            Record(0, 32, 7, (0,), session_id=1, segments=(shared, new), cache_salt="a"),
+            Record(2000, 29, 8, (1,), session_id=1, parent=0, think_time=500,
+                   segments=(shared, other)),
+        ],
+    )  # fmt: skip
+    first, turn = salted(load_of(ServingOptions(workload=str(file)), 9), "run 1")
+    assert isinstance(first.prompt, tuple) and isinstance(turn.prompt, tuple)
+    assert (len(first.prompt), len(turn.prompt)) == (32, 29)
+    assert first.prompt[:20] == turn.prompt[:20] and max(first.prompt + turn.prompt) < 256
+    assert (first.session, turn.session, turn.think_s) == ("1", "1", 0.5)
+    assert (first.max_tokens, turn.max_tokens) == (7, 8)
+    assert (first.sampling["cache_salt"], turn.sampling["cache_salt"]) == ("run 1 a", "run 1")
+
+
+def test_a_load_with_prompts_takes_no_tokenizer(tmp_path: Path) -> None:
+    file = tmp_path / "load.jsonl"
+    write_requests(file, alone(1))
+    with pytest.raises(ConfigError, match="has its own prompts"):
+        load_of(ServingOptions(workload=str(file), tokenizer=str(DEMO_MODEL)), 1)
 
 
 @pytest.mark.parametrize(
@@ -232,3 +282,84 @@ def test_only_a_near_tie_excuses_a_difference(
     found = Agreement.of([EXPECTED], [answer])
     assert (found.equal, found.near_ties, found.different) == (equal, near_ties, different)
     assert found.holds == (equal + near_ties > 0)
+
+
+IDS = (5, 6, 7)
+
+
+class Alone(Client):
+    """Answers 5, 6, 7 to all; the second token is a near-tie where the prompt begins with 0."""
+
+    def __init__(self) -> None:
+        super().__init__("http://alone", "tiny")
+        self.sent: list[Request] = []
+
+    async def send(self, request: Request, due: float | None = None) -> Reply:
+        self.sent.append(request)
+        gaps = (1.0, 1e-6 if request.prompt[0] == 0 else 1.0, 1.0)
+        logprobs = {
+            "tokens": ["a", "b", "c"],
+            "top_logprobs": [{"a": -1.0, "b": -1.0 - gap} for gap in gaps],
+        }
+        return answer(*IDS, logprobs=(logprobs,))
+
+
+def answer(*ids: int, logprobs: tuple[dict[str, object], ...] = (), error: str = "") -> Reply:
+    return Reply(
+        due=0.0, sent=0.0, ended=1.0, token_ids=ids, text="abc", logprobs=logprobs, error=error
+    )
+
+
+def run_of(*replies: Reply) -> Run:
+    """Of conversations of two turns, as they were sent; the first of each begins with 0."""
+    requests = [
+        Request(prompt=(place % 2, 1), max_tokens=3, session="s", continues=place > 0)
+        for place in range(len(replies))
+    ]
+    return Run(tuple(requests), replies, (), 1.0)
+
+
+async def test_each_turn_is_asked_alone_with_its_whole_prompt() -> None:
+    alone, run = Alone(), run_of(answer(*IDS), answer(5, 9, 9), answer(5, 9, 9), answer(error="x"))
+    found = await check_run(alone, run, ends_at=monotonic() + 60)
+    assert (found.compared, found.equal, found.near_ties) == (3, 1, 1) and not found.holds
+    assert [request.prompt for request in alone.sent] == [(0, 1), (1, 1), (0, 1)]
+    assert all(request.sampling["cache_salt"] == SALT for request in alone.sent)
+
+
+async def test_no_more_is_asked_than_there_is_time_for() -> None:
+    alone = Alone()
+    found = await check_run(alone, run_of(*[answer(*IDS)] * 4), ends_at=monotonic() - 1)
+    assert len(alone.sent) == 1 and found.holds
+
+
+@pytest.mark.parametrize(
+    ("theirs", "equal", "near_ties", "asked"),
+    [
+        ((answer(*IDS), answer(*IDS)), 2, 0, 0),
+        ((answer(5, 9, 9), answer(*IDS)), 1, 1, 1),
+        ((answer(*IDS), answer(5, 9, 9)), 1, 0, 1),
+    ],
+    ids=["equal", "near-tie", "different"],
+)
+async def test_a_node_alone_tells_which_of_two_clusters_is_wrong(
+    theirs: tuple[Reply, ...], equal: int, near_ties: int, asked: int
+) -> None:
+    alone, runs = Alone(), {"one": run_of(answer(*IDS), answer(*IDS)), "other": run_of(*theirs)}
+    found = await check_beside(alone, runs)
+    assert (found["one"].compared, found["one"].equal) == (2, 2)
+    assert (found["other"].equal, found["other"].near_ties) == (equal, near_ties)
+    assert len(alone.sent) == asked
+
+
+@pytest.mark.parametrize(
+    ("agreement", "holds"),
+    [(Agreement(2, 1, 1), True), (Agreement(2, 1, 0, ("request 1",)), False), (Agreement(), False)],
+    ids=["near-tie", "different", "nothing compared"],
+)
+def test_answers_that_differ_are_an_error(
+    agreement: Agreement, holds: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tell(Console(), {"pair": agreement}) is holds
+    said = capsys.readouterr()
+    assert "pair: " in said.out and ("answers differ" in said.err) is not holds

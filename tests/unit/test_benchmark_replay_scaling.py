@@ -4,16 +4,20 @@ from itertools import takewhile
 
 import pytest
 
-from benchmarks.replay import Limits, requests_of
+from benchmarks.replay import Limits, ReplayOptions, ids_of
+from benchmarks.serving.options import DEMO_MODEL
 from benchmarks.workloads.catalogue import WORKLOADS
-from benchmarks.workloads.traces import ideal_hits
+from benchmarks.workloads.traces import ideal_hits, requests_of
+from engine.errors import ConfigError
+
+IDS = range(2, 4096)
 
 
 @pytest.mark.parametrize("name", ["G1", "G2", "G4"])
 def test_the_printed_ideal_is_that_of_the_tokens_that_are_sent(name: str) -> None:
     """Token by token, against every prompt before; random ids may meet by chance at a fork."""
     scaled = Limits(512, 16, 10.0).scale(WORKLOADS[name].make(0.03, 1)[:40])
-    prompts = [one.prompt for one in requests_of(scaled, stamps=True, is_own=True)]
+    prompts = [one.prompt for one in requests_of(scaled.records, IDS, stamps=True)]
     ideals = ideal_hits(scaled.records)
     for number, (prompt, ideal) in enumerate(zip(prompts, ideals, strict=True)):
         assert len(prompt) == scaled.records[number].input_length <= 512 + 60
@@ -30,11 +34,22 @@ def test_turns_think_or_come_at_their_own_times() -> None:
     scaled = Limits(512, 16, 10.0).scale(WORKLOADS["G1"].make(0.03, 1)[:60])
     later = [place for place, one in enumerate(scaled.records) if one.parent is not None]
     assert later
-    thinking = requests_of(scaled, stamps=False, is_own=False)
-    stamped = requests_of(scaled, stamps=True, is_own=False)
+    thinking = requests_of(scaled.records, IDS, time_scale=scaled.time_scale)
+    stamped = requests_of(scaled.records, IDS, time_scale=scaled.time_scale, stamps=True)
     for place in later:
         gap = scaled.records[place].think_time or 0
         assert thinking[place].think_s == pytest.approx(gap / 1000 * scaled.time_scale)
         assert thinking[place].session and not stamped[place].session
     times = [one.arrival_s for one in stamped]
     assert times == sorted(times) and times[-1] == pytest.approx(10.0)
+
+
+def test_a_target_gets_only_ids_that_its_model_has() -> None:
+    """Those of a tokenizer, or few enough for any; the demo's model has 832."""
+    demo = str(DEMO_MODEL)
+    known = ids_of(ReplayOptions(target="http://one", tokenizer=demo))
+    assert 600 < len(known) <= max(known) + 1 <= 832
+    assert max(ids_of(ReplayOptions(target="http://one"))) < 256
+    assert max(ids_of(ReplayOptions())) == 4095
+    with pytest.raises(ConfigError, match="absent"):
+        ids_of(ReplayOptions(target="http://one", tokenizer="absent"))

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks import pairs, report, report_page
+from benchmarks.hand_over.overlap import ALONE, BOTH, PULLS, Window, overlap_of
 from benchmarks.pairs import Spread
 from benchmarks.plots import grouped_bars
 
@@ -43,3 +44,14 @@ def test_rounds_end_in_time_but_one_is_always_made() -> None:
     ways = {"a": lambda: 1, "b": lambda: 2}
     assert pairs.alternate(ways, 5, until=0.0, done=lambda: None) == {"a": [1], "b": [2]}
     assert pairs.alternate(ways, 3, done=lambda: None) == {"a": [1] * 3, "b": [2] * 3}
+
+
+def test_rounds_without_a_step_beside_a_read_have_no_overlap() -> None:
+    """Their reads count; the ratios with steps are of the other rounds, or there are none."""
+    alone, pulls = Window((0.01, 0.02, 0.01)), Window((), (0.1,), 64)
+    beside, missed = Window((0.03,), (0.2,), 64), Window((), (0.4,), 64)
+    some = overlap_of("shm", {ALONE: [alone] * 2, PULLS: [pulls] * 2, BOTH: [missed, beside]})
+    assert some.overlapped == 1 and some.step_ratio == Spread.of([0.03 / 0.01])
+    assert some.pull_ratio == Spread.of([0.4 / 0.1, 0.2 / 0.1])
+    none = overlap_of("shm", {ALONE: [alone], PULLS: [pulls], BOTH: [missed]})
+    assert (none.overlapped, none.step_ratio, none.serial_ratio) == (0, None, None)
