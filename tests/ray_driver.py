@@ -36,7 +36,7 @@ OPTIONS = {
     "enable_prefix_caching": False,  # every request has to be pulled
 }
 PROMPT = list(range(5, 105))
-BACK_S = 60.0
+BACK_S = 150.0
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -23,6 +23,8 @@ from tests.ray_driver import Report, complete
 
 TESTS = Path(__file__).parents[1]
 START_S = 90.0
+REPORT_S = 540.0  # a report takes a minute, and many on a machine that is busy elsewhere
+pytestmark = pytest.mark.timeout(600)
 CLUSTER = """
 model: model
 prefill: {config: {kv_cache_memory_bytes: 16777216, served_model_name: [tiny]}}
@@ -39,7 +41,7 @@ def report(checkpoints: dict[str, Path]) -> Report:
         [sys.executable, str(TESTS / "ray_driver.py"), str(checkpoints["qwen3_5"])],
         env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
         capture_output=True,
-        timeout=170,
+        timeout=REPORT_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode()[-4000:]
