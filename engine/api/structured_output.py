@@ -69,7 +69,11 @@ def grammar_of(fields: GrammarFields) -> str:
     ((param, make, value),) = asked
     try:
         grammar = make(value)
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise InvalidRequestError(
+            f"{param} is nested too deeply: flatten it", param=param
+        ) from error
+    except ValueError as error:
         raise InvalidRequestError(f"{param} is no grammar: {error}", param=param) from error
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(

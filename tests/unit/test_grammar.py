@@ -53,6 +53,14 @@ async def test_a_chain_of_references_overflows_no_stack(name: str) -> None:
         assert "too big" in str(error)
 
 
+def test_a_schema_nested_too_deeply_is_told_so_and_what_to_do() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(900):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(InvalidRequestError, match="guided_json is nested too deeply: flatten it"):
+        grammar_of(GrammarFields(guided_json=schema))
+
+
 @pytest.mark.parametrize("pattern", ["(((a{100}){100}){100}){100}", "(a?){3000}a{3000}"])
 async def test_an_expression_that_nobody_can_follow_is_refused_at_once(pattern: str) -> None:
     """And not at its second token, after the engine has stood still for seconds."""
