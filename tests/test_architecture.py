@@ -6,7 +6,6 @@ are import-linter's part (`make check`, pyproject.toml).
 
 import ast
 import re
-import statistics
 import subprocess
 import sys
 import tokenize
@@ -39,9 +38,7 @@ from tests.tree import TREE, tree_page
 TEXTS = (".py", ".md", ".toml", ".yaml", ".yml", ".proto", ".jinja", "Makefile")
 
 MAX_FUNCTION_LINES = 60
-MEDIAN_FUNCTION_LINES = 7
-P90_FUNCTION_LINES = 25
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_NESTING = 3
 MAX_PARAMETERS = 7
 MAX_POSITIONAL = 3
@@ -107,9 +104,6 @@ def assert_only(found: Iterable[str], exceptions: Mapping[str, str]) -> None:
 
 def test_functions_are_short() -> None:
     lengths = {name: num_lines(function) for name, function in functions(*PRODUCT)}
-    ordered = sorted(length for length in lengths.values() if length)
-    assert statistics.median(ordered) <= MEDIAN_FUNCTION_LINES
-    assert ordered[len(ordered) * 9 // 10] <= P90_FUNCTION_LINES
     longest = {**lengths, **{name: num_lines(node) for name, node in functions("tests")}}
     assert_only([name for name, lines in longest.items() if lines > MAX_FUNCTION_LINES], {})
 
