@@ -27,6 +27,7 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 ToolCallParser = Literal[
     "auto", "none", "hermes", "granite4", "qwen3_coder", "qwen3_xml", "nemotron_json"
 ]
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "nemotron_v3", "granite"]
 # ZeroMQ knows more kinds, but no other process reaches inproc:// and the rest is multicast.
 _ZMQ_ADDRESS = re.compile(r"tcp://(\*|[\w.-]+|\[[\w.:%]+\]):(?P<port>\d{1,5})|ipc://.+")
 
@@ -92,6 +93,12 @@ class KVEventsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.enable_kv_cache_events and self.publisher != "null"
 
 
+class StructuredOutputsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `--structured-outputs-config`."""
+
+    enable_in_reasoning: bool = False
+
+
 class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Options that nodes and the proxy spell alike."""
 
@@ -121,6 +128,20 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
             "qwen3_xml, nemotron_json, none, or auto, as its chat template tells."
         ),
     ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        Meta(
+            description="How the model marks its thoughts: qwen3, deepseek_r1, nemotron_v3, "
+            "granite, none, or auto, as its chat template or its tokens tell."
+        ),
+    ] = "auto"
+    structured_outputs_config: Annotated[
+        StructuredOutputsConfig,
+        Meta(
+            description="JSON: enable_in_reasoning (grammars bind thoughts, too, and not only "
+            "what follows them)."
+        ),
+    ] = StructuredOutputsConfig()
     strict_api: Annotated[
         bool, Meta(description="Refuse requests with unknown keys instead of ignoring the keys.")
     ] = False

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.api.access import Access
 from engine.api.app import create_app, middleware_of
 from engine.api.operations import HEALTH_PATHS, PROBE_PATHS, metrics
+from engine.api.reasoning import choose_thoughts
 from engine.api.tool_calls.registry import choose_syntax
 from engine.errors import UnavailableError
 from engine.http.errors import ERROR_HANDLERS
@@ -187,6 +188,8 @@ class ProxyServer:
             loaded,
             enable_prompt_tokens_details=self._config.enable_prompt_tokens_details,
             tool_calls=choose_syntax(parser, template),
+            thoughts=choose_thoughts(self._config.reasoning_parser, loaded.tokenizer),
+            grammar_binds_thoughts=self._config.structured_outputs_config.enable_in_reasoning,
             strict_api=self._config.strict_api,
         )
         self._metrics.model_name = serving.model_name

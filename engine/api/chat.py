@@ -50,8 +50,8 @@ class ChatFormat:
     ) -> Sequence[ChatChunk]:
         """Chunks of one delta; `first` is true once per choice. Each chunk carries `usage`."""
         calls = _calls(delta, in_chunks=True)
-        text = UNSET if calls and not delta.text else delta.text
-        content = ChatDelta(content=text, tool_calls=calls or UNSET)
+        text = UNSET if (calls or delta.reasoning) and not delta.text else delta.text
+        content = ChatDelta(content=text, tool_calls=calls or UNSET, **_thoughts(delta))
         chunk = ChatChunk(
             **plan.envelope(_CHUNK, delta.kv_transfer_params),
             choices=[ChatChunkChoice(**self._fields(plan, delta), delta=content)],
@@ -87,8 +87,13 @@ class ChatFormat:
 
 def _message(choice: Delta) -> ChatMessage:
     calls = _calls(choice, in_chunks=False)
-    content = None if calls and not choice.text else choice.text
-    return ChatMessage(content=content, tool_calls=calls or UNSET)
+    content = None if (calls or choice.reasoning) and not choice.text else choice.text
+    return ChatMessage(content=content, tool_calls=calls or UNSET, **_thoughts(choice))
+
+
+def _thoughts(delta: Delta) -> dict[str, str]:
+    text = delta.reasoning
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def _calls(delta: Delta, *, in_chunks: bool) -> list[ToolCallReply]:

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -179,6 +179,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens or {})
         try:
             self._code = environment.compile(source)
+            self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             raise CheckpointError(f"the chat template is not valid Jinja: {error}") from error
 

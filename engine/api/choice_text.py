@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.api.plan import Plan
+from engine.api.reasoning import Phase, Split, ThoughtReader
 from engine.api.tokenizer import Tokenizer
 from engine.api.tool_calls.reader import Reading, ToolCallReader
 from engine.api.tool_calls.syntax import ToolCall
@@ -142,7 +143,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `text_offsets`, of tokens with log-probabilities: where their text begins in the whole text of
     the choice. The first one brings the prompt's log-probabilities, and its text if that is echoed.
-    `first_call` is the number of tool calls before `tool_calls`. Each token makes one of these.
+    `first_call` is the number of tool calls before `tool_calls`. `reasoning`: text of thoughts,
+    which come before `text` and calls. Each token makes one of these.
     """
 
     index: int
@@ -159,6 +161,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     tool_calls: tuple[ToolCall, ...] = ()
     first_call: int = 0
     prompt_logprobs: PromptLogprobs | None = None
+    reasoning: str = ""
+    num_reasoning_tokens: int = 0
 
 
 class ChoiceText:
@@ -175,6 +179,8 @@ class ChoiceText:
         self._min_tokens = plan.requests[index].sampling.min_tokens
         self._detokenizer = Detokenizer(decode, plan.prompt_of(index))
         self._matcher = StopMatcher(plan.stop, include=plan.include_stop)
+        self._thoughts = None if plan.thoughts is None else ThoughtReader(plan.thoughts)
+        self._shows_thoughts = plan.shows_thoughts
         self._calls = None if plan.tool_calls is None else ToolCallReader(plan.tool_calls)
         self._num_tokens = 0
         self._num_chars = len(self._echo)
@@ -183,10 +189,12 @@ class ChoiceText:
         """Delta of one output; a stop string ends the choice although the output does not."""
         offsets: list[int] = []
         text, num_used, stop = "", 0, None
+        was_thinking = self._is_thinking
         if not self._is_echo_only:
             text, num_used, stop = self._read(output, offsets)
         finish_reason = output.finish_reason if stop is None else FinishReason.STOP
         first_call = 0 if self._calls is None else self._calls.num_calls
+        thoughts, text = self._without_thoughts(text, ended=finish_reason is not None)
         text, calls = self._without_calls(text, ended=finish_reason is not None)
         text, self._echo = self._echo + text, ""
         logprobs = (output.logprobs or ()) if self._wants_logprobs else ()
@@ -208,7 +216,23 @@ class ChoiceText:
             tool_calls=calls,
             first_call=first_call,
             prompt_logprobs=output.prompt_logprobs,
+            reasoning=thoughts if self._shows_thoughts else "",
+            num_reasoning_tokens=num_used if was_thinking or self._is_thinking else 0,
         )
+
+    @property
+    def _is_thinking(self) -> bool:
+        return self._thoughts is not None and self._thoughts.phase is Phase.THINKING
+
+    def _without_thoughts(self, text: str, *, ended: bool) -> Split:
+        """Thoughts and answer of new text; where no thoughts are read all of it is answer."""
+        if self._thoughts is None:
+            return Split("", text)
+        found = self._thoughts.feed(text)
+        if not ended:
+            return found
+        last = self._thoughts.flush()
+        return Split(found.thoughts + last.thoughts, found.answer + last.answer)
 
     def _without_calls(self, text: str, *, ended: bool) -> Reading:
         """Content and tool calls of new text; where calls are not read all of it is content."""
@@ -260,5 +284,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
         logprobs=tuple(chain.from_iterable(delta.logprobs for delta in deltas)),
         tool_calls=tuple(chain.from_iterable(delta.tool_calls for delta in deltas)),
         first_call=0,
+        reasoning="".join(delta.reasoning for delta in deltas),
+        num_reasoning_tokens=sum(delta.num_reasoning_tokens for delta in deltas),
         prompt_logprobs=deltas[0].prompt_logprobs,
     )

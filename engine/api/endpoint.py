@@ -160,7 +160,9 @@ def _is_shown(plan: Plan, delta: Delta) -> bool:
     Its text may be empty, as that of a special token, of half a character, or of what may begin a
     stop string: clients take the time between chunks for the time between tokens.
     """
-    has_news = delta.text or delta.tool_calls or delta.logprobs or delta.finish_reason
+    has_news = (
+        delta.text or delta.reasoning or delta.tool_calls or delta.logprobs or delta.finish_reason
+    )
     shows_tokens = delta.token_ids and (plan.tool_calls is None or plan.return_token_ids)
     return bool(has_news or shows_tokens or delta.prompt_logprobs)
 

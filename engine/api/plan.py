@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType, structs
 
 from engine.api.json_body import decode_body, decode_kv_transfer_params
 from engine.api.prompt_length import cut_prompts, resolve_max_tokens
+from engine.api.reasoning import Thoughts, after_thoughts, marks_are_special, thoughts_of
 from engine.api.sampling import check_best_of, sampling_params, with_seed_offset
 from engine.api.schema import (
     MAX_PROMPTS,
@@ -45,7 +46,8 @@ class Plan:
     `hides_cache`: nothing in the reply tells how much of a prompt was cached.
     `echo`: the text of each prompt, which its choices repeat; with `is_echo_only` they hold no more
     than that, and their one token is thrown away. `num_prompt_logprobs`: alternatives that are
-    shown of each token of a prompt.
+    shown of each token of a prompt. `thoughts`: how they are told from the answer; clients get them
+    where `shows_thoughts`.
     """
 
     id: str
@@ -62,6 +64,8 @@ class Plan:
     return_token_ids: bool
     prompt_tokens_details: bool
     tool_calls: ToolCallRules | None = None
+    thoughts: Thoughts | None = None
+    shows_thoughts: bool = True
     hides_cache: bool = False
     echo: tuple[str, ...] = ()
     is_echo_only: bool = False
@@ -140,7 +144,39 @@ def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> P
         plan = replace(plan, tool_calls=rules, skip_special_tokens=False)
     if must_call:
         plan = _forced_to_call(plan, must_call, is_named=is_named)
-    return _of_session(plan, session_id, fields)
+    return _of_session(_with_thoughts(plan, fields, serving), session_id, fields)
+
+
+def _with_thoughts(plan: Plan, fields: ChatRequest, serving: Serving) -> Plan:
+    """The plan with thoughts told from the answer, which alone is bound by the grammar."""
+    if serving.thoughts is None or not plan.detokenize:
+        return plan
+    goes_on = _last_text(fields) if fields.continue_final_message is True else None
+    thoughts = thoughts_of(serving.thoughts, plan.prompt_of(0), serving.tokenizer, goes_on=goes_on)
+    sampling = plan.requests[0].sampling
+    if sampling.grammar and not serving.grammar_binds_thoughts:
+        plan = _bound_by(plan, after_thoughts(sampling.grammar, thoughts, serving.tokenizer))
+    # Marks are special tokens in some tokenizers and must be seen, as those of tool calls.
+    return replace(
+        plan,
+        thoughts=thoughts,
+        shows_thoughts=fields.include_reasoning is not False,
+        skip_special_tokens=plan.skip_special_tokens
+        and not marks_are_special(thoughts, serving.tokenizer),
+    )
+
+
+def _last_text(fields: ChatRequest) -> str:
+    return str(fields.messages[-1].for_template()["content"])
+
+
+def _bound_by(plan: Plan, grammar: str) -> Plan:
+    """The plan, of which each answer follows `grammar`."""
+    sampling = (structs.replace(it.sampling, grammar=grammar) for it in plan.requests)
+    requests = zip(plan.requests, sampling, strict=True)
+    return replace(
+        plan, requests=tuple(structs.replace(it, sampling=bound) for it, bound in requests)
+    )
 
 
 def _forced_to_call(plan: Plan, names: tuple[str, ...], *, is_named: bool) -> Plan:
@@ -157,11 +193,7 @@ def _forced_to_call(plan: Plan, names: tuple[str, ...], *, is_named: bool) -> Pl
         )
     is_parallel = not is_named and rules.max_calls is None
     grammar = forced_grammar(rules.syntax, names, rules.parameters, is_parallel=is_parallel)
-    bound = [structs.replace(it.sampling, grammar=grammar) for it in plan.requests]
-    requests = zip(plan.requests, bound, strict=True)
-    return replace(
-        plan, requests=tuple(structs.replace(it, sampling=sampling) for it, sampling in requests)
-    )
+    return _bound_by(plan, grammar)
 
 
 def _tool_call_rules(
@@ -192,9 +224,12 @@ def encode_chat(
             "continue_final_message and add_generation_prompt exclude each other: give one",
             param="continue_final_message",
         )
-    extra = {"tools": None, **(fields.chat_template_kwargs or {}), **offered}
-    if effort := _reasoning_effort(fields, serving):
-        extra["reasoning_effort"] = effort
+    extra = {
+        "tools": None,
+        **_reasoning(fields, serving),
+        **(fields.chat_template_kwargs or {}),
+        **offered,
+    }
     is_cut = isinstance(fields, ChatRequest) and fields.truncate_prompt_tokens is not None
     return serving.tokenizer.encode_chat(
         [message.for_template() for message in messages],
@@ -205,18 +240,16 @@ def encode_chat(
     )
 
 
-def _reasoning_effort(fields: ChatRequest | TokenizeRequest, serving: Serving) -> str | None:
-    """For the template; raises InvalidRequestError where the model has no such notion."""
+def _reasoning(fields: ChatRequest | TokenizeRequest, serving: Serving) -> dict[str, Any]:
+    """What `reasoning_effort` means to the chat template, as in vLLM; nothing to most.
+
+    Whether to think at all has another name in each family; templates take what they know.
+    """
     effort = fields.reasoning_effort if isinstance(fields, ChatRequest) else None
-    if effort is None or "reasoning_effort" in (serving.tokenizer.chat_template or ""):
-        return effort
-    if effort == "none":
-        return None
-    raise InvalidRequestError(
-        f"reasoning_effort={effort!r}: this model's chat template does not read it; leave it out, "
-        "or see chat_template_kwargs for what the template reads",
-        param="reasoning_effort",
-    )
+    if effort is None:
+        return {}
+    switches = {"enable_thinking", "thinking"} & serving.tokenizer.template_names
+    return {"reasoning_effort": effort, **dict.fromkeys(switches, effort != "none")}
 
 
 def _of_session(plan: Plan, session_id: str | None, fields: SamplingFields) -> Plan:

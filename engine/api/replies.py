@@ -27,6 +27,12 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of tokens that the model spent on thoughts."""
+
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts; `kv_transfer` tells what a remote prefill cost, `routing` who served."""
 
@@ -34,6 +40,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
     kv_transfer: KVTransferStats | UnsetType = UNSET
     routing: RoutingDetails | UnsetType = UNSET
 
@@ -111,8 +118,15 @@ class ToolCallReply(msgspec.Struct, frozen=True, kw_only=True):
     index: int | UnsetType = UNSET
 
 
-class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """The assistant's whole message; content is null where it only calls tools."""
+class _Thoughts(msgspec.Struct, frozen=True, kw_only=True):
+    """Thoughts, under the name that clients know and under the one that vLLM gives them now."""
+
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+
+
+class ChatMessage(_Thoughts, frozen=True, kw_only=True):
+    """The assistant's whole message; content is null where it only thinks or calls tools."""
 
     content: str | None
     role: str = "assistant"
@@ -135,7 +149,7 @@ class ChatChoice(_ChatChoice, frozen=True, kw_only=True):
     message: ChatMessage
 
 
-class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
+class ChatDelta(_Thoughts, frozen=True, kw_only=True):
     """A piece of the assistant's message."""
 
     role: str | UnsetType = UNSET

@@ -70,7 +70,6 @@ class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     function_call: Any = None
     functions: Any = None
     guided_decoding_backend: Any = None
-    include_reasoning: Any = None
     length_penalty: Any = None
     logits_processors: Any = None
     mm_processor_kwargs: Any = None
@@ -78,7 +77,6 @@ class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_embeds: Any = None
-    reasoning_effort: Any = None
     spaces_between_special_tokens: Any = None
     suffix: Any = None
     tool_choice: Any = None
@@ -108,11 +106,9 @@ class _Unsupported(_Labels, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 _EMPTY: tuple[object, ...] = (False, "", [], {})
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"),
-    "include_reasoning": (True,),
     "length_penalty": (1.0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
-    "reasoning_effort": ("none",),
     "spaces_between_special_tokens": (True,),
     "tool_choice": ("none", "auto"),
     "verbosity": ("medium",),
@@ -222,13 +218,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         """Raise ValueError for calls and refusals of others than the assistant, and for no text.
 
+        Agents send back assistants' turns that only thought, or said nothing at all.
+
         It is also Python between two messages: other threads go on while millions are decoded.
         """
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"role={self.role!r} has tool_calls: only the assistant calls tools")
         if self.refusal is not None and self.role != "assistant":
             raise ValueError(f"role={self.role!r} has a refusal: only the assistant refuses")
-        if self.content is None and self.refusal is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant":
             # msgspec's own words, which the decoder explains.
             raise ValueError("Object missing required field `content`")
 
@@ -239,7 +237,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             parts = "\n".join(part.written or "" for part in parts)
         extras = {
             "name": self.name,
+            # Templates read either name.
             "reasoning_content": self.reasoning_content or self.reasoning,
+            "reasoning": self.reasoning or self.reasoning_content,
             "tool_call_id": self.tool_call_id,
             "tool_calls": [call.for_template() for call in self.tool_calls or ()] or None,
         }
@@ -260,7 +260,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     _SERVED = frozenset(
         {
             *("tools", "tool_choice", "parallel_tool_calls"),
-            *("continue_final_message", "reasoning_effort"),
+            "continue_final_message",
         }
     )
 
@@ -271,9 +271,8 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
-        None
-    )
+    reasoning_effort: _Label | None = None
+    include_reasoning: bool | None = None
     chat_template_kwargs: TemplateExtras | None = None
 
 

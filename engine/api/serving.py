@@ -7,6 +7,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from engine.api.reasoning import ThoughtSyntax
 from engine.api.tokenizer import MAX_COMPOSED, Tokenizer
 from engine.api.tool_calls.syntax import ToolCallSyntax
 from engine.errors import CheckpointError
@@ -32,8 +33,9 @@ class Serving:
     """Any served model name is accepted, the first is announced; `vocab_size` bounds token ids.
 
     Only nodes accept `kv_transfer_params`; the proxy ignores what clients send under that key.
-    `tool_calls` is how the model writes calls of tools; None leaves them in the text. `strict_api`
-    refuses unknown keys.
+    `tool_calls` is how the model writes calls of tools, `thoughts` how it marks what it thinks:
+    None leaves them in the text. `grammar_binds_thoughts`: else grammars bind only what follows
+    them. `strict_api` refuses unknown keys.
     """
 
     served_model_names: tuple[str, ...]
@@ -44,6 +46,8 @@ class Serving:
     enable_prompt_tokens_details: bool = False
     accept_kv_transfer_params: bool = False
     tool_calls: ToolCallSyntax | None = None
+    thoughts: ThoughtSyntax | None = None
+    grammar_binds_thoughts: bool = False
     strict_api: bool = False
     root: str = ""
     version: str = "0.1.0"

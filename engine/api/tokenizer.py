@@ -5,7 +5,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import models
@@ -21,6 +21,13 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 MAX_COMPOSED = 4
 
 _KEEPS_ALL = ("NFC", "NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits")
+
+
+class AddedToken(NamedTuple):
+    """A token that stands for its text wherever that occurs; a special one is no text to show."""
+
+    token_id: int
+    is_special: bool
 
 
 class Tokenizer:
@@ -72,6 +79,15 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one token stands for, also where they are only part of a character."""
         return self.token_text(token_id).encode()
+
+    def added_token(self, text: str) -> AddedToken | None:
+        """The added token of exactly this text; None where there is none."""
+        return None
+
+    @property
+    def template_names(self) -> frozenset[str]:
+        """Variables that the chat template reads."""
+        return frozenset()
 
     def require_text(self, what: str) -> None:
         """Raise InvalidRequestError when `what` needs text and there is none."""
@@ -162,6 +178,14 @@ class TextTokenizer(Tokenizer):
         if byte := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(byte[1], 16)])
         return token.replace("\u2581", " ").encode()
+
+    def added_token(self, text: str) -> AddedToken | None:
+        found = self._core.get_added_tokens_decoder().items()
+        return next((AddedToken(key, it.special) for key, it in found if it.content == text), None)
+
+    @property
+    def template_names(self) -> frozenset[str]:
+        return frozenset() if self._template is None else self._template.names
 
     def require_text(self, what: str) -> None:
         pass

@@ -6,7 +6,7 @@ from msgspec import UNSET, UnsetType
 
 from engine.api.choice_text import Delta
 from engine.api.plan import Plan
-from engine.api.replies import PromptTokensDetails, Usage
+from engine.api.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from engine.types import KVTransferParams, KVTransferStats, RoutingDetails
 
 
@@ -16,6 +16,7 @@ class UsageCounter:
 
     plan: Plan
     completion_tokens: int = 0
+    reasoning_tokens: int = 0
     cached_tokens: dict[int, int] = field(default_factory=dict)
     kv_transfer_params: KVTransferParams | UnsetType = UNSET
     kv_transfer: KVTransferStats | UnsetType = UNSET
@@ -23,6 +24,7 @@ class UsageCounter:
 
     def add(self, delta: Delta) -> None:
         self.completion_tokens += len(delta.token_ids)
+        self.reasoning_tokens += delta.num_reasoning_tokens
         if delta.index % self.plan.choices_per_prompt == 0:  # the prompt's first choice
             known = self.cached_tokens.get(delta.index, 0)
             self.cached_tokens[delta.index] = max(known, delta.num_cached_tokens)
@@ -40,6 +42,9 @@ class UsageCounter:
             completion_tokens=self.completion_tokens,
             total_tokens=prompt_tokens + self.completion_tokens,
             prompt_tokens_details=details if tells_cache and plan.prompt_tokens_details else None,
+            completion_tokens_details=UNSET
+            if plan.thoughts is None
+            else CompletionTokensDetails(reasoning_tokens=self.reasoning_tokens),
             kv_transfer=self.kv_transfer if tells_cache else UNSET,
             routing=self.routing if tells_cache else UNSET,
         )

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from engine.api.access import access_of
 from engine.api.app import create_app
+from engine.api.reasoning import choose_thoughts
 from engine.api.serving import SamplingDefaults, Serving, load_sampling_defaults
 from engine.api.tokenizer import Tokenizer, load_tokenizer
 from engine.api.tool_calls.registry import choose_syntax
@@ -305,6 +306,8 @@ class NodeServer:
             enable_prompt_tokens_details=self.config.enable_prompt_tokens_details,
             accept_kv_transfer_params=True,
             tool_calls=choose_syntax(self.config.tool_call_parser, model.tokenizer.chat_template),
+            thoughts=choose_thoughts(self.config.reasoning_parser, model.tokenizer),
+            grammar_binds_thoughts=self.config.structured_outputs_config.enable_in_reasoning,
             strict_api=self.config.strict_api,
             root=self.config.model,
         )

@@ -245,7 +245,6 @@ def test_wrong_completion_names_key_and_value(
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"chat_template": "{{ 1 }}"}, "chat_template"),
         ({"echo": True}, "echo"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"prompt": "x"}, "prompt"),
     ],
 )

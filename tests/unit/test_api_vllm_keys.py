@@ -116,12 +116,3 @@ def test_a_template_may_trim_what_is_continued(
         return
     plan = chat(serving, messages=turns, continue_final_message=True)
     assert serving.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False) == prompt
-
-
-def test_a_reasoning_effort_reaches_a_template_that_reads_it(tmp_path: Path) -> None:
-    folder = write_model_folder(tmp_path)
-    template = "{{ messages[0].content }} {{ reasoning_effort }}"
-    (folder / "chat_template.jinja").write_text(template)
-    serving = tiny_serving(load_tokenizer(folder))
-    prompt = chat(serving, reasoning_effort="high").prompt_of(0)
-    assert serving.tokenizer.decode(prompt) == "hello high"
