@@ -84,13 +84,17 @@ async def get(url: str, path: str, *, key: str | None = API_KEY) -> Answer:
 
 
 async def stream(
-    url: str, body: object, events: list[dict[str, Any]] | None = None
+    url: str,
+    body: object,
+    events: list[dict[str, Any]] | None = None,
+    *,
+    path: str = COMPLETIONS,
 ) -> list[dict[str, Any]]:
     """Every event of a streaming reply but [DONE]; `events` grows as they come."""
     events = [] if events is None else events
     async with (
         aiohttp.ClientSession(timeout=TIMEOUT) as session,
-        session.post(url + COMPLETIONS, json=body, headers=_auth(API_KEY)) as reply,
+        session.post(url + path, json=body, headers=_auth(API_KEY)) as reply,
     ):
         assert reply.status == 200, await reply.text()
         async for line in reply.content:
