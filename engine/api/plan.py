@@ -131,6 +131,11 @@ def plan_completion(body: bytes, serving: Serving, session_id: str | None = None
 def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> Plan:
     """Plan of POST /v1/chat/completions, as `plan_completion`."""
     fields = decode_body(body, ChatRequest, serving.max_model_len, strict=serving.strict_api)
+    return plan_of_chat(fields, serving, session_id)
+
+
+def plan_of_chat(fields: ChatRequest, serving: Serving, session_id: str | None = None) -> Plan:
+    """Plan of a chat, in whichever protocol it was asked for; raises InvalidRequestError leaves."""
     kv_params = _kv_params(fields, serving)
     check_model(fields.model, serving)
     logprobs = _chat_logprobs(fields)
