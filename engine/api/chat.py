@@ -20,6 +20,7 @@ from engine.api.replies import (
     ToolCallReply,
     Usage,
 )
+from engine.api.streams import ChunkWriter, StreamWriter
 from engine.api.tokenizer import Tokenizer
 from engine.api.usage import UsageCounter
 
@@ -30,6 +31,7 @@ class ChatFormat:
     """One assistant message per choice; the first chunk of a choice carries the role."""
 
     max_prompts = 1
+    id_prefix = "chatcmpl-"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._logprobs = LogprobFormat(tokenizer)
@@ -44,6 +46,9 @@ class ChatFormat:
             if plan.num_prompt_logprobs is None
             else self._logprobs.prompt(plan, choices[0].prompt_logprobs),
         )
+
+    def stream(self, plan: Plan, counter: UsageCounter) -> StreamWriter:
+        return ChunkWriter(self, plan, counter)
 
     def chunks(
         self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None

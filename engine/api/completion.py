@@ -9,6 +9,7 @@ from engine.api.logprobs import LogprobFormat
 from engine.api.plan import Plan
 from engine.api.replies import CompletionChoice, CompletionReply, Usage
 from engine.api.schema import MAX_PROMPTS
+from engine.api.streams import ChunkWriter, StreamWriter
 from engine.api.tokenizer import Tokenizer
 from engine.api.usage import UsageCounter
 
@@ -19,6 +20,7 @@ class CompletionFormat:
     """The older endpoint: one text per choice, one format for whole replies and chunks."""
 
     max_prompts = MAX_PROMPTS
+    id_prefix = "cmpl-"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._logprobs = LogprobFormat(tokenizer)
@@ -29,6 +31,9 @@ class CompletionFormat:
             choices=[self._choice(plan, delta, first=True) for delta in choices],
             usage=counter.usage(),
         )
+
+    def stream(self, plan: Plan, counter: UsageCounter) -> StreamWriter:
+        return ChunkWriter(self, plan, counter)
 
     def chunks(
         self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None

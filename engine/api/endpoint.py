@@ -7,25 +7,21 @@ from functools import partial
 from typing import Final
 
 import msgspec
-from msgspec import UNSET, UnsetType
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from engine.api.access import Admission
-from engine.api.chat import ChatFormat
 from engine.api.choice_text import Delta, joined
 from engine.api.choices import follow
-from engine.api.completion import CompletionFormat
-from engine.api.plan import Plan, of_origin
-from engine.api.replies import Usage
+from engine.api.plan import Plan, named, of_origin
 from engine.api.serving import Serving, max_body_bytes
+from engine.api.streams import ReplyFormat
 from engine.api.usage import UsageCounter
 from engine.errors import TandemError
 from engine.generator import Generator
 from engine.http.callers import caller_of, origin_of
-from engine.http.errors import status_and_body
 from engine.http.request_bodies import RequestBodies, run_while_connected
 
 _STREAM_HEADERS: Final = (
@@ -36,7 +32,7 @@ _STREAM_HEADERS: Final = (
 
 
 class GenerateEndpoint:
-    """ASGI app of /v1/completions or /v1/chat/completions.
+    """ASGI app of one path that generates.
 
     `plan` reads a request's body, in a thread, and raises InvalidRequestError leaves; its last
     argument is the header X-Session-ID.
@@ -46,7 +42,7 @@ class GenerateEndpoint:
         self,
         generator: Generator,
         serving: Serving,
-        reply_format: ChatFormat | CompletionFormat,
+        reply_format: ReplyFormat,
         *,
         plan: Callable[[bytes, Serving, str | None], Plan],
         bodies: RequestBodies,
@@ -82,7 +78,8 @@ class GenerateEndpoint:
             lambda body: self._plan(body, self._serving, session_id),
             max_bytes=self._max_bytes,
         )
-        plan = of_origin(plan, origin_of(scope))
+        origin = origin_of(scope)
+        plan = named(of_origin(plan, origin), self._format.id_prefix, origin.label)
         with suppress(ClientDisconnect):
             await run_while_connected(receive, self._serve(plan, scope, receive, send=send))
 
@@ -114,44 +111,32 @@ class GenerateEndpoint:
         return Response(content, media_type="application/json")
 
     async def _stream(self, plan: Plan, deltas: AsyncIterator[Delta], send: Send) -> None:
-        """Send the chunks of all deltas, then usage if asked for, then [DONE].
+        """Send the events of all deltas, then those that end the stream.
 
-        An error before the first chunk becomes an HTTP status; a later one is the last event, and
-        no [DONE] follows.
+        An error before the first event becomes an HTTP status; a later one is the last event.
         """
         counter = UsageCounter(plan)
-        opened: set[int] = set()
+        writer = self._format.stream(plan, counter)
+        is_open = False
         try:
             async for delta in deltas:
                 counter.add(delta)
                 if not _is_shown(plan, delta):
                     continue
                 # Only now: an error of admission or prefill gets its own status.
-                if not opened:
+                if not is_open:
                     start = {"type": "http.response.start", "status": 200}
                     await send({**start, "headers": _STREAM_HEADERS})
-                encode = partial(
-                    self._encoded, plan, delta, first=delta.index not in opened, counter=counter
-                )
-                opened.add(delta.index)
+                    is_open = True
                 is_long = delta.prompt_logprobs is not None
+                encode = partial(writer.delta, delta)
                 await _send_body(send, await asyncio.to_thread(encode) if is_long else encode())
-            end = _event(b"[DONE]")
-            if plan.include_usage:
-                end = _event(msgspec.json.encode(self._format.usage_chunk(plan, counter))) + end
+            end = writer.end()
         except TandemError as error:
-            if not opened:
+            if not is_open:
                 raise
-            end = _event(status_and_body(error)[1])
+            end = writer.failed(error)
         await _send_body(send, end, more=False)
-
-    def _encoded(self, plan: Plan, delta: Delta, *, first: bool, counter: UsageCounter) -> bytes:
-        """The chunks of one delta, of its choice perhaps the first."""
-        # Once usage is asked for it is null in every chunk, unless it is to be counted up.
-        usage: Usage | UnsetType | None = counter.usage() if plan.continuous_usage else None
-        usage = usage if plan.include_usage else UNSET
-        chunks = self._format.chunks(plan, delta, first=first, usage=usage)
-        return b"".join(_event(msgspec.json.encode(chunk)) for chunk in chunks)
 
 
 def _is_shown(plan: Plan, delta: Delta) -> bool:
@@ -167,9 +152,7 @@ def _is_shown(plan: Plan, delta: Delta) -> bool:
     return bool(has_news or shows_tokens or delta.prompt_logprobs)
 
 
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
-
-
 async def _send_body(send: Send, body: bytes, *, more: bool = True) -> None:
+    if more and not body:
+        return
     await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -1,10 +1,11 @@
 """Turns a request's body into sequences to generate and rules for the reply. Pure."""
 
+import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -37,12 +38,14 @@ COMPLETION_MAX_TOKENS = 16
 MAX_SESSION_CHARS = 256
 
 TokenIds = tuple[TokenId, ...]
+_PLAIN_LABEL = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True, frozen=True)
 class Plan:
     """One HTTP request: `requests[i]` makes choice i from prompt `i // choices_per_prompt`.
 
+    `id` is that of the reply; `requests` have their own. `repeated`: fields that the reply shows.
     `hides_cache`: nothing in the reply tells how much of a prompt was cached.
     `echo`: the text of each prompt, which its choices repeat; with `is_echo_only` they hold no more
     than that, and their one token is thrown away. `num_prompt_logprobs`: alternatives that are
@@ -72,6 +75,7 @@ class Plan:
     num_prompt_logprobs: int | None = None
     tokens_as_ids: bool = False
     detokenize: bool = True
+    repeated: Mapping[str, Any] = field(default_factory=dict)
 
     def echo_of(self, choice: int) -> str:
         """The text that comes before the choice's own."""
@@ -273,6 +277,15 @@ def of_origin(plan: Plan, origin: RequestOrigin) -> Plan:
     """The plan, of which each request says who sent it."""
     requests = tuple(structs.replace(it, origin=origin) for it in plan.requests)
     return replace(plan, requests=requests)
+
+
+def named(plan: Plan, prefix: str, label: str) -> Plan:
+    """The plan whose reply's id carries the request's X-Request-Id, as in vLLM, if that is plain.
+
+    Nodes know its sequences by ids of their own: two clients may send the same label at once.
+    """
+    is_plain = _PLAIN_LABEL.fullmatch(label) is not None
+    return replace(plan, id=f"{prefix}{label if is_plain else uuid.uuid4().hex}")
 
 
 def _kv_params(fields: SamplingFields, serving: Serving) -> KVTransferParams | None:

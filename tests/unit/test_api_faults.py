@@ -138,23 +138,29 @@ async def test_the_key_opens(serving: Serving) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "echoed"),
+    ("sent", "echoed", "carried"),
     [
-        ("req-1", "req-1"),
-        ("a b\tc", "a_b_c"),
-        ("10.0.0.1:80/../x", "10.0.0.1:80/../x"),
-        ("\u00e9" + "a" * 5000, None),
+        ("req-1", "req-1", "req-1"),
+        ("a b\tc", "a_b_c", "a_b_c"),
+        ("10.0.0.1:80/../x", "10.0.0.1:80/../x", None),
+        ('"<b>', '"<b>', None),
+        ("\u00e9" + "a" * 5000, None, "__" + "a" * 126),
     ],
 )
-async def test_request_id_is_only_a_label(serving: Serving, sent: str, echoed: str | None) -> None:
+async def test_request_id_is_only_a_label(
+    serving: Serving, sent: str, echoed: str | None, carried: str | None
+) -> None:
+    """The reply's id carries it if it is plain; nodes know each request by an id of its own."""
     generator = ScriptedGenerator(outputs_of([70]))
     async with running(generator, serving) as base:
         headers = {**JSON, "X-Request-Id": sent}
         for _ in range(2):
-            status, _, got = await fetch(base + PATH, b'{"prompt": [1]}', headers)
+            status, body, got = await fetch(base + PATH, b'{"prompt": [1]}', headers)
             assert status == 200
+            told = body["id"]
         label = got["x-request-id"]
     assert label == echoed or (echoed is None and len(label) == 128 and label.isascii())
+    assert told == f"cmpl-{carried}" if carried else len(told) == len("cmpl-") + 32
     first, second = (request.request_id for request in generator.requests)
     assert first != second and sent not in (first, second)
 
