@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients read them: status, `{"error": {...}}`, Retry-After."""
+"""Errors as clients read them: status, body and Retry-After; Anthropic's body under its paths."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
@@ -8,9 +8,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Scope
 
 from engine import errors
 from engine.errors import TandemError
+from engine.http.callers import origin_of
 
 MAX_MESSAGE_CHARS = 2000
 MAX_PATH_CHARS = 200
@@ -30,6 +32,17 @@ _STATUSES: tuple[tuple[type[TandemError], int, str], ...] = (
     (TandemError, 500, "server_error"),
 )
 
+ANTHROPIC_PATH: Final = "/v1/messages"
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     """`param` names the wrong key; `code` is the HTTP status where there is no better one."""
@@ -41,9 +54,31 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every error."""
+    """The body of every error, but for those of Anthropic's protocol."""
 
     error: ErrorDetail
+
+
+class AnthropicErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """The message names the wrong key itself."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every error of Anthropic's protocol, and its error event."""
+
+    error: AnthropicErrorDetail
+    request_id: str | None
+    type: str = "error"
+
+
+def anthropic_error(status: int, message: str, request_id: str | None = None) -> bytes:
+    """JSON of an error in Anthropic's shape; its type follows from the status."""
+    kind = "invalid_request_error" if status < 500 else "api_error"
+    detail = AnthropicErrorDetail(type=_ANTHROPIC_TYPES.get(status, kind), message=message)
+    return msgspec.json.encode(AnthropicErrorReply(error=detail, request_id=request_id))
 
 
 def error_body(
@@ -68,7 +103,7 @@ def status_and_body(error: TandemError) -> tuple[int, bytes]:
     return status, error_body(status, message, kind)
 
 
-def error_response(error: TandemError) -> Response:
+def error_response(error: TandemError, scope: Scope) -> Response:
     """Response for an error that came before any other byte was sent."""
     headers = {}
     if isinstance(error, errors.OverloadedError | errors.UnavailableError):
@@ -78,28 +113,38 @@ def error_response(error: TandemError) -> Response:
     if isinstance(error, errors.AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     status, body = status_and_body(error)
+    body = _in_shape_of(scope, status, str(error)[:MAX_MESSAGE_CHARS], body)
     return Response(body, status, headers, media_type="application/json")
+
+
+def _in_shape_of(scope: Scope, status: int, message: str, body: bytes) -> bytes:
+    """The body of an error as the clients of this path read it; `body` is OpenAI's."""
+    path = scope["path"]
+    if path != ANTHROPIC_PATH and not path.startswith(f"{ANTHROPIC_PATH}/"):
+        return body
+    return anthropic_error(status, message, origin_of(scope).label or None)
 
 
 async def on_tandem_error(request: Request, error: Exception) -> Response:
     """Starlette handler for every TandemError."""
     assert isinstance(error, TandemError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
     """Starlette handler for wrong paths and methods, and for bodies refused unparsed."""
     assert isinstance(error, HTTPException)
-    body = error_body(error.status_code, error.detail)
+    status, message, kind = error.status_code, error.detail, "invalid_request_error"
     asked = f"{request.method} {request.url.path[:MAX_PATH_CHARS]}"
-    if error.status_code == 404:
+    if status == 404:
         served = sorted({it.path for it in request.app.routes if isinstance(it, Route)})
         message = f"{asked} is not served here; what is: {', '.join(served)}"
-        body = error_body(404, message, "not_found_error")
-    elif error.status_code == 405:
+        kind = "not_found_error"
+    elif status == 405:
         methods = (error.headers or {}).get("Allow", "another method")
-        body = error_body(405, f"{asked}: Method Not Allowed, use {methods}")
-    return Response(body, error.status_code, error.headers, media_type="application/json")
+        message = f"{asked}: Method Not Allowed, use {methods}"
+    body = _in_shape_of(request.scope, status, message, error_body(status, message, kind))
+    return Response(body, status, error.headers, media_type="application/json")
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:
@@ -110,6 +155,7 @@ async def on_disconnect(request: Request, error: Exception) -> Response:
 async def on_unexpected(request: Request, error: Exception) -> Response:
     """Starlette handler for bugs: the client learns nothing, the server logs the traceback."""
     body = error_body(500, "internal error", "server_error")
+    body = _in_shape_of(request.scope, 500, "internal error", body)
     return Response(body, 500, media_type="application/json")
 
 

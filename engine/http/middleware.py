@@ -32,12 +32,13 @@ class BearerAuth:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        # Headers arrive as Latin-1, keys are UTF-8: the last byte of "à" is no space of the header.
-        caller = self._callers.find(key.strip(" \t").encode("latin-1"))
-        if caller is None or scheme.lower() != "bearer":
-            error = AuthenticationError("missing or wrong key: send Authorization: Bearer <key>")
-            await error_response(error)(scope, receive, send)
+        key = _key_of(Headers(scope=scope))
+        caller = self._callers.find(key) if key else None
+        if caller is None:
+            error = AuthenticationError(
+                "missing or wrong key: send Authorization: Bearer <key>, or x-api-key: <key>"
+            )
+            await error_response(error, scope)(scope, receive, send)
             return
 
         async def send_with_limits(message: Message) -> None:
@@ -52,9 +53,20 @@ class BearerAuth:
                 try:
                     stack.enter_context(caller.entering())
                 except OverloadedError as error:
-                    await error_response(error)(scope, receive, send_with_limits)
+                    await error_response(error, scope)(scope, receive, send_with_limits)
                     return
             await self._app(scope, receive, send_with_limits)
+
+
+def _key_of(headers: Headers) -> bytes:
+    """The key that a request brings: OpenAI's header before Anthropic's; empty for none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if not scheme:
+        key = headers.get("x-api-key", "")
+    elif scheme.lower() != "bearer":
+        key = ""
+    # Headers arrive as Latin-1, keys are UTF-8: the last byte of "à" is no space of the header.
+    return key.strip(" \t").encode("latin-1")
 
 
 class RequestIdEcho:

@@ -135,6 +135,12 @@ async def test_the_key_opens(serving: Serving) -> None:
         for scheme in ("Bearer", "bearer"):
             headers = {**JSON, "Authorization": f"{scheme} sécret"}
             assert (await fetch(base + PATH, b'{"prompt": [1]}', headers))[0] == 200
+        headers = {**JSON, "x-api-key": "sécret"}
+        assert (await fetch(base + PATH, b'{"prompt": [1]}', headers))[0] == 200
+        for wrong in ({"x-api-key": "other"}, {**headers, "Authorization": "Bearer other"}):
+            status, body, _ = await fetch(base + "/v1/messages", b"{}", {**JSON, **wrong})
+            assert (status, body["type"]) == (401, "error")
+            assert body["error"]["type"] == "authentication_error" and body["request_id"]
 
 
 @pytest.mark.parametrize(
