@@ -13,10 +13,13 @@ from engine.api.access import Access
 from engine.api.chat import ChatFormat
 from engine.api.completion import CompletionFormat
 from engine.api.document import DOCUMENT_PATHS, Document
-from engine.api.endpoint import GenerateEndpoint
+from engine.api.endpoint import GenerateEndpoint, Planner
 from engine.api.operations import PROBE_PATHS, Operations
 from engine.api.plan import plan_chat, plan_completion
+from engine.api.responses.reply import ResponseFormat
+from engine.api.responses.request import plan_response
 from engine.api.serving import Serving
+from engine.api.streams import ReplyFormat
 from engine.generator import Generator
 from engine.http.errors import ERROR_HANDLERS
 from engine.http.middleware import BearerAuth, RequestIdEcho
@@ -51,10 +54,12 @@ def create_app(
     access = access or Access()
     bodies = RequestBodies()
     generating, endpoints = [], []
-    for path, planner, reply_format in (
+    formats: tuple[tuple[str, Planner, ReplyFormat], ...] = (
         ("/v1/completions", plan_completion, CompletionFormat(serving.tokenizer)),
         ("/v1/chat/completions", plan_chat, ChatFormat(serving.tokenizer)),
-    ):
+        ("/v1/responses", plan_response, ResponseFormat(serving.tokenizer)),
+    )
+    for path, planner, reply_format in formats:
         endpoint = GenerateEndpoint(
             generator,
             serving,

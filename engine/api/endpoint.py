@@ -31,6 +31,9 @@ _STREAM_HEADERS: Final = (
 )
 
 
+Planner = Callable[[bytes, Serving, str | None], Plan]
+
+
 class GenerateEndpoint:
     """ASGI app of one path that generates.
 
@@ -44,7 +47,7 @@ class GenerateEndpoint:
         serving: Serving,
         reply_format: ReplyFormat,
         *,
-        plan: Callable[[bytes, Serving, str | None], Plan],
+        plan: Planner,
         bodies: RequestBodies,
         admission: Admission,
     ) -> None:

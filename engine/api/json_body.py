@@ -20,6 +20,7 @@ MAX_ITEMS = 1_048_576
 MAX_TEMPLATE_BYTES = 1_048_576  # of each member that only chat templates read
 MAX_OTHER_BYTES = 262_144
 MAX_COLONS = 4096
+MAX_INPUT_KEYS = 4 * MAX_MESSAGES  # roles and types of items and of their parts
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -34,6 +35,9 @@ class _LargeMembers(msgspec.Struct, frozen=True):
 
     prompt: Raw = Raw()
     messages: Raw = Raw()
+    input: Raw = Raw()
+    instructions: Raw = Raw()
+    system: Raw = Raw()
     tokens: Raw = Raw()
     chat_template_kwargs: Raw = Raw()
     tools: Raw = Raw()
@@ -146,6 +150,12 @@ def _check_sizes(body: bytes, max_model_len: int) -> None:
     if num_messages > MAX_MESSAGES:
         raise InvalidRequestError(
             f"messages: {num_messages} turns, at most {MAX_MESSAGES} are taken", param="messages"
+        )
+    # An item or part of content has one of these at least.
+    num_items = large["input"].count(b'"type"') + large["input"].count(b'"role"')
+    if num_items > MAX_INPUT_KEYS:
+        raise InvalidRequestError(
+            f"input: more than {MAX_MESSAGES} items with their parts are not taken", param="input"
         )
     for name in ("chat_template_kwargs", "tools"):
         if (size := len(large[name])) > MAX_TEMPLATE_BYTES:

@@ -22,6 +22,8 @@ from engine.api.replies import (
     TokenizeReply,
     VersionReply,
 )
+from engine.api.responses.reply import ResponseReply
+from engine.api.responses.request import ResponsesRequest
 from engine.api.schema import (
     ChatRequest,
     CompletionRequest,
@@ -55,6 +57,9 @@ PATHS: Final[Mapping[str, Described]] = MappingProxyType(
         "/v1/chat/completions": Described(
             "Answer a conversation", ChatReply, ChatRequest, has_stream=True
         ),
+        "/v1/responses": Described(
+            "Answer input items", ResponseReply, ResponsesRequest, has_stream=True
+        ),
         "/v1/models": Described("The models that are served", ModelList),
         "/v1/models/{name}": Described("One of them", ModelCard),
         "/tokenize": Described("Text or conversation to token ids", TokenizeReply, TokenizeRequest),
@@ -86,7 +91,7 @@ def openapi(
         [*read, *written, ErrorReply, KVTransferParams, SamplingParams], ref_template=REF
     )
     _bound_sampling(schemas)
-    for kind in (CompletionRequest, ChatRequest):
+    for kind in (CompletionRequest, ChatRequest, ResponsesRequest):
         properties = schemas[kind.__name__]["properties"]
         for key, values in neutral_values(kind).items():
             properties[key] = {"enum": list(values)}
@@ -143,7 +148,7 @@ def _bound_sampling(schemas: dict[str, Any]) -> None:
     """Bounds of sampling values stand in the type that the engine reads; bodies keep to them."""
     bounded = schemas.pop(SamplingParams.__name__)["properties"]
     schemas.pop("BadWord")
-    for kind in (CompletionRequest, ChatRequest):
+    for kind in (CompletionRequest, ChatRequest, ResponsesRequest):
         properties = schemas[kind.__name__]["properties"]
         for key in properties.keys() & bounded.keys():
             plain = {"anyOf": [{"type": bounded[key].get("type")}, {"type": "null"}]}

@@ -113,11 +113,11 @@ def error_response(error: TandemError, scope: Scope) -> Response:
     if isinstance(error, errors.AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     status, body = status_and_body(error)
-    body = _in_shape_of(scope, status, str(error)[:MAX_MESSAGE_CHARS], body)
+    body = _in_shape_of(scope, status, str(error)[:MAX_MESSAGE_CHARS], body=body)
     return Response(body, status, headers, media_type="application/json")
 
 
-def _in_shape_of(scope: Scope, status: int, message: str, body: bytes) -> bytes:
+def _in_shape_of(scope: Scope, status: int, message: str, *, body: bytes) -> bytes:
     """The body of an error as the clients of this path read it; `body` is OpenAI's."""
     path = scope["path"]
     if path != ANTHROPIC_PATH and not path.startswith(f"{ANTHROPIC_PATH}/"):
@@ -143,7 +143,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     elif status == 405:
         methods = (error.headers or {}).get("Allow", "another method")
         message = f"{asked}: Method Not Allowed, use {methods}"
-    body = _in_shape_of(request.scope, status, message, error_body(status, message, kind))
+    openai_body = error_body(status, message, kind)
+    body = _in_shape_of(request.scope, status, message, body=openai_body)
     return Response(body, status, error.headers, media_type="application/json")
 
 
@@ -155,7 +156,7 @@ async def on_disconnect(request: Request, error: Exception) -> Response:
 async def on_unexpected(request: Request, error: Exception) -> Response:
     """Starlette handler for bugs: the client learns nothing, the server logs the traceback."""
     body = error_body(500, "internal error", "server_error")
-    body = _in_shape_of(request.scope, 500, "internal error", body)
+    body = _in_shape_of(request.scope, 500, "internal error", body=body)
     return Response(body, 500, media_type="application/json")
 
 

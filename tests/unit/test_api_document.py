@@ -45,7 +45,7 @@ async def test_strict_servers_say_that_they_refuse_unknown_keys(serving: Serving
 
 async def test_other_paths_are_told_what_exists(serving: Serving) -> None:
     async with running(ScriptedGenerator([]), serving) as base:
-        for path in ("/v1/responses", "/v1/messages", "/invocations"):
+        for path in ("/v1/embeddings", "/v2/messages", "/invocations"):
             status, text = await get(base, path, "POST")
             error = json.loads(text)["error"]
             assert (status, error["type"]) == (404, "not_found_error")
