@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from engine.api.tool_calls.reader import Reading, ToolCallReader, ToolCallRules
 from engine.api.tool_calls.registry import SYNTAXES, choose_syntax
 from engine.api.tool_calls.schema_types import types_of
+from engine.api.tool_calls.xml_calls import XmlCalls
 from engine.config import ToolCallParser
 
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -56,9 +57,12 @@ XML = (
     "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n\n</parameter>\n"
     "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
 )
+BARE = "\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>"
+XML_SYNTAX = XmlCalls()
 PIECES = (
     *("hello ", "\n", "<", "<tool", "_call>", "<tool_call>", "</tool_call>", "</tool", "é €"),
     *(HERMES, XML, NEMOTRON, "<TOOLCALL>", "</TOOLCALL>", "<function=f>", "</function>", '{"a":'),
+    *(BARE, "<function=tree>", "<parameter=of>", "\n</parameter>", "\n```\n", " "),
 )
 
 
@@ -180,7 +184,13 @@ def test_arguments_that_are_a_reference_themselves_have_its_types() -> None:
         ("hermes", XML),
         ("qwen3_coder", HERMES),
         ("qwen3_coder", "<tool_call><function=f>what</function></tool_call>"),
-        ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\nbroken off"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"),
+        ("qwen3_coder", "it says <function=tree>\n</function> there"),
+        ("qwen3_coder", "<function=tree> is\n<function=tree> what </function> I call"),
+        ("qwen3_coder", "```xml\n<function=tree>\n</function>\n```"),
+        ("qwen3_coder", "<function=other>\n</function>\n</tool_call>"),
+        ("hermes", "<function=tree>\n</function>"),
         ("nemotron_json", HERMES),
     ],
     ids=lambda it: it[:40],
@@ -220,6 +230,75 @@ def test_any_split_reads_as_the_whole(
     cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=12).map(sorted))
     ends = zip([0, *cuts], [*cuts, len(text)], strict=True)
     assert read(name, *(text[start:end] for start, end in ends)) == read(name, text)
+
+
+TEXTS = st.text('ab <>/=\n{}"é', max_size=12).map(lambda it: it.strip("\n"))
+NOTES = st.dictionaries(st.sampled_from(["city", "note", "word"]), TEXTS, max_size=3)
+TAGS = ("</parameter>", "</function>", "</tool_call>")
+
+
+@given(
+    calls=st.lists(NOTES, min_size=1, max_size=3),
+    line=st.sampled_from(["\n", ""]),
+    data=st.data(),
+)
+def test_a_closing_tag_that_is_forgotten_or_misspelt_changes_no_call(
+    calls: list[dict[str, str]], line: str, data: st.DataObject
+) -> None:
+    parts: list[str] = []
+    for arguments in calls:
+        parts += ["<tool_call>", line, "<function=weather>", line]
+        for key, value in arguments.items():
+            parts += [f"<parameter={key}>", line, value, line, TAGS[0], line]
+        parts += [TAGS[1], line, TAGS[2], line]
+    wrong = data.draw(st.sampled_from([None, *(n for n, it in enumerate(parts) if it in TAGS)]))
+    if wrong is not None:
+        tag = parts[wrong]
+        parts[wrong] = data.draw(st.sampled_from(["", tag[:-2] + ">", tag[:-1] + "s>"]))
+        if not parts[wrong]:
+            del parts[wrong + 1]  # its line feed
+    text = "".join(parts)
+    cut = data.draw(st.integers(0, len(text)))
+    found = read("qwen3_coder", text[:cut], text[cut:])
+    assert arguments_of(found) == calls
+    assert found.text.strip() == ""
+
+
+GLOB = "<function=glob>\n<parameter=pattern>\n*.md\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "patterns"),
+    [
+        ("I list.\n\n" + GLOB + "\n</tool_call>", "I list.\n\n", ["*.md"]),
+        (f"{GLOB}\n{GLOB}{GLOB}\n</tool_call>\n{GLOB}\nso", "\nso", ["*.md"] * 4),
+        (f"<tool_call>\n{GLOB}\n{GLOB}\n</tool_call> so", " so", ["*.md"] * 2),
+        (GLOB.replace("\n</function>", "\n</tool_call>"), "", ["*.md"]),
+        (GLOB.replace("\n</parameter>", ""), "", ["*.md"]),
+        (f"```\n{GLOB}\n```\n  {GLOB}", f"```\n{GLOB}\n```\n  ", ["*.md"]),
+        (
+            GLOB.replace("*.md", 'a "<parameter=x>" and "</function>"\nb'),
+            "",
+            ['a "<parameter=x>" and "</function>"\nb'],
+        ),
+        ("<tool_call>" + GLOB.replace("*.md", "a\n</tool_call>\n"), "", ["a\n</tool_call>\n"]),
+        (
+            f"<tool_call>\n{GLOB}\n</tool_call>\n".replace("</parameter>\n", "") * 70 + "end",
+            "end",
+            ["*.md"] * 70,
+        ),
+    ],
+    ids=lambda it: str(it)[:30],
+)
+def test_calls_may_lack_the_tags_around_them(text: str, content: str, patterns: list[str]) -> None:
+    parameters = {"glob": {"properties": {"pattern": {"type": "string"}}}}
+    for size in (1, 5, len(text)):
+        reader = ToolCallReader(ToolCallRules(XML_SYNTAX, parameters))
+        found = [reader.feed(text[at : at + size]) for at in range(0, len(text), size)]
+        found.append(reader.flush())
+        calls = [call for it in found for call in it.calls]
+        assert [json.loads(call.arguments) for call in calls] == [{"pattern": p} for p in patterns]
+        assert "".join(it.text for it in found).lstrip("\n") == content.lstrip("\n")
 
 
 def test_the_chat_template_tells_how_calls_are_written() -> None:

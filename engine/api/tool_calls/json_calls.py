@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta, Raw
 
-from engine.api.tool_calls.syntax import Parameters, ToolCall, json_rule
+from engine.api.tool_calls.syntax import BareCall, Parameters, Parsed, ToolCall, json_rule
 
 _CLOSED_STRINGS: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
 
@@ -20,6 +20,8 @@ class _Call(msgspec.Struct, frozen=True):
 
 class JsonCalls:
     """Calls between two markers, such as Hermes' `<tool_call>` and `</tool_call>`."""
+
+    bare: BareCall | None = None
 
     def __init__(self, start: str, end: str) -> None:
         self.start = start
@@ -33,17 +35,19 @@ class JsonCalls:
             json_rule(f"{rule}_args", {"type": "object", **schema}),
         ]
 
-    def is_open(self, body: str) -> bool:
-        return _CLOSED_STRINGS.sub("", body).count('"') > 0
+    def is_open(self, call: str) -> bool:
+        return _CLOSED_STRINGS.sub("", call).count('"') > 0
 
-    def parse(self, body: str, parameters: Parameters) -> tuple[ToolCall, ...]:
+    def parse(self, call: str, parameters: Parameters) -> Parsed:
         """The calls, their arguments as the model wrote them; `parameters` are not needed."""
         try:
+            body = call.removeprefix(self.start).removesuffix(self.end)
             found = msgspec.json.decode(body, type=_Call | list[_Call])
             calls = found if isinstance(found, list) else [found]
-            return tuple(ToolCall(call.name, _object(call.arguments)) for call in calls)
+            made = tuple(ToolCall(it.name, _object(it.arguments)) for it in calls)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return ()
+            made = ()
+        return Parsed(made, "" if made else call)
 
 
 def _object(arguments: Raw) -> str:

@@ -1,4 +1,4 @@
-"""What a model family's way of writing tool calls is to the rest: two markers and a reader."""
+"""What a model family's way of writing tool calls is to the rest: markers and a reader."""
 
 import json
 from collections.abc import Mapping
@@ -24,20 +24,39 @@ class ToolCall(NamedTuple):
     arguments: str
 
 
+class Parsed(NamedTuple):
+    """Calls that a text begins with, and the rest of it: all of it where it begins with none."""
+
+    calls: tuple[ToolCall, ...]
+    rest: str
+
+
+class BareCall(NamedTuple):
+    """How a call without `start` looks: `start`, a name and `>`, one of `follows`, then `end`."""
+
+    start: str
+    follows: tuple[str, ...]
+    end: str
+
+
 class ToolCallSyntax(Protocol):
-    """How a family writes calls: text between `start` and the next `end` outside a value."""
+    """How a family writes calls: text between `start` and the next `end` outside a value.
+
+    `bare` is how models write one that forget `start`; None where that says too little.
+    """
 
     start: str
     end: str
+    bare: BareCall | None
 
     def rules(self, rule: str, name: str, schema: Mapping[str, Any]) -> list[str]:
         """Lark rules: `rule` is a call of `name`, without the markers and their line feeds."""
         ...
 
-    def is_open(self, body: str) -> bool:
-        """True if the text after `start` breaks off inside a value."""
+    def is_open(self, call: str) -> bool:
+        """True if the text from `start` on breaks off inside a value."""
         ...
 
-    def parse(self, body: str, parameters: Parameters) -> tuple[ToolCall, ...]:
-        """The calls of the text between two markers; none if it is malformed."""
+    def parse(self, call: str, parameters: Parameters) -> Parsed:
+        """The calls of a text with its markers, of which `end` may be missing."""
         ...
