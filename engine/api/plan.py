@@ -28,6 +28,7 @@ from engine.api.schema import (
 from engine.api.serving import Serving
 from engine.api.tool_calls.forced import forced_grammar
 from engine.api.tool_calls.reader import ToolCallRules
+from engine.api.tool_calls.registry import SYNTAXES
 from engine.api.tool_calls.syntax import ToolCallSyntax
 from engine.api.tool_schema import Tool, check_arguments, offer
 from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
@@ -147,9 +148,11 @@ def plan_of_chat(fields: ChatRequest, serving: Serving, session_id: str | None =
     prompt = encode_chat(fields, fields.messages, serving, tools=tools)
     default = serving.defaults.max_new_tokens
     plan = _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
-    if tools and serving.tool_calls is not None and plan.detokenize:
+    # Without a parser a forced call is JSON, whatever the template is: the grammar writes it.
+    syntax = serving.tool_calls or (SYNTAXES["hermes"] if must_call else None)
+    if tools and syntax is not None and plan.detokenize:
         # As in vLLM: markers are special tokens in some tokenizers and must be seen.
-        rules = _tool_call_rules(serving.tool_calls, tools, parallel=fields.parallel_tool_calls)
+        rules = _tool_call_rules(syntax, tools, parallel=fields.parallel_tool_calls)
         plan = replace(plan, tool_calls=rules, skip_special_tokens=False)
     if must_call:
         plan = _forced_to_call(plan, must_call, is_named=is_named)
@@ -193,7 +196,7 @@ def _forced_to_call(plan: Plan, names: tuple[str, ...], *, is_named: bool) -> Pl
     rules = plan.tool_calls
     if rules is None:
         raise InvalidRequestError(
-            "a tool_choice that forces a call needs a server with --tool-call-parser; use auto",
+            "a tool_choice that forces a call needs text: leave detokenize out",
             param="tool_choice",
         )
     if plan.requests[0].sampling.grammar:

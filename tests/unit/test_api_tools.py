@@ -17,6 +17,7 @@ from engine.api.tool_calls.forced import forced_grammar
 from engine.api.tool_calls.json_calls import JsonCalls
 from engine.api.tool_calls.registry import SYNTAXES
 from engine.api.tool_schema import MAX_ARGUMENT_ITEMS
+from engine.config import ToolCallParser
 from engine.errors import InvalidRequestError
 from tests.api_double import tiny_serving, write_model_folder
 
@@ -132,7 +133,7 @@ def test_parallel_tool_calls_and_no_tools_at_all_are_accepted(serving: Serving) 
     ("body", "param", "message"),
     [
         ({"tool_choice": "required", "tools": []}, "tool_choice", "'required' names none of tools"),
-        ({"tool_choice": "required", "tools": [WEATHER]}, "tool_choice", "--tool-call-parser"),
+        ({"tool_choice": "required", "detokenize": False}, "tool_choice", "leave detokenize out"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "other"}}},
             "tool_choice",
@@ -160,6 +161,10 @@ def test_wrong_tools_and_calls_are_named(
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["hermes", "none"],
+)
+@pytest.mark.parametrize(
     ("body", "is_parallel"),
     [
         ({"tool_choice": "required"}, True),
@@ -168,9 +173,10 @@ def test_wrong_tools_and_calls_are_named(
     ],
 )
 def test_a_required_tool_may_be_called_again_and_a_named_one_not(
-    serving: Serving, body: dict[str, Any], is_parallel: bool
+    serving: Serving, body: dict[str, Any], is_parallel: bool, name: ToolCallParser
 ) -> None:
-    reader = replace(serving, tool_calls=SYNTAXES["hermes"])
+    """Without a parser in JSON."""
+    reader = replace(serving, tool_calls=SYNTAXES[name])
     asked = {"messages": [ASKED], "tools": [WEATHER], **body}
     plan = plan_chat(msgspec.json.encode(asked), reader)
     args = (["weather"], {"weather": PARAMETERS})
@@ -178,6 +184,7 @@ def test_a_required_tool_may_be_called_again_and_a_named_one_not(
         JsonCalls("<tool_call>", "</tool_call>"), *args, is_parallel=is_parallel
     )
     assert plan.requests[0].sampling.grammar == grammar
+    assert plan.tool_calls is not None
 
 
 def test_arguments_of_too_many_values_are_refused_before_they_are_built(serving: Serving) -> None:
