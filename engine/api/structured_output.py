@@ -1,8 +1,9 @@
 """The grammar that a request asks for, in OpenAI's and in vLLM's words. Pure."""
 
 import json
+import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import llguidance
 import msgspec
@@ -16,6 +17,8 @@ from engine.types import MAX_GRAMMAR_CHARS
 Text = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
 ANY_OBJECT = {"type": "object"}
+# Of Rust's expressions, which know all scripts; vLLM's users mean ASCII. Classes may be nested.
+_ASCII: Final = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,6 +35,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: Any = msgspec.field(name="schema", default=None)  # llama.cpp's, beside json_object
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,10 +46,14 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     choice: Choices | None = None
     grammar: Text | None = None
     json_object: bool | None = None
+    structural_tag: Any = None
 
 
 class GrammarFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The keys of a request that may ask for a grammar; `guided_*` are vLLM's former ones."""
+    """The keys of a request that may ask for a grammar; `guided_*` are vLLM's former ones.
+
+    `regex` and `ebnf` are SGLang's, `grammar` is llama.cpp's, `json_schema` that of both.
+    """
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -53,6 +61,10 @@ class GrammarFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     guided_regex: Text | None = None
     guided_choice: list[str] | None = None
     guided_grammar: Text | None = None
+    regex: Text | None = None
+    json_schema: Any = None
+    grammar: Text | None = None
+    ebnf: Text | None = None
 
 
 def grammar_of(fields: GrammarFields) -> str:
@@ -87,7 +99,10 @@ Asked = tuple[str, Callable[[Any], str], Any]
 
 
 def _asked(fields: GrammarFields) -> list[Asked]:
-    outputs = fields.structured_outputs or StructuredOutputs()
+    outputs = fields.structured_outputs
+    if outputs is not None:
+        _check_outputs(outputs)
+    outputs = outputs or StructuredOutputs()
     return [
         ("response_format", _json, _schema_of(fields.response_format)),
         ("structured_outputs.json", _json, outputs.json),
@@ -99,7 +114,27 @@ def _asked(fields: GrammarFields) -> list[Asked]:
         ("guided_regex", _regex, fields.guided_regex or None),
         ("guided_choice", _choice, fields.guided_choice or None),
         ("guided_grammar", _lark, fields.guided_grammar or None),
+        ("regex", _regex, fields.regex or None),
+        ("json_schema", _json, None if fields.json_schema == "" else fields.json_schema),
+        ("grammar", _lark, fields.grammar or None),
+        ("ebnf", _lark, fields.ebnf or None),
     ]
+
+
+def _check_outputs(outputs: StructuredOutputs) -> None:
+    """Raise InvalidRequestError for a wish that would be ignored, such as a misspelt key."""
+    if outputs.structural_tag is not None:
+        raise InvalidRequestError(
+            "structured_outputs.structural_tag is not supported: use tools, or give json, regex, "
+            "choice or grammar",
+            param="structured_outputs.structural_tag",
+        )
+    if outputs == StructuredOutputs():
+        raise InvalidRequestError(
+            "structured_outputs asks for nothing that is known: give json, regex, choice, grammar "
+            "or json_object",
+            param="structured_outputs",
+        )
 
 
 def _schema_of(form: ResponseFormat | None) -> Any:
@@ -107,7 +142,7 @@ def _schema_of(form: ResponseFormat | None) -> Any:
     if form is None or form.type == "text":
         return None
     if form.type == "json_object":
-        return ANY_OBJECT
+        return ANY_OBJECT if form.schema_ is None else form.schema_
     if form.json_schema is None or form.json_schema.schema_ is None:
         raise InvalidRequestError(
             "response_format of type json_schema needs json_schema.schema", param="response_format"
@@ -127,7 +162,8 @@ def _json(schema: Any) -> str:
 
 
 def _regex(pattern: str) -> str:
-    return str(llguidance.LLMatcher.grammar_from_regex(pattern))
+    ascii_only = re.sub(r"\\(.)", lambda it: _ASCII.get(it[1], it[0]), pattern, flags=re.S)
+    return str(llguidance.LLMatcher.grammar_from_regex(ascii_only))
 
 
 def _choice(choices: list[str]) -> str:

@@ -84,6 +84,37 @@ def test_ordinary_schemas_bind_answers_and_calls(
             assert not allows(tokenizer, grammar, written.format(json.dumps(value))), value
 
 
+COLOUR = {"enum": ["red", "blue"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "fitting", "others"),
+    [
+        ({"regex": r"\d[\d.]\w\\d"}, [r"31a\d"], [r"٣1a\d", r"3.é\d"]),
+        ({"guided_regex": r"\D"}, ["٣"], ["3"]),
+        ({"json_schema": COLOUR}, ['"red"'], ['"pink"']),
+        ({"json_schema": json.dumps(COLOUR)}, ['"red"'], ['"pink"']),
+        ({"grammar": 'root ::= "a" | "b"'}, ["a"], ["c"]),
+        ({"ebnf": 'root ::= "a" | "b"'}, ["b"], ["c"]),
+        ({"response_format": {"type": "json_object", "schema": COLOUR}}, ['"red"'], ["{}"]),
+    ],
+)
+def test_the_words_of_other_servers_bind_too(
+    tokenizer: LLTokenizer, fields: dict[str, Any], fitting: list[str], others: list[str]
+) -> None:
+    grammar = grammar_of(msgspec.convert(fields, GrammarFields))
+    assert [allows(tokenizer, grammar, it) for it in fitting] == [True] * len(fitting)
+    assert [allows(tokenizer, grammar, it) for it in others] == [False] * len(others)
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"), [({}, "asks for nothing"), ({"structural_tag": {}}, "structural_tag is not")]
+)
+def test_a_wish_for_structure_is_never_ignored(asked: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        grammar_of(msgspec.convert({"structured_outputs": asked}, GrammarFields))
+
+
 @pytest.mark.parametrize(
     ("schema", "told"),
     [
