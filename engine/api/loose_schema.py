@@ -14,6 +14,8 @@ KNOWN_FORMATS: Final = frozenset(
     }
 )
 
+_OTHERS: Final = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
+_JOINING: Final = frozenset({"allOf", "anyOf", "oneOf", "$ref", "if"})
 _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 _DATA: Final = frozenset({"const", "enum", "default", "example", "examples", "x-guidance"})
 # Not after a backslash or a class's bracket; one that holds groups stays, and is refused.
@@ -33,6 +35,46 @@ def loosened(schema: Any) -> Any:
         return schema
     kept = {key: it for key, it in schema.items() if not _is_left_out(key, it)}
     return {key: _loosened_value(key, it) for key, it in kept.items()}
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects have named properties alone, unless it says more of the others.
+
+    One that joins the properties of several parts stays: each part would refuse those of the rest.
+    """
+    return schema if _joins(schema) else _closed(schema)
+
+
+def _joins(schema: Any) -> bool:
+    if isinstance(schema, list):
+        return any(map(_joins, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    parts = schema.get("allOf")
+    if isinstance(parts, list) and len(parts) > 1:
+        return True
+    if "properties" in schema and not schema.keys().isdisjoint(_JOINING):
+        return True
+    return any(_joins(it) for key, it in schema.items() if key not in _DATA)
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_closed(it) for it in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {
+        key: {name: _closed(one) for name, one in it.items()}
+        if key in _MAPS and isinstance(it, Mapping)
+        else it
+        if key in _DATA
+        else _closed(it)
+        for key, it in schema.items()
+    }
+    is_closed = isinstance(schema.get("properties"), Mapping)
+    if is_closed and schema.keys().isdisjoint(_OTHERS):
+        made["additionalProperties"] = False
+    return made
 
 
 def _is_left_out(key: str, value: object) -> bool:

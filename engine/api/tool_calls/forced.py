@@ -6,6 +6,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from engine.api.loose_schema import closed
 from engine.api.tool_calls.schema_types import lookup
 from engine.api.tool_calls.syntax import Parameters, ToolCallSyntax
 from engine.errors import InvalidRequestError
@@ -50,7 +51,8 @@ def _call_rules(
     if required is not None and not is_list:
         raise _wrong(name, f"have required={repr(required)[:80]}: make it an array of names")
     try:
-        return syntax.rules(rule, name, schema)
+        # As vLLM: a model that may write any key may never end, and no tool asks for that.
+        return syntax.rules(rule, name, closed(schema))
     except RecursionError as error:
         raise _wrong(name, "are nested too deeply: flatten them") from error
 
