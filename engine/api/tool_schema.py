@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+import structlog
 from msgspec import Meta
 
 from engine.errors import InvalidRequestError
 
 MAX_TOOLS = 512
 MAX_CALLS = 256  # of one message
+MAX_SHOWN_CHARS = 200  # of a wrong choice
 MAX_ARGUMENT_ITEMS = 262_144  # of all calls of a conversation
+
+log = structlog.get_logger()
 
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
 _Label = Annotated[str, Meta(max_length=256)]
@@ -57,7 +61,7 @@ class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     arguments: str = ""
 
     def for_template(self) -> dict[str, Any]:
-        """With arguments as an object, as vLLM; a text that is none stays what it is."""
+        """With arguments as an object, which templates take apart; none for a broken text."""
         return {"name": self.name, "arguments": _decoded(self.arguments)}
 
 
@@ -105,13 +109,43 @@ def offer(tools: Sequence[Tool] | None, choice: object) -> Offer:
     if choice == "required" and names:
         return Offer(tools, names)
     match choice:
+        case {"type": "allowed_tools", "allowed_tools": {"tools": [_, *_] as allowed} as wish}:
+            return _allowed(tools, allowed, wish.get("mode", "auto"))
         case {"type": "function", "function": {"name": str(name)}} if name in names:
             return Offer(tools, (name,), is_named=True)
     raise InvalidRequestError(
-        f"tool_choice={repr(choice)[:80]} names none of tools: use auto, none, "
+        f"tool_choice={_shown(choice)} names none of tools: use auto, none, "
         'required with tools, or {"type": "function", "function": {"name": ...}} with one of them',
         param="tool_choice",
     )
+
+
+def _allowed(tools: Sequence[Tool], allowed: Sequence[object], mode: object) -> Offer:
+    """OpenAI's `allowed_tools`: some of the tools, of which one is called if `mode` says so."""
+    by_name = {tool.function.name: tool for tool in tools}
+    chosen: dict[str, Tool] = {}
+    for one in allowed:
+        match one:
+            case {"type": "function", "function": {"name": str(name)}} if name in by_name:
+                chosen[name] = by_name[name]
+            case _:
+                raise InvalidRequestError(
+                    f"tool_choice.allowed_tools.tools: {_shown(one)} is none of tools: give "
+                    '{"type": "function", "function": {"name": ...}} with one of them',
+                    param="tool_choice",
+                )
+    if mode not in ("auto", "required"):
+        raise InvalidRequestError(
+            f"tool_choice.allowed_tools.mode={_shown(mode)}: use auto or required",
+            param="tool_choice",
+        )
+    return Offer(tuple(chosen.values()), tuple(chosen) if mode == "required" else ())
+
+
+def _shown(value: object) -> str:
+    """The value, with a mark where it is too long to be told whole."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}... (cut)"
 
 
 def check_arguments(calls: Sequence[Called]) -> None:
@@ -127,10 +161,12 @@ def check_arguments(calls: Sequence[Called]) -> None:
         )
 
 
-def _decoded(arguments: str) -> dict[str, Any] | str:
+def _decoded(arguments: str) -> dict[str, Any]:
     if not arguments.strip():
         return {}
     try:
         return msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return arguments
+        # A chat must be able to go on after a call that was cut off.
+        log.warning("a call in a history has no JSON object of arguments: {} stands for it")
+        return {}

@@ -102,15 +102,38 @@ def test_refusals_and_parts_without_their_text_are_named(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "seen"), [("", {}), ("[1]", "[1]"), ("{broken", "{broken"), ("{}", {})]
+    "arguments",
+    [
+        "",
+        "[1]",
+        '{"path": "a.py',
+        "{}",
+        "null",
+        '"text"',
+        "{}{}",
+        '{"a": 1e999}',
+        '{"a":"\\ud800"}',
+    ],
 )
-def test_arguments_that_are_no_object_stay_text(
-    serving: Serving, arguments: str, seen: object
+def test_a_chat_goes_on_after_arguments_that_are_no_object(
+    serving: Serving, arguments: str
 ) -> None:
     call = {"id": "x", "function": {"name": "f", "arguments": arguments}}
     turn = {"role": "assistant", "tool_calls": [call]}
     messages, _ = rendered(serving, messages=[ASKED, turn])
-    assert messages[1]["tool_calls"][0]["function"]["arguments"] == seen
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
+def test_allowed_tools_are_those_of_the_tools_that_the_choice_names(serving: Serving) -> None:
+    other = {"type": "function", "function": {"name": "other"}}
+    named = {"type": "function", "function": {"name": "weather"}}
+    for mode, is_forced in (("auto", False), ("required", True)):
+        allowed = {"mode": mode, "tools": [named]}
+        body = {"tools": [other, WEATHER], "tool_choice": {"type": "allowed_tools"}}
+        body["tool_choice"]["allowed_tools"] = allowed  # type: ignore[call-overload]
+        plan = plan_chat(msgspec.json.encode({"messages": [ASKED], **body}), serving)
+        assert serving.tokenizer.decode(plan.prompt_of(0)).endswith(f"|[{json.dumps(WEATHER)}]")
+        assert bool(plan.requests[0].sampling.grammar) is is_forced
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": None}])
