@@ -190,6 +190,8 @@ def _explained(error: msgspec.ValidationError, values: Mapping[str, Any]) -> Inv
     if field := _FIELD.match(text):
         path = f"{path}.{field['name'][:80]}".lstrip(".")
         text = "unknown parameter" if "unknown" in text[:24] else "required parameter is missing"
+    if ".content[" in path and text.startswith("Invalid enum value"):
+        text += ": this model reads text only"
     if not path:
         return InvalidRequestError(text)
     # Shown to the client: scalars only, and never a whole prompt.

@@ -128,9 +128,8 @@ def test_allowed_tools_are_those_of_the_tools_that_the_choice_names(serving: Ser
     other = {"type": "function", "function": {"name": "other"}}
     named = {"type": "function", "function": {"name": "weather"}}
     for mode, is_forced in (("auto", False), ("required", True)):
-        allowed = {"mode": mode, "tools": [named]}
-        body = {"tools": [other, WEATHER], "tool_choice": {"type": "allowed_tools"}}
-        body["tool_choice"]["allowed_tools"] = allowed  # type: ignore[call-overload]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        body = {"tools": [other, WEATHER], "tool_choice": choice}
         plan = plan_chat(msgspec.json.encode({"messages": [ASKED], **body}), serving)
         assert serving.tokenizer.decode(plan.prompt_of(0)).endswith(f"|[{json.dumps(WEATHER)}]")
         assert bool(plan.requests[0].sampling.grammar) is is_forced
@@ -161,6 +160,11 @@ def test_parallel_tool_calls_and_no_tools_at_all_are_accepted(serving: Serving) 
             {"tool_choice": {"type": "function", "function": {"name": "other"}}},
             "tool_choice",
             "names none of tools",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+            "'image_url': this model reads text only",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [{**WEATHER, "function": {"name": ""}}]}, "tools[0].function.name", "length"),

@@ -89,16 +89,20 @@ def test_calls_have_named_arguments_alone_unless_the_schema_says_otherwise(
 ) -> None:
     hermes = SYNTAXES["hermes"]
     assert hermes is not None
-    one = {"properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"properties": {"c": {}}}}}
+    one: dict[str, Any] = {
+        "properties": {"a": {"$ref": "#/$defs/b"}},
+        "$defs": {"b": {"properties": {"c": {}}}},
+    }
     written = '<tool_call>\n{{"name": "f", "arguments": {}}}\n</tool_call>'
-    for schema, text, is_allowed in [
+    cases: list[tuple[dict[str, Any], str, bool]] = [
         (one, '{"a": {"c": 1}}', True),
         (one, '{"x": 1}', False),
         (one, '{"a": {"x": 1}}', False),
         ({**one, "additionalProperties": True}, '{"x": 1}', True),
         ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, '{"a":1,"b":1}', True),
         ({}, '{"x": 1}', True),
-    ]:
+    ]
+    for schema, text, is_allowed in cases:
         grammar = forced_grammar(hermes, ["f"], {"f": schema}, is_parallel=False)
         assert allows(tokenizer, grammar, written.format(text)) is is_allowed, (schema, text)
 
