@@ -26,6 +26,7 @@ from engine.api.schema import (
     TokenizeRequest,
 )
 from engine.api.serving import Serving
+from engine.api.tokenizer import Tokenizer
 from engine.api.tool_calls.forced import forced_grammar
 from engine.api.tool_calls.reader import ToolCallRules
 from engine.api.tool_calls.registry import SYNTAXES
@@ -155,7 +156,7 @@ def plan_of_chat(fields: ChatRequest, serving: Serving, session_id: str | None =
         rules = _tool_call_rules(syntax, tools, parallel=fields.parallel_tool_calls)
         plan = replace(plan, tool_calls=rules, skip_special_tokens=False)
     if must_call:
-        plan = _forced_to_call(plan, must_call, is_named=is_named)
+        plan = _forced_to_call(plan, must_call, is_named=is_named, tokenizer=serving.tokenizer)
     return _of_session(_with_thoughts(plan, fields, serving), session_id, fields)
 
 
@@ -191,7 +192,9 @@ def _bound_by(plan: Plan, grammar: str) -> Plan:
     )
 
 
-def _forced_to_call(plan: Plan, names: tuple[str, ...], *, is_named: bool) -> Plan:
+def _forced_to_call(
+    plan: Plan, names: tuple[str, ...], *, is_named: bool, tokenizer: Tokenizer
+) -> Plan:
     """The plan with a grammar that allows nothing but calls of these tools."""
     rules = plan.tool_calls
     if rules is None:
@@ -204,7 +207,9 @@ def _forced_to_call(plan: Plan, names: tuple[str, ...], *, is_named: bool) -> Pl
             "tool_choice and a grammar both bind the output: give one", param="tool_choice"
         )
     is_parallel = not is_named and rules.max_calls is None
-    grammar = forced_grammar(rules.syntax, names, rules.parameters, is_parallel=is_parallel)
+    grammar = forced_grammar(
+        rules.syntax, names, rules.parameters, is_parallel=is_parallel, tokenizer=tokenizer
+    )
     return _bound_by(plan, grammar)
 
 

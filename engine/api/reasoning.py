@@ -210,7 +210,7 @@ def after_thoughts(grammar: str, thoughts: Thoughts, tokenizer: Tokenizer) -> st
         rules += _closing(f"thoughts_{number}", mark, tokenizer)
     block = f"({' | '.join(closings)}) FEEDS?"
     if thoughts.begins is Phase.MAY_OPEN:
-        opening = " | ".join(_mark(mark, tokenizer) for mark in thoughts.syntax.starts)
+        opening = " | ".join(tokenizer.in_grammar(mark) for mark in thoughts.syntax.starts)
         block = f"(FEEDS? ({opening}) {block})?"
     rules = [f"start: {block} @answer", r"FEEDS: /[ \r\n\t]+/", *rules]
     answer: list[dict[str, Any]] = (
@@ -235,11 +235,6 @@ def _closing(rule: str, mark: str, tokenizer: Tokenizer) -> list[str]:
     # To llguidance such a token is no text, special or not: the text before it must not spell it.
     free = rf"/(.|\n)*/ & ~/(.|\n)*{pattern}(.|\n)*/"
     return [
-        f"{rule}: FREE_{rule.upper()}? {_mark(mark, tokenizer)}",
+        f"{rule}: FREE_{rule.upper()}? {tokenizer.in_grammar(mark)}",
         f"FREE_{rule.upper()}: {free}",
     ]
-
-
-def _mark(mark: str, tokenizer: Tokenizer) -> str:
-    token = tokenizer.added_token(mark)
-    return json.dumps(mark) if token is None else f"<[{token.token_id}]>"

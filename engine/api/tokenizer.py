@@ -84,6 +84,15 @@ class Tokenizer:
         """The added token of exactly this text; None where there is none."""
         return None
 
+    def in_grammar(self, text: str) -> str:
+        """A text as Lark grammars name it: the added token of exactly this text, or its letters.
+
+        To llguidance such a token is no text: a grammar that spells it is one that no model was
+        trained to follow, and where nothing else may come the token breaks it.
+        """
+        token = self.added_token(text)
+        return json.dumps(text) if token is None else f"<[{token.token_id}]>"
+
     @property
     def template_names(self) -> frozenset[str]:
         """Variables that the chat template reads."""

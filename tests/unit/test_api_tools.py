@@ -12,7 +12,7 @@ from engine.api.json_body import decode_body
 from engine.api.plan import plan_chat
 from engine.api.schema import ChatRequest
 from engine.api.serving import Serving
-from engine.api.tokenizer import load_tokenizer
+from engine.api.tokenizer import Tokenizer, load_tokenizer
 from engine.api.tool_calls.forced import forced_grammar
 from engine.api.tool_calls.json_calls import JsonCalls
 from engine.api.tool_calls.registry import SYNTAXES
@@ -208,7 +208,10 @@ def test_a_required_tool_may_be_called_again_and_a_named_one_not(
     plan = plan_chat(msgspec.json.encode(asked), reader)
     args = (["weather"], {"weather": PARAMETERS})
     grammar = forced_grammar(
-        JsonCalls("<tool_call>", "</tool_call>"), *args, is_parallel=is_parallel
+        JsonCalls("<tool_call>", "</tool_call>"),
+        *args,
+        is_parallel=is_parallel,
+        tokenizer=Tokenizer(),
     )
     assert plan.requests[0].sampling.grammar == grammar
     assert plan.tool_calls is not None

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import tokenizers
 from llguidance import LLMatcher
 
-from engine.api.tokenizer import load_tokenizer
+from engine.api.tokenizer import Tokenizer, load_tokenizer
 from engine.api.tool_calls.forced import forced_grammar
 from engine.api.tool_calls.reader import ToolCallReader, ToolCallRules
 from engine.api.tool_calls.registry import SYNTAXES
@@ -20,7 +21,7 @@ from engine.grammar import GrammarCompiler
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 END = 2
-VOCABULARY = 832
+VOCABULARY = 840
 MOST_TOKENS = 2000
 CLOSING = "\n</parameter>\n"
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -35,6 +36,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     },
     "stop": {"properties": {}, "additionalProperties": False},
 }
+SPELLED = load_tokenizer(MODEL)  # it has no tokens for the markers
 WRITERS: tuple[ToolCallParser, ...] = ("hermes", "qwen3_coder", "nemotron_json")
 
 
@@ -43,9 +45,10 @@ def compiler() -> GrammarCompiler:
     return GrammarCompiler(MODEL, VOCABULARY, [END])
 
 
-def written(compiler: GrammarCompiler, grammar: str, draw: random.Random) -> str:
+def written(
+    compiler: GrammarCompiler, grammar: str, draw: random.Random, tokenizer: Tokenizer = SPELLED
+) -> str:
     """A walk through the grammar by random tokens, which often goes on with `CLOSING`."""
-    tokenizer = load_tokenizer(MODEL)
     matcher, tokens, text = compiler.matcher(grammar), list[int](), ""
     for _ in range(MOST_TOKENS):
         bits = np.unpackbits(np.frombuffer(matcher.allowed(), np.uint8), bitorder="little")
@@ -76,7 +79,9 @@ def test_what_the_grammar_allows_is_read_as_calls(
 ) -> None:
     syntax = SYNTAXES[name]
     assert syntax is not None
-    grammar = forced_grammar(syntax, names, PARAMETERS, is_parallel=len(names) > 1)
+    grammar = forced_grammar(
+        syntax, names, PARAMETERS, is_parallel=len(names) > 1, tokenizer=SPELLED
+    )
     for seed in range(5):
         text, calls = read(name, written(compiler, grammar, random.Random(seed)))
         assert (text.strip(), bool(calls)) == ("", True)
@@ -90,6 +95,25 @@ def test_what_the_grammar_allows_is_read_as_calls(
             else:
                 assert arguments == {}
         assert len(calls) == 1 or len(names) > 1
+
+
+@pytest.mark.parametrize("is_special", [True, False])
+@pytest.mark.parametrize("name", WRITERS)
+def test_markers_that_are_tokens_are_written_as_these(
+    tmp_path: Path, name: ToolCallParser, is_special: bool
+) -> None:
+    syntax = SYNTAXES[name]
+    assert syntax is not None
+    core = tokenizers.Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    markers = [tokenizers.AddedToken(it, special=is_special) for it in (syntax.start, syntax.end)]
+    (core.add_special_tokens if is_special else core.add_tokens)(markers)
+    core.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    own = GrammarCompiler(tmp_path, VOCABULARY, [END])
+    grammar = forced_grammar(syntax, ["weather"], PARAMETERS, is_parallel=True, tokenizer=tokenizer)
+    for seed in range(3):
+        text, calls = read(name, written(own, grammar, random.Random(seed), tokenizer))
+        assert text.strip() == "" and {call.name for call in calls} == {"weather"}
 
 
 REFERRED: dict[str, Any] = {
@@ -121,7 +145,9 @@ REFERRED: dict[str, Any] = {
 def test_values_of_references_are_bound_too(compiler: GrammarCompiler) -> None:
     syntax = SYNTAXES["qwen3_coder"]
     assert syntax is not None
-    grammar = forced_grammar(syntax, ["trip"], {"trip": REFERRED}, is_parallel=False)
+    grammar = forced_grammar(
+        syntax, ["trip"], {"trip": REFERRED}, is_parallel=False, tokenizer=SPELLED
+    )
     for seed in range(5):
         text = written(compiler, grammar, random.Random(seed))
         (call,) = ToolCallReader(ToolCallRules(syntax, {"trip": REFERRED})).feed(text).calls
@@ -136,7 +162,9 @@ def test_a_schema_that_is_none_names_the_tools() -> None:
     syntax = SYNTAXES["hermes"]
     assert syntax is not None
     with pytest.raises(InvalidRequestError, match="nothing") as caught:
-        forced_grammar(syntax, ["f"], {"f": {"type": "nothing"}}, is_parallel=False)
+        forced_grammar(
+            syntax, ["f"], {"f": {"type": "nothing"}}, is_parallel=False, tokenizer=SPELLED
+        )
     assert caught.value.param == "tools"
 
 
@@ -157,7 +185,7 @@ def test_malformed_schemas_are_the_caller_s_fault(
     syntax = SYNTAXES[name]
     assert syntax is not None
     with pytest.raises(InvalidRequestError, match=told) as caught:
-        forced_grammar(syntax, ["f"], {"f": schema}, is_parallel=False)
+        forced_grammar(syntax, ["f"], {"f": schema}, is_parallel=False, tokenizer=SPELLED)
     assert caught.value.param == "tools"
 
 
@@ -167,7 +195,7 @@ def test_schemas_that_make_too_large_a_grammar_are_refused(name: ToolCallParser)
     assert syntax is not None
     schema = {"properties": {"a": {"enum": list(range(60_000))}}}
     with pytest.raises(InvalidRequestError, match="262144 are allowed") as caught:
-        forced_grammar(syntax, ["f"], {"f": schema}, is_parallel=False)
+        forced_grammar(syntax, ["f"], {"f": schema}, is_parallel=False, tokenizer=SPELLED)
     assert caught.value.param == "tools"
 
 

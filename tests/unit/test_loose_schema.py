@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.api.loose_schema import KNOWN_FORMATS, loosened
 from engine.api.structured_output import GrammarFields, grammar_of
+from engine.api.tokenizer import Tokenizer
 from engine.api.tool_calls.forced import forced_grammar
 from engine.api.tool_calls.registry import SYNTAXES
 from engine.errors import InvalidRequestError
@@ -71,7 +72,7 @@ def test_ordinary_schemas_bind_answers_and_calls(
     hermes = SYNTAXES["hermes"]
     assert hermes is not None
     parameters = {"f": {"properties": {"v": schema}, "required": ["v"]}}
-    forced = forced_grammar(hermes, ["f"], parameters, is_parallel=False)
+    forced = forced_grammar(hermes, ["f"], parameters, is_parallel=False, tokenizer=Tokenizer())
     grammars = [
         (answer_grammar(schema), "{}"),
         (grammar_of(GrammarFields(guided_json=json.dumps(schema))), "{}"),
@@ -103,7 +104,9 @@ def test_calls_have_named_arguments_alone_unless_the_schema_says_otherwise(
         ({}, '{"x": 1}', True),
     ]
     for schema, text, is_allowed in cases:
-        grammar = forced_grammar(hermes, ["f"], {"f": schema}, is_parallel=False)
+        grammar = forced_grammar(
+            hermes, ["f"], {"f": schema}, is_parallel=False, tokenizer=Tokenizer()
+        )
         assert allows(tokenizer, grammar, written.format(text)) is is_allowed, (schema, text)
 
 
@@ -173,5 +176,11 @@ def test_schemas_nested_too_deeply_are_the_caller_s_fault() -> None:
     hermes = SYNTAXES["hermes"]
     assert hermes is not None
     with pytest.raises(InvalidRequestError) as caught:
-        forced_grammar(hermes, ["f"], {"f": {"properties": {"v": schema}}}, is_parallel=False)
+        forced_grammar(
+            hermes,
+            ["f"],
+            {"f": {"properties": {"v": schema}}},
+            is_parallel=False,
+            tokenizer=Tokenizer(),
+        )
     assert caught.value.param == "tools"

@@ -1,12 +1,12 @@
 """The grammar of an answer that must call a tool."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llguidance import LLMatcher
 
 from engine.api.loose_schema import closed
+from engine.api.tokenizer import Tokenizer
 from engine.api.tool_calls.schema_types import lookup
 from engine.api.tool_calls.syntax import Parameters, ToolCallSyntax
 from engine.errors import InvalidRequestError
@@ -15,16 +15,24 @@ from engine.types import MAX_GRAMMAR_CHARS
 
 
 def forced_grammar(
-    syntax: ToolCallSyntax, names: Sequence[str], parameters: Parameters, *, is_parallel: bool
+    syntax: ToolCallSyntax,
+    names: Sequence[str],
+    parameters: Parameters,
+    *,
+    is_parallel: bool,
+    tokenizer: Tokenizer,
 ) -> str:
     """Nothing but calls of `names`, one or, with `is_parallel`, several.
+
+    Markers that are tokens of `tokenizer` are written as these, as the model was trained to.
 
     Raises InvalidRequestError for a schema that no grammar can be made of, and for a grammar that
     is too large.
     """
-    start, end = json.dumps(syntax.start + "\n"), json.dumps("\n" + syntax.end)
+    start, end = tokenizer.in_grammar(syntax.start), tokenizer.in_grammar(syntax.end)
     rules = ['start: call ("\\n" call)*' if is_parallel else "start: call"]
-    rules.append(f"call: {start} ({' | '.join(f'tool_{n}' for n in range(len(names)))}) {end}")
+    calls = " | ".join(f"tool_{number}" for number in range(len(names)))
+    rules.append(f'call: {start} "\\n" ({calls}) "\\n" {end}')
     for number, name in enumerate(names):
         rules += _call_rules(syntax, f"tool_{number}", name, schema=parameters.get(name) or {})
     grammar = str(LLMatcher.grammar_from_lark("\n".join(rules)))
