@@ -259,6 +259,41 @@ def test_a_grammar_too_large_with_its_thoughts_is_refused() -> None:
         after_thoughts("a" * MAX_GRAMMAR_CHARS, Thoughts(TAGS, Phase.THINKING), Tokenizer())
 
 
+CALL = "<tool_call>\n<function=get_weather>\n</function>\n</tool_call>"
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
+async def test_a_call_comes_after_thoughts_whoever_asks_for_it(
+    tmp_path: Path, choice: object, has_tokens: bool
+) -> None:
+    """The prompt opens no thoughts, the family always does; a forced call binds what follows."""
+    serving = serving_of(tmp_path, CHATML, thoughts=SYNTAXES["deepseek_r1"])
+    core = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    if has_tokens:
+        core.add_special_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
+        core.save(str(tmp_path / "tokenizer.json"))
+    serving = replace(serving, tokenizer=load_tokenizer(tmp_path), vocab_size=304)
+    text = f"I may {CALL}.\n</think>\n\n{CALL}"
+    found = (await ask(serving, text, tool_choice=choice)).choices[0]
+    assert (found.finish_reason, len(found.message.tool_calls)) == ("tool_calls", 1)
+    assert (found.message.content, found.message.reasoning) == (None, f"I may {CALL}.")
+    if choice == "auto":
+        return
+    plan = plan_chat(msgspec.json.encode({**ASKED, "tool_choice": choice}), serving)
+    judge = llguidance.LLTokenizer(core.to_str(), 304, [1])
+    for said, fits in (
+        (f"I may.</think>\n\n{CALL}", True),
+        (CALL, False),
+        ("I may.</think>\n\nNo.", False),
+    ):
+        matcher = llguidance.LLMatcher(judge, plan.requests[0].sampling.grammar, log_level=0)
+        ids = list(serving.tokenizer.encode(said, add_special_tokens=False))
+        taken = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+        assert taken is fits, said
+
+
 # --- requests ----------------------------------------------------------------------------------
 
 
