@@ -1,11 +1,11 @@
 """Reads config.json: typed fields, clear errors, unsupported settings refused. Torch-free."""
 
-import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.errors import CheckpointError
+from engine.model_files import read_object
 
 # Fields of vision-language wrappers that are said of their text part too.
 OF_WRAPPERS = ("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config")
@@ -26,20 +26,9 @@ class ConfigReader:
     @classmethod
     def from_file(cls, path: Path) -> "ConfigReader":
         """Reads one file; raises CheckpointError when it is not a JSON object."""
-        try:
-            fields = json.loads(path.read_text())
-        except FileNotFoundError:
-            raise CheckpointError(
-                f"{path} does not exist; give a Hugging Face model folder"
-            ) from None
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        except ValueError as error:
-            raise CheckpointError(f"{path} is not JSON: {error}") from error
-        except RecursionError:
-            raise CheckpointError(f"{path} is nested too deeply") from None
-        if not isinstance(fields, dict):
-            raise CheckpointError(f"{path} holds a {type(fields).__name__}, not an object")
+        fields = read_object(path)
+        if fields is None:
+            raise CheckpointError(f"{path} does not exist; give a Hugging Face model folder")
         return cls(fields, str(path))
 
     def section(self, key: str) -> "ConfigReader":

@@ -1,0 +1,71 @@
+"""Files of a model folder, read within bounds: every failure names the file. Torch-free."""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, Final
+
+from engine.errors import CheckpointError
+
+MAX_FILE_BYTES: Final = 60 * 2**20
+"""Of one file beside the weights; the largest published tokenizer.json has 34 MB."""
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes | None:
+    """The content of a file, None where there is none.
+
+    Raises CheckpointError where something is there that cannot be read: other users' files, links
+    that lead nowhere, folders, pipes, and files of more than `max_bytes`.
+    """
+    try:
+        # A pipe would be waited for without O_NONBLOCK, which files do not know.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if path.is_symlink():
+            target = os.readlink(path)
+            raise CheckpointError(f"{path} is a link to {target}, which is not there") from None
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        kind = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(kind):
+            is_folder = stat.S_ISDIR(kind)
+            reason = os.strerror(errno.EISDIR) if is_folder else "it is no regular file"
+            raise CheckpointError(f"{path} cannot be read: {reason}")
+        with open(descriptor, "rb", closefd=False) as file:
+            content = file.read(max_bytes + 1)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(descriptor)
+    if len(content) > max_bytes:
+        raise CheckpointError(f"{path} is too large: at most {max_bytes} bytes are read")
+    return content
+
+
+def read_text(path: Path, max_bytes: int = MAX_FILE_BYTES) -> str | None:
+    """As `read_bytes`, in UTF-8."""
+    content = read_bytes(path, max_bytes)
+    try:
+        return None if content is None else content.decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """As `read_text`, of a file that holds one JSON object."""
+    text = read_text(path)
+    if text is None:
+        return None
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    except RecursionError:
+        raise CheckpointError(f"{path} is nested too deeply") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
+    return content
