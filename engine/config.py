@@ -23,6 +23,7 @@ MAX_PORT = 65_535
 ListenPort = Annotated[int, Meta(ge=0, le=MAX_PORT)]
 EventCount = Annotated[int, Meta(ge=1, le=10_000_000)]
 SchedulingPolicy = Literal["fcfs", "priority"]
+ContentFormat = Literal["auto", "string", "openai"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 ToolCallParser = Literal[
     "auto", "none", "hermes", "granite4", "qwen3_coder", "qwen3_xml", "nemotron_json"
@@ -142,6 +143,24 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
             "what follows them)."
         ),
     ] = StructuredOutputsConfig()
+    chat_template: Annotated[
+        str | None,
+        Meta(
+            description="Chat template instead of the model's: a file, or the template's text. "
+            "A proxy has that of its nodes."
+        ),
+    ] = None
+    chat_template_content_format: Annotated[
+        ContentFormat,
+        Meta(
+            description="What the chat template takes a message's text as: string, openai (a list "
+            "of content parts), or auto, which tries."
+        ),
+    ] = "auto"
+    enable_tokenizer_info_endpoint: Annotated[
+        bool,
+        Meta(description="Serve /tokenizer_info: tokenizer_config.json and the chat template."),
+    ] = False
     strict_api: Annotated[
         bool, Meta(description="Refuse requests with unknown keys instead of ignoring the keys.")
     ] = False

@@ -6,11 +6,11 @@ again: what it allows next depends on the output tokens alone, so P and D agree.
 """
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Final, TypeVar
 
 import llguidance
@@ -63,13 +63,19 @@ class Matcher:
 
 
 class GrammarCompiler:
-    """Compiles grammars for the tokens of one model folder; any thread.
+    """Compiles grammars for the tokens of one tokenizer; any thread.
 
-    `vocab_size`: logits per token, which may be more than the tokenizer has.
+    `tokenizer_json`: makes its tokenizer.json with all tokens, None without any. `vocab_size`:
+    logits per token, which may be more or fewer than the tokenizer has.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Iterable[TokenId]) -> None:
-        self._path = folder / "tokenizer.json"
+    def __init__(
+        self,
+        tokenizer_json: Callable[[], str | None],
+        vocab_size: int,
+        eos_token_ids: Iterable[TokenId],
+    ) -> None:
+        self._tokenizer_json = tokenizer_json
         self._vocab_size = vocab_size
         self._eos_token_ids = sorted(eos_token_ids)
         self._turns = asyncio.Semaphore(_AT_ONCE)
@@ -131,14 +137,25 @@ class GrammarCompiler:
     @cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
         # Built with the first grammar: it takes a second for large vocabularies.
-        if not self._path.is_file():
+        text = self._tokenizer_json()
+        if text is None:
             raise InvalidRequestError(
                 "a grammar needs a tokenizer and this model folder has no tokenizer.json",
                 code="no_tokenizer",
             )
-        return llguidance.LLTokenizer(
-            self._path.read_text(encoding="utf-8"), self._vocab_size, self._eos_token_ids
-        )
+        text = _within_vocabulary(text, self._vocab_size)
+        try:
+            return llguidance.LLTokenizer(text, self._vocab_size, self._eos_token_ids)
+        except ValueError as error:
+            raise InvalidRequestError(f"this model's tokens take no grammar: {error}") from error
+
+
+def _within_vocabulary(text: str, vocab_size: int) -> str:
+    """The tokenizer without added tokens that no logit stands for, which llguidance refuses."""
+    fields = json.loads(text)
+    tokens = fields.get("added_tokens") or []
+    fields["added_tokens"] = [token for token in tokens if token["id"] < vocab_size]
+    return text if len(fields["added_tokens"]) == len(tokens) else json.dumps(fields)
 
 
 def json_grammar(schema: str) -> str:

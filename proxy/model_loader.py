@@ -1,7 +1,7 @@
 """Loads model name, tokenizer and context length from a node: the proxy has no model folder."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -10,6 +10,7 @@ import structlog
 
 from engine.api.serving import Serving, load_sampling_defaults
 from engine.api.tokenizer import load_tokenizer
+from engine.config import ServerConfig
 from engine.errors import TandemError
 from engine.rpc.messages import TOKENIZER_FILES, NodeInfo
 from proxy.cluster.node import Node
@@ -21,19 +22,21 @@ RETRY_INTERVAL_S: Final = 0.5
 FETCH_TIMEOUT_S: Final = 30.0
 
 
-async def load_serving(pool: NodePool, served_names: Sequence[str]) -> Serving:
+async def load_serving(
+    pool: NodePool, config: ServerConfig, chat_template: str | None = None
+) -> Serving:
     """Waits, without limit, until a usable node, D before P, has sent its tokenizer.
 
-    `served_names` replaces the nodes' own model names where it is not empty.
+    Names and the chat template's text are the nodes' own where `config` has none.
     """
     while True:
         for node in pool.nodes:
-            if (serving := await _load_from(node, served_names)) is not None:
+            if (serving := await _load_from(node, config, chat_template)) is not None:
                 return serving
         await pool.wait_for_news(RETRY_INTERVAL_S)
 
 
-async def _load_from(node: Node, served_names: Sequence[str]) -> Serving | None:
+async def _load_from(node: Node, config: ServerConfig, chat_template: str | None) -> Serving | None:
     """None from a node that is out of use or has no tokenizer to give."""
     # Taken now: what a node in use has said is checked, and it may say something else meanwhile.
     info = node.info
@@ -41,7 +44,9 @@ async def _load_from(node: Node, served_names: Sequence[str]) -> Serving | None:
         return None
     try:
         files = await node.client.get_tokenizer(FETCH_TIMEOUT_S)
-        serving = await asyncio.to_thread(_build_serving, files, info, tuple(served_names))
+        serving = await asyncio.to_thread(
+            _build_serving, files, info, config, chat_template=chat_template
+        )
     except TandemError as error:
         log.warning("no tokenizer from node", node=node.name, problem=str(error))
         return None
@@ -50,19 +55,26 @@ async def _load_from(node: Node, served_names: Sequence[str]) -> Serving | None:
 
 
 def _build_serving(
-    files: Mapping[str, bytes], info: NodeInfo, served_names: tuple[str, ...]
+    files: Mapping[str, bytes],
+    info: NodeInfo,
+    config: ServerConfig,
+    *,
+    chat_template: str | None,
 ) -> Serving:
     with TemporaryDirectory(prefix="tandem-tokenizer-") as name:
         folder = Path(name)
         # File names come from a peer, so only the known ones ever become paths.
         for file_name in TOKENIZER_FILES:
             if file_name in files:
+                (folder / file_name).parent.mkdir(exist_ok=True)
                 (folder / file_name).write_bytes(files[file_name])
+        content_format = config.chat_template_content_format
         return Serving(
-            served_model_names=served_names or info.model_names,
+            served_model_names=config.served_model_name or info.model_names,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
-            tokenizer=load_tokenizer(folder),
+            tokenizer=load_tokenizer(folder, chat_template, content_format),
             defaults=load_sampling_defaults(folder),
-            root=info.model_names[0],
+            root=info.root or info.model_names[0],
+            has_tokenizer_info=config.enable_tokenizer_info_endpoint,
         )

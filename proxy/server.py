@@ -20,6 +20,7 @@ from engine.api.access import Access
 from engine.api.app import create_app, middleware_of
 from engine.api.operations import HEALTH_PATHS, PROBE_PATHS, metrics
 from engine.api.reasoning import choose_thoughts
+from engine.api.template_files import given_template
 from engine.api.tool_calls.registry import choose_syntax
 from engine.errors import UnavailableError
 from engine.http.errors import ERROR_HANDLERS
@@ -58,6 +59,8 @@ class ProxyServer:
         self._config = config
         self._poll_interval_s = poll_interval_s
         self._tls = server_tls(config.ssl_certfile, config.ssl_keyfile)
+        # Now, although nodes are asked for the rest: a wrong option must end the start.
+        self._template = given_template(config.chat_template)
         self._metrics = ProxyMetrics(CollectorRegistry())
         self._pool = _make_pool(config, poll_interval_s)
         for kind in NodeKind:
@@ -182,8 +185,8 @@ class ProxyServer:
 
     async def _open(self) -> None:
         """Serves as soon as the model is known; follows the longest context of the decode nodes."""
-        loaded = await load_serving(self._pool, self._config.served_model_name)
-        parser, template = self._config.tool_call_parser, loaded.tokenizer.chat_template
+        loaded = await load_serving(self._pool, self._config, self._template)
+        parser, template = self._config.tool_call_parser, loaded.tokenizer.tool_template
         serving = replace(
             loaded,
             enable_prompt_tokens_details=self._config.enable_prompt_tokens_details,

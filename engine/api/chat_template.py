@@ -19,6 +19,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from engine.config import ContentFormat
 from engine.errors import CheckpointError, InvalidRequestError
 
 MAX_RENDERED_CHARS = 33_554_432
@@ -150,8 +151,14 @@ def _tojson(
     )
 
 
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
 class ChatTemplate:
     """One compiled template; `render` may be called from several threads.
+
+    With `auto` contents are strings, unless only parts come out.
 
     Raises CheckpointError when the template's text is not valid Jinja.
     """
@@ -161,6 +168,7 @@ class ChatTemplate:
         source: str,
         special_tokens: Mapping[str, str] | None = None,
         *,
+        content_format: ContentFormat = "string",
         max_chars: int = MAX_RENDERED_CHARS,
         max_seconds: float = MAX_RENDER_S,
     ) -> None:
@@ -182,6 +190,26 @@ class ChatTemplate:
             self.names = frozenset(meta.find_undeclared_variables(environment.parse(source)))
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             raise CheckpointError(f"the chat template is not valid Jinja: {error}") from error
+        self._takes_parts = content_format == "openai" or (
+            content_format == "auto" and self._writes_parts_only()
+        )
+
+    def _writes_parts_only(self) -> bool:
+        """Tries a message: true where its text comes out as parts, and is lost as a string.
+
+        vLLM looks for loops over contents; trying also tells templates with loops in macros.
+        """
+        probe = f"PROBE{uuid.uuid4().hex}"
+
+        def writes(content: object) -> bool:
+            try:
+                turn = {"role": "user", "content": content}
+                names = {"messages": [turn], "add_generation_prompt": True, "tools": None}
+                return probe in self._write({**self._special_tokens, **names})
+            except _TEMPLATE_FAULTS:
+                return False
+
+        return not writes(probe) and writes(_as_parts(probe))
 
     def render(
         self,
@@ -194,7 +222,7 @@ class ChatTemplate:
         names = {
             **self._special_tokens,
             **(extra or {}),
-            "messages": messages,
+            "messages": self._in_format(messages),
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -225,6 +253,16 @@ class ChatTemplate:
             )
         # A template that trims has taken the space after the tag, as it would those before it.
         return before if after.startswith(" ") else before.rstrip()
+
+    def _in_format(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        if not self._takes_parts:
+            return messages
+        return [
+            {**it, "content": _as_parts(it["content"])}
+            if isinstance(it.get("content"), str)
+            else it
+            for it in messages
+        ]
 
     def _write(self, names: Mapping[str, Any]) -> str:
         # Each rendering has a deadline of its own: an overlay shares all but its attributes.

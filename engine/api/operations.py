@@ -1,6 +1,7 @@
 """Endpoints beside generation: models, tokenize, detokenize, probes, version, metrics."""
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -58,6 +59,7 @@ class Operations:
 
     def routes(self) -> list[Route]:
         """Paths as vLLM, OpenAI clients and Kubernetes probes know them."""
+        tokenizer_info = [Route("/tokenizer_info", self.tokenizer_info)]
         return [
             # Some platforms ask /ping with POST.
             *(Route(path, self.health, methods=["GET", "POST"]) for path in HEALTH_PATHS),
@@ -70,6 +72,7 @@ class Operations:
             Route("/v1/models/{name:path}", self.model),
             Route("/tokenize", partial(self._in_thread, self._tokenize), methods=["POST"]),
             Route("/detokenize", partial(self._in_thread, self._detokenize), methods=["POST"]),
+            *(tokenizer_info if self._serving.has_tokenizer_info else ()),
         ]
 
     async def health(self, request: Request) -> Response:
@@ -96,6 +99,20 @@ class Operations:
         name = request.path_params["name"]
         check_model(name, self._serving)
         return _json(self._card(name))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What tokenizer_config.json says, special tokens as texts, and the template in use."""
+        tokenizer = self._serving.tokenizer
+        tokenizer.require_text("/tokenizer_info")
+        template = tokenizer.chat_template
+        info = {
+            **tokenizer.config,
+            **tokenizer.special_tokens(),
+            **({} if template is None else {"chat_template": template}),
+        }
+        # Not msgspec: an unlimited `model_max_length` is written as an integer of 100 bits.
+        content = await asyncio.to_thread(json.dumps, info)
+        return Response(content, media_type="application/json")
 
     async def _in_thread(self, work: Callable[[bytes], object], request: Request) -> Response:
         """The reply is encoded on the thread too: it may be as long as the request."""

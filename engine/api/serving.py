@@ -11,6 +11,7 @@ from engine.api.reasoning import ThoughtSyntax
 from engine.api.tokenizer import MAX_COMPOSED, Tokenizer
 from engine.api.tool_calls.syntax import ToolCallSyntax
 from engine.errors import CheckpointError
+from engine.model_files import read_bytes
 from engine.types import SamplingParams
 
 MAX_BODY_BYTES = 16_777_216  # four million tokens of four bytes
@@ -50,6 +51,7 @@ class Serving:
     grammar_binds_thoughts: bool = False
     strict_api: bool = False
     root: str = ""
+    has_tokenizer_info: bool = False
     version: str = "0.1.0"
 
     @property
@@ -76,10 +78,11 @@ def load_sampling_defaults(folder: Path) -> SamplingDefaults:
     Raises CheckpointError when the file is there and cannot be read.
     """
     path = folder / "generation_config.json"
-    if not path.is_file():
+    content = read_bytes(path)
+    if content is None:
         return SamplingDefaults()
     try:
-        defaults = msgspec.json.decode(path.read_bytes(), type=SamplingDefaults)
+        defaults = msgspec.json.decode(content, type=SamplingDefaults)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path.name} cannot be read: {error}") from error
     for name, value in msgspec.structs.asdict(defaults).items():

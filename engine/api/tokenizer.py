@@ -5,17 +5,21 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import models
 
+from engine.api.added_tokens import add_tokens
 from engine.api.chat_template import ChatTemplate
+from engine.api.template_files import DEFAULT, TOOL_USE, compile_templates, template_sources
+from engine.config import ContentFormat
 from engine.errors import CheckpointError, InvalidRequestError, PromptTooLongError
+from engine.model_files import read_bytes, read_object
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 LONG_IDS = 1024  # decoded without Python's global lock, which costs some time to give back
-_SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 # A composed character has at most four code points: omega with breathing, accent and iota.
 MAX_COMPOSED = 4
@@ -42,6 +46,23 @@ class Tokenizer:
 
     chat_template: str | None = None
     """Source of the model's chat template."""
+
+    tool_template: str | None = None
+    """Source of the chat template for requests that offer tools; often the same."""
+
+    eos_token_id: int | None = None
+    """The token that the tokenizer's files call the end of a text."""
+
+    config: Mapping[str, Any] = MappingProxyType({})
+    """tokenizer_config.json."""
+
+    def to_json(self) -> str | None:
+        """As a tokenizer.json with all tokens, those of other files too; None: there is none."""
+        return None
+
+    def special_tokens(self) -> Mapping[str, str]:
+        """Texts of special tokens by name, such as `eos_token`."""
+        return {}
 
     def encode(
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
@@ -104,20 +125,42 @@ class Tokenizer:
 
 
 class TextTokenizer(Tokenizer):
-    """A tokenizer.json and, for chats, the model's chat template."""
+    """A tokenizer.json and, for chats, the model's chat templates by name.
 
-    def __init__(self, core: tokenizers.Tokenizer, template: ChatTemplate | None = None) -> None:
+    `named`: special tokens by name, which `core` has.
+    """
+
+    def __init__(
+        self,
+        core: tokenizers.Tokenizer,
+        templates: Mapping[str, ChatTemplate] = MappingProxyType({}),
+        named: Mapping[str, str] = MappingProxyType({}),
+        *,
+        config: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         core.no_truncation()
         core.no_padding()
         self._core = core
-        self._template = template
-        self.chat_template = None if template is None else template.source
+        self._named = named
+        self.config = config
+        self._template = templates.get(DEFAULT)
+        self._with_tools = templates.get(TOOL_USE, self._template)
+        self.chat_template = None if self._template is None else self._template.source
+        self.tool_template = None if self._with_tools is None else self._with_tools.source
+        if "eos_token" in named:
+            self.eos_token_id = core.token_to_id(named["eos_token"])
         self._added = {key: it.content for key, it in core.get_added_tokens_decoder().items()}
         is_byte_level = any(part["type"] == "ByteLevel" for part in _parts_of(core.decoder))
         self._byte_of = _byte_alphabet() if is_byte_level else {}
         parts = [*_parts_of(core.normalizer), *_parts_of(core.pre_tokenizer)]
         self._composes = any(part["type"] == "NFC" for part in parts)
         self.chars_per_token = _chars_per_token(core, parts)
+
+    def to_json(self) -> str | None:
+        return str(self._core.to_str())
+
+    def special_tokens(self) -> Mapping[str, str]:
+        return self._named
 
     def encode(
         self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
@@ -155,14 +198,17 @@ class TextTokenizer(Tokenizer):
         extra: Mapping[str, Any],
         max_tokens: int | None = None,
     ) -> tuple[int, ...]:
-        if self._template is None:
+        template = self._with_tools if extra.get("tools") else self._template
+        if template is None:
             raise InvalidRequestError(
-                "this model has no chat template: use /v1/completions", param="messages"
+                "this model has no chat template: use /v1/completions, or start the server with "
+                "--chat-template",
+                param="messages",
             )
         if continue_final_message:
-            text = self._template.render_up_to_last_content(messages, extra=extra)
+            text = template.render_up_to_last_content(messages, extra=extra)
         else:
-            text = self._template.render(
+            text = template.render(
                 messages, add_generation_prompt=add_generation_prompt, extra=extra
             )
         return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
@@ -194,74 +240,37 @@ class TextTokenizer(Tokenizer):
 
     @property
     def template_names(self) -> frozenset[str]:
-        return frozenset() if self._template is None else self._template.names
+        found = (self._template, self._with_tools)
+        return frozenset().union(*(it.names for it in found if it is not None))
 
     def require_text(self, what: str) -> None:
         pass
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(
+    folder: Path, chat_template: str | None = None, content_format: ContentFormat = "auto"
+) -> Tokenizer:
     """Tokenizer of a model folder; one without tokenizer.json still serves token ids.
 
-    Reads tokenizer.json, tokenizer_config.json (special tokens, chat template) and
-    chat_template.jinja, which goes first. Raises CheckpointError when one of them is broken.
+    The tokens and templates of its other files are read as well; `chat_template`, a template's
+    text, replaces all of theirs. Raises CheckpointError when one of them is broken.
     """
     path = folder / "tokenizer.json"
-    if not path.is_file():
+    content = read_bytes(path)
+    if content is None:
         return Tokenizer()
-    _read_object(path)  # for the clear error if it is not a JSON object
+    read_object(path)  # for the clear error if it is not a JSON object
     try:
-        core = tokenizers.Tokenizer.from_file(str(path))
+        core = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the Rust library has no other class
         raise CheckpointError(f"{path.name} is no tokenizer: {error}") from error
-    return TextTokenizer(core, _load_template(folder))
-
-
-def _load_template(folder: Path) -> ChatTemplate | None:
-    config = _read_object(folder / "tokenizer_config.json")
-    path = folder / "chat_template.jinja"
-    inside = _default_template(config.get("chat_template"))
-    source = _read_text(path) if path.is_file() else inside
-    return None if source is None else ChatTemplate(source, _special_tokens(config))
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path.name} is not UTF-8: {error}") from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(_read_text(path))
-    except ValueError as error:
-        raise CheckpointError(f"{path.name} is not JSON: {error}") from error
-    except RecursionError:
-        raise CheckpointError(f"{path.name} is nested too deeply") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path.name} holds a {type(content).__name__}, not an object")
-    return content
-
-
-def _default_template(entry: object) -> str | None:
-    """The template itself, or the one called `default` of a list of named ones."""
-    if isinstance(entry, list):
-        named = {item.get("name"): item.get("template") for item in entry if isinstance(item, dict)}
-        entry = named.get("default")
-    return entry if isinstance(entry, str) else None
-
-
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    found = {}
-    for name in _SPECIAL_NAMES:
-        token = config.get(name)
-        text = token.get("content") if isinstance(token, dict) else token
-        if isinstance(text, str):
-            found[name] = text
-    return found
+    config = read_object(folder / "tokenizer_config.json") or {}
+    named = add_tokens(core, folder, config)
+    given = None if chat_template is None else {DEFAULT: chat_template}
+    sources = given or template_sources(folder, config)
+    return TextTokenizer(
+        core, compile_templates(sources, named, content_format), named, config=config
+    )
 
 
 def _no_tokenizer(what: str) -> InvalidRequestError:

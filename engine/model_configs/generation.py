@@ -4,18 +4,28 @@ from pathlib import Path
 
 from engine.errors import CheckpointError
 from engine.model_configs.config_reader import ConfigReader
+from engine.model_files import read_object
 
 
-def read_eos_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
+def read_eos_token_ids(
+    folder: Path, vocab_size: int, of_tokenizer: int | None = None
+) -> tuple[int, ...]:
     """Reads generation_config.json, else config.json or its text part; may be empty.
 
-    Raises CheckpointError for broken files, mistyped ids and those outside the vocabulary.
+    The id of the tokenizer's `eos_token` always counts too, as in vLLM: copies of a model often
+    lack the first file, and the second may name another token than chats end with. Raises
+    CheckpointError for broken files, mistyped ids and those outside the vocabulary.
     """
     config = ConfigReader.from_folder(folder)
     path = folder / "generation_config.json"
-    readers = [ConfigReader.from_file(path)] if path.exists() else []
+    fields = read_object(path)
+    readers = [] if fields is None else [ConfigReader(fields, str(path))]
     sources = [*readers, config, config.text_part()]
-    return next(filter(None, (_eos(source, vocab_size) for source in sources)), ())
+    found = next(filter(None, (_eos(source, vocab_size) for source in sources)), ())
+    # No logit stands for a token beyond the vocabulary, so that one never comes.
+    if of_tokenizer is None or of_tokenizer in found or of_tokenizer >= vocab_size:
+        return found
+    return (*found, of_tokenizer)
 
 
 def _eos(reader: ConfigReader, vocab_size: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ The same for every kind of node; what a kind adds is its name and its connector.
 
 import asyncio
 import secrets
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from engine.api.access import access_of
 from engine.api.app import create_app
 from engine.api.reasoning import choose_thoughts
 from engine.api.serving import SamplingDefaults, Serving, load_sampling_defaults
+from engine.api.template_files import given_template
 from engine.api.tokenizer import Tokenizer, load_tokenizer
 from engine.api.tool_calls.registry import choose_syntax
 from engine.arena import ArenaMemory
@@ -55,9 +57,10 @@ from engine.node.limits import (
     context_length,
 )
 from engine.node.membership import tls_to_peers, token_for_calls
+from engine.node.tokenizer_files import tokenizer_files
 from engine.process import wait_until
 from engine.rpc.address import join_host_port
-from engine.rpc.messages import TOKENIZER_FILES, ArenaUse, NodeInfo
+from engine.rpc.messages import ArenaUse, NodeInfo
 from engine.rpc.node_service import NodeService
 from engine.rpc.server import RpcServer, start_server
 from engine.sched.scheduler import Scheduler
@@ -81,19 +84,25 @@ class ModelFolder:
     eos_token_ids: frozenset[int]
     tokenizer: Tokenizer
     defaults: SamplingDefaults
+    files: Mapping[str, bytes]
+    """What a proxy is sent of it."""
 
     @classmethod
     def read(cls, options: NodeConfig) -> "ModelFolder":
         """Raises ConfigError or CheckpointError for a folder that no node can serve."""
         path = resolve_folder(options.model)
         config = read_config(path, options.dtype, device=options.device)
+        template = given_template(options.chat_template)
+        tokenizer = load_tokenizer(path, template, options.chat_template_content_format)
+        ends = read_eos_token_ids(path, config.vocab_size, tokenizer.eos_token_id)
         return cls(
             path,
             config,
             names=options.served_model_name or (options.model,),
-            eos_token_ids=frozenset(read_eos_token_ids(path, config.vocab_size)),
-            tokenizer=load_tokenizer(path),
+            eos_token_ids=frozenset(ends),
+            tokenizer=tokenizer,
             defaults=load_sampling_defaults(path),
+            files=tokenizer_files(path, template),
         )
 
 
@@ -200,7 +209,7 @@ class NodeServer:
             {**plan_labels(plan), "enable_prefix_caching": config.enable_prefix_caching},
         )
         vocab_size, eos_token_ids = model.config.vocab_size, model.eos_token_ids
-        grammars = GrammarCompiler(model.path, vocab_size, eos_token_ids)
+        grammars = GrammarCompiler(model.tokenizer.to_json, vocab_size, eos_token_ids)
         return plan, EngineLimits(max_model_len, vocab_size, eos_token_ids, grammars)
 
     def _connect(
@@ -281,9 +290,7 @@ class NodeServer:
         )
 
     async def _start_rpc(self, model: ModelFolder) -> RpcServer:
-        paths = [model.path / name for name in TOKENIZER_FILES]
-        files = {path.name: path.read_bytes() for path in paths if path.is_file()}
-        node = NodeService(self.engine, lambda: self._describe(model), files)
+        node = NodeService(self.engine, lambda: self._describe(model), model.files)
         rpc = await start_server(
             [node, *self.connector.services()],
             self.config.host,
@@ -305,11 +312,12 @@ class NodeServer:
             defaults=model.defaults,
             enable_prompt_tokens_details=self.config.enable_prompt_tokens_details,
             accept_kv_transfer_params=True,
-            tool_calls=choose_syntax(self.config.tool_call_parser, model.tokenizer.chat_template),
+            tool_calls=choose_syntax(self.config.tool_call_parser, model.tokenizer.tool_template),
             thoughts=choose_thoughts(self.config.reasoning_parser, model.tokenizer),
             grammar_binds_thoughts=self.config.structured_outputs_config.enable_in_reasoning,
             strict_api=self.config.strict_api,
             root=self.config.model,
+            has_tokenizer_info=self.config.enable_tokenizer_info_endpoint,
         )
         app = create_app(
             self.engine,
@@ -366,4 +374,5 @@ class NodeServer:
             arena=ArenaUse(**scheduler.cache.units_by_use),
             prefix_query_tokens=scheduler.stats.prefix_queries,
             prefix_hit_tokens=scheduler.stats.prefix_hits,
+            root=self.config.model,
         )

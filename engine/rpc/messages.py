@@ -7,11 +7,20 @@ from msgspec import Meta
 
 from engine.types import HandOverProblem
 
+TEMPLATE_FILES: Final = (
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/default.jinja",
+    "additional_chat_templates/tool_use.jinja",
+)
+
 TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
-    "chat_template.jinja",
+    "special_tokens_map.json",
+    "added_tokens.json",
     "generation_config.json",
+    *TEMPLATE_FILES,
 )
 """The files of a model folder that a proxy needs; a node sends those of them that it has."""
 
@@ -67,6 +76,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     groups; `state_bytes`: one sequence's states in all Mamba groups. `kv_events` is absent if this
     node publishes none. `num_requests_loading` of the running ones wait for blocks from elsewhere;
     `num_held` have finished, and peers may still read them. `prefix_*`: since the node's start.
+    `root`: the folder or hub name that the model was loaded from; older nodes do not tell.
     """
 
     engine_id: str
@@ -92,3 +102,4 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     arena: ArenaUse | None = None
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
+    root: str = ""

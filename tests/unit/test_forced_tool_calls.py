@@ -42,7 +42,7 @@ WRITERS: tuple[ToolCallParser, ...] = ("hermes", "qwen3_coder", "nemotron_json")
 
 @pytest.fixture(scope="module")
 def compiler() -> GrammarCompiler:
-    return GrammarCompiler(MODEL, VOCABULARY, [END])
+    return GrammarCompiler(load_tokenizer(MODEL).to_json, VOCABULARY, [END])
 
 
 def written(

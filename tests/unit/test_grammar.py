@@ -10,6 +10,7 @@ import pytest
 
 from engine import grammar as module
 from engine.api.structured_output import GrammarFields, grammar_of
+from engine.api.tokenizer import load_tokenizer
 from engine.errors import InvalidRequestError, OverloadedError
 from engine.grammar import GrammarCompiler, Matcher
 from engine.types import MAX_GRAMMAR_CHARS
@@ -47,7 +48,9 @@ async def test_a_chain_of_references_overflows_no_stack(name: str) -> None:
     try:
         made = grammar_of(GrammarFields(**CHAINS[name]))
         assert MAX_GRAMMAR_CHARS // 2 < len(made) <= MAX_GRAMMAR_CHARS
-        matcher = await GrammarCompiler(MODEL, VOCABULARY, [END]).compile(made)
+        matcher = await GrammarCompiler(load_tokenizer(MODEL).to_json, VOCABULARY, [END]).compile(
+            made
+        )
         assert any(matcher.allowed())
     except InvalidRequestError as error:
         assert "too big" in str(error)
@@ -66,14 +69,14 @@ async def test_an_expression_that_nobody_can_follow_is_refused_at_once(pattern: 
     """And not at its second token, after the engine has stood still for seconds."""
     made = grammar_of(GrammarFields(guided_regex=pattern))
     with pytest.raises(InvalidRequestError, match="too complex"):
-        await GrammarCompiler(MODEL, VOCABULARY, [END]).compile(made)
+        await GrammarCompiler(load_tokenizer(MODEL).to_json, VOCABULARY, [END]).compile(made)
 
 
 class Slow(GrammarCompiler):
     """Compiles until it is let go."""
 
     def __init__(self) -> None:
-        super().__init__(MODEL, VOCABULARY, [END])
+        super().__init__(load_tokenizer(MODEL).to_json, VOCABULARY, [END])
         self.go_on = threading.Event()
 
     def matcher(self, grammar: str, output: Sequence[int] = ()) -> Matcher:
