@@ -36,52 +36,86 @@ class Detokenizer:
 
     The window starts with the end of the prompt, because decoders treat the first token of a text
     differently. A character of four bytes may arrive in four tokens: text that ends in half a
-    character is held until the next token or `flush` settles it. All of it, because decoders with
-    byte fallback take a run of bytes as one: until it is whole, its first characters are lost too.
+    character is held until the next token or `flush` settles it. Decoders with byte fallback take
+    a run of bytes as one: until it is whole, all of it is replaced, what was shown of it too.
     """
 
-    __slots__ = ("_decode", "_num_held", "_shown", "_window")
+    __slots__ = ("_decode", "_num_held", "_num_settled", "_shown", "_text", "_window")
 
     def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._num_held = 0
+        self._num_held = 0  # tokens that added text since all of it was settled
         self._window = self._tail_of(context)
-        self._shown = len(decode(self._window)) if self._window else 0
+        self._num_settled = len(self._window)  # tokens of the window whose text was shown
+        self._text = self._shown = decode(self._window) if self._window else ""
 
     def push(self, token_id: int) -> str:
         """Add one token; returns the text that it completes, possibly empty."""
         self._window.append(token_id)
-        text = self._decode(self._window)
-        self._num_held = self._num_held + 1 if text.endswith(_REPLACEMENT) else 0
-        if 0 < self._num_held < _MAX_HELD:
+        before, self._text = self._text, self._decode(self._window)
+        if self._text.startswith(self._shown):
+            # Bytes that become fewer characters are whole: U+FFFD at their end is meant.
+            has_joined = len(self._text) < len(before)
+            has_news = len(self._text) > len(self._shown)
+            if has_joined or not has_news or not self._text.endswith(_REPLACEMENT):
+                return self._show(len(self._text))
+        self._num_held += self._text != before
+        may_wait = self._num_held < _MAX_HELD and len(self._window) < 2 * _LIMIT
+        if may_wait and self._text.endswith(_REPLACEMENT):
             return ""
-        #  text:  0 .. shown         | shown .. settled | settled .. end
-        #         returned earlier   | returned now     | held: may be half a character
         # Held for longer, it is no character, or one that others follow without a pause.
-        settled = len(text)
-        while len(text) - settled < _MAX_UNSETTLED and text.endswith(_REPLACEMENT, 0, settled):
-            settled -= 1
-        piece = text[self._shown : settled]
-        self._shown += len(piece)
-        # Decoding the whole text for every token would be quadratic: keep the last few tokens.
-        if len(self._window) >= _LIMIT:
-            held = max(0, len(text) - self._shown)
-            self._window = self._tail_of(self._window)
-            self._shown = max(0, len(self._decode(self._window)) - held)
-        return piece
+        self._leave_broken_run()
+        return self._show(self._end_of_settled())
 
     def flush(self) -> str:
         """Return what was held; the stream has ended."""
-        text = self._decode(self._window) if self._window else ""
-        piece = text[self._shown :]
-        self._shown += len(piece)
+        self._leave_broken_run()
+        return self._show(len(self._text))
+
+    def _end_of_settled(self) -> int:
+        #  text:  0 .. shown         | shown .. settled | settled .. end
+        #         returned earlier   | returned now     | held: may be half a character
+        end = len(self._text)
+        while len(self._text) - end < _MAX_UNSETTLED and self._text.endswith(_REPLACEMENT, 0, end):
+            end -= 1
+        return end
+
+    def _show(self, end: int) -> str:
+        piece = self._text[len(self._shown) : end]
+        self._shown += piece
+        if end == len(self._text):
+            self._num_held, self._num_settled = 0, len(self._window)
+        # Decoding the whole text for every token would be quadratic: keep the last few tokens.
+        if len(self._window) >= _LIMIT:
+            held = len(self._text) - len(self._shown)
+            self._window = self._tail_of(self._window)
+            self._text = self._decode(self._window)
+            self._shown = self._text[: max(0, len(self._text) - held)]
+            self._num_settled = 0 if held else len(self._window)
         return piece
+
+    def _leave_broken_run(self) -> None:
+        """Starts the window anew, where bytes that cannot be read replaced what was shown."""
+        if self._text.startswith(self._shown):
+            return
+        num_shown = len(self._shown) - len(self._decode(self._window[: self._num_settled]))
+        self._window, self._num_settled = self._window[self._num_settled :], 0
+        self._text = self._decode(self._window)
+        self._shown = self._text[: max(0, num_shown)]
 
     def _tail_of(self, tokens: Sequence[int]) -> list[int]:
         """The last few of `tokens`, from the start of a character on if one starts there."""
-        tails = (list(tokens[-count:]) for count in range(_KEEP, 0, -1))
-        whole = (tail for tail in tails if not self._decode(tail).startswith(_REPLACEMENT))
-        return next(whole, list(tokens[-_KEEP:]))
+        last = list(tokens[-2 * _LIMIT :])
+        counts = range(min(_KEEP, len(last)), 0, -1)
+        for count in counts:
+            if not self._decode(last[-count:]).startswith(_REPLACEMENT):
+                return last[-count:]
+        # U+FFFD that is meant: a start within a character would make more of it.
+        text = self._decode(last) if last else ""
+        for count in counts:
+            if text == self._decode(last[:-count]) + self._decode(last[-count:]):
+                return last[-count:]
+        return last[-_KEEP:]
 
 
 class Matched(NamedTuple):

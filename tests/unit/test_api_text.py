@@ -7,8 +7,10 @@ import threading
 import time
 from pathlib import Path
 
+import hypothesis
 import pytest
 import tokenizers
+from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from engine.api.chat_template import ChatTemplate
@@ -85,6 +87,39 @@ def test_neighbours_that_are_spelled_in_bytes_are_both_whole(context: str) -> No
         assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
     broken = pieces_of(spoken, (*ids_of("ok 😀"), 3 + 0xF0, *ids_of(" ok")), ids_of(context))
     assert "".join(broken).startswith("ok 😀") and broken[-2] == "ok"
+
+
+WORDS = ["ok", " ", "x"]
+CHARACTERS = st.sampled_from([*WORDS, "\ufffd", "é", "€", "😀", "\U000e0001", "\0", "👩\u200d🚀"])
+
+
+@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@hypothesis.given(st.lists(CHARACTERS, max_size=30), st.sampled_from(["", "ok", "\ufffd😀", " é"]))
+def test_any_text_in_bytes_is_whole(parts: list[str], context: str) -> None:
+    text = "".join(parts)
+    assert "".join(pieces_of(byte_fallback(), ids_of(text), ids_of(context))) == text
+
+
+def is_within(some: str, text: str) -> bool:
+    """True if `text` without some of its characters is `some`."""
+    rest = iter(text)
+    return all(char in rest for char in some)
+
+
+BYTES = st.sampled_from([0xEF, 0xBF, 0xBD, 0xF0, 0x9F, 0x98, 0x80, 0xC3, 0xA9, 0xE2, 0xFF, 0x41])
+
+
+@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.given(st.lists(BYTES.map(lambda byte: 3 + byte) | st.sampled_from([0, 1]), max_size=60))
+def test_of_broken_bytes_nothing_is_lost_nor_said_twice(ids: list[int]) -> None:
+    """A run of bytes counts as broken as a whole, but what was shown of it stays shown."""
+    spoken = byte_fallback()
+    pieces = pieces_of(spoken, (*ids, 1))
+    shown = "".join(pieces)
+    assert shown.endswith("ok")
+    assert is_within(spoken.decode((*ids, 1)).replace("\ufffd", ""), shown)
+    valid = b"".join(map(spoken.token_bytes, ids)).decode(errors="ignore") + "ok"
+    assert is_within(shown.replace("\ufffd", ""), valid)
 
 
 def test_context_keeps_the_space_before_the_first_word() -> None:
