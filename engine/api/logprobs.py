@@ -1,10 +1,11 @@
 """Log-probabilities as replies show them, in the shapes of both endpoints, and those of prompts."""
 
-from collections.abc import Iterator
-from itertools import accumulate, chain, islice
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, islice
 from typing import Any
 
-from engine.api.choice_text import Delta
+from engine.api.choice_text import Delta, Detokenizer
 from engine.api.plan import Plan
 from engine.api.replies import (
     ChatLogprobs,
@@ -39,8 +40,7 @@ class LogprobFormat:
             known = [*_prompt_rows(echoed, num_top or 0), *known]
             prompt = plan.prompt_of(delta.index)
             first, ids = [None], [*prompt, *ids]
-            lengths = [len(self._tokenizer.token_text(token_id)) for token_id in prompt[:-1]]
-            offsets = [*accumulate(lengths, initial=0), *offsets]
+            offsets = [*self._offsets(prompt, plan.echo_of(delta.index)), *offsets]
         return CompletionLogprobs(
             tokens=[self._name(plan, token_id) for token_id in ids],
             token_logprobs=[*first, *(finite(entry.logprob) for entry in known)],
@@ -69,6 +69,17 @@ class LogprobFormat:
         num_top = plan.num_prompt_logprobs or 0
         rows = () if found is None else found.rows()
         return [None, *(self._of_prompt_token(row, rank, num_top) for row, rank in rows)]
+
+    def _offsets(self, prompt: Sequence[TokenId], echo: str) -> Iterator[int]:
+        """Where in `echo` the text of each token begins; parts of one character share a place."""
+        detokenizer = Detokenizer(partial(self._tokenizer.decode, skip_special_tokens=False))
+        offset = 0
+        for token_id in prompt:
+            yield offset
+            piece = detokenizer.push(token_id)
+            # A special token may have been put in front, and is in no text that was sent.
+            if echo.startswith(piece, offset) or self._tokenizer.decode([token_id]):
+                offset = min(offset + len(piece), len(echo))
 
     def _of_prompt_token(
         self, row: TokenLogprob, rank: int, num_top: int

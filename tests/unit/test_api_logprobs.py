@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 
 from engine.api.serving import Serving
+from engine.types import PromptLogprobs
 from tests.api_double import TEXT, ScriptedGenerator, outputs_of, running
 from tests.unit.test_api_http import TURN, client_of, collect
 
@@ -48,6 +49,29 @@ async def test_offsets_are_those_of_the_text_however_it_is_cut(
     assert found.text_offset is not None and found.text_offset[-1] == len(text) - len(
         found.tokens[-1]
     )
+
+
+@pytest.mark.parametrize("skips", [True, False])
+async def test_offsets_of_an_echo_are_those_of_its_text(serving: Serving, skips: bool) -> None:
+    text = "日本 <|im_end|>xé"
+    prompt = serving.tokenizer.encode(text, add_special_tokens=False)
+    count = len(prompt) - 1
+    rows = PromptLogprobs(0, prompt[1:], (-0.5,) * count, (1,) * count)
+    script = outputs_of([70], prompt_logprobs=rows)
+    async with running(ScriptedGenerator(script), serving) as base:
+        ask = partial(client_of(base).completions.create, model="tiny", echo=True, logprobs=0)
+        extra = {"skip_special_tokens": skips}
+        sent = [await ask(prompt=text), await ask(prompt=list(prompt), extra_body=extra)]
+    decoded = text.replace("<|im_end|>", "") if skips else text
+    for reply, shown in zip(sent, [text, decoded], strict=True):
+        found = reply.choices[0].logprobs
+        assert found is not None and found.tokens and found.text_offset
+        assert reply.choices[0].text.startswith(shown)
+        offsets = found.text_offset
+        assert offsets == sorted(offsets) and offsets[-1] == len(shown)
+        for token, offset in zip(found.tokens, offsets, strict=True):
+            is_hidden = token == "<|im_end|>" and shown != text
+            assert "\ufffd" in token or is_hidden or reply.choices[0].text.startswith(token, offset)
 
 
 async def test_chat_logprobs_carry_exact_bytes(serving: Serving, ids: tuple[int, ...]) -> None:
