@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from engine.http.errors import error_body
+from engine.http.parser import RequestParser
 
 # Bytes of framing that a byte of the body pays for: a body may come in chunks of a byte each.
 OVERHEAD_PER_BODY_BYTE: Final = 16
@@ -86,6 +87,7 @@ class Connection(HttpToolsProtocol):
         state: ServerState,
     ) -> None:
         super().__init__(config, state, {})
+        self.parser = RequestParser(self)  # type: ignore[assignment]
         self.timeout_keep_alive = limits.keep_alive_timeout_s  # type: ignore[assignment]
         self._connections = connections
         self._limits = limits
@@ -127,8 +129,6 @@ class Connection(HttpToolsProtocol):
         self._chunk = len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # no other protocol is offered: answer the request as it is
         except httptools.HttpParserError:
             self._refuse(400, "this is no valid HTTP/1.1 request")
             return

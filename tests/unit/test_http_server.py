@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -24,6 +25,12 @@ from tests.api_double import ScriptedGenerator, tiny_serving, tiny_tokenizer
 GET = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"
 POST = b"POST /deaf HTTP/1.1\r\nHost: x\r\nContent-Length: 10000000\r\n\r\n"
 SHORT = ConnectionLimits(header_timeout_s=0.4, keep_alive_timeout_s=0.4, linger_timeout_s=0.4)
+OFFER_NAMES = ("connection", "upgrade", "http2-settings")
+OFFERS = (
+    b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n",
+    b"upgrade: websocket\r\nconnection: keep-alive, upgrade\r\n",
+    b"Connection: upgrade\r\nUpgrade: TLS/1.0, HTTP/2.0\r\n",
+)
 MALFORMED = {
     b"hello\r\n\r\n": 400,
     b"BREW /quick HTTP/1.1\r\nHost: x\r\n\r\n": 400,
@@ -39,11 +46,18 @@ MALFORMED = {
 
 @asynccontextmanager
 async def serving(limits: ConnectionLimits) -> AsyncIterator[HttpServer]:
-    """A server that answers /quick at once and /slow when it must; /deaf reads no body."""
+    """A server that answers /quick at once and /slow when it must; /deaf reads no body.
+
+    /echo answers with what it has read: the method, the headers but for an offer, and the body.
+    """
 
     async def quick(request: Request) -> Response:
         await request.body()
         return Response(b"quick")
+
+    async def echo(request: Request) -> Response:
+        headers = [(k, v) for k, v in request.headers.items() if k not in OFFER_NAMES]
+        return Response(f"{request.method} {headers} ".encode() + await request.body())
 
     async def slow(request: Request) -> Response:
         await asyncio.sleep(1.0)
@@ -53,7 +67,7 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[HttpServer]:
         return Response(b"no", 401)
 
     methods = ["GET", "POST"]
-    paths = {"/quick": quick, "/slow": slow, "/deaf": deaf}
+    paths = {"/quick": quick, "/slow": slow, "/deaf": deaf, "/echo": echo}
     app = Starlette(routes=[Route(path, to, methods=methods) for path, to in paths.items()])
     async with running(app, limits) as server:
         yield server
@@ -211,3 +225,64 @@ async def test_endless_trailers_are_refused() -> None:
         assert b"quick" in await asked(server, head + chunks + b"0\r\n\r\n")
         answer = await asked(server, head + b"1\r\na\r\n0\r\n" + b"A: " + b"a" * 1_000_000)
     assert answer.startswith(b"HTTP/1.1 431")
+
+
+def requests_on_one_connection(offer: bytes) -> bytes:
+    """Requests of every framing, each with `offer` in its headers, and then one without it."""
+    post = b"POST /echo HTTP/1.1\r\nHost: x\r\n" + offer
+    chunked = post + b"Transfer-Encoding: chunked\r\n\r\n"
+    return b"".join(
+        [
+            post + b"Content-Length: 11\r\n\r\nGET / HTTP/\r",
+            b"GET /echo?a=b HTTP/1.1\r\n" + offer + b"Host: x\r\n\r\n",
+            chunked + b"3;x=y\r\nabc\r\nA\r\n0\r\n\r\n01234\r\n0\r\nTrailer: t\r\n\r\n",
+            post + b"Content-Length: 0\r\n\r\n",
+            post + b"\r\n",
+            b"GET /echo HTTP/1.1\r\nHost: last\r\nConnection: close\r\n\r\n",
+        ]
+    )
+
+
+async def answers_to(server: HttpServer, pieces: list[bytes]) -> bytes:
+    """All that comes for `pieces` sent one by one, without its dates."""
+    reader, writer = await connect(server)
+    for piece in pieces:
+        writer.write(piece)
+        await asyncio.sleep(0)
+    answers = await until_closed(reader)
+    writer.close()
+    return re.sub(rb"date: [^\r]*\r\n", b"", answers)
+
+
+@pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket", "tls"])
+async def test_an_offered_upgrade_changes_nothing(offer: bytes) -> None:
+    """The same requests without the offer are the oracle, wherever a packet ends."""
+    sent = requests_on_one_connection(offer)
+    ends = [match.end() for match in re.finditer(b"\r\n\r\n", sent)]
+    cuts = [end + by for end in ends for by in (-3, -1, 0, 1)]
+    async with serving(ConnectionLimits()) as server:
+        right = await answers_to(server, [requests_on_one_connection(b"")])
+        assert right.count(b"HTTP/1.1 200") == 6
+        for cut in cuts:
+            assert await answers_to(server, [sent[:cut], sent[cut:]]) == right
+        assert await answers_to(server, [bytes([byte]) for byte in sent]) == right
+
+
+async def test_garbage_after_an_offered_upgrade_is_refused() -> None:
+    head = b"POST /quick HTTP/1.1\r\nHost: x\r\n" + OFFERS[0]
+    chunks = b"Transfer-Encoding: chunked\r\n"
+    hostile = {
+        chunks + b"\r\nPRI * HTTP/2.0\r\n\r\nSM\r\n\r\n": 400,
+        chunks + b"\r\n1\r\nab" + b"x" * 100_000: 400,
+        chunks + b"Content-Length: 5\r\n\r\n0\r\n\r\n": 400,
+        b"Content-Length: 5\r\nContent-Length: 6\r\n\r\nabcdef": 400,
+        chunks + b"\r\n1;" + b"x" * 100_000: 431,
+        chunks + b"\r\n0\r\n" + b"A: a\r\n" * 20_000: 431,
+    }
+    async with serving(ConnectionLimits()) as server:
+        for sent, status in hostile.items():
+            answer = await answers_to(server, [head + sent])
+            assert answer.startswith(b"HTTP/1.1 %d " % status), sent[:60]
+        # Each of many offers in few packets costs a parser, and no copy of what follows it.
+        many = GET.replace(b"x\r\n", b"x\r\n" + OFFERS[0]) * 500
+        assert (await answers_to(server, [many + POST])).count(b"quick") == 500
