@@ -194,6 +194,14 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
             "(gRPC) or http://HOST:4318/v1/traces. Needs tandem[otel]."
         ),
     ] = None
+    # Pools keep connections for 60 s (nginx, ALB) to 90 s (Go); who closes later cuts no request.
+    timeout_keep_alive: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds that a connection may be idle between requests; longer than what "
+            "clients and load balancers keep theirs for, else requests meet a closing connection."
+        ),
+    ] = 120.0
     # A third of the 30 s after which Kubernetes kills is left for the end of what is cut off.
     drain_timeout: Annotated[
         Seconds,

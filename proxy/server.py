@@ -23,6 +23,7 @@ from engine.api.reasoning import choose_thoughts
 from engine.api.template_files import given_template
 from engine.api.tool_calls.registry import choose_syntax
 from engine.errors import UnavailableError
+from engine.http.connection import ConnectionLimits
 from engine.http.errors import ERROR_HANDLERS
 from engine.http.server import HttpServer
 from engine.process import wait_until
@@ -137,7 +138,12 @@ class ProxyServer:
             await self._app(scope, receive, send)
 
         self._http = HttpServer(
-            app, config.host, config.port, drain_timeout_s=END_OF_REQUESTS_S, tls=self._tls
+            app,
+            config.host,
+            config.port,
+            drain_timeout_s=END_OF_REQUESTS_S,
+            tls=self._tls,
+            limits=ConnectionLimits(keep_alive_timeout_s=config.timeout_keep_alive),
         )
         await self._http.start()
         self._pool.start(self._on_task_end, on_answer=self._events.follow)

@@ -9,6 +9,8 @@ waiting is cut off: at a deadline, or earlier when another connection needs the 
 """
 
 import asyncio
+import select
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -23,6 +25,10 @@ from engine.http.parser import RequestParser
 
 # Bytes of framing that a byte of the body pays for: a body may come in chunks of a byte each.
 OVERHEAD_PER_BODY_BYTE: Final = 16
+# A client that sends no more may still read, or be gone. Seconds between two looks at the socket,
+# and between the kernel's own probes, which a client that has gone stops to answer after 60 s.
+HALF_CLOSED_LOOK_S: Final = 0.2
+HALF_CLOSED_PROBE_S: Final = 5
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +42,7 @@ class ConnectionLimits:
     """
 
     header_timeout_s: float = 15.0
-    keep_alive_timeout_s: float = 30.0
+    keep_alive_timeout_s: float = 120.0
     linger_timeout_s: float = 2.0
     send_timeout_s: float = 300.0
     max_header_bytes: int = 65_536
@@ -98,6 +104,7 @@ class Connection(HttpToolsProtocol):
         self._is_refused = False
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
+        self._look_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -108,8 +115,40 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._connections.settled(self)
         super().connection_lost(exc)
-        if self._send_timer is not None:
-            self._send_timer.cancel()
+        for timer in (self._send_timer, self._look_timer):
+            if timer is not None:
+                timer.cancel()
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        """The client sends no more: true keeps the connection for a reply that is still owed.
+
+        Both a client that waits for its reply and one that has gone look like this. Only an answer
+        to something that is sent tells them apart: nothing is, or a reset.
+        """
+        is_within_body = self._has_begun and not self._in_headers
+        if self.scheme == "https" or self._is_free or self._is_refused or is_within_body:
+            return None
+        self.cycle.keep_alive = False  # the last reply ends the connection
+        sock = self.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+            sock.setsockopt(socket.IPPROTO_TCP, option, HALF_CLOSED_PROBE_S)
+        # An interim reply is all that may be sent now (RFC 9110, 15.2); HTTP/1.0 has none.
+        has_interim = self.cycle.scope["http_version"] == "1.1" and not self.pipeline
+        if has_interim and not self.cycle.response_started:
+            self.cycle.waiting_for_100_continue = False
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        poller = select.poll()
+        poller.register(sock.fileno(), 0)  # errors and resets alone
+        self._look(poller)
+        return True
+
+    def _look(self, poller: select.poll) -> None:
+        """Abort once the client has reset the connection: nobody reads, so no event loop tells."""
+        if poller.poll(0):
+            self.transport.abort()
+        else:
+            self._look_timer = self.loop.call_later(HALF_CLOSED_LOOK_S, self._look, poller)
 
     def pause_writing(self) -> None:
         super().pause_writing()

@@ -143,6 +143,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     elif status == 405:
         methods = (error.headers or {}).get("Allow", "another method")
         message = f"{asked}: Method Not Allowed, use {methods}"
+        if "access-control-request-method" in request.headers:
+            message += "; scripts of web pages may ask only from origins named by --allowed-origins"
     openai_body = error_body(status, message, kind)
     body = _in_shape_of(request.scope, status, message, body=openai_body)
     return Response(body, status, error.headers, media_type="application/json")

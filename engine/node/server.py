@@ -29,6 +29,7 @@ from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.grammar import GrammarCompiler
 from engine.hosts import addresses_here, advertised_host
+from engine.http.connection import ConnectionLimits
 from engine.http.server import HttpServer
 from engine.kv_cache.listener import CacheListener, CacheListeners
 from engine.kv_cache.manager import KVCacheManager
@@ -328,7 +329,12 @@ class NodeServer:
         )
         config = self.config
         http = HttpServer(
-            app, config.host, config.port, drain_timeout_s=END_OF_REQUESTS_S, tls=self._tls
+            app,
+            config.host,
+            config.port,
+            drain_timeout_s=END_OF_REQUESTS_S,
+            tls=self._tls,
+            limits=ConnectionLimits(keep_alive_timeout_s=config.timeout_keep_alive),
         )
         await http.start()
         self._resources.push_async_callback(http.close)

@@ -89,6 +89,11 @@ class HttpNode:
                 session.request(method, self.url + path, allow_redirects=False, **options) as reply,
             ):
                 return HttpAnswer(reply.status, await _read(reply))
+        except aiohttp.ClientConnectorError as error:
+            # aiohttp's own text speaks of ssl where there is none.
+            is_tls = isinstance(error, aiohttp.ClientSSLError)
+            why = str(error) if is_tls else error.os_error.strerror or error.os_error
+            raise UnavailableError(f"cannot connect: {why}") from error
         except aiohttp.ClientError as error:
             raise UnavailableError(str(error) or type(error).__name__) from error
         except TimeoutError as error:

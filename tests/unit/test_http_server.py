@@ -5,11 +5,13 @@ import json
 import re
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvloop
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.api.app import create_app
+from engine.config import NodeConfig
 from engine.http.connection import ConnectionLimits
 from engine.http.server import HttpServer
 from engine.types import GenerateOutput
@@ -286,3 +289,69 @@ async def test_garbage_after_an_offered_upgrade_is_refused() -> None:
         # Each of many offers in few packets costs a parser, and no copy of what follows it.
         many = GET.replace(b"x\r\n", b"x\r\n" + OFFERS[0]) * 500
         assert (await answers_to(server, [many + POST])).count(b"quick") == 500
+
+
+HALF_CLOSING = (
+    b"POST /slow HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx",
+    b"GET /slow HTTP/1.0\r\n\r\n",
+    GET.replace(b"quick", b"slow") + GET + GET[:20],
+)
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_who_sends_no_more_gets_the_whole_reply(loop: Callable[[], Any]) -> None:
+    async def ask() -> None:
+        async with serving(ConnectionLimits()) as server:
+            for sent in HALF_CLOSING:
+                reader, writer = await connect(server)
+                writer.write(sent)
+                writer.write_eof()
+                answer = await until_closed(reader)
+                writer.close()
+                assert answer.count(b"HTTP/1.1 200") == 1 + sent.count(GET)
+                assert b"slow" in answer
+                # An interim reply, at most once, and only where HTTP has one.
+                assert answer.count(b"100 Continue") <= (b"HTTP/1.0" not in sent)
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(ask())
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+def test_who_closes_is_cancelled_though_it_may_look_as_if_it_waited(
+    tmp_path: Path, stream: bytes, loop: Callable[[], Any]
+) -> None:
+    generator = ScriptedGenerator([], endless=True)
+
+    async def leave() -> None:
+        app = create_app(
+            generator, tiny_serving(tiny_tokenizer(tmp_path)), metrics_registry=CollectorRegistry()
+        )
+        body = b'{"prompt": [5], "stream": %s}' % stream
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        async with running(app, ConnectionLimits()) as server, asyncio.timeout(10):
+            _, writer = await connect(server)
+            writer.write(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            while not generator.open:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.01)
+            writer.close()
+            while generator.open:  # noqa: ASYNC110 - no event tells
+                await asyncio.sleep(0.01)
+            assert not server._server.server_state.connections
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(leave())
+    assert generator.cancelled == 1
+
+
+async def test_an_idle_connection_is_kept_as_long_as_the_option_says() -> None:
+    assert NodeConfig().timeout_keep_alive >= 95
+    for seconds, answers in ((0.2, 1), (5.0, 2)):
+        async with serving(ConnectionLimits(keep_alive_timeout_s=seconds)) as server:
+            reader, writer = await connect(server)
+            writer.write(GET)
+            await asyncio.sleep(0.8)
+            writer.write(GET.replace(b"Host: x", b"Host: x\r\nConnection: close"))
+            assert (await until_closed(reader)).count(b"200 OK") == answers
+            writer.close()
