@@ -6,7 +6,7 @@ threads of their own and never wait for a large one.
 
 import asyncio
 import ctypes
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
 from engine.errors import DeadlineExceededError, OverloadedError, UnavailableError
+from engine.http.content_encoding import Unpacker, unpacker_of
 
 SMALL_BYTES: Final = 65_536
 SMALL_AT_ONCE: Final = 3  # with the large one fewer than asyncio's threads on the smallest machine
@@ -45,6 +46,7 @@ class RequestBodies:
         self._limits = limits or BodyLimits()
         self._small = asyncio.Semaphore(SMALL_AT_ONCE)
         self._large = asyncio.Semaphore(1)
+        self._unpacking = asyncio.Semaphore(1)
         self._bytes_in_flight = 0
 
     async def process(
@@ -52,8 +54,10 @@ class RequestBodies:
     ) -> _T:
         """Result of `work` on the request's JSON body; `work` runs on a thread.
 
-        Raises what `work` raises, HTTPException 408, 413 or 415, OverloadedError, UnavailableError,
-        DeadlineExceededError, and ClientDisconnect when the client leaves.
+        A body may be compressed; all bounds are for its unpacked bytes. Raises what `work` raises,
+        InvalidRequestError for one that cannot be unpacked, HTTPException 408, 413 or 415,
+        OverloadedError, UnavailableError, DeadlineExceededError, and ClientDisconnect when the
+        client leaves.
         """
         request = Request(scope, receive)
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -99,7 +103,7 @@ class RequestBodies:
         chunks: list[bytes] = []
         size = 0
         try:
-            async for chunk in request.stream():
+            async for chunk in self._unpacked(request, max_bytes):
                 self._resize(size, size + len(chunk))
                 size += len(chunk)
                 if size > max_bytes:
@@ -109,6 +113,34 @@ class RequestBodies:
         except BaseException:
             self._resize(size, 0)
             raise
+
+    async def _unpacked(self, request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+        """The body in pieces, none longer than what arrives at once or `PIECE_BYTES`."""
+        unpacker = unpacker_of(request)
+        arrived = unpacked = 0
+        async for chunk in request.stream():
+            if unpacker is None:
+                yield chunk
+                continue
+            # A stream that unpacks to nothing must end too.
+            arrived += len(chunk)
+            if arrived > max_bytes:
+                raise _too_large(max_bytes)
+            while True:
+                is_small = max(arrived, unpacked) <= SMALL_BYTES
+                piece = unpacker.piece(chunk) if is_small else await self._unpack(unpacker, chunk)
+                if not piece:
+                    break
+                unpacked += len(piece)
+                yield piece
+                chunk = b""
+        if unpacker is not None:
+            unpacker.finish()
+
+    async def _unpack(self, unpacker: Unpacker, chunk: bytes) -> bytes:
+        # One thread for all: the event loop goes on, and so do the threads that work on bodies.
+        async with self._unpacking:
+            return await asyncio.to_thread(unpacker.piece, chunk)
 
     def _resize(self, old: int, new: int) -> None:
         """Count a body that grows or goes; raises OverloadedError and leaves the count as it is."""

@@ -1,7 +1,9 @@
 """Bodies of all requests together: bounded in bytes and time, and small ones never wait."""
 
 import asyncio
+import gzip
 import threading
+import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -35,6 +37,15 @@ class Workplace:
             assert self.go_on.wait(20)
         self.at_work -= 1
         return len(body)
+
+    async def post(self, body: bytes, coding: str) -> tuple[int, str]:
+        """Status and text of the reply to a body that is compressed already."""
+        headers = JSON | {"Content-Encoding": coding}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(self.url, data=body, headers=headers) as reply,
+        ):
+            return reply.status, await reply.text()
 
     async def send(self, body: bytes) -> tuple[int, str | None]:
         """Status and Retry-After."""
@@ -128,3 +139,54 @@ async def test_a_body_is_refused_by_its_length_whether_declared_or_not(declared:
             assert reply.status == 413
             assert (await reply.json())["error"]["code"] == 413
         assert place.at_work == 0
+
+
+def bare_deflate(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-15)
+    return packer.compress(data) + packer.flush()
+
+
+PACKERS = {"gzip": gzip.compress, "x-gzip": gzip.compress, "DEFLATE": zlib.compress}
+
+
+async def test_compressed_bodies_are_read() -> None:
+    async with place_with() as place:
+        place.go_on.set()
+        for size in (0, 1, 100, 300_000, 1_000_000):
+            for coding, pack in [*PACKERS.items(), ("deflate", bare_deflate), ("identity", bytes)]:
+                answer = await place.post(pack(b"a" * size), coding)
+                assert answer == (200, str(size)), coding
+
+
+async def test_what_cannot_be_unpacked_is_told_so() -> None:
+    whole = gzip.compress(b"abc" * 1000)
+    wrong = {
+        ("gzip", b""): (400, "the gzip body is cut off"),
+        ("gzip", whole[:1]): (400, "the gzip body is cut off"),
+        ("gzip", whole[:-1]): (400, "the gzip body is cut off"),
+        ("gzip", whole + b"x"): (400, "more bytes follow the end of the gzip body"),
+        ("gzip", whole * 2): (400, "more bytes follow the end of the gzip body"),
+        ("gzip", b"{}" * 100): (400, "the gzip body is damaged"),
+        ("deflate", whole): (400, "the deflate body is damaged"),
+        ("br", whole): (415, "Content-Encoding 'br' is not read here: send one of gzip, deflate"),
+        ("zstd", whole): (415, "Content-Encoding 'zstd' is not read here"),
+        ("gzip, gzip", gzip.compress(whole)): (415, "Content-Encoding 'gzip, gzip' is not read"),
+    }
+    async with place_with() as place:
+        for (coding, body), (status, words) in wrong.items():
+            answer = await place.post(body, coding)
+            assert answer[0] == status and words in answer[1], (coding, body[:20], answer)
+        assert place.at_work == 0
+
+
+async def test_a_small_body_that_unpacks_to_much_is_refused_on_the_way() -> None:
+    """What is unpacked counts, for the request and for all of them, and it is given back."""
+    zeros = zlib.compressobj(9, wbits=31)
+    bomb = b"".join(zeros.compress(bytes(2**20)) for _ in range(100))  # 100 KB of 100 MB
+    async with place_with(max_bytes_in_flight=1_200_000) as place:
+        place.go_on.set()
+        for _ in range(3):
+            assert (await place.post(bomb, "gzip"))[0] == 413
+        assert await place.post(gzip.compress(b"a" * 1_000_000), "gzip") == (200, "1000000")
+    async with place_with(max_bytes_in_flight=500_000) as place:
+        assert (await place.post(gzip.compress(bytes(900_000)), "gzip"))[0] == 429
