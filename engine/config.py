@@ -202,6 +202,15 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
             "clients and load balancers keep theirs for, else requests meet a closing connection."
         ),
     ] = 120.0
+    sse_keep_alive_interval: Annotated[
+        float,
+        Meta(
+            ge=0.0,
+            le=86_400.0,
+            description="Seconds of silence after which a stream sends a comment, also before its "
+            "first token: errors of the prefill then are events of a 200. 0: never.",
+        ),
+    ] = 0.0
     # A third of the 30 s after which Kubernetes kills is left for the end of what is cut off.
     drain_timeout: Annotated[
         Seconds,

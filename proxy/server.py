@@ -200,6 +200,7 @@ class ProxyServer:
             thoughts=choose_thoughts(self._config.reasoning_parser, loaded.tokenizer),
             grammar_binds_thoughts=self._config.structured_outputs_config.enable_in_reasoning,
             strict_api=self._config.strict_api,
+            sse_keep_alive_interval=self._config.sse_keep_alive_interval,
         )
         self._metrics.model_name = serving.model_name
         log.info("proxy serves", url=self.url)

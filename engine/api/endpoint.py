@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from engine.api.access import Admission
 from engine.api.choice_text import Delta, joined
 from engine.api.choices import follow
+from engine.api.keep_alive import KEEP_ALIVE, with_pauses
 from engine.api.plan import Plan, named, of_origin
 from engine.api.serving import Serving, max_body_bytes
 from engine.api.streams import ReplyFormat
@@ -92,7 +93,9 @@ class GenerateEndpoint:
             stream = admitted.counted(follow(self._generator, plan, self._tokenizer))
             async with aclosing(stream) as deltas:
                 if plan.stream:
-                    await self._stream(plan, deltas, send)
+                    interval_s = self._serving.sse_keep_alive_interval
+                    async with aclosing(with_pauses(deltas, interval_s)) as paused:
+                        await self._stream(plan, paused, send)
                 else:
                     response = await self._whole(plan, deltas)
                     await response(scope, receive, send)
@@ -113,30 +116,34 @@ class GenerateEndpoint:
         content = await asyncio.to_thread(encode) if is_long else encode()
         return Response(content, media_type="application/json")
 
-    async def _stream(self, plan: Plan, deltas: AsyncIterator[Delta], send: Send) -> None:
+    async def _stream(self, plan: Plan, deltas: AsyncIterator[Delta | None], send: Send) -> None:
         """Send the events of all deltas, then those that end the stream.
 
-        An error before the first event becomes an HTTP status; a later one is the last event.
+        None is a pause. An error before the first event or pause becomes an HTTP status; a later
+        one is the last event.
         """
         counter = UsageCounter(plan)
         writer = self._format.stream(plan, counter)
-        is_open = False
+        is_started = False
         try:
             async for delta in deltas:
+                # Only now: an error of admission or prefill gets its own status.
+                if not is_started and (delta is None or _is_shown(plan, delta)):
+                    is_started = True
+                    start = {"type": "http.response.start", "status": 200}
+                    await send({**start, "headers": _STREAM_HEADERS})
+                if delta is None:
+                    await _send_body(send, KEEP_ALIVE)
+                    continue
                 counter.add(delta)
                 if not _is_shown(plan, delta):
                     continue
-                # Only now: an error of admission or prefill gets its own status.
-                if not is_open:
-                    start = {"type": "http.response.start", "status": 200}
-                    await send({**start, "headers": _STREAM_HEADERS})
-                    is_open = True
                 is_long = delta.prompt_logprobs is not None
                 encode = partial(writer.delta, delta)
                 await _send_body(send, await asyncio.to_thread(encode) if is_long else encode())
             end = writer.end()
         except TandemError as error:
-            if not is_open:
+            if not is_started:
                 raise
             end = writer.failed(error)
         await _send_body(send, end, more=False)

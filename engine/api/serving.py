@@ -50,6 +50,7 @@ class Serving:
     thoughts: ThoughtSyntax | None = None
     grammar_binds_thoughts: bool = False
     strict_api: bool = False
+    sse_keep_alive_interval: float = 0.0
     root: str = ""
     has_tokenizer_info: bool = False
     version: str = "0.1.0"

@@ -317,6 +317,7 @@ class NodeServer:
             thoughts=choose_thoughts(self.config.reasoning_parser, model.tokenizer),
             grammar_binds_thoughts=self.config.structured_outputs_config.enable_in_reasoning,
             strict_api=self.config.strict_api,
+            sse_keep_alive_interval=self.config.sse_keep_alive_interval,
             root=self.config.model,
             has_tokenizer_info=self.config.enable_tokenizer_info_endpoint,
         )

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -11,7 +12,7 @@ import pytest
 
 from engine.api.choices import merge
 from engine.api.serving import Serving
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, UnavailableError
 from tests.api_double import ScriptedGenerator, outputs_of, running, tiny_serving, tiny_tokenizer
 
 pytestmark = pytest.mark.asyncio
@@ -285,3 +286,25 @@ async def test_closing_a_merge_closes_every_stream_at_once() -> None:
     await anext(merged)
     await merged.aclose()
     assert sorted(closed) == [0, 1, 2]
+
+
+async def test_a_silent_stream_says_that_it_goes_on_and_can_be_left(serving: Serving) -> None:
+    generator = ScriptedGenerator([], endless=True)
+    serving = replace(serving, sse_keep_alive_interval=0.05)
+    async with running(generator, serving) as base, aiohttp.ClientSession() as session:
+        before = len(asyncio.all_tasks())
+        async with session.post(base + PATH, json={"prompt": [1], "stream": True}) as reply:
+            assert reply.status == 200
+            for _ in range(3):
+                assert await reply.content.readuntil(b"\n\n") == b": keep-alive\n\n"
+            reply.close()
+        await until(lambda: generator.open == 0)
+        await until(lambda: len(asyncio.all_tasks()) <= before)
+    assert generator.cancelled == 1
+    # Tokens that come in time look as they do without the option, and so does an early error.
+    for error, status in ((None, 200), (UnavailableError("no node"), 503)):
+        generator = ScriptedGenerator([] if error else outputs_of([70, 71]), error=error)
+        async with running(generator, replace(serving, sse_keep_alive_interval=60.0)) as base:
+            body = b'{"prompt": [1], "stream": true}'
+            found, text, _ = await fetch(base + PATH, body, JSON)
+            assert found == status and "keep-alive" not in str(text)
