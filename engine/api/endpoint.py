@@ -92,13 +92,13 @@ class GenerateEndpoint:
             plan = admitted.plan
             stream = admitted.counted(follow(self._generator, plan, self._tokenizer))
             async with aclosing(stream) as deltas:
-                if plan.stream:
-                    interval_s = self._serving.sse_keep_alive_interval
-                    async with aclosing(with_pauses(deltas, interval_s)) as paused:
-                        await self._stream(plan, paused, send)
-                else:
+                if not plan.stream:
                     response = await self._whole(plan, deltas)
                     await response(scope, receive, send)
+                    return
+                interval_s = self._serving.sse_keep_alive_interval
+                async with aclosing(with_pauses(deltas, interval_s)) as paused:
+                    await self._stream(plan, paused, send)
 
     async def _whole(self, plan: Plan, deltas: AsyncIterator[Delta]) -> Response:
         counter = UsageCounter(plan)

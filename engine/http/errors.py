@@ -143,11 +143,17 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     elif status == 405:
         methods = (error.headers or {}).get("Allow", "another method")
         message = f"{asked}: Method Not Allowed, use {methods}"
-        if "access-control-request-method" in request.headers:
-            message += "; scripts of web pages may ask only from origins named by --allowed-origins"
+        message += preflight_hint(request.headers)
     openai_body = error_body(status, message, kind)
     body = _in_shape_of(request.scope, status, message, body=openai_body)
     return Response(body, status, error.headers, media_type="application/json")
+
+
+def preflight_hint(headers: Mapping[str, str]) -> str:
+    """What a browser that asks before a page's script does should be told; else nothing."""
+    if "access-control-request-method" not in headers:
+        return ""
+    return "; scripts of web pages may ask only from origins named by --allowed-origins"
 
 
 async def on_disconnect(request: Request, error: Exception) -> Response:

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import AuthenticationError, OverloadedError
 from engine.http.callers import Callers, remember, remember_label
-from engine.http.errors import error_response
+from engine.http.errors import error_response, preflight_hint
 
 MAX_REQUEST_ID_CHARS = 128
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
@@ -32,12 +32,12 @@ class BearerAuth:
         if scope["type"] != "http" or scope["path"] in self._open_paths:
             await self._app(scope, receive, send)
             return
-        key = _key_of(Headers(scope=scope))
+        headers = Headers(scope=scope)
+        key = _key_of(headers)
         caller = self._callers.find(key) if key else None
         if caller is None:
-            error = AuthenticationError(
-                "missing or wrong key: send Authorization: Bearer <key>, or x-api-key: <key>"
-            )
+            message = "missing or wrong key: send Authorization: Bearer <key>, or x-api-key: <key>"
+            error = AuthenticationError(message + preflight_hint(headers))
             await error_response(error, scope)(scope, receive, send)
             return
 

@@ -42,10 +42,11 @@ def write(path: Path, *keys: Mapping[str, object]) -> Path:
 
 
 @asynccontextmanager
-async def guarded(path: Path, *nodes: ScriptedNode, **options: object) -> AsyncIterator[str]:
-    """Base URL of a proxy with a file of keys."""
+async def guarded(path: Path | None, *nodes: ScriptedNode, **options: object) -> AsyncIterator[str]:
+    """Base URL of a proxy with a file of keys, or open to all."""
     async with running_nodes(*nodes):
-        config = cluster_config([], nodes, api_keys_file=str(path), **options)
+        options["api_keys_file"] = None if path is None else str(path)
+        config = cluster_config([], nodes, **options)
         async with running_proxy(config) as base:
             await until_status(f"{base}/ready", 200)
             yield base
@@ -319,6 +320,21 @@ async def test_pages_of_allowed_origins_may_ask(tmp_path: Path) -> None:
                     "x-ratelimit-remaining-requests"
                     in (reply.headers["access-control-expose-headers"])
                 )
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+async def test_a_browser_that_asks_first_is_told_which_option_lets_pages_in(
+    tmp_path: Path, has_keys: bool
+) -> None:
+    path = write(tmp_path / "keys", entry("a", A)) if has_keys else None
+    preflight = {"Origin": "https://here.example", "Access-Control-Request-Method": "POST"}
+    async with guarded(path, ScriptedNode("d")) as base, aiohttp.ClientSession() as session:
+        url = f"{base}/v1/completions"
+        async with session.options(url, headers=preflight) as reply:
+            assert reply.status == (401 if has_keys else 405)
+            assert "--allowed-origins" in (await reply.json())["error"]["message"]
+        async with session.options(url) as reply:
+            assert "--allowed-origins" not in await reply.text()
 
 
 @pytest.mark.parametrize("origin", ["example.com", "https://a/path", "https://", "ftp://x", ""])

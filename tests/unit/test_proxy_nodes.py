@@ -97,6 +97,16 @@ async def test_a_server_that_never_answers_is_given_up(talk: bytes) -> None:
             await resolve_grpc_address(parse_node_url(f"http://127.0.0.1:{port}"), timeout_s=0.1)
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "no-such-host.invalid"])
+async def test_a_node_that_is_down_is_no_matter_of_tls(host: str) -> None:
+    """The client's library says `ssl:default` of every address that it cannot reach."""
+    with pytest.raises(UnavailableError) as caught:
+        await resolved(f"http://{host}:1")
+    said = str(caught.value)
+    assert said.startswith(f"http://{host}:1/node_info: cannot connect: ")
+    assert "ssl" not in said.lower()
+
+
 async def test_a_cluster_of_http_urls_serves() -> None:
     d = ScriptedNode("d")
     async with running_nodes(d):
