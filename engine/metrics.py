@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from engine.errors import EngineGenerateError, KVLoadError
+from engine.log_writer import LOSSES
 from engine.types import FinishReason, GenerateOutput, GenerateRequest
 
 LABELS = ("model_name", "engine", "role")
@@ -97,6 +98,12 @@ EVENT_COUNTERS: Final[Table] = {
         "Batches of KV events that were not sent, since too many waited; others fetch snapshots.",
     ),
 }
+LOG_COUNTERS: Final[Table] = {
+    "tandem:log_lines_dropped": (
+        "num_dropped",
+        "Lines of the log that standard error did not take: a full disk, or nobody who reads.",
+    ),
+}
 
 Family = GaugeMetricFamily | CounterMetricFamily
 Read = Callable[[], float | Mapping[str, float]]
@@ -113,6 +120,7 @@ class NodeMetrics(Collector):
         ProcessCollector(registry=self.registry)
         self.labels = (model_name, ENGINE, role)
         self._readings: list[tuple[Callable[[], Family], Read]] = []
+        self.read(LOSSES, counters=LOG_COUNTERS)
         self.registry.register(self)
 
     def histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:

@@ -13,6 +13,7 @@ import typer
 import uvloop
 
 from engine.errors import EngineDeadError, TandemError
+from engine.log_writer import fill_standard_descriptors, take_standard_error
 
 MAX_DESCRIPTORS: Final = 65_536
 POLL_S: Final = 0.02
@@ -40,6 +41,7 @@ def run_server(make: Callable[[], Server]) -> None:
     A wrong option ends the process with one line and code 2, an engine that died with code 1, so
     that a service manager starts the server again.
     """
+    fill_standard_descriptors()
     configure_logging()
     raise_descriptor_limit()
     try:
@@ -52,7 +54,11 @@ def run_server(make: Callable[[], Server]) -> None:
 
 
 def configure_logging(level: str = "info") -> None:
-    """Structured lines on standard error: key=value on a terminal, JSON elsewhere."""
+    """Structured lines on standard error: key=value on a terminal, JSON elsewhere.
+
+    From here on nothing that is written there raises or waits (`engine.log_writer`).
+    """
+    take_standard_error()
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer()
         if sys.stderr.isatty()

@@ -9,7 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.kv_events.follower import SourceStats
-from engine.metrics import E2E_BUCKETS, ITL_BUCKETS, TTFT_BUCKETS
+from engine.log_writer import LOSSES
+from engine.metrics import E2E_BUCKETS, ITL_BUCKETS, LOG_COUNTERS, TTFT_BUCKETS
 from engine.types import GenerateOutput
 
 ROLE: Final = "proxy"
@@ -25,6 +26,7 @@ class ProxyMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         ProcessCollector(registry=registry)
+        registry.register(LogMetrics())
         self.model_name = ""
         self.node_requests = self._counter(
             "tandem_proxy_node_requests",
@@ -159,6 +161,16 @@ class RequestTimer:
 
     def ended(self, outcome: str) -> None:
         """Requests that failed are counted by node and outcome."""
+
+
+class LogMetrics(Collector):
+    """The log of this process, under the nodes' name."""
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (_, text, *_labels) in LOG_COUNTERS.items():
+            family = CounterMetricFamily(name, text, labels=("role",))
+            family.add_metric((ROLE,), LOSSES.num_dropped)
+            yield family
 
 
 class EventMetrics(Collector):
