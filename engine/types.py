@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Annotated
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, UnsetType
 from msgspec.structs import force_setattr
 
 MAX_TOKENS_IN_REQUEST = 4_194_304
@@ -235,13 +235,16 @@ class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RoutingDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """A proxy's choice for one request: nodes by URL, why, and the cached tokens it counted on."""
+    """A proxy's choice for one request: nodes by URL, why, and the cached tokens it counted on.
+
+    These are not told to clients that may not know what was cached.
+    """
 
     prefill: str | None
     decode: str
     reason: str
-    prefill_hit_tokens: int = 0
-    decode_hit_tokens: int = 0
+    prefill_hit_tokens: int | UnsetType = 0
+    decode_hit_tokens: int | UnsetType = 0
 
 
 class HandOverProblem(msgspec.Struct, frozen=True, kw_only=True):

@@ -133,7 +133,8 @@ def clusters(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         for name, commands in nodes.items():
             p, d = stack.enter_context(servers(folder, *commands))
-            proxy = ("proxy", "--prefill", p, "--decode", d, "--port", "0")
+            proxy = ("proxy", "--prefill", p, "--decode", d, "--port", "0",
+                     "--enable-prompt-tokens-details")  # fmt: skip
             (front,) = stack.enter_context(servers(folder, proxy))
             made[name] = Client(front, d, shape)
         yield made

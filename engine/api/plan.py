@@ -104,6 +104,17 @@ class Plan:
             "kv_transfer_params": kv_params or UNSET,
         }
 
+    @property
+    def tells_cache(self) -> bool:
+        """True where the reply may tell how much of the prompt was cached."""
+        return self.prompt_tokens_details and not self.hides_cache
+
+    @property
+    def is_own_hand_over(self) -> bool:
+        """True where the caller hands over itself, under a salt: no prefix of others can hit."""
+        first = self.requests[0]
+        return first.kv_transfer_params is not None and first.cache_salt is not None
+
     def if_asked(self, token_ids: TokenIds) -> TokenIds | UnsetType:
         """Token ids for a caller that set `return_token_ids`."""
         return token_ids if self.return_token_ids else UNSET

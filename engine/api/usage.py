@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from engine.api.choice_text import Delta
 from engine.api.plan import Plan
@@ -33,18 +34,28 @@ class UsageCounter:
         self.routing = delta.routing or self.routing
 
     def usage(self) -> Usage:
-        """Usage so far. A prompt with several choices counts once, and so do its cached tokens."""
-        plan, tells_cache = self.plan, not self.plan.hides_cache
+        """Usage so far. A prompt with several choices counts once, and so do its cached tokens.
+
+        How much of a prompt was cached may tell what others have sent, so each count that shows it
+        needs the server's permission; `Plan.tells_cache`.
+        """
+        plan = self.plan
         prompt_tokens = plan.num_prompt_tokens
         details = PromptTokensDetails(cached_tokens=sum(self.cached_tokens.values()))
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=self.completion_tokens,
             total_tokens=prompt_tokens + self.completion_tokens,
-            prompt_tokens_details=details if tells_cache and plan.prompt_tokens_details else None,
+            prompt_tokens_details=details if plan.tells_cache else None,
             completion_tokens_details=UNSET
             if plan.thoughts is None
             else CompletionTokensDetails(reasoning_tokens=self.reasoning_tokens),
-            kv_transfer=self.kv_transfer if tells_cache else UNSET,
-            routing=self.routing if tells_cache else UNSET,
+            # A pull moves what was not here, so its bytes tell as much as its counts.
+            kv_transfer=self.kv_transfer if plan.tells_cache or plan.is_own_hand_over else UNSET,
+            routing=UNSET if plan.hides_cache or not self.routing else self._route(self.routing),
         )
+
+    def _route(self, routing: RoutingDetails) -> RoutingDetails:
+        if self.plan.tells_cache:
+            return routing
+        return replace(routing, prefill_hit_tokens=UNSET, decode_hit_tokens=UNSET)

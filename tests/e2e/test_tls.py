@@ -72,6 +72,7 @@ async def test_a_hand_over_through_the_proxy_over_tls(
         for kind in ("prefill", "decode")
     ]
     nodes = {"prefill": (p.url,), "decode": (d.url,), "port": 0, "cluster_token": TOKEN}
+    nodes["enable_prompt_tokens_details"] = True
     proxy = ProxyServer(
         load_config(ProxyConfig, None, {**nodes, **ours.flags, "drain_timeout": 0.5})
     )

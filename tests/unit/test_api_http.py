@@ -19,7 +19,13 @@ from engine.errors import (
     TandemError,
     UnavailableError,
 )
-from engine.types import FinishReason, GenerateOutput, KVTransferParams, KVTransferStats
+from engine.types import (
+    FinishReason,
+    GenerateOutput,
+    KVTransferParams,
+    KVTransferStats,
+    RoutingDetails,
+)
 from tests.api_double import (
     TEXT,
     ScriptedGenerator,
@@ -65,13 +71,42 @@ async def test_completion_in_one_piece(serving: Serving, ids: tuple[int, ...]) -
     assert usage.prompt_tokens_details.cached_tokens == 3
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_cached_tokens_are_told_only_where_the_server_is_asked_to(
-    serving: Serving, ids: tuple[int, ...]
+    serving: Serving, ids: tuple[int, ...], path: str
 ) -> None:
-    silent = tiny_serving(serving.tokenizer, enable_prompt_tokens_details=False)
-    async with running(ScriptedGenerator(outputs_of(ids)), silent) as base:
-        reply = await client_of(base).completions.create(model="tiny", prompt=[5, 6, 7, 8])
-    assert reply.usage is not None and reply.usage.prompt_tokens_details is None
+    """Bytes of a pull count too: what was here already is not among them."""
+    route = RoutingDetails(prefill="p", decode="d", reason="prefix", prefill_hit_tokens=7)
+    script = outputs_of(ids, kv_transfer=STATS, routing=route)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": [5]} if path == "/v1/completions" else {"messages": TURN}
+    told = []
+    for is_told in (False, True):
+        server = tiny_serving(serving.tokenizer, enable_prompt_tokens_details=is_told)
+        async with running(ScriptedGenerator(script), server) as base:
+            whole = await post_lines(base, path, **body)
+            parts = await post_lines(base, path, **body, stream=True, stream_options=options)
+        lines = [whole[0], *(line.removeprefix("data: ") for line in parts[:-1])]
+        usages = [json.loads(line)["usage"] for line in lines]
+        assert usages[0]["routing"] == usages[-1]["routing"]
+        told.append(json.dumps(usages))
+        assert ('"reason": "prefix"' in told[-1]) and ("hit_tokens" in told[-1]) == is_told
+    kept = [name for name in ("cached_tokens", "kv_transfer", "_bytes") if name in told[0]]
+    assert not kept and all(name in told[1] for name in ("cached_tokens", "attention_bytes"))
+
+
+@pytest.mark.parametrize(("salt", "is_told"), [("mine", True), (None, False)])
+async def test_who_hands_over_itself_under_a_salt_learns_what_moved(
+    serving: Serving, ids: tuple[int, ...], salt: str | None, is_told: bool
+) -> None:
+    """The doctor, say: no prefix of others can be among it."""
+    silent = tiny_serving(
+        serving.tokenizer, enable_prompt_tokens_details=False, accept_kv_transfer_params=True
+    )
+    asked: dict[str, Any] = {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 1}
+    async with running(ScriptedGenerator(outputs_of(ids[:1], kv_transfer=STATS)), silent) as base:
+        (line,) = await post_lines(base, "/v1/completions", prompt=[5], cache_salt=salt, **asked)
+    assert ("kv_transfer" in json.loads(line)["usage"]) == is_told
 
 
 @pytest.mark.parametrize("per_step", [1, 3])
