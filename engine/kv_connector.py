@@ -36,12 +36,14 @@ class Match:
     `weight`: the worth of one of its tokens relative to another connector's. `is_pending`: the
     connector does not know yet; the request waits, is asked about again, and others start
     meanwhile. `lost`: number of tokens that were computed elsewhere and cannot be loaded, and why.
+    `num_cached_tokens`: those that its sender did not compute for this request; None: all.
     """
 
     coverage: Coverage = NOTHING
     weight: float = 1.0
     is_pending: bool = False
     lost: tuple[int, str] | None = None
+    num_cached_tokens: int | None = None
 
 
 @dataclass(slots=True, frozen=True)

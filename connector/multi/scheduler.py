@@ -56,6 +56,9 @@ class MultiScheduler(SchedulerConnector):
             Coverage(best, tuple({at for one in covered for at in one.states_at})),
             max((match.weight for match in known), default=1.0),
             lost=next((match.lost for match in known if match.lost), None),
+            num_cached_tokens=next(
+                (n for match in known if (n := match.num_cached_tokens) is not None), None
+            ),
         )
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:

@@ -60,10 +60,13 @@ class PdScheduler(SchedulerConnector):
         # the request.
         if not (prefill.can_be_pulled or is_lost):
             return Match()
+        # What P computed for this request was cached nowhere; a turn before was computed for that.
+        cached = None if params.is_return_pull else params.remote_num_cached_tokens or 0
         least = self._config.kv_recompute_threshold if params.is_return_pull else 1
         if num_tokens - num_local_tokens < max(least, 1):
-            return Match()
-        return Match(Coverage(num_tokens, (num_tokens,)), self._config.load_weight)
+            return Match(num_cached_tokens=cached)
+        coverage = Coverage(num_tokens, (num_tokens,))
+        return Match(coverage, self._config.load_weight, num_cached_tokens=cached)
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         """Queues the pull for the next message; without one, the peer may forget it now."""

@@ -259,7 +259,7 @@ class Scheduler:
         self.cache.plan_checkpoints(tables, start.hit, request.num_prompt_tokens)
         if request.status is not RequestStatus.WAITING:
             return
-        request.num_cached_tokens = num_here
+        request.num_cached_tokens = start.num_cached_tokens
         if not request.num_known_tokens:  # a failed load comes here again
             num_external = start.hit.num_tokens - num_here if start.match else None
             self.stats.started(request, num_here, num_external)

@@ -32,6 +32,12 @@ class Start(NamedTuple):
         """Leading tokens that are complete here before any load."""
         return self.hit.num_local if self.needs_load else self.hit.num_tokens
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Leading tokens that nobody computes for this request: here, in a tier, or at a peer."""
+        of_sender = None if self.match is None else self.match.num_cached_tokens
+        return self.hit.num_tokens if of_sender is None else min(of_sender, self.hit.num_tokens)
+
     def block_load(self, request_id: str, tables: BlockTables) -> BlockLoad:
         """The load of what is missing here, into the blocks of `tables`."""
         end = self.hit.num_tokens

@@ -112,10 +112,6 @@ class RequestRecord:
             if visit is not None:
                 visit.kv_transfer = moved
             self.num_cached_tokens = output.num_cached_tokens
-            # D finds what P has computed, or found: only P's own cache saved anything. A proxy's
-            # outputs say so already.
-            if moved is not None and not moved.cause and not self.visits:
-                self.num_cached_tokens = moved.prefill_cached_tokens
 
     @contextmanager
     def visiting(

@@ -119,9 +119,11 @@ async def test_a_router_expects_of_a_folder_what_a_node_loads_from_it(
     found = await hit(second, asked)
     assert found.resumable >= 192
     again = await generate(second, request_of(asked))
-    assert again.last.num_cached_tokens == 0  # the arena had nothing
+    stats = second.engine.core.scheduler.stats
+    # The arena had nothing, and clients are told what the tiers had.
+    assert (stats.prefix_hits, stats.external_hits) == (0, again.last.num_cached_tokens)
     # A router promises whole hash blocks; the node also has the tokens after the last of them.
-    assert 0 <= second.engine.core.scheduler.stats.external_hits - found.resumable < 32
+    assert 0 <= stats.external_hits - found.resumable < 32
     await forget(second)
     remove_files(tmp_path)
     index = tiers_of(second).scheduler.index

@@ -173,14 +173,17 @@ def test_a_request_that_ends_early_counts_only_what_was_computed_again() -> None
 
 
 class Elsewhere(SchedulerConnector):
-    """Another node has every prompt."""
+    """Another node has every prompt, and had `num_cached` tokens of it before it was asked."""
+
+    num_cached: int | None = None
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
         if request.kv_transfer_params is None:
             return None
         if request.num_failed_loads:
             return Match()
-        return Match(Coverage(request.num_prompt_tokens, (request.num_prompt_tokens,)))
+        length = request.num_prompt_tokens
+        return Match(Coverage(length, (length,)), num_cached_tokens=self.num_cached)
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         return 1
@@ -198,7 +201,7 @@ def test_a_failed_load_tells_how_much_was_here_and_how_much_was_computed() -> No
         scheduler, "pulled", prompt, max_tokens=9, params=remote, first=FirstToken(NEW_TOKEN)
     )
     step(scheduler)
-    assert pulled.num_cached_tokens == 80
+    assert pulled.num_cached_tokens == 110  # as from a tier: nobody says that he computed it
     stats = scheduler.stats
     assert (stats.external_queries, stats.external_hits, stats.prefix_hits) == (30, 30, 80)
     scheduler.update_transfers(ConnectorOutput(failed=(LoadFailure("pulled", "transfer_failed"),)))
