@@ -38,8 +38,9 @@ check: $(STAMP) ## lint, types, architecture
 	$(BIN)/mypy engine connector prefill_node decode_node proxy deploy benchmarks tests
 	$(BIN)/lint-imports
 
-tree: $(STAMP) ## write docs/TREE.md from the docstrings of modules
+tree: $(STAMP) ## write docs/TREE.md from docstrings, docs/options.md from options
 	$(BIN)/python -m tests.tree
+	$(BIN)/python -m tests.options_page
 
 proto: $(STAMP) ## regenerate engine/rpc/pb from proto/node.proto
 	$(BIN)/python -m grpc_tools.protoc -Iengine/rpc/pb=proto --python_out=. --pyi_out=. \

@@ -5,9 +5,11 @@ import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import typer
+
+from engine.distribution import VERSION, how_to_install
 
 
 class Program(NamedTuple):
@@ -44,11 +46,29 @@ NAME = "tandem"
 PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 app = typer.Typer(
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Serve hybrid language models from prefill and decode nodes. "
     f"`{NAME} COMMAND --help` lists a command's options.",
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{NAME} {VERSION}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def print_help(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", is_eager=True, callback=_print_version),
+    ] = False,
+) -> None:
+    """Shows what there is to one who names no command."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 def run_program(context: typer.Context) -> None:
@@ -56,8 +76,8 @@ def run_program(context: typer.Context) -> None:
     name = context.info_name or ""
     program = PROGRAMS[name]
     missing = [package for package in program.packages if find_spec(package) is None]
-    if missing:
-        install = f"pip install '{NAME}[{program.extra}]'"
+    if missing and "--help" not in context.args:
+        install = how_to_install(program.extra)
         typer.echo(f"error: {NAME} {name} needs {', '.join(missing)}: {install}", err=True)
         raise typer.Exit(2)
     # A command of a group adds its own name to the usage that `--help` shows.

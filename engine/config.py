@@ -49,10 +49,20 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class KVTransferConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """vLLM's `--kv-transfer-config`; the connector decodes its own `kv_connector_extra_config`."""
 
-    kv_connector: str = "PdConnector"
-    kv_role: Literal["kv_producer", "kv_consumer", "kv_both"] = "kv_both"
-    kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"
-    kv_connector_extra_config: dict[str, Any] = {}
+    kv_connector: Annotated[
+        str, Meta(description="PdConnector, OffloadConnector or MultiConnector.")
+    ] = "PdConnector"
+    kv_role: Annotated[
+        Literal["kv_producer", "kv_consumer", "kv_both"],
+        Meta(description="Hand prefills over (producer), take them (consumer), or both."),
+    ] = "kv_both"
+    kv_load_failure_policy: Annotated[
+        Literal["recompute", "fail"],
+        Meta(description="What happens to a prompt that cannot be pulled or loaded."),
+    ] = "recompute"
+    kv_connector_extra_config: Annotated[
+        dict[str, Any], Meta(description="The connector's own options, below.")
+    ] = {}
 
 
 class KVEventsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,15 +73,39 @@ class KVEventsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Events hold the tokens of prompts, and whoever reaches the ports may read them.
     """
 
-    enable_kv_cache_events: bool = False
-    publisher: Literal["zmq", "null"] = "zmq"
-    endpoint: str | None = None
-    replay_endpoint: str | None = None
-    buffer_steps: EventCount = 10_000
-    hwm: EventCount = 100_000
-    max_queue_size: EventCount = 100_000
-    topic: Annotated[str, Meta(max_length=256)] = ""
-    encoding: Literal["map", "array"] = "map"
+    enable_kv_cache_events: Annotated[
+        bool, Meta(description="Tell others what the cache and the tiers hold.")
+    ] = False
+    publisher: Annotated[Literal["zmq", "null"], Meta(description="By ZeroMQ, or not at all.")] = (
+        "zmq"
+    )
+    endpoint: Annotated[
+        str | None,
+        Meta(
+            description="PUB: `tcp://*:5557`, `ipc://PATH` or port 0 is listened on; any other "
+            "address is a collector to connect to. Default: a free port of `--host`."
+        ),
+    ] = None
+    replay_endpoint: Annotated[
+        str | None,
+        Meta(
+            description="ROUTER: repeats batches from a sequence number on, and gives snapshots. "
+            "Default: a free port of `--host`."
+        ),
+    ] = None
+    buffer_steps: Annotated[EventCount, Meta(description="Batches kept for replay.")] = 10_000
+    hwm: Annotated[EventCount, Meta(description="Batches kept for a slow subscriber.")] = 100_000
+    max_queue_size: Annotated[
+        EventCount, Meta(description="Batches kept before they are sent.")
+    ] = 100_000
+    topic: Annotated[
+        str,
+        Meta(max_length=256, description="For consumers that read it, as `kv@POD@MODEL`."),
+    ] = ""
+    encoding: Annotated[
+        Literal["map", "array"],
+        Meta(description="`map`: vLLM's present form; `array`: its former one."),
+    ] = "map"
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding reports as a ConfigError."""
@@ -191,7 +225,7 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
         str | None,
         Meta(
             description="OpenTelemetry collector that spans of requests go to: http://HOST:4317 "
-            "(gRPC) or http://HOST:4318/v1/traces. Needs tandem[otel]."
+            "(gRPC) or http://HOST:4318/v1/traces. Needs the extra otel."
         ),
     ] = None
     # Pools keep connections for 60 s (nginx, ALB) to 90 s (Go); who closes later cuts no request.

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta
 from msgspec.structs import asdict
 
 from connector.multi.scheduler import MultiScheduler
@@ -29,9 +30,15 @@ SOURCE = "kv_transfer_config.kv_connector_extra_config"
 
 
 class MultiConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`connectors`: each a `kv_transfer_config`; role and failure policy default to the node's."""
+    """`kv_connector_extra_config` of the MultiConnector."""
 
-    connectors: tuple[dict[str, Any], ...]
+    connectors: Annotated[
+        tuple[dict[str, Any], ...],
+        Meta(
+            description="Each a `--kv-transfer-config`; role and failure policy default to the "
+            "node's."
+        ),
+    ]
 
 
 @dataclass(slots=True, frozen=True)

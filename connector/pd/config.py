@@ -10,38 +10,75 @@ PULLS_PER_PEER = 4
 
 
 class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`kv_connector_extra_config` of the PdConnector.
+    """`kv_connector_extra_config` of the PdConnector; names are vLLM's where it has the option.
 
-    `kv_lease_duration`: seconds for which P keeps a finished prefill; a renewal extends it by two
-    thirds of that (vLLM #41383). `max_concurrent_pulls` bounds the pulls of a node that run at
-    once, `max_concurrent_pulls_per_peer` those from one prefill node (default: 4, or the node's
-    bound if that is less), `max_waiting_pulls` those that wait for their turn: one more is computed
-    here or fails, as `kv_load_failure_policy` says. `transfer_timeout` bounds one read,
-    `control_timeout` one control message, both in seconds.
-    `verify_transfers`: compare what was read with P's digests before anybody may use it.
-
-    `bidirectional_kv_xfer`: what was decoded here after a remote prefill is kept for the next turn,
-    and what a decode node keeps is pulled (vLLM's names). Only for callers that send the last
-    answer's `kv_transfer_params` back with the next turn. `decoder_kv_blocks_ttl`: seconds for
-    which a finished request is kept; it pins its blocks and states, so size the arena for the
-    turns that end in that time. When memory is short, those that nobody has claimed go first, the
-    oldest first. `kv_recompute_threshold`: a pull that would save P fewer tokens is not made.
-
-    `load_weight`: under a MultiConnector, what a token from a peer is worth beside others'.
+    What happens at each limit: docs/operations.md, "Limits of a hand-over".
     """
 
-    transport: Literal["auto", "shm", "nixl", "ucx", "zmq"] = "auto"
-    kv_lease_duration: Seconds = 30.0
-    max_concurrent_pulls: Annotated[int, Meta(ge=1, le=64)] = 16
-    max_concurrent_pulls_per_peer: Annotated[int, Meta(ge=1, le=64)] | None = None
-    max_waiting_pulls: Annotated[int, Meta(ge=1, le=65_536)] = 1024
-    transfer_timeout: Seconds = 20.0
-    control_timeout: Seconds = 5.0
-    verify_transfers: bool = True
-    bidirectional_kv_xfer: bool = False
-    decoder_kv_blocks_ttl: Seconds = 480.0
-    kv_recompute_threshold: NotNegative = 64
-    load_weight: Annotated[float, Meta(gt=0.0, le=1e6)] = 1.0
+    transport: Annotated[
+        Literal["auto", "shm", "nixl", "ucx", "zmq"],
+        Meta(description="What moves the bytes."),
+    ] = "auto"
+    # Renewed by two thirds of it, as in vLLM #41383.
+    kv_lease_duration: Annotated[
+        Seconds,
+        Meta(description="Seconds for which P keeps a finished prefill that nobody renews."),
+    ] = 30.0
+    max_concurrent_pulls: Annotated[
+        int, Meta(ge=1, le=64, description="Pulls of this node that run at once.")
+    ] = 16
+    max_concurrent_pulls_per_peer: Annotated[
+        Annotated[int, Meta(ge=1, le=64)] | None,
+        Meta(
+            description="Of these, from one prefill node. Default: 4, or max_concurrent_pulls if "
+            "that is less."
+        ),
+    ] = None
+    max_waiting_pulls: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=65_536,
+            description="Pulls that wait for their turn; one more is treated as a failed pull.",
+        ),
+    ] = 1024
+    transfer_timeout: Annotated[
+        Seconds, Meta(description="Seconds that one pull may take once its turn has come.")
+    ] = 20.0
+    control_timeout: Annotated[
+        Seconds, Meta(description="Seconds that one message to a peer may take.")
+    ] = 5.0
+    verify_transfers: Annotated[
+        bool,
+        Meta(description="Compare what was read with P's digests before anybody may use it."),
+    ] = True
+    bidirectional_kv_xfer: Annotated[
+        bool,
+        Meta(
+            description="D keeps finished answers for the next turn, and P pulls them. For callers "
+            "that send an answer's `kv_transfer_params` back with the next turn."
+        ),
+    ] = False
+    decoder_kv_blocks_ttl: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds for which D keeps a finished answer. It pins blocks and states: "
+            "size the arena for the turns that end in that time."
+        ),
+    ] = 480.0
+    kv_recompute_threshold: Annotated[
+        NotNegative,
+        Meta(description="A pull from D that would save P fewer tokens is not made."),
+    ] = 64
+    load_weight: Annotated[
+        float,
+        Meta(
+            gt=0.0,
+            le=1e6,
+            description="Under a MultiConnector: worth of a token from a peer beside one from "
+            "another child.",
+        ),
+    ] = 1.0
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding reports as a ConfigError."""

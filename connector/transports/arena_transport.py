@@ -50,7 +50,7 @@ class ArenaTransport(Transport, Generic[_Remote]):
 
     moves_devices = False
     package: str | None = None
-    """Imported by it, and installed by `pip install 'tandem[NAME]'`; None: comes with tandem."""
+    """Imported by it, and installed by the extra of the transport's name; None: always there."""
 
     def __init__(self, agent_name: str, host: str = "127.0.0.1") -> None:
         self.agent_name = agent_name

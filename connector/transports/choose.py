@@ -14,6 +14,7 @@ from connector.transports.nixl import NixlTransport
 from connector.transports.shm import ShmTransport
 from connector.transports.ucx import UcxTransport
 from connector.transports.zmq import ZmqTransport
+from engine.distribution import how_to_install
 from engine.errors import ConfigError
 
 # Across hosts `auto` takes the first that is installed. zmq always is, so never shm.
@@ -69,7 +70,7 @@ def choose_transport(
     able = [kind for kind in TRANSPORTS.values() if kind.moves_devices or not on_device]
     present = [kind.package is None or is_installed(kind.package) for kind in able]
     for kind in able[: present.index(True)]:
-        reasons.append(f"{kind.name} is not installed (pip install 'tandem[{kind.name}]')")
+        reasons.append(f"{kind.name} is not installed ({how_to_install(kind.name)})")
     return able[present.index(True)].name, "; ".join(reasons)
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from connector.transports.address import Nbytes, PerRegion
+from engine.distribution import how_to_install
 from engine.errors import ConfigError, TransportError
 
 _PROGRESS_DELAY_US = 5000  # how long the progress thread sleeps when no event wakes it
@@ -187,5 +188,5 @@ def load_nixl() -> ModuleType:
         return importlib.import_module("nixl._bindings")
     except ImportError as error:
         raise ConfigError(
-            f"the nixl transport needs the nixl package ({error}): pip install tandem[nixl]"
+            f"the nixl transport needs the nixl package ({error}): {how_to_install('nixl')}"
         ) from error

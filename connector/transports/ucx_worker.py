@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.distribution import how_to_install
 from engine.errors import ConfigError, TransportError
 from engine.hosts import ipv4_of
 
@@ -54,7 +55,7 @@ class UcxWorker:
             self._array = importlib.import_module("ucxx._lib.arr").Array
         except ImportError as error:
             raise ConfigError(
-                f"the ucx transport needs the ucxx package ({error}): pip install tandem[ucx]"
+                f"the ucx transport needs the ucxx package ({error}): {how_to_install('ucx')}"
             ) from error
         self._errors = (self._ucx.UCXError, RuntimeError, ValueError)
         self._endpoints: list[Any] = []

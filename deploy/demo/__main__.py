@@ -8,11 +8,10 @@ from typing import Annotated
 
 import msgspec
 import typer
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from rich.console import Console
 
 from deploy.config import ClusterConfig, load_cluster
-from deploy.demo.talk import Exchange, Talk, choices_of, table_of
+from deploy.demo.talk import TURNS, Exchange, Talk, choices_of, table_of
 from deploy.process import stop_on_signals
 from deploy.session import embedded_cluster, state_file
 from engine.errors import TandemError
@@ -26,8 +25,9 @@ curl {url}/v1/completions -H 'Content-Type: application/json' \\
 
 from openai import OpenAI
 client = OpenAI(base_url="{url}/v1", api_key="none")
-print(client.chat.completions.create(model="{name}", messages=[
-    {{"role": "user", "content": "Leo has a drum. Iris has a coin. What does Iris have?"}}]))
+answer = client.chat.completions.create(model="{name}", temperature=0, messages=[
+    {{"role": "user", "content": "{question}"}}])
+print(answer.choices[0].message.content)
 
 Ctrl-C stops it."""
 
@@ -63,7 +63,7 @@ def keep(console: Console, config: ClusterConfig) -> None:
     """Keeps the cluster up until Ctrl-C or `deploy down`."""
     state = state_file(os.environ.get("XDG_RUNTIME_DIR"))
     with embedded_cluster(config, os.environ, Steps(console), state=state) as (_, members):
-        text = EXAMPLES.format(url=members[-1].url, name=NAME)
+        text = EXAMPLES.format(url=members[-1].url, name=NAME, question=TURNS[0])
         console.print(text, highlight=False, soft_wrap=True)
         threading.Event().wait()
 
@@ -80,6 +80,9 @@ def _cluster(port: int, *, prefill: int, decode: int) -> ClusterConfig:
 
 
 async def _run(url: str, console: Console) -> list[Exchange]:
+    # Optional, and `--help` needs none of it.
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
     direct = DefaultAsyncHttpxClient(trust_env=False)  # a proxy in the environment is not for us
     async with AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", timeout=60.0, http_client=direct

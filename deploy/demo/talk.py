@@ -6,12 +6,14 @@ Knows only a client of the proxy.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from openai import AsyncOpenAI
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 SYSTEM = {"role": "system", "content": "You answer from what you are told."}
 STORY = "One morning, Mia went to the school."
@@ -56,7 +58,7 @@ class Exchange:
 class Talk:
     """Sends the demo's requests one after the other and shows tokens as they come."""
 
-    def __init__(self, client: AsyncOpenAI, model: str, console: Console) -> None:
+    def __init__(self, client: "AsyncOpenAI", model: str, console: Console) -> None:
         self._client = client
         self._model = model
         self._console = console

@@ -10,6 +10,7 @@ from msgspec import Meta
 from engine.api.reasoning import ThoughtSyntax
 from engine.api.tokenizer import MAX_COMPOSED, Tokenizer
 from engine.api.tool_calls.syntax import ToolCallSyntax
+from engine.distribution import VERSION
 from engine.errors import CheckpointError
 from engine.model_files import read_bytes
 from engine.types import SamplingParams
@@ -53,7 +54,7 @@ class Serving:
     sse_keep_alive_interval: float = 0.0
     root: str = ""
     has_tokenizer_info: bool = False
-    version: str = "0.1.0"
+    version: str = VERSION
 
     @property
     def model_name(self) -> str:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from engine.distribution import how_to_install
 from engine.errors import CheckpointError
 
 # Weights only as safetensors; tokenizer and chat template in any of their files.
@@ -27,8 +28,7 @@ def _download(model: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise CheckpointError(
-            f"model {model!r} is not a local folder; to load hub names, "
-            "install the extra: tandem[hub]"
+            f"model {model!r} is not a local folder; to load hub names, {how_to_install('hub')}"
         ) from error
     try:
         return Path(snapshot_download(model, allow_patterns=PATTERNS))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from engine.config import ServerConfig
+from engine.distribution import how_to_install
 from engine.errors import ConfigError
 from engine.telemetry.request_log import RequestLog, log_throughput
 from engine.telemetry.request_records import RecordReader, RequestRecords, Timer
@@ -55,6 +56,6 @@ def _traces(endpoint: str, service: str, instance: str) -> "Traces":
         from engine.telemetry.traces import Traces
     except ImportError as error:
         raise ConfigError(
-            f"--otlp-traces-endpoint needs OpenTelemetry: pip install 'tandem[otel]' ({error})"
+            f"--otlp-traces-endpoint needs OpenTelemetry: {how_to_install('otel')} ({error})"
         ) from error
     return Traces(endpoint, service=service, instance=instance)

@@ -11,6 +11,7 @@ import pytest
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
+from engine.distribution import how_to_install
 from tests.netns import End, cable, namespaces, obstacle, skip_if_impossible
 from tests.reads import StartPeer
 from tests.relay import Relay
@@ -35,9 +36,9 @@ BENCHMARKS = ipaddress.ip_network("198.18.0.0/15")  # RFC 2544: on no real netwo
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     name, _, network = request.param.partition("-")
     if name == "nixl":
-        pytest.importorskip("nixl", reason="nixl is not installed: pip install tandem[nixl]")
+        pytest.importorskip("nixl", reason=f"nixl is not installed: {how_to_install('nixl')}")
     if name == "ucx" and find_spec("ucxx") is None:
-        pytest.skip("ucxx is not installed: pip install tandem[ucx]")
+        pytest.skip(f"ucxx is not installed: {how_to_install('ucx')}")
     if network:
         monkeypatch.setenv("UCX_TLS", "tcp")
         monkeypatch.setenv("UCX_NET_DEVICES", "lo")

@@ -28,13 +28,14 @@ from connector.transports.ucx_server import (
 )
 from connector.transports.ucx_worker import UcxWorker, network_devices
 from engine.arena import ArenaMemory
+from engine.distribution import how_to_install
 from engine.errors import ConfigError, TransferTimeoutError, TransportError
 from tests.leaks import listening
 from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer
 
 # Not imported here: that would come before the tests of NIXL (see tests/conftest.py).
 pytestmark = pytest.mark.skipif(
-    find_spec("ucxx") is None, reason="ucxx is not installed: pip install tandem[ucx]"
+    find_spec("ucxx") is None, reason=f"ucxx is not installed: {how_to_install('ucx')}"
 )
 
 WHOLE = [SpanPair(0, 0, ARENA_BYTES)]

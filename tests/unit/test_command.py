@@ -3,7 +3,10 @@
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 from deploy.command import PROGRAMS
 from deploy.config import DEMO_CLUSTER, load_cluster
@@ -12,9 +15,15 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def tandem(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """As the installed script does it, from another folder."""
-    script = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from deploy.command import app; app()"
+def tandem(
+    *arguments: str, folder: Path, without: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """As the installed script does it, from another folder, where packages may be missing."""
+    missing = f"sys.modules.update(dict.fromkeys({[*without]!r}))"
+    script = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); {missing}\n"
+        "from deploy.command import app; app()"
+    )
     return subprocess.run(
         [sys.executable, "-c", script, *arguments],
         cwd=folder,
@@ -29,6 +38,11 @@ def test_a_program_keeps_its_options_and_gets_the_command_s_name(tmp_path: Path)
     assert PROJECT["project"]["scripts"] == {"tandem": "deploy.command:app"}
     told = tandem("--help", folder=tmp_path).stdout
     assert all(f" {name} " in told for name in PROGRAMS)
+    assert "--install-completion" in told
+    bare = tandem(folder=tmp_path)
+    assert (bare.returncode, bare.stdout) == (0, told)
+    version = PROJECT["project"]["version"]
+    assert tandem("--version", folder=tmp_path).stdout == f"tandem {version}\n"
     model = load_cluster().model
     cut = tandem("plan", model, "--block-size", "32", folder=tmp_path)
     assert "32-token blocks" in cut.stdout, cut
@@ -38,6 +52,18 @@ def test_a_program_keeps_its_options_and_gets_the_command_s_name(tmp_path: Path)
     refused = tandem("proxy", "--decode", "ftp://x", folder=tmp_path)
     assert refused.returncode == 2
     assert "error: node URL 'ftp://x' must be" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["serve", "status"])
+def test_what_needs_an_extra_says_so_and_still_has_a_help(name: str, tmp_path: Path) -> None:
+    packages = ("ray", "openai")
+    refused = tandem(name, folder=tmp_path, without=packages)
+    extra = PROGRAMS[name].extra
+    assert refused.returncode == 2
+    assert f"pip install '.[{extra}]' in a checkout" in refused.stderr
+    helped = tandem(name, "--help", folder=tmp_path, without=packages)
+    assert helped.returncode == 0, helped.stderr
+    assert f"Usage: tandem {name} " in helped.stdout
 
 
 def test_what_programs_read_is_packaged() -> None:

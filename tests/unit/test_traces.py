@@ -99,7 +99,7 @@ def test_without_the_packages_the_error_says_what_to_install(
     monkeypatch.delitem(sys.modules, "engine.telemetry.traces")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     config = NodeConfig(model="m", otlp_traces_endpoint="http://127.0.0.1:4317")
-    with pytest.raises(ConfigError, match=r"pip install 'tandem\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'"):
         Telemetry(config, no_timer, role="decode", instance="i")
 
 

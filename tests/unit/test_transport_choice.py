@@ -39,7 +39,7 @@ def test_auto_across_hosts_takes_the_first_that_is_installed_and_says_why() -> N
     assert reason.startswith("peers may be on other hosts")
     name, reason = choose_transport(same_host=False, is_installed=lambda package: False)
     assert name == "zmq"
-    assert "nixl is not installed (pip install 'tandem[nixl]')" in reason
+    assert "nixl is not installed (pip install '.[nixl]' in a checkout of Tandem)" in reason
     assert choose_transport(same_host=True, is_installed=lambda package: False)[0] == "shm"
 
 
