@@ -1,88 +1,105 @@
-"""Commands that documents tell a reader to type: each names a program and flags that exist."""
+"""Commands that documents tell a reader to type: each is one that its program takes."""
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import typer
+from typer.main import get_command
 
-from deploy.command import PROGRAMS
+from connector.registry import builder_of
+from deploy.command import PROGRAMS, app
+from deploy.demo.__main__ import EXAMPLES, NAME
+from engine.api.schema import CompletionRequest
+from engine.config import NodeConfig, ServerConfig, load_config
+from proxy.config import ProxyConfig
 from tests.source_tree import ROOT
 
-HELP_S = 120
 QUICK_S = 300
 PAGES = [
     *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
     *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "TREE.md"),
     *sorted((ROOT / "benchmarks").rglob("*.md")),
 ]
-# In a fence, in an indented block, or between backticks; a backslash goes on in the next line.
+# In a fence, in an indented block, or between backticks. A backslash goes on in the next line.
 COMMAND = re.compile(
-    r"^ {0,4}((?:tandem|python -m) (?:.*\\\n)*.*)$|`((?:tandem|python -m) [^`\n]+)`", re.M
+    r"^ {0,4}((?:tandem|python -m) (?:[^\n]*\\\n)*[^\n']*(?:'[^']*'[^\n']*)*)$"
+    r"|`((?:tandem|python -m) [^`\n]+)`",
+    re.M,
 )
-# Read by the shell and by typer before there is a program.
-OF_TANDEM = {"COMMAND", "--help", "--version", "--install-completion"}
-
-
-@cache
-def programs() -> dict[tuple[str, ...], set[str]]:
-    """Every program of a document, as the words after `python -m`, with the flags it is given."""
-    found: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    for page in PAGES:
-        for text in commands(page.read_text()):
-            program, flags = parsed(text)
-            found[program] |= flags
-    return dict(found)
+CONFIGS: dict[str, type[ServerConfig]] = {
+    "prefill_node": NodeConfig,
+    "decode_node": NodeConfig,
+    "proxy": ProxyConfig,
+}
 
 
 def commands(page: str) -> Iterator[str]:
+    """Of `tandem` itself, without a command's name, there is nothing to run."""
     for shell, inline in COMMAND.findall(page):
-        # What a page says of a command stands after three spaces.
-        yield re.split(r" {3,}\S", re.sub(r"\\\n *", "", shell or inline))[0]
+        # What a page says of a command stands after three spaces, where JSON has none.
+        text = re.split(r" {3,}[^\s{\"]", re.sub(r"\\\n *", "", shell or inline))[0]
+        if not text.startswith(("tandem --", "tandem COMMAND")):
+            yield text
 
 
-def parsed(text: str) -> tuple[tuple[str, ...], set[str]]:
-    words = re.sub(r"'.*", "", text).split() if text.count("'") % 2 else shlex.split(text)
-    if words[0] == "tandem":
-        name = words[1]
-        if name in OF_TANDEM:
-            return ("deploy.command",), set()
-        program = PROGRAMS[name]
-        start = (program.module, *(word for word in program.arguments if word[0] != "-"))
-        words = words[2:]
-    else:
-        start, words = (words[2],), words[3:]
-        # Groups of commands have a name before the flags.
-        if start[0] in ("benchmarks.kv_cache", "benchmarks.models", "deploy") and words:
-            start, words = (*start, words[0]), words[1:]
-    flags = {word.partition("=")[0].rstrip(",;.") for word in words if word.startswith("--")}
-    return start, flags - {"--"}
+COMMANDS = sorted({text for page in PAGES for text in commands(page.read_text())})
 
 
-def test_every_command_of_a_document_names_a_program() -> None:
-    assert len(programs()) > 20
-    assert [name for name, *_ in programs() if find_spec(name) is None] == []
+def program_of(text: str) -> tuple[str, list[str]]:
+    """The module that runs, and its arguments."""
+    words = shlex.split(text)
+    if words[0] == "python":
+        return words[2], words[3:]
+    program = PROGRAMS[words[1]]
+    return program.module, [*program.arguments, *words[2:]]
 
 
-@pytest.mark.long
-@pytest.mark.timeout(HELP_S + 30)
-@pytest.mark.parametrize("program", programs(), ids=" ".join)
-def test_every_flag_of_a_document_is_one_of_the_program(program: tuple[str, ...]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *program, "--help"],
-        cwd=ROOT, capture_output=True, text=True, timeout=HELP_S, check=False,
-        env={"COLUMNS": "400", "PATH": "", "NO_COLOR": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    known = set(re.findall(r"--[a-z][a-z0-9-]*", done.stdout))
-    assert programs()[program] - known == set()
+def parsed(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the program of `module` reads from `words`; raises what it would say of wrong ones."""
+    apps: list[typer.Typer] = []
+    # Instead of running, the program leaves its parser here.
+    monkeypatch.setattr(typer.Typer, "__call__", lambda app: apps.append(app))
+    runpy.run_module(module, run_name="__main__")
+    command: Any = get_command(apps[0])
+    if hasattr(command, "commands"):
+        command, words = command.commands[words[0]], words[1:]
+    return dict(command.make_context(module, words).params)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize("text", COMMANDS)
+def test_every_command_of_a_document_is_taken(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, words = program_of(text)
+    options = parsed(module, words, monkeypatch)
+    # A server's name without arguments only names it.
+    if words and (kind := CONFIGS.get(module)):
+        given = {name: value for name, value in options.items() if value not in (None, [], ())}
+        config = load_config(kind, None, given)
+        if isinstance(config, NodeConfig):
+            builder_of(config.kv_transfer_config)
+
+
+def test_what_stands_around_the_commands_is_there() -> None:
+    texts = {page: page.read_text() for page in PAGES}
+    named = {name for text in texts.values() for name in re.findall(r"`make ([a-z-]+)`", text)}
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    assert len(named) > 5 and named <= targets
+    own = {flag for option in get_command(app).params for flag in option.opts}
+    told = {flag for text in texts.values() for flag in re.findall(r"`tandem (--[a-z-]+)`", text)}
+    assert "--install-completion" in told and told <= own | {"--help"}
+    # The page asks as `tandem serve` says.
+    body = re.findall(r"^  -d '(.*)'$", texts[ROOT / "docs" / "operations.md"], re.M)[0]
+    asked = msgspec.json.decode(body, type=CompletionRequest, strict=True)
+    assert body in EXAMPLES.format(url="", name=NAME, question="") and asked.temperature == 0
 
 
 @pytest.mark.long
