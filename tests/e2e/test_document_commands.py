@@ -17,6 +17,7 @@ from typer.main import get_command
 
 from connector.registry import builder_of
 from deploy.command import PROGRAMS, app
+from deploy.config import load_cluster
 from deploy.demo.__main__ import EXAMPLES, NAME
 from engine.api.schema import CompletionRequest
 from engine.config import NodeConfig, ServerConfig, load_config
@@ -72,7 +73,8 @@ def parsed(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> di
     command: Any = get_command(apps[0])
     if hasattr(command, "commands"):
         command, words = command.commands[words[0]], words[1:]
-    return dict(command.make_context(module, words).params)
+    # click empties the list that it reads.
+    return dict(command.make_context(module, [*words]).params)
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
@@ -88,7 +90,7 @@ def test_every_command_of_a_document_is_taken(text: str, monkeypatch: pytest.Mon
             builder_of(config.kv_transfer_config)
 
 
-def test_what_stands_around_the_commands_is_there() -> None:
+def test_what_stands_around_the_commands_is_there(tmp_path: Path) -> None:
     texts = {page: page.read_text() for page in PAGES}
     named = {name for text in texts.values() for name in re.findall(r"`make ([a-z-]+)`", text)}
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
@@ -96,8 +98,12 @@ def test_what_stands_around_the_commands_is_there() -> None:
     own = {flag for option in get_command(app).params for flag in option.opts}
     told = {flag for text in texts.values() for flag in re.findall(r"`tandem (--[a-z-]+)`", text)}
     assert "--install-completion" in told and told <= own | {"--help"}
+    page = texts[ROOT / "docs" / "operations.md"]
+    file = tmp_path / "cluster.yaml"
+    file.write_text(re.findall(r"```yaml\n(model:.*?)```", page, re.DOTALL)[0])
+    assert load_cluster(file).prefill.replicas == 2
     # The page asks as `tandem serve` says.
-    body = re.findall(r"^  -d '(.*)'$", texts[ROOT / "docs" / "operations.md"], re.M)[0]
+    body = re.findall(r"^  -d '(.*)'$", page, re.M)[0]
     asked = msgspec.json.decode(body, type=CompletionRequest, strict=True)
     assert body in EXAMPLES.format(url="", name=NAME, question="") and asked.temperature == 0
 
