@@ -140,7 +140,8 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[ListenPort, Meta(description="HTTP port, 0 for any.")] = 8000
     served_model_name: Annotated[
-        tuple[str, ...], Meta(description="Model name(s) in the API. Default: the model's own.")
+        tuple[str, ...],
+        Meta(description="Model's name in the API; repeat for several. Default: its own."),
     ] = ()
     enable_prompt_tokens_details: Annotated[
         bool, Meta(description="Tell clients in `usage` how many prompt tokens were cached.")

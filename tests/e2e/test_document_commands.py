@@ -1,5 +1,6 @@
 """Commands that documents tell a reader to type: each is one that its program takes."""
 
+import argparse
 import json
 import re
 import runpy
@@ -22,14 +23,11 @@ from deploy.demo.__main__ import EXAMPLES, NAME
 from engine.api.schema import CompletionRequest
 from engine.config import NodeConfig, ServerConfig, load_config
 from proxy.config import ProxyConfig
-from tests.source_tree import ROOT
+from tests.source_tree import ROOT, listed
 
 QUICK_S = 300
-PAGES = [
-    *(ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")),
-    *(page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "TREE.md"),
-    *sorted((ROOT / "benchmarks").rglob("*.md")),
-]
+# Of the tree, docstrings tell.
+PAGES = [page for page in listed(ROOT, deep=True) if page.suffix == ".md" and page.stem != "TREE"]
 # In a fence, in an indented block, or between backticks. A backslash goes on in the next line.
 COMMAND = re.compile(
     r"^ {0,4}((?:tandem|python -m) (?:[^\n]*\\\n)*[^\n']*(?:'[^']*'[^\n']*)*)$"
@@ -64,12 +62,27 @@ def program_of(text: str) -> tuple[str, list[str]]:
     return program.module, [*program.arguments, *words[2:]]
 
 
+class ParsedError(Exception):
+    """Ends a program that has parsed its arguments with argparse; holds them."""
+
+
 def parsed(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the program of `module` reads from `words`; raises what it would say of wrong ones."""
+    # What parses in no way that is known here would run.
+    assert (ROOT / module.partition(".")[0]).is_dir()
     apps: list[typer.Typer] = []
     # Instead of running, the program leaves its parser here.
     monkeypatch.setattr(typer.Typer, "__call__", lambda app: apps.append(app))
-    runpy.run_module(module, run_name="__main__")
+    parse = argparse.ArgumentParser.parse_args
+
+    def end(parser: argparse.ArgumentParser) -> None:
+        raise ParsedError(parse(parser, words))
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", end)
+    try:
+        runpy.run_module(module, run_name="__main__")
+    except ParsedError as ended:
+        return dict(vars(ended.args[0]))
     command: Any = get_command(apps[0])
     if hasattr(command, "commands"):
         command, words = command.commands[words[0]], words[1:]
