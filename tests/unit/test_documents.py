@@ -17,6 +17,11 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TEXTS = (".py", ".md", ".toml", ".yaml", ".html", "Makefile")
 # `tandem` of PyPI is another project: pip would install foreign code.
 FOREIGN = re.compile(r"pip install[^\n`]*\btandem\b(?!-pd)|\btandem\[(?:%s)\b")
+# Flags of `tandem`, `tandem up` and others' programs, one that is missing, and the names of three.
+NOT_OF_SERVERS = {
+    *("--help", "--install-completion", "--address", "--use-server-token-count"),
+    *("--trust-remote-code", "--ssl-"),
+}
 NAMED = re.compile(r"(?:'\.\[|%s\[|how_to_install\([\"'])([a-z,]+)")
 
 
@@ -53,3 +58,11 @@ def test_the_example_of_a_key_file_lets_nobody_in_until_its_words_are_replaced()
 
 def test_every_option_is_written_down() -> None:
     assert OPTIONS.read_text() == options_page(), "run `make tree`"
+
+
+def test_sentences_name_options_that_there_are() -> None:
+    options = set(re.findall(r"^\| `(--[a-z-]+)`", options_page(), re.M))
+    for page in ("README.md", "docs/operations.md", "docs/security.md"):
+        prose = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+        told = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", prose))
+        assert told and told - options - NOT_OF_SERVERS == set(), page
