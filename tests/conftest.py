@@ -1,10 +1,15 @@
-"""The order of all tests, and which of them share a worker of `pytest -n`.
+"""The order of all tests, which of them share a worker of `pytest -n`, and hypothesis' settings.
 
 `--dist loadscope --no-loadscope-reorder` hands groups out in this order, one after the other.
 """
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
+
+# A busy machine is no failure, and every run tries the same examples; tests that cross more say so.
+settings.register_profile("everyday", deadline=None, derandomize=True)
+settings.load_profile("everyday")
 
 # The longest tests first, so that both workers end together.
 TIERS = ("contract", "e2e/test_ray", "e2e", "ops", "unit", "")

@@ -93,7 +93,7 @@ WORDS = ["ok", " ", "x"]
 CHARACTERS = st.sampled_from([*WORDS, "\ufffd", "é", "€", "😀", "\U000e0001", "\0", "👩\u200d🚀"])
 
 
-@hypothesis.settings(max_examples=150, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=150)
 @hypothesis.given(st.lists(CHARACTERS, max_size=30), st.sampled_from(["", "ok", "\ufffd😀", " é"]))
 def test_any_text_in_bytes_is_whole(parts: list[str], context: str) -> None:
     text = "".join(parts)
@@ -109,7 +109,7 @@ def is_within(some: str, text: str) -> bool:
 BYTES = st.sampled_from([0xEF, 0xBF, 0xBD, 0xF0, 0x9F, 0x98, 0x80, 0xC3, 0xA9, 0xE2, 0xFF, 0x41])
 
 
-@hypothesis.settings(max_examples=300, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=300)
 @hypothesis.given(st.lists(BYTES.map(lambda byte: 3 + byte) | st.sampled_from([0, 1]), max_size=60))
 def test_of_broken_bytes_nothing_is_lost_nor_said_twice(ids: list[int]) -> None:
     """A run of bytes counts as broken as a whole, but what was shown of it stays shown."""

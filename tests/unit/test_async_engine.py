@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -43,7 +42,10 @@ class FragileCore(EngineCore):
 def engine_of(core: EngineCore, grammars: type[GrammarCompiler] = GrammarCompiler) -> AsyncEngine:
     none: frozenset[int] = frozenset()
     limits = EngineLimits(
-        max_model_len=64, vocab_size=10, eos_token_ids=none, grammars=grammars(Path(), 10, none)
+        max_model_len=64,
+        vocab_size=10,
+        eos_token_ids=none,
+        grammars=grammars(lambda: None, 10, none),
     )
     records = RequestRecords(RequestMetrics(NodeMetrics("m", "e")).start)
     return AsyncEngine(core, LocalAdmission(), limits, records=records)

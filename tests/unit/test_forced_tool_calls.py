@@ -109,7 +109,7 @@ def test_markers_that_are_tokens_are_written_as_these(
     (core.add_special_tokens if is_special else core.add_tokens)(markers)
     core.save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
-    own = GrammarCompiler(tmp_path, VOCABULARY, [END])
+    own = GrammarCompiler(tokenizer.to_json, VOCABULARY, [END])
     grammar = forced_grammar(syntax, ["weather"], PARAMETERS, is_parallel=True, tokenizer=tokenizer)
     for seed in range(3):
         text, calls = read(name, written(own, grammar, random.Random(seed), tokenizer))

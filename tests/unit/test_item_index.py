@@ -165,7 +165,7 @@ def fill(model: Model, tokens: Tokens, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("mix", MIXES)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_the_index_finds_what_is_there_and_nothing_else(
     mix: str, cut: tuple[int, int, int | None], data: st.DataObject

@@ -245,8 +245,8 @@ class ForeignMachine(EventsMachine):
     is_foreign = True
 
 
-EVERYDAY = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True)
-MANY = settings(max_examples=1500, stateful_step_count=60, deadline=None)
+EVERYDAY = settings(max_examples=100, stateful_step_count=40)
+MANY = settings(max_examples=1500, stateful_step_count=60, derandomize=False)
 
 
 @pytest.mark.parametrize("machine", [EventsMachine, ForeignMachine])

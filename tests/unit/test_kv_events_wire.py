@@ -200,7 +200,7 @@ def test_what_is_no_batch_is_refused_by_name(payload: bytes, told: str) -> None:
         decode(payload)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 255))
 def test_damaged_bytes_are_read_or_refused(junk: bytes, place: int, value: int) -> None:
     good = bytearray(TODAY.encode(TODAY.stored([b"a" * 32], None, [1, 2], 2, None, "GPU", None)))

@@ -196,7 +196,7 @@ def histories(draw: st.DrawFn) -> tuple[tuple[str, ...], list[Step], list[Text]]
     return mix, steps, texts
 
 
-@settings(deadline=None, max_examples=300, derandomize=True)
+@settings(max_examples=300)
 @given(histories(), st.lists(TEXTS, max_size=3))
 def test_it_finds_what_a_brute_force_search_finds(
     history: tuple[tuple[str, ...], list[Step], list[Text]], others: list[Text]
