@@ -111,6 +111,10 @@ def test_what_stands_around_the_commands_is_there(tmp_path: Path) -> None:
     own = {flag for option in get_command(app).params for flag in option.opts}
     told = {flag for text in texts.values() for flag in re.findall(r"`tandem (--[a-z-]+)`", text)}
     assert "--install-completion" in told and told <= own | {"--help"}
+    given = [it for text in texts.values() for it in re.findall(r"--([a-z-]+) '({[^']*})'", text)]
+    assert len(given) > 2
+    for name, value in given:
+        load_config(NodeConfig, None, {"model": "m", name.replace("-", "_"): value})
     page = texts[ROOT / "docs" / "operations.md"]
     file = tmp_path / "cluster.yaml"
     file.write_text(re.findall(r"```yaml\n(model:.*?)```", page, re.DOTALL)[0])
