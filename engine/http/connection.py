@@ -81,6 +81,15 @@ class Connections:
         self._waiting.pop(who, None)
 
 
+@dataclass(slots=True, frozen=True)
+class ReplyTransport:
+    """What uvicorn writes a reply to; `close` may wait, unlike the connection's own."""
+
+    write: Callable[[bytes], None]
+    is_closing: Callable[[], bool]
+    close: Callable[[], None]
+
+
 class Connection(HttpToolsProtocol):
     """Reads requests, hands them to the app and writes the replies."""
 
@@ -102,12 +111,14 @@ class Connection(HttpToolsProtocol):
         self._has_begun = False
         self._in_headers = True
         self._is_refused = False
+        self._is_last = False
         self._timer: asyncio.TimerHandle | None = None
         self._send_timer: asyncio.TimerHandle | None = None
         self._look_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._replies = ReplyTransport(transport.write, transport.is_closing, self._end_reply)
         self._wait_for_client(self._limits.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -189,6 +200,7 @@ class Connection(HttpToolsProtocol):
         self._in_headers = False
         self._expect(None)
         super().on_headers_complete()
+        self.cycle.transport = self._replies  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         self._overhead = max(0, self._overhead - OVERHEAD_PER_BODY_BYTE * len(body))
@@ -199,7 +211,9 @@ class Connection(HttpToolsProtocol):
         self._has_begun = False
         self._in_headers = True
         super().on_message_complete()
-        if self.cycle.response_complete:
+        if self._is_last:
+            self.transport.close()
+        elif self.cycle.response_complete:
             self._wait_for_client(self._limits.keep_alive_timeout_s)
         else:
             self._connections.settled(self)  # the server owes a reply now: it may not be dropped
@@ -216,6 +230,18 @@ class Connection(HttpToolsProtocol):
             # Closing now would reset the connection, and the reply might get lost with it.
             self._unset_keepalive_if_required()
             self._wait_for_client(self._limits.linger_timeout_s)
+
+    def _end_reply(self) -> None:
+        """Close after a whole reply once the whole request has arrived, else at once.
+
+        Closing while a body arrives resets the connection, and the reply might get lost with it.
+        """
+        if not self.cycle.response_complete or self._in_headers:
+            self.transport.close()
+            return
+        self._is_last = True  # `on_response_complete` starts the timer
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     def _wait_for_client(self, seconds: float) -> None:
         self._connections.waits(self, self.transport.abort)
@@ -251,7 +277,7 @@ class Connection(HttpToolsProtocol):
         The connection stays open for a while and ignores what arrives: closing it now would reset
         it before the client has read the error.
         """
-        if not self._is_free and self.cycle.response_started:
+        if self._is_last or (not self._is_free and self.cycle.response_started):
             self.transport.abort()
             return
         body = error_body(status, message)

@@ -6,7 +6,7 @@ import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,23 @@ async def test_who_sends_nothing_more_is_let_go(sent: bytes, answered: bytes) ->
         answer = await until_closed(reader)
         writer.close()
     assert answer.startswith(answered) and answer.count(b"HTTP/1.1") == (answered != b"")
+
+
+@pytest.mark.parametrize("closing", [b"HTTP/1.1\r\nConnection: close", b"HTTP/1.0"])
+async def test_a_reply_before_the_body_has_arrived_reaches_who_asked_to_close(
+    closing: bytes,
+) -> None:
+    """Closing at once would reset the connection, and the client reads the reset alone."""
+    sent = POST.replace(b"HTTP/1.1", closing) + bytes(5_000_000)
+    async with serving(ConnectionLimits()) as server:
+        for rest in (bytes(5_000_000), bytes(10), b""):
+            reader, writer = await connect(server)
+            writer.write(sent)
+            with suppress(ConnectionError):
+                await writer.drain()
+            writer.write(rest)
+            assert (await until_closed(reader)).startswith(b"HTTP/1.1 401"), len(rest)
+            writer.close()
 
 
 async def test_a_byte_now_and_then_keeps_no_connection() -> None:
