@@ -1,11 +1,11 @@
 """Tools in request bodies: what a chat offers, what it has called, and which choice it leaves."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import msgspec
 import structlog
-from msgspec import Meta
+from msgspec import Meta, Raw
 
 from engine.errors import InvalidRequestError
 
@@ -17,6 +17,7 @@ MAX_ARGUMENT_ITEMS = 262_144  # of all calls of a conversation
 log = structlog.get_logger()
 
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
+_Arguments = Annotated[Raw, Meta(extra_json_schema={"type": ["string", "object", "null"]})]
 _Label = Annotated[str, Meta(max_length=256)]
 
 _LEAVES_IT_TO_THE_MODEL: tuple[object, ...] = (None, False, "", [], {}, "auto")
@@ -55,14 +56,46 @@ Tools = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call in the history; `arguments` is JSON text, as in the reply that it came from."""
+    """A call in the history; `arguments` is JSON text, as in the reply that it came from.
+
+    Some clients send the object itself. It is decoded when the number of its values is known.
+    """
 
     name: _Name
-    arguments: str = ""
+    arguments: _Arguments = msgspec.field(default_factory=Raw)
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for arguments of another type."""
+        text = bytes(memoryview(self.arguments)[:1])
+        if text not in (b"", b'"', b"{", b"n"):
+            raise ValueError("Expected `arguments` of type `str | object | null`")
+
+    @classmethod
+    def of(cls, name: str, arguments: str) -> Self:
+        """A call with arguments as JSON text."""
+        return cls(name=name, arguments=Raw(msgspec.json.encode(arguments)))
+
+    def text(self) -> str:
+        """The arguments as JSON text, `{}` for none."""
+        sent = bytes(memoryview(self.arguments)).decode(errors="replace")
+        if not sent.startswith('"'):
+            return "{}" if sent in ("", "null") else sent
+        try:
+            text = msgspec.json.decode(sent, type=str)
+        except msgspec.DecodeError:  # half a surrogate pair, which stepping over does not see
+            return sent
+        return text if text.strip() else "{}"
+
+    def decoded(self) -> dict[str, Any] | None:
+        """The arguments as an object; None for a text of anything else."""
+        try:
+            return msgspec.json.decode(self.text(), type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return None
 
     def for_template(self) -> dict[str, Any]:
         """With arguments as an object, which templates take apart; none for a broken text."""
-        return {"name": self.name, "arguments": _decoded(self.arguments)}
+        return {"name": self.name, "arguments": self.decoded() or {}}
 
 
 class Called(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -149,8 +182,11 @@ def _shown(value: object) -> str:
 
 
 def check_arguments(calls: Sequence[Called]) -> None:
-    """Raise InvalidRequestError for calls whose arguments would become too many objects."""
-    texts = [call.function.arguments for call in calls]
+    """Raise InvalidRequestError for calls whose arguments would become too many objects.
+
+    Broken ones are logged, in one line: a chat must be able to go on after a call that was cut off.
+    """
+    texts = [call.function.text() for call in calls]
     # Every value but the first of an object or list follows one of these.
     num_items = sum(text.count(",") + text.count("[") + text.count("{") for text in texts)
     if num_items > MAX_ARGUMENT_ITEMS:
@@ -159,14 +195,8 @@ def check_arguments(calls: Sequence[Called]) -> None:
             f"{MAX_ARGUMENT_ITEMS}",
             param="messages",
         )
-
-
-def _decoded(arguments: str) -> dict[str, Any]:
-    if not arguments.strip():
-        return {}
-    try:
-        return msgspec.json.decode(arguments, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        # A chat must be able to go on after a call that was cut off.
-        log.warning("a call in a history has no JSON object of arguments: {} stands for it")
-        return {}
+    if num_broken := sum(call.function.decoded() is None for call in calls):
+        log.warning(
+            "arguments of calls in a history are no JSON objects: {} stands for them",
+            num_calls=num_broken,
+        )

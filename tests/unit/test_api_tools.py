@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from engine.api.json_body import decode_body
 from engine.api.plan import plan_chat
@@ -120,8 +121,18 @@ def test_a_chat_goes_on_after_arguments_that_are_no_object(
 ) -> None:
     call = {"id": "x", "function": {"name": "f", "arguments": arguments}}
     turn = {"role": "assistant", "tool_calls": [call]}
-    messages, _ = rendered(serving, messages=[ASKED, turn])
+    with capture_logs() as logs:
+        messages, _ = rendered(serving, messages=[ASKED, turn, turn])
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {}
+    assert [it["num_calls"] for it in logs] == ([] if arguments in ("", "{}") else [2])
+
+
+@pytest.mark.parametrize("arguments", [{"a": {"b": [1, "é"]}}, {}, None])
+def test_arguments_may_be_the_object_itself(serving: Serving, arguments: object) -> None:
+    call = {"id": "x", "function": {"name": "f", "arguments": arguments}}
+    turn = {"role": "assistant", "tool_calls": [call]}
+    messages, _ = rendered(serving, messages=[ASKED, turn])
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == (arguments or {})
 
 
 def test_allowed_tools_are_those_of_the_tools_that_the_choice_names(serving: Serving) -> None:
@@ -165,6 +176,11 @@ def test_parallel_tool_calls_and_no_tools_at_all_are_accepted(serving: Serving) 
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",
             "'image_url': this model reads text only",
+        ),
+        (
+            {"messages": [{**CALLED, "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}]},
+            "messages[0].tool_calls[0].function",
+            "`str | object | null`",
         ),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "web_search"),
         ({"tools": [{**WEATHER, "function": {"name": ""}}]}, "tools[0].function.name", "length"),
@@ -217,9 +233,12 @@ def test_a_required_tool_may_be_called_again_and_a_named_one_not(
     assert plan.tool_calls is not None
 
 
-def test_arguments_of_too_many_values_are_refused_before_they_are_built(serving: Serving) -> None:
+@pytest.mark.parametrize("is_text", [True, False])
+def test_arguments_of_too_many_values_are_refused_before_they_are_built(
+    serving: Serving, is_text: bool
+) -> None:
     many = '{"a":[' + "1," * MAX_ARGUMENT_ITEMS + "1]}"
-    call = {"function": {"name": "f", "arguments": many}}
+    call = {"function": {"name": "f", "arguments": many if is_text else msgspec.Raw(many.encode())}}
     body = msgspec.json.encode({"messages": [{**CALLED, "tool_calls": [call]}]})
     assert decode_body(body, ChatRequest, 4096).messages
     with pytest.raises(InvalidRequestError, match="hold 262146 values"):
