@@ -1,7 +1,7 @@
 """JSON schemas without the few keys that ordinary models write and llguidance does not know."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 COERCE_ONE_OF: Final = {"coerce_one_of": True}
@@ -20,6 +20,14 @@ _MAPS: Final = frozenset({"properties", "patternProperties", "$defs", "definitio
 _DATA: Final = frozenset({"const", "enum", "default", "example", "examples", "x-guidance"})
 # Not after a backslash or a class's bracket; one that holds groups stays, and is refused.
 _LOOK_AROUND: Final = re.compile(r"(?<![\\\[])\(\?<?[=!](?:[^()\\]|\\.)*\)")
+# Of Rust's expressions, which know all scripts; callers mean ASCII. Classes may be nested.
+_ASCII: Final = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
+_ESCAPE: Final = re.compile(r"\\(.)", re.S)
+
+
+def ascii_classes(pattern: str) -> str:
+    """A regular expression whose digits and word characters are ASCII, as JSON Schema's are."""
+    return _ESCAPE.sub(lambda it: _ASCII.get(it[1], it[0]), pattern)
 
 
 def loosened(schema: Any) -> Any:
@@ -71,10 +79,19 @@ def _closed(schema: Any) -> Any:
         else _closed(it)
         for key, it in schema.items()
     }
-    is_closed = isinstance(schema.get("properties"), Mapping)
-    if is_closed and schema.keys().isdisjoint(_OTHERS):
+    if _names_all(schema) and schema.keys().isdisjoint(_OTHERS):
         made["additionalProperties"] = False
     return made
+
+
+def _names_all(schema: Mapping[str, Any]) -> bool:
+    """Whether properties are named, and all that must be there are among them."""
+    named, required = schema.get("properties"), schema.get("required") or ()
+    return (
+        isinstance(named, Mapping)
+        and isinstance(required, Sequence)
+        and all(isinstance(it, str) and it in named for it in required)
+    )
 
 
 def _is_left_out(key: str, value: object) -> bool:
@@ -88,5 +105,5 @@ def _loosened_value(key: str, value: Any) -> Any:
     if key in _MAPS and isinstance(value, Mapping):
         return {name: loosened(it) for name, it in value.items()}
     if key == "pattern" and isinstance(value, str):
-        return _LOOK_AROUND.sub("", value)
+        return ascii_classes(_LOOK_AROUND.sub("", value))
     return value if key in _DATA else loosened(value)

@@ -1,15 +1,14 @@
 """The grammar that a request asks for, in OpenAI's and in vLLM's words. Pure."""
 
 import json
-import re
 from collections.abc import Callable
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Literal
 
 import llguidance
 import msgspec
 from msgspec import Meta
 
-from engine.api.loose_schema import COERCE_ONE_OF, loosened
+from engine.api.loose_schema import COERCE_ONE_OF, ascii_classes, loosened
 from engine.errors import InvalidRequestError
 from engine.grammar import check_grammar, json_grammar
 from engine.types import MAX_GRAMMAR_CHARS
@@ -17,8 +16,6 @@ from engine.types import MAX_GRAMMAR_CHARS
 Text = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1, max_length=1024)]
 ANY_OBJECT = {"type": "object"}
-# Of Rust's expressions, which know all scripts; vLLM's users mean ASCII. Classes may be nested.
-_ASCII: Final = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,7 +32,7 @@ class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    schema_: Any = msgspec.field(name="schema", default=None)  # llama.cpp's, beside json_object
+    schema_: Any = msgspec.field(name="schema", default=None)  # llama.cpp's
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,7 +126,8 @@ def _check_outputs(outputs: StructuredOutputs) -> None:
             "choice or grammar",
             param="structured_outputs.structural_tag",
         )
-    if outputs == StructuredOutputs():
+    # By its fields: bodies with unknown keys are decoded as a subclass, which equals no other.
+    if all(value is None for value in msgspec.structs.asdict(outputs).values()):
         raise InvalidRequestError(
             "structured_outputs asks for nothing that is known: give json, regex, choice, grammar "
             "or json_object",
@@ -141,13 +139,16 @@ def _schema_of(form: ResponseFormat | None) -> Any:
     """The schema that a `response_format` means; None for plain text."""
     if form is None or form.type == "text":
         return None
-    if form.type == "json_object":
-        return ANY_OBJECT if form.schema_ is None else form.schema_
-    if form.json_schema is None or form.json_schema.schema_ is None:
+    # In either place, as clients of other servers put it: a schema is never ignored.
+    wrapped = None if form.json_schema is None else form.json_schema.schema_
+    schema = form.schema_ if wrapped is None else wrapped
+    if schema is not None:
+        return schema
+    if form.type == "json_schema":
         raise InvalidRequestError(
             "response_format of type json_schema needs json_schema.schema", param="response_format"
         )
-    return form.json_schema.schema_
+    return ANY_OBJECT
 
 
 def _json(schema: Any) -> str:
@@ -162,8 +163,7 @@ def _json(schema: Any) -> str:
 
 
 def _regex(pattern: str) -> str:
-    ascii_only = re.sub(r"\\(.)", lambda it: _ASCII.get(it[1], it[0]), pattern, flags=re.S)
-    return str(llguidance.LLMatcher.grammar_from_regex(ascii_only))
+    return str(llguidance.LLMatcher.grammar_from_regex(ascii_classes(pattern)))
 
 
 def _choice(choices: list[str]) -> str:

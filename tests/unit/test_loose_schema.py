@@ -13,6 +13,7 @@ from engine.api.structured_output import GrammarFields, grammar_of
 from engine.api.tokenizer import Tokenizer
 from engine.api.tool_calls.forced import forced_grammar
 from engine.api.tool_calls.registry import SYNTAXES
+from engine.api.unknown_keys import lenient
 from engine.errors import InvalidRequestError
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
@@ -102,6 +103,7 @@ def test_calls_have_named_arguments_alone_unless_the_schema_says_otherwise(
         ({**one, "additionalProperties": True}, '{"x": 1}', True),
         ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}, '{"a":1,"b":1}', True),
         ({}, '{"x": 1}', True),
+        ({"properties": {"a": {}}, "required": ["b"]}, '{"b": 1}', True),
     ]
     for schema, text, is_allowed in cases:
         grammar = forced_grammar(
@@ -118,11 +120,18 @@ COLOUR = {"enum": ["red", "blue"]}
     [
         ({"regex": r"\d[\d.]\w\\d"}, [r"31a\d"], [r"٣1a\d", r"3.é\d"]),
         ({"guided_regex": r"\D"}, ["٣"], ["3"]),
+        ({"json_schema": {"pattern": r"^\d\w$", "type": "string"}}, ['"1a"'], ['"٣a"', '"1é"']),
         ({"json_schema": COLOUR}, ['"red"'], ['"pink"']),
         ({"json_schema": json.dumps(COLOUR)}, ['"red"'], ['"pink"']),
         ({"grammar": 'root ::= "a" | "b"'}, ["a"], ["c"]),
         ({"ebnf": 'root ::= "a" | "b"'}, ["b"], ["c"]),
         ({"response_format": {"type": "json_object", "schema": COLOUR}}, ['"red"'], ["{}"]),
+        ({"response_format": {"type": "json_schema", "schema": COLOUR}}, ['"red"'], ["{}"]),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": COLOUR}}},
+            ['"red"'],
+            ["{}"],
+        ),
     ],
 )
 def test_the_words_of_other_servers_bind_too(
@@ -134,11 +143,16 @@ def test_the_words_of_other_servers_bind_too(
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"), [({}, "asks for nothing"), ({"structural_tag": {}}, "structural_tag is not")]
+    ("asked", "told"),
+    [
+        ({}, "asks for nothing"),
+        ({"jsno": {}}, "asks for nothing"),
+        ({"structural_tag": {}}, "structural_tag is not"),
+    ],
 )
 def test_a_wish_for_structure_is_never_ignored(asked: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidRequestError, match=told):
-        grammar_of(msgspec.convert({"structured_outputs": asked}, GrammarFields))
+        grammar_of(msgspec.convert({"structured_outputs": asked}, lenient(GrammarFields)))
 
 
 @pytest.mark.parametrize(
