@@ -50,6 +50,20 @@ async def assert_called(client: openai.AsyncOpenAI, *, is_read: bool) -> None:
     assert len(calls) == 1
 
 
+async def assert_forced(client: openai.AsyncOpenAI) -> None:
+    """A model of random weights calls the tool, whether calls that it likes to make are read."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        body = {**ASKED, "tools": [WEATHER], "tool_choice": choice, "extra_body": {}}
+        # Else it may like to call for ever.
+        body["parallel_tool_calls"] = False
+        forced = await client.chat.completions.create(**body)
+        assert forced.choices[0].finish_reason == "tool_calls"
+        [call] = forced.choices[0].message.tool_calls or []
+        assert call.type == "function" and call.function.name == "weather"
+        assert json.loads(call.function.arguments) in ({"city": "Rome"}, {"city": "Oslo"})
+
+
 async def test_proxy_and_node_read_calls_and_check_keys_as_their_own_options_say(
     cluster: Cluster, checkpoints: dict[str, Path]
 ) -> None:
@@ -66,6 +80,7 @@ async def test_proxy_and_node_read_calls_and_check_keys_as_their_own_options_say
         async with running_proxy(config) as base, client_of(base) as client:
             await until_status(f"{base}/ready", 200)
             await assert_called(client, is_read=is_read)
+            await assert_forced(client)
             assert (await ask(base, question([5, 6], top_pp=0.5))).status == 200
     async with client_of(node.url) as client:
         await assert_called(client, is_read=True)
@@ -90,15 +105,4 @@ async def test_what_a_tool_answered_goes_back_to_the_model(
         )
         assert first.usage and second.usage
         assert second.usage.prompt_tokens > first.usage.prompt_tokens
-        named = {"type": "function", "function": {"name": "weather"}}
-        for choice in ("required", named):
-            body = {**ASKED, "tools": [WEATHER], "tool_choice": choice, "extra_body": {}}
-            # A model of random weights may like to call for ever.
-            body["parallel_tool_calls"] = False
-            forced = await client.chat.completions.create(**body)
-            assert forced.choices[0].finish_reason == "tool_calls"
-            calls = forced.choices[0].message.tool_calls or []
-            assert len(calls) == 1
-            call = calls[0]
-            assert call.function.name == "weather"
-            assert json.loads(call.function.arguments) in ({"city": "Rome"}, {"city": "Oslo"})
+        await assert_forced(client)
