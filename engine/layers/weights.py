@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError
+from engine.model_files import read_bytes
 from engine.ops.backend import ops_for
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -97,6 +98,8 @@ class Weights:
 
     def _open(self, path: Path, rename: Callable[[str], str | None]) -> None:
         try:
+            # For the reason: safetensors says of all files that it cannot open that there is none.
+            path.open("rb").close()
             file = self._files.enter_context(safe_open(str(path), framework="pt"))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -126,10 +129,11 @@ class _ShardIndex(msgspec.Struct, frozen=True):
 
 def _shards(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
-    if not index.exists():
+    content = read_bytes(index)
+    if content is None:
         return [folder / SINGLE_FILE]
     try:
-        names = msgspec.json.decode(index.read_bytes(), type=_ShardIndex).weight_map.values()
+        names = msgspec.json.decode(content, type=_ShardIndex).weight_map.values()
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{index} has no weight_map of file names: {error}") from error
     return [folder / _plain_name(index, name) for name in sorted(set(names))]

@@ -15,9 +15,13 @@ def resolve_folder(model: str) -> Path:
     Raises CheckpointError when it is neither, or when hub and hub cache do not have it now.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists() or folder.is_absolute() or model.startswith((".", "~")):
+    try:
+        is_there = folder.exists()
+        if folder.is_dir():
+            return folder
+    except OSError as error:
+        raise CheckpointError(f"model {model!r} cannot be read: {error.strerror}") from error
+    if is_there or folder.is_absolute() or model.startswith((".", "~")):
         raise CheckpointError(f"model {model!r} is not a folder; give a Hugging Face model folder")
     return _download(model)
 

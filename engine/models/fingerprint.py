@@ -4,6 +4,8 @@ from pathlib import Path
 
 import xxhash
 
+from engine.errors import CheckpointError
+
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
 
@@ -12,11 +14,14 @@ def model_fingerprint(folder: Path) -> str:
     """Digest of every safetensors header and of evenly spaced samples of the tensors.
 
     Two nodes compare it before they exchange K/V: equal shapes with other weights would give wrong
-    tokens.
+    tokens. Raises CheckpointError for a file that cannot be read.
     """
     digest = xxhash.xxh3_128()
     for path in sorted(folder.glob("*.safetensors")):
-        _add_file(digest, path)
+        try:
+            _add_file(digest, path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 

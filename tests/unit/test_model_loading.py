@@ -16,6 +16,7 @@ from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.mamba2 import Mamba2Config
 from engine.model_configs.registry import ARCHITECTURES, read_config
+from engine.models.fingerprint import model_fingerprint
 from engine.models.hybrid import HybridModel
 from engine.models.loader import load_model
 from engine.models.registry import FAMILIES
@@ -273,6 +274,17 @@ def test_wrong_tensors_are_named(
 def test_folder_without_weights_is_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(folder)
+
+
+def test_weights_that_cannot_be_read_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    for read in (load, model_fingerprint):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+            read(folder)
+    (folder / "model.safetensors.index.json").symlink_to("model.safetensors.index.json")
+    with pytest.raises(CheckpointError, match=r"index\.json cannot be read: Too many levels"):
         load(folder)
 
 
