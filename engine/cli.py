@@ -1,16 +1,23 @@
 """Command lines of config structs: one flag for each field."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import Parameter, Signature
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
+import structlog
 import typer
 from msgspec import inspect
+from typer.core import TyperCommand
 
 from engine.config import Config, ConfigT, NodeConfig, ServerConfigT, load_config
+from engine.errors import ConfigError
 from engine.process import Server, configure_logging, run_server
+from engine.vllm_flags import without_vllm_flags
+
+log = structlog.get_logger()
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML whose keys are these flags; flags win.")
@@ -40,23 +47,41 @@ def server_app(
     purpose: str,
     **defaults: object,
 ) -> typer.Typer:
-    """A typer app with one command, which runs a server; `defaults` win over those of `kind`."""
+    """A typer app with one command, which runs a server; `defaults` win over those of `kind`.
+
+    Its command line may have flags of vLLM, too: those without effect are logged.
+    """
+    ignored: list[str] = []
+
+    class ServerCommand(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            fields = _fields(kind)
+            try:
+                args, others = without_vllm_flags(args, {*_flags_of(fields.values())})
+            except ConfigError as error:
+                raise typer.BadParameter(str(error), ctx=ctx) from None
+            ignored[:] = others
+            return super().parse_args(ctx, _one_value_per_flag(args, fields))
 
     def run(load: Callable[[], ServerConfigT]) -> None:
         def make() -> Server:
             config = load()
             configure_logging(config.log_level)
+            if ignored:
+                log.warning("flags of vLLM have no effect here", flags=ignored)
             return make_server(config)
 
         run_server(make)
 
-    return command_app(kind, run, purpose, **defaults)
+    return command_app(kind, run, purpose, command_class=ServerCommand, **defaults)
 
 
 def command_app(
     kind: type[ConfigT],
     command: Callable[[Callable[[], ConfigT]], None],
     purpose: str,
+    *,
+    command_class: type[TyperCommand] = TyperCommand,
     **defaults: object,
 ) -> typer.Typer:
     """A typer app with one command, which gets what loads its options, or raises ConfigError."""
@@ -80,7 +105,7 @@ def command_app(
     run.__signature__ = Signature([*parameters, config])  # type: ignore[attr-defined]
     # Without rich's markup, which takes [words] in brackets for styles and cuts long flags short.
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(help=purpose)(run)
+    app.command(cls=command_class, help=purpose)(run)
     return app
 
 
@@ -95,15 +120,49 @@ def _fields(kind: type[Config]) -> dict[str, inspect.Field]:
     return {field.name: field for field in told.fields}
 
 
-def _parameter(field: inspect.Field, default: object) -> Parameter:
+def _kind(field: inspect.Field) -> inspect.Type:
+    """The type of a field that is there: that of `X | None` is X."""
     kind = field.type.type if isinstance(field.type, inspect.Metadata) else field.type
-    if isinstance(kind, inspect.UnionType):  # `X | None`
-        kind = kind.types[0]
+    return kind.types[0] if isinstance(kind, inspect.UnionType) else kind
+
+
+def _flags_of(fields: Iterable[inspect.Field]) -> list[str]:
+    return [f"--{field.encode_name.replace('_', '-')}" for field in fields]
+
+
+def _one_value_per_flag(words: Sequence[str], fields: Mapping[str, inspect.Field]) -> list[str]:
+    """The words with `--flag a b`, as vLLM takes lists, written as `--flag a --flag b`.
+
+    If no other word is the command's argument, the last one of such a list is.
+    """
+    flags = dict(zip(_flags_of(fields.values()), map(_kind, fields.values()), strict=True))
+    lists = {flag for flag, kind in flags.items() if isinstance(kind, inspect.VarTupleType)}
+    switches = {flag for flag, kind in flags.items() if isinstance(kind, inspect.BoolType)}
+    takes_one = flags.keys() - switches - lists | {"--config"}
+    groups: list[list[str]] = []  # a flag and its values, or a word of no flag
+    for word in words:
+        flag, num_values = (groups[-1][0], len(groups[-1]) - 1) if groups else ("", 0)
+        takes_first = flag in takes_one | lists and num_values == 0
+        if takes_first or (flag in lists and not word.startswith("-")):
+            groups[-1].append(word)
+        else:
+            groups.append([word])
+    has_argument = any("argument" in _extra(field) for field in fields.values())
+    if has_argument and all(group[0].startswith("-") for group in groups):
+        long = [group for group in groups if len(group) > 2]
+        groups += [[long[-1].pop()]] if long else []
+    made: list[str] = []
+    for flag, *values in groups:
+        made += chain.from_iterable((flag, value) for value in values) if values else [flag]
+    return made
+
+
+def _parameter(field: inspect.Field, default: object) -> Parameter:
     return Parameter(
         field.name,
         Parameter.KEYWORD_ONLY,
         default=_info(field, _shown(default), None),
-        annotation=_flag_type(kind) | None,
+        annotation=_flag_type(_kind(field)) | None,
     )
 
 

@@ -3,8 +3,10 @@
 import json
 import re
 from pathlib import Path
+from typing import cast
 
 import pytest
+import structlog
 import typer
 from typer.testing import CliRunner
 
@@ -16,6 +18,7 @@ from engine.config import KVTransferConfig, NodeConfig, decode_config, load_conf
 from engine.errors import ConfigError
 from engine.node.membership import token_for_calls
 from engine.process import Server
+from engine.vllm_flags import ANY_VALUE, ONLY, REFUSED, SWITCHES
 from proxy.config import ProxyConfig
 
 
@@ -52,6 +55,73 @@ def test_help_names_flags_in_full_and_their_defaults() -> None:
         "--dtype": default.dtype,
     }.items():
         assert re.search(rf"{flag}\s[^\[]*\[{re.escape(value)}\]", told), flag
+
+
+class Made(Exception):
+    """A node was about to be made, with these options."""
+
+
+def started(*words: str) -> tuple[NodeConfig, str]:
+    """The options that a command line gives, and what it says."""
+
+    def keep(config: NodeConfig) -> Server:
+        raise Made(config)
+
+    done = CliRunner().invoke(node_app("prefill", 8100, keep), words)
+    structlog.reset_defaults()
+    assert isinstance(done.exception, Made), done.output
+    return cast(NodeConfig, done.exception.args[0]), done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("m --served-model-name a b --port 1", ("a", "b")),
+        ("--served-model-name a b m", ("a", "b")),
+        ("--served-model-name a m", ("a",)),
+        ("--port 1 m --served-model-name a --served-model-name b c", ("a", "b", "c")),
+        ("--api-key -k --served-model-name=a m --enable-prefix-caching", ("a",)),
+    ],
+)
+def test_a_flag_takes_several_words(words: str, names: tuple[str, ...]) -> None:
+    config, _ = started(*words.split())
+    assert (config.model, config.served_model_name) == ("m", names)
+
+
+def test_flags_of_vllm_without_effect_are_taken_with_a_line() -> None:
+    words = "m --enable-auto-tool-choice --seed 0 -tp 1 --load-format=auto --max-num-seqs 3"
+    config, told = started(*words.split())
+    assert config.max_num_seqs == 3
+    (line,) = told.splitlines()
+    assert json.loads(line)["flags"] == [
+        "--enable-auto-tool-choice",
+        "--seed 0",
+        "--tensor-parallel-size 1",
+        "--load-format auto",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tensor-parallel-size 2", "--tensor-parallel-size '2' of vLLM is not served here: only"),
+        ("--load-format dummy", "only auto or safetensors"),
+        ("--root-path /x", "--root-path of vLLM is not served here: let the proxy"),
+        ("-q=fp8", "--quantization of vLLM"),
+        ("--seed", "--seed of vLLM needs a value"),
+        ("--no-such-flag", "No such option"),
+    ],
+)
+def test_flags_that_would_mean_something_are_refused(words: str, message: str) -> None:
+    done = CliRunner().invoke(node_app("prefill", 8100, no_server), ["m", *words.split()])
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.split())
+
+
+def test_no_flag_of_ours_is_taken_for_one_of_vllm() -> None:
+    command = typer.main.get_command(node_app("prefill", 8100, no_server))
+    ours = {flag for option in command.params for flag in option.opts}
+    assert not ours & (SWITCHES | ANY_VALUE | ONLY.keys() | REFUSED.keys())
 
 
 @pytest.mark.parametrize(
