@@ -44,9 +44,15 @@ def counts_of(usage: openai.types.CompletionUsage | None) -> tuple[int, int, int
     return usage.prompt_tokens, usage.completion_tokens, cached
 
 
-async def test_models_are_listed_and_described(client: openai.AsyncOpenAI) -> None:
+async def test_models_are_listed_and_described(
+    served: ServedCluster, client: openai.AsyncOpenAI
+) -> None:
     assert [model.id async for model in client.models.list()] == ["tiny"]
-    assert (await client.models.retrieve("tiny")).id == "tiny"
+    # Benchmarks load the tokenizer of `root`, which the proxy has from its nodes.
+    for url in (served.proxy.url, served.d.url):
+        async with client_of(url, API_KEY) as asking:
+            card = await asking.models.retrieve("tiny")
+        assert (card.id, card.to_dict()["root"]) == ("tiny", str(served.model))
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("other")
 
