@@ -14,6 +14,8 @@ from engine.api.chat import ChatFormat
 from engine.api.completion import CompletionFormat
 from engine.api.document import DOCUMENT_PATHS, Document
 from engine.api.endpoint import GenerateEndpoint, Planner
+from engine.api.messages.reply import MessageFormat
+from engine.api.messages.request import plan_message
 from engine.api.operations import PROBE_PATHS, Operations
 from engine.api.plan import plan_chat, plan_completion
 from engine.api.responses.reply import ResponseFormat
@@ -58,6 +60,7 @@ def create_app(
         ("/v1/completions", plan_completion, CompletionFormat(serving.tokenizer)),
         ("/v1/chat/completions", plan_chat, ChatFormat(serving.tokenizer)),
         ("/v1/responses", plan_response, ResponseFormat(serving.tokenizer)),
+        ("/v1/messages", plan_message, MessageFormat()),
     )
     for path, planner, reply_format in formats:
         endpoint = GenerateEndpoint(

@@ -11,6 +11,8 @@ from typing import Any, Final
 import msgspec
 from starlette.routing import Route
 
+from engine.api.messages.reply import MessageReply
+from engine.api.messages.request import CountTokensRequest, MessagesRequest
 from engine.api.replies import (
     ChatReply,
     CompletionReply,
@@ -19,6 +21,7 @@ from engine.api.replies import (
     ModelCard,
     ModelList,
     ReadyReply,
+    TokenCount,
     TokenizeReply,
     VersionReply,
 )
@@ -33,7 +36,7 @@ from engine.api.schema import (
 )
 from engine.api.serving import Serving
 from engine.api.unknown_keys import lenient
-from engine.http.errors import ErrorReply
+from engine.http.errors import AnthropicErrorReply, ErrorReply, is_anthropic
 from engine.types import KVTransferParams, SamplingParams
 
 REF: Final = "#/components/schemas/{name}"
@@ -60,6 +63,12 @@ PATHS: Final[Mapping[str, Described]] = MappingProxyType(
         "/v1/responses": Described(
             "Answer input items", ResponseReply, ResponsesRequest, has_stream=True
         ),
+        "/v1/messages": Described(
+            "Answer a conversation", MessageReply, MessagesRequest, has_stream=True
+        ),
+        "/v1/messages/count_tokens": Described(
+            "Count the tokens of a conversation", TokenCount, CountTokensRequest
+        ),
         "/v1/models": Described("The models that are served", ModelList),
         "/v1/models/{name}": Described("One of them", ModelCard),
         "/tokenize": Described("Text or conversation to token ids", TokenizeReply, TokenizeRequest),
@@ -76,6 +85,11 @@ PATHS: Final[Mapping[str, Described]] = MappingProxyType(
     }
 )
 
+_SAMPLED: Final = (
+    *(CompletionRequest, ChatRequest),
+    *(ResponsesRequest, MessagesRequest, CountTokensRequest),
+)
+
 
 def openapi(
     serving: Serving, routes: Iterable[Route], *, open_paths: Collection[str] | None
@@ -88,10 +102,11 @@ def openapi(
     read = bodies if serving.strict_api else [lenient(kind) for kind in bodies]
     written = [it.reply for it in PATHS.values() if isinstance(it.reply, type)]
     _, schemas = msgspec.json.schema_components(
-        [*read, *written, ErrorReply, KVTransferParams, SamplingParams], ref_template=REF
+        [*read, *written, ErrorReply, AnthropicErrorReply, KVTransferParams, SamplingParams],
+        ref_template=REF,
     )
     _bound_sampling(schemas)
-    for kind in (CompletionRequest, ChatRequest, ResponsesRequest):
+    for kind in _SAMPLED:
         properties = schemas[kind.__name__]["properties"]
         for key, values in neutral_values(kind).items():
             properties[key] = {"enum": list(values)}
@@ -124,7 +139,8 @@ def _operation(path: str, described: Described, is_open: bool) -> dict[str, Any]
     if described.has_stream:
         content["text/event-stream"] = {}
     ok = {"description": "OK", **({"content": content} if content else {})}
-    error = {"description": "Error", "content": {"application/json": _schema_of(ErrorReply)}}
+    failure = _schema_of(AnthropicErrorReply if is_anthropic(path) else ErrorReply)
+    error = {"description": "Error", "content": {"application/json": failure}}
     operation: dict[str, Any] = {
         "summary": described.summary,
         "responses": {"200": ok, "4XX": error, "5XX": error},
@@ -148,7 +164,7 @@ def _bound_sampling(schemas: dict[str, Any]) -> None:
     """Bounds of sampling values stand in the type that the engine reads; bodies keep to them."""
     bounded = schemas.pop(SamplingParams.__name__)["properties"]
     schemas.pop("BadWord")
-    for kind in (CompletionRequest, ChatRequest, ResponsesRequest):
+    for kind in _SAMPLED:
         properties = schemas[kind.__name__]["properties"]
         for key in properties.keys() & bounded.keys():
             plain = {"anyOf": [{"type": bounded[key].get("type")}, {"type": "null"}]}

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.api.json_body import decode_body
+from engine.api.messages.request import count_tokens
 from engine.api.plan import check_model, encode_chat
 from engine.api.replies import (
     DetokenizeReply,
@@ -71,6 +72,11 @@ class Operations:
             # A path, since names such as those of the hub have slashes.
             Route("/v1/models/{name:path}", self.model),
             Route("/tokenize", partial(self._in_thread, self._tokenize), methods=["POST"]),
+            Route(
+                "/v1/messages/count_tokens",
+                partial(self._in_thread, partial(count_tokens, self._serving)),
+                methods=["POST"],
+            ),
             Route("/detokenize", partial(self._in_thread, self._detokenize), methods=["POST"]),
             *(tokenizer_info if self._serving.has_tokenizer_info else ()),
         ]

@@ -223,6 +223,12 @@ class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
     token_strs: list[str] | None = None
 
 
+class TokenCount(msgspec.Struct, frozen=True, kw_only=True):
+    """POST /v1/messages/count_tokens, in Anthropic's shape."""
+
+    input_tokens: int
+
+
 class DetokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
     """POST /detokenize, in vLLM's shape."""
 

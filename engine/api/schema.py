@@ -162,6 +162,25 @@ class SamplingFields(_Unsupported, frozen=True, kw_only=True, forbid_unknown_fie
     kv_transfer_params: Raw = msgspec.field(default_factory=Raw)
 
 
+def sampling_fields(fields: SamplingFields) -> dict[str, Any]:
+    """Those that every kind of request has, to make one of another kind."""
+    return {name: getattr(fields, name) for name in SamplingFields.__struct_fields__}
+
+
+def refuse_untold(fields: SamplingFields, path: str) -> None:
+    """Raise InvalidRequestError for what has no place in the replies of other protocols."""
+    untold = {
+        "n": (fields.n or 1) > 1,
+        "prompt_logprobs": fields.prompt_logprobs is not None,
+        "return_token_ids": fields.return_token_ids,
+    }
+    for name, is_asked in untold.items():
+        if is_asked:
+            raise InvalidRequestError(
+                f"{name} is not told by {path}: use /v1/chat/completions", param=name
+            )
+
+
 Prompt = str | list[str | int | list[int]]
 
 

@@ -74,11 +74,21 @@ class AnthropicErrorReply(msgspec.Struct, frozen=True, kw_only=True):
     type: str = "error"
 
 
+def is_anthropic(path: str) -> bool:
+    """Whether clients of this path read Anthropic's protocol."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+
+
 def anthropic_error(status: int, message: str, request_id: str | None = None) -> bytes:
     """JSON of an error in Anthropic's shape; its type follows from the status."""
     kind = "invalid_request_error" if status < 500 else "api_error"
     detail = AnthropicErrorDetail(type=_ANTHROPIC_TYPES.get(status, kind), message=message)
     return msgspec.json.encode(AnthropicErrorReply(error=detail, request_id=request_id))
+
+
+def anthropic_failure(error: TandemError) -> bytes:
+    """JSON of an error that ends a stream of Anthropic's protocol."""
+    return anthropic_error(status_and_body(error)[0], str(error)[:MAX_MESSAGE_CHARS])
 
 
 def error_body(
@@ -119,8 +129,7 @@ def error_response(error: TandemError, scope: Scope) -> Response:
 
 def _in_shape_of(scope: Scope, status: int, message: str, *, body: bytes) -> bytes:
     """The body of an error as the clients of this path read it; `body` is OpenAI's."""
-    path = scope["path"]
-    if path != ANTHROPIC_PATH and not path.startswith(f"{ANTHROPIC_PATH}/"):
+    if not is_anthropic(scope["path"]):
         return body
     return anthropic_error(status, message, origin_of(scope).label or None)
 

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import AuthenticationError, OverloadedError
 from engine.http.callers import Callers, remember, remember_label
-from engine.http.errors import error_response, preflight_hint
+from engine.http.errors import error_response, is_anthropic, preflight_hint
 
 MAX_REQUEST_ID_CHARS = 128
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")
@@ -72,6 +72,8 @@ def _key_of(headers: Headers) -> bytes:
 class RequestIdEcho:
     """Puts X-Request-Id on every response: the caller's label, cleaned, or a fresh one.
 
+    Anthropic's clients read it as Request-Id.
+
     A label is cut to 128 characters; an underscore replaces all that is not printable ASCII.
     """
 
@@ -88,7 +90,10 @@ class RequestIdEcho:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = label
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = label
+                if is_anthropic(scope["path"]):
+                    headers["request-id"] = label
             await send(message)
 
         await self._app(scope, receive, send_with_id)

@@ -1,7 +1,7 @@
 """POST /v1/responses as a chat: types of its body, and their translation. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -16,10 +16,13 @@ from engine.api.schema import (
     SamplingFields,
     TemplateExtras,
     TextPart,
+    refuse_untold,
+    sampling_fields,
 )
 from engine.api.serving import Serving
 from engine.api.structured_output import JsonSchema, ResponseFormat
-from engine.api.tool_schema import MAX_TOOLS, Called, CalledFunction, Function, Tool
+from engine.api.tool_schema import MAX_TOOLS, Function, Tool
+from engine.api.turns import Turns
 from engine.errors import InvalidRequestError
 from engine.types import MAX_LOGPROBS
 
@@ -39,7 +42,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     refusal: str | None = None
     annotations: Raw = msgspec.field(default_factory=Raw)
     logprobs: Raw = msgspec.field(default_factory=Raw)
-    prompt_cache_breakpoint: Any = None
+    prompt_cache_breakpoint: Raw = msgspec.field(default_factory=Raw)
 
     def __post_init__(self) -> None:
         """Raise ValueError for anything but text."""
@@ -72,8 +75,8 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: _Name | None = None
     arguments: str | None = None
     output: str | list[Part] | None = None
-    caller: Any = None
-    namespace: Any = None
+    caller: Raw = msgspec.field(default_factory=Raw)
+    namespace: Raw = msgspec.field(default_factory=Raw)
 
     def __post_init__(self) -> None:
         """Raise ValueError for other types and for items without their parts.
@@ -160,31 +163,26 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
     chat_template_kwargs: TemplateExtras | None = None
     previous_response_id: Any = None
     conversation: Any = None
-    prompt: Any = None
+    prompt: Raw = msgspec.field(default_factory=Raw)
     background: bool | None = None
     prompt_cache_options: Any = None
 
     def __post_init__(self) -> None:
         """Raise InvalidRequestError for what needs a store, or has no place in the reply."""
         super().__post_init__()
-        for name in ("previous_response_id", "conversation", "prompt"):
-            if getattr(self, name) is not None:
+        # Raw, since it may be as long as the body.
+        has_prompt = bytes(memoryview(self.prompt)[:5]) not in (b"", b"null")
+        stored = {"previous_response_id": self.previous_response_id is not None}
+        stored |= {"conversation": self.conversation is not None, "prompt": has_prompt}
+        for name, is_given in stored.items():
+            if is_given:
                 raise InvalidRequestError(f"{name} is not supported: {_HISTORY}", param=name)
         if self.background:
             raise InvalidRequestError(
                 "background=true is not supported: nothing is stored here; use stream",
                 param="background",
             )
-        untold = {
-            "n": (self.n or 1) > 1,
-            "prompt_logprobs": self.prompt_logprobs is not None,
-            "return_token_ids": self.return_token_ids,
-        }
-        for name, is_asked in untold.items():
-            if is_asked:
-                raise InvalidRequestError(
-                    f"{name} is not told by /v1/responses: use /v1/chat/completions", param=name
-                )
+        refuse_untold(self, "/v1/responses")
 
 
 def plan_response(body: bytes, serving: Serving, session_id: str | None = None) -> Plan:
@@ -214,7 +212,6 @@ def plan_response(body: bytes, serving: Serving, session_id: str | None = None) 
 
 def chat_of(fields: ResponsesRequest) -> ChatRequest:
     """The same request as a chat; raises InvalidRequestError for items that do not fit."""
-    shared = {name: getattr(fields, name) for name in SamplingFields.__struct_fields__}
     tools, choice = _tools(fields)
     # Clients send 0 where they want none.
     tells_logprobs = bool(fields.top_logprobs) or LOGPROBS in (fields.include or ())
@@ -224,7 +221,7 @@ def chat_of(fields: ResponsesRequest) -> ChatRequest:
     cut = -1 if fields.truncation == "auto" else fields.truncate_prompt_tokens
     return ChatRequest(
         **{
-            **shared,
+            **sampling_fields(fields),
             "messages": _messages(fields),
             "tools": tools,
             "tool_choice": choice,
@@ -280,77 +277,31 @@ def _tools(fields: ResponsesRequest) -> tuple[list[Tool], Any]:
     return tools, fields.tool_choice
 
 
-@dataclass(slots=True)
-class _Turns:
-    """Messages in the making: thoughts, text and calls of one assistant turn are one message."""
-
-    done: list[Message] = field(default_factory=list)
-    thoughts: list[str] = field(default_factory=list)
-    content: str | None = None
-    calls: list[Called] = field(default_factory=list)
-    known_calls: set[str] = field(default_factory=set)
-
-    def add(self, path: str, item: Item) -> None:
-        """Take the next item; `path` is its place in the body."""
-        match item:
-            case Item(type="reasoning"):
-                self._next_step()
-                self.thoughts += [it.written for it in _parts(item.content) or item.summary or ()]
-            case Item(type="function_call"):
-                function = CalledFunction(name=item.name or "", arguments=item.arguments or "")
-                self.calls.append(Called(function=function, id=item.call_id))
-                self.known_calls.add(item.call_id or "")
-            case Item(type="function_call_output"):
-                self.end_turn()
-                self._check_known(path, item.call_id)
-                told = _told(item.output)
-                self.done.append(Message(role="tool", content=told, tool_call_id=item.call_id))
-            case Item(role="assistant"):
-                self._next_step()
-                self.content = "".join(it.written for it in _parts(item.content))
-            case _:
-                self.end_turn()
-                self.done.append(Message(role=item.role or "user", content=_told(item.content)))
-
-    def _check_known(self, path: str, call_id: str | None) -> None:
-        # A result without its call: the client left out items that it thinks are stored.
-        if call_id not in self.known_calls:
-            raise InvalidRequestError(
-                f"{path}.call_id={call_id!r}: no function_call before it has this id; {_HISTORY}",
-                param=f"{path}.call_id",
-            )
-
-    def _next_step(self) -> None:
-        """End the turn before thoughts or text that cannot belong to it."""
-        # One turn of a template: thoughts, then text, then calls.
-        if self.content is not None or self.calls:
-            self.end_turn()
-
-    def end_turn(self) -> None:
-        """Close the assistant's turn, if one is open."""
-        if self.content is not None or self.calls or self.thoughts:
-            self.done.append(
-                Message(
-                    role="assistant",
-                    content=self.content or "",
-                    reasoning_content="\n".join(self.thoughts) or None,
-                    tool_calls=self.calls or None,
-                )
-            )
-        self.thoughts, self.content, self.calls = [], None, []
-
-
 def _messages(fields: ResponsesRequest) -> list[Message]:
-    turns = _Turns()
+    turns = Turns(_HISTORY)
     if fields.instructions:
-        turns.done.append(Message(role="system", content=fields.instructions))
+        turns.add(Message(role="system", content=fields.instructions))
     if isinstance(fields.input, str):
-        turns.done.append(Message(role="user", content=fields.input))
+        turns.add(Message(role="user", content=fields.input))
     else:
         for index, item in enumerate(fields.input):
-            turns.add(f"input[{index}]", item)
+            _add(turns, f"input[{index}]", item)
     turns.end_turn()
     return turns.done
+
+
+def _add(turns: Turns, path: str, item: Item) -> None:
+    match item:
+        case Item(type="reasoning"):
+            turns.think(it.written for it in _parts(item.content) or item.summary or ())
+        case Item(type="function_call", name=str(name), call_id=str(call_id)):
+            turns.call(name, item.arguments or "", call_id)
+        case Item(type="function_call_output", call_id=str(call_id)):
+            turns.result(f"{path}.call_id", call_id, _told(item.output))
+        case Item(role="assistant"):
+            turns.say("".join(it.written for it in _parts(item.content)))
+        case _:
+            turns.add(Message(role=item.role or "user", content=_told(item.content)))
 
 
 def _parts(content: str | Sequence[Part] | None) -> Sequence[Part]:
