@@ -5,7 +5,7 @@ a large body the sizes of its members are checked before anything is built.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +20,7 @@ MAX_ITEMS = 1_048_576
 MAX_TEMPLATE_BYTES = 1_048_576  # of each member that only chat templates read
 MAX_OTHER_BYTES = 262_144
 MAX_COLONS = 4096
-MAX_INPUT_KEYS = 4 * MAX_MESSAGES  # roles and types of items and of their parts
+MAX_PARTS = 4 * MAX_MESSAGES  # of all messages of a request
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -145,22 +145,25 @@ def _check_sizes(body: bytes, max_model_len: int) -> None:
         )
     for name in ("prompt", "tokens"):
         _check_num_items(large[name], name, max_model_len)
-    # Every message has this key, and no string can hold it with bare quotes.
-    num_messages = large["messages"].count(b'"role"')
-    if num_messages > MAX_MESSAGES:
-        raise InvalidRequestError(
-            f"messages: {num_messages} turns, at most {MAX_MESSAGES} are taken", param="messages"
-        )
-    # An item or part of content has one of these at least.
-    num_items = large["input"].count(b'"type"') + large["input"].count(b'"role"')
-    if num_items > MAX_INPUT_KEYS:
-        raise InvalidRequestError(
-            f"input: more than {MAX_MESSAGES} items with their parts are not taken", param="input"
-        )
+    # Every message has the first key, and every part, call or other item the second; no string can
+    # hold them with bare quotes.
+    _check_num_keys(large, ("messages", "input"), "role", most=MAX_MESSAGES)
+    _check_num_keys(large, ("messages", "input", "system"), "type", most=MAX_PARTS)
     for name in ("chat_template_kwargs", "tools"):
         if (size := len(large[name])) > MAX_TEMPLATE_BYTES:
             raise InvalidRequestError(
                 f"{name} take {size} bytes: send at most {MAX_TEMPLATE_BYTES}", param=name
+            )
+
+
+def _check_num_keys(
+    large: Mapping[str, bytes], names: Sequence[str], key: str, *, most: int
+) -> None:
+    for name in names:
+        if (count := large[name].count(f'"{key}"'.encode())) > most:
+            what = "turns" if key == "role" else "parts"
+            raise InvalidRequestError(
+                f"{name}: {count} {what}, at most {most} are taken", param=name
             )
 
 

@@ -1,10 +1,11 @@
-"""The official openai client and curl, unchanged, through a real proxy to real nodes."""
+"""The official clients of OpenAI and Anthropic, and curl, through a real proxy to real nodes."""
 
 import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
@@ -131,6 +132,36 @@ async def test_a_turn_with_calls_and_results_goes_through_the_proxy(
     stream = await client.chat.completions.create(**asked, stream=True)
     text = "".join([c.choices[0].delta.content or "" async for c in stream])
     assert text == whole.choices[0].message.content
+
+
+@pytest.mark.parametrize("server", ["proxy", "p", "d"])
+async def test_all_protocols_say_what_a_chat_says(
+    served: ServedCluster, client: openai.AsyncOpenAI, server: str
+) -> None:
+    said = (await client.chat.completions.create(messages=CHAT, **GREEDY)).choices[0].message
+    url = getattr(served, server).url
+    items: Any = CHAT
+    async with client_of(url, API_KEY) as other:
+        response = await other.responses.create(
+            input=items, model="tiny", max_output_tokens=12, temperature=0
+        )
+    assert response.output_text == said.content
+    system, user = (str(turn["content"]) for turn in CHAT)
+    asked: Any = {
+        "model": "tiny",
+        "system": system,
+        "messages": [{"role": "user", "content": user}],
+    }
+    http = anthropic.DefaultAsyncHttpxClient(verify=False)
+    async with (
+        anthropic.AsyncAnthropic(base_url=url, api_key=API_KEY, http_client=http) as agent,
+        agent.messages.stream(**asked, max_tokens=12, extra_body={"temperature": 0}) as stream,
+    ):
+        message: Any = await stream.get_final_message()
+        counted = await agent.messages.count_tokens(**asked)
+    assert message.content[0].text == said.content and message.stop_reason == "max_tokens"
+    cached = message.usage.cache_read_input_tokens or 0
+    assert message.usage.input_tokens + cached == counted.input_tokens
 
 
 async def test_several_choices_and_prompts_are_handed_over_each(

@@ -241,6 +241,22 @@ async def test_a_client_that_leaves_cancels_everything(
     assert generator.cancelled == n
 
 
+@pytest.mark.parametrize(
+    ("path", "key"), [("/v1/responses", "input"), ("/v1/messages", "messages")]
+)
+async def test_so_it_does_in_the_middle_of_named_events(
+    serving: Serving, path: str, key: str
+) -> None:
+    generator = ScriptedGenerator(outputs_of([70, 71])[:1], endless=True)
+    hello = [{"role": "user", "content": "hello"}]
+    body = {key: hello, "max_tokens": 9, "stream": True}
+    async with running(generator, serving) as base, aiohttp.ClientSession() as session:
+        async with session.post(base + path, json=body) as response:
+            assert (await response.content.readline()).startswith(b"event: ")
+        await until(lambda: generator.open == 0)
+    assert generator.cancelled == 1
+
+
 async def test_a_client_that_leaves_while_sending_its_body_does_no_harm(serving: Serving) -> None:
     generator = ScriptedGenerator(outputs_of([70]))
     async with running(generator, serving) as base:

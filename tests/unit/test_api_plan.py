@@ -376,6 +376,13 @@ def test_long_lists_are_refused_before_they_are_built() -> None:
     assert len(decode_body(most, ChatRequest, 1).messages) == 16_384
     with pytest.raises(InvalidRequestError, match="16385 turns"):
         decode_body(turns % b",".join([turn] * 16_385), ChatRequest, 1)
+    part = b'{"type":"text","text":""}'
+    parts = b'[{"role":"user","content":[%s]}]' % b",".join([part] * 65_537)
+    for key in (b"messages", b"input"):
+        with pytest.raises(InvalidRequestError, match="65537 parts"):
+            decode_body(b'{"%s":%s}' % (key, parts), ChatRequest, 1)
+    with pytest.raises(InvalidRequestError, match="system: 65537 parts"):
+        decode_body(b'{"system":[%s]}' % b",".join([part] * 65_537), ChatRequest, 1)
     with pytest.raises(
         InvalidRequestError, match=r"^This model's maximum context length is 199999 tokens"
     ):

@@ -38,7 +38,7 @@ _HISTORY: Final = "nothing is stored here: send the whole history as messages"
 _BILLING: Final = "x-anthropic-billing-header"
 
 
-class TextBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TextBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """A block of a system prompt or of what a tool returned: text."""
 
     type: str
@@ -55,7 +55,7 @@ class TextBlock(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             raise ValueError("Object missing required field `text`")
 
 
-class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One block of a message: text, thoughts, a call, or what a call returned."""
 
     type: str
@@ -103,7 +103,7 @@ _NEEDED: Final = {
 }
 
 
-class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One entry of `messages`."""
 
     role: Literal["user", "assistant", "system"]

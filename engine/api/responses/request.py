@@ -34,7 +34,7 @@ _TEXTS: Final = frozenset({"input_text", "output_text", "text", "summary_text", 
 _HISTORY: Final = "nothing is stored here: send the whole history as input items"
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """A piece of an item's content: text, or a refusal."""
 
     type: str
@@ -57,7 +57,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.refusal or "" if self.type == "refusal" else self.text or ""
 
 
-class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One item of `input`: a message, thoughts, a call, or what a call returned.
 
     One type for all, since a message may leave its `type` out.
