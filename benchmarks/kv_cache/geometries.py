@@ -35,13 +35,13 @@ class Geometry:
         return round_up(-(-self.state.layer_bytes // self.attention.page_bytes(1)), BLOCK_SIZE)
 
     def units(self, memory_bytes: int, block_size: int = BLOCK_SIZE) -> ArenaPlan:
-        """Small attention blocks, one group per kind of layer."""
+        """Attention blocks of any size, hit at their ends only; one group per kind of layer."""
         split = self.num_states
         groups = (
             KVCacheGroup(self.state, tuple(range(split))),
             KVCacheGroup(self.attention, tuple(range(split, split + self.num_attention))),
         )
-        return plan_arena(groups, block_size, memory_bytes)
+        return plan_arena(groups, block_size, memory_bytes, hash_block_size=block_size)
 
     def inflated(self, memory_bytes: int) -> ArenaPlan:
         """Upstream's layout: groups of equally many layers, every block and state one page each.

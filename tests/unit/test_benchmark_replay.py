@@ -1,14 +1,17 @@
 """The cache benchmarks count what they say: tiny streams whose figures are worked out by hand."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.kv_cache.adversarial import judge
 from benchmarks.kv_cache.decode_replay import DecodeNode, HandOver, hand_overs
 from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES
 from benchmarks.kv_cache.layouts import prompts_held
+from benchmarks.kv_cache.policies import measure, workloads
 from benchmarks.kv_cache.prefill_replay import POLICIES, Tally, prompts_of, replay
 from benchmarks.workloads.adversarial import Texts, cases
-from benchmarks.workloads.traces import Record
+from benchmarks.workloads.traces import Record, write_trace
 from engine.kv_cache.prefix import PrefixDigests
 
 QWEN = GEOMETRIES["Qwen3.5-4B"]
@@ -45,6 +48,16 @@ def test_a_document_asked_three_times() -> None:
 def test_policies_differ_as_they_must(policy: str, hits: int, writes: int) -> None:
     tally = served(three_questions(), policy)
     assert (tally.hits, tally.writes) == (hits, writes)
+
+
+def test_a_trace_is_served_in_its_own_blocks(tmp_path: Path) -> None:
+    """Two prompts of three blocks of 512 tokens, of which two are the same."""
+    file = tmp_path / "trace.jsonl"
+    ids = ((1, 2, 3), (1, 2, 4))
+    write_trace(file, [Record(at, 1536, 1, each) for at, each in enumerate(ids)])
+    (stream,) = workloads(file, None, 0)
+    rows = measure([stream], ["last"], [1.0], describe=lambda _: lambda: None)
+    assert [(row.requests, row.of_ideal) for row in rows] == [(2, 1.0), (2, 1.0)]
 
 
 def test_the_end_state_costs_no_write() -> None:
