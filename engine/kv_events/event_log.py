@@ -43,7 +43,8 @@ class EventLog:
         self._queue: deque[_Waiting] = deque()
         self._latest: deque[NumberedPayload] = deque(maxlen=buffer_steps)
         self._mirror = CacheMirror()
-        self._stands_at = -1  # the last number that the mirror has heard
+        # The last number that the mirror has heard; batch 0 clears what is empty from the start.
+        self._stands_at = 0
         self._next = 0
         # Held while a batch moves from the queue into the mirror: both threads may do that.
         self._lock = threading.Lock()
@@ -89,7 +90,8 @@ class EventLog:
     def snapshot(self) -> Iterator[NumberedPayload]:
         """Batches that make the state as it is now, at least one; all have the state's number.
 
-        That is the number of the batch that was taken, or dropped, last; -1 before the first.
+        That is the number of the batch that was taken, or dropped, last; 0 before the first, never
+        that of an answer's end.
         """
         with self._lock:
             sequence, state = self._stands_at, self._mirror.copy()
