@@ -1,12 +1,14 @@
 """Where every item is: in the arena, in the host tier, in a file. Looked up by prompt. Pure.
 
 Reads digests of whole chunks in bulk; tails and states, which may end anywhere, are found by the
-hash boundary before their end.
+hash boundary before their end. A prompt that leaves a chunk or tail inside reads what comes before:
+each hash boundary inside leads to the item, so all that KV events announce can be loaded.
 """
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import compress, takewhile
+from itertools import chain, compress, takewhile
 
 from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.items import STATES, Item, Key, Place
@@ -17,17 +19,25 @@ from engine.kv_cache.spec import SlidingWindowSpec
 from engine.kv_events.wire import CPU, STORAGE
 
 
+def _no_tokens() -> "array[int]":
+    return array("I")
+
+
 @dataclass(slots=True, eq=False)
 class Entry:
     """One item and all its copies.
 
     `places`: in the arena. `host`: byte offset in the host tier. `file`: its bytes on disk.
+    `token_ids`: its tokens, of states those since the hash boundary before; none where only a file
+    is known, which does not tell them. `cache_salt`: that of the prompt that told them.
     """
 
     item: Item
     places: list[Place] = field(default_factory=list)
     host: int | None = None
     file: FileRange | None = None
+    token_ids: "array[int]" = field(default_factory=_no_tokens)
+    cache_salt: str | None = None
 
     @property
     def is_gone(self) -> bool:
@@ -46,6 +56,8 @@ class ItemIndex:
         # By the digest of the last hash boundary before their end: end -> digests. Prompts that
         # part after that boundary may end after equally many tokens.
         self._ends: dict[int, dict[bytes, dict[int, set[bytes]]]] = {group: {} for group in groups}
+        # By each hash boundary inside an item, its digest: dictionaries as ordered sets.
+        self._inside: dict[int, dict[bytes, dict[bytes, None]]] = {group: {} for group in groups}
         self._step = chunks.arena.hash_block_size
 
     @property
@@ -69,6 +81,8 @@ class ItemIndex:
             if not self._is_chunk(item):
                 ends = self._ends[item.group].setdefault(item.parent, {})
                 ends.setdefault(item.end, set()).add(item.digest)
+            for boundary in item.boundaries[1:]:
+                self._inside[item.group].setdefault(boundary, {})[item.digest] = None
         return entry
 
     def boundaries_before(self, key: Key) -> tuple[bytes, ...]:
@@ -78,6 +92,13 @@ class ItemIndex:
         for named in self._ends[key.group].get(key.digest, {}).values():
             return self._entries[key.group][next(iter(named))].item.boundaries[:-1]
         return ()
+
+    def tokens_before(self, key: Key, num_tokens: int) -> "array[int]":
+        """The `num_tokens` tokens of a chunk before the end that `key` says; none if unknown."""
+        named = [key.digest, *chain(*self._ends[key.group].get(key.digest, {}).values())]
+        entries = (self._entries[key.group].get(digest) for digest in named)
+        known = (entry.token_ids[:num_tokens] for entry in entries if entry is not None)
+        return next((tokens for tokens in known if len(tokens) == num_tokens), _no_tokens())
 
     def put_host(self, entry: Entry, offset: int | None) -> None:
         """The entry is at `offset` of the host tier from now on, or there no longer."""
@@ -94,6 +115,11 @@ class ItemIndex:
         item = entry.item
         if not entry.is_gone or self._entries[item.group].pop(item.digest, None) is None:
             return
+        for boundary in item.boundaries[1:]:
+            inside = self._inside[item.group]
+            del inside[boundary][item.digest]
+            if not inside[boundary]:
+                del inside[boundary]
         if not self._is_chunk(item):
             ends = self._ends[item.group][item.parent]
             ends[item.end].remove(item.digest)
@@ -170,8 +196,7 @@ class ItemIndex:
         stride = chunk // self._step
         whole = prefix.boundaries()[stride::stride]
         found = sum(1 for _ in takewhile(entries.__contains__, whole))
-        tail = self._longest_tail(prefix, group, found)
-        return min(limit, found * chunk if tail is None else tail.item.end)
+        return min(limit, self._longest_part(prefix, group, found)[0])
 
     def _resumable(
         self, prefix: PrefixDigests, group: int, limit: int, *, window: SlidingWindowSpec
@@ -183,8 +208,7 @@ class ItemIndex:
             for index in range((limit - 1) // chunk, first - 1, -1):
                 end = min(limit, (index + 1) * chunk)
                 if self._covering(prefix, group, index, end=end) is None:
-                    tail = self._longest_tail(prefix, group, index)
-                    gap = index * chunk if tail is None else tail.item.end
+                    gap, _ = self._longest_part(prefix, group, index)
                     break
             if gap is None:
                 return limit
@@ -192,14 +216,35 @@ class ItemIndex:
         return 0
 
     def _covering(self, prefix: PrefixDigests, group: int, index: int, *, end: int) -> Entry | None:
-        """The chunk at `index`, or a tail of it that holds its tokens up to `end`."""
+        """The chunk at `index`, or an item of it that holds the prompt's tokens up to `end`."""
         chunk = self._chunks.chunk_tokens[group]
         if (stop := (index + 1) * chunk) <= prefix.num_tokens:
             entry = self._entries[group].get(prefix.digest_at(stop))
             if entry is not None:
                 return entry
+        reach, part = self._longest_part(prefix, group, index)
+        return part if reach >= end else None
+
+    def _longest_part(
+        self, prefix: PrefixDigests, group: int, index: int
+    ) -> tuple[int, Entry | None]:
+        """How far the prompt can go in the chunk at `index` without all of it, and by which item.
+
+        tokens     64        80        96        112       128
+        item        |=========|=========|=========|=========|
+        prompt      |===================|=====              parts from the item after 101
+        reach                           ^                   the last hash boundary before that
+        """
+        chunk, inside = self._chunks.chunk_tokens[group], self._inside[group]
         tail = self._longest_tail(prefix, group, index)
-        return tail if tail is not None and tail.item.end >= end else None
+        reach = index * chunk if tail is None else tail.item.end
+        if inside:
+            start, stop = reach // self._step + 1, (index + 1) * chunk // self._step
+            boundaries = prefix.boundaries()[start:stop]
+            for at, digest in reversed(list(enumerate(boundaries, start))):
+                if named := inside.get(digest):
+                    return at * self._step, self._entries[group][next(iter(named))]
+        return reach, tail
 
     def _longest_tail(self, prefix: PrefixDigests, group: int, index: int) -> Entry | None:
         """The longest tail of the chunk at `index` that is a prefix of the prompt."""
@@ -221,7 +266,8 @@ class ItemIndex:
             return
         cached, parent = self._chunks.cached(entry.item)
         if is_there:
-            self._tiers.stored_in(tier, cached, parent)
+            tokens = tuple(entry.token_ids)
+            self._tiers.stored_in(tier, cached, parent, tokens, cache_salt=entry.cache_salt)
         else:
             self._tiers.removed_from(tier, cached)
 

@@ -3,6 +3,7 @@
 Decides and never waits; the bytes are the worker side's. Torch-free.
 """
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from connector.offload.config import OffloadConfig
 from connector.offload.file_writes import FileWrites
 from connector.offload.host_slots import HostSlots
 from connector.offload.index import Entry, ItemIndex
-from connector.offload.items import Item, Key, Place
+from connector.offload.items import STATES, Item, Key, Place
 from connector.offload.messages import (
     FileItems,
     FileRange,
@@ -25,7 +26,7 @@ from connector.offload.messages import (
 )
 from connector.offload.stats import OffloadStats
 from engine.kv_cache.coverage import Coverage
-from engine.kv_cache.listener import Cached, CachedBlocks, TierListener
+from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates, TierListener
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_connector import FinishDecision, Match, SchedulerConnector
 from engine.request import Request
@@ -108,6 +109,7 @@ class OffloadScheduler(SchedulerConnector):
         entry = None if preceding is None else self.index.get(preceding)
         before = () if preceding is None else self.index.boundaries_before(preceding)
         placed = list(self._chunks.items_of(cached, parent, before))
+        first, tokens = self._tokens(cached, preceding, token_ids)
         if entry is not None and isinstance(cached, CachedBlocks) and cached.digests:
             place = placed[0][1] if placed else None
             if place in entry.places:
@@ -116,6 +118,11 @@ class OffloadScheduler(SchedulerConnector):
         for item, place in placed:
             entry = self.index.add(item)
             entry.places.append(place)
+            if not entry.token_ids and item.start >= first:
+                # States belong to a position; their tokens are those before it.
+                own = slice(item.start - first, item.end - first)
+                entry.token_ids = tokens if item.group == STATES else tokens[own]
+                entry.cache_salt = cache_salt
             if entry.host is not None:  # exclusive: the arena has it again
                 self.slots.free(entry.host)
                 self.index.put_host(entry, None)
@@ -227,6 +234,18 @@ class OffloadScheduler(SchedulerConnector):
         if self.writes.add_early([*entries, *self._attention(prefix, 0, end)]):
             self._wake()  # an idle engine would not ask for the next message
         return FinishDecision()
+
+    def _tokens(
+        self, cached: Cached, preceding: Key | None, token_ids: tuple[TokenId, ...]
+    ) -> "tuple[int, array[int]]":
+        """What is known of the tokens of items in `cached`, and the position of the first one."""
+        if isinstance(cached, CachedStates):
+            return cached.end, array("I", token_ids)
+        if preceding is None:
+            return cached.start, array("I", token_ids)
+        num_before = cached.start % self._chunks.chunk_tokens[cached.group]
+        before = self.index.tokens_before(preceding, num_before)
+        return cached.start - len(before), before + array("I", token_ids)
 
     # --- parts of a load ---------------------------------------------------------------------
 

@@ -86,8 +86,20 @@ class TierListener(Protocol):
     Blocks come and go in any order there: a tier keeps children without their parents.
     """
 
-    def stored_in(self, tier: str, cached: Cached, parent: bytes) -> None:
-        """Complete content is findable in a tier; `cached` names no physical blocks."""
+    def stored_in(
+        self,
+        tier: str,
+        cached: Cached,
+        parent: bytes,
+        token_ids: tuple[TokenId, ...],
+        *,
+        cache_salt: str | None,
+    ) -> None:
+        """Complete content is findable in a tier; `cached` names no physical blocks.
+
+        `parent`, `token_ids` and `cache_salt` as of `CacheListener.stored`; no tokens where the
+        tier does not know them.
+        """
 
     def removed_from(self, tier: str, cached: Cached) -> None:
         """It cannot be found there from now on."""

@@ -26,8 +26,8 @@ class EventRecorder:
     tokens, 1 to `hash_block_size`, since the hash boundary before its end. The medium is "GPU"
     wherever the arena lies: it is the first tier.
 
-    What is in the tiers after it is announced by its hashes, as upstream's tiers do: without
-    tokens, which a folder that another node filled does not tell.
+    What is in the tiers after it is announced likewise; without tokens where it was found in a
+    folder, which does not tell them.
     """
 
     def __init__(self, groups: Sequence[AnnouncedGroup], hash_block_size: int) -> None:
@@ -63,18 +63,32 @@ class EventRecorder:
     def removed(self, cached: Cached) -> None:
         self._remove(GPU, cached)
 
-    def stored_in(self, tier: str, cached: Cached, parent: bytes) -> None:
+    def stored_in(
+        self,
+        tier: str,
+        cached: Cached,
+        parent: bytes,
+        token_ids: tuple[TokenId, ...],
+        *,
+        cache_salt: str | None,
+    ) -> None:
         """See `engine.kv_cache.listener.TierListener`."""
         if isinstance(cached, CachedStates):
             # The tokens since the last hash boundary before its end, as in the arena.
             size = (cached.end - 1) % self._hash_block_size + 1
-            known = None if cached.end <= self._hash_block_size else parent
-            for group in cached.groups:
-                self._announce(group, (cached.digest,), known, block_size=size, medium=tier)
-        elif cached.digests:
-            known = None if cached.start == 0 else parent
-            size = self._hash_block_size
-            self._announce(cached.group, cached.digests, known, block_size=size, medium=tier)
+            start, groups = cached.end - size, cached.groups
+            digests: tuple[bytes, ...] = (cached.digest,)
+        else:
+            size, start = self._hash_block_size, cached.start
+            digests, groups = cached.digests, (cached.group,)
+        known = None if start == 0 else parent
+        whole = token_ids[: len(digests) * size]
+        salt = cache_salt if start == 0 and whole else None
+        for group in groups if digests else ():
+            self._announce(
+                group, digests, known, token_ids=whole, block_size=size, medium=tier,
+                extra_keys=_extra_keys(salt, len(digests)),
+            )  # fmt: skip
 
     def removed_from(self, tier: str, cached: Cached) -> None:
         """See `engine.kv_cache.listener.TierListener`."""
@@ -91,14 +105,13 @@ class EventRecorder:
         self, group: int, digests: tuple[bytes, ...], parent: bytes | None, *,
         token_ids: tuple[TokenId, ...], salt: str | None,
     ) -> None:  # fmt: skip
-        extra_keys = None if salt is None else ((salt,), *[None] * (len(digests) - 1))
         self._announce(
             group,
             digests,
             parent,
             token_ids=token_ids,
             block_size=len(token_ids) // len(digests),
-            extra_keys=extra_keys,
+            extra_keys=_extra_keys(salt, len(digests)),
         )
 
     def _announce(
@@ -122,3 +135,8 @@ class EventRecorder:
                 kv_cache_spec_sliding_window=window,
             )
         )
+
+
+def _extra_keys(salt: str | None, num_blocks: int) -> tuple[tuple[str] | None, ...] | None:
+    """The salt went into the first block's hash alone."""
+    return None if salt is None else ((salt,), *[None] * (num_blocks - 1))

@@ -140,14 +140,19 @@ def _runs(blocks: dict[BlockHash, _Block], longest: int) -> Iterator[_Run]:
 
 
 def _cut(run: _Run, longest: int) -> Iterator[_Run]:
-    """Pieces with blocks of one length, each ended by the block with which it has `longest` bytes.
+    """Pieces with blocks of one length that all tell their tokens, or none of which does.
+
+    Each is ended by the block with which it has `longest` bytes.
 
     A piece is an event, so how long it gets must not depend on how many tokens a block has.
     """
     start = 0
     for place, (before, after) in enumerate(pairwise(run), 1):
         is_full = (place - start) * _num_bytes(before) >= longest
-        if is_full or before[1].size != after[1].size:
+        is_other = before[1].size != after[1].size or bool(before[1].tokens) != bool(
+            after[1].tokens
+        )
+        if is_full or is_other:
             yield run[start:place]
             start = place
     yield run[start:]

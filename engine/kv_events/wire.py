@@ -43,7 +43,7 @@ class BlockStored(_Map, frozen=True):
     """Blocks of one group became findable. A hash names a whole prefix, the next one's parent.
 
     `parent_block_hash`: of the prefix before the first of them, None at the start of a prompt.
-    `token_ids`: `block_size` for each hash, in order; none at all for tiers after the first.
+    `token_ids`: `block_size` for each hash, in order; none at all where a tier does not know them.
     `extra_keys`: for each hash what else went into it, such as `cache_salt` in a prompt's first
     one. `medium`: the tier. A hash that is stored twice is removed twice.
     """

@@ -16,8 +16,14 @@ from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
 from tests.cluster import Cluster, generate, until
 from tests.e2e.test_kv_events_of_nodes import PUBLISHES, snapshot_of
 from tests.e2e.test_node_description import described
-from tests.e2e.test_prefix_cache import conversation_prompts, request_of, room_for
+from tests.e2e.test_prefix_cache import (
+    assert_same,
+    conversation_prompts,
+    request_of,
+    room_for,
+)
 from tests.offload import MIB, forget, start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.tiers import l_shape
 
 Announced = Counter[tuple[int | None, str | None, bytes]]
 ALL = {"host_bytes": 3 * MIB, "disk_bytes": 32 * MIB}
@@ -41,7 +47,7 @@ async def announced(node: NodeServer) -> Announced:
     for event in snapshot_of(await info_of(node))[1]:
         assert isinstance(event, BlockStored)
         if event.medium != GPU:
-            assert not event.token_ids
+            assert len(event.token_ids) in (0, len(event.block_hashes) * event.block_size)
             found.update((event.group_idx, event.medium, own) for own in event.block_hashes)  # type: ignore[misc]
     return found
 
@@ -65,6 +71,29 @@ def held(node: NodeServer, prompts: list[tuple[int, ...]]) -> Announced:
             first, last = entry.item.start // 16 + 1, end // 16 + 1
             inside = prefix.boundaries()[first:last]
             found.update((entry.item.group, medium, digest) for digest in inside)
+    return found
+
+
+async def announced_tokens(node: NodeServer) -> dict[bytes, tuple[int, ...]]:
+    """By hash in a tier the tokens that its announcement told."""
+    told: dict[bytes, tuple[int, ...]] = {}
+    for event in snapshot_of(await info_of(node))[1]:
+        assert isinstance(event, BlockStored)
+        if event.medium != GPU:
+            size = event.block_size
+            for at, own in enumerate(event.block_hashes):
+                assert isinstance(own, bytes)
+                told[own] = event.token_ids[at * size : (at + 1) * size]
+    return told
+
+
+def tokens_of(node: NodeServer, prompts: list[tuple[int, ...]]) -> dict[bytes, tuple[int, ...]]:
+    """By hash of any prefix the tokens since the last hash boundary before its end."""
+    hasher, found = node.engine.core.scheduler.cache.hasher, {}
+    for prompt in prompts:
+        prefix = PrefixDigests(hasher, list(prompt), None)
+        for end in range(1, len(prompt) + 1):
+            found[prefix.digest_at(end)] = prompt[(end - 1) // 16 * 16 : end]
     return found
 
 
@@ -97,7 +126,37 @@ async def test_what_the_tiers_hold_is_announced(
             await tiers_settled(node)
             found = await announced(node)
             assert found == held(node, asked)
+            told, true = await announced_tokens(node), tokens_of(node, asked)
+            assert told == {own: true[own] for own in told}
     assert {medium for _, medium, _ in found} == {CPU, STORAGE}
+
+
+@pytest.mark.parametrize(
+    ("family", "tier"), l_shape(("qwen3", "gemma3"), ("host", "disk"), corner=("qwen3", "host"))
+)
+async def test_a_prompt_that_leaves_a_chunk_inside_loads_what_was_announced(
+    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, *, family: str, tier: str
+) -> None:
+    """Blocks of 64 are chunks of 64 in a tier; prompts part from them at any hash block of 16."""
+    model, prompt = checkpoints[family], tuple(range(5, 205))
+    room = {"host": {"host_bytes": 3 * MIB}, "disk": {"disk_bytes": 32 * MIB}}[tier]
+    path = {"disk_path": str(tmp_path)} if tier == "disk" else {}
+    config = tier_config(**room, **path)
+    sizes: dict[str, Any] = {"block_size": 64, "hash_block_size": 16}
+    node = await start_with_tiers(cluster, model, config, kv_events_config=PUBLISHES, **sizes)
+    alone = await cluster.start("decode", model)
+    await generate(node, request_of(prompt))
+    await forget(node)
+    scheduler = node.engine.core.scheduler
+    for shared in (48, 112, 70):
+        asked = (*prompt[:shared], *range(300 + shared, 340 + shared))
+        expected = (await hit(node, asked)).resumable
+        assert expected == shared // 16 * 16
+        before = scheduler.stats.external_hits
+        done = await generate(node, request_of(asked))
+        assert scheduler.stats.external_hits - before == expected
+        assert_same(done, await generate(alone, request_of(asked)))
+        await forget(node)
 
 
 async def test_a_router_expects_of_a_folder_what_a_node_loads_from_it(

@@ -1,6 +1,7 @@
 """The index of items against a search over plain token prefixes."""
 
 from bisect import bisect_left
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -77,9 +78,17 @@ class Model:
         """The positions of a prompt that no item of one group holds."""
         held: set[int] = set()
         for (one, prefix), entry in self.known.items():
-            if one == group and tokens[: len(prefix)] == prefix:
-                held.update(range(entry.item.start, entry.item.end))
+            if one == group:
+                held.update(range(entry.item.start, self.shared(tokens, prefix)))
         return [position for position in range(len(tokens)) if position not in held]
+
+    def shared(self, tokens: Tokens, prefix: Tokens) -> int:
+        """How many of a prompt's tokens an item that ends with `prefix` can stand for."""
+        if tokens[: len(prefix)] == prefix:
+            return len(prefix)
+        pairs = zip(tokens, prefix, strict=False)
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return same // self.plan.hash_block_size * self.plan.hash_block_size
 
     def is_there(self, group: int, lacking: list[int], end: int) -> bool:
         """True if one group has all that the token after `end` reads."""
@@ -128,8 +137,9 @@ def check_items(model: Model, tokens: Tokens, *, group: int, span: tuple[int, in
     at = start // chunk * chunk
     for entry in model.index.attention(model.prefix(tokens), group, span):
         item = entry.item
-        assert item.start == at and model.known[group, tokens[: item.end]] is entry
-        assert item.end >= min(end, at + chunk)
+        assert item.start == at
+        (ending,) = (text for (g, text), e in model.known.items() if e is entry and g == group)
+        assert model.shared(tokens, ending) >= min(end, at + chunk)
         at += chunk
     assert at >= end or any(at <= position < min(end, at + chunk) for position in lacking)
 
@@ -183,3 +193,4 @@ def test_the_index_finds_what_is_there_and_nothing_else(
     for group, tokens in list(model.known):
         model.drop(group, tokens)
     assert not list(model.index) and not any(model.index._ends.values())
+    assert not any(model.index._inside.values())
