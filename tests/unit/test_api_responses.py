@@ -12,6 +12,7 @@ from engine.api.reasoning import SYNTAXES as THOUGHTS
 from engine.api.responses.request import ResponsesRequest, chat_of
 from engine.api.serving import Serving
 from engine.api.tool_calls.registry import SYNTAXES
+from engine.api.tool_schema import offer
 from engine.errors import InvalidRequestError
 from engine.types import FinishReason, GenerateOutput
 from tests.api_double import ScriptedGenerator, outputs_of, running, tiny_serving, tiny_tokenizer
@@ -125,6 +126,18 @@ async def test_items_become_turns() -> None:
     assert roles == ["system", "user", "assistant", "tool"]
     turn = made.messages[2].for_template()
     assert turn["reasoning_content"] == "hm" and turn["tool_calls"][0]["id"] == "c1"
+
+
+async def test_choices_among_tools_are_those_of_a_chat() -> None:
+    one = {"type": "function", "name": "weather"}
+    made = chat(input="x", tools=[TOOL], tool_choice=one)
+    assert offer(made.tools, made.tool_choice).must_call == ("weather",)
+    some = {"type": "allowed_tools", "mode": "required", "tools": [one]}
+    made = chat(input="x", tools=[TOOL, {**TOOL, "name": "other"}], tool_choice=some)
+    assert offer(made.tools, made.tool_choice).must_call == ("weather",)
+    made = chat(input="x", tools=[TOOL], tool_choice={**some, "tools": [1]})
+    with pytest.raises(InvalidRequestError, match="allowed_tools"):
+        offer(made.tools, made.tool_choice)
 
 
 @pytest.mark.parametrize(

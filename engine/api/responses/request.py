@@ -264,17 +264,19 @@ def _tools(fields: ResponsesRequest) -> tuple[list[Tool], Any]:
     ]
     match fields.tool_choice:
         case {"type": "function", "name": str(name)}:
-            return tools, {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools", "mode": "auto" | "required" as mode, "tools": [*allowed]}:
-            names = [it.get("name") if isinstance(it, dict) else None for it in allowed]
-            known = {tool.function.name for tool in tools}
-            if not names or not all(isinstance(it, str) and it in known for it in names):
-                raise InvalidRequestError(
-                    f"tool_choice.tools={repr(names)[:80]} names other functions than tools",
-                    param="tool_choice",
-                )
-            return [tool for tool in tools if tool.function.name in names], mode
+            return tools, _nested(name)
+        case {"type": "allowed_tools", "tools": [*allowed], **wish}:
+            chosen = [_nested(it.get("name")) if isinstance(it, dict) else it for it in allowed]
+            mode = wish.get("mode", "auto")
+            return tools, {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": mode, "tools": chosen},
+            }
     return tools, fields.tool_choice
+
+
+def _nested(name: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 def _messages(fields: ResponsesRequest) -> list[Message]:
