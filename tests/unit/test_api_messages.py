@@ -222,3 +222,23 @@ async def test_models_without_thoughts_say_nothing_of_them(serving: Serving) -> 
         reply = await client.messages.create(**ASKED)
     assert [block.type for block in reply.content] == ["text"]
     assert reply.usage.output_tokens_details is None
+
+
+async def test_replies_come_back_as_turns_as_they_are(serving: Serving) -> None:
+    """Also where unknown keys are refused: the client's own objects have keys of their own."""
+    strict = replace(serving, strict_api=True)
+    generator = ScriptedGenerator(script_of(serving, f"<think>hm\n</think>\n\nfox{CALL}"))
+    async with asking(generator, strict) as client:
+        reply: Any = await client.messages.create(**ASKED, tools=[TOOL])
+        async with client.messages.stream(**ASKED, tools=[TOOL]) as stream:
+            streamed: Any = await stream.get_final_message()
+        for one in (reply, streamed):
+            result = {"type": "tool_result", "tool_use_id": one.content[-1].id, "content": "sunny"}
+            turns: Any = [
+                *ASKED["messages"],
+                {"role": "assistant", "content": one.content},
+                {"role": "user", "content": [result]},
+            ]
+            await client.messages.create(**{**ASKED, "messages": turns}, tools=[TOOL])
+    first, second = (request.prompt_token_ids for request in generator.requests[2:])
+    assert first == second and len(first) > len(generator.requests[0].prompt_token_ids) + 3

@@ -165,3 +165,21 @@ async def test_errors_have_the_client_s_classes(serving: Serving) -> None:
     async with running(ScriptedGenerator([]), serving) as base, client_of(base) as client:
         with pytest.raises(openai.BadRequestError, match="whole history"):
             await client.responses.create(model="tiny", input="x", previous_response_id="r")
+
+
+async def test_replies_come_back_as_items_as_they_are(serving: Serving) -> None:
+    """Also where unknown keys are refused: the client's own objects have keys of their own."""
+    strict = replace(serving, strict_api=True, thoughts=THOUGHTS["qwen3"])
+    generator = ScriptedGenerator(script_of(serving, f"<think>hm\n</think>\n\nfox{CALL}"))
+    asked: Any = {"model": "tiny", "tools": [TOOL]}
+    async with running(generator, strict) as base, client_of(base) as client:
+        reply = await client.responses.create(input="hello", **asked)
+        async with client.responses.stream(input="hello", **asked) as stream:
+            streamed = await stream.get_final_response()
+        for one in (reply, streamed):
+            call: Any = one.output[-1]
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+            items: Any = [{"role": "user", "content": "hello"}, *one.output, result]
+            await client.responses.create(input=items, **asked)
+    first, second = (request.prompt_token_ids for request in generator.requests[2:])
+    assert first == second and len(first) > len(generator.requests[0].prompt_token_ids) + 3
