@@ -129,14 +129,15 @@ def test_what_stands_around_the_commands_is_there(tmp_path: Path) -> None:
 @pytest.mark.timeout(QUICK_S + 30)
 def test_the_policies_of_a_trace_are_compared(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
+    # Enough for two 512-token blocks in the smallest share of memory.
     rows = [
         {
             "timestamp": 100 * n,
-            "input_length": 1024,
+            "input_length": 4096,
             "output_length": 16,
-            "hash_ids": [0, n % 3 + 1],
+            "hash_ids": [0, *range(7 * n + 1, 7 * n + 8)],
         }
-        for n in range(12)
+        for n in range(96)
     ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["policies", "--trace", str(trace), "--quick", "--out", str(tmp_path)]
