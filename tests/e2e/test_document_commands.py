@@ -129,7 +129,7 @@ def test_what_stands_around_the_commands_is_there(tmp_path: Path) -> None:
 @pytest.mark.timeout(QUICK_S + 30)
 def test_the_policies_of_a_trace_are_compared(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    # Enough for two 512-token blocks in the smallest share of memory.
+    # A quarter of what they need holds two blocks of 512 tokens and more.
     rows = [
         {
             "timestamp": 100 * n,
@@ -137,10 +137,10 @@ def test_the_policies_of_a_trace_are_compared(tmp_path: Path) -> None:
             "output_length": 16,
             "hash_ids": [0, *range(7 * n + 1, 7 * n + 8)],
         }
-        for n in range(96)
+        for n in range(24)
     ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["policies", "--trace", str(trace), "--quick", "--out", str(tmp_path)]
+    words = ["policies", "--trace", str(trace), "--quick", "--scale", "1", "--out", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.kv_cache", *words],
         cwd=ROOT, capture_output=True, text=True, timeout=QUICK_S, check=False,
