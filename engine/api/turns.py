@@ -40,7 +40,7 @@ class Turns:
 
     def call(self, name: str, arguments: str, call_id: str) -> None:
         """Add a call of a tool; `arguments` is JSON."""
-        function = CalledFunction(name=name, arguments=arguments)
+        function = CalledFunction.of(name, arguments)
         self._calls.append(Called(function=function, id=call_id))
         self._known_calls.add(call_id)
 
