@@ -85,10 +85,8 @@ PATHS: Final[Mapping[str, Described]] = MappingProxyType(
     }
 )
 
-_SAMPLED: Final = (
-    *(CompletionRequest, ChatRequest),
-    *(ResponsesRequest, MessagesRequest, CountTokensRequest),
-)
+# Whose sampling values are checked; count_tokens takes them and looks at none.
+_GENERATING: Final = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 
 
 def openapi(
@@ -106,7 +104,7 @@ def openapi(
         ref_template=REF,
     )
     _bound_sampling(schemas)
-    for kind in _SAMPLED:
+    for kind in (*_GENERATING, CountTokensRequest):
         properties = schemas[kind.__name__]["properties"]
         for key, values in neutral_values(kind).items():
             properties[key] = {"enum": list(values)}
@@ -164,7 +162,7 @@ def _bound_sampling(schemas: dict[str, Any]) -> None:
     """Bounds of sampling values stand in the type that the engine reads; bodies keep to them."""
     bounded = schemas.pop(SamplingParams.__name__)["properties"]
     schemas.pop("BadWord")
-    for kind in _SAMPLED:
+    for kind in _GENERATING:
         properties = schemas[kind.__name__]["properties"]
         for key in properties.keys() & bounded.keys():
             plain = {"anyOf": [{"type": bounded[key].get("type")}, {"type": "null"}]}

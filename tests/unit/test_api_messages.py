@@ -63,9 +63,12 @@ def script_of(serving: Serving, text: str, **last: object) -> list[GenerateOutpu
 async def asking(
     generator: ScriptedGenerator, serving: Serving
 ) -> AsyncIterator[anthropic.AsyncAnthropic]:
+    http = anthropic.DefaultAsyncHttpxClient(verify=False)  # loading certificates takes a while
     async with (
         running(generator, serving) as base,
-        anthropic.AsyncAnthropic(base_url=base, api_key="any", max_retries=0) as client,
+        anthropic.AsyncAnthropic(
+            base_url=base, api_key="any", max_retries=0, http_client=http
+        ) as client,
     ):
         yield client
 
