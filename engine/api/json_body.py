@@ -5,8 +5,8 @@ a large body the sizes of its members are checked before anything is built.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Raw
@@ -147,8 +147,8 @@ def _check_sizes(body: bytes, max_model_len: int) -> None:
         _check_num_items(large[name], name, max_model_len)
     # Every message has the first key, and every part, call or other item the second; no string can
     # hold them with bare quotes.
-    _check_num_keys(large, ("messages", "input"), "role", most=MAX_MESSAGES)
-    _check_num_keys(large, ("messages", "input", "system"), "type", most=MAX_PARTS)
+    for key, what, names, most in _COUNTED:
+        _check_num_keys({name: large[name] for name in names}, key, what, most=most)
     for name in ("chat_template_kwargs", "tools"):
         if (size := len(large[name])) > MAX_TEMPLATE_BYTES:
             raise InvalidRequestError(
@@ -156,12 +156,15 @@ def _check_sizes(body: bytes, max_model_len: int) -> None:
             )
 
 
-def _check_num_keys(
-    large: Mapping[str, bytes], names: Sequence[str], key: str, *, most: int
-) -> None:
-    for name in names:
-        if (count := large[name].count(f'"{key}"'.encode())) > most:
-            what = "turns" if key == "role" else "parts"
+_COUNTED: Final = (
+    ('"role"', "turns", ("messages", "input"), MAX_MESSAGES),
+    ('"type"', "parts", ("messages", "input", "system"), MAX_PARTS),
+)
+
+
+def _check_num_keys(members: Mapping[str, bytes], key: str, what: str, *, most: int) -> None:
+    for name, text in members.items():
+        if (count := text.count(key.encode())) > most:
             raise InvalidRequestError(
                 f"{name}: {count} {what}, at most {most} are taken", param=name
             )
