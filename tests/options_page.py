@@ -9,6 +9,7 @@ from connector.multi.connector import MultiConnectorConfig
 from connector.offload.config import OffloadConfig
 from connector.pd.config import PdConnectorConfig
 from engine.config import Config, KVEventsConfig, KVTransferConfig, NodeConfig, ServerConfig
+from engine.vllm_flags import ANY_VALUE, ONLY, REFUSED, SWITCHES
 from proxy.config import ProxyConfig
 from tests.source_tree import ROOT
 
@@ -67,7 +68,26 @@ def options_page() -> str:
         head = ["| option | takes | default | |", "| --- | --- | --- | --- |"]
         rows = [_row(field, kind) for field in _own_fields(kind)]
         text += "\n".join([f"\n## {title}\n", *([f"{note}\n"] if note else []), *head, *rows, ""])
-    return dedent(text)
+    return dedent(text) + _flags_of_vllm()
+
+
+def _flags_of_vllm() -> str:
+    """What command lines of `vllm serve` may bring along, and what they may not."""
+    rows = [
+        *((flag, "", "no effect") for flag in sorted(SWITCHES)),
+        *((flag, "any value", "no effect") for flag in sorted(ANY_VALUE)),
+        *((flag, _words(ONLY[flag]), "no effect; refused with others") for flag in sorted(ONLY)),
+        *((flag, "", f"refused: {REFUSED[flag]}") for flag in sorted(REFUSED)),
+    ]
+    head = ["| flag | takes | |", "| --- | --- | --- |"]
+    lines = [f"| `{flag}` | {takes} | {note} |" for flag, takes, note in rows]
+    return "\n".join(
+        ["\n## Flags of `vllm serve`\n", "Unless they stand above.\n", *head, *lines, ""]
+    )
+
+
+def _words(values: Iterable[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
 
 
 def _own_fields(kind: type[Config]) -> Iterator[inspect.Field]:
@@ -106,7 +126,7 @@ def _takes(told: inspect.Type) -> str:
         kinds = [each for each in told.types if not isinstance(each, inspect.NoneType)]
         return " or ".join(_takes(each) for each in kinds)
     if isinstance(told, inspect.LiteralType):
-        return ", ".join(f"`{word}`" for word in told.values)
+        return _words(map(str, told.values))
     if isinstance(told, inspect.VarTupleType):
         return f"{_takes(told.item_type)}, repeated"
     if isinstance(told, inspect.FloatType) and told.le == SECONDS:

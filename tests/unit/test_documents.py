@@ -9,7 +9,6 @@ import pytest
 from connector.transports.choose import TRANSPORTS
 from engine import distribution
 from engine.errors import ConfigError
-from engine.vllm_flags import ANY_VALUE, ONLY, REFUSED, SWITCHES
 from proxy.access.api_key import parse_keys
 from tests.options_page import OPTIONS, options_page
 from tests.source_tree import ROOT, listed
@@ -18,10 +17,10 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TEXTS = (".py", ".md", ".toml", ".yaml", ".html", "Makefile")
 # `tandem` of PyPI is another project: pip would install foreign code.
 FOREIGN = re.compile(r"pip install[^\n`]*\btandem\b(?!-pd)|\btandem\[(?:%s)\b")
-# Flags of `tandem`, `tandem up` and others' programs, those of vLLM, and the names of three.
+# Flags of `tandem`, `tandem up` and another's program, and the beginning of three.
 NOT_OF_SERVERS = {
-    *("--help", "--install-completion", "--address", "--use-server-token-count", "--ssl-"),
-    *(SWITCHES | ANY_VALUE | ONLY.keys() | REFUSED.keys()),
+    *("--help", "--install-completion", "--address", "--use-server-token-count"),
+    "--ssl-",
 }
 NAMED = re.compile(r"(?:'\.\[|%s\[|how_to_install\([\"'])([a-z,]+)")
 
