@@ -84,7 +84,8 @@ class Request:
     Once it has ended, its blocks stay until `num_holds` holds on them have ended too.
 
     The first `num_known_tokens` were computed before, here or by another request. If some of them
-    are computed again, `recompute_cause` says why.
+    are computed again, `recompute_cause` says why. `num_lost_to_state`: tokens of the prompt whose
+    attention was here at the first start, behind the last state that was.
     """
 
     request_id: str
@@ -96,6 +97,7 @@ class Request:
     prefix: PrefixDigests
     kv_transfer_params: KVTransferParams | None = None
     priority: int = 0
+    cache_boundaries: tuple[int, ...] = ()
     arrival: int = 0
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -104,6 +106,7 @@ class Request:
     num_failed_loads: int = 0
     num_holds: int = 0
     num_cached_tokens: int = 0
+    num_lost_to_state: int = 0
     num_known_tokens: int = 0
     recompute_cause: str = ""
     is_counted: bool = False
@@ -144,6 +147,7 @@ class Request:
             prefix=PrefixDigests(hasher, token_ids, origin.cache_salt),
             kv_transfer_params=origin.kv_transfer_params,
             priority=origin.priority,
+            cache_boundaries=origin.cache_boundaries,
             token_counts=Counter(output),
             matcher=matcher,
         )
@@ -209,6 +213,7 @@ class Request:
             logprobs=(logprob,) if logprob else None,
             prompt_logprobs=self._take_prompt_logprobs() if self.num_output_tokens == 1 else None,
             num_cached_tokens=self.num_cached_tokens,
+            num_tokens_lost_to_state=self.num_lost_to_state,
         )
 
     def forbidden_tokens(self) -> frozenset[TokenId]:

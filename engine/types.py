@@ -22,12 +22,14 @@ MAX_TOKEN_ID = 2**32 - 1
 MAX_GRAMMAR_CHARS = 262_144
 MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKENS = 65_536
+MAX_CACHE_BOUNDARIES = 16
 MAX_KV_TRANSFER_PARAMS_BYTES = 8 * 2**20
 
 # Everything from another process is bounded by its type, so decoding checks it.
 TokenId = int
 Port = Annotated[int, Meta(ge=1, le=65535)]
 TokenIdOnWire = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
+NumTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS_IN_REQUEST)]
 BlockId = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Label = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -175,14 +177,17 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class RequestOrigin(msgspec.Struct, frozen=True, kw_only=True):
-    """Who sent a request, for logs and traces only: the caller's X-Request-Id, the key's name.
+    """Who sent a request, for logs, traces and metrics only.
 
-    `traceparent`: W3C's, of the span that the caller has open.
+    `label`: the caller's X-Request-Id; `key`: the name of its key. `traceparent`: W3C's, of the
+    span that the caller has open. `num_choices`: those asked for with one prompt, which the first
+    of them tells; 0 of the others.
     """
 
     label: str = ""
     key: str = ""
     traceparent: str = ""
+    num_choices: int = 1
 
     def __post_init__(self) -> None:
         """A `traceparent` that is none is as good as no one."""
@@ -195,7 +200,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     `output_token_ids`: the output so far, which another node generated; only what follows is sent.
     All of `sampling` counts from the end of the prompt. `session_id`: the caller's label for
-    requests that share nodes; a proxy keeps it to itself.
+    requests that share nodes; a proxy keeps it to itself. `cache_boundaries`: token counts of the
+    prompt after which the caller expects others to part from it; hints, which change no token.
     """
 
     request_id: Label
@@ -206,6 +212,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     priority: int = 0
     session_id: Label | None = None
     output_token_ids: tuple[TokenId, ...] = ()
+    cache_boundaries: Annotated[tuple[NumTokens, ...], Meta(max_length=MAX_CACHE_BOUNDARIES)] = ()
     # Not sent to other nodes: nothing that is computed depends on it.
     origin: RequestOrigin = RequestOrigin()
 
@@ -237,7 +244,8 @@ class KVTransferStats(msgspec.Struct, frozen=True, kw_only=True):
 class RoutingDetails(msgspec.Struct, frozen=True, kw_only=True):
     """A proxy's choice for one request: nodes by URL, why, and the cached tokens it counted on.
 
-    These are not told to clients that may not know what was cached.
+    `prefix_tokens_lost_to_state`: prompt tokens that were computed although their attention was
+    cached, since no Mamba state was. Clients that may not know what was cached hear no numbers.
     """
 
     prefill: str | None
@@ -245,6 +253,7 @@ class RoutingDetails(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     prefill_hit_tokens: int | UnsetType = 0
     decode_hit_tokens: int | UnsetType = 0
+    prefix_tokens_lost_to_state: int | UnsetType = 0
 
 
 class HandOverProblem(msgspec.Struct, frozen=True, kw_only=True):
@@ -277,7 +286,7 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     `kv_transfer_params` come with the last output of a remote decode on P, or of a request that D
     keeps for the next turn. `kv_transfer` comes with the last output where this node pulled or had
     to do without, and `routing` with that of a proxy that tells its choices. `queue_s`: seconds
-    without blocks, with the last output.
+    without blocks, with the last output. `num_tokens_lost_to_state`: see `RoutingDetails`.
     """
 
     token_ids: tuple[TokenId, ...] = ()
@@ -286,6 +295,7 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: TokenId | None = None
     num_cached_tokens: int = 0
+    num_tokens_lost_to_state: int = 0
     kv_transfer_params: KVTransferParams | None = None
     kv_transfer: KVTransferStats | None = None
     routing: RoutingDetails | None = None

@@ -84,13 +84,14 @@ class NodeChoice:
             self._metrics.count_hit(NodeKind.DECODE, predicted.attention, real)
 
 
-def routing_details(route: Route) -> RoutingDetails:
-    """`route` as clients are told."""
+def routing_details(route: Route, num_lost_to_state: int) -> RoutingDetails:
+    """`route` as clients are told, and the tokens that a cached prefix lost for want of a state."""
     is_local = route.prefill is None
     return RoutingDetails(
         prefill=None if route.prefill is None else route.prefill.name,
         decode=route.decode.name,
         reason=route.reason,
         prefill_hit_tokens=route.prefill_hit.resumable,
+        prefix_tokens_lost_to_state=num_lost_to_state,
         decode_hit_tokens=route.decode_hit.resumable if is_local else route.decode_hit.attention,
     )

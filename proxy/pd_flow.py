@@ -280,13 +280,15 @@ class PdFlow:
         if state.prefilled is not None and not state.sent:
             told = state.prefilled.output.prompt_logprobs
             output = structs.replace(output, prompt_logprobs=told)
-        if self._tells_routes and output.finish_reason is not None and state.route is not None:
-            output = structs.replace(output, routing=routing_details(state.route))
         if state.num_cached_tokens is None:
             # D's cache hits are blocks that P has computed again: clients are told P's. And those
             # of a continuation are what the same request has computed before.
             first = output if state.prefilled is None else state.prefilled.output
             state.num_cached_tokens = first.num_cached_tokens
+            state.num_lost_to_state = first.num_tokens_lost_to_state
+        if self._tells_routes and output.finish_reason is not None and state.route is not None:
+            told_route = routing_details(state.route, state.num_lost_to_state)
+            output = structs.replace(output, routing=told_route)
         cached = state.num_cached_tokens
         if output.num_cached_tokens != cached or output.kv_transfer_params is not None:
             output = structs.replace(output, num_cached_tokens=cached, kv_transfer_params=None)

@@ -68,6 +68,7 @@ class RequestState:
     num_continuations: int = 0
     num_lost: int = 0
     num_cached_tokens: int | None = None
+    num_lost_to_state: int = 0
     use_prefill: bool = True
     prefilled: Prefilled | None = None
     route: Route | None = None

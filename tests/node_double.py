@@ -58,6 +58,7 @@ class ScriptedNode(ControlHandler):
     problems: tuple[HandOverProblem, ...] = ()
     max_model_len: int = 4096
     num_cached: int = 0
+    num_lost_to_state: int = 0
     num_cached_of_pull: int = 0
     kv_events: KVEventsInfo | None = None
     eos_at: int | None = None
@@ -147,13 +148,18 @@ class ScriptedNode(ControlHandler):
             count = min(count, self.eos_at + 1)
         tokens = tokens_of(request.prompt_token_ids, count)[len(request.output_token_ids) :]
         outputs = [
-            GenerateOutput(token_ids=(token,), num_cached_tokens=self.num_cached)
+            GenerateOutput(
+                token_ids=(token,),
+                num_cached_tokens=self.num_cached,
+                num_tokens_lost_to_state=self.num_lost_to_state,
+            )
             for token in tokens
         ]
         stopped = self.eos_at is not None and count == self.eos_at + 1
         last: dict[str, Any] = {
             "token_ids": outputs[-1].token_ids,
             "num_cached_tokens": self.num_cached,
+            "num_tokens_lost_to_state": self.num_lost_to_state,
             "finish_reason": FinishReason.STOP if stopped else FinishReason.LENGTH,
         }
         if params is not None and params.do_remote_decode and self.gives_params and not stopped:

@@ -267,7 +267,8 @@ class ItemIndex:
         cached, parent = self._chunks.cached(entry.item)
         if is_there:
             tokens = tuple(entry.token_ids)
-            self._tiers.stored_in(tier, cached, parent, tokens, cache_salt=entry.cache_salt)
+            salt = entry.cache_salt
+            self._tiers.stored_in(tier, cached, parent, token_ids=tokens, cache_salt=salt)
         else:
             self._tiers.removed_from(tier, cached)
 

@@ -294,7 +294,10 @@ def _of_session(plan: Plan, session_id: str | None, fields: SamplingFields) -> P
 
 def of_origin(plan: Plan, origin: RequestOrigin) -> Plan:
     """The plan, of which each request says who sent it."""
-    requests = tuple(structs.replace(it, origin=origin) for it in plan.requests)
+    requests = tuple(
+        structs.replace(it, origin=structs.replace(origin, num_choices=it.origin.num_choices))
+        for it in plan.requests
+    )
     return replace(plan, requests=requests)
 
 
@@ -423,6 +426,8 @@ def _plan(
                 kv_transfer_params=kv_params,
                 cache_salt=fields.cache_salt,
                 priority=fields.priority or 0,
+                cache_boundaries=tuple(fields.cache_boundaries or ()),
+                origin=RequestOrigin(num_choices=0 if offset else n),
             )
             for index, (prompt, offset) in enumerate(sequences)
         ),

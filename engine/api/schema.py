@@ -15,9 +15,11 @@ from engine.errors import InvalidRequestError
 from engine.types import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
+    MAX_CACHE_BOUNDARIES,
     MAX_LOGIT_BIASES,
     MAX_LOGPROBS,
     MAX_STOP_STRINGS,
+    NumTokens,
 )
 
 MAX_CHOICES = 64
@@ -156,6 +158,9 @@ class SamplingFields(_Unsupported, frozen=True, kw_only=True, forbid_unknown_fie
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    cache_boundaries: Annotated[list[NumTokens], Meta(max_length=MAX_CACHE_BOUNDARIES)] | None = (
+        None
+    )
     priority: _Int32 | None = None
     request_id: _Label | None = None
     # Raw: its length is known before it is decoded, and a proxy never decodes it.

@@ -58,4 +58,9 @@ class UsageCounter:
     def _route(self, routing: RoutingDetails) -> RoutingDetails:
         if self.plan.tells_cache:
             return routing
-        return replace(routing, prefill_hit_tokens=UNSET, decode_hit_tokens=UNSET)
+        return replace(
+            routing,
+            prefill_hit_tokens=UNSET,
+            decode_hit_tokens=UNSET,
+            prefix_tokens_lost_to_state=UNSET,
+        )

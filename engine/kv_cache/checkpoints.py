@@ -27,7 +27,8 @@ class Reason(StrEnum):
 
     END: a request ended there. LAST: the last block boundary of a prompt, for the same prompt
     again. BRANCH: a prompt left a cached one there. TAIL: some 2,048 tokens before LAST, for
-    prompts that differ near their ends. INTERVAL: every 16,384 tokens, for all others.
+    prompts that differ near their ends. INTERVAL: every 16,384 tokens, for all others. HINT: the
+    caller named it, and may be wrong, or want more than its share.
     """
 
     END = "end"
@@ -35,6 +36,7 @@ class Reason(StrEnum):
     BRANCH = "branch"
     TAIL = "tail"
     INTERVAL = "interval"
+    HINT = "hint"
 
 
 class CheckpointPolicy:
@@ -56,16 +58,27 @@ class CheckpointPolicy:
         self._num_skipped = 0
 
     def positions(
-        self, num_hit_tokens: int, branch_point: int, num_prompt_tokens: int, *, block_size: int
+        self,
+        num_hit_tokens: int,
+        branch_point: int,
+        num_prompt_tokens: int,
+        *,
+        block_size: int,
+        hints: Iterable[int] = (),
     ) -> dict[int, Reason]:
         """Token counts after the hit, ascending, at which the state is worth keeping, and why.
 
-        None is after the prompt's last boundary before its last token. All but the `branch_point`,
-        where this prompt leaves a longer cached one that had no checkpoint there, are rounded down
-        to multiples of `block_size`, at which attention of all groups can be hit: hash boundaries.
+        None is after the prompt's last boundary before its last token. `hints` behind the prompt
+        count for nothing. All but the `branch_point`, where this prompt leaves a longer cached one
+        that had no checkpoint there, are rounded down to multiples of `block_size`, at which
+        attention of all groups can be hit: hash boundaries.
         """
         last = (num_prompt_tokens - 1) // block_size * block_size
         wanted: dict[int, Reason] = {}
+        # First: where there is a better reason too, the hint gets no credit for it.
+        named = [position for position in hints if position <= num_prompt_tokens]
+        if named and self._pays(Reason.HINT):
+            wanted.update(dict.fromkeys(named, Reason.HINT))
         if last > self._interval and self._pays(Reason.INTERVAL):
             spread = range(self._interval, last, self._interval)
             wanted.update(dict.fromkeys(spread, Reason.INTERVAL))

@@ -91,8 +91,8 @@ class TierListener(Protocol):
         tier: str,
         cached: Cached,
         parent: bytes,
-        token_ids: tuple[TokenId, ...],
         *,
+        token_ids: tuple[TokenId, ...],
         cache_salt: str | None,
     ) -> None:
         """Complete content is findable in a tier; `cached` names no physical blocks.

@@ -85,6 +85,7 @@ class MambaStates:
         self._pool = pool
         self._tree = pool.trees[self.groups[0]] if self.groups else None
         self._max_idle = max_idle_units // max(1, len(self.groups))
+        self._num_reserved = 0
         self._new: list[Node] = []
 
     @property
@@ -118,14 +119,20 @@ class MambaStates:
         return tuple(state for node in new for state in zip(self.groups, node.blocks, strict=True))
 
     def reserve(self, prefix: PrefixDigests, num_tokens: int) -> Checkpoint | None:
-        """Room for the states after `num_tokens` tokens; None if kept already, or without room."""
+        """Room for the states after `num_tokens` tokens; None if kept already, or without room.
+
+        What is reserved at once has the budget of idle ones, whatever requests ask for.
+        """
         key = prefix.key(num_tokens)
         if self._tree is None or self._tree.find(key) is not None:
+            return None
+        if self._num_reserved >= max(1, self._max_idle):
             return None
         self.trim()
         new = self._pool.allocate(self.one_set)
         if new is None:
             return None
+        self._num_reserved += 1
         return Checkpoint(prefix, key, self.groups, self._pool.add_states(new[self.groups[0]]))
 
     def found(self, node: Node) -> None:
@@ -151,6 +158,7 @@ class MambaStates:
 
     def drop(self, checkpoints: Sequence[Checkpoint]) -> None:
         """Gives reserved rooms back; what is published stays as long as nobody needs its room."""
+        self._num_reserved -= len(checkpoints)
         for checkpoint in checkpoints:
             self._pool.release(checkpoint.node)
 

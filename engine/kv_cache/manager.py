@@ -134,13 +134,24 @@ class KVCacheManager:
             tables.attention[group].take(each)
         return True
 
-    def plan_checkpoints(self, tables: BlockTables, hit: PrefixHit, num_prompt_tokens: int) -> None:
-        """Decides after which tokens of the prompt states are kept: `tables.checkpoints`."""
+    def plan_checkpoints(
+        self,
+        tables: BlockTables,
+        hit: PrefixHit,
+        num_prompt_tokens: int,
+        *,
+        hints: Sequence[int] = (),
+    ) -> None:
+        """Decides after which tokens of the prompt states are kept: `tables.checkpoints`.
+
+        `hints`: token counts that the caller named.
+        """
         tables.checkpoints = self.states.policy.positions(
             hit.num_tokens,
             hit.branch_point,
             num_prompt_tokens,
             block_size=self.plan.hash_block_size,
+            hints=hints,
         )
 
     def reserve_checkpoints(

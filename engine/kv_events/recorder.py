@@ -68,8 +68,8 @@ class EventRecorder:
         tier: str,
         cached: Cached,
         parent: bytes,
-        token_ids: tuple[TokenId, ...],
         *,
+        token_ids: tuple[TokenId, ...],
         cache_salt: str | None,
     ) -> None:
         """See `engine.kv_cache.listener.TierListener`."""

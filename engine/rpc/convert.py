@@ -59,6 +59,7 @@ def request_to_bytes(request: GenerateRequest, prompt: bytes) -> bytes:
             cache_salt=request.cache_salt,
             priority=request.priority,
             output_token_ids=request.output_token_ids,
+            cache_boundaries=request.cache_boundaries,
         )
     # Protobuf's fields may come in any order, so two messages in a row are one with both's fields.
     return others.SerializeToString() + prompt
@@ -71,6 +72,7 @@ def request_from_pb(message: pb.GenerateRequest) -> GenerateRequest:
         "prompt_token_ids": message.prompt_token_ids,
         "output_token_ids": message.output_token_ids,
         "stop_token_ids": message.sampling.stop_token_ids,
+        "cache_boundaries": message.cache_boundaries,
     }
     for name, values in lists.items():
         if len(values) > MAX_TOKENS_IN_REQUEST:
@@ -94,6 +96,7 @@ def output_to_pb(output: GenerateOutput) -> pb.GenerateOutput:
         finish_reason=output.finish_reason,
         stop_reason=output.stop_reason,
         num_cached_tokens=output.num_cached_tokens,
+        num_tokens_lost_to_state=output.num_tokens_lost_to_state,
         kv_transfer_params=_params_to_json(output.kv_transfer_params),
         kv_transfer=None if stats is None else to_pb(stats, pb.KvTransferStats),
         prompt_logprobs=None if prompt is None else to_pb(prompt, pb.PromptLogprobs),
@@ -121,6 +124,7 @@ def output_from_pb(message: pb.GenerateOutput) -> GenerateOutput:
         finish_reason=finish_reason,
         stop_reason=message.stop_reason if has("stop_reason") else None,
         num_cached_tokens=message.num_cached_tokens,
+        num_tokens_lost_to_state=message.num_tokens_lost_to_state,
         kv_transfer_params=_params_from_json(message.kv_transfer_params),
         kv_transfer=from_pb(message.kv_transfer, KVTransferStats) if has("kv_transfer") else None,
     )

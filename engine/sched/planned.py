@@ -15,11 +15,15 @@ from engine.step import (
 
 
 class Planned(msgspec.Struct):
-    """The next `num_tokens` of `request`; they count as computed once the worker returns."""
+    """The next `num_tokens` of `request`; they count as computed once the worker returns.
+
+    `positions`: after which its states are worth keeping; `checkpoints`: those that found room.
+    """
 
     request: Request
     num_tokens: int
-    checkpoints: tuple[Checkpoint, ...]
+    positions: tuple[int, ...]
+    checkpoints: tuple[Checkpoint, ...] = ()
 
     def worker_input(self) -> ScheduledRequest:
         """The worker's view; it samples only if the step computes the last known token."""

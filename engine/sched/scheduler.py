@@ -122,6 +122,10 @@ class Scheduler:
             budget -= used
         while self._unresolved:
             self._waiting.push(self._unresolved.pop())
+        # Only now: states that are kept for reuse take no room from requests of this step.
+        for item in self._planned:
+            prefix = item.request.prefix
+            item.checkpoints = self.cache.reserve_checkpoints(prefix, item.positions)
         scheduled = tuple([item.worker_input() for item in self._planned])
         # After the last block was reserved: the connector hears what this step evicts.
         meta = self._connector.build_meta(scheduled)
@@ -256,13 +260,18 @@ class Scheduler:
         request.blocks = tables
         request.num_computed_tokens = num_here = start.num_computed_tokens
         request.num_local_tokens, request.num_loading_tokens = num_here, 0
-        self.cache.plan_checkpoints(tables, start.hit, request.num_prompt_tokens)
+        self.cache.plan_checkpoints(
+            tables, start.hit, request.num_prompt_tokens, hints=request.cache_boundaries
+        )
         if request.status is not RequestStatus.WAITING:
             return
         request.num_cached_tokens = start.num_cached_tokens
         if not request.num_known_tokens:  # a failed load comes here again
             num_external = start.hit.num_tokens - num_here if start.match else None
             self.stats.started(request, num_here, num_external)
+            attention = min(start.hit.branch_point, request.num_prompt_tokens)
+            request.num_lost_to_state = max(0, attention - start.hit.num_tokens)
+            self.stats.tokens_lost_to_state += request.num_lost_to_state
         if start.needs_load or not self.cache.plan.state_groups:
             return
         self.stats.checkpoint_hits += num_here > 0
@@ -277,15 +286,12 @@ class Scheduler:
         else:
             interval = self.config.mamba_decode_checkpoint_interval
             positions = decode_positions(request.num_prompt_tokens, start, end, interval=interval)
-        kept = self.cache.reserve_checkpoints(request.prefix, positions) if positions else ()
-        self._planned.append(Planned(request, num_tokens, kept))
+        self._planned.append(Planned(request, num_tokens, positions))
 
     def _preempt(self, request: Request) -> None:
         """Frees all blocks; the request starts again, from whatever prefix is cached then."""
         self._running.remove(request)
-        for item in self._planned:
-            if item.request is request:  # planned before this step ran out of room
-                self.cache.states.drop(item.checkpoints)
+        # Planned before this step ran out of room.
         self._planned = [item for item in self._planned if item.request is not request]
         request.move(RequestStatus.PREEMPTED)
         self._retire(request)

@@ -23,6 +23,7 @@ class SchedulerStats:
     from a kept state. `checkpoints_written`: states copied for reuse, by phase of the request.
     `recomputed_tokens`: by cause, counted when they are computed. `prompt_tokens`: by source, as
     vLLM names them; counted once, when a prompt is complete, so that they add up to its length.
+    `tokens_lost_to_state`: those of prompts with attention here that no state lets them start from.
     """
 
     num_preemptions: int = 0
@@ -33,12 +34,18 @@ class SchedulerStats:
     checkpoint_hits: int = 0
     checkpoints_written: dict[str, int] = field(default_factory=dict)
     recomputed_tokens: dict[str, int] = field(default_factory=dict)
+    tokens_lost_to_state: int = 0
     prompt_tokens: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SOURCES, 0)))
 
     @property
     def preemptions(self) -> dict[str, int]:
         """Preemptions by reason."""
         return {"no_free_units": self.num_preemptions}
+
+    @property
+    def num_cached_prompt_tokens(self) -> int:
+        """Prompt tokens that were found here or brought by a connector."""
+        return self.prompt_tokens.total() - self.prompt_tokens["local_compute"]
 
     def started(self, request: Request, num_hit: int, num_external: int | None) -> None:
         """Counts the sources of a starting prompt; `num_external` None: no connector was asked."""

@@ -96,6 +96,19 @@ async def test_through_the_proxy(
     assert [reply.on_p_and_d for reply in (first, same, more)] == [(0, 0), (64, 70), (70, 80)]
 
 
+async def test_p_keeps_a_state_where_the_client_says_that_prompts_part(
+    shared: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """Others leave the prompt after 40 tokens; under a salt of its own nothing is cached."""
+    async with proxy_of(*await pair_of_nodes(shared, checkpoints["qwen3_5"])) as client:
+        await ask(client, PROMPT, stream=False, cache_boundaries=[40, 3, 9999, 40])
+        other = [*PROMPT[:40], *MORE]
+        found = await ask(client, other, stream=False)
+        alone = await ask(client, other, stream=False, cache_salt="alone")
+    assert (found.cached, alone.cached) == (32, 0)
+    assert found.token_ids == alone.token_ids
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_each_node_by_itself(
     shared: Cluster, checkpoints: dict[str, Path], stream: bool

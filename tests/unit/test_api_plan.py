@@ -205,6 +205,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"cache_salt": "a" * 257}, "cache_salt", "256"),
     ({"cache_salt": 5}, "cache_salt", "5"),
     ({"priority": 2**40}, "priority", "priority"),
+    ({"cache_boundaries": [0]}, "cache_boundaries[0]", "0"),
+    ({"cache_boundaries": [5, -16]}, "cache_boundaries[1]", ">= 1"),
+    ({"cache_boundaries": [16.5]}, "cache_boundaries[0]", "got `float`"),
+    ({"cache_boundaries": ["16"]}, "cache_boundaries[0]", "got `str`"),
+    ({"cache_boundaries": [True]}, "cache_boundaries[0]", "bool|True"),
+    ({"cache_boundaries": [2**70]}, "cache_boundaries[0]", "cache_boundaries"),
+    ({"cache_boundaries": 16}, "cache_boundaries", "16"),
+    ({"cache_boundaries": list(range(1, 18))}, "cache_boundaries", "16"),
     ({"request_id": "a" * 100_000}, "request_id", "256"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
     ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x", "unknown"),
@@ -387,6 +395,15 @@ def test_long_lists_are_refused_before_they_are_built() -> None:
         InvalidRequestError, match=r"^This model's maximum context length is 199999 tokens"
     ):
         decode_body(b'{"prompt": [%s-%s]}' % (b" " * 100, one), CompletionRequest, 199_999)
+
+
+@pytest.mark.parametrize("named", [None, [], [1], [9999, 4, 4], [7] * 16])
+def test_cache_boundaries_travel_with_each_sequence(
+    serving: Serving, named: list[int] | None
+) -> None:
+    """Behind the prompt or twice, they are hints."""
+    plan = complete(serving, prompt=[[5], [6]], n=2, cache_boundaries=named)
+    assert [it.cache_boundaries for it in plan.requests] == [tuple(named or ())] * 4
 
 
 def test_unsupported_keys_are_named_in_one_order(serving: Serving) -> None:

@@ -89,7 +89,7 @@ async def test_the_reason_of_a_local_prefill_is_p_s_and_not_a_decode_node_s() ->
 
 @pytest.mark.parametrize("is_told", [True, False])
 async def test_the_reply_says_who_served_if_the_proxy_is_asked_to(is_told: bool) -> None:
-    p, d = ScriptedNode("p", "prefill"), ScriptedNode("d")
+    p, d = ScriptedNode("p", "prefill", num_lost_to_state=5), ScriptedNode("d")
     async with running_cluster([p], [d], enable_routing_details=is_told) as client:
         reply = await client.completions.create(**ASK)
         stream = await client.completions.create(
@@ -102,6 +102,7 @@ async def test_the_reply_says_who_served_if_the_proxy_is_asked_to(is_told: bool)
         "reason": "no_events",
         "prefill_hit_tokens": 0,
         "decode_hit_tokens": 0,
+        "prefix_tokens_lost_to_state": 5,
     }
     for usage in (reply.usage, usages[-1]):
         assert (usage.model_extra or {}).get("routing") == (told if is_told else None)

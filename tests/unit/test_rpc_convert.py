@@ -60,6 +60,7 @@ REQUESTS = [
         kv_transfer_params=PARAMS,
         cache_salt="",
         priority=-3,
+        cache_boundaries=(16, 1, 2**22),
     ),
 ]
 OUTPUTS = [
@@ -71,6 +72,7 @@ OUTPUTS = [
         finish_reason=FinishReason.STOP,
         stop_reason=0,
         num_cached_tokens=16,
+        num_tokens_lost_to_state=3,
         kv_transfer_params=PARAMS,
         kv_transfer=KVTransferStats(
             attention_bytes=2**40, state_bytes=1, transfer_ms=0.1, verified=True

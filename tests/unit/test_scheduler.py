@@ -1,5 +1,8 @@
 """The scheduler without a model: what a step asks of the cache, and what it counts."""
 
+from itertools import takewhile
+from random import Random
+
 import pytest
 
 from engine.config import NodeConfig
@@ -55,12 +58,14 @@ def add(
     max_tokens: int = 1,
     params: KVTransferParams | None = None,
     first: FirstToken | None = None,
+    boundaries: tuple[int, ...] = (),
 ) -> Request:
     origin = GenerateRequest(
         request_id=name,
         prompt_token_ids=tuple(prompt),
         sampling=SamplingParams(max_tokens=max_tokens),
         kv_transfer_params=params,
+        cache_boundaries=boundaries,
     )
     request = Request.from_generate(
         origin, scheduler.cache.hasher, max_model_len=1000, eos_token_ids=frozenset()
@@ -170,6 +175,70 @@ def test_a_request_that_ends_early_counts_only_what_was_computed_again() -> None
     scheduler.abort("second")
     run(scheduler)
     assert scheduler.stats.recomputed_tokens == {"no_checkpoint": 64}
+
+
+def test_tokens_lost_to_states_are_those_that_only_attention_has() -> None:
+    """Prompts that part anywhere, against a search over what was asked before."""
+    random, scheduler = Random(3), scheduler_of(1024)
+    asked: list[list[int]] = []
+    total = 0
+    for number in range(40):
+        base = random.choice(asked) if asked else []
+        kept = base[: random.randint(0, len(base))]
+        prompt = [*kept, *tokens(random.randint(1, 90), 1000 * number)]
+        request = add(scheduler, str(number), prompt)
+        run(scheduler)
+        reach = max((attention_shared(other, prompt) for other in asked), default=0)
+        lost = min(reach, len(prompt) - 1) - request.num_cached_tokens
+        assert request.num_lost_to_state == lost
+        total += lost
+        asked.append(prompt)
+    assert scheduler.stats.tokens_lost_to_state == total > 0
+
+
+def attention_shared(cached: list[int], prompt: list[int]) -> int:
+    """Tokens of `prompt` whose attention was computed for `cached`, in whole hash blocks or all."""
+    pairs = zip(cached, prompt, strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return same if same == len(cached) else same // BLOCK * BLOCK
+
+
+def test_a_state_is_kept_where_the_caller_says_that_prompts_part() -> None:
+    scheduler = scheduler_of()
+    named = (100, 40, 100, 500, 1)  # in any order, twice, behind the prompt, before a hash block
+    add(scheduler, "first", tokens(130), boundaries=named)
+    saves = [
+        save.num_tokens for out in run(scheduler) for one in out.scheduled for save in one.saves
+    ]
+    assert saves == [32, 96, 128]
+    for shared, hit in ((110, 96), (50, 32)):
+        other = add(scheduler, str(shared), [*tokens(shared), *tokens(30, 1000 * shared)])
+        run(scheduler)
+        assert (other.num_cached_tokens, other.num_lost_to_state) == (
+            hit,
+            shared // BLOCK * BLOCK - hit,
+        )
+
+
+@pytest.mark.parametrize("units", [7, 12, 40])
+def test_callers_that_name_many_boundaries_take_no_room_from_requests(units: int) -> None:
+    """As many steps and preemptions as if nobody had named one; hints that nobody reads stop."""
+    done = []
+    for boundaries in ((), tuple(range(16, 272, 16))):
+        scheduler = scheduler_of(units)
+        for number in range(60):
+            add(
+                scheduler,
+                str(number),
+                tokens(90, 200 * number),
+                max_tokens=9,
+                boundaries=boundaries,
+            )
+        steps = run(scheduler)
+        done.append((len(steps), scheduler.stats.num_preemptions))
+        written = scheduler.stats.checkpoints_written.get("prefill", 0)
+    assert done[0] == done[1]
+    assert written < 60 * 5 / 2
 
 
 class Elsewhere(SchedulerConnector):
