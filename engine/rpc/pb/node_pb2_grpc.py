@@ -130,6 +130,11 @@ class NodeStub:
                 request_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.TokenizerFiles.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/tandem.v1.Node/ResetPrefixCache',
+                request_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.ResetPrefixCacheReply.FromString,
+                _registered_method=True)
 
 
 class NodeServicer:
@@ -156,6 +161,13 @@ class NodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Refused unless the node was started with --enable-reset-prefix-cache, and while requests use its cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_NodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -173,6 +185,11 @@ def add_NodeServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.GetTokenizerRequest.FromString,
                     response_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.TokenizerFiles.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=engine_dot_rpc_dot_pb_dot_node__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=engine_dot_rpc_dot_pb_dot_node__pb2.ResetPrefixCacheReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -257,6 +274,33 @@ class Node:
             '/tandem.v1.Node/GetTokenizer',
             engine_dot_rpc_dot_pb_dot_node__pb2.GetTokenizerRequest.SerializeToString,
             engine_dot_rpc_dot_pb_dot_node__pb2.TokenizerFiles.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Node/ResetPrefixCache',
+            engine_dot_rpc_dot_pb_dot_node__pb2.ResetPrefixCacheRequest.SerializeToString,
+            engine_dot_rpc_dot_pb_dot_node__pb2.ResetPrefixCacheReply.FromString,
             options,
             channel_credentials,
             insecure,
