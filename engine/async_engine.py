@@ -40,6 +40,7 @@ from engine.types import GenerateOutput, GenerateRequest, HandOverProblem
 
 IDLE_POLL_S = 0.02
 JOIN_TIMEOUT_S = 30.0
+BETWEEN_STEPS_S = 30.0
 SHUTTING_DOWN = "the node is shutting down"
 
 log = structlog.get_logger()
@@ -129,6 +130,31 @@ class AsyncEngine:
             if not all_taken:
                 # The caller left or failed. The scheduler ignores ids that it does not know.
                 self._inbox.put(lambda: self.core.scheduler.abort(request_id))
+
+    async def between_steps(self, call: Callable[[], None]) -> None:
+        """Runs `call` in the engine thread, and raises the TandemError that it raises.
+
+        Raises EngineDeadError where the thread has ended or does not come to it in time.
+        """
+        done: asyncio.Future[TandemError | None] = asyncio.get_running_loop().create_future()
+
+        def guarded() -> None:
+            error = None
+            try:
+                call()
+            except TandemError as raised:
+                error = raised
+            self._on_loop(lambda: None if done.done() else done.set_result(error))
+
+        if not self.is_alive:
+            raise _dead_engine()
+        self._inbox.put(guarded)
+        try:
+            error = await asyncio.wait_for(done, BETWEEN_STEPS_S)
+        except TimeoutError:
+            raise _dead_engine() from None
+        if error is not None:
+            raise error
 
     @property
     def is_alive(self) -> bool:

@@ -146,6 +146,13 @@ class ServerConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True
     enable_prompt_tokens_details: Annotated[
         bool, Meta(description="Tell clients in `usage` how many prompt tokens were cached.")
     ] = False
+    enable_reset_prefix_cache: Annotated[
+        bool,
+        Meta(
+            description="Serve POST /reset_prefix_cache, which empties the cache of a node that is "
+            "idle; at the proxy, of all nodes that have this flag too."
+        ),
+    ] = False
     api_key: Annotated[
         str | None,
         Meta(description="Key that HTTP clients must send.", extra={"envvar": "VLLM_API_KEY"}),

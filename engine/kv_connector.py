@@ -129,6 +129,10 @@ class SchedulerConnector:
         """Takes the worker side's report, before the scheduler acts on it."""
         return None
 
+    def forget_evicted(self) -> None:
+        """Nothing that was evicted since the last message is to be kept anywhere."""
+        return None
+
     def request_finished(self, request: Request) -> FinishDecision:
         """Decides whether the blocks of a request that ended, for any reason, must stay."""
         return FinishDecision()

@@ -5,13 +5,19 @@ counts anyway are read when Prometheus asks; nothing is updated per step.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from operator import attrgetter
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from engine.errors import EngineGenerateError, KVLoadError
@@ -38,6 +44,7 @@ E2E_BUCKETS: Final = (
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 LENGTH_BUCKETS: Final = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+CHOICE_BUCKETS: Final = (1.0, 2.0, 5.0, 10.0, 20.0)
 SHARE_BUCKETS: Final = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0)
 
 ENGINE_FAILURES: Final = (EngineGenerateError.__name__, KVLoadError.__name__)
@@ -90,6 +97,15 @@ SCHEDULER_COUNTERS: Final[Table] = {
         "Prompt tokens by where they came from; counted when a prompt is complete.",
         "source",
     ),
+    "vllm:prompt_tokens_cached": (
+        "stats.num_cached_prompt_tokens",
+        "Prompt tokens that were not computed here: cached, or brought by a connector.",
+    ),
+    "tandem:prefix_tokens_lost_to_state": (
+        "stats.tokens_lost_to_state",
+        "Prompt tokens whose attention was cached and that are computed again for want of a Mamba "
+        "state.",
+    ),
     "vllm:num_preemptions": ("stats.preemptions", "Requests that lost their blocks.", "reason"),
 }
 EVENT_COUNTERS: Final[Table] = {
@@ -107,6 +123,8 @@ LOG_COUNTERS: Final[Table] = {
 
 Family = GaugeMetricFamily | CounterMetricFamily
 Read = Callable[[], float | Mapping[str, float]]
+ReadCounts = Callable[[], tuple[Sequence[int], float]]
+"""Numbers of observations by bucket, each for itself, and the sum of what was observed."""
 
 
 class NodeMetrics(Collector):
@@ -120,6 +138,7 @@ class NodeMetrics(Collector):
         ProcessCollector(registry=self.registry)
         self.labels = (model_name, ENGINE, role)
         self._readings: list[tuple[Callable[[], Family], Read]] = []
+        self._histograms: list[Callable[[], HistogramMetricFamily]] = []
         self.read(LOSSES, counters=LOG_COUNTERS)
         self.registry.register(self)
 
@@ -153,7 +172,23 @@ class NodeMetrics(Collector):
                 family = partial(kind, name, help_text, labels=(*LABELS, *label))
                 self._readings.append((family, partial(attrgetter(path), source)))
 
-    def collect(self) -> Iterable[Family]:
+    def read_counts(
+        self, name: str, help_text: str, bounds: Sequence[float], *, read: ReadCounts
+    ) -> None:
+        """Reads a histogram at each scrape: how many up to each of `bounds`, how many beyond."""
+        ends = (*(f"{float(bound)}" for bound in bounds), "+Inf")
+
+        def make_family() -> HistogramMetricFamily:
+            counts, total = read()
+            buckets = list(zip(ends, accumulate(counts), strict=True))
+            family = HistogramMetricFamily(name, help_text, labels=LABELS)
+            family.add_metric(self.labels, buckets, total)
+            return family
+
+        self._histograms.append(make_family)
+
+    def collect(self) -> Iterable[Metric]:
+        yield from (make() for make in self._histograms)
         for make_family, read in self._readings:
             family, value = make_family(), read()
             if isinstance(value, Mapping):
@@ -203,9 +238,31 @@ class RequestMetrics:
         self.decode_seconds = metrics.histogram(
             "vllm:request_decode_time_seconds", "First token to last token.", E2E_BUCKETS
         )
+        self.inference_seconds = metrics.histogram(
+            "vllm:request_inference_time_seconds", "First blocks to last token.", E2E_BUCKETS
+        )
+        self.seconds_per_token = metrics.histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "First token to last token, for each token after the first.",
+            ITL_BUCKETS,
+        )
+        self.longest_choices = metrics.histogram(
+            "vllm:request_max_num_generation_tokens",
+            "Tokens generated for a request, each choice for itself.",
+            LENGTH_BUCKETS,
+        )
+        self.max_tokens = metrics.histogram(
+            "vllm:request_params_max_tokens", "Most tokens that a request asks for.", LENGTH_BUCKETS
+        )
+        self.choices = metrics.histogram(
+            "vllm:request_params_n", "Choices that a request asks for.", CHOICE_BUCKETS
+        )
 
     def start(self, request: GenerateRequest) -> "RequestTimer":
         self.prompt_tokens.inc(len(request.prompt_token_ids))
+        self.max_tokens.observe(request.sampling.max_tokens)
+        if request.origin.num_choices:
+            self.choices.observe(request.origin.num_choices)
         return RequestTimer(self, len(request.prompt_token_ids))
 
 
@@ -246,6 +303,7 @@ class RequestTimer:
         if queue_s is None or self._first is None:
             return
         self._metrics.queue_seconds.observe(queue_s)
+        self._metrics.inference_seconds.observe(time.monotonic() - self._start - queue_s)
         # D sends P's token before it has blocks: there is no prefill to time.
         if (prefill_s := self._first - self._start - queue_s) > 0:
             self._metrics.prefill_seconds.observe(prefill_s)
@@ -254,7 +312,11 @@ class RequestTimer:
         """The request is over; `outcome` is a finish reason or the name of an error."""
         self._metrics.prompt_lengths.observe(self._num_prompt_tokens)
         self._metrics.generation_lengths.observe(self._num_tokens)
+        self._metrics.longest_choices.observe(self._num_tokens)
         if self._first is not None and self._last is not None:
-            self._metrics.decode_seconds.observe(self._last - self._first)
+            decode_s = self._last - self._first
+            self._metrics.decode_seconds.observe(decode_s)
+            if self._num_tokens > 1:
+                self._metrics.seconds_per_token.observe(decode_s / (self._num_tokens - 1))
         if outcome in ENGINE_FAILURES:
             self._metrics.finished(FinishReason.ERROR).inc()

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from engine.kv_events.follower import SourceStats
 from engine.log_writer import LOSSES
 from engine.metrics import E2E_BUCKETS, ITL_BUCKETS, LOG_COUNTERS, TTFT_BUCKETS
-from engine.types import GenerateOutput
+from engine.types import GenerateOutput, GenerateRequest
 
 ROLE: Final = "proxy"
 """Nodes count the same requests under the same names, with roles of their own."""
@@ -84,6 +84,12 @@ class ProxyMetrics:
             "Requests that ended with a finish reason.",
             *("model_name", "role", "finished_reason"),
         )
+        self.prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Prompt tokens of requests.", "model_name", "role"
+        )
+        self.generation_tokens = self._counter(
+            "vllm:generation_tokens", "Tokens sent to clients.", "model_name", "role"
+        )
         self.time_to_first_token = self._latency(
             "vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
         )
@@ -138,10 +144,13 @@ class KeyMetrics:
 class RequestTimer:
     """The latencies of one request, from its arrival in the proxy."""
 
-    def __init__(self, metrics: ProxyMetrics) -> None:
+    def __init__(self, metrics: ProxyMetrics, request: GenerateRequest) -> None:
         self._metrics = metrics
+        labels = metrics.model_name, ROLE
+        metrics.prompt_tokens.labels(*labels).inc(len(request.prompt_token_ids))
         # Looked up once: each token is counted.
-        self._between = metrics.inter_token_latency.labels(metrics.model_name, ROLE)
+        self._between = metrics.inter_token_latency.labels(*labels)
+        self._generated = metrics.generation_tokens.labels(*labels)
         self._started = time.monotonic()
         self._previous: float | None = None
 
@@ -150,6 +159,7 @@ class RequestTimer:
         now, metrics, model_name = time.monotonic(), self._metrics, self._metrics.model_name
         # An output without tokens, the end of a stream, is no token that came late.
         if output.token_ids:
+            self._generated.inc(len(output.token_ids))
             if self._previous is None:
                 metrics.time_to_first_token.labels(model_name, ROLE).observe(now - self._started)
             else:
@@ -161,6 +171,25 @@ class RequestTimer:
 
     def ended(self, outcome: str) -> None:
         """Requests that failed are counted by node and outcome."""
+
+
+class RequestGauges(Collector):
+    """Requests that are here now, read at each scrape; vLLM's names, for its dashboards."""
+
+    def __init__(
+        self, metrics: ProxyMetrics, running: Callable[[], int], waiting: Callable[[], int]
+    ) -> None:
+        self._metrics = metrics
+        self._rows = {
+            "vllm:num_requests_running": (running, "Requests that nodes work on, or soon will."),
+            "vllm:num_requests_waiting": (waiting, "Requests that wait for their turn."),
+        }
+
+    def collect(self) -> Iterable[Metric]:
+        for name, (count, text) in self._rows.items():
+            family = GaugeMetricFamily(name, text, labels=("model_name", "role"))
+            family.add_metric((self._metrics.model_name, ROLE), count())
+            yield family
 
 
 class LogMetrics(Collector):

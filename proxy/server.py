@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.api.access import Access
 from engine.api.app import create_app, middleware_of
+from engine.api.cache_reset import reset_route
 from engine.api.operations import HEALTH_PATHS, PROBE_PATHS, metrics
 from engine.api.reasoning import choose_thoughts
 from engine.api.template_files import given_template
@@ -38,7 +39,7 @@ from proxy.access.key_file import KeyFile
 from proxy.cluster.node import NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
 from proxy.config import ProxyConfig
-from proxy.metrics import EventMetrics, ProxyMetrics, RequestTimer
+from proxy.metrics import EventMetrics, ProxyMetrics, RequestGauges, RequestTimer
 from proxy.model_loader import load_serving
 from proxy.pd_flow import PdFlow
 from proxy.routing.event_sources import EventSources
@@ -71,7 +72,7 @@ class ProxyServer:
             self._metrics.resting_nodes.labels(kind).set_function(resting)
         self._telemetry = Telemetry(
             config,
-            lambda request: RequestTimer(self._metrics),
+            lambda request: RequestTimer(self._metrics, request),
             role="proxy",
             instance=f"proxy-{secrets.token_hex(8)}",
         )
@@ -96,6 +97,10 @@ class ProxyServer:
         )
         self._gate = Gate(config.api_key, queue, self._metrics.keys)
         self._metrics.waiting_requests.set_function(lambda: queue.num_waiting)
+        records = self._telemetry.records
+        self._metrics.registry.register(
+            RequestGauges(self._metrics, lambda: len(records.open), lambda: queue.num_waiting)
+        )
         self._status = ClusterStatus(
             self._pool,
             self._telemetry.records,
@@ -210,7 +215,7 @@ class ProxyServer:
                 serving,
                 metrics_registry=self._metrics.registry,
                 access=self._access(),
-                routes=[self._status.status_route()],
+                routes=[self._status.status_route(), *self._reset_routes()],
                 open_routes=[self._status.page_route()],
             )
             # The app holds `max_model_len`, so a new one is made when a decode node changes it.
@@ -219,6 +224,10 @@ class ProxyServer:
                 await self._pool.wait_for_news(POLL_INTERVAL_S)
                 context = self._pool.max_model_len or context
             serving = replace(serving, max_model_len=context)
+
+    def _reset_routes(self) -> list[Route]:
+        is_served = self._config.enable_reset_prefix_cache
+        return [reset_route(self._pool.reset_prefix_caches)] if is_served else []
 
     def _waiting_app(self) -> Starlette:
         """The HTTP app before the model is known: alive and measured, but not ready."""

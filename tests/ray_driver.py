@@ -93,7 +93,7 @@ def _deploy(model: str, address: str, session: Session) -> Report:
         runtime_env={"env_vars": {"ONLY_FOR_MEMBERS": "1"}},
         prefill=NodeGroup(resources={"p_slot": 1}, config=OPTIONS),
         decode=NodeGroup(resources={"d_slot": 1}, config=OPTIONS),
-        proxy={"port": 0, "resources": {"x_slot": 1}},
+        proxy={"port": 0, "enable_prompt_tokens_details": True, "resources": {"x_slot": 1}},
     )
     with connected(address):
         with running(config, _say) as members:

@@ -43,9 +43,7 @@ def check_cache(
 
 def evict_all(cache: KVCacheManager) -> None:
     """Evicts everything that nobody uses, and forgets what that seems to say about checkpoints."""
-    for queue in cache.pool.order.idle:
-        while (node := queue.first()) is not None:
-            cache.pool.evict(node)
+    cache.reset()
     cache.states.policy = CheckpointPolicy()
 
 

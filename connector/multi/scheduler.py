@@ -94,6 +94,10 @@ class MultiScheduler(SchedulerConnector):
             self._stats.pending_loads[name] -= len(own.loaded) + len(own.failed)
             self._children[name].update(own)
 
+    def forget_evicted(self) -> None:
+        for child in self._children.values():
+            child.forget_evicted()
+
     def request_finished(self, request: Request) -> FinishDecision:
         """Every child hears of the end; each may hold."""
         if self._matches.pop(request.request_id, None) is not None:

@@ -65,6 +65,11 @@ class ItemIndex:
         """Items that are anywhere, also in the arena alone; from any thread."""
         return sum(map(len, self._entries.values()))
 
+    @property
+    def is_heard(self) -> bool:
+        """True if somebody is told what comes to a tier and what goes."""
+        return self._tiers is not None
+
     def __iter__(self) -> Iterator[Entry]:
         for entries in self._entries.values():
             yield from list(entries.values())

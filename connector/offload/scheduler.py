@@ -109,7 +109,9 @@ class OffloadScheduler(SchedulerConnector):
         entry = None if preceding is None else self.index.get(preceding)
         before = () if preceding is None else self.index.boundaries_before(preceding)
         placed = list(self._chunks.items_of(cached, parent, before))
-        first, tokens = self._tokens(cached, preceding, token_ids)
+        # Nobody else wants to know tokens.
+        told = token_ids if self.index.is_heard else ()
+        first, tokens = self._tokens(cached, preceding, told)
         if entry is not None and isinstance(cached, CachedBlocks) and cached.digests:
             place = placed[0][1] if placed else None
             if place in entry.places:
@@ -221,6 +223,13 @@ class OffloadScheduler(SchedulerConnector):
             entry = self.index.get(item.key)
             if entry is not None and entry.file is not None and entry.file.name == name:
                 self.index.put_file(entry, None)
+                self.index.drop_if_gone(entry)
+
+    def forget_evicted(self) -> None:
+        """The arena is emptied: what it had alone does not go down a tier."""
+        victims, self._victims = self._victims, []
+        for item, _ in victims:
+            if (entry := self.index.get(item.key)) is not None:
                 self.index.drop_if_gone(entry)
 
     def request_finished(self, request: Request) -> FinishDecision:

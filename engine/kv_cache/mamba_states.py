@@ -174,6 +174,10 @@ class MambaStates:
         if (kept := self._unread.pop(node, None)) is not None:
             self.policy.evicted_unread(kept[0])
 
+    def forget_unread(self) -> None:
+        """What goes now goes unread for another reason than that nobody wanted it."""
+        self._unread.clear()
+
     def trim(self) -> None:
         """Evicts idle checkpoints over the budget."""
         idle = self._pool.idle_checkpoints

@@ -232,6 +232,13 @@ class KVCacheManager:
             if pending.checkpoint is not None:
                 self.publish_checkpoints(pending.owner, [pending.checkpoint])
 
+    def reset(self) -> None:
+        """Forgets all that nobody uses. What was learned about checkpoints stays."""
+        self.states.forget_unread()
+        for queue in self.pool.order.idle:
+            while (node := queue.first()) is not None:
+                self.pool.evict(node)
+
     def pin(self, blocks: Mapping[int, Sequence[int]]) -> Pin:
         """Keeps findable blocks and states (ids by group) while a save reads them.
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.kv_cache.listener import Cached, CachedStates
-from engine.kv_events.wire import GPU, BlockRemoved, BlockStored, Event
+from engine.kv_events.wire import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from engine.types import TokenId
 
 
@@ -34,6 +34,7 @@ class EventRecorder:
         self._groups = groups
         self._hash_block_size = hash_block_size
         self._events: list[Event] = []
+        self._num_in_tiers = 0
 
     def take(self) -> list[Event]:
         """What has changed since the last call, in its order."""
@@ -60,6 +61,11 @@ class EventRecorder:
             whole = token_ids[: len(cached.digests) * self._hash_block_size]
             self._store(cached.group, cached.digests, known, token_ids=whole, salt=salt)
 
+    def cleared(self) -> None:
+        """The arena was emptied: one event for all, unless tiers still have something."""
+        if not self._num_in_tiers:
+            self._events = [AllBlocksCleared()]
+
     def removed(self, cached: Cached) -> None:
         self._remove(GPU, cached)
 
@@ -73,6 +79,7 @@ class EventRecorder:
         cache_salt: str | None,
     ) -> None:
         """See `engine.kv_cache.listener.TierListener`."""
+        self._num_in_tiers += 1
         if isinstance(cached, CachedStates):
             # The tokens since the last hash boundary before its end, as in the arena.
             size = (cached.end - 1) % self._hash_block_size + 1
@@ -92,6 +99,7 @@ class EventRecorder:
 
     def removed_from(self, tier: str, cached: Cached) -> None:
         """See `engine.kv_cache.listener.TierListener`."""
+        self._num_in_tiers -= 1
         self._remove(tier, cached)
 
     def _remove(self, medium: str, cached: Cached) -> None:

@@ -18,6 +18,7 @@ from starlette.routing import Route
 
 from engine.api.access import access_of
 from engine.api.app import create_app
+from engine.api.cache_reset import reset_route
 from engine.api.reasoning import choose_thoughts
 from engine.api.serving import SamplingDefaults, Serving, load_sampling_defaults
 from engine.api.template_files import given_template
@@ -65,6 +66,7 @@ from engine.rpc.messages import ArenaUse, NodeInfo
 from engine.rpc.node_service import NodeService
 from engine.rpc.server import RpcServer, start_server
 from engine.sched.scheduler import Scheduler
+from engine.sched.step_rates import STEP_BUCKETS
 from engine.telemetry.telemetry import Telemetry
 from engine.tls import server_tls
 from engine.worker.model_runner import ModelRunner
@@ -268,6 +270,9 @@ class NodeServer:
         self.metrics.read(scheduler, gauges=SCHEDULER_GAUGES, counters=SCHEDULER_COUNTERS)
         after_step = self.events.publish if self.events else None
         core = EngineCore(scheduler, runner, connector, after_step=after_step)
+        self.metrics.read_counts(
+            "vllm:iteration_tokens_total", "Tokens of a step.", STEP_BUCKETS, read=core.rates.sizes
+        )
         self._start_telemetry(scheduler)
         records = self._telemetry.records
         # Known before it starts: its connector may wake it from then on.
@@ -291,7 +296,8 @@ class NodeServer:
         )
 
     async def _start_rpc(self, model: ModelFolder) -> RpcServer:
-        node = NodeService(self.engine, lambda: self._describe(model), model.files)
+        reset = self._reset_cache if self._resets else None
+        node = NodeService(self.engine, lambda: self._describe(model), model.files, reset=reset)
         rpc = await start_server(
             [node, *self.connector.services()],
             self.config.host,
@@ -326,6 +332,7 @@ class NodeServer:
             serving,
             access=access_of(self.config),
             metrics_registry=self.metrics.registry,
+            routes=[reset_route(self._reset_cache)] if self._resets else [],
             open_routes=[Route("/node_info", self._node_info)],
         )
         config = self.config
@@ -340,6 +347,21 @@ class NodeServer:
         await http.start()
         self._resources.push_async_callback(http.close)
         return http
+
+    @property
+    def _resets(self) -> bool:
+        return self.config.enable_reset_prefix_cache
+
+    async def _reset_cache(self) -> None:
+        """Raises UnavailableError while some of the cache is in use."""
+
+        def reset() -> None:
+            self.engine.core.scheduler.reset_prefix_cache()
+            if self.events is not None:
+                self.events.recorder.cleared()
+
+        await self.engine.between_steps(reset)
+        log.info("the prefix cache was reset")
 
     async def _end_requests(self) -> None:
         """Clients that still listen learn that their answer is not whole."""

@@ -175,6 +175,11 @@ class NodeClient:
         reply = await self._call(self._node.GetTokenizer, pb.GetTokenizerRequest(), timeout_s)
         return dict(reply.files)
 
+    async def reset_prefix_cache(self, timeout_s: float) -> None:
+        """Empties its cache. Raises UnavailableError while requests use it, or as for `_call`."""
+        message = pb.ResetPrefixCacheRequest()
+        await self._call(self._node.ResetPrefixCache, message, timeout_s)
+
     async def release(
         self, engine_id: str, request_id: str, *, reason: str, timeout_s: float
     ) -> bool:

@@ -1,11 +1,11 @@
 """The `Node` service over anything that generates. Knows no engine."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from grpc import aio
 
-from engine.errors import InvalidRequestError
+from engine.errors import ForbiddenError, InvalidRequestError
 from engine.generator import TokenSource
 from engine.rpc import convert
 from engine.rpc.caller_requests import CallerRequests
@@ -22,10 +22,14 @@ class NodeService(NodeServicer):
         source: TokenSource,
         describe: Callable[[], NodeInfo],
         tokenizer_files: Mapping[str, bytes],
+        *,
+        reset: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        """`reset` empties the prefix cache; None where no caller may."""
         self._source = source
         self._describe = describe
         self._tokenizer_files = tokenizer_files
+        self._reset = reset
         self._drains = asyncio.Event()
 
     def register(self, server: aio.Server) -> None:
@@ -67,6 +71,14 @@ class NodeService(NodeServicer):
         self, request: pb.GetTokenizerRequest, context: object
     ) -> pb.TokenizerFiles:
         return pb.TokenizerFiles(files=self._tokenizer_files)
+
+    async def ResetPrefixCache(
+        self, request: pb.ResetPrefixCacheRequest, context: object
+    ) -> pb.ResetPrefixCacheReply:
+        if self._reset is None:
+            raise ForbiddenError("it was started without --enable-reset-prefix-cache")
+        await self._reset()
+        return pb.ResetPrefixCacheReply()
 
 
 async def _take_all(

@@ -6,7 +6,7 @@ Torch-free. Knows that tokens may come from outside (the seam), never from whom.
 import msgspec
 
 from engine.config import NodeConfig
-from engine.errors import KVLoadError, OverloadedError, TandemError
+from engine.errors import KVLoadError, OverloadedError, TandemError, UnavailableError
 from engine.kv_cache.checkpoints import decode_positions, due
 from engine.kv_cache.manager import KVCacheManager, Pin
 from engine.kv_cache.tables import BlockTables
@@ -105,6 +105,20 @@ class Scheduler:
             self._waiting.remove(request)
         request.finish_reason = FinishReason.ABORT
         self._finish(request)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what is cached in the arena; between two steps.
+
+        Raises UnavailableError, and forgets nothing, while requests, peers or saves use some of it.
+        """
+        if self.cache.usage:
+            raise UnavailableError(
+                f"the prefix cache is in use: {self.num_running} requests run, {self.num_held} "
+                f"finished ones are kept for other nodes, {len(self._saving)} saves read it; try "
+                "again once they have ended"
+            )
+        self.cache.reset()
+        self._connector.forget_evicted()
 
     def schedule(self) -> SchedulerOutput:
         """The next step's work: running requests, then waiting ones as budget and room allow."""

@@ -7,6 +7,7 @@ from typing import Final
 
 import structlog
 
+from engine.errors import TandemError, UnavailableError
 from engine.rpc.messages import NodeInfo
 from engine.rpc.node_http import NodeUrl
 from engine.tls import ClientTls
@@ -16,6 +17,8 @@ log = structlog.get_logger()
 
 POLL_INTERVAL_S: Final = 1.0
 DESCRIBE_TIMEOUT_S: Final = 2.0
+RESET_TIMEOUT_S: Final = 35.0
+"""A little longer than a node waits for the end of its step."""
 
 
 class NodePool:
@@ -85,6 +88,18 @@ class NodePool:
             node.cut_off()
         self._news.set()
 
+    async def reset_prefix_caches(self) -> None:
+        """Empties the prefix caches of all nodes that can; all are asked at once.
+
+        Raises UnavailableError that names those that did not, and why.
+        """
+        nodes = self.nodes
+        results = await asyncio.gather(*map(_reset, nodes))
+        failed = [why for why in results if why]
+        if failed:
+            done = len(nodes) - len(failed)
+            raise UnavailableError(f"{done} of {len(nodes)} nodes were reset; {'; '.join(failed)}")
+
     def available(self, kind: NodeKind) -> tuple[Node, ...]:
         return tuple(node for node in self.nodes if node.kind is kind and node.is_available)
 
@@ -123,3 +138,12 @@ class NodePool:
         if problem != node.problem:
             log.error("node is refused", node=node.name, problem=problem)
         return problem
+
+
+async def _reset(node: Node) -> str:
+    """Why a node's prefix cache was not reset; empty if it was."""
+    try:
+        await node.client.reset_prefix_cache(RESET_TIMEOUT_S)
+    except TandemError as error:
+        return f"{node.name}: {error}"
+    return ""

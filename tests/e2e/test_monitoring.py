@@ -23,6 +23,20 @@ FOLDER = ROOT / "deploy" / "monitoring"
 NAME = re.compile(r"\b(?:vllm:|tandem[:_]|process_)[a-z0-9_]+")
 SELECTOR = re.compile(r"([a-z0-9_:]+)\{([^}]*)\}")
 LABEL = re.compile(r"([a-z_]+)\s*[=!]")
+# Those of vLLM's own dashboards that no other test asks for, with the ending of their type.
+VLLM_NAMES = {
+    "vllm:prompt_tokens_cached_total",
+    *(
+        f"vllm:{name}_bucket"
+        for name in (
+            "iteration_tokens_total",
+            "request_max_num_generation_tokens",
+            "request_params_max_tokens",
+            "request_params_n",
+            "request_time_per_output_token_seconds",
+        )
+    ),
+}
 # What Prometheus itself adds to every sample.
 SCRAPED = {"job", "instance"}
 
@@ -133,6 +147,7 @@ async def test_every_expression_asks_for_what_servers_tell(known: dict[str, set[
 async def test_process_and_role_are_told_by_every_server(known: dict[str, set[str]]) -> None:
     assert "process_resident_memory_bytes" in known
     assert known["vllm:e2e_request_latency_seconds_count"] >= {"model_name", "role", "engine"}
+    assert known.keys() >= VLLM_NAMES
     assert not any("engine_id" in labels for labels in known.values())
 
 
@@ -145,6 +160,7 @@ async def test_the_time_in_the_queue_is_that_before_the_first_blocks(
     waited = sample(node, "vllm:request_queue_time_seconds_sum")
     assert sample(node, "vllm:request_queue_time_seconds_count") == 2
     assert sample(node, "vllm:request_prefill_time_seconds_count") == 2
+    assert sample(node, "vllm:request_inference_time_seconds_count") == 2
     # The second one waits for the whole of the first.
     decoded = sample(node, "vllm:request_decode_time_seconds_sum")
     assert 0.3 * decoded < waited < decoded + sample(node, "vllm:request_prefill_time_seconds_sum")

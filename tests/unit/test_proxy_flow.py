@@ -151,6 +151,10 @@ async def test_latencies_and_outcomes_are_counted() -> None:
         assert await metric(base, "vllm:inter_token_latency_seconds_count") == [3]
         assert await metric(base, "vllm:e2e_request_latency_seconds_count") == [1]
         assert await metric(base, "vllm:request_success_total", finished_reason="length") == [1]
+        assert await metric(base, "vllm:prompt_tokens_total", role="proxy") == [len(PROMPT)]
+        assert await metric(base, "vllm:generation_tokens_total", role="proxy") == [4]
+        assert await metric(base, "vllm:num_requests_running", role="proxy") == [0]
+        assert await metric(base, "vllm:num_requests_waiting", role="proxy") == [0]
         labels = {"policy": "prefix_aware", "outcome": "ok"}
         assert await metric(base, "tandem_proxy_node_requests_total", node=p.url, **labels) == [1]
         assert await metric(base, "tandem_proxy_node_requests_total", node=d.url, **labels) == [1]
