@@ -144,11 +144,14 @@ class Connection(HttpToolsProtocol):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
             sock.setsockopt(socket.IPPROTO_TCP, option, HALF_CLOSED_PROBE_S)
-        # An interim reply is all that may be sent now (RFC 9110, 15.2); HTTP/1.0 has none.
-        has_interim = self.cycle.scope["http_version"] == "1.1" and not self.pipeline
-        if has_interim and not self.cycle.response_started:
-            self.cycle.waiting_for_100_continue = False
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # An interim reply may come before the reply (RFC 9110, 15.2), and a comment between the
+        # events of a stream, the one chunked reply there is. HTTP/1.0 has neither.
+        if not self.pipeline and self.cycle.scope["http_version"] == "1.1":
+            if not self.cycle.response_started:
+                self.cycle.waiting_for_100_continue = False
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            elif self.cycle.chunked_encoding and not self.cycle.response_complete:
+                self.transport.write(b"3\r\n:\n\n\r\n")
         poller = select.poll()
         poller.register(sock.fileno(), 0)  # errors and resets alone
         self._look(poller)

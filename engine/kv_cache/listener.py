@@ -90,8 +90,8 @@ class TierListener(Protocol):
         self,
         tier: str,
         cached: Cached,
-        parent: bytes,
         *,
+        parent: bytes,
         token_ids: tuple[TokenId, ...],
         cache_salt: str | None,
     ) -> None:

@@ -73,8 +73,8 @@ class EventRecorder:
         self,
         tier: str,
         cached: Cached,
-        parent: bytes,
         *,
+        parent: bytes,
         token_ids: tuple[TokenId, ...],
         cache_salt: str | None,
     ) -> None:
