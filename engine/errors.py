@@ -20,11 +20,14 @@ TandemError
 ├── CheckpointError              a model folder does not match its config
 ├── KVEventError                 a payload is no batch of KV events
 └── TransportError               bytes could not be moved
+    ├── OutOfReachError          no transport leads to a peer's memory
     ├── TransferTimeoutError     they did not move in time
     ├── LateReadError            P's lease had ended before the read did
     ├── OtherPromptError         P's lease is for another prompt, or for other blocks
     └── VerificationError        the bytes differ from P's, also when read again
 """
+
+from collections.abc import Sequence
 
 
 class TandemError(Exception):
@@ -124,6 +127,14 @@ class KVEventError(TandemError):
 
 class TransportError(TandemError):
     """A transport could not register, connect or move bytes."""
+
+
+class OutOfReachError(TransportError):
+    """No way leads to a peer's memory; `left` names transports that it does not serve by yet."""
+
+    def __init__(self, message: str, left: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.left = tuple(left)
 
 
 class TransferTimeoutError(TransportError):

@@ -1,6 +1,6 @@
 """Lease tables and a control service's identity without a node."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from connector.pd.layout import SequenceBlocks
 from connector.pd.prefill.held_digests import ArenaDigests, HeldDigests, PutDigest
@@ -38,7 +38,7 @@ def num_free(runs: FreeRuns) -> int:
     return sum(length for _, length in runs._runs)
 
 
-def identity() -> Handshake:
+def identity(wanted: Sequence[str] = ()) -> Handshake:
     """Of a node called p."""
     return Handshake(
         engine_id="p",

@@ -1,6 +1,6 @@
 """Peers that lie, beside honest ones, and objects that lead to them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ import msgspec
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.wire.messages import Digests, Handshake, HeldBlocks
 from connector.pd.wire.params import ParamsSigner
+from connector.transports.auto import AutoAddress, address_for
 from connector.transports.shm import ShmAddress, ShmRegion
 from engine.node.server import NodeServer
 from engine.types import KVTransferParams
@@ -38,7 +39,7 @@ class Liar(ControlHandler):
     claims: HeldBlocks = UNASKED
     num_released: int = 0
 
-    def handshake(self) -> Handshake:
+    def handshake(self, wanted: Sequence[str] = ()) -> Handshake:
         return self.says
 
     def claim(self, engine_id: str, request_id: str) -> HeldBlocks:
@@ -74,9 +75,22 @@ def regions(
     """The true handshake over shm with its arena or its lease records somewhere else."""
 
     def lie(true: Handshake) -> Handshake:
-        address = msgspec.msgpack.decode(true.transport_address, type=ShmAddress)
-        said = msgspec.structs.replace(address, regions=change(*address.regions))
-        return msgspec.structs.replace(true, transport_address=msgspec.msgpack.encode(said))
+        near = address_for("shm", true.transport, true.transport_address)
+        address = msgspec.msgpack.decode(near, type=ShmAddress)
+        said = msgspec.structs.replace(address, regions=change(*address.regions[:2]))
+        blob = msgspec.msgpack.encode(said)
+        return msgspec.structs.replace(true, transport="shm", transport_address=blob)
+
+    return lie
+
+
+def ways(**change: object) -> Callable[[Handshake], Handshake]:
+    """The true handshake of a node that has all transports, with something else in its address."""
+
+    def lie(true: Handshake) -> Handshake:
+        told = msgspec.msgpack.decode(true.transport_address, type=AutoAddress)
+        blob = msgspec.msgpack.encode(msgspec.structs.replace(told, **change))
+        return msgspec.structs.replace(true, transport_address=blob)
 
     return lie
 
@@ -101,6 +115,8 @@ HANDSHAKES: dict[str, Callable[[Handshake], Handshake]] = {
     "another transport": lambda true: msgspec.structs.replace(true, transport="carrier pigeon"),
     "another name": lambda true: msgspec.structs.replace(true, engine_id="somebody"),
     "no name": lambda true: msgspec.structs.replace(true, engine_id=""),
+    "another nonce": ways(nonce=bytes(32)),
+    "ways that lead nowhere, and others that are never served": ways(ways={"shm": b"\xff"}),
     "no records": regions(lambda arena, records: (arena,)),
     "records in the arena": regions(lambda arena, records: (arena, arena)),
     "an arena of records": regions(lambda arena, records: (records, records)),

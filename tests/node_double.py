@@ -185,7 +185,7 @@ class ScriptedNode(ControlHandler):
             remote_num_cached_tokens=self.num_cached,
         )
 
-    def handshake(self) -> Handshake:
+    def handshake(self, wanted: Sequence[str] = ()) -> Handshake:
         return Handshake(
             engine_id=self.engine_id,
             transport="shm",

@@ -4,13 +4,13 @@ from connector.doctor.findings import Finding, Verdict, good, wrong
 from connector.doctor.probe import NodeReport
 from connector.pd.wire.geometry import Difference, differences, groups_of
 from connector.pd.wire.messages import Handshake
-from connector.transports.near_and_far import BOTH, host_behind
+from connector.transports.auto import host_behind, offered_by
 from connector.transports.shm import why_out_of_reach
 from engine.errors import TransportError
 from engine.rpc.address import is_loopback
 
 FIXES = {
-    "transport": "let both nodes listen on loopback or none, or name one transport for both in "
+    "transport": "let both choose by themselves (auto), or name one transport for both in "
     "--kv-transfer-config (kv_connector_extra_config)",
     "protocol": "run the same version of Tandem on both nodes",
     "model_fingerprint": "start both nodes with the same model folder",
@@ -18,6 +18,7 @@ FIXES = {
 }
 SHM = "shm"
 NETWORK = 'choose "auto", or one of nixl, ucx and zmq, for both nodes in --kv-transfer-config'
+INSTALL = "install the same transports on both: pip install 'tandem[nixl]'"
 ADVERTISE = "start P with --host 0.0.0.0, or with an --advertise-host that D can reach"
 OF_LAYERS = "start both nodes with the same model and --dtype"
 EXPECTED = {"P": "prefill", "D": "decode"}
@@ -37,7 +38,7 @@ def compare(p: NodeReport, d: NodeReport) -> list[Finding]:
     except TransportError as error:
         return [*findings, wrong("transport", f"no address: {error}", FIXES["protocol"])]
     # Two transports that differ make no way, so either the differences or what was agreed.
-    agreed = [*_agreed(p.handshake, d.handshake), _way(p.handshake.transport, apart)]
+    agreed = [*_agreed(p.handshake, d.handshake), _way(p.handshake, d.handshake, apart)]
     return [*findings, *(differing or agreed), *_address(p, apart)]
 
 
@@ -73,16 +74,20 @@ def _apart(p: NodeReport, d: NodeReport) -> str | None:
     return None if p.http.host == d.http.host else "their URLs name two hosts"
 
 
-def _way(transport: str, apart: str | None) -> Finding:
-    """The transport that will move bytes from P to D."""
-    near, _, far = transport.partition(BOTH)
-    if near != SHM:
-        return good("transport", f"{near}, which reaches other hosts")
-    if apart is None:
-        return good("transport", f"{near}, on one host")
+def _way(p: Handshake, d: Handshake, apart: str | None) -> Finding:
+    """The transport that will move bytes from P to D, if both say what is true."""
+    offered = offered_by(d.transport, d.transport_address)
+    common = [it for it in offered_by(p.transport, p.transport_address) if it in offered]
+    far = next((it for it in common if it != SHM), None)
+    if SHM in common and apart is None:
+        return good("transport", f"{SHM}, on one host")
+    if far and apart is None:
+        return good("transport", f"{far}, which reaches other hosts")
     if far:
         return good("transport", f"{far}, between two hosts")
-    return wrong("transport", f"{near} cannot work: {apart}", NETWORK)
+    if common:
+        return wrong("transport", f"{SHM} cannot work: {apart}", NETWORK)
+    return wrong("transport", "no transport is installed on both", INSTALL)
 
 
 def _address(p: NodeReport, apart: str | None) -> list[Finding]:

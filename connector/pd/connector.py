@@ -24,6 +24,7 @@ from connector.pd.wire.lease_record import REGION_BYTES
 from connector.pd.wire.messages import Handshake
 from connector.pd.wire.params import ParamsSigner
 from connector.pd.worker import PdWorker
+from connector.transports.auto import AutoTransport
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
@@ -113,7 +114,7 @@ class PdBuilder:
             )
             opened.callback(transport.close)
             transport.register(arena, records)
-            identity = partial(_identity, settings, plan, transport, lease_s=lease_s)
+            identity = partial(_identity, settings, plan, transport=transport, lease_s=lease_s)
 
             words = records.host_bytes().cast("Q")
             digests = opened.enter_context(closing(ArenaDigests(plan, arena.read)))
@@ -160,9 +161,19 @@ class PdBuilder:
 
 
 def _identity(
-    settings: ConnectorSettings, plan: ArenaPlan, transport: Transport, *, lease_s: float
+    settings: ConnectorSettings,
+    plan: ArenaPlan,
+    wanted: Sequence[str] = (),
+    *,
+    transport: Transport,
+    lease_s: float,
 ) -> Handshake:
-    """This node as its peers see it; the address of its arena may change."""
+    """This node as its peers see it; the address of its arena may change.
+
+    `wanted`: transports of which a peer needs one, as those in use do not reach this node.
+    """
+    if isinstance(transport, AutoTransport):
+        transport.offer(wanted)
     geometry = describe_geometry(
         plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
     )

@@ -1,6 +1,6 @@
 """Addresses of nodes' memory: typed, bounded, and decoded without trust. Imports no torch."""
 
-from typing import Annotated, TypeVar
+from typing import Annotated, Final, TypeVar
 
 import msgspec
 
@@ -9,6 +9,8 @@ from engine.errors import TransportError
 MAX_ADDRESS_BYTES = 128 * 1024
 """Longest address that is decoded; NIXL's metadata is about 0.5 KiB, more with many NICs."""
 MAX_REGIONS = 8
+AUTO: Final = "auto"
+"""The transport of a node that finds out for each peer which one reaches it."""
 
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Nbytes = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]

@@ -61,6 +61,14 @@ class ArenaTransport(Transport, Generic[_Remote]):
         self._peers: dict[str, _Remote] = {}
         self._reads: WeakSet[Transfer] = WeakSet()
 
+    @classmethod
+    def host_named_in(cls, address: bytes) -> str | None:
+        """What `listens_at` says, for a transport that may not be open."""
+        return None
+
+    def listens_at(self, address: bytes) -> str | None:
+        return self.host_named_in(address)
+
     def register(self, *regions: ArenaMemory) -> None:
         if self._regions:
             raise TransportError(

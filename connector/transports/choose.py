@@ -7,9 +7,10 @@ from typing import Any
 
 import structlog
 
+from connector.transports.address import AUTO
 from connector.transports.arena_transport import ArenaTransport
+from connector.transports.auto import AutoTransport
 from connector.transports.base import Transport
-from connector.transports.near_and_far import NearAndFar
 from connector.transports.nixl import NixlTransport
 from connector.transports.shm import ShmTransport
 from connector.transports.ucx import UcxTransport
@@ -17,7 +18,7 @@ from connector.transports.zmq import ZmqTransport
 from engine.distribution import how_to_install
 from engine.errors import ConfigError
 
-# Across hosts `auto` takes the first that is installed. zmq always is, so never shm.
+# The order in which `auto` tries those that are installed, after shm. zmq always is.
 TRANSPORTS: Mapping[str, type[ArenaTransport[Any]]] = MappingProxyType(
     {"nixl": NixlTransport, "ucx": UcxTransport, "zmq": ZmqTransport, "shm": ShmTransport}
 )
@@ -31,17 +32,22 @@ def open_transport(
     on_device: bool = False,
     host: str = "127.0.0.1",
 ) -> Transport:
-    """A transport by name, or by `auto`: shm for peers on this host, another one for the rest.
+    """A transport by name, or by `auto`: for each peer the first that reaches it, shm if it can.
 
-    `same_host`: all peers are on this host. `on_device`: the arena is not in host memory. `host`:
-    where a transport listens that has to. Raises ConfigError for an unknown name, or a transport
-    that cannot serve such an arena; the transport does so for a missing package.
+    `same_host`: all peers are on this host, so that others are opened only where shm fails.
+    `on_device`: the arena is not in host memory. `host`: where a transport listens that has to.
+    Raises ConfigError for an unknown name, or a transport that cannot serve such an arena; the
+    transport does so for a missing package.
     """
+    log = structlog.get_logger(__name__)
     chosen, reason = name, "configured"
-    if name == "auto":
-        chosen, reason = choose_transport(
-            same_host=same_host, on_device=on_device, is_installed=is_installed
-        )
+    if name == AUTO:
+        names, reason = choose_transports(on_device=on_device, is_installed=is_installed)
+        chosen = names[0]
+        if not on_device:
+            log.info("transports_chosen", transports=names, reason=reason, agent=agent_name)
+            kinds = {each: TRANSPORTS[each] for each in names}
+            return AutoTransport(agent_name, host, kinds, at_start=1 if same_host else 2)
     kind = TRANSPORTS.get(chosen)
     if kind is None:
         raise ConfigError(f"unknown transport {name!r}; choose auto or one of {sorted(TRANSPORTS)}")
@@ -50,28 +56,27 @@ def open_transport(
         raise ConfigError(
             f"transport {chosen} serves no arena on a device; choose auto or one of {able}"
         )
-    log = structlog.get_logger(__name__)
     log.info("transport_chosen", transport=chosen, reason=reason, agent=agent_name)
-    transport = kind(agent_name, host)
-    if name == "auto" and not same_host and not on_device:
-        return NearAndFar(ShmTransport(agent_name), transport)
-    return transport
+    return kind(agent_name, host)
 
 
-def choose_transport(
-    *, same_host: bool, is_installed: Callable[[str], bool], on_device: bool = False
-) -> tuple[str, str]:
-    """The transport that `auto` means beside shm, and why; `is_installed` knows packages."""
-    if same_host and not on_device:
-        return "shm", "peers are on this host: one copy, no network stack"
-    reasons = ["peers may be on other hosts; shm for those on this one"]
+def choose_transports(
+    *, is_installed: Callable[[str], bool], on_device: bool = False
+) -> tuple[tuple[str, ...], str]:
+    """The transports that `auto` means, the best first, and why; `is_installed` knows packages."""
+    reasons = ["shm for peers that can share memory, others for the rest"]
     if on_device:
         reasons = ["the arena is on a device, which shm cannot reach"]
     able = [kind for kind in TRANSPORTS.values() if kind.moves_devices or not on_device]
-    present = [kind.package is None or is_installed(kind.package) for kind in able]
-    for kind in able[: present.index(True)]:
-        reasons.append(f"{kind.name} is not installed ({how_to_install(kind.name)})")
-    return able[present.index(True)].name, "; ".join(reasons)
+    present = []
+    for kind in able:
+        if kind.package is None or is_installed(kind.package):
+            present.append(kind.name)
+        else:
+            reasons.append(f"{kind.name} is not installed ({how_to_install(kind.name)})")
+    # Where memory can be shared, nothing is faster: one copy and no network stack.
+    present.sort(key=lambda name: name != ShmTransport.name)
+    return tuple(present), "; ".join(reasons)
 
 
 def is_installed(package: str) -> bool:

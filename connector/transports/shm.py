@@ -28,6 +28,7 @@ from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+OTHER_WAYS = "transport auto, nixl, ucx or zmq on both nodes reaches others"
 _BLOCK_BYTES = 512  # the unit of st_blocks
 
 
@@ -126,7 +127,7 @@ class ShmTransport(ArenaTransport[_Mapped]):
     def _decode(self, peer: str, blob: bytes) -> _Mapped:
         address = decode_address(blob, ShmAddress)
         if (reason := why_out_of_reach(this_host(), address.host)) is not None:
-            raise TransportError(f"cannot map the peer's memory: {reason}")
+            raise TransportError(f"cannot map the peer's memory: {reason}; {OTHER_WAYS}")
         return _Mapped(peer, blob, tuple(region.nbytes for region in address.regions), address)
 
     def _open(self, remote: _Mapped) -> None:
@@ -164,7 +165,8 @@ def _map(pid: int, region: ShmRegion) -> npt.NDArray[np.uint8]:
             mapped = mmap.mmap(file.fileno(), region.nbytes, flags=flags, prot=mmap.PROT_READ)
     except OSError as error:
         raise TransportError(
-            f"cannot map {path} ({error.strerror}): the peer is gone, or runs as another user"
+            f"cannot map {path} ({error.strerror}): the peer is gone, or runs as another user; "
+            f"{OTHER_WAYS}"
         ) from error
     return np.frombuffer(mapped, dtype=np.uint8)
 

@@ -263,7 +263,8 @@ class ZmqTransport(ArenaTransport[_Peer]):
     moves_devices = True
     _context: Context
 
-    def listens_at(self, address: bytes) -> str | None:
+    @classmethod
+    def host_named_in(cls, address: bytes) -> str | None:
         return decode_address(address, ZmqAddress).host
 
     def _serve(self) -> ArenaOwner:

@@ -121,9 +121,9 @@ async def test_a_stopped_node_is_not_reachable_and_the_other_is_still_looked_at(
         ({"dtype": "bfloat16"}, "layer 0", "'float32' on P and 'bfloat16' on D", "--dtype"),
         ({"prefix_hash_seed": "x"}, "prefix_hash_seed", " on P and ", "--prefix-hash-seed"),
         (
-            {"kv_transfer_config": transfer_config("nixl")},
+            {"kv_transfer_config": transfer_config("zmq")},
             "transport",
-            "'shm' on P and 'nixl' on D",
+            "'shm' on P and 'zmq' on D",
             "transport",
         ),
     ],
@@ -138,7 +138,8 @@ async def test_nodes_that_do_not_fit_are_told_apart_by_both_values(
     said: str,
     fix: str,
 ) -> None:
-    p = await cluster.start("prefill", checkpoints["qwen3"])
+    shm = transfer_config("shm")
+    p = await cluster.start("prefill", checkpoints["qwen3"], kv_transfer_config=shm)
     d = await cluster.start("decode", checkpoints["qwen3"], **change)
     wrong = only_wrong(await ask_doctor(p.url, d.url))
     assert wrong
@@ -153,7 +154,8 @@ async def test_shm_between_two_hosts_and_a_loopback_address_are_wrong(
 ) -> None:
     reports = []
     for name, kind in (("P", "prefill"), ("D", "decode")):
-        node = await cluster.start(kind, checkpoints["qwen3"])
+        shm = transfer_config("shm")
+        node = await cluster.start(kind, checkpoints["qwen3"], kv_transfer_config=shm)
         reports.append(await probe(name, HttpNode.of(node.url, 30.0), None))
     p, d = reports
     assert not only_wrong(compare(p, d))

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -101,7 +101,7 @@ async def test_a_peer_that_holds_a_lock_is_late_and_streams_go_on() -> None:
     class Locked(ScriptedNode):
         lock = threading.Event()
 
-        def handshake(self) -> Handshake:
+        def handshake(self, wanted: Sequence[str] = ()) -> Handshake:
             self.lock.wait(S)
             return ScriptedNode.handshake(self)
 

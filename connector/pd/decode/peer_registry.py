@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -18,10 +18,12 @@ import structlog
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.geometry import GroupGeometry, check_geometry, groups_of
 from connector.pd.wire.messages import Handshake
+from connector.transports.auto import address_for
 from connector.transports.base import Transport
 from engine.errors import (
     DeadlineExceededError,
     KVTransferParamsError,
+    OutOfReachError,
     TransportError,
     UnavailableError,
 )
@@ -97,10 +99,10 @@ class PeerRegistry:
         # nobody holds while waiting for a peer.
         self._lock = threading.Lock()
         self._entries: dict[PeerAddress, _Entry] = {}
-        # All handshakes with one incarnation use one link, which counts its peers. Counting and
-        # connecting, or closing, are one step: otherwise an old peer that ends could close the link
-        # that a newer one has just connected. This lock comes after an entry's and never with
-        # `_lock`; a transport takes its own under it.
+        # All handshakes with one incarnation use one link, which counts its peers before it is
+        # connected: otherwise an old peer that ends could close the link that a newer one has just
+        # connected. This lock comes after an entry's and never with `_lock`; a transport takes its
+        # own under it. Nobody waits for a peer under it: to connect may mean to try.
         self._linking = threading.Lock()
         self._links: Counter[str] = Counter()
 
@@ -219,24 +221,60 @@ class PeerRegistry:
                     code="foreign_kv_transfer_params",
                 )
             check_geometry(self._identity, reply)
-            self._check_host(host, reply)
             groups, lease_s = groups_of(reply), self._bounded(reply.lease_s)
             link = f"{engine_id} at {control.address}"
-            with self._linking:
-                self._transport.connect(link, reply.transport_address)
-                self._links[link] += 1
+            self._link(link, control, host, reply=reply)
         except BaseException:
             control.close()
             raise
         log.info("connected to peer", peer=engine_id, host=host, port=port)
         return Peer(engine_id, link, control, groups, lease_s)
 
-    def _check_host(self, host: str, reply: Handshake) -> None:
+    def _link(self, link: str, control: ControlClient, host: str, *, reply: Handshake) -> None:
+        """Connects a link, and counts it; asks for other ways while those known lead nowhere."""
+        with self._linking:
+            self._links[link] += 1
+        try:
+            left = self._ways_left(link, host, reply, before=None)
+            while left:
+                again = control.handshake(left)
+                if again.engine_id != reply.engine_id:
+                    raise UnavailableError(f"{control.address} restarted while it was met")
+                left = self._ways_left(link, host, again, before=left)
+        except BaseException:
+            self._unlink(link)
+            raise
+
+    def _ways_left(
+        self, link: str, host: str, reply: Handshake, *, before: Sequence[str] | None
+    ) -> Sequence[str]:
+        """Connects; the transports that are still to be asked for, none once it is connected.
+
+        They become fewer with each reply, whatever the peer says; else raises OutOfReachError.
+        """
+        try:
+            address = address_for(self._transport.name, reply.transport, reply.transport_address)
+            self._check_host(host, address, reply.engine_id)
+            self._transport.connect(link, address)
+        except OutOfReachError as error:
+            if not error.left or (before is not None and len(error.left) >= len(before)):
+                raise
+            return error.left
+        return ()
+
+    def _unlink(self, link: str) -> None:
+        with self._linking:
+            self._links[link] -= 1
+            if not self._links[link]:
+                del self._links[link]
+                self._transport.disconnect(link)
+
+    def _check_host(self, host: str, address: bytes, engine_id: str) -> None:
         """Raises TransportError unless its memory is on `host`: a peer could name any host."""
-        named = self._transport.listens_at(reply.transport_address)
+        named = self._transport.listens_at(address)
         if named is not None and named not in _addresses_of(host):
             raise TransportError(
-                f"{reply.engine_id} answers at {host} and says that its memory is at {named}; "
+                f"{engine_id} answers at {host} and says that its memory is at {named}; "
                 "let it advertise the address that its transport listens on"
             )
 
@@ -256,11 +294,7 @@ class PeerRegistry:
 
     def _drop(self, peer: Peer) -> None:
         """The last peer of a link, in whatever order they end, closes it."""
-        with self._linking:
-            self._links[peer.link] -= 1
-            if not self._links[peer.link]:
-                del self._links[peer.link]
-                self._transport.disconnect(peer.link)
+        self._unlink(peer.link)
         peer.control.close()
 
 

@@ -18,21 +18,24 @@ _Held = TypeVar("_Held")
 class ControlHandler:
     """Answers handshakes, claims, renewals, releases and questions about bytes, in any thread.
 
-    `identity` describes this node as it is now; the address of its arena may change. `wake` tells
-    the engine that a lease has ended.
+    `identity` describes this node as it is now, to a peer that wants one of some transports (none:
+    any); the address of its arena may change. `wake` tells the engine that a lease has ended.
     """
 
     def __init__(
-        self, identity: Callable[[], Handshake], leases: LeaseTable, wake: Callable[[], None]
+        self, identity: Callable[..., Handshake], leases: LeaseTable, wake: Callable[[], None]
     ) -> None:
         self._identity = identity
         self._engine_id = identity().engine_id
         self._leases = leases
         self._wake = wake
 
-    def handshake(self) -> Handshake:
-        """The node's name, the address of its memory and the geometry of its blocks."""
-        return self._identity()
+    def handshake(self, wanted: Sequence[str] = ()) -> Handshake:
+        """The node's name, the address of its memory and the geometry of its blocks.
+
+        `wanted`: transports by which the caller could read, as none in the last address led here.
+        """
+        return self._identity(wanted)
 
     def claim(self, engine_id: str, request_id: str) -> HeldBlocks:
         """The places of the blocks of a held request; renews its lease, which no longer is spare.

@@ -29,7 +29,7 @@ class ControlService(KvControlServicer):
         add_KvControlServicer_to_server(self, server)  # type: ignore[no-untyped-call]
 
     async def Handshake(self, request: pb.HandshakeRequest, context: object) -> pb.HandshakeReply:
-        reply = await asyncio.to_thread(self._handler.handshake)
+        reply = await asyncio.to_thread(self._handler.handshake, tuple(request.transports))
         return to_pb(reply, pb.HandshakeReply)
 
     async def Claim(self, request: pb.ClaimRequest, context: object) -> pb.ClaimReply:

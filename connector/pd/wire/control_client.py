@@ -66,8 +66,9 @@ class ControlClient:
     def close(self) -> None:
         self._channel.close()
 
-    def handshake(self) -> Handshake:
-        request = pb.HandshakeRequest(engine_id=self._caller_engine_id)
+    def handshake(self, wanted: Sequence[str] = ()) -> Handshake:
+        """`wanted`: transports of which the peer is to serve one, where no other reaches it."""
+        request = pb.HandshakeRequest(engine_id=self._caller_engine_id, transports=wanted)
         reply: pb.HandshakeReply = self._call(self._stub.Handshake, request)
         return from_pb(reply, Handshake)
 

@@ -6,18 +6,19 @@ model paths do not count.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated
 
 import msgspec
 
 from connector.pd.wire.messages import Handshake
+from connector.transports.address import AUTO
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
 
-PROTOCOL_VERSION = "9"
+PROTOCOL_VERSION = "10"
 GROUP_PREFIX = "kv_cache_group."
 MAX_LAYERS = 4096
 MAX_BLOCK_SIZE = 1 << 20
@@ -119,8 +120,11 @@ def differences(mine: Handshake, theirs: Handshake) -> list[Difference]:
 
     Raises TransportError for a peer that describes no groups.
     """
-    here = {"transport": mine.transport, **_plain(mine), **_by_layer(groups_of(mine))}
-    there = {"transport": theirs.transport, **_plain(theirs), **_by_layer(groups_of(theirs))}
+    here = _plain(mine) | _by_layer(groups_of(mine))
+    there = _plain(theirs) | _by_layer(groups_of(theirs))
+    # One that finds its transports out may have the one that the other was told to take.
+    if AUTO not in (mine.transport, theirs.transport):
+        here["transport"], there["transport"] = mine.transport, theirs.transport
     return [
         Difference(key, here.get(key, "absent"), there.get(key, "absent"))
         for key in sorted(here.keys() | there.keys())
@@ -141,7 +145,7 @@ def describe_spec(spec: LayerSpec) -> str:
     return f"attention {window}kv_heads={spec.num_kv_heads} head_dim={spec.head_dim} {spec.dtype}"
 
 
-def _plain(node: Handshake) -> Mapping[str, str]:
+def _plain(node: Handshake) -> dict[str, str]:
     return {k: v for k, v in node.geometry.items() if not k.startswith(GROUP_PREFIX)}
 
 

@@ -333,10 +333,12 @@ class TokenizerFiles(_message.Message):
     def __init__(self, files: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("engine_id",)
+    __slots__ = ("engine_id", "transports")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
-    def __init__(self, engine_id: _Optional[str] = ...) -> None: ...
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, engine_id: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
     __slots__ = ("engine_id", "transport", "transport_address", "geometry", "lease_s")
