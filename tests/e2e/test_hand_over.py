@@ -176,12 +176,12 @@ async def test_the_arena_of_a_dead_peer_does_not_stay_mapped(
     d = await cluster.start("decode", checkpoints["qwen3"], kv_transfer_config=config)
     before = held_here()
     await hand_over(p, d, prompt_of(30))
-    # Of P's arena and of its lease records.
-    assert excess(before, held_here())["mapping /memfd:tandem-arena"] == 2
+    # Of P's arena, of its lease records and of its nonce.
+    assert excess(before, held_here())["mapping /memfd:tandem-arena"] == 3
     await p.close()
     cluster.nodes.remove(p)
     del p
-    before["mapping /memfd:tandem-arena"] -= 2
+    before["mapping /memfd:tandem-arena"] -= 3
     # P had two; D has one more to talk to peers, to read and to ask. On a busy machine the loop's
     # own pool starts another.
     before["thread"] += 2
