@@ -273,9 +273,7 @@ class ItemIndex:
         if is_there:
             tokens = tuple(entry.token_ids)
             salt = entry.cache_salt
-            self._tiers.stored_in(
-                tier, cached, parent=parent, token_ids=tokens, cache_salt=salt
-            )
+            self._tiers.stored_in(tier, cached, parent=parent, token_ids=tokens, cache_salt=salt)
         else:
             self._tiers.removed_from(tier, cached)
 

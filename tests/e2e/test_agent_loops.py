@@ -22,12 +22,13 @@ import openai
 import pydantic_ai
 import pytest
 from agents.mcp import MCPServerStdio
-from anthropic.types import MessageParam, ToolParam
+from anthropic.types import MessageParam, ToolParam, ToolResultBlockParam
 from langchain_core.messages import HumanMessage
 from langchain_core.tools import tool as langchain_tool
 from langchain_openai import ChatOpenAI
 from openai.types.chat import ChatCompletionMessageParam, ChatCompletionToolParam
 from openai.types.responses import FunctionToolParam, ResponseInputItemParam
+from pydantic import SecretStr
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
@@ -118,8 +119,12 @@ async def anthropic_messages(url: str, loop: Loop) -> None:
                     loop.thoughts.append(block.thinking)
                 elif block.type == "tool_use":
                     result = loop.weather(**block.input)  # type: ignore[arg-type]
-                    returned = {"type": "tool_result", "tool_use_id": block.id, "content": result}
-                    turns.append({"role": "user", "content": [returned]})  # type: ignore[list-item,typeddict-item]
+                    returned: ToolResultBlockParam = {
+                        "type": "tool_result",
+                        "tool_use_id": block.id,
+                        "content": result,
+                    }
+                    turns.append({"role": "user", "content": [returned]})
                 elif block.type == "text":
                     loop.answer += block.text
 
@@ -159,7 +164,10 @@ async def langchain_responses(url: str, loop: Loop) -> None:
 async def _langchain(url: str, loop: Loop, *, use_responses_api: bool) -> None:
     weather = langchain_tool("weather", description="The weather of a city now.")(loop.weather)
     model = ChatOpenAI(
-        model="tiny", base_url=f"{url}/v1", api_key=KEY, use_responses_api=use_responses_api
+        model="tiny",
+        base_url=f"{url}/v1",
+        api_key=SecretStr(KEY),
+        use_responses_api=use_responses_api,
     ).bind_tools([weather])
     turns: list[Any] = [HumanMessage(ASKED)]
     while not loop.answer:

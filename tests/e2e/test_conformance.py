@@ -131,7 +131,9 @@ POSTED: list[tuple[str, Any]] = [
     ("/detokenize", {"model": "tiny", "tokens": IDS}),
     ("/detokenize", {"model": "tiny", "tokens": ["a"]}),
     ("/v1/embeddings", {"model": "tiny", "input": TEXT}),
-    ("/v1/responses", {"model": "tiny", "input": TEXT}),
+    ("/v1/responses", {"model": "tiny", "input": TEXT, "previous_response_id": "resp_1"}),
+    ("/v1/messages", {"model": "tiny", "messages": TURNS}),
+    ("/v1/embeddings", {"model": "tiny", "input": TEXT}),
     ("/v1/models", {}),
 ]
 GOT = (

@@ -104,7 +104,7 @@ def test_one_event_clears_all_unless_a_tier_has_something(in_tier: bool) -> None
     recorder = EventRecorder([AnnouncedGroup("full_attention")], 2)
     block = CachedBlocks(0, 0, 2, (b"d",), (7,))
     if in_tier:
-        recorder.stored_in(CPU, block, b"p", token_ids=(1, 2), cache_salt=None)
+        recorder.stored_in(CPU, block, parent=b"p", token_ids=(1, 2), cache_salt=None)
     recorder.stored(block, b"p", (1, 2), cache_salt=None)
     recorder.take()
     recorder.removed(block)
