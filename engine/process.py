@@ -17,6 +17,7 @@ from engine.log_writer import fill_standard_descriptors, take_standard_error
 
 MAX_DESCRIPTORS: Final = 65_536
 POLL_S: Final = 0.02
+SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class Server(Protocol):
@@ -88,15 +89,30 @@ def raise_descriptor_limit() -> None:
 
 async def _serve(server: Server) -> None:
     # The first signal sets `stop`, which begins the drain; the second sets `hurry`, which ends it.
-    stop, hurry = asyncio.Event(), asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(
-            number, lambda: (hurry if stop.is_set() else stop).set()
-        )
-    try:
+    # A server that has not started has nothing to drain. Its thread may still read weights, which
+    # nobody can interrupt and the end of the loop waits for: there the second is the kernel's, as
+    # a loop that ends hears no signals now and then.
+    stop, hurry, started = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def heard() -> None:
+        if not started.is_set():
+            for number in SIGNALS:
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_DFL)
+        (hurry if stop.is_set() else stop).set()
+
+    async def start() -> None:
         await server.start()
-        await _first(server.wait(), stop.wait())
-        if stop.is_set():
+        started.set()
+
+    for number in SIGNALS:
+        loop.add_signal_handler(number, heard)
+    try:
+        await _first(start(), stop.wait())
+        if started.is_set():
+            await _first(server.wait(), stop.wait())
+        if started.is_set() and stop.is_set():
             await _first(server.drain(), server.wait(), hurry.wait())
     finally:
         await server.close()
