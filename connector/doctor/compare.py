@@ -6,6 +6,7 @@ from connector.pd.wire.geometry import Difference, differences, groups_of
 from connector.pd.wire.messages import Handshake
 from connector.transports.auto import host_behind, offered_by
 from connector.transports.shm import why_out_of_reach
+from engine.distribution import how_to_install
 from engine.errors import TransportError
 from engine.rpc.address import is_loopback
 
@@ -18,7 +19,7 @@ FIXES = {
 }
 SHM = "shm"
 NETWORK = 'choose "auto", or one of nixl, ucx and zmq, for both nodes in --kv-transfer-config'
-INSTALL = "install the same transports on both: pip install 'tandem[nixl]'"
+INSTALL = f"install the same transports on both: {how_to_install('nixl')}"
 ADVERTISE = "start P with --host 0.0.0.0, or with an --advertise-host that D can reach"
 OF_LAYERS = "start both nodes with the same model and --dtype"
 EXPECTED = {"P": "prefill", "D": "decode"}
