@@ -72,7 +72,7 @@ def options_page() -> str:
 
 
 def _flags_of_vllm() -> str:
-    """What command lines of `vllm serve` may bring along, and what they may not."""
+    """Flags that command lines of `vllm serve` may bring along, and what they may not."""
     rows = [
         *((flag, "", "no effect") for flag in sorted(SWITCHES)),
         *((flag, "any value", "no effect") for flag in sorted(ANY_VALUE)),
@@ -119,7 +119,7 @@ def _row(field: inspect.Field, kind: type[Config]) -> str:
 
 
 def _takes(told: inspect.Type) -> str:
-    """What may be given: words, or a kind of value with its bounds."""
+    """Values that may be given: words, or a kind of value with its bounds."""
     while isinstance(told, inspect.Metadata):
         told = told.type
     if isinstance(told, inspect.UnionType):

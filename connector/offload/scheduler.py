@@ -247,7 +247,7 @@ class OffloadScheduler(SchedulerConnector):
     def _tokens(
         self, cached: Cached, preceding: Key | None, token_ids: tuple[TokenId, ...]
     ) -> "tuple[int, array[int]]":
-        """What is known of the tokens of items in `cached`, and the position of the first one."""
+        """Known tokens of items in `cached`, and the position of the first one."""
         if isinstance(cached, CachedStates):
             return cached.end, array("I", token_ids)
         if preceding is None:

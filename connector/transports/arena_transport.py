@@ -63,7 +63,7 @@ class ArenaTransport(Transport, Generic[_Remote]):
 
     @classmethod
     def host_named_in(cls, address: bytes) -> str | None:
-        """What `listens_at` says, for a transport that may not be open."""
+        """`listens_at`, for a transport that may not be open."""
         return None
 
     def listens_at(self, address: bytes) -> str | None:

@@ -244,7 +244,7 @@ def host_behind(name: str, address: bytes) -> str | None:
 
 
 def address_for(reader: str, owner: str, address: bytes) -> bytes:
-    """What a node with transport `reader` connects to, of one with transport `owner`.
+    """Address at which transport `reader` reaches one with transport `owner`.
 
     Raises OutOfReachError where the owner does not serve by it, or not yet, and TransportError for
     an address that is none.

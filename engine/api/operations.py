@@ -107,7 +107,7 @@ class Operations:
         return _json(self._card(name))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """What tokenizer_config.json says, special tokens as texts, and the template in use."""
+        """Contents of tokenizer_config.json, special tokens as texts, and the template in use."""
         tokenizer = self._serving.tokenizer
         tokenizer.require_text("/tokenizer_info")
         template = tokenizer.chat_template

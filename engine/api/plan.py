@@ -269,7 +269,7 @@ def encode_chat(
 
 
 def _reasoning(fields: ChatRequest | TokenizeRequest, serving: Serving) -> dict[str, Any]:
-    """What `reasoning_effort` means to the chat template, as in vLLM; nothing to most.
+    """Template variables for `reasoning_effort`, as in vLLM; most templates read none.
 
     Whether to think at all has another name in each family; templates take what they know.
     """

@@ -84,7 +84,7 @@ class Thoughts(NamedTuple):
 def thoughts_of(
     syntax: ThoughtSyntax, prompt: Sequence[TokenId], tokenizer: Tokenizer, *, goes_on: str | None
 ) -> Thoughts:
-    """What the output after `prompt` begins with.
+    """Phase and marks with which the output after `prompt` begins.
 
     `goes_on`: the text of the last message, where the output continues it.
     """
@@ -145,7 +145,7 @@ class ThoughtReader:
         return Split("", held)
 
     def _opened(self, text: str) -> str:
-        """What follows the opening mark; the text itself where there is none, else nothing yet."""
+        """Text after the opening mark; the text itself where there is none, else nothing yet."""
         start = text.lstrip()
         mark = next((mark for mark in self._syntax.starts if start.startswith(mark)), None)
         if mark is not None:

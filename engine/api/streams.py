@@ -47,7 +47,7 @@ class ReplyFormat(Protocol):
 
 
 class ChunkFormat(Protocol):
-    """What chats and completions differ in."""
+    """Differences of chats and completions."""
 
     def chunks(
         self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None

@@ -53,7 +53,7 @@ def compile_templates(
 
 
 def given_template(option: str | None) -> str | None:
-    """The text behind `--chat-template`: a file's path, or the template itself, as in vLLM.
+    """The text that `--chat-template` names: a file's path, or the template itself, as in vLLM.
 
     Raises ConfigError for a file that cannot be read and for a text that is not valid Jinja.
     """

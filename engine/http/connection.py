@@ -83,7 +83,7 @@ class Connections:
 
 @dataclass(slots=True, frozen=True)
 class ReplyTransport:
-    """What uvicorn writes a reply to; `close` may wait, unlike the connection's own."""
+    """Where uvicorn writes a reply; `close` may wait, unlike the connection's own."""
 
     write: Callable[[bytes], None]
     is_closing: Callable[[], bool]

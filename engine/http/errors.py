@@ -159,7 +159,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 def preflight_hint(headers: Mapping[str, str]) -> str:
-    """What a browser that asks before a page's script does should be told; else nothing."""
+    """Advice for a browser that asks before a page's script does; else nothing."""
     if "access-control-request-method" not in headers:
         return ""
     return "; scripts of web pages may ask only from origins named by --allowed-origins"

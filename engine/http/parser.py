@@ -12,7 +12,7 @@ _FRAMING: Final = (b"content-length", b"transfer-encoding")
 
 
 class Requests(Protocol):
-    """What hears of the requests of one connection, in the order of their bytes."""
+    """Listener to the requests of one connection, in the order of their bytes."""
 
     def on_message_begin(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a node sends of its model folder, so that a proxy has the same tokenizer and template."""
+"""Files of a model folder that a node sends: a proxy has the same tokenizer and template."""
 
 from pathlib import Path
 from typing import Final

@@ -1,4 +1,4 @@
-"""What documents and error lines tell a reader to type: packages, extras, keys, options."""
+"""Words that documents and error lines tell readers to type: packages, extras, keys, options."""
 
 import hashlib
 import re

@@ -217,7 +217,7 @@ async def test_what_cannot_be_unpacked_is_told_so() -> None:
 
 
 async def test_a_small_body_that_unpacks_to_much_is_refused_on_the_way() -> None:
-    """What is unpacked counts, for the request and for all of them, and it is given back."""
+    """Unpacked bytes count, for the request and for all of them, and it is given back."""
     zeros = zlib.compressobj(9, wbits=31)
     bomb = b"".join(zeros.compress(bytes(2**20)) for _ in range(100))  # 100 KB of 100 MB
     async with place_with(max_bytes_in_flight=1_200_000) as place:

@@ -38,7 +38,7 @@ class ReasoningText(
 
 
 class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """What the assistant says."""
+    """Text of the assistant."""
 
     id: str
     content: list[OutputText]
@@ -47,7 +47,7 @@ class MessageItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", t
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """What the model thought; there is never a summary."""
+    """Thoughts of the model; there is never a summary."""
 
     id: str
     content: list[ReasoningText]

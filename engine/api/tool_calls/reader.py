@@ -117,7 +117,7 @@ class ToolCallReader:
         return ""
 
     def _without_end(self, text: str) -> str:
-        """What follows a bare call, without the end marker that some models write all the same."""
+        """Text after a bare call, without the end marker that some models write all the same."""
         end, rest = self._rules.syntax.end, text.lstrip()
         self._was_bare = end.startswith(rest[: len(end)])
         if not self._was_bare:

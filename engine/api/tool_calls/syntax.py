@@ -1,4 +1,4 @@
-"""What a model family's way of writing tool calls is to the rest: markers and a reader."""
+"""Syntax of a model family's tool calls: markers and a reader."""
 
 import json
 from collections.abc import Mapping
