@@ -86,7 +86,7 @@ class ItemIndex:
             if not self._is_chunk(item):
                 ends = self._ends[item.group].setdefault(item.parent, {})
                 ends.setdefault(item.end, set()).add(item.digest)
-            for boundary in item.boundaries[1:]:
+            for boundary in self._boundaries_inside(item):
                 self._inside[item.group].setdefault(boundary, {})[item.digest] = None
         return entry
 
@@ -120,7 +120,7 @@ class ItemIndex:
         item = entry.item
         if not entry.is_gone or self._entries[item.group].pop(item.digest, None) is None:
             return
-        for boundary in item.boundaries[1:]:
+        for boundary in self._boundaries_inside(item):
             inside = self._inside[item.group]
             del inside[boundary][item.digest]
             if not inside[boundary]:
@@ -279,6 +279,10 @@ class ItemIndex:
 
     def _is_chunk(self, item: Item) -> bool:
         return item.group != STATES and item.end % self._chunks.chunk_tokens[item.group] == 0
+
+    def _boundaries_inside(self, item: Item) -> tuple[bytes, ...]:
+        """Boundaries that lead to the item; none with a window, whose blocks load whole or not."""
+        return () if self._window(item.group) else item.boundaries[1:]
 
     def _window(self, group: int) -> SlidingWindowSpec | None:
         spec = self._chunks.arena.groups[group].spec
