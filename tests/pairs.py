@@ -57,24 +57,26 @@ async def hand_over_all(
     return await asyncio.gather(*(hand_over(p, d, prompt, sampling) for prompt in prompts))
 
 
-def count_near_ties(alone: Sequence[Generation], together: Sequence[Generation]) -> int:
+def count_near_ties(
+    alone: Sequence[Generation], together: Sequence[Generation], margin: float = MARGIN
+) -> int:
     """Near-ties among the tokens compared; asserts that nothing else tells the two apart."""
-    assert len(alone) == len(together)
-    return sum(map(_compare, alone, together))
+    pairs = zip(alone, together, strict=True)
+    return sum(_compare(one, other, margin) for one, other in pairs)
 
 
-def _compare(alone: Generation, together: Generation) -> int:
+def _compare(alone: Generation, together: Generation, most: float) -> int:
     """Compares up to the first token that a near-tie turned; after it the contexts differ."""
     assert len(together.token_ids) == len(alone.token_ids)
     near_ties = 0
     pairs = zip(alone.logprobs, together.logprobs, strict=True)
     for position, (expected, found) in enumerate(pairs):
         margin = expected.top[0][1] - expected.top[1][1]
-        near_ties += margin <= MARGIN
+        near_ties += margin <= most
         if found.token_id != expected.token_id:
-            assert margin <= MARGIN, (position, expected, found)
+            assert margin <= most, (position, expected, found)
             return near_ties
-        assert abs(found.logprob - expected.logprob) <= MARGIN, (position, expected, found)
+        assert abs(found.logprob - expected.logprob) <= most, (position, expected, found)
     return near_ties
 
 

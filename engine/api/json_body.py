@@ -21,6 +21,8 @@ MAX_TEMPLATE_BYTES = 1_048_576  # of each member that only chat templates read
 MAX_OTHER_BYTES = 262_144
 MAX_COLONS = 4096
 MAX_PARTS = 4 * MAX_MESSAGES  # of all messages of a request
+FLAGS_OF_TRANSFERS: Final = ("do_remote_decode", "do_remote_prefill")
+"""Proxies send null in them where they mean false."""
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound=msgspec.Struct)
@@ -112,9 +114,9 @@ def decode_kv_transfer_params(raw: Raw) -> KVTransferParams | None:
     value = decode_json(text or b"null", object)
     if value is None:
         return None
-    flags = ("do_remote_decode", "do_remote_prefill")
-    if isinstance(value, dict):  # proxies send null where they mean false
-        value = {key: it for key, it in value.items() if it is not None or key not in flags}
+    if isinstance(value, dict):
+        nulls = {key for key in FLAGS_OF_TRANSFERS if value.get(key, False) is None}
+        value = {key: it for key, it in value.items() if key not in nulls}
     try:
         params = convert(value, KVTransferParams)
     except InvalidRequestError as error:

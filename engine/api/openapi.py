@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 from starlette.routing import Route
 
+from engine.api.json_body import FLAGS_OF_TRANSFERS
 from engine.api.messages.reply import MessageReply
 from engine.api.messages.request import CountTokensRequest, MessagesRequest
 from engine.api.replies import (
@@ -85,7 +86,7 @@ PATHS: Final[Mapping[str, Described]] = MappingProxyType(
     }
 )
 
-# Whose sampling values are checked; count_tokens takes them and looks at none.
+# Whose sampling values are checked, and kv_transfer_params; count_tokens looks at none of them.
 _GENERATING: Final = (CompletionRequest, ChatRequest, ResponsesRequest, MessagesRequest)
 
 
@@ -104,11 +105,13 @@ def openapi(
         ref_template=REF,
     )
     _bound_sampling(schemas)
+    for flag in FLAGS_OF_TRANSFERS:
+        schemas[KVTransferParams.__name__]["properties"][flag] = {"type": ["boolean", "null"]}
     for kind in (*_GENERATING, CountTokensRequest):
         properties = schemas[kind.__name__]["properties"]
         for key, values in neutral_values(kind).items():
             properties[key] = {"enum": list(values)}
-        if serving.accept_kv_transfer_params:
+        if serving.accept_kv_transfer_params and kind in _GENERATING:
             reference = {"$ref": REF.format(name=KVTransferParams.__name__)}
             properties["kv_transfer_params"] = {"anyOf": [reference, {"type": "null"}]}
     paths: dict[str, dict[str, Any]] = {}

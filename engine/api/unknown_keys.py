@@ -36,8 +36,8 @@ def _lenient_struct(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
     changed: list[Any] = []
     for field in msgspec.structs.fields(kind):
         if (type_ := lenient(field.type)) is not field.type:
-            default = () if field.required else (field.default,)
-            changed.append((field.name, type_, *default))
+            default = msgspec.field(default=field.default, default_factory=field.default_factory)
+            changed.append((field.name, type_, default))
     return msgspec.defstruct(
         kind.__name__,
         changed,
