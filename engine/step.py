@@ -130,7 +130,9 @@ class ConnectorOutput:
     """The transfers that ended since the last step; `message` is for the scheduler side.
 
     `loaded` and `failed`: one entry for each load, or part of a load, that ended. `released`: one
-    entry for each hold that ended. `saved`: save ids whose blocks have been read.
+    entry for each hold that ended. `saved`: save ids whose blocks have been read. `filled_from`: by
+    request, of loads that could not fill a window's first block from its start: the first token
+    that is filled in, by KV cache group.
     """
 
     loaded: tuple[str, ...] = ()
@@ -138,6 +140,7 @@ class ConnectorOutput:
     released: tuple[str, ...] = ()
     saved: tuple[str, ...] = ()
     message: Any = None
+    filled_from: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def is_news(self) -> bool:

@@ -140,6 +140,9 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     other fields. D gets that answer unchanged. `signature` is P's keyed digest of every other
     field, so that D talks only to hosts that a node of its own cluster named.
 
+    `remote_filled_from`: by KV cache group, the first token that the first of P's blocks holds; not
+    there if all blocks hold all of their tokens.
+
     In vLLM's bidirectional mode D may answer with `do_remote_decode` and the place of the
     `remote_num_tokens` tokens that it has computed, from which P can start the next turn.
     """
@@ -152,6 +155,12 @@ class KVTransferParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         Annotated[
             tuple[Annotated[tuple[BlockId, ...], Meta(max_length=262_144)], ...],
             Meta(max_length=64),
+        ]
+        | None
+    ) = None
+    remote_filled_from: (
+        Annotated[
+            tuple[Annotated[int, Meta(ge=0, le=MAX_TOKENS_IN_REQUEST)], ...], Meta(max_length=64)
         ]
         | None
     ) = None

@@ -22,13 +22,14 @@ Findable = tuple[int, bytes, tuple[int, ...]]  # group, digest, and ids as of a 
 class Item:
     """A block of an attention group up to `end`, or the states of all Mamba groups.
 
-    `group`: of states the first.
+    `group`: of states the first. `filled_from`: the first token that its block holds.
     """
 
     group: int
     start: int
     end: int
     ids: tuple[int, ...]
+    filled_from: int = 0
 
 
 @dataclass(eq=False)
@@ -77,13 +78,17 @@ class Contents:
         for group in groups:
             self.content[group, request.tables.groups[group][0]] = tuple(request.tokens[:end])
 
-    def write_attention(self, request: Live, start: int, end: int) -> None:
+    def write_attention(
+        self, request: Live, start: int, end: int, filled_from: Sequence[int] = ()
+    ) -> None:
+        """K/V of tokens `start` to `end`; of group g none before `filled_from[g]`."""
         assert request.tables is not None
         for group, blocks in enumerate(request.tables.groups):
             if self.is_state(group):
                 continue
             size = self.plan.block_size_of(group)
-            for position in range(start, end):
+            first = max(start, filled_from[group]) if filled_from else start
+            for position in range(first, end):
                 block = blocks[position // size]
                 if block == NULL_BLOCK:
                     continue
@@ -117,7 +122,7 @@ class Contents:
                 assert self.content[group, state] == tokens
             return
         slots, size = self.content[item.group, item.ids[0]], self.plan.block_size_of(item.group)
-        for position in range(item.start, item.end):
+        for position in range(max(item.start, item.filled_from), item.end):
             assert slots[position % size] == tokens[: position + 1]
 
 
@@ -205,7 +210,7 @@ class HeardCache:
             return
         (salt, tokens), items = text, self.items[item.group]
         before = (item.end - 1) // self.plan.hash_block_size * self.plan.hash_block_size
-        if before > item.start:
+        if before > max(item.start, item.filled_from):
             assert ((salt, tokens[:before]), item.ids) in items, "a gap inside a block"
         elif item.start and isinstance(self.plan.groups[item.group].spec, FullAttentionSpec):
             whole = (salt, tokens[: item.start])
@@ -227,7 +232,7 @@ class HeardCache:
         for end, digest in named:
             index = (end - 1) // size
             ids = (cached.blocks[index - first],)
-            yield Item(cached.group, index * size, end, ids), digest
+            yield Item(cached.group, index * size, end, ids, cached.filled_from), digest
 
     def path(self, copy: Copy, item: Item) -> set[int]:
         """The blocks that have to stay while a copy is in use."""
@@ -250,7 +255,10 @@ def walk(pool: BlockPool) -> Counter[Findable]:
             is_state = group in pool.plan.state_groups
             ids = [tuple(node.blocks)] if is_state else [(block,) for block in node.blocks]
             found.update((group, key.digest, ids[0]) for key in node.keys)
+            front = node.filled_from // pool.plan.hash_block_size - node.start * tree.stride
             for place, digest in enumerate(node.digests or node.inner):
+                if place < front:
+                    continue  # nothing of it is there
                 found[group, digest, ids[place // tree.stride]] += 1
     return found
 

@@ -15,7 +15,7 @@ from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.tables import BlockTables
 
-NOTHING = PullPlan((), (), (), 0, 0, SequenceBlocks(()))
+NOTHING = PullPlan((), (), (), 0, 0, SequenceBlocks(()), ())
 
 
 @dataclass(slots=True, frozen=True)

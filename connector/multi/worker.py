@@ -1,6 +1,6 @@
 """The worker side of several connectors: each gets its own message, and reports under its name."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from engine.kv_connector import WorkerConnector
@@ -31,6 +31,7 @@ class MultiWorker(WorkerConnector):
             tuple(item for output in every for item in output.released),
             tuple(f"{name}/{item}" for name, output in outputs.items() for item in output.saved),
             outputs,
+            _joined(output.filled_from for output in every),
         )
 
     def next_deadline(self) -> float | None:
@@ -41,3 +42,13 @@ class MultiWorker(WorkerConnector):
     def close(self) -> None:
         for child in self._children.values():
             child.close()
+
+
+def _joined(reports: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    """Where several have filled in parts of a request, only what comes after all starts is sure."""
+    joined: dict[str, tuple[int, ...]] = {}
+    for report in reports:
+        for request_id, starts in report.items():
+            known = joined.get(request_id, starts)
+            joined[request_id] = tuple(map(max, known, starts))
+    return joined

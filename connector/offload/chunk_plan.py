@@ -79,6 +79,7 @@ class ChunkPlan:
         `parent`: digest at `cached.start`, or at the last hash boundary before a checkpoint's end.
         `before`: digests from the start of the chunk to before `cached.start`, if that is inside.
         A block that is filled up to a hash boundary inside a chunk gives a tail, which ends there.
+        One that is filled from inside a chunk on gives nothing of that chunk.
         """
         if isinstance(cached, CachedStates):
             item = Item(STATES, cached.end, cached.end, cached.digest, (parent,))
@@ -86,13 +87,18 @@ class ChunkPlan:
             return
         step, chunk = self.arena.hash_block_size, self.chunk_tokens[cached.group]
         end, boundaries = cached.start, (*before, parent)
+        ends: list[tuple[int, bytes, tuple[bytes, ...]]] = []
         for digest in cached.digests:
             end += step
             if end % chunk == 0 or (end == cached.end and digest == cached.digests[-1]):
-                yield self._item(cached, end, digest, boundaries=boundaries)
+                ends.append((end, digest, boundaries))
             boundaries = (digest,) if end % chunk == 0 else (*boundaries, digest)
         if cached.tail is not None:
-            yield self._item(cached, cached.end, cached.tail, boundaries=boundaries)
+            ends.append((cached.end, cached.tail, boundaries))
+        for end, digest, boundaries in ends:
+            item, place = self._item(cached, end, digest, boundaries=boundaries)
+            if item.start >= cached.filled_from:
+                yield item, place
 
     def cached(self, item: Item) -> tuple[Cached, bytes]:
         """An item as what is findable in a tier, by its whole hash blocks; and its parent."""

@@ -86,7 +86,7 @@ class ItemIndex:
             if not self._is_chunk(item):
                 ends = self._ends[item.group].setdefault(item.parent, {})
                 ends.setdefault(item.end, set()).add(item.digest)
-            for boundary in self._boundaries_inside(item):
+            for boundary in item.boundaries[1:]:
                 self._inside[item.group].setdefault(boundary, {})[item.digest] = None
         return entry
 
@@ -120,7 +120,7 @@ class ItemIndex:
         item = entry.item
         if not entry.is_gone or self._entries[item.group].pop(item.digest, None) is None:
             return
-        for boundary in self._boundaries_inside(item):
+        for boundary in item.boundaries[1:]:
             inside = self._inside[item.group]
             del inside[boundary][item.digest]
             if not inside[boundary]:
@@ -146,21 +146,17 @@ class ItemIndex:
         while reach != before:
             before = reach
             for group in self._chunks.chunk_tokens:
-                if window := self._window(group):
-                    reach = self._resumable(prefix, group, reach, window=window)
+                if self._window(group):
+                    reach = self._resumable(prefix, group, reach)
         return reach
 
     def starts(self, prefix: PrefixDigests, reach: int) -> list[int]:
         """The positions of at most `reach` with states and the windows before them somewhere."""
-        windows = {group: self._window(group) for group in self._chunks.chunk_tokens}
+        windows = [group for group in self._chunks.chunk_tokens if self._window(group)]
         return [
             end
             for end in self.states(prefix, reach)
-            if all(
-                self._resumable(prefix, group, end, window=window) == end
-                for group, window in windows.items()
-                if window
-            )
+            if all(self._resumable(prefix, group, end) == end for group in windows)
         ]
 
     def states(self, prefix: PrefixDigests, limit: int) -> list[int]:
@@ -179,9 +175,12 @@ class ItemIndex:
         return self._entries[STATES].get(prefix.digest_at(num_tokens))
 
     def first_needed(self, group: int, end: int) -> int:
-        """The first token of one group that what comes after `end` tokens reads."""
-        window = self._window(group)
-        return window.first_needed(end) if window else 0
+        """The first token of the first block of one group that is read after `end` tokens.
+
+        Blocks are loaded from their start, so that whoever finds them later may read all of them.
+        """
+        window, size = self._window(group), self._chunks.arena.block_size_of(group)
+        return window.first_needed(end) // size * size if window else 0
 
     def attention(
         self, prefix: PrefixDigests, group: int, tokens: tuple[int, int]
@@ -203,13 +202,11 @@ class ItemIndex:
         found = sum(1 for _ in takewhile(entries.__contains__, whole))
         return min(limit, self._longest_part(prefix, group, found)[0])
 
-    def _resumable(
-        self, prefix: PrefixDigests, group: int, limit: int, *, window: SlidingWindowSpec
-    ) -> int:
+    def _resumable(self, prefix: PrefixDigests, group: int, limit: int) -> int:
         """The last position of at most `limit` tokens with its whole window somewhere."""
         chunk = self._chunks.chunk_tokens[group]
         while limit:
-            first, gap = window.first_needed(limit) // chunk, None
+            first, gap = self.first_needed(group, limit) // chunk, None
             for index in range((limit - 1) // chunk, first - 1, -1):
                 end = min(limit, (index + 1) * chunk)
                 if self._covering(prefix, group, index, end=end) is None:
@@ -279,10 +276,6 @@ class ItemIndex:
 
     def _is_chunk(self, item: Item) -> bool:
         return item.group != STATES and item.end % self._chunks.chunk_tokens[item.group] == 0
-
-    def _boundaries_inside(self, item: Item) -> tuple[bytes, ...]:
-        """Boundaries that lead to the item; none with a window, whose blocks load whole or not."""
-        return () if self._window(item.group) else item.boundaries[1:]
 
     def _window(self, group: int) -> SlidingWindowSpec | None:
         spec = self._chunks.arena.groups[group].spec

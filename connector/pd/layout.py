@@ -32,7 +32,10 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class GroupBlocks:
-    """One group's blocks of one sequence: the byte offset of each, from block `first_block` on."""
+    """One group's blocks of one sequence: the byte offset of each, from block `first_block` on.
+
+    `filled_from`: the first token that they hold, if it lies inside the first block.
+    """
 
     kept: str
     spec: LayerSpec
@@ -40,6 +43,7 @@ class GroupBlocks:
     block_size: int
     offsets: tuple[int, ...]
     first_block: int = 0
+    filled_from: int = 0
 
     @property
     def is_state(self) -> bool:
@@ -48,13 +52,13 @@ class GroupBlocks:
 
     @property
     def start(self) -> int:
-        """The first token that these blocks have room for."""
-        return self.first_block * self.block_size
+        """The first token that these blocks hold."""
+        return max(self.first_block * self.block_size, self.filled_from)
 
     @property
     def end(self) -> int:
         """One past the last token that these blocks have room for."""
-        return self.start + len(self.offsets) * self.block_size
+        return (self.first_block + len(self.offsets)) * self.block_size
 
     @property
     def block_bytes(self) -> int:
@@ -160,21 +164,26 @@ def blocks_announced(
     block_ids: Sequence[Sequence[int]],
     *,
     num_tokens: int,
+    filled_from: Sequence[int] | None = None,
 ) -> SequenceBlocks:
     """The blocks that hold the first `num_tokens` tokens in an arena with groups `geometry`.
 
-    Of a sliding window's group only the last blocks are announced. `plan` is this node's; it gives
-    the specs. Raises TransportError if groups or blocks are not those that these tokens need.
+    Of a sliding window's group only the last blocks are announced, and by `filled_from` the first
+    token that they hold, where they do not hold all of theirs. `plan` is this node's; it gives the
+    specs. Raises TransportError if groups or blocks are not those that these tokens need.
     """
     if len(geometry) != len(block_ids):
         raise TransportError(
             f"{len(block_ids)} KV cache groups announced by a peer that has {len(geometry)}"
         )
     specs = {describe_spec(group.spec): group.spec for group in plan.groups}
+    starts = [0] * len(geometry) if filled_from is None else filled_from
+    if len(starts) != len(geometry):
+        raise TransportError(f"remote_filled_from names {len(starts)} groups of {len(geometry)}")
     return SequenceBlocks(
         tuple(
-            _announced(specs, group, ids, num_tokens=num_tokens)
-            for group, ids in zip(geometry, block_ids, strict=True)
+            _announced(specs, group, ids, num_tokens=num_tokens, filled_from=start)
+            for group, ids, start in zip(geometry, block_ids, starts, strict=True)
         )
     )
 
@@ -207,6 +216,7 @@ def _announced(
     block_ids: Sequence[int],
     *,
     num_tokens: int,
+    filled_from: int,
 ) -> GroupBlocks:
     spec = specs.get(geometry.spec)
     if spec is None:
@@ -218,20 +228,30 @@ def _announced(
     least = most = 1
     if not isinstance(spec, MambaSpec):
         least = most = -(-num_tokens // geometry.block_size)
-    if isinstance(spec, SlidingWindowSpec):
-        least -= spec.first_needed(num_tokens) // geometry.block_size
+    needed = spec.first_needed(num_tokens) if isinstance(spec, SlidingWindowSpec) else 0
+    least -= needed // geometry.block_size
+    if filled_from > needed:
+        raise TransportError(
+            f"the peer holds {geometry.spec!r} from token {filled_from} on, not from {needed} on"
+        )
     if not least <= len(block_ids) <= most:
         raise TransportError(
             f"{len(block_ids)} blocks announced for {num_tokens} tokens of {geometry.spec!r}; "
             f"{least} to {most} expected"
         )
-    return _located(geometry, spec, block_ids, first_block=most - len(block_ids))
+    first_block = most - len(block_ids)
+    return _located(geometry, spec, block_ids, first_block=first_block, filled_from=filled_from)
 
 
 def _located(
-    geometry: GroupGeometry, spec: LayerSpec, block_ids: Sequence[int], *, first_block: int = 0
+    geometry: GroupGeometry,
+    spec: LayerSpec,
+    block_ids: Sequence[int],
+    *,
+    first_block: int = 0,
+    filled_from: int = 0,
 ) -> GroupBlocks:
-    offsets = tuple(map(geometry.offset, block_ids))
+    offsets, size = tuple(map(geometry.offset, block_ids)), geometry.block_size
     return GroupBlocks(
-        geometry.spec, spec, geometry.layers, geometry.block_size, offsets, first_block
+        geometry.spec, spec, geometry.layers, size, offsets, first_block, filled_from
     )

@@ -65,7 +65,9 @@ class PdWorker(WorkerConnector):
         self._metrics = metrics
         self._timeout_s = config.transfer_timeout
         self._wake = wake
-        self._results: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
+        # Of each load: request, cause if it failed, the first tokens filled in.
+        self._results: queue.SimpleQueue[tuple[str, str | None, tuple[int, ...]]]
+        self._results = queue.SimpleQueue()
         limits = PoolLimits(
             total=config.max_concurrent_pulls,
             per_peer=config.pulls_per_peer,
@@ -93,13 +95,20 @@ class PdWorker(WorkerConnector):
         """Pulls that ended, and requests whose lease was released or ran out."""
         loaded: list[str] = []
         failed: list[LoadFailure] = []
+        starts: dict[str, tuple[int, ...]] = {}
         while not self._results.empty():
-            request_id, cause = self._results.get_nowait()
+            request_id, cause, filled_from = self._results.get_nowait()
             if cause is None:
                 loaded.append(request_id)
+                starts[request_id] = filled_from
             else:
                 failed.append(LoadFailure(request_id, cause))
-        return ConnectorOutput(tuple(loaded), tuple(failed), released=self._leases.take_ended())
+        return ConnectorOutput(
+            tuple(loaded),
+            tuple(failed),
+            released=self._leases.take_ended(),
+            filled_from=starts,
+        )
 
     def next_deadline(self) -> float | None:
         """When the earliest lease runs out; a finished pull wakes the engine by itself."""
@@ -130,8 +139,9 @@ class PdWorker(WorkerConnector):
                 self._remote.settle(prefill)
             return
         cause: str | None = causes.TRANSFER_FAILED
+        filled_from: tuple[int, ...] = ()
         try:
-            self._read(prefill, prefill.peer, load)
+            filled_from = self._read(prefill, prefill.peer, load)
             self._remote.worked(prefill)
             cause = None
         except TandemError as error:
@@ -141,21 +151,32 @@ class PdWorker(WorkerConnector):
             self._remote.failed(prefill, cause, error)
         finally:
             # The engine hears of it first; the message that ends P's lease delays nobody.
-            self._report(load, cause)
+            self._report(load, cause, filled_from)
             self._remote.settle(prefill, "read" if cause is None else "given up")
 
-    def _report(self, load: BlockLoad, cause: str | None) -> None:
-        self._results.put((load.request_id, cause))
+    def _report(
+        self, load: BlockLoad, cause: str | None, filled_from: tuple[int, ...] = ()
+    ) -> None:
+        self._results.put((load.request_id, cause, filled_from))
         self._wake()
 
-    def _read(self, prefill: RemotePrefill, peer: Peer, load: BlockLoad) -> None:
-        """Plans and reads one pull. Raises a TandemError for whatever is wrong with it."""
+    def _read(self, prefill: RemotePrefill, peer: Peer, load: BlockLoad) -> tuple[int, ...]:
+        """Plans and reads one pull; the first token that it filled in, by KV cache group.
+
+        Raises a TandemError for whatever is wrong with it.
+        """
         started, block_ids = time.monotonic(), prefill.block_ids
         if block_ids is None:
             raise LateReadError(
                 f"{peer.engine_id} no longer held {prefill.remote_request_id} when asked"
             )
-        held = blocks_announced(self._plan, peer.groups, block_ids, num_tokens=prefill.num_tokens)
+        held = blocks_announced(
+            self._plan,
+            peer.groups,
+            block_ids,
+            num_tokens=prefill.num_tokens,
+            filled_from=prefill.params.remote_filled_from,
+        )
         plan = plan_pull(
             self._plan, held, load.tables, num_tokens=load.num_tokens, ranges=load.ranges
         )
@@ -185,3 +206,4 @@ class PdWorker(WorkerConnector):
         groups = zip(self._plan.groups, load.ranges, strict=True)
         local = [start for group, (start, _) in groups if not isinstance(group.spec, MambaSpec)]
         prefill.set_stats(min(local, default=0), plan, seconds=seconds, verified=verified)
+        return plan.filled_from

@@ -36,7 +36,9 @@ def _lenient_struct(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
     changed: list[Any] = []
     for field in msgspec.structs.fields(kind):
         if (type_ := lenient(field.type)) is not field.type:
-            default = msgspec.field(default=field.default, default_factory=field.default_factory)
+            default: Any = msgspec.field(default=field.default)
+            if field.default_factory is not msgspec.NODEFAULT:
+                default = msgspec.field(default_factory=field.default_factory)
             changed.append((field.name, type_, default))
     return msgspec.defstruct(
         kind.__name__,

@@ -137,9 +137,13 @@ class BlockPool:
         if key.tail:
             tree.add_key(node, key)
         if self._listener is not None:
-            start, tail = first * prefix.hash_block_size, key.digest if key.tail else None
-            blocks = tuple(node.blocks)
-            cached = CachedBlocks(node.group, start, key.num_tokens, tuple(new), blocks, tail)
+            size, tail = prefix.hash_block_size, key.digest if key.tail else None
+            # Hash blocks of which the node holds nothing are not told.
+            front = max(0, node.filled_from // size - first)
+            start, digests, blocks = (first + front) * size, tuple(new[front:]), tuple(node.blocks)
+            cached = CachedBlocks(
+                node.group, start, key.num_tokens, digests, blocks, tail, node.filled_from
+            )
             _announce(self._listener, cached, prefix)
 
     def publish_states(
@@ -305,12 +309,15 @@ class BlockPool:
         stride, size = self.trees[node.group].stride, self.plan.hash_block_size
         digests = node.digests or node.inner
         start = node.start * stride
+        # Hash blocks of which the node holds nothing were never told.
+        num_known = max(first * stride + num_known, node.filled_from // size - start)
         return CachedBlocks(
             node.group,
-            (start + first * stride + num_known) * size,
+            (start + num_known) * size,
             (start + len(digests)) * size,
-            tuple(digests[first * stride + num_known :]),
+            tuple(digests[num_known:]),
             tuple(node.blocks[first:]),
+            filled_from=node.filled_from,
         )
 
     def _cached_key(self, node: Node, key: PrefixKey) -> Cached:
@@ -318,7 +325,9 @@ class BlockPool:
         if node.group == self._state_group:
             return CachedStates(self.plan.state_groups, key.num_tokens, key.digest, blocks)
         start = key.num_tokens - len(key.tail)
-        return CachedBlocks(node.group, start, key.num_tokens, (), blocks, key.digest)
+        return CachedBlocks(
+            node.group, start, key.num_tokens, (), blocks, key.digest, node.filled_from
+        )
 
 
 def _announce(listener: CacheListener, cached: Cached, prefix: PrefixDigests) -> None:

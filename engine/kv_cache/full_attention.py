@@ -91,6 +91,9 @@ class FullAttentionTable(GroupTable):
             self._num_settled = index + 1
         self._pool.publish_partial(self._partial, prefix, key)
 
+    def leave_unloaded(self, num_loaded: int, filled_from: int) -> None:
+        """Loads bring all tokens."""
+
     def leave(self, num_tokens: int) -> None:
         """Every block is still read."""
 

@@ -18,7 +18,9 @@ class CachedBlocks:
 
     `blocks`: physical ids in token order; the first holds token `start`. `digests`: of the prefixes
     that end at each hash boundary after `start`, itself one, up to `end`. `tail`: of the whole
-    prefix, if a block is cached up to an `end` between two boundaries.
+    prefix, if a block is cached up to an `end` between two boundaries. `filled_from`: the first
+    token whose K/V is there, 0 for all; of a window's block that a load has filled in from there
+    on. It may lie inside the first hash block.
 
     A partly filled block stands alone. When it is stored again, fuller or whole, `start` is where
     its stored hash blocks end; what goes is named as a whole, each `tail` apart.
@@ -34,6 +36,7 @@ class CachedBlocks:
     digests: tuple[bytes, ...]
     blocks: tuple[int, ...]
     tail: bytes | None = None
+    filled_from: int = 0
 
 
 @dataclass(slots=True, frozen=True)

@@ -179,15 +179,32 @@ class KVCacheManager:
         self.states.drop(checkpoints)
 
     def keep_good(
-        self, tables: BlockTables, prefix: PrefixDigests, num_good: int, *, num_loaded: int
+        self,
+        tables: BlockTables,
+        prefix: PrefixDigests,
+        num_good: int,
+        *,
+        num_loaded: int,
+        filled_from: Sequence[int] = (),
     ) -> None:
         """Publishes the first `num_good` tokens of a load of `num_loaded` that failed."""
-        self._leave_unloaded(tables, num_loaded)
+        self._leave_unloaded(tables, num_loaded, filled_from)
         self.publish(tables, prefix, num_good)
 
-    def keep_loaded(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
-        """Publishes loaded blocks up to the exact length, and a copy of the loaded states."""
-        self._leave_unloaded(tables, num_tokens)
+    def keep_loaded(
+        self,
+        tables: BlockTables,
+        prefix: PrefixDigests,
+        num_tokens: int,
+        *,
+        filled_from: Sequence[int] = (),
+    ) -> None:
+        """Publishes loaded blocks up to the exact length, and a copy of the loaded states.
+
+        `filled_from`: by group the first token that the load has filled in; all of its blocks, if
+        it is empty.
+        """
+        self._leave_unloaded(tables, num_tokens, filled_from)
         self._publish_all(tables, prefix, num_tokens)
         # A copy, since the request goes on from its own state and overwrites it.
         for checkpoint in self.reserve_checkpoints(prefix, [num_tokens]):
@@ -259,10 +276,12 @@ class KVCacheManager:
         for node in reversed(pin):
             self.pool.release(node)
 
-    def _leave_unloaded(self, tables: BlockTables, num_tokens: int) -> None:
+    def _leave_unloaded(
+        self, tables: BlockTables, num_tokens: int, filled_from: Sequence[int]
+    ) -> None:
         # A load fills in nothing that lies before a window; it must not be published.
-        for table in tables.attention.values():
-            table.leave(num_tokens)
+        for group, table in tables.attention.items():
+            table.leave_unloaded(num_tokens, filled_from[group] if filled_from else 0)
 
     def _publish_all(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         self.publish(tables, prefix, num_tokens)

@@ -25,8 +25,9 @@ class Node:
     hash boundary in its whole blocks; `inner`: in its only block, while that is partly filled.
     `keys`: prefixes that end inside a hash block of its only block, or at its states. `children`:
     nodes right after its end, by the digest of their first block, or by themselves if their one
-    block is partly filled. `refs`: users, and nodes in use right after it. `value`: tokens saved
-    per byte; `rank`: its place in the order of eviction while idle.
+    block is partly filled. `filled_from`: of a window's block, the first token that it holds, 0 for
+    all: a load brings nothing from before the window. `refs`: users, and nodes in use right after
+    it. `value`: tokens saved per byte; `rank`: its place in the order of eviction while idle.
     """
 
     group: int
@@ -38,6 +39,7 @@ class Node:
     keys: list[PrefixKey] = field(default_factory=list)
     parent: "Node | None" = None
     children: "dict[bytes | Node, Node]" = field(default_factory=dict)
+    filled_from: int = 0
     refs: int = 1
     value: float = 1.0
     rank: Rank = (0.0, 0)
@@ -100,18 +102,27 @@ class RadixTree:
         """True if a block is cached that ends exactly there, or that goes on after it."""
         return key.boundary in self.inside if not key.tail else self.find(key) is not None
 
-    def longest_inside(self, prefix: PrefixDigests, index: int) -> tuple[int, Node] | None:
-        """The longest prefix that ends inside the block at `index`, and a node with that block."""
-        node, whole = self._longest_listed(prefix, index) if self.inside else (None, 0)
+    def longest_inside(
+        self, prefix: PrefixDigests, index: int, needed: int = 0
+    ) -> tuple[int, Node] | None:
+        """The longest prefix that ends inside the block at `index`, and a node with that block.
+
+        The node holds the block's tokens from `needed` on.
+        """
+        node, whole = self._longest_listed(prefix, index, needed) if self.inside else (None, 0)
         size = prefix.hash_block_size
         start = (index * self.stride + whole) * size
-        found = self.longest_partial(prefix, start, min(start + size - 1, prefix.num_tokens))
+        limit = min(start + size - 1, prefix.num_tokens)
+        found = self.longest_partial(prefix, start, limit, needed)
         return (start, node) if found is None and node is not None else found
 
     def longest_partial(
-        self, prefix: PrefixDigests, above: int, limit: int
+        self, prefix: PrefixDigests, above: int, limit: int, needed: int = 0
     ) -> tuple[int, Node] | None:
-        """The longest prefix of more than `above`, at most `limit` tokens that a key names."""
+        """The longest prefix of more than `above`, at most `limit` tokens that a key names.
+
+        Its node holds its block's tokens from `needed` on.
+        """
         size, digests = prefix.hash_block_size, prefix.boundaries()
         # From the longest boundary down: the first that has a fitting tail is the longest.
         for whole in range(min(limit // size, len(digests) - 1), above // size - 1, -1):
@@ -119,7 +130,8 @@ class RadixTree:
             if tails is None:
                 continue
             known = prefix.tokens(whole * size, min(limit, (whole + 1) * size - 1))
-            fitting = [tail for tail in tails if known[: len(tail)] == tail]
+            named = (tail for tail in tails if known[: len(tail)] == tail)
+            fitting = [tail for tail in named if tails[tail].filled_from <= needed]
             if fitting:
                 longest = max(fitting, key=len)
                 if whole * size + len(longest) > above:
@@ -242,12 +254,18 @@ class RadixTree:
         elif node.digests:
             del self.whole[node.digests[-1]]
 
-    def _longest_listed(self, prefix: PrefixDigests, index: int) -> tuple[Node | None, int]:
+    def _longest_listed(
+        self, prefix: PrefixDigests, index: int, needed: int
+    ) -> tuple[Node | None, int]:
         """A node with the most hash blocks of the block at `index`, and how many these are."""
         inside, known = self.inside, self.digests(prefix, index, index + 1)[: self.stride - 1]
         # Who holds one boundary holds all before it in the same block. So bisect.
         whole = bisect_left(range(len(known)), True, key=lambda i: known[i] not in inside)
-        return (next(iter(inside[known[whole - 1]])) if whole else None), whole
+        for count in range(whole, 0, -1):
+            for node in inside[known[count - 1]]:
+                if node.filled_from <= needed:
+                    return node, count
+        return None, 0
 
     def _list(self, node: Node, digests: Sequence[bytes]) -> None:
         """A node begins with these hash boundaries, of which some are inside its first block."""

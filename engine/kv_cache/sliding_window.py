@@ -17,7 +17,7 @@ class SlidingWindowLookup(Lookup):
         self._tree, self._prefix = pool.trees[group], prefix
         self._size = pool.plan.block_size_of(group)
         self._spec = _spec(pool, group)
-        self._found: dict[int, tuple[int, Node] | None] = {}
+        self._found: dict[tuple[int, int], tuple[int, Node] | None] = {}
 
     def longest(self, limit: int) -> int:
         while limit and (gap := self._last_gap(limit)) is not None:
@@ -30,49 +30,64 @@ class SlidingWindowLookup(Lookup):
         #
         #   index    0 .. first - 1     first .. num_whole - 1    num_whole
         #   block    NULL_BLOCK         cached, shared            copy of a partly filled one
-        first = self._spec.first_needed(num_tokens) // self._size
-        nodes = [self._node(index) for index in range(first, num_whole)]
+        needed = self._spec.first_needed(num_tokens)
+        first = needed // self._size
+        nodes = [self._node(index, needed) for index in range(first, num_whole)]
         blocks = [NULL_BLOCK] * first + [node.blocks[0] for node in nodes]
         shares = tuple((node, node.end) for node in nodes)
-        return GroupHit(blocks, shares, (self._node(num_whole), num_whole + 1) if rest else None)
+        source = (self._node(num_whole, needed), num_whole + 1) if rest else None
+        return GroupHit(blocks, shares, source)
 
     def _last_gap(self, num_tokens: int) -> int | None:
         """The end of the last block that is not cached far enough for `num_tokens` tokens."""
-        first = self._spec.first_needed(num_tokens) // self._size
-        for index in range((num_tokens - 1) // self._size, first - 1, -1):
-            found = self._find(index)
-            end = index * self._size if found is None else found[0]
-            if end < min(num_tokens, (index + 1) * self._size):
+        needed = self._spec.first_needed(num_tokens)
+        for index in range((num_tokens - 1) // self._size, needed // self._size - 1, -1):
+            found, start = self._find(index, needed), index * self._size
+            end = start if found is None else found[0]
+            if end < min(num_tokens, start + self._size):
                 return end
         return None
 
-    def _find(self, index: int) -> tuple[int, Node] | None:
-        """(tokens up to which the block at `index` is cached, its node); looked up once."""
-        if index not in self._found:
-            self._found[index] = self._look_up(index)
-        return self._found[index]
+    def _find(self, index: int, needed: int) -> tuple[int, Node] | None:
+        """(tokens up to which the block at `index` is cached, its node); looked up once.
 
-    def _look_up(self, index: int) -> tuple[int, Node] | None:
+        The node holds the block's tokens from `needed` on.
+        """
+        key = index, max(needed, index * self._size)
+        if key not in self._found:
+            self._found[key] = self._look_up(*key)
+        return self._found[key]
+
+    def _look_up(self, index: int, needed: int) -> tuple[int, Node] | None:
         if (end := (index + 1) * self._size) <= self._prefix.num_tokens:
             digests = self._tree.digests(self._prefix, index, index + 1)
-            if (node := self._tree.whole.get(digests[-1])) is not None:
+            node = self._tree.whole.get(digests[-1])
+            if node is not None and node.filled_from <= needed:
                 return end, node
-        return self._tree.longest_inside(self._prefix, index)
+        return self._tree.longest_inside(self._prefix, index, needed)
 
-    def _node(self, index: int) -> Node:
-        found = self._find(index)
+    def _node(self, index: int, needed: int) -> Node:
+        found = self._find(index, needed)
         assert found is not None, f"block {index} is not cached"
         return found[1]
 
 
 class SlidingWindowTable(GroupTable):
-    """Uses the node of each of its blocks that is findable; `_nodes` has them by block index."""
+    """Uses the node of each of its blocks that is findable; `_nodes` has them by block index.
+
+    `_filled_from`: the first token that its own blocks hold.
+
+        tokens         64      80      96  105  112     128     144     a load of 144, window 40
+        P's blocks                     |=======|=======|=======|        of 16: it has freed others
+        blocks of 64   |    nothing    |=======================|        filled from 96 on
+    """
 
     def __init__(self, pool: BlockPool, group: int, hit: GroupHit) -> None:
         super().__init__(pool, group, hit)
         self._spec = _spec(pool, group)
         self._nodes = {node.start: pool.share(node, end) for node, end in hit.shares}
         self.num_passed = len(hit.blocks) - len(hit.shares)
+        self._filled_from = 0 if hit.source is None else hit.source[0].filled_from
 
     def publish(self, prefix: PrefixDigests, num_tokens: int) -> None:
         # What was passed before it was published has never been filled in.
@@ -87,6 +102,15 @@ class SlidingWindowTable(GroupTable):
         index, rest = divmod(num_tokens, self._size)
         if rest and not self._tree.holds(key := prefix.key(num_tokens)):
             self._pool.publish_partial(self._own_node(index), prefix, key)
+
+    @property
+    def filled_from(self) -> int:
+        node = self._nodes.get(self.num_passed)
+        return self._filled_from if node is None else node.filled_from
+
+    def leave_unloaded(self, num_loaded: int, filled_from: int) -> None:
+        self._filled_from = filled_from
+        self.leave(num_loaded)
 
     def leave(self, num_tokens: int) -> None:
         num_passed = self._spec.first_needed(num_tokens) // self._size
@@ -106,7 +130,9 @@ class SlidingWindowTable(GroupTable):
 
     def _own_node(self, index: int) -> Node:
         if index not in self._nodes:
-            self._nodes[index] = self._pool.add_node(self._group, index, [self.blocks[index]])
+            node = self._pool.add_node(self._group, index, [self.blocks[index]])
+            node.filled_from = self._filled_from
+            self._nodes[index] = node
         return self._nodes[index]
 
 

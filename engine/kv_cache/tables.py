@@ -92,6 +92,18 @@ class GroupTable(ABC):
     def publish_partial(self, prefix: PrefixDigests, num_tokens: int) -> None:
         """The last block becomes findable at its exact length, if it is not whole."""
 
+    @property
+    def filled_from(self) -> int:
+        """The first token that is there, 0 for all: a load may have left a window's block empty."""
+        return 0
+
+    @abstractmethod
+    def leave_unloaded(self, num_loaded: int, filled_from: int) -> None:
+        """Frees what a load of `num_loaded` tokens did not fill in: what lies before a window.
+
+        `filled_from`: the first token that the load has filled in, 0 for all of its blocks.
+        """
+
     @abstractmethod
     def leave(self, num_tokens: int) -> None:
         """Frees what no token after the first `num_tokens` reads."""

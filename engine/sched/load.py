@@ -9,11 +9,15 @@ from engine.step import LoadFailure
 
 @dataclass(slots=True)
 class Load:
-    """One request's load: the number of parts in flight, and the failures so far."""
+    """One request's load: the number of parts in flight, and the failures so far.
+
+    `filled_from`: see `ConnectorOutput`; empty where every block is filled from its start.
+    """
 
     request: Request
     num_open: int
     failures: list[LoadFailure] = field(default_factory=list)
+    filled_from: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.num_open, "a load without an end would never let its request start"

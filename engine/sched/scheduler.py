@@ -172,6 +172,8 @@ class Scheduler:
     def update_transfers(self, transfers: ConnectorOutput) -> None:
         """Acts on the connector's report: loads, saves and holds that ended."""
         self._connector.update(transfers)
+        for request_id, filled_from in transfers.filled_from.items():
+            self.loads[request_id].filled_from = filled_from
         for request_id in transfers.loaded:
             self._load_ended(request_id)
         for failure in transfers.failed:
@@ -338,12 +340,18 @@ class Scheduler:
         elif load.failures:
             self._load_failed(load)
         else:
-            self._load_done(load.request)
+            self._load_done(load)
 
-    def _load_done(self, request: Request) -> None:
+    def _load_done(self, load: Load) -> None:
+        request = load.request
         assert request.blocks is not None
         request.num_computed_tokens = request.num_loading_tokens
-        self.cache.keep_loaded(request.blocks, request.prefix, request.num_computed_tokens)
+        self.cache.keep_loaded(
+            request.blocks,
+            request.prefix,
+            request.num_computed_tokens,
+            filled_from=load.filled_from,
+        )
         request.move(RequestStatus.RUNNING)
         self._running.append(request)
 
@@ -359,7 +367,13 @@ class Scheduler:
         assert request.blocks is not None
         good, loaded = load.num_good_tokens(self.cache.plan), request.num_loading_tokens
         if good > request.num_computed_tokens:
-            self.cache.keep_good(request.blocks, request.prefix, good, num_loaded=loaded)
+            self.cache.keep_good(
+                request.blocks,
+                request.prefix,
+                good,
+                num_loaded=loaded,
+                filled_from=load.filled_from,
+            )
         request.num_failed_loads += 1
         request.move(RequestStatus.WAITING)
         request.lose(loaded, cause)

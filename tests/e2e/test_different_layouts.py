@@ -1,13 +1,15 @@
 """P and D need not cut alike: other block sizes and units on each side give the same tokens."""
 
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from engine.node.server import NodeServer
 from tests.cluster import Cluster, generate, settled
 from tests.e2e.test_prefix_cache import assert_same, request_of
-from tests.e2e.test_prefix_cache_pd import hand_over, moved, prompt_of
+from tests.e2e.test_prefix_cache_pd import REMOTE_DECODE, hand_over, moved, prompt_of
 from tests.faults import DamagedReads, counted, flip
 from tests.tiers import l_shape
 
@@ -86,3 +88,33 @@ async def test_only_what_d_lacks_is_pulled(
     assert_same(pair, await generate(alone, request_of(longer)))
     again = await hand_over(p, d, longer)
     assert (moved(again).attention_bytes, moved(again).state_bytes) == (0, 0)
+
+
+async def test_a_window_that_came_in_part_is_read_from_there_on(
+    shared: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """P has freed the front of the first large block of D's window, and D hands that on."""
+    model = checkpoints["gemma3"]
+    sizes: dict[str, Any] = {"hash_block_size": 16, "enable_prefix_caching": True}
+    p = await shared.start("prefill", model, block_size=16, **sizes)
+    d, last = [
+        await shared.start(kind, model, block_size=64, **sizes) for kind in ("both", "decode")
+    ]
+    alone = await shared.start("prefill", model)
+    prompt = prompt_of(144)
+    await hand_over(p, d, prompt)
+    longer = (*prompt, *prompt_of(9, seed=8))
+    asked = msgspec.structs.replace(request_of(longer), kv_transfer_params=REMOTE_DECODE)
+    done = await generate(d, asked)
+    params = done.last.kv_transfer_params
+    assert params is not None and params.remote_filled_from is not None
+    assert max(params.remote_filled_from) == 96
+    pair = await generate(last, msgspec.structs.replace(asked, kv_transfer_params=params))
+    assert pair.last.was_pulled
+    assert_same(pair, await generate(alone, request_of(longer)))
+    # Prompts that part before need more of the window than came.
+    for length in (143, 135, 128, 127, 113, 112, 100, 97):
+        parted = (*prompt[:length], *prompt_of(9, seed=length))
+        expected = await generate(alone, request_of(parted))
+        for node in (d, last):
+            assert_same(await generate(node, request_of(parted)), expected)

@@ -36,8 +36,8 @@ SAMPLING = msgspec.structs.replace(GREEDY, max_tokens=3)
 SHARED_PREFIX = prompt_of(64, salt=77)
 NUM_PROMPTS = 16
 MAX_PROMPT = 130
-# Of a node with a cache. In one prompt of 1,500 a log-probability is so badly conditioned that weights
-# changed by 1e-7 of themselves move it by 5e-4, in the reference too; damage moves it by far more.
+# Of a node with a cache. In one prompt of 1,500 a log-probability is so badly conditioned that
+# weights changed by 1e-7 of themselves move it by 5e-4, in the reference too; damage moves it more.
 ROUNDING = 5e-3
 # NIXL keeps the sockets of closed connections, of both ends, until it has closed eight.
 SPARE = {"nixl": {"fd socket:": 16}}

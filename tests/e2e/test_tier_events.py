@@ -132,7 +132,7 @@ async def test_what_the_tiers_hold_is_announced(
 
 
 @pytest.mark.parametrize(
-    ("family", "tier"), l_shape(("qwen3",), ("host", "disk"), corner=("qwen3", "host"))
+    ("family", "tier"), l_shape(("qwen3", "gemma3"), ("host", "disk"), corner=("qwen3", "host"))
 )
 async def test_a_prompt_that_leaves_a_chunk_inside_loads_what_was_announced(
     cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, *, family: str, tier: str

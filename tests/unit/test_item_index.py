@@ -79,15 +79,13 @@ class Model:
         held: set[int] = set()
         for (one, prefix), entry in self.known.items():
             if one == group:
-                held.update(range(entry.item.start, self.shared(group, tokens, prefix)))
+                held.update(range(entry.item.start, self.shared(tokens, prefix)))
         return [position for position in range(len(tokens)) if position not in held]
 
-    def shared(self, group: int, tokens: Tokens, prefix: Tokens) -> int:
+    def shared(self, tokens: Tokens, prefix: Tokens) -> int:
         """How many of a prompt's tokens an item that ends with `prefix` can stand for."""
         if tokens[: len(prefix)] == prefix:
             return len(prefix)
-        if isinstance(self.plan.groups[group].spec, SlidingWindowSpec):
-            return 0  # the blocks of a window load whole or not at all
         pairs = zip(tokens, prefix, strict=False)
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return same // self.plan.hash_block_size * self.plan.hash_block_size
@@ -95,7 +93,8 @@ class Model:
     def is_there(self, group: int, lacking: list[int], end: int) -> bool:
         """True if one group has all that the token after `end` reads."""
         spec = self.plan.groups[group].spec
-        first = spec.first_needed(end) if isinstance(spec, SlidingWindowSpec) else 0
+        size = self.plan.block_size_of(group)  # blocks are loaded from their start
+        first = spec.first_needed(end) // size * size if isinstance(spec, SlidingWindowSpec) else 0
         return bisect_left(lacking, first) == bisect_left(lacking, end)
 
     def reach(self, tokens: Tokens, limit: int) -> int:
@@ -141,7 +140,7 @@ def check_items(model: Model, tokens: Tokens, *, group: int, span: tuple[int, in
         item = entry.item
         assert item.start == at
         (ending,) = (text for (g, text), e in model.known.items() if e is entry and g == group)
-        assert model.shared(group, tokens, ending) >= min(end, at + chunk)
+        assert model.shared(tokens, ending) >= min(end, at + chunk)
         at += chunk
     assert at >= end or any(at <= position < min(end, at + chunk) for position in lacking)
 

@@ -5,7 +5,7 @@ and copies it when the manager asks for copies. A hit is right if every slot tha
 exactly the request's own prefix, and longest if a search over plain sets finds none longer.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from math import lcm
 
 import pytest
@@ -230,11 +230,17 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.free(request.tables)
             self.admit(request, NOTHING)
             return
-        self.contents.write_attention(request, hit.num_local, hit.num_tokens)
+        # The source has a window's first block whole, or lost its front.
+        starts = [0] * len(self.groups)
+        for group, spec in enumerate(group.spec for group in self.groups):
+            if isinstance(spec, SlidingWindowSpec):
+                needed, size = spec.first_needed(hit.num_tokens), self.plan.block_size_of(group)
+                starts[group] = data.draw(st.integers(needed // size * size, needed))
+        self.contents.write_attention(request, hit.num_local, hit.num_tokens, starts)
         missing = set(self.plan.state_groups) - set(self.local_states(hit))
         self.contents.write_states(request, missing, hit.num_tokens)
         request.loading, request.computed = None, hit.num_tokens
-        self.cache.keep_loaded(request.tables, request.prefix, hit.num_tokens)
+        self.cache.keep_loaded(request.tables, request.prefix, hit.num_tokens, filled_from=starts)
         if data.draw(st.booleans()):
             self.work()
 
@@ -264,10 +270,13 @@ class CacheMachine(RuleBasedStateMachine):
     def what_was_told_is_what_is_there(self) -> None:
         assert self.heard.everything() == walk(self.cache.pool)
 
-    def published(self) -> list[set[Text]]:
-        """By group, the prefixes that the listener has heard of."""
+    def published(self) -> list[dict[Text, int]]:
+        """By group, the prefixes that the listener has heard of, and from which token on."""
         states = self.plan.state_groups
-        found = [self.heard.found(group) for group in range(len(self.groups))]
+        found: list[dict[Text, int]] = [{} for _ in self.groups]
+        for group, items in enumerate(self.heard.items):
+            for (text, _), item in items.items():
+                found[group][text] = min(found[group].get(text, item.filled_from), item.filled_from)
         for group in states:
             found[group] = found[states[0]]
         return found
@@ -328,18 +337,19 @@ class CacheMachine(RuleBasedStateMachine):
             for g in range(len(self.groups))
         )
 
-    def resumes(self, found: Collection[Text], group: int, request: Live, n: int) -> bool:
+    def resumes(self, found: Mapping[Text, int], group: int, request: Live, n: int) -> bool:
         """By definition: the state of these n tokens, or all blocks whose tokens are still read."""
         tokens = tuple(request.tokens)
         if self.contents.is_state(group):
             return n == 0 or (request.salt, tokens[:n]) in found
         size = self.plan.block_size_of(group)
         needed: dict[int, int] = {}  # how many tokens the block at each place must hold at least
-        for position in range(self.contents.first_read(group, n), n):
+        first = self.contents.first_read(group, n)
+        for position in range(first, n):
             needed[position // size] = position + 1
         return all(
             any(
-                (request.salt, tokens[:end]) in found
+                found.get((request.salt, tokens[:end]), len(tokens) + 1) <= max(first, place * size)
                 for end in range(least, min((place + 1) * size, len(tokens)) + 1)
             )
             for place, least in needed.items()

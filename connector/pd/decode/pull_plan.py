@@ -36,6 +36,7 @@ class PullPlan:
     """All bytes of one pull from `remote`, which is all that P holds of the sequence.
 
     `blocks`: of all groups, in their order. `spans`: the same bytes, neighbours joined.
+    `filled_from`: by D's groups, the first token that is filled in; 0 if it begins a block.
     """
 
     groups: tuple[GroupPull, ...]
@@ -44,6 +45,7 @@ class PullPlan:
     attention_bytes: int
     state_bytes: int
     remote: SequenceBlocks
+    filled_from: tuple[int, ...]
 
     def numbers_at_p(self) -> list[int] | None:
         """The number of each block among P's; None if a block is not exactly one of P's."""
@@ -67,11 +69,13 @@ def plan_pull(
     TransportError when P lacks something that a layer here keeps (`check_geometry`).
     """
     local = blocks_here(plan, local_tables)
-    groups = []
-    for group, tokens in zip(local.groups, ranges, strict=True):
+    groups, filled_from = [], [0] * len(local.groups)
+    for number, (group, tokens) in enumerate(zip(local.groups, ranges, strict=True)):
         if tokens[0] >= tokens[1]:
             continue
         asked = _range(group, remote, tokens, num_tokens=num_tokens)
+        if asked.start % group.block_size:  # P no longer has what comes before
+            filled_from[number] = asked.start
         pairs = zip(remote.blocks(asked), local.blocks(asked), strict=True)
         blocks = tuple(pair_up(there, here) for there, here in pairs)
         groups.append(GroupPull(asked, blocks, group.is_state))
@@ -83,7 +87,7 @@ def plan_pull(
         if group.is_state
     )
     attention = sum(span.length for span in spans) - states
-    return PullPlan(tuple(groups), blocks, spans, attention, states, remote)
+    return PullPlan(tuple(groups), blocks, spans, attention, states, remote, tuple(filled_from))
 
 
 def pair_up(remote: Sequence[Piece], local: Sequence[Piece]) -> Block:
