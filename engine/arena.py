@@ -67,7 +67,8 @@ class ArenaMemory:
         """
         if self._host is not None:
             return self._host[offset : offset + length]
-        return self.tensor[offset : offset + length].cpu().numpy().data
+        part = self.tensor[offset : offset + length]
+        return self._buffer(length).copy_(part).numpy().data
 
     @contextmanager
     def writable(self, offset: int, length: int) -> Iterator[memoryview]:
@@ -79,10 +80,15 @@ class ArenaMemory:
         if self._host is not None:
             yield self._host[offset : offset + length]
             return
-        part = self.tensor[offset : offset + length]
-        buffer = torch.empty_like(part, device="cpu")
+        part, buffer = self.tensor[offset : offset + length], self._buffer(length)
         yield buffer.numpy().data
         part.copy_(buffer)
+
+    @staticmethod
+    def _buffer(length: int) -> torch.Tensor:
+        # Page-locked, and torch keeps it for the next one: a card copies from and to other memory
+        # at a third of the rate, and the pages of a fresh buffer cost more than the copy.
+        return torch.empty(length, dtype=torch.uint8, pin_memory=True)
 
     def host_bytes(self) -> memoryview:
         """All bytes, writable and without a copy. Raises ValueError on a device or once closed."""
