@@ -43,8 +43,11 @@ class Experts:
             if rows.shape[0]
         ]
         weighted = torch.cat(parts).float().mul_(shares[by_expert].unsqueeze(1))
-        base = torch.zeros_like(x) if residual is None else residual
-        return base.float().index_add(0, tokens, weighted).to(base.dtype)
+        # Back in the order of tokens, then summed: a GPU adds by index in any order, and the same
+        # prompt would have other last bits each time.
+        by_token = torch.empty_like(weighted).index_copy_(0, by_expert, weighted)
+        summed = by_token.view(-1, self.top_k, by_token.shape[-1]).sum(1)
+        return summed.to(x.dtype) if residual is None else (residual + summed).to(residual.dtype)
 
     def _run(self, expert: int, rows: Tensor) -> Tensor:
         gate, up = self.gate_up[expert](rows).chunk(2, dim=-1)
