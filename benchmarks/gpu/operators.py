@@ -1,0 +1,224 @@
+"""The phase `operators`: the device's table of operators beside the naive ones on the CPU.
+
+Inputs are random, and in bfloat16 both sides get the same rounded ones. An error is a share of the
+largest value.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu.sheet import Setting, Sheet
+from engine.forward import (
+    AttentionCache,
+    AttentionIndex,
+    ForwardBatch,
+    SequenceLens,
+    StateExport,
+    StateIndex,
+)
+from engine.layers.norm import RMSNorm
+from engine.layers.rotary import Rotary, rotate_
+from engine.model_configs.rope import RopeConfig
+from engine.ops.backend import Ops, ops_for
+from engine.ops.causal_conv1d import naive as conv
+from engine.ops.gated_delta_rule import naive as gated
+from engine.ops.paged_attention import naive as attention
+from engine.ops.ssd import naive as ssd
+from engine.step import SamplingInput
+from engine.types import SamplingParams
+from engine.worker.sampler import sample
+
+LIMITS: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+DECODES = 3
+LENS = [1, 1, 1, 65, 130, 64]
+CONTEXT = [40, 7, 200, 0, 30, 100]
+EXPORT = StateExport(segment=1, offset=100, unit=9)
+UNITS = [5, 2, 7, 1, 8, 3]  # of the sequences; unit 9 takes the export
+NUM_UNITS = 10
+BLOCK = 16
+
+
+def run(sheet: Sheet, setting: Setting) -> None:
+    """Each family in float32 and in bfloat16."""
+    torch.manual_seed(0)
+    device = torch.device(setting.device)
+    ops = ops_for(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for window in (None, 40):
+            with sheet.attempt(f"paged attention, {name}"):
+                _attention(sheet, ops, device, dtype=dtype, window=window)
+        with sheet.attempt(f"gated delta rule, {name}"):
+            _gated(sheet, ops, device, dtype=dtype)
+        with sheet.attempt(f"ssd, {name}"):
+            _ssd(sheet, ops, device, dtype=dtype)
+        with sheet.attempt(f"causal conv1d, {name}"):
+            _conv(sheet, ops, device, dtype=dtype)
+        with sheet.attempt(f"norm and rotary, {name}"):
+            _small(sheet, device, dtype=dtype)
+    with sheet.attempt("sampling"):
+        _sampling(sheet, device)
+
+
+def _index(device: torch.device) -> StateIndex:
+    lens = SequenceLens(DECODES, LENS, CONTEXT)
+    return StateIndex(torch.tensor(UNITS, device=device), None, lens, (EXPORT,))
+
+
+def _attention(
+    sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype, window: int | None
+) -> None:
+    heads, kv_heads, dim, tokens = 16, 4, 128, sum(LENS)
+    ends = [context + length for context, length in zip(CONTEXT, LENS, strict=True)]
+    counts = [-(-end // BLOCK) for end in ends]
+    rows = torch.randperm(sum(counts) + 3)
+    pages = torch.randn(2, len(rows), kv_heads, BLOCK, dim).to(dtype)
+    tables = torch.zeros(len(LENS), max(counts), dtype=torch.int64)
+    slots, first = [], 0
+    for number, (count, context, end) in enumerate(zip(counts, CONTEXT, ends, strict=True)):
+        tables[number, :count] = rows[first : first + count]
+        first += count
+        for at in range(context, end):
+            row = int(tables[number, at // BLOCK])
+            slots += [(row * kv_heads + head) * BLOCK + at % BLOCK for head in range(kv_heads)]
+    q = torch.randn(tokens, heads, dim).to(dtype)
+    k, v = torch.randn(2, tokens, kv_heads, dim).to(dtype)
+    lens = SequenceLens(DECODES, LENS, CONTEXT)
+
+    def cache(of: Tensor) -> AttentionCache:
+        return AttentionCache(of[0], of[1], of[0].view(-1, dim), of[1].view(-1, dim))
+
+    there = cache(pages.to(device, copy=True))
+    index = AttentionIndex(tables.to(device), torch.tensor(slots, device=device), lens)
+    found = ops.paged_attention(
+        q.to(device), k.to(device), v.to(device), there, index, scale=dim**-0.5, window=window
+    )
+    here = cache(pages)
+    attention.write_tokens(k, v, here, torch.tensor(slots))
+    truth, at = [], 0
+    for number, length in enumerate(LENS):
+        # The naive one has the dtype of the queries; the truth shall not be rounded.
+        part = q[at : at + length].float()
+        context = CONTEXT[number]
+        truth.append(
+            attention.prefill(
+                part, here, tables[number], context=context, scale=dim**-0.5, window=window
+            )
+        )
+        at += length
+    expected = torch.cat(truth).reshape(tokens, -1)
+    name = str(dtype).removeprefix("torch.")
+    case = f"paged attention, {name}, window {window}"
+    sheet.near(f"{case}, decodes", found[:DECODES], expected[:DECODES], limit=LIMITS[dtype])
+    sheet.near(f"{case}, prefills", found[DECODES:], expected[DECODES:], limit=LIMITS[dtype])
+
+
+def _states(
+    sheet: Sheet, case: str, limit: float, *, y: tuple[Tensor, Tensor], pools: tuple[Tensor, Tensor]
+) -> None:
+    """The outputs of steps and chunks, and all states: those of nobody must not have changed."""
+    sheet.near(f"{case}, steps", y[0][:DECODES], y[1][:DECODES], limit=limit)
+    sheet.near(f"{case}, chunks", y[0][DECODES:], y[1][DECODES:], limit=limit)
+    sheet.near(f"{case}, states", pools[0], pools[1], limit=limit)
+
+
+def _move(pool: Tensor, final: Tensor, exported: Tensor) -> Tensor:
+    """`pool` as it should be after the batch."""
+    after = pool.clone()
+    after[UNITS] = final.to(pool.dtype)
+    after[EXPORT.unit] = exported[0].to(pool.dtype)
+    return after
+
+
+EXPORTS = [(DECODES + EXPORT.segment, EXPORT.offset)]
+
+
+def _gated(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) -> None:
+    keys, values, dim, tokens = 4, 8, 128, sum(LENS)
+    q, k = torch.randn(2, tokens, keys, dim).to(dtype)
+    v = torch.randn(tokens, values, dim).to(dtype)
+    g, beta = -torch.rand(tokens, values), torch.rand(tokens, values)
+    pool = torch.randn(NUM_UNITS, values, dim, dim)
+    theirs = pool.to(device, copy=True)
+    rows = (part.to(device) for part in (q, k, v, g, beta))
+    found = partial(ops.gated_delta_rule, pool=theirs, index=_index(device))(*rows)
+    y, final, exported = gated.chunk(
+        q, k, v, g, beta=beta, query_lens=LENS, initial=pool[UNITS].double(), exports=EXPORTS
+    )
+    after = _move(pool, final, exported)
+    case = f"gated delta rule, {str(dtype).removeprefix('torch.')}"
+    _states(sheet, case, LIMITS[torch.float32], y=(found, y), pools=(theirs, after))
+
+
+def _ssd(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) -> None:
+    heads, dim, groups, size, tokens = 16, 64, 2, 128, sum(LENS)
+    x = torch.randn(tokens, heads, dim).to(dtype)
+    b, c = torch.randn(2, tokens, groups, size).to(dtype)
+    dt, a = torch.rand(tokens, heads), -4 * torch.rand(heads)
+    pool = torch.randn(NUM_UNITS, heads, dim, size)
+    theirs = pool.to(device, copy=True)
+    rows = (part.to(device) for part in (x, dt, a, b, c))
+    found = partial(ops.ssd, pool=theirs, index=_index(device))(*rows)
+    y, final, exported = ssd.ssd_chunk(
+        x, dt, a, b, c, query_lens=LENS, initial=pool[UNITS], exports=EXPORTS
+    )
+    after = _move(pool, final, exported)
+    case = f"ssd, {str(dtype).removeprefix('torch.')}"
+    _states(sheet, case, LIMITS[torch.float32], y=(found, y), pools=(theirs, after))
+
+
+def _conv(sheet: Sheet, ops: Ops, device: torch.device, *, dtype: torch.dtype) -> None:
+    taps, channels, tokens = 4, 512, sum(LENS)
+    x, weight = torch.randn(tokens, channels).to(dtype), torch.randn(taps, channels).to(dtype)
+    bias = torch.randn(channels).to(dtype)
+    pool = torch.randn(NUM_UNITS, taps - 1, channels).to(dtype)
+    theirs = pool.to(device, copy=True)
+    found = ops.causal_conv1d(
+        x.to(device), theirs, _index(device), weight.to(device), bias.to(device)
+    )
+    y, final, exported = conv.conv_chunk(
+        x.float(), LENS, pool[UNITS].float(), weight.float(), bias.float(), exports=EXPORTS
+    )
+    after = _move(pool, final, exported)
+    case = f"causal conv1d, {str(dtype).removeprefix('torch.')}"
+    _states(sheet, case, LIMITS[dtype], y=(found, y), pools=(theirs, after))
+
+
+def _small(sheet: Sheet, device: torch.device, *, dtype: torch.dtype) -> None:
+    name = str(dtype).removeprefix("torch.")
+    x, weight = torch.randn(64, 2560).to(dtype), torch.rand(2560)
+    found = RMSNorm(weight.to(device), 1e-6, dtype)(x.to(device))
+    truth = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+    sheet.near(f"norm, {name}", found, truth, limit=LIMITS[dtype])
+    matrix = torch.randn(1024, 2560).to(dtype)
+    found = x.to(device) @ matrix.to(device).t()
+    sheet.near(f"product, {name}", found, x.double() @ matrix.double().t(), limit=LIMITS[dtype])
+    rope = RopeConfig(theta=1e6, factor=1.0, rotary_dim=64)
+    lens = SequenceLens(2, [1, 1], [5000, 17])
+    turned = []
+    for place, kind in ((device, dtype), (torch.device("cpu"), torch.float32)):
+        positions = torch.tensor([5000, 17], device=place)
+        batch = ForwardBatch(positions, positions, lens, (), positions)
+        heads = x[:2, :1024].view(2, 4, 256).to(place, kind, copy=True)
+        rotate_(heads, Rotary(rope, kind, place).select(batch))
+        turned.append(heads)
+    sheet.near(f"rotary, {name}, position 5,000", turned[0], turned[1], limit=5 * LIMITS[dtype])
+
+
+def _sampling(sheet: Sheet, device: torch.device) -> None:
+    """The same logits, so the same tokens."""
+    logits = 4 * torch.randn(64, 32_000)
+    kinds = {
+        "greedy": SamplingParams(temperature=0.0, logprobs=3),
+        "top-p": SamplingParams(temperature=0.9, top_p=0.9, seed=3),
+        "top-k and min-p": SamplingParams(temperature=1.2, top_k=50, min_p=0.02, seed=4),
+        "bias": SamplingParams(temperature=0.8, logit_bias={5: 20.0, 9: -50.0}, seed=5),
+    }
+    for name, params in kinds.items():
+        inputs = {str(row): SamplingInput(params=params, position=row) for row in range(64)}
+        here, there = (sample(logits.to(place), inputs).sampled for place in ("cpu", device))
+        same = sum(here[row].token_id == there[row].token_id for row in inputs)
+        sheet.tell(f"sampling, {name}", f"{same} of 64 tokens", "right" if same == 64 else "wrong")
