@@ -91,10 +91,7 @@ class FullAttentionTable(GroupTable):
             self._num_settled = index + 1
         self._pool.publish_partial(self._partial, prefix, key)
 
-    def leave_unloaded(self, num_loaded: int, filled_from: int) -> None:
-        """Loads bring all tokens."""
-
-    def leave(self, num_tokens: int) -> None:
+    def leave(self, num_tokens: int, filled_from: int | None = None) -> None:
         """Every block is still read."""
 
     def held(self) -> tuple[list[Node], list[int]]:

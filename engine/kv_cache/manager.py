@@ -281,7 +281,7 @@ class KVCacheManager:
     ) -> None:
         # A load fills in nothing that lies before a window; it must not be published.
         for group, table in tables.attention.items():
-            table.leave_unloaded(num_tokens, filled_from[group] if filled_from else 0)
+            table.leave(num_tokens, filled_from[group] if filled_from else 0)
 
     def _publish_all(self, tables: BlockTables, prefix: PrefixDigests, num_tokens: int) -> None:
         self.publish(tables, prefix, num_tokens)

@@ -113,11 +113,11 @@ class RadixTree:
         size = prefix.hash_block_size
         start = (index * self.stride + whole) * size
         limit = min(start + size - 1, prefix.num_tokens)
-        found = self.longest_partial(prefix, start, limit, needed)
+        found = self.longest_partial(prefix, start, limit, needed=needed)
         return (start, node) if found is None and node is not None else found
 
     def longest_partial(
-        self, prefix: PrefixDigests, above: int, limit: int, needed: int = 0
+        self, prefix: PrefixDigests, above: int, limit: int, *, needed: int = 0
     ) -> tuple[int, Node] | None:
         """The longest prefix of more than `above`, at most `limit` tokens that a key names.
 

@@ -75,11 +75,9 @@ class SlidingWindowLookup(Lookup):
 class SlidingWindowTable(GroupTable):
     """Uses the node of each of its blocks that is findable; `_nodes` has them by block index.
 
-    `_filled_from`: the first token that its own blocks hold.
-
-        tokens         64      80      96  105  112     128     144     a load of 144, window 40
-        P's blocks                     |=======|=======|=======|        of 16: it has freed others
-        blocks of 64   |    nothing    |=======================|        filled from 96 on
+    tokens         64      80      96  105  112     128     144     a load of 144, window 40
+    P's blocks                     |=======|=======|=======|        of 16: it has freed others
+    blocks of 64   |    nothing    |=======================|        filled from 96 on
     """
 
     def __init__(self, pool: BlockPool, group: int, hit: GroupHit) -> None:
@@ -87,7 +85,9 @@ class SlidingWindowTable(GroupTable):
         self._spec = _spec(pool, group)
         self._nodes = {node.start: pool.share(node, end) for node, end in hit.shares}
         self.num_passed = len(hit.blocks) - len(hit.shares)
-        self._filled_from = 0 if hit.source is None else hit.source[0].filled_from
+        # Only the first block may lack its front; what comes after it begins later.
+        first = hit.needs[0][0] if hit.needs else None
+        self.filled_from = 0 if first is None else first.filled_from
 
     def publish(self, prefix: PrefixDigests, num_tokens: int) -> None:
         # What was passed before it was published has never been filled in.
@@ -103,16 +103,9 @@ class SlidingWindowTable(GroupTable):
         if rest and not self._tree.holds(key := prefix.key(num_tokens)):
             self._pool.publish_partial(self._own_node(index), prefix, key)
 
-    @property
-    def filled_from(self) -> int:
-        node = self._nodes.get(self.num_passed)
-        return self._filled_from if node is None else node.filled_from
-
-    def leave_unloaded(self, num_loaded: int, filled_from: int) -> None:
-        self._filled_from = filled_from
-        self.leave(num_loaded)
-
-    def leave(self, num_tokens: int) -> None:
+    def leave(self, num_tokens: int, filled_from: int | None = None) -> None:
+        if filled_from is not None:  # a shared first block may lack more than the load
+            self.filled_from = max(self.filled_from, filled_from)
         num_passed = self._spec.first_needed(num_tokens) // self._size
         for index in range(self.num_passed, num_passed):
             block, self.blocks[index] = self.blocks[index], NULL_BLOCK
@@ -131,7 +124,7 @@ class SlidingWindowTable(GroupTable):
     def _own_node(self, index: int) -> Node:
         if index not in self._nodes:
             node = self._pool.add_node(self._group, index, [self.blocks[index]])
-            node.filled_from = self._filled_from
+            node.filled_from = self.filled_from
             self._nodes[index] = node
         return self._nodes[index]
 

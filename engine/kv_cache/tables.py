@@ -56,7 +56,8 @@ class GroupTable(ABC):
     """One request's blocks of one attention group, in token order.
 
     `num_published`: whole blocks that are findable, here or as somebody else's equal ones.
-    `num_passed`: blocks before the window.
+    `num_passed`: blocks before the window. `filled_from`: the first token that its blocks hold, 0
+    for all: a load may have left the front of a window's first block empty.
     """
 
     def __init__(self, pool: BlockPool, group: int, hit: GroupHit) -> None:
@@ -64,6 +65,7 @@ class GroupTable(ABC):
         self.blocks = [*hit.blocks]
         self.num_published = len(self.blocks)
         self.num_passed = 0
+        self.filled_from = 0
         self._newest: tuple[int, Units] = 0, {}  # index and units of the newest blocks
         self._pool = pool
         self._tree = pool.trees[group]
@@ -92,21 +94,12 @@ class GroupTable(ABC):
     def publish_partial(self, prefix: PrefixDigests, num_tokens: int) -> None:
         """The last block becomes findable at its exact length, if it is not whole."""
 
-    @property
-    def filled_from(self) -> int:
-        """The first token that is there, 0 for all: a load may have left a window's block empty."""
-        return 0
-
     @abstractmethod
-    def leave_unloaded(self, num_loaded: int, filled_from: int) -> None:
-        """Frees what a load of `num_loaded` tokens did not fill in: what lies before a window.
+    def leave(self, num_tokens: int, filled_from: int | None = None) -> None:
+        """Frees what no token after the first `num_tokens` reads.
 
-        `filled_from`: the first token that the load has filled in, 0 for all of its blocks.
+        `filled_from`: after a load, the first token that it has filled in, 0 for all of its blocks.
         """
-
-    @abstractmethod
-    def leave(self, num_tokens: int) -> None:
-        """Frees what no token after the first `num_tokens` reads."""
 
     @abstractmethod
     def held(self) -> tuple[list[Node], list[int]]:

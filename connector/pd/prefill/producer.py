@@ -76,10 +76,10 @@ class Producer:
         num_tokens = request.num_computed_tokens
         digest = request.prefix.digest_at(num_tokens).hex()
         blocks = tuple(tuple(tables.used(group)) for group in range(len(tables.groups)))
-        filled_from = tuple(
-            tables.attention[group].filled_from if group in tables.attention else 0
-            for group in range(len(tables.groups))
-        )
+        filled_from = [0] * len(blocks)
+        for group, table in tables.attention.items():
+            if table.filled_from > table.num_passed * self._plan.block_size_of(group):
+                filled_from[group] = table.filled_from
         holding = holding_of(digest, blocks)
         lease = self._leases.grant(
             request.request_id, blocks, num_tokens, holding=holding, spare_s=spare_s
@@ -89,7 +89,7 @@ class Producer:
             remote_engine_id=self._address.engine_id,
             remote_request_id=request.request_id,
             remote_block_ids=blocks if sum(map(len, blocks)) <= MAX_NAMED_BLOCKS else None,
-            remote_filled_from=filled_from if any(filled_from) else None,
+            remote_filled_from=tuple(filled_from) if any(filled_from) else None,
             remote_host=self._address.host,
             remote_port=self._address.port,
             remote_num_tokens=num_tokens,
