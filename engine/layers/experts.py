@@ -42,11 +42,13 @@ class Experts:
             for expert, rows in enumerate(x[tokens].split_with_sizes(counts))
             if rows.shape[0]
         ]
-        weighted = torch.cat(parts).float().mul_(shares[by_expert].unsqueeze(1))
-        # Back in the order of tokens, then summed: a GPU adds by index in any order, and the same
-        # prompt would have other last bits each time.
-        by_token = torch.empty_like(weighted).index_copy_(0, by_expert, weighted)
-        summed = by_token.view(-1, self.top_k, by_token.shape[-1]).sum(1)
+        # Each token gathers its own rows: a GPU that adds rows to tokens by index does so in any
+        # order, and the same prompt would have other last bits each time.
+        rows_of = torch.argsort(by_expert).view(-1, self.top_k)
+        shares = shares.view(-1, self.top_k)
+        summed = F.embedding_bag(
+            rows_of, torch.cat(parts).float(), per_sample_weights=shares, mode="sum"
+        )
         return summed.to(x.dtype) if residual is None else (residual + summed).to(residual.dtype)
 
     def _run(self, expert: int, rows: Tensor) -> Tensor:
