@@ -17,6 +17,7 @@ import torch
 import transformers
 import zmq
 
+from benchmarks.small_models import configs, widen
 from connector.pd.decode.pull_reader import STAGE_BYTES
 from connector.registry import builder_of
 from engine.config import KVTransferConfig, NodeConfig
@@ -28,84 +29,18 @@ from tests.engine_thread import run_in_engine
 from tests.fault_points import NO_FAULTS, FaultInjector, faulty_builder
 from tests.forks import forks
 from tests.leaks import Holdings, excess, held_here
-from tests.oracle import widen
 from tests.recount import check_scheduler
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 
 CONTEXT = 400
-VOCABULARY = 512
-
-SHARED = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": CONTEXT,
-    "eos_token_id": 1,
-}
-
-NO_HEAD_DIM = {key: value for key, value in SHARED.items() if key != "head_dim"}
-
-
-def _configs() -> dict[str, transformers.PretrainedConfig]:
-    return {
-        "qwen3": transformers.Qwen3Config(num_hidden_layers=3, **SHARED),
-        "qwen3_5": transformers.Qwen3_5TextConfig(
-            num_hidden_layers=4,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            **SHARED,
-        ),
-        "nemotron_h": transformers.NemotronHConfig(
-            layers_block_type=["mamba", "mlp", "attention", "mamba", "mlp"],
-            num_hidden_layers=5,
-            mamba_num_heads=8,
-            mamba_head_dim=16,
-            ssm_state_size=16,
-            n_groups=2,
-            time_step_min=1e-9,  # transformers clamps steps by it, the models' own code does not
-            **SHARED,
-        ),
-        "gemma3": transformers.Gemma3TextConfig(
-            num_hidden_layers=4,
-            sliding_window=40,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            **SHARED,
-        ),
-        "granitemoehybrid": transformers.GraniteMoeHybridConfig(
-            num_hidden_layers=4,
-            layer_types=["mamba", "attention"] * 2,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            shared_intermediate_size=96,
-            mamba_n_heads=8,
-            mamba_d_state=16,
-            **NO_HEAD_DIM,
-        ),
-        "falcon_h1": transformers.FalconH1Config(
-            num_hidden_layers=3, mamba_d_ssm=96, mamba_n_heads=6, mamba_d_state=16, **SHARED
-        ),
-        "bamba": transformers.BambaConfig(
-            num_hidden_layers=4,
-            attn_layer_indices=[1, 3],
-            mamba_d_head=16,
-            mamba_n_heads=8,
-            mamba_d_state=16,
-            **NO_HEAD_DIM,
-        ),
-    }
 
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A random fp32 checkpoint folder per family, with a tokenizer and a chat template."""
     folders = {}
-    for name, config in _configs().items():
+    for name, config in configs(CONTEXT).items():
         folder = tmp_path_factory.mktemp(name)
         model = transformers.AutoModelForCausalLM.from_config(config).float()
         widen(model, seed=7).save_pretrained(folder)

@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from benchmarks.small_models import spread
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, form_groups
 from engine.layers.weights import Weights
 from engine.model_configs.attention import AttentionConfig
@@ -19,7 +20,6 @@ from engine.model_configs.rope import RopeConfig
 from engine.models import qwen3
 from engine.models.hybrid import HybridModel
 from engine.ops.backend import ops_for
-from tests.oracle import spread
 
 VOCABULARY, HIDDEN = 512, 48
 FULL_BLOCK = 32

@@ -44,6 +44,7 @@ BEYOND_64_BITS: tuple[Fields, ...] = (
     {"first_token_logprobs": [[2**70, -1.0, []]]},
     {"first_token_logprobs": [[1, -1.0, [[2**70, -1.0]]]]},
     {"remote_num_cached_tokens": 2**70},
+    {"remote_filled_from": [2**70]},
 )
 GARBAGE = (
     *(b"[]", b'"x"', b"1", b"true", b"NaN", b"{", b"}", b"[" * 100_000, b'{"a":' * 100_000),
@@ -82,6 +83,8 @@ def outdated_params(valid: Fields, token: str) -> Iterator[Fields]:
         {"remote_block_ids": [[2**40] * len(group) for group in blocks]},
         {"remote_block_ids": [group[:1] for group in blocks]},
         {"remote_block_ids": blocks * 2},
+        {"remote_filled_from": [1] * len(blocks)},
+        {"remote_filled_from": [0]},
         {"remote_block_ids": []},
     )
     return (_signed({**valid, **change}, token) for change in changes)

@@ -34,34 +34,6 @@ UNITS = 64
 NOISE = 10.0
 
 
-def widen(model: PreTrainedModel, seed: int, *, embed: float = 0.1) -> PreTrainedModel:
-    """Draws all weights anew, with norms, decays and biases spread so that a missing one shows.
-
-    `embed`: the size of embeddings; small, or a model with tied ones would only repeat its input.
-    """
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            wide = spread(name, weight, draw)
-            weight.copy_(embed * wide if "embed" in name else wide)
-    return model.eval()
-
-
-def spread(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
-    """`weight` drawn anew, on the scale that its name asks for."""
-    noise = torch.randn(weight.shape, generator=draw)
-    leaf = name.rsplit(".", 2)[-2 if name.endswith(("weight", "bias")) else -1]
-    if leaf == "A_log":
-        return torch.rand(weight.shape, generator=draw).mul_(8.0).sub_(6.0)
-    if leaf == "dt_bias" or name.endswith("bias"):
-        return noise
-    if leaf == "D" or "norm" in leaf:
-        return weight + 0.4 * noise
-    if leaf == "conv1d":
-        return 0.5 * noise
-    return noise if "embed" in leaf else noise * weight.shape[-1] ** -0.5
-
-
 def load(folder: Path, dtype: str | None = None) -> tuple[ModelConfig, CausalLM]:
     """Our model of the checkpoint in `folder`; every tensor must have been taken."""
     config = read_config(folder, dtype)

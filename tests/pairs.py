@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.small_models import VOCABULARY
 from engine.kv_cache.plan import plan_arena
 from engine.model_configs.registry import read_config
 from engine.types import GenerateRequest, KVTransferParams, SamplingParams
-from tests.cluster import BASE, VOCABULARY, Generation, Node, generate
+from tests.cluster import BASE, Generation, Node, generate
 
 FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
 TRANSPORTS = ("shm", "nixl", "ucx", "zmq")

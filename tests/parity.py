@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.small_models import widen
 from engine.model_configs.model_config import ModelConfig
 from engine.models.registry import CausalLM
 from tests.oracle import (
@@ -24,7 +25,6 @@ from tests.oracle import (
     load,
     reference_logits,
     rounding_error,
-    widen,
 )
 from tests.tiers import everyday
 

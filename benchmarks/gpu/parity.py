@@ -14,9 +14,10 @@ from benchmarks.gpu.asking import (
     prompt_of,
     request_of,
 )
-from benchmarks.gpu.checkpoints import FAMILIES, small
+from benchmarks.gpu.checkpoints import small
 from benchmarks.gpu.sheet import Setting, Sheet
 
+FAMILIES = ("qwen3", "qwen3_5", "nemotron_h", "gemma3", "granitemoehybrid", "falcon_h1", "bamba")
 ALLOWED = 2e-3
 SIXTEEN_BITS = ("qwen3_5", "nemotron_h")
 

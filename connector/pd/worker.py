@@ -100,7 +100,8 @@ class PdWorker(WorkerConnector):
             request_id, cause, filled_from = self._results.get_nowait()
             if cause is None:
                 loaded.append(request_id)
-                starts[request_id] = filled_from
+                if any(filled_from):
+                    starts[request_id] = filled_from
             else:
                 failed.append(LoadFailure(request_id, cause))
         return ConnectorOutput(

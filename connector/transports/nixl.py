@@ -116,11 +116,8 @@ class NixlTransfer(DrainedTransfer[SpanPair]):
 
     def _arrived(self) -> None:
         self._release()
-        is_full, is_quick = (
-            self._arriving == self._room,
-            time.monotonic() - self._posted_at < _FAST_S,
-        )
-        if self._on_devices and is_full and is_quick:
+        is_quick = time.monotonic() - self._posted_at < _FAST_S
+        if self._on_devices and is_quick and self._arriving == self._room:
             self._room *= 2
         self.here += self._arriving
         self._arriving = 0

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from benchmarks.small_models import VOCABULARY
 from connector.pd.wire.control_client import ControlClient
 from engine.errors import AuthenticationError, UnprovenPeerError
 from tests.asking import ask, get, prefill_over_http, question
-from tests.cluster import CONTEXT, VOCABULARY
+from tests.cluster import CONTEXT
 from tests.pairs import prompt_of
 from tests.processes import API_KEY, CLUSTER_TOKEN, ServedCluster
 

@@ -12,11 +12,12 @@ import llguidance
 import msgspec
 import pytest
 
+from benchmarks.small_models import VOCABULARY
 from engine.errors import InvalidRequestError
 from engine.types import GenerateRequest, SamplingParams
 from proxy.request_state import prefill_request
 from tests.asking import ask, question, stream, streamed_ids
-from tests.cluster import VOCABULARY, Cluster, Generation, Node, generate, until
+from tests.cluster import Cluster, Generation, Node, generate, until
 from tests.pairs import FAMILIES, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess
 from tests.tiers import everyday

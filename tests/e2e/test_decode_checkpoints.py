@@ -7,9 +7,10 @@ from random import Random
 import msgspec
 import pytest
 
+from benchmarks.small_models import VOCABULARY
 from engine.errors import ConfigError
 from engine.types import KVTransferParams
-from tests.cluster import CONTEXT, VOCABULARY, Cluster, Generation, generate
+from tests.cluster import CONTEXT, Cluster, Generation, generate
 from tests.e2e.test_prefix_cache import assert_same, request_of
 from tests.pairs import arena_for
 

@@ -85,6 +85,30 @@ async def test_the_tier_brings_the_prefix_and_the_peer_the_rest(
     await settled(p)
 
 
+async def test_a_tier_keeps_nothing_of_a_chunk_that_a_peer_sent_in_part(
+    cluster: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """P has freed the front of D's first block of a window; prompts that part in it read all."""
+    model, sizes = checkpoints["gemma3"], {"enable_prefix_caching": True, "hash_block_size": 16}
+    p = await cluster.start("prefill", model, block_size=16, **sizes)  # type: ignore[arg-type]
+    d = await cluster.start(
+        "decode",
+        model,
+        block_size=64,
+        kv_transfer_config=both(),
+        **sizes,  # type: ignore[arg-type]
+    )
+    await hand_over(p, d, PROMPT[:144])
+    await forget(d)
+    for length in (143, 128, 112, 100):
+        parted = (*PROMPT[:length], *prompt_of(9, salt=length))
+        found = await generate(d, request_of(parted))
+        assert_same(found, await generate(p, request_of(parted)))
+        await forget(d)
+    await tiers_settled(d)
+    await settled(p)
+
+
 async def test_the_child_whose_tokens_are_worth_most_goes_first(
     cluster: Cluster, checkpoints: dict[str, Path]
 ) -> None:

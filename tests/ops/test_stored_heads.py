@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from tests.cluster import _configs
-from tests.oracle import Runner, load, reference_logits, widen
+from benchmarks.small_models import configs, widen
+from tests.cluster import CONTEXT
+from tests.oracle import Runner, load, reference_logits
 
 TOKENS = [5, 300, 7, 7, 41, 2, 500, 13]
-CONFIGS = _configs()
+CONFIGS = configs(CONTEXT)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -57,7 +57,13 @@ def test_a_prompt_of_another_length_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"remote_host": "127.0.0.2"}, {"remote_num_tokens": 4}, {"signature": None}]
+    "change",
+    [
+        {"remote_host": "127.0.0.2"},
+        {"remote_num_tokens": 4},
+        {"remote_filled_from": (0, 16)},
+        {"signature": None},
+    ],
 )
 def test_a_changed_object_is_refused(change: dict[str, object]) -> None:
     signer = ParamsSigner(signing_key("token"))

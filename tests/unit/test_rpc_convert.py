@@ -27,6 +27,7 @@ PARAMS = KVTransferParams(
     remote_engine_id="p-1",
     remote_request_id="r-1",
     remote_block_ids=((0, 1), (), (7,)),
+    remote_filled_from=(0, 96, 0),
     remote_host="127.0.0.1",
     remote_port=5600,
     remote_num_tokens=33,

@@ -1,0 +1,105 @@
+"""A small random model of every family: a few thousand parameters, each of which shows.
+
+For tests, and for `benchmarks.gpu`, which compares a device with a CPU. Knows no engine.
+"""
+
+from types import MappingProxyType
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+VOCABULARY = 512
+_SHARED = MappingProxyType(
+    {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "eos_token_id": 1,
+    }
+)
+
+
+def configs(context: int) -> dict[str, PretrainedConfig]:
+    """By family, a model that has every kind of its layers and `context` positions."""
+    both = {**_SHARED, "max_position_embeddings": context}
+    shared = {**both, "head_dim": 32}
+    return {
+        "qwen3": transformers.Qwen3Config(num_hidden_layers=3, **shared),
+        "qwen3_5": transformers.Qwen3_5TextConfig(
+            num_hidden_layers=4,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=16,
+            linear_value_head_dim=16,
+            **shared,
+        ),
+        "nemotron_h": transformers.NemotronHConfig(
+            layers_block_type=["mamba", "mlp", "attention", "mamba", "mlp"],
+            num_hidden_layers=5,
+            mamba_num_heads=8,
+            mamba_head_dim=16,
+            ssm_state_size=16,
+            n_groups=2,
+            time_step_min=1e-9,  # transformers clamps steps by it, the models' own code does not
+            **shared,
+        ),
+        "gemma3": transformers.Gemma3TextConfig(
+            num_hidden_layers=4,
+            sliding_window=40,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            **shared,
+        ),
+        "granitemoehybrid": transformers.GraniteMoeHybridConfig(
+            num_hidden_layers=4,
+            layer_types=["mamba", "attention"] * 2,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=96,
+            mamba_n_heads=8,
+            mamba_d_state=16,
+            **both,
+        ),
+        "falcon_h1": transformers.FalconH1Config(
+            num_hidden_layers=3, mamba_d_ssm=96, mamba_n_heads=6, mamba_d_state=16, **shared
+        ),
+        "bamba": transformers.BambaConfig(
+            num_hidden_layers=4,
+            attn_layer_indices=[1, 3],
+            mamba_d_head=16,
+            mamba_n_heads=8,
+            mamba_d_state=16,
+            **both,
+        ),
+    }
+
+
+def widen(model: PreTrainedModel, seed: int, *, embed: float = 0.1) -> PreTrainedModel:
+    """Draws all weights anew, with norms, decays and biases spread so that a missing one shows.
+
+    `embed`: the size of embeddings; small, or a model with tied ones would only repeat its input.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            wide = spread(name, weight, draw)
+            weight.copy_(embed * wide if "embed" in name else wide)
+    return model.eval()
+
+
+def spread(name: str, weight: Tensor, draw: torch.Generator) -> Tensor:
+    """`weight` drawn anew, on the scale that its name asks for."""
+    noise = torch.randn(weight.shape, generator=draw, device=weight.device)
+    leaf = name.rsplit(".", 2)[-2 if name.endswith(("weight", "bias")) else -1]
+    if leaf == "A_log":
+        return torch.rand(weight.shape, generator=draw, device=weight.device).mul_(8.0).sub_(6.0)
+    if leaf == "dt_bias" or name.endswith("bias"):
+        return noise
+    if leaf == "D" or "norm" in leaf:
+        return weight + 0.4 * noise
+    if leaf == "conv1d":
+        return 0.5 * noise
+    return noise if "embed" in leaf else noise * weight.shape[-1] ** -0.5
