@@ -5,6 +5,7 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from engine.errors import TransportError
+from engine.struct_types import learned
 
 MAX_ADDRESS_BYTES = 128 * 1024
 """Longest address that is decoded; NIXL's metadata is about 0.5 KiB, more with many NICs."""
@@ -30,6 +31,6 @@ def decode_address(address: bytes, kind: type[_Address]) -> _Address:
             f"address of {len(address)} B is over the limit of {MAX_ADDRESS_BYTES} B"
         )
     try:
-        return msgspec.msgpack.decode(address, type=kind)
+        return msgspec.msgpack.decode(address, type=learned(kind))
     except msgspec.DecodeError as error:
         raise TransportError(f"not a {kind.__name__} from a peer's register(): {error}") from error

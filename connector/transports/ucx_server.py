@@ -25,6 +25,7 @@ from connector.transports.base import check_pieces
 from connector.transports.ucx_worker import Bytes, Request, UcxWorker, wait_readable
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
+from engine.struct_types import learned
 
 MAX_FRAME_BYTES = 64 * 1024
 MAX_PART_BYTES = 8 << 20
@@ -109,7 +110,7 @@ def decode_frame(frame: memoryview) -> PartRequest:
         raise TransportError(f"a frame of {length} B is over {MAX_FRAME_BYTES} B")
     body = frame[_PREFIX.size : _PREFIX.size + length]
     try:
-        return msgspec.msgpack.decode(body, type=PartRequest)
+        return msgspec.msgpack.decode(body, type=learned(PartRequest))
     except msgspec.DecodeError as error:
         raise TransportError(f"not a request for a part: {error}") from error
 

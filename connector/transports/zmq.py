@@ -35,6 +35,7 @@ from connector.transports.zmq_owner import (
 )
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
+from engine.struct_types import learned
 
 _SLICE_S = 0.02  # how long a waiting thread may keep `cancel` of another one waiting
 _MAX_IDLE = 8  # connections kept per peer
@@ -112,7 +113,7 @@ class Link:
         except zmq.ZMQError as error:
             raise TransportError(f"cannot hear {self.peer}: {error}") from error
         try:
-            header = msgspec.msgpack.decode(bytes(self._header[:size]), type=AnswerHeader)
+            header = msgspec.msgpack.decode(bytes(self._header[:size]), type=learned(AnswerHeader))
         except msgspec.DecodeError as error:
             raise TransportError(f"{self.peer} sent no answer of this protocol: {error}") from error
         if header.refusal:

@@ -14,6 +14,7 @@ from msgspec import Raw
 from engine.api.schema import MAX_MESSAGES
 from engine.api.unknown_keys import lenient, warnings
 from engine.errors import InvalidRequestError, KVTransferParamsError, PromptTooLongError
+from engine.struct_types import learned
 from engine.types import MAX_KV_TRANSFER_PARAMS_BYTES, KVTransferParams
 
 MAX_ITEMS = 1_048_576
@@ -89,7 +90,7 @@ def decode_json(text: bytes | Raw, kind: type[_T]) -> _T:
 def convert(values: object, kind: type[_T]) -> _T:
     """Typed struct of plain values; raises InvalidRequestError that names the key."""
     try:
-        return msgspec.convert(values, kind)
+        return msgspec.convert(values, learned(kind))
     except msgspec.ValidationError as error:
         raise _explained(error, values if isinstance(values, dict) else {}) from error
 
@@ -127,7 +128,7 @@ def decode_kv_transfer_params(raw: Raw) -> KVTransferParams | None:
 def _decode(text: bytes | Raw, kind: type[_T]) -> _T:
     """Raises ValidationError for wrong types only; nesting is bounded by Python's own limit."""
     try:
-        return msgspec.json.decode(text, type=kind)
+        return msgspec.json.decode(text, type=learned(kind))
     except msgspec.ValidationError:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

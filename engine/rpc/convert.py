@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 
 from engine.errors import InvalidRequestError, KVTransferParamsError, TandemError
 from engine.rpc.pb import node_pb2 as pb
+from engine.struct_types import learned
 from engine.types import (
     MAX_KV_TRANSFER_PARAMS_BYTES,
     MAX_TOKENS_IN_REQUEST,
@@ -156,7 +157,7 @@ def _fields_of(message: Message) -> dict[str, Any]:
 
 def _checked(fields: dict[str, Any], kind: type[S]) -> S:
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(fields, learned(kind))
     except msgspec.ValidationError as error:
         raise InvalidRequestError(str(error)) from error
 
@@ -173,7 +174,7 @@ def _params_from_json(data: bytes) -> KVTransferParams | None:
             f"kv_transfer_params: {len(data)} bytes, {MAX_KV_TRANSFER_PARAMS_BYTES} are allowed"
         )
     try:
-        return msgspec.json.decode(data, type=KVTransferParams)
+        return msgspec.json.decode(data, type=learned(KVTransferParams))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise KVTransferParamsError(f"kv_transfer_params cannot be read: {error}") from error
 

@@ -16,6 +16,7 @@ import xxhash
 
 from connector.offload.items import Item
 from connector.offload.messages import FileItems, FileRange
+from engine.struct_types import learned
 
 MAGIC: Final = b"TANDEMKV"
 VERSION: Final = 1
@@ -93,7 +94,7 @@ def _decode(name: str, nbytes: int, geometry: str, *, body: memoryview, digest: 
     if xxhash.xxh3_64_intdigest(body) != digest:
         raise TierFileError("corrupt", "the header is damaged")
     try:
-        header = msgspec.msgpack.decode(body, type=Header)
+        header = msgspec.msgpack.decode(body, type=learned(Header))
         files = ranges_of(name, header)
     except (msgspec.MsgspecError, ValueError) as error:
         raise TierFileError("corrupt", f"the header cannot be read: {error}") from error

@@ -17,6 +17,7 @@ from connector.transports.address import AUTO
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
+from engine.struct_types import learned
 
 PROTOCOL_VERSION = "10"
 GROUP_PREFIX = "kv_cache_group."
@@ -101,7 +102,9 @@ def groups_of(peer: Handshake) -> tuple[GroupGeometry, ...]:
         listed = str(sorted(found))[:500]
         raise TransportError(f"{peer.engine_id} lists its KV cache groups as {listed}")
     try:
-        return tuple(msgspec.json.decode(peer.geometry[name], type=GroupGeometry) for name in names)
+        return tuple(
+            msgspec.json.decode(peer.geometry[name], type=learned(GroupGeometry)) for name in names
+        )
     except msgspec.DecodeError as error:
         raise TransportError(f"{peer.engine_id} describes no KV cache group: {error}") from error
 
