@@ -124,7 +124,8 @@ class SlidingWindowTable(GroupTable):
     def _own_node(self, index: int) -> Node:
         if index not in self._nodes:
             node = self._pool.add_node(self._group, index, [self.blocks[index]])
-            node.filled_from = self.filled_from
+            if self.filled_from > index * self._size:
+                node.filled_from = self.filled_from
             self._nodes[index] = node
         return self._nodes[index]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from engine.kv_cache.listener import Cached, CachedStates
+from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates
 from engine.kv_events.wire import GPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from engine.types import TokenId
 
@@ -21,7 +21,8 @@ class AnnouncedGroup(NamedTuple):
 class EventRecorder:
     """A `CacheListener` whose events are in units of whole hash blocks, for every physical copy.
 
-    An attention group announces the hash boundaries of its blocks. A checkpoint is announced in
+    An attention group announces the hash boundaries of its blocks, but not of a window's block that
+    a load filled in from a token inside it. A checkpoint is announced in
     each Mamba group as one block with the digest of the whole prefix: `block_size` is the number of
     tokens, 1 to `hash_block_size`, since the hash boundary before its end. The medium is "GPU"
     wherever the arena lies: it is the first tier.
@@ -56,7 +57,7 @@ class EventRecorder:
         if isinstance(cached, CachedStates):
             for group in cached.groups:
                 self._store(group, (cached.digest,), known, token_ids=token_ids, salt=salt)
-        elif cached.digests:
+        elif _is_announced(cached):
             # Tokens after the last boundary stay: they are no hash block yet.
             whole = token_ids[: len(cached.digests) * self._hash_block_size]
             self._store(cached.group, cached.digests, known, token_ids=whole, salt=salt)
@@ -106,7 +107,7 @@ class EventRecorder:
         if isinstance(cached, CachedStates):
             gone = [BlockRemoved((cached.digest,), medium, g) for g in cached.groups]
             self._events.extend(gone)
-        elif cached.digests:
+        elif _is_announced(cached):
             self._events.append(BlockRemoved(cached.digests, medium, cached.group))
 
     def _store(
@@ -143,6 +144,15 @@ class EventRecorder:
                 kv_cache_spec_sliding_window=window,
             )
         )
+
+
+def _is_announced(cached: CachedBlocks) -> bool:
+    """Whole hash blocks, of blocks with all that was before them.
+
+    An event cannot say that a block lacks its front. Another copy may hold just that, and those
+    who hear of both would take the two for one block.
+    """
+    return bool(cached.digests) and not cached.filled_from
 
 
 def _extra_keys(salt: str | None, num_blocks: int) -> tuple[tuple[str] | None, ...] | None:

@@ -47,6 +47,14 @@ def test_tokens_after_the_last_hash_boundary_are_not_announced() -> None:
     assert stored_in(CachedBlocks(0, 4, 5, (), (7,)), D[2], (5,)) == []
 
 
+def test_a_block_that_lacks_its_front_is_not_announced() -> None:
+    lacking = CachedBlocks(2, 2, 4, (D[2],), (7,), filled_from=1)
+    assert stored_in(lacking, D[1], (3, 4)) == []
+    recorder = EventRecorder(GROUPS, SIZE)
+    recorder.removed(lacking)
+    assert recorder.take() == []
+
+
 @pytest.mark.parametrize("tokens", [(5,), (5, 6)])
 def test_a_checkpoint_is_one_block_in_each_mamba_group(tokens: tuple[int, ...]) -> None:
     events = stored_in(CachedStates((1, 3), 4 + len(tokens), D[3], (0, 0)), D[2], tokens)
