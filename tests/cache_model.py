@@ -162,6 +162,7 @@ class HeardCache:
             text = (salt, whole[: item.end])
             assert self.texts[digest] == text
             self.check_parent(item, text)
+            assert not item.filled_from or item.start < item.filled_from, "it lacks nothing"
             self.add(item, text)
             self.check(item, text)
 
