@@ -21,11 +21,10 @@ class AnnouncedGroup(NamedTuple):
 class EventRecorder:
     """A `CacheListener` whose events are in units of whole hash blocks, for every physical copy.
 
-    An attention group announces the hash boundaries of its blocks, but not of a window's block that
-    a load filled in from a token inside it. A checkpoint is announced in
-    each Mamba group as one block with the digest of the whole prefix: `block_size` is the number of
-    tokens, 1 to `hash_block_size`, since the hash boundary before its end. The medium is "GPU"
-    wherever the arena lies: it is the first tier.
+    An attention group announces the hash boundaries of its blocks, but none of a window's block
+    that lacks its front. A checkpoint is announced in each Mamba group as one block with the digest
+    of the whole prefix: `block_size` is the number of tokens, 1 to `hash_block_size`, since the
+    hash boundary before its end. The medium is "GPU" wherever the arena lies: it is the first tier.
 
     What is in the tiers after it is announced likewise; without tokens where it was found in a
     folder, which does not tell them.
@@ -147,10 +146,10 @@ class EventRecorder:
 
 
 def _is_announced(cached: CachedBlocks) -> bool:
-    """Whole hash blocks, of blocks with all that was before them.
+    """Whether there are whole hash blocks, in blocks that lack nothing.
 
-    An event cannot say that a block lacks its front. Another copy may hold just that, and those
-    who hear of both would take the two for one block.
+    An event cannot say that a block lacks its front. Another copy may hold just that front, and a
+    router that hears of both would take the two for one block.
     """
     return bool(cached.digests) and not cached.filled_from
 
