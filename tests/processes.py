@@ -168,10 +168,28 @@ class ServerProcess:
 
 
 def signal_all(pid: int, number: signal.Signals) -> None:
-    """Sends a signal to a process and its children; those that are gone are left out."""
-    for each in (*children_of(pid), pid):
+    """Sends a signal to a process and its children; those that are gone are left out.
+
+    After SIGSTOP all of their threads stand still; the kernel lets some go on for a moment.
+    """
+    signalled = (*children_of(pid), pid)
+    for each in signalled:
         with suppress(ProcessLookupError):
             os.kill(each, number)
+    deadline = time.monotonic() + SETTLE_S
+    while number == signal.SIGSTOP and any(map(_goes_on, signalled)):
+        assert time.monotonic() < deadline, f"{signalled} do not stop"
+        time.sleep(POLL_S / 10)
+
+
+def _goes_on(pid: int) -> bool:
+    """Whether a thread of a process is neither stopped nor at its end."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            # The name in brackets may hold anything; the state comes after it.
+            if (task / "stat").read_text().rpartition(")")[2].split()[0] not in "TtZX":
+                return True
+    return False
 
 
 def assert_clean_log(server: ServerProcess) -> None:
