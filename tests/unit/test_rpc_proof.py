@@ -179,7 +179,8 @@ async def test_a_stranger_s_message_is_not_taken_in(method: str) -> None:
                     await made(bytes(size), timeout=S)
     expected = "INVALID_ARGUMENT" if method == PROVE else "UNAUTHENTICATED"
     assert caught.value.code().name == expected
-    assert passed < size / 4, passed
+    # gRPC lets a window's worth pass before the refusal: on a busy machine it has grown to 8 MiB.
+    assert passed < size / 2, passed
 
 
 async def test_garbage_is_the_caller_s_fault() -> None:
