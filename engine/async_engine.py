@@ -23,7 +23,8 @@ from engine.errors import (
     TandemError,
     UnavailableError,
 )
-from engine.grammar import GrammarCompiler, Matcher
+from engine.grammars.compiler import GrammarCompiler
+from engine.grammars.matcher import Matcher
 from engine.kv_connector import AdmissionConnector, Admitted, FirstToken
 from engine.prompt_checks import (
     check_output,
@@ -91,29 +92,24 @@ class AsyncEngine:
     def start(self) -> None:
         """Starts the engine thread; call once, on the event loop."""
         self._loop = asyncio.get_running_loop()
+        self.limits.grammars.news.tell(self.wake)
         self._thread.start()
 
     def wake(self) -> None:
-        """Makes an idle engine step; from any thread (a transfer ended, a lease was released)."""
+        """Makes an idle engine step; from any thread (a transfer ended, a mask has arrived)."""
         self._inbox.put(lambda: None)
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
         """The outputs of one request, the last with a finish reason; `aclose` aborts it.
 
-        Raises InvalidRequestError (also for kv_transfer_params), OverloadedError, KVLoadError,
-        EngineGenerateError, EngineDeadError, and UnavailableError when the node is about to end.
+        Raises InvalidRequestError (also for kv_transfer_params and grammars), OverloadedError,
+        KVLoadError, EngineGenerateError, EngineDeadError, and UnavailableError when the node is
+        about to end.
         """
         if self._refuses_new:
             raise UnavailableError(SHUTTING_DOWN)
         self._validate(request)
-        matcher = None
-        self._num_admitting += 1
-        try:
-            if grammar := request.sampling.grammar:
-                matcher = await self.limits.grammars.compile(grammar, request.output_token_ids)
-            admitted = await self._admit(request)
-        finally:
-            self._num_admitting -= 1
+        admitted, matcher = await self._admitted(request)
         request_id = admitted.request.request_id
         stream = self._streams[request_id] = Stream()
         all_taken = False
@@ -127,6 +123,8 @@ class AsyncEngine:
                     all_taken = output.finish_reason is not None
         finally:
             del self._streams[request_id]
+            if matcher is not None:
+                matcher.close()
             if not all_taken:
                 # The caller left or failed. The scheduler ignores ids that it does not know.
                 self._inbox.put(lambda: self.core.scheduler.abort(request_id))
@@ -229,6 +227,23 @@ class AsyncEngine:
             check_token_ids(word.token_ids, vocab_size, "bad_words")
         check_prompt_logprobs(len(request.prompt_token_ids), sampling.prompt_logprobs)
         check_priority(request.priority, self.core.scheduler.config.scheduling_policy)
+
+    async def _admitted(self, request: GenerateRequest) -> tuple[Admitted, Matcher | None]:
+        """The request with its id here, and what follows its grammar, which the caller closes."""
+        matcher, sampling = None, request.sampling
+        self._num_admitting += 1
+        try:
+            if sampling.grammar:
+                matcher = await self.limits.grammars.compile(
+                    sampling.grammar, request.output_token_ids, tenant=request.tenant
+                )
+            return await self._admit(request), matcher
+        except BaseException:
+            if matcher is not None:
+                matcher.close()
+            raise
+        finally:
+            self._num_admitting -= 1
 
     async def _admit(self, request: GenerateRequest) -> Admitted:
         # Callers' ids are labels: two callers may use the same one at the same time.

@@ -12,6 +12,8 @@ from engine.sched.step_rates import StepRates
 from engine.step import StepNews
 from engine.worker.model_runner import ModelRunner
 
+MAX_MASK_WAIT_S = 0.02
+
 
 class EngineCore:
     """Scheduler, runner and connector of one node, stepped by the engine thread.
@@ -32,6 +34,7 @@ class EngineCore:
         self._runner = runner
         self._connector = connector
         self._after_step = after_step
+        self._last_step_s = 0.0
 
     def step(self) -> tuple[StepNews, bool]:
         """Runs one step; returns its news, and whether the next step may find work at once.
@@ -39,6 +42,8 @@ class EngineCore:
         It may if this step computed something or a transfer ended: a request that was just loaded
         decodes from the next step on, and no other event would start that step.
         """
+        # The others of a step go on without those whose masks take longer than half of a step.
+        self.scheduler.wait_for_masks(min(MAX_MASK_WAIT_S, self._last_step_s / 2))
         started = time.monotonic()
         output = self.scheduler.schedule()
         worker = self._connector.worker
@@ -50,7 +55,8 @@ class EngineCore:
         news = self.scheduler.update(computed, transfers)
         if self._after_step is not None:
             self._after_step()
-        self.rates.add(output.scheduled, time.monotonic() - started)
+        self._last_step_s = time.monotonic() - started
+        self.rates.add(output.scheduled, self._last_step_s)
         return news, bool(output.scheduled) or transfers.is_news
 
     def next_deadline(self) -> float | None:

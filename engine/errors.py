@@ -4,10 +4,12 @@ TandemError
 ├── InvalidRequestError          the caller's request is wrong; HTTP 400
 │   ├── PromptTooLongError       more tokens than the context holds
 │   ├── KVTransferParamsError    kv_transfer_params that are partial, foreign, expired or mistyped
+│   ├── GrammarError             a grammar that cannot be compiled or followed, on any node
 │   └── UnknownModelError        HTTP 404
 ├── AuthenticationError          missing or wrong key; HTTP 401
 ├── ForbiddenError               the key is known and may not do this; HTTP 403
 ├── OverloadedError              a bounded queue is full; HTTP 429 with Retry-After
+│   └── GrammarBusyError         no turn to compile a grammar came in time
 ├── UnavailableError             no node can serve this now; HTTP 503 with Retry-After
 │   ├── UnprovenPeerError        a peer did not prove that it knows the cluster token
 │   └── NodeLostError            a node went away while it had the request
@@ -54,6 +56,16 @@ class KVTransferParamsError(InvalidRequestError):
         super().__init__(message, param="kv_transfer_params", code=code)
 
 
+class GrammarError(InvalidRequestError):
+    """The request's grammar cannot be compiled or followed.
+
+    Every node says the same, so that none need be asked a second time.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, param="grammar")
+
+
 class UnknownModelError(InvalidRequestError):
     """The request names a model that this server does not serve."""
 
@@ -72,6 +84,10 @@ class OverloadedError(TandemError):
     def __init__(self, message: str, *, retry_after_s: int = 1) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class GrammarBusyError(OverloadedError):
+    """Other grammars were compiled until there was no more time to wait for a turn."""
 
 
 class UnavailableError(TandemError):

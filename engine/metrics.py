@@ -64,6 +64,11 @@ SCHEDULER_GAUGES: Final[Table] = {
         "Units with a Mamba state that is kept for reuse and not in use.",
     ),
 }
+GRAMMAR_GAUGES: Final[Table] = {
+    "tandem:grammar_sequences": ("num_sequences", "Outputs that follow a grammar."),
+    "tandem:grammar_processes": ("num_processes", "Processes of grammars, idle ones included."),
+    "tandem:grammar_memory_bytes": ("num_bytes", "Memory of all grammar processes."),
+}
 SCHEDULER_COUNTERS: Final[Table] = {
     "vllm:prefix_cache_queries": (
         "stats.prefix_queries",

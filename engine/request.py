@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
 
-from engine.grammar import Matcher
+from engine.grammars.matcher import Matcher
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.tables import BlockTables
 from engine.types import (
@@ -182,6 +182,11 @@ class Request:
         return sum(len(part.ranks) for part in self.prompt_logprobs)
 
     @property
+    def waits_for_mask(self) -> bool:
+        """True while it is not known which tokens its grammar allows next."""
+        return self.matcher is not None and self.matcher.is_waiting
+
+    @property
     def is_finished(self) -> bool:
         """True once the request has ended."""
         return self.status is RequestStatus.FINISHED
@@ -205,9 +210,9 @@ class Request:
         self.token_ids.append(token_id)
         self.last_logprob = logprob
         self.token_counts[token_id] = self.token_counts.get(token_id, 0) + 1
-        if self.matcher is not None:
-            self.matcher.accept(token_id)
         self.finish_reason = self._finish_reason(token_id)
+        if self.matcher is not None and self.finish_reason is None:
+            self.matcher.accept(token_id)
         return GenerateOutput(
             token_ids=(token_id,),
             logprobs=(logprob,) if logprob else None,

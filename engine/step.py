@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import EngineGenerateError, TandemError
+from engine.errors import TandemError
 from engine.kv_cache.tables import BlockCopy
 from engine.types import GenerateOutput, PromptLogprobs, SamplingParams, TokenId, TokenLogprob
 
@@ -173,7 +173,7 @@ class ModelRunnerOutput:
     """
 
     sampled: dict[str, SampledToken] = field(default_factory=dict)
-    failed: dict[str, EngineGenerateError] = field(default_factory=dict)
+    failed: dict[str, TandemError] = field(default_factory=dict)
     prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
 
 

@@ -63,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     `seed` feeds a counter-based generator (seed, position), so a token depends on nothing else: not
     on the batch, not on the node. `logprobs` asks for that many alternatives besides the chosen
     token; `prompt_logprobs` for that many besides each token of the prompt, whose cached prefix is
-    then not read. `grammar` (see `engine.grammar`) and `allowed_token_ids` bind the output unless
+    then not read. `grammar` (see `engine.grammars`) and `allowed_token_ids` bind the output unless
     they are empty. No entry of `bad_words` is completed where another token may come. `logit_bias`
     is added to the logits of its tokens. Temperatures and repetition penalties that are too small
     to compute with are raised.
@@ -211,6 +211,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     All of `sampling` counts from the end of the prompt. `session_id`: the caller's label for
     requests that share nodes; a proxy keeps it to itself. `cache_boundaries`: token counts of the
     prompt after which the caller expects others to part from it; hints, which change no token.
+    `tenant`: an opaque label of those who take turns with others where requests wait.
     """
 
     request_id: Label
@@ -220,6 +221,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     priority: int = 0
     session_id: Label | None = None
+    tenant: Annotated[str, Meta(max_length=256)] = ""
     output_token_ids: tuple[TokenId, ...] = ()
     cache_boundaries: Annotated[tuple[NumTokens, ...], Meta(max_length=MAX_CACHE_BOUNDARIES)] = ()
     # Not sent to other nodes: nothing that is computed depends on it.

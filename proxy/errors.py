@@ -4,6 +4,8 @@ from engine.errors import (
     DeadlineExceededError,
     EngineDeadError,
     EngineGenerateError,
+    GrammarBusyError,
+    GrammarError,
     InvalidRequestError,
     KVLoadError,
     KVTransferParamsError,
@@ -25,6 +27,11 @@ class NoDecodeNodeError(UnavailableError):
 def is_engine_failure(error: TandemError) -> bool:
     """True where the request broke an engine, so that it could break others."""
     return isinstance(error, EngineDeadError | EngineGenerateError)
+
+
+def is_final(error: TandemError) -> bool:
+    """True where another node would say the same, or fall as this one did."""
+    return is_engine_failure(error) or isinstance(error, GrammarError)
 
 
 def is_node_failure(error: TandemError) -> bool:
@@ -57,7 +64,7 @@ def as_client_sees_it(error: TandemError, num_tokens: int) -> TandemError:
             return EngineGenerateError(f"the engine failed at this request{after}")
         case _ if after:
             return UnavailableError(f"the answer broke off{after}")
-        case NoDecodeNodeError():
+        case NoDecodeNodeError() | GrammarBusyError():
             return error
         case OverloadedError(retry_after_s=seconds):
             return OverloadedError("the cluster is full: try again", retry_after_s=seconds)

@@ -30,7 +30,7 @@ from proxy.cluster.pairs import Pairs
 from proxy.errors import (
     NoDecodeNodeError,
     as_client_sees_it,
-    is_engine_failure,
+    is_final,
     outcome_of,
 )
 from proxy.metrics import ProxyMetrics
@@ -195,7 +195,7 @@ class PdFlow:
             except TandemError as error:
                 # A prompt that is wrong for P, longer than its context say, may be right for D.
                 state.use_prefill = not is_client_fault(error)
-                if is_engine_failure(error) or state.is_lost_too_often:
+                if is_final(error) or state.is_lost_too_often:
                     raise
         return decode
 

@@ -16,6 +16,7 @@ from pathlib import Path
 Holdings = Counter[str]
 
 # Python threads that nodes own; executors and gRPC keep theirs for the next call.
+GRAMMAR_SERVER = "engine.grammars.fork_server"
 NODE_THREADS = ("engine", "kv-")
 ORPHANED_S = 5.0
 
@@ -25,6 +26,10 @@ def held_by(pid: int) -> Holdings:
     found = Holdings(_descriptors(pid))
     found.update(_mappings(pid))
     found["child"] = len(children_of(pid))
+    # Grammars without work are kept, within bounds: each has a socket, and so has their server.
+    for server in grammar_servers(pid):
+        found["child"] -= 1
+        found["fd socket:"] -= 1 + len(children_of(server))
     found["sysv segment"] = len(segments_of(pid))
     return found
 
@@ -70,6 +75,11 @@ def children_of(pid: int) -> list[int]:
         ]
     except OSError:
         return []
+
+
+def grammar_servers(pid: int) -> list[int]:
+    """Children that fork a process for each grammar: a node has one from its first grammar on."""
+    return [it for it in children_of(pid) if GRAMMAR_SERVER in _text(f"/proc/{it}/cmdline")]
 
 
 def segments_of(pid: int) -> list[int]:

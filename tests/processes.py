@@ -47,6 +47,7 @@ AT_REST = (
     "vllm:kv_cache_usage_perc",
     "tandem:mamba_states",
     "tandem:held_requests",
+    "tandem:grammar_sequences",
 )
 
 

@@ -72,7 +72,6 @@ BROAD_EXCEPTS = {
     "connector/offload/worker.py::_load": "guard of a reader thread: the load fails",
     "engine/api/tokenizer.py::load_tokenizer": "the Rust library has no other class",
     "engine/async_engine.py::_run": "guard of the engine thread",
-    "engine/grammar.py::_settle": "a thread's error is raised by its caller",
     "engine/worker/model_runner.py::execute": "a failed forward pass ends its requests",
     "engine/worker/sampler.py::sample": "what fails for one request ends that request",
     "engine/rpc/caller_requests.py::_run": "border of every request among those of one call",

@@ -1,16 +1,16 @@
 """Follows the generation of each choice, step by step, into deltas. Knows no reply shape."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import TypeVar
 
 from engine.api.choice_text import ChoiceText, Delta
 from engine.api.plan import Plan
 from engine.api.tokenizer import Tokenizer
-from engine.errors import RequestAbortedError, TandemError
+from engine.errors import GrammarError, RequestAbortedError, TandemError
 from engine.generator import Generator
-from engine.types import FinishReason
+from engine.types import FinishReason, GenerateOutput
 
 _T = TypeVar("_T")
 
@@ -29,7 +29,7 @@ async def follow_choice(
     """
     text = ChoiceText(plan, index, tokenizer)
     finished = False
-    async with aclosing(generator.generate(plan.requests[index])) as outputs:
+    async with _generating(generator, plan, index) as outputs:
         async for output in outputs:
             if output.finish_reason is FinishReason.ABORT:
                 raise RequestAbortedError("the request was aborted on the node: send it again")
@@ -43,6 +43,19 @@ async def follow_choice(
                 return
     if not finished:
         raise EndedEarlyError(f"request {plan.id} ended without a finish reason")
+
+
+@asynccontextmanager
+async def _generating(
+    generator: Generator, plan: Plan, index: int
+) -> AsyncIterator[AsyncIterator[GenerateOutput]]:
+    """The outputs of choice `index`; a grammar that is refused is named as the caller does."""
+    try:
+        async with aclosing(generator.generate(plan.requests[index])) as outputs:
+            yield outputs
+    except GrammarError as error:
+        error.param = plan.grammar_param
+        raise
 
 
 def follow(generator: Generator, plan: Plan, tokenizer: Tokenizer) -> AsyncGenerator[Delta, None]:

@@ -1,4 +1,4 @@
-"""JSON schemas without the few keys that ordinary models write and llguidance does not know."""
+"""JSON schemas as llguidance takes them: without the few usual keys that it does not know."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,6 +6,9 @@ from typing import Any, Final
 
 COERCE_ONE_OF: Final = {"coerce_one_of": True}
 """llguidance's option that reads `oneOf` as `anyOf` where alternatives overlap."""
+
+WHITE_SPACE: Final = r"\n?[ \t]{0,16}"
+"""Between two parts of a JSON text: a small model may like white space too much to ever end."""
 
 KNOWN_FORMATS: Final = frozenset(
     {

@@ -26,6 +26,7 @@ from engine.api.schema import (
     TokenizeRequest,
 )
 from engine.api.serving import Serving
+from engine.api.structured_output import grammar_param
 from engine.api.tokenizer import Tokenizer
 from engine.api.tool_calls.forced import forced_grammar
 from engine.api.tool_calls.reader import ToolCallRules
@@ -77,6 +78,7 @@ class Plan:
     num_prompt_logprobs: int | None = None
     tokens_as_ids: bool = False
     detokenize: bool = True
+    grammar_param: str | None = None
     repeated: Mapping[str, Any] = field(default_factory=dict)
 
     def echo_of(self, choice: int) -> str:
@@ -221,7 +223,7 @@ def _forced_to_call(
     grammar = forced_grammar(
         rules.syntax, names, rules.parameters, is_parallel=is_parallel, tokenizer=tokenizer
     )
-    return _bound_by(plan, grammar)
+    return replace(_bound_by(plan, grammar), grammar_param="tools")
 
 
 def _tool_call_rules(
@@ -443,6 +445,7 @@ def _plan(
         num_prompt_logprobs=fields.prompt_logprobs,
         tokens_as_ids=fields.return_tokens_as_token_ids is True,
         detokenize=fields.detokenize is not False,
+        grammar_param=grammar_param(fields) if sampling.grammar else None,
     )
 
 

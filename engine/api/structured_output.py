@@ -8,9 +8,8 @@ import llguidance
 import msgspec
 from msgspec import Meta
 
-from engine.api.loose_schema import COERCE_ONE_OF, ascii_classes, loosened
+from engine.api.loose_schema import COERCE_ONE_OF, WHITE_SPACE, ascii_classes, loosened
 from engine.errors import InvalidRequestError
-from engine.grammar import check_grammar, json_grammar
 from engine.types import MAX_GRAMMAR_CHARS
 
 Text = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]
@@ -65,9 +64,9 @@ class GrammarFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def grammar_of(fields: GrammarFields) -> str:
-    """The grammar for `SamplingParams`, empty for none.
+    """The grammar for `SamplingParams`, empty for none; written here, and compiled by nodes alone.
 
-    Raises InvalidRequestError for one that cannot be compiled, and for two at once.
+    Raises InvalidRequestError for what no grammar can be written of, and for two at once.
     """
     asked = [(param, make, value) for param, make, value in _asked(fields) if value is not None]
     if not asked:
@@ -88,8 +87,12 @@ def grammar_of(fields: GrammarFields) -> str:
         raise InvalidRequestError(
             f"{param} has {len(grammar)} characters, {MAX_GRAMMAR_CHARS} are allowed", param=param
         )
-    check_grammar(grammar, param)
     return grammar
+
+
+def grammar_param(fields: GrammarFields) -> str | None:
+    """The name of the field that `grammar_of` reads."""
+    return next((param for param, _, value in _asked(fields) if value is not None), None)
 
 
 Asked = tuple[str, Callable[[Any], str], Any]
@@ -154,12 +157,17 @@ def _schema_of(form: ResponseFormat | None) -> Any:
 def _json(schema: Any) -> str:
     if isinstance(schema, str):
         schema = json.loads(schema)
+    if schema is True:  # JSON Schema's short form of "anything"
+        schema = {}
     if isinstance(schema, dict):
         # A caller's own options win; ones that are no object are for llguidance to name.
         given = schema.get("x-guidance", {})
         options = {**COERCE_ONE_OF, **given} if isinstance(given, dict) else given
         schema = {**loosened(schema), "x-guidance": options}
-    return json_grammar(json.dumps(schema))
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        json.dumps(schema),
+        defaults={"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE},
+    )
 
 
 def _regex(pattern: str) -> str:

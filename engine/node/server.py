@@ -28,7 +28,7 @@ from engine.arena import ArenaMemory
 from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
 from engine.core import EngineCore
-from engine.grammar import GrammarCompiler
+from engine.grammars.compiler import GrammarCompiler
 from engine.hosts import addresses_here, advertised_host
 from engine.http.connection import ConnectionLimits
 from engine.http.server import HttpServer
@@ -38,6 +38,7 @@ from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.report import plan_labels, plan_report
 from engine.metrics import (
     EVENT_COUNTERS,
+    GRAMMAR_GAUGES,
     SCHEDULER_COUNTERS,
     SCHEDULER_GAUGES,
     NodeMetrics,
@@ -213,6 +214,8 @@ class NodeServer:
         )
         vocab_size, eos_token_ids = model.config.vocab_size, model.eos_token_ids
         grammars = GrammarCompiler(model.tokenizer.to_json, vocab_size, eos_token_ids)
+        self._resources.push_async_callback(grammars.close)
+        self.metrics.read(grammars, gauges=GRAMMAR_GAUGES)
         return plan, EngineLimits(max_model_len, vocab_size, eos_token_ids, grammars)
 
     def _connect(

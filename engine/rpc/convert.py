@@ -61,6 +61,7 @@ def request_to_bytes(request: GenerateRequest, prompt: bytes) -> bytes:
             priority=request.priority,
             output_token_ids=request.output_token_ids,
             cache_boundaries=request.cache_boundaries,
+            tenant=request.tenant,
         )
     # Protobuf's fields may come in any order, so two messages in a row are one with both's fields.
     return others.SerializeToString() + prompt

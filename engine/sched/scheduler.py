@@ -42,7 +42,8 @@ class Scheduler:
         self._recompute_failed_loads = recompute_failed_loads
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
-        self._unresolved: list[Request] = []  # wait for the connector's answer, not for room
+        # These wait for the connector's answer or for a mask, and not for room.
+        self._unresolved: list[Request] = []
         self.loads: dict[str, Load] = {}  # also of requests that have ended meanwhile
         self._running: list[Request] = []
         self.holds: dict[str, Request] = {}  # finished, and kept until `num_holds` is 0
@@ -119,6 +120,16 @@ class Scheduler:
             )
         self.cache.reset()
         self._connector.forget_evicted()
+
+    def wait_for_masks(self, seconds: float) -> None:
+        """Returns once all requests that run know which tokens may come next, or after `seconds`.
+
+        Those that are slow are not waited for: they join the step in which they know.
+        """
+        matchers = [request.matcher for request in self._running if request.matcher is not None]
+        missing = [one for one in matchers if one.is_waiting and not one.is_slow]
+        if missing:
+            missing[0].news.wait(missing, seconds)
 
     def schedule(self) -> SchedulerOutput:
         """The next step's work: running requests, then waiting ones as budget and room allow."""
@@ -202,6 +213,8 @@ class Scheduler:
         return first != self._without_room
 
     def _schedule_running(self, request: Request, budget: int) -> int:
+        if request.waits_for_mask or self._is_refused(request):
+            return 0
         num_tokens = _next_chunk(request, request.num_computed_tokens, budget)
         assert request.blocks is not None
         # Held blocks that no peer has claimed go first; then the latest of the least urgent
@@ -218,6 +231,12 @@ class Scheduler:
 
     def _schedule_waiting(self, request: Request, budget: int) -> int | None:
         """Tokens of budget used, or None when the request has to wait for room."""
+        if request.waits_for_mask:
+            self._waiting.pop()
+            self._unresolved.append(request)
+            return 0
+        if self._is_refused(request):
+            return 0
         start, tables = self._try_start(request, budget)
         while start and not tables and self._end_a_hold():
             start, tables = self._try_start(request, budget)
@@ -246,6 +265,15 @@ class Scheduler:
         self._running.append(request)
         self._plan(request, num_tokens)
         return num_tokens
+
+    def _is_refused(self, request: Request) -> bool:
+        """Ends a request that its grammar does not let go on; True if it did."""
+        if request.matcher is None or request.matcher.error is None:
+            return False
+        if request.status is not RequestStatus.RUNNING:
+            self._waiting.remove(request)
+        self._fail(request, request.matcher.error)
+        return True
 
     def _try_start(
         self, request: Request, budget: int, *, reuse: bool = True

@@ -14,7 +14,7 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine.errors import EngineGenerateError
+from engine.errors import EngineGenerateError, InvalidRequestError
 from engine.step import ModelRunnerOutput, SampledToken, SamplingInput
 from engine.types import SamplingParams, TokenLogprob
 
@@ -38,6 +38,8 @@ def sample(logits: Tensor, inputs: Mapping[str, SamplingInput]) -> ModelRunnerOu
             continue
         try:
             output.sampled[name] = _sample_one(logits[row], item, greedy=greedy[row])
+        except InvalidRequestError as error:
+            output.failed[name] = error
         # Broad on purpose: one request's values must not end the others of its step.
         except Exception:
             log.exception("sampling failed", request_id=name)
@@ -81,7 +83,7 @@ def _choose(row: Tensor, item: SamplingInput) -> int:
 
 
 def _blocked(item: SamplingInput, vocab_size: int) -> Tensor:
-    """bool [vocab]: True for tokens that may not be chosen. Raises ValueError if all are."""
+    """bool [vocab]: True for tokens that may not be chosen; InvalidRequestError if all are."""
     blocked = torch.zeros(vocab_size, dtype=torch.bool)
     if item.allowed:
         bits = np.unpackbits(np.frombuffer(item.allowed, np.uint8), bitorder="little")
@@ -95,8 +97,9 @@ def _blocked(item: SamplingInput, vocab_size: int) -> Tensor:
     # Where a grammar allows nothing but the end, it ends before `min_tokens`.
     blocked = blocked if with_ends.all() else with_ends
     if blocked.all():
-        raise ValueError(
-            "no token is allowed: the grammar is too complex, or rules exclude each other"
+        raise InvalidRequestError(
+            "no token is allowed here: the grammar, allowed_token_ids and bad_words exclude each "
+            "other"
         )
     return blocked
 

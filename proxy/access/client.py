@@ -102,7 +102,9 @@ class Client:
             raise InvalidRequestError(
                 f"key {self.name!r} may not choose a priority: leave it out", param="priority"
             )
-        requests = tuple(map(self._salted, plan.requests))
+        requests = tuple(
+            structs.replace(self._salted(it), tenant=self._policy.owner) for it in plan.requests
+        )
         return replace(plan, requests=requests, hides_cache=self._policy.hide_cached_tokens)
 
     def _salted(self, request: GenerateRequest) -> GenerateRequest:

@@ -1,7 +1,6 @@
 """The bridge to the engine thread when that thread dies: nobody may wait for ever."""
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -11,7 +10,8 @@ from engine.async_engine import AsyncEngine, EngineLimits
 from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError, InvalidRequestError
-from engine.grammar import GrammarCompiler, Matcher
+from engine.grammars.compiler import GrammarCompiler
+from engine.grammars.matcher import Matcher
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
@@ -54,10 +54,12 @@ def engine_of(core: EngineCore, grammars: type[GrammarCompiler] = GrammarCompile
 class SlowCompiler(GrammarCompiler):
     """Compiles until it is let go."""
 
-    go_on = threading.Event()
+    go_on = asyncio.Event()
 
-    def matcher(self, grammar: str, output: Sequence[int] = ()) -> Matcher:
-        self.go_on.wait(10)
+    async def compile(
+        self, grammar: str, output: Sequence[int] = (), *, tenant: str = ""
+    ) -> Matcher:
+        await self.go_on.wait()
         raise InvalidRequestError("no grammar")
 
 

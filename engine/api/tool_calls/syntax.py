@@ -4,8 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from engine.api.loose_schema import COERCE_ONE_OF, loosened
-from engine.grammar import WHITE_SPACE
+from engine.api.loose_schema import COERCE_ONE_OF, WHITE_SPACE, loosened
 
 Parameters = Mapping[str, Mapping[str, Any]]
 """JSON schema of the arguments by name of the function."""

@@ -1,0 +1,88 @@
+"""A few at once, and tenants in turn: whoever sends more waits for its own, not for others'."""
+
+import asyncio
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from engine.errors import OverloadedError
+
+MAX_WAITING: Final = 256
+
+
+class Turns:
+    """At most `at_once` turns at once, at most `per_tenant` of one tenant; on the event loop.
+
+    Tenants that wait get theirs one after the other, and the requests of one in order. A tenant of
+    which `max_waiting` requests wait already gets no more in.
+    """
+
+    def __init__(
+        self, at_once: int, *, per_tenant: int | None = None, max_waiting: int = MAX_WAITING
+    ) -> None:
+        self._free = at_once
+        self._per_tenant = per_tenant or at_once
+        self._max_waiting = max_waiting
+        self._taken: Counter[str] = Counter()
+        # The tenants in the order of their next turns.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+
+    @asynccontextmanager
+    async def turn(self, tenant: str, timeout_s: float) -> AsyncIterator[None]:
+        """Holds a turn of `tenant`.
+
+        Raises OverloadedError where its queue is full, and TimeoutError where no turn comes in
+        time.
+        """
+        async with asyncio.timeout(timeout_s):
+            await self._wait(tenant)
+        try:
+            yield
+        finally:
+            self._give_back(tenant)
+
+    async def _wait(self, tenant: str) -> None:
+        queue = self._waiting.setdefault(tenant, deque())
+        if len(queue) >= self._max_waiting:
+            raise OverloadedError(f"{len(queue)} requests of this tenant wait: try again")
+        coming: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.append(coming)
+        self._let_in()
+        try:
+            await coming
+        except asyncio.CancelledError:
+            if coming.done() and not coming.cancelled():  # it came in the very moment
+                self._give_back(tenant)
+            else:
+                self._forget(tenant, coming)
+            raise
+
+    def _let_in(self) -> None:
+        while self._free and (tenant := self._next_tenant()) is not None:
+            coming = self._waiting[tenant][0]
+            self._waiting.move_to_end(tenant)
+            self._forget(tenant, coming)
+            if coming.done():  # it was cancelled a moment ago
+                continue
+            self._free -= 1
+            self._taken[tenant] += 1
+            coming.set_result(None)
+
+    def _next_tenant(self) -> str | None:
+        mine = (it for it in self._waiting if self._taken[it] < self._per_tenant)
+        return next(mine, None)
+
+    def _give_back(self, tenant: str) -> None:
+        self._free += 1
+        self._taken[tenant] -= 1
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+        self._let_in()
+
+    def _forget(self, tenant: str, coming: "asyncio.Future[None]") -> None:
+        queue = self._waiting.get(tenant)
+        if queue is not None and coming in queue:
+            queue.remove(coming)
+            if not queue:
+                del self._waiting[tenant]
