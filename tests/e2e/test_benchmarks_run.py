@@ -16,6 +16,7 @@ POLL_S = 0.1
 QUIET_S = 4.0
 # Module and words after it; the name of its file.
 SCRIPTS = {
+    "attacks": ("attacks",),
     "breakeven": ("breakeven",),
     "colocated": ("colocated",),
     "conversation": ("conversation",),
