@@ -397,6 +397,18 @@ def test_long_lists_are_refused_before_they_are_built() -> None:
         decode_body(b'{"prompt": [%s-%s]}' % (b" " * 100, one), CompletionRequest, 199_999)
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_texts_are_bounded_before_they_are_tokenized(serving: Serving, is_cut: bool) -> None:
+    """Together, and by less where only their ends count."""
+    cut = {"truncate_prompt_tokens": 9, "max_tokens": 1} if is_cut else {}
+    most = serving.text_limit(must_fit=not is_cut).max_chars
+    assert most == (262_144 if is_cut else 4_194_304)
+    with pytest.raises(InvalidRequestError, match=f"256 tokens.*{most + 1} characters"):
+        complete(serving, prompt="a" * (most + 1), **cut)
+    with pytest.raises(InvalidRequestError, match=f"{most + 2} characters together.*{most} are"):
+        complete(serving, prompt=["a" * (most // 2 + 1)] * 2, **cut)
+
+
 @pytest.mark.parametrize("named", [None, [], [1], [9999, 4, 4], [7] * 16])
 def test_cache_boundaries_travel_with_each_sequence(
     serving: Serving, named: list[int] | None

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from engine.api.chat_template import ChatTemplate
 from engine.api.choice_text import Detokenizer, StopMatcher
-from engine.api.tokenizer import TextTokenizer, Tokenizer, load_tokenizer
+from engine.api.tokenizer import PIECE_CHARS, TextLimit, TextTokenizer, Tokenizer, load_tokenizer
 from engine.errors import CheckpointError, InvalidRequestError, PromptTooLongError
 from tests.api_double import tiny_tokenizer, write_model_folder
 
@@ -198,11 +198,66 @@ def test_texts_that_cannot_fit_are_refused_before_any_work(tmp_path: Path) -> No
     tokenizer = TextTokenizer(core)
     longest = max(map(len, core.get_vocab()))
     assert tokenizer.chars_per_token == longest == len("<|im_start|>")
+    limit = TextLimit(10, 1_000_000, must_fit=True)
     for fits in ("<|im_start|>" * 10, "e\u0301" * 5 * longest, "x" * 10 * longest):
-        assert tokenizer.encode(fits, add_special_tokens=False, max_tokens=10)
-    for too_long in ("x" * (10 * longest + 1), "\u00e9" * (10 * longest + 1), "e\u0301" * 99_999):
-        with pytest.raises(PromptTooLongError, match="maximum context length is 10 tokens"):
-            tokenizer.encode(too_long, add_special_tokens=False, max_tokens=10)
+        assert tokenizer.encode(fits, add_special_tokens=False, limit=limit)
+    for too_long in ("x" * (10 * longest + 1), "\u00e9" * (40 * longest + 1), "e\u0301" * 99_999):
+        told = f"length is 10 tokens.*{len(too_long)} characters"
+        with pytest.raises(PromptTooLongError, match=told):
+            tokenizer.encode(too_long, add_special_tokens=False, limit=limit)
+
+
+class CountingTokenizer(TextTokenizer):
+    """Counts the characters that are tokenized."""
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        super().__init__(core)
+        self.num_chars = 0
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+        self.num_chars += len(text)
+        return super()._encoded(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize("text", ["a", "e\u0301\u0316", "\U0001f469\u200d", "漢", "\n x", "<|im_"])
+def test_of_a_text_with_far_too_many_tokens_only_the_beginning_is_tokenized(
+    tmp_path: Path, text: str
+) -> None:
+    core = core_of(tmp_path)
+    core.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    tokenizer = CountingTokenizer(core)
+    assert tokenizer.chars_per_token is None
+    long = text * (8 * PIECE_CHARS // len(text))
+    with pytest.raises(PromptTooLongError, match="the first 262144 of them are"):
+        tokenizer.encode(long, add_special_tokens=False, limit=TextLimit(1000, 10**7, True))
+    assert tokenizer.num_chars == PIECE_CHARS
+    with pytest.raises(PromptTooLongError, match="at most 9999 are taken"):
+        tokenizer.encode(long, add_special_tokens=False, limit=TextLimit(1000, 9999, False))
+    assert tokenizer.num_chars == PIECE_CHARS
+
+
+def test_a_long_text_of_few_tokens_fits(tmp_path: Path) -> None:
+    tokenizer = CountingTokenizer(core_of(tmp_path))
+    text = "<|im_start|>" * 30_000
+    limit = TextLimit(30_000, 10**6, must_fit=True)
+    assert len(tokenizer.encode(text, add_special_tokens=False, limit=limit)) == 30_000
+    assert tokenizer.num_chars == 2 * len(text)
+
+
+def test_accents_cost_no_more_than_their_number(tmp_path: Path) -> None:
+    """Python sorts a run of accents by insertion, with all other threads waiting."""
+    core = core_of(tmp_path)
+    core.normalizer = normalizers.NFC()
+    tokenizer = TextTokenizer(core)
+
+    def cost_of(num_accents: int) -> float:
+        text = "e" + "\u0301" * num_accents + "\u0316" * num_accents
+        limit = TextLimit(num_accents // 10, 10**7, must_fit=True)
+        began = time.thread_time()
+        assert tokenizer.encode(text, add_special_tokens=False, limit=limit)
+        return time.thread_time() - began
+
+    assert cost_of(20_000) < 20 * max(cost_of(2000), 0.005)
 
 
 def test_where_tokens_swallow_any_number_of_characters_no_text_is_too_long(tmp_path: Path) -> None:
@@ -217,7 +272,8 @@ def test_where_tokens_swallow_any_number_of_characters_no_text_is_too_long(tmp_p
     for core in (*swallowing, unknown):
         tokenizer = TextTokenizer(core)
         assert tokenizer.chars_per_token is None
-        ids = tokenizer.encode("a" + " " * 1000, add_special_tokens=False, max_tokens=5)
+        limit = TextLimit(5, 10_000, must_fit=True)
+        ids = tokenizer.encode("a" + " " * 1000, add_special_tokens=False, limit=limit)
         assert core is swallowing[3] or len(ids) <= 5
 
 
