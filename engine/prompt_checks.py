@@ -6,6 +6,8 @@ from engine.config import SchedulingPolicy
 from engine.errors import InvalidRequestError, PromptTooLongError
 from engine.types import MAX_BAD_WORD_TOKENS, MAX_PROMPT_LOGPROBS, BadWord
 
+MAX_PROMPT_LOGPROBS_IN_REPLY = 1_048_576  # of all sequences: 2 s of encoding, 56 MB
+
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
     """Raise InvalidRequestError that names the first id outside 0 .. vocab_size - 1."""
@@ -52,6 +54,17 @@ def check_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:
         raise InvalidRequestError(
             f"prompt_logprobs={num_top}: a prompt of {num_tokens} tokens has too many; ask for "
             f"fewer alternatives, or send at most {most} tokens",
+            param="prompt_logprobs",
+        )
+
+
+def check_all_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:
+    """Raise InvalidRequestError where those of all sequences would make too long a reply."""
+    most = MAX_PROMPT_LOGPROBS_IN_REPLY // ((num_top or 0) + 1)
+    if num_top is not None and num_tokens > most:
+        raise InvalidRequestError(
+            f"prompt_logprobs={num_top}: the prompts of all sequences are {num_tokens} tokens, at "
+            f"most {most} are told in one reply: ask for fewer alternatives, prompts or choices",
             param="prompt_logprobs",
         )
 

@@ -14,7 +14,7 @@ from msgspec.structs import force_setattr
 
 MAX_TOKENS_IN_REQUEST = 4_194_304
 MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 262_144  # of one request: tokens of its prompt times values of each
+MAX_PROMPT_LOGPROBS = 262_144  # of one prompt: its tokens times the values of each
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_TOKENS = 16_384  # of all of them together
 MAX_STOP_STRINGS = 16

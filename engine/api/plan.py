@@ -39,7 +39,7 @@ from engine.errors import (
     PromptTooLongError,
     UnknownModelError,
 )
-from engine.prompt_checks import check_prompt, check_prompt_logprobs
+from engine.prompt_checks import check_all_prompt_logprobs, check_prompt, check_prompt_logprobs
 from engine.types import GenerateRequest, KVTransferParams, RequestOrigin, TokenId
 
 COMPLETION_MAX_TOKENS = 16
@@ -426,6 +426,7 @@ def _plan(
         fields, serving, max_tokens, logprobs=logprobs, remote_decode=remote_decode
     )
     check_prompt_logprobs(longest, sampling.prompt_logprobs)
+    check_all_prompt_logprobs(n * sum(map(len, prompts)), sampling.prompt_logprobs)
     options = fields.stream_options or StreamOptions()
     # A fresh id: whatever the client calls its request stays a label.
     request_id = f"{'chatcmpl' if isinstance(fields, ChatRequest) else 'cmpl'}-{uuid.uuid4().hex}"

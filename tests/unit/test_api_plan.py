@@ -394,6 +394,19 @@ def test_long_lists_are_refused_before_they_are_built() -> None:
 
 
 ESCAPED = b"".join(b"\\u%04x" % letter for letter in b"type")
+
+
+def test_the_prompt_logprobs_of_a_reply_are_bounded_together(serving: Serving) -> None:
+    body = {"prompt": [[5] * 255] * 2, "n": 64, "max_tokens": 1}
+    assert len(complete(serving, **body, prompt_logprobs=20).requests) == 128
+    long = replace(serving, max_model_len=2049)
+    told = "are 262144 tokens, at most 49932"
+    with pytest.raises(InvalidRequestError, match=told):
+        complete(long, **{**body, "prompt": [[5] * 2048] * 2}, prompt_logprobs=20)
+    with pytest.raises(InvalidRequestError, match=told):
+        complete(long, **{**body, "prompt": [[5] * 2048] * 2}, logprobs=20, echo=True)
+
+
 OBJECTS = (
     b'{"type":"text","text":"{"}',
     b'{"%s":"text","text":""}' % ESCAPED,

@@ -3,9 +3,13 @@
 import json
 import random
 import re
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -160,6 +164,57 @@ def test_stop_does_not_depend_on_how_the_text_is_cut(
             assert (seen, fed.stop) == (shown, matched)
             return
     assert (seen + matcher.flush(), None) == (shown, matched)
+
+
+@hypothesis.given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
+    pieces=st.lists(st.tuples(st.text("abc", max_size=5), st.booleans()), max_size=12),
+)
+def test_stop_strings_are_found_as_by_definition(
+    stops: list[str], pieces: list[tuple[str, bool]]
+) -> None:
+    """The match that ends first, then the longest; held is what may become one."""
+    matcher = StopMatcher(stops)
+    text, shown = "", ""
+    for piece, armed in pieces:
+        ends = range(len(text) + 1, len(text) + len(piece) + 1)
+        text += piece
+        found = [(end, -len(it), it) for end in ends for it in stops if text[:end].endswith(it)]
+        fed = matcher.feed(piece, armed=armed)
+        shown += fed.text
+        if found and armed:
+            end, length, stop = min(found)
+            assert (shown, fed.stop) == (text[: end + length], stop)
+            return
+        sizes = (size for it in stops for size in range(len(it)) if text.endswith(it[:size]))
+        assert (shown, fed.stop) == (text[: len(text) - max(sizes)], None)
+    assert shown + matcher.flush() == text
+
+
+def num_lines(work: Callable[[], object]) -> int:
+    """Lines of Python that `work` runs, in all functions."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_stop_strings_that_nearly_match_everywhere_cost_the_same_at_any_length() -> None:
+    """One keeps much held, in which the others almost begin at each character."""
+    matcher = StopMatcher(["a" * 1023 + "b"] + [f"{'a' * size}b{'a' * 99}" for size in range(15)])
+    first = num_lines(lambda: matcher.feed("a" * 16))
+    matcher.feed("a" * 5000)
+    assert num_lines(lambda: matcher.feed("a" * 16)) < 2 * first
 
 
 def test_stop_can_be_shown_and_is_let_pass_while_not_armed() -> None:
