@@ -6,7 +6,7 @@ A failure while sampling for one request ends that request only.
 """
 
 import hashlib
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Set, ValuesView
 from math import isfinite, isnan
 
 import numpy as np
@@ -73,8 +73,8 @@ def _choose(row: Tensor, item: SamplingInput) -> int:
     params = item.params
     if bias := params.logit_bias:
         # All at once: one by one a thousand entries would take longer than the step.
-        values = torch.tensor(list(bias.values()), dtype=scores.dtype, device=scores.device)
-        scores[torch.tensor(list(bias), device=scores.device)] += values
+        tokens = torch.from_numpy(_ids(bias.keys())).to(scores.device)
+        scores[tokens] += torch.from_numpy(_floats(bias.values())).to(scores.device)
     _penalise(scores, item)
     if item.forbidden or item.allowed:
         scores[_blocked(item, scores.numel()).to(scores.device)] = -torch.inf
@@ -108,6 +108,10 @@ def _ids(token_ids: Set[TokenId]) -> NDArray[np.int64]:
     return np.fromiter(token_ids, np.int64, len(token_ids))
 
 
+def _floats(values: ValuesView[float]) -> NDArray[np.float64]:
+    return np.fromiter(values, np.float64, len(values))
+
+
 def _penalise(scores: Tensor, item: SamplingInput) -> None:
     """Applies OpenAI's two penalties to the output, the repetition penalty to all tokens."""
     params = item.params
@@ -119,8 +123,8 @@ def _penalise(scores: Tensor, item: SamplingInput) -> None:
         )
         scores[seen] = scaled
     if item.counts:
-        tokens = torch.tensor(list(item.counts), device=scores.device)
-        counts = torch.tensor(list(item.counts.values()), dtype=scores.dtype, device=scores.device)
+        tokens = torch.from_numpy(_ids(item.counts.keys())).to(scores.device)
+        counts = torch.from_numpy(_floats(item.counts.values())).to(scores.device)
         scores[tokens] -= params.frequency_penalty * counts + params.presence_penalty
 
 

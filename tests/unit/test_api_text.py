@@ -19,9 +19,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from engine.api.chat_template import ChatTemplate
 from engine.api.choice_text import Detokenizer, StopMatcher
+from engine.api.schema import MAX_MESSAGES
 from engine.api.tokenizer import PIECE_CHARS, TextLimit, TextTokenizer, Tokenizer, load_tokenizer
 from engine.errors import CheckpointError, InvalidRequestError, PromptTooLongError
-from tests.api_double import tiny_tokenizer, write_model_folder
+from tests.api_double import CHATML, tiny_tokenizer, write_model_folder
+
+TEMPLATE = Path(__file__).parents[2] / "deploy/demo/model/chat_template.jinja"
 
 NASTY = "plain € text 😀😀 \u00e9 e\u0301 \ufffd \ufffd\ufffd\ufffd\ufffd end 漢字"
 
@@ -422,6 +425,33 @@ def test_runaway_and_refusing_templates_end_in_an_error(source: str, reason: str
     template = ChatTemplate(source, max_chars=100_000, max_seconds=0.3)
     with pytest.raises(InvalidRequestError, match=f"chat template refused.*{reason}"):
         template.render([{"role": "user", "content": "x"}])
+
+
+LOOKS_BACK = (
+    "{%- set ns = namespace(last=0) %}{%- for message in messages[::-1] %}"
+    "{%- if message.role == 'user' %}{%- set ns.last = messages | length - 1 - loop.index0 %}"
+    "{%- endif %}{%- endfor %}{{ ns.last }}"
+)
+LOOKS_AHEAD = "{% for m in messages %}{% for n in messages[loop.index0:] %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [CHATML, LOOKS_BACK, TEMPLATE.read_text()])
+def test_templates_take_time_by_the_number_of_messages(source: str) -> None:
+    template = ChatTemplate(source)
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+
+    def cost_of(num_turns: int) -> int:
+        return num_lines(lambda: template.render(turns * (num_turns // 2), extra={"tools": None}))
+
+    assert cost_of(1000) < 20 * cost_of(100)
+
+
+def test_a_template_that_looks_ahead_at_each_message_is_stopped() -> None:
+    template = ChatTemplate(LOOKS_AHEAD, max_seconds=0.2)
+    turn = {"role": "user", "content": "a"}
+    assert template.render([turn] * 10) == ""
+    with pytest.raises(InvalidRequestError, match=r"more than 0.2 s: send fewer messages"):
+        template.render([turn] * MAX_MESSAGES)
 
 
 def test_json_in_templates_takes_the_options_of_transformers() -> None:
