@@ -27,6 +27,7 @@ from engine.grammars.compiler import GrammarCompiler
 from engine.grammars.matcher import Matcher
 from engine.kv_connector import AdmissionConnector, Admitted, FirstToken
 from engine.prompt_checks import (
+    check_bad_words,
     check_output,
     check_priority,
     check_prompt,
@@ -223,8 +224,7 @@ class AsyncEngine:
         check_token_ids(sampling.stop_token_ids, vocab_size, "stop_token_ids")
         check_token_ids(tuple(sampling.logit_bias), vocab_size, "logit_bias")
         check_token_ids(sampling.allowed_token_ids, vocab_size, "allowed_token_ids")
-        for word in sampling.bad_words:
-            check_token_ids(word.token_ids, vocab_size, "bad_words")
+        check_bad_words(sampling.bad_words, vocab_size)
         check_prompt_logprobs(len(request.prompt_token_ids), sampling.prompt_logprobs)
         check_priority(request.priority, self.core.scheduler.config.scheduling_policy)
 

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from engine.config import SchedulingPolicy
 from engine.errors import InvalidRequestError, PromptTooLongError
-from engine.types import MAX_PROMPT_LOGPROBS
+from engine.types import MAX_BAD_WORD_TOKENS, MAX_PROMPT_LOGPROBS, BadWord
+
+MAX_PROMPT_LOGPROBS_IN_REPLY = 1_048_576  # of all sequences: 2 s of encoding, 56 MB
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
@@ -54,6 +56,30 @@ def check_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:
             f"fewer alternatives, or send at most {most} tokens",
             param="prompt_logprobs",
         )
+
+
+def check_all_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:
+    """Raise InvalidRequestError where those of all sequences would make too long a reply."""
+    most = MAX_PROMPT_LOGPROBS_IN_REPLY // ((num_top or 0) + 1)
+    if num_top is not None and num_tokens > most:
+        raise InvalidRequestError(
+            f"prompt_logprobs={num_top}: the prompts of all sequences are {num_tokens} tokens, at "
+            f"most {most} are told in one reply: ask for fewer alternatives, prompts or choices",
+            param="prompt_logprobs",
+        )
+
+
+def check_bad_words(words: Sequence[BadWord], vocab_size: int) -> None:
+    """Raise InvalidRequestError for too many tokens in all words, or for wrong ones."""
+    num_tokens = sum(len(word.token_ids) for word in words)
+    if num_tokens > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequestError(
+            f"bad_words are {num_tokens} tokens, each as it is written at a start and after a "
+            f"space: at most {MAX_BAD_WORD_TOKENS} are taken together",
+            param="bad_words",
+        )
+    for word in words:
+        check_token_ids(word.token_ids, vocab_size, "bad_words")
 
 
 def check_priority(priority: int, policy: SchedulingPolicy) -> None:

@@ -5,10 +5,12 @@ Torch-free. The table `TRANSITIONS` lists every legal change of status.
 
 import time
 from collections import Counter
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
 
+from engine.bad_words import BadWordMatcher
 from engine.grammars.matcher import Matcher
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.tables import BlockTables
@@ -76,7 +78,8 @@ class Request:
     `prefix` gives the digests of its tokens. Since its last start the first `num_local_tokens` were
     here, and a load brings, or has brought, what is missing of the first `num_loading_tokens`; the
     rest of the prompt is computed. `is_counted`: the sources of its prompt are. Only the connector
-    reads `kv_transfer_params`. `matcher` follows the output if a grammar binds it.
+    reads `kv_transfer_params`. `matcher` follows the output if a grammar binds it, `bad_words` if
+    there are any.
     `prompt_logprobs`: those found so far, chunk by chunk, until the first token takes them along.
 
     It waited `queue_s` seconds from `submitted_at` (monotonic) until it first got blocks.
@@ -116,9 +119,13 @@ class Request:
     last_logprob: TokenLogprob | None = None
     token_counts: dict[TokenId, int] = field(default_factory=dict)
     matcher: Matcher | None = None
+    bad_words: BadWordMatcher | None = None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
     submitted_at: float = field(default_factory=time.monotonic)
     queue_s: float | None = None
+    _seen: set[TokenId] = field(default_factory=set)
+    _num_seen: int = 0
+    _allowed: bytes = b""
 
     @classmethod
     def from_generate(
@@ -150,6 +157,9 @@ class Request:
             cache_boundaries=origin.cache_boundaries,
             token_counts=Counter(output),
             matcher=matcher,
+            bad_words=BadWordMatcher(sampling.bad_words, num_prompt)
+            if sampling.bad_words
+            else None,
         )
 
     @property
@@ -223,17 +233,26 @@ class Request:
 
     def forbidden_tokens(self) -> frozenset[TokenId]:
         """Tokens that would end the output before `min_tokens`, or complete a bad word."""
-        output_start = self.num_prompt_tokens
-        # As in vLLM a word counts only where all of it is output.
-        bad = frozenset(
-            word.token_ids[-1]
-            for word in self.sampling.bad_words
-            if (first := self.num_tokens - len(word.token_ids) + 1) >= output_start
-            and tuple(self.token_ids[first:]) == word.token_ids[:-1]
-        )
+        bad = frozenset() if self.bad_words is None else self.bad_words.forbidden(self.token_ids)
         if self.num_output_tokens >= self.sampling.min_tokens:
             return bad
         return bad | self.eos_token_ids | frozenset(self.sampling.stop_token_ids)
+
+    def seen_tokens(self) -> Set[TokenId]:
+        """All tokens of prompt and output; the set grows with the request and is not to be kept."""
+        self._seen.update(self.token_ids[self._num_seen :])
+        self._num_seen = len(self.token_ids)
+        return self._seen
+
+    def allowed_tokens(self) -> bytes:
+        """A bit per token that may come next, least significant first; empty: all may."""
+        if self.sampling.allowed_token_ids and not self._allowed:
+            self._allowed = _mask(self.sampling.allowed_token_ids)
+        if self.matcher is None:
+            return self._allowed
+        allowed = self.matcher.mask
+        assert allowed is not None, "a request whose mask is missing is in no step"
+        return _both(allowed, self._allowed) if self._allowed else allowed
 
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:
         """The whole prompt's log-probabilities, which then belong to the caller."""
@@ -256,3 +275,15 @@ class Request:
             self.stop_token = token_id
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None
+
+
+def _mask(token_ids: Sequence[TokenId]) -> bytes:
+    bits = bytearray(max(token_ids) // 8 + 1)
+    for token in token_ids:
+        bits[token >> 3] |= 1 << (token & 7)
+    return bytes(bits)
+
+
+def _both(some: bytes, others: bytes) -> bytes:
+    bits = int.from_bytes(some, "little") & int.from_bytes(others, "little")
+    return bits.to_bytes(len(some), "little")

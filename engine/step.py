@@ -3,7 +3,7 @@
 They hold ids and numbers only, so they can cross to a worker process (tensor parallelism).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -29,14 +29,15 @@ class SamplingInput(msgspec.Struct, frozen=True):
     """The input for choosing one token.
 
     `position`: number of tokens before it; it seeds the draw. `forbidden` tokens are never chosen.
-    `allowed`: with a grammar, a bit per token that may come next, least significant first.
-    `seen` (prompt and output) and `counts` (output, by token) are given when a penalty needs them.
+    `allowed`: with a grammar or `allowed_token_ids`, a bit per token that may come next, least
+    significant first; tokens beyond the last bit may not. `seen` (prompt and output) and `counts`
+    (output, by token) are given when a penalty needs them, as the scheduler's own sets.
     """
 
     params: SamplingParams
     position: int
     forbidden: frozenset[TokenId] = NO_TOKENS
-    seen: frozenset[TokenId] = NO_TOKENS
+    seen: Set[TokenId] = NO_TOKENS
     counts: Mapping[TokenId, int] = NO_COUNTS
     allowed: bytes = b""
 

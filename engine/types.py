@@ -14,9 +14,9 @@ from msgspec.structs import force_setattr
 
 MAX_TOKENS_IN_REQUEST = 4_194_304
 MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 262_144  # of one request: tokens of its prompt times values of each
+MAX_PROMPT_LOGPROBS = 262_144  # of one prompt: its tokens times the values of each
 MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 1024  # of one of them
+MAX_BAD_WORD_TOKENS = 16_384  # of all of them together
 MAX_STOP_STRINGS = 16
 MAX_TOKEN_ID = 2**32 - 1
 MAX_GRAMMAR_CHARS = 262_144
@@ -54,7 +54,7 @@ class FinishReason(StrEnum):
 class BadWord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Tokens whose last one may not follow the others."""
 
-    token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=MAX_BAD_WORD_TOKENS)]
+    token_ids: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=1024)]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

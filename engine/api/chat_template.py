@@ -79,6 +79,7 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
     deadline: float = 0.0
     max_chars: int = MAX_RENDERED_CHARS
+    max_seconds: float = MAX_RENDER_S
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -88,7 +89,8 @@ class _BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def check_time(self) -> None:
         if time.monotonic() > self.deadline:
-            raise _LimitError("it runs too long")
+            seconds = f"{self.max_seconds:g} s"
+            raise _LimitError(f"it runs too long, more than {seconds}: send fewer messages")
 
     def check_size(self, size: int) -> None:
         if size > self.max_chars:
@@ -176,14 +178,13 @@ class ChatTemplate:
         self._environment = environment = _BoundedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
         )
-        environment.max_chars = max_chars
+        environment.max_chars, environment.max_seconds = max_chars, max_seconds
         del environment.globals["lipsum"]  # generates text of any length
         for name in _WIDE_FILTERS:
             del environment.filters[name]
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-        self._max_seconds = max_seconds
         self._special_tokens = dict(special_tokens or {})
         try:
             self._code = environment.compile(source)
@@ -267,7 +268,7 @@ class ChatTemplate:
     def _write(self, names: Mapping[str, Any]) -> str:
         # Each rendering has a deadline of its own: an overlay shares all but its attributes.
         bounded = self._environment.overlay()
-        bounded.deadline = time.monotonic() + self._max_seconds
+        bounded.deadline = time.monotonic() + bounded.max_seconds
         template = jinja2.Template.from_code(bounded, self._code, bounded.make_globals(None))
         parts: list[str] = []
         written = 0

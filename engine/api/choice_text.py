@@ -1,7 +1,7 @@
 """Tokens of one choice to text, step by step: detokenized, cut at a stop string, without calls."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -132,10 +132,10 @@ class StopMatcher:
     `include` the stop string itself is shown.
     """
 
-    __slots__ = ("_held", "_include", "_stops")
+    __slots__ = ("_followers", "_held", "_include")
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
-        self._stops = tuple(stops)
+        self._followers = [_StopFollower(stop) for stop in stops]
         self._include = include
         self._held = ""
 
@@ -144,17 +144,15 @@ class StopMatcher:
 
         The matcher must not be fed after a match.
         """
-        seen, text = len(self._held), self._held + text
-        if armed:
-            # The held part was searched before: a new match ends after it.
-            starts = ((text.find(it, max(0, seen - len(it) + 1)), it) for it in self._stops)
-            ends = [(at + len(it), -len(it), it) for at, it in starts if at >= 0]
-            if ends:
-                end, length, stop = min(ends)
-                self._held = ""
-                return Matched(text[: end if self._include else end + length], stop)
+        begin, text = len(self._held), self._held + text
+        found = ((it.feed(text, begin, armed=armed), it.stop) for it in self._followers)
+        ends = [(end, -len(stop), stop) for end, stop in found if end is not None]
+        if ends:
+            end, length, stop = min(ends)
+            self._held = ""
+            return Matched(text[: end if self._include else end + length], stop)
         # text:  0 .. visible: no stop string can begin here | visible .. end: held
-        visible = min((self._possible_start(text, stop) for stop in self._stops), default=len(text))
+        visible = len(text) - max((it.num_matched for it in self._followers), default=0)
         self._held = text[visible:]
         return Matched(text[:visible], None)
 
@@ -163,13 +161,48 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _possible_start(text: str, stop: str) -> int:
-        """The start of the longest end of `text` that begins `stop`, else the text's length."""
-        at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-        while at >= 0 and not stop.startswith(text[at:]):
-            at = text.find(stop[0], at + 1)
-        return at if at >= 0 else len(text)
+
+@lru_cache(maxsize=256)
+def _borders(stop: str) -> tuple[int, ...]:
+    """By length - 1 of a beginning of `stop`: of the longest shorter one with which that ends."""
+    borders, length = [0], 0
+    for char in stop[1:]:
+        while length and stop[length] != char:
+            length = borders[length - 1]
+        length += stop[length] == char
+        borders.append(length)
+    return tuple(borders)
+
+
+class _StopFollower:
+    """One stop string, searched as by Knuth, Morris and Pratt: no character is looked at again.
+
+    `num_matched`: characters at the end of the text so far that begin it.
+    """
+
+    __slots__ = ("_borders", "num_matched", "stop")
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.num_matched = 0
+        self._borders = _borders(stop)
+
+    def feed(self, text: str, begin: int, *, armed: bool) -> int | None:
+        """Go on with `text` from `begin` on; where the first match ends, if `armed`."""
+        stop, matched, at = self.stop, self.num_matched, begin
+        while at < len(text):
+            if not matched and (at := text.find(stop[0], at)) < 0:
+                break
+            while matched and stop[matched] != text[at]:
+                matched = self._borders[matched - 1]
+            matched += stop[matched] == text[at]
+            at += 1
+            if matched == len(stop):
+                matched = self._borders[-1]
+                if armed:
+                    return at
+        self.num_matched = matched
+        return None
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):

@@ -25,6 +25,8 @@ from engine.generator import Generator
 from engine.http.callers import caller_of, origin_of
 from engine.http.request_bodies import RequestBodies, run_while_connected
 
+LONG_REPLY: Final = 4096  # tokens, or values of log-probabilities: 10 ms
+
 _STREAM_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -111,8 +113,9 @@ class GenerateEndpoint:
             reply = self._format.reply(plan, list(map(joined, choices)), counter)
             return msgspec.json.encode(reply)
 
-        # Log-probabilities of long prompts would keep all other requests waiting.
-        is_long = any(deltas[0].prompt_logprobs for deltas in choices)
+        # Log-probabilities of prompts and of long answers would keep all other requests waiting.
+        num_values = sum(map(len, choices)) * (1 + (plan.requests[0].sampling.logprobs or 0))
+        is_long = num_values > LONG_REPLY or any(it[0].prompt_logprobs for it in choices)
         content = await asyncio.to_thread(encode) if is_long else encode()
         return Response(content, media_type="application/json")
 

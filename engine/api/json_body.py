@@ -6,12 +6,12 @@ a large body the sizes of its members are checked before anything is built.
 
 import re
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec import Raw
 
-from engine.api.schema import MAX_MESSAGES
 from engine.api.unknown_keys import lenient, warnings
 from engine.errors import InvalidRequestError, KVTransferParamsError, PromptTooLongError
 from engine.struct_types import learned
@@ -21,7 +21,7 @@ MAX_ITEMS = 1_048_576
 MAX_TEMPLATE_BYTES = 1_048_576  # of each member that only chat templates read
 MAX_OTHER_BYTES = 262_144
 MAX_COLONS = 4096
-MAX_PARTS = 4 * MAX_MESSAGES  # of all messages of a request
+MAX_OBJECTS = 131_072  # in all messages of a request: turns, parts, calls, their arguments
 FLAGS_OF_TRANSFERS: Final = ("do_remote_decode", "do_remote_prefill")
 """Proxies send null in them where they mean false."""
 
@@ -30,6 +30,9 @@ _Body = TypeVar("_Body", bound=msgspec.Struct)
 _FIELD = re.compile(
     r"^Object (?P<what>contains unknown|missing required) field `(?P<name>.*?)`", re.S
 )
+# No string holds a bare quote, so only one that ends with a brace looks like an object, and no
+# spelling of a key hides one.
+_OBJECT = re.compile(rb'\{[ \t\r\n]*"')
 _PATH = re.compile(r"^(?P<text>.*) - at `\$(?P<path>.*)`$", re.S)
 
 
@@ -148,28 +151,17 @@ def _check_sizes(body: bytes, max_model_len: int) -> None:
         )
     for name in ("prompt", "tokens"):
         _check_num_items(large[name], name, max_model_len)
-    # Every message has the first key, and every part, call or other item the second; no string can
-    # hold them with bare quotes.
-    for key, what, names, most in _COUNTED:
-        _check_num_keys({name: large[name] for name in names}, key, what, most=most)
+    for name in ("messages", "input", "system"):
+        if next(islice(_OBJECT.finditer(large[name]), MAX_OBJECTS, None), None) is not None:
+            raise InvalidRequestError(
+                f"{name}: more than {MAX_OBJECTS} objects (turns, parts, calls, arguments): send "
+                "fewer",
+                param=name,
+            )
     for name in ("chat_template_kwargs", "tools"):
         if (size := len(large[name])) > MAX_TEMPLATE_BYTES:
             raise InvalidRequestError(
                 f"{name} take {size} bytes: send at most {MAX_TEMPLATE_BYTES}", param=name
-            )
-
-
-_COUNTED: Final = (
-    ('"role"', "turns", ("messages", "input"), MAX_MESSAGES),
-    ('"type"', "parts", ("messages", "input", "system"), MAX_PARTS),
-)
-
-
-def _check_num_keys(members: Mapping[str, bytes], key: str, what: str, *, most: int) -> None:
-    for name, text in members.items():
-        if (count := text.count(key.encode())) > most:
-            raise InvalidRequestError(
-                f"{name}: {count} {what}, at most {most} are taken", param=name
             )
 
 

@@ -155,9 +155,8 @@ class Operations:
         tokenizer = self._serving.tokenizer
         if fields.prompt is not None and fields.messages is None:
             special = fields.add_special_tokens is not False
-            return tokenizer.encode(
-                fields.prompt, add_special_tokens=special, max_tokens=self._serving.max_model_len
-            )
+            limit = self._serving.text_limit(must_fit=True)
+            return tokenizer.encode(fields.prompt, add_special_tokens=special, limit=limit)
         if fields.messages is None or fields.prompt is not None:
             raise InvalidRequestError("send either prompt or messages", param="prompt")
         return encode_chat(fields, fields.messages, self._serving, tools=fields.tools or ())

@@ -33,8 +33,13 @@ from engine.api.tool_calls.reader import ToolCallRules
 from engine.api.tool_calls.registry import SYNTAXES
 from engine.api.tool_calls.syntax import ToolCallSyntax
 from engine.api.tool_schema import Tool, check_arguments, offer
-from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
-from engine.prompt_checks import check_prompt, check_prompt_logprobs
+from engine.errors import (
+    InvalidRequestError,
+    KVTransferParamsError,
+    PromptTooLongError,
+    UnknownModelError,
+)
+from engine.prompt_checks import check_all_prompt_logprobs, check_prompt, check_prompt_logprobs
 from engine.types import GenerateRequest, KVTransferParams, RequestOrigin, TokenId
 
 COMPLETION_MAX_TOKENS = 16
@@ -266,7 +271,7 @@ def encode_chat(
         add_generation_prompt=fields.add_generation_prompt is not False and not goes_on,
         continue_final_message=goes_on,
         extra=extra,
-        max_tokens=None if is_cut else serving.max_model_len,
+        limit=serving.text_limit(must_fit=not is_cut),
     )
 
 
@@ -330,13 +335,23 @@ def check_model(name: str | None, serving: Serving) -> None:
 
 
 def _completion_prompts(fields: CompletionRequest, serving: Serving) -> list[TokenIds]:
-    is_cut = fields.truncate_prompt_tokens is not None
+    limit = serving.text_limit(must_fit=fields.truncate_prompt_tokens is None)
     encode = partial(
         serving.tokenizer.encode,
         add_special_tokens=fields.add_special_tokens is not False,
-        max_tokens=None if is_cut else serving.max_model_len,
+        limit=limit,
     )
     prompts = _split_prompts(fields.prompt)
+    num_chars = sum(len(it) for it in prompts if isinstance(it, str))
+    # A single one is refused by the tokenizer, which knows whether it can fit.
+    if len(prompts) > 1 and num_chars > limit.max_chars:
+        raise PromptTooLongError(
+            f"This model's maximum context length is {serving.max_model_len} tokens. However, your "
+            f"{len(prompts)} prompts have {num_chars} characters together: at most "
+            f"{limit.max_chars} are taken. Send fewer at once.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
     return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
@@ -411,6 +426,7 @@ def _plan(
         fields, serving, max_tokens, logprobs=logprobs, remote_decode=remote_decode
     )
     check_prompt_logprobs(longest, sampling.prompt_logprobs)
+    check_all_prompt_logprobs(n * sum(map(len, prompts)), sampling.prompt_logprobs)
     options = fields.stream_options or StreamOptions()
     # A fresh id: whatever the client calls its request stays a label.
     request_id = f"{'chatcmpl' if isinstance(fields, ChatRequest) else 'cmpl'}-{uuid.uuid4().hex}"

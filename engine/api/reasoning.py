@@ -115,12 +115,13 @@ class ThoughtReader:
     that never end are thoughts to the end.
     """
 
-    __slots__ = ("_held", "_is_new", "_num_feeds", "_syntax", "phase")
+    __slots__ = ("_held", "_is_new", "_num_feeds", "_space", "_syntax", "phase")
 
     def __init__(self, thoughts: Thoughts) -> None:
         self._syntax = thoughts.syntax
         self.phase = thoughts.begins
         self._held = ""  # may begin a mark
+        self._space: list[str] = []  # before a mark that may open the thoughts
         self._num_feeds = 0  # line feeds at the end of the thoughts so far: perhaps their last
         self._is_new = self.phase is Phase.THINKING  # the line feeds that come next are left out
 
@@ -142,20 +143,23 @@ class ThoughtReader:
         held, self._held = self._held, ""
         if self.phase is Phase.THINKING:
             return Split(self._shown(held), "")
-        return Split("", held)
+        return Split("", "".join(self._space) + held)
 
     def _opened(self, text: str) -> str:
         """Text after the opening mark; the text itself where there is none, else nothing yet."""
         start = text.lstrip()
         mark = next((mark for mark in self._syntax.starts if start.startswith(mark)), None)
         if mark is not None:
-            self.phase, self._is_new = Phase.THINKING, True
+            self.phase, self._is_new, self._space = Phase.THINKING, True, []
             return start[len(mark) :]
+        # Kept apart: an output may be nothing but white space.
+        self._space.append(text[: len(text) - len(start)])
         if any(mark.startswith(start) for mark in self._syntax.starts):
-            self._held = text
+            self._held = start
             return ""
         self.phase = Phase.OVER
-        return text
+        space, self._space = self._space, []
+        return "".join(space) + start
 
     def _thought(self, text: str) -> Split:
         found = [(at, mark) for mark in self._syntax.ends if (at := text.find(mark)) >= 0]

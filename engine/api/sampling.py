@@ -13,7 +13,7 @@ from engine.api.schema import CompletionRequest, SamplingFields
 from engine.api.serving import Serving
 from engine.api.structured_output import grammar_of
 from engine.errors import InvalidRequestError
-from engine.prompt_checks import check_token_ids
+from engine.prompt_checks import check_bad_words, check_token_ids
 from engine.types import BadWord, SamplingParams
 
 log = structlog.get_logger()
@@ -88,7 +88,9 @@ def _bad_words(words: Sequence[str], serving: Serving) -> tuple[BadWord, ...]:
     texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}")]
     # A dictionary: each once, in an order that all nodes share.
     found = dict.fromkeys(map(encode, texts))
-    return tuple(BadWord(token_ids) for token_ids in found if token_ids)
+    bad = tuple(BadWord(token_ids) for token_ids in found if token_ids)
+    check_bad_words(bad, serving.vocab_size)
+    return bad
 
 
 def check_best_of(fields: CompletionRequest) -> None:

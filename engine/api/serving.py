@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.api.reasoning import ThoughtSyntax
-from engine.api.tokenizer import MAX_COMPOSED, Tokenizer
+from engine.api.tokenizer import MAX_COMPOSED, TextLimit, Tokenizer
 from engine.api.tool_calls.syntax import ToolCallSyntax
 from engine.distribution import VERSION
 from engine.errors import CheckpointError
@@ -17,6 +17,10 @@ from engine.types import SamplingParams
 
 MAX_BODY_BYTES = 16_777_216  # four million tokens of four bytes
 OTHER_BYTES = 1_048_576
+# Tokenizing takes a microsecond per character, two of the worst texts.
+MAX_TEXT_CHARS = 4_194_304  # of all texts of a request
+MAX_CUT_CHARS = 262_144  # of those that are cut or only counted
+MAX_CHARS_PER_TOKEN = 8  # of the context, where these are more
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +63,12 @@ class Serving:
     @property
     def model_name(self) -> str:
         return self.served_model_names[0]
+
+    def text_limit(self, *, must_fit: bool) -> TextLimit:
+        """How long a prompt's text may be; one that is cut or only counted need not fit."""
+        least = MAX_TEXT_CHARS if must_fit else MAX_CUT_CHARS
+        most = max(least, MAX_CHARS_PER_TOKEN * self.max_model_len)
+        return TextLimit(self.max_model_len, most, must_fit)
 
 
 def max_body_bytes(serving: Serving, *, num_prompts: int) -> int:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +23,18 @@ LONG_IDS = 1024  # decoded without Python's global lock, which costs some time t
 # A composed character has at most four code points: omega with breathing, accent and iota.
 MAX_COMPOSED = 4
 
+PIECE_CHARS = 262_144  # tokenized at once of a text that may not fit
+ORDINARY_CHARS = 4  # per token of a context: longer texts are looked at in pieces first
+
 _KEEPS_ALL = ("NFC", "NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits")
+
+
+class TextLimit(NamedTuple):
+    """How long a text may be: in characters, and in tokens if it `must_fit` a context of them."""
+
+    context: int
+    max_chars: int
+    must_fit: bool
 
 
 class AddedToken(NamedTuple):
@@ -65,12 +75,12 @@ class Tokenizer:
         return {}
 
     def encode(
-        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+        self, text: str, *, add_special_tokens: bool, limit: TextLimit | None = None
     ) -> tuple[int, ...]:
         """Token ids of a text; raises InvalidRequestError when the model folder cannot tell.
 
-        Raises PromptTooLongError, before any work, for a text that cannot be `max_tokens` tokens or
-        fewer; a text that passes may still turn out to have more of them.
+        Raises PromptTooLongError for a text beyond `limit`, before much of it is tokenized; a text
+        that passes may still turn out to have more tokens.
         """
         raise _no_tokenizer("a text prompt")
 
@@ -81,7 +91,7 @@ class Tokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         extra: Mapping[str, Any],
-        max_tokens: int | None = None,
+        limit: TextLimit | None = None,
     ) -> tuple[int, ...]:
         """Token ids of a conversation; raises InvalidRequestError without a chat template.
 
@@ -163,31 +173,43 @@ class TextTokenizer(Tokenizer):
         return self._named
 
     def encode(
-        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+        self, text: str, *, add_special_tokens: bool, limit: TextLimit | None = None
     ) -> tuple[int, ...]:
-        if max_tokens is not None and self.chars_per_token is not None:
-            # vLLM's rule: no text is tokenized that cannot fit, however well it would be cut.
-            max_chars = max_tokens * self.chars_per_token
-            if self._exceeds(text, max_chars):
-                raise PromptTooLongError(
-                    f"This model's maximum context length is {max_tokens} tokens, which are at "
-                    f"most {max_chars} characters. However, your prompt has {len(text)} "
-                    "characters. Please reduce its length.",
-                    param="prompt",
-                    code="context_length_exceeded",
-                )
-        # A batch of one lets go of Python's global lock; `encode` holds it all the while.
-        found = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return tuple(found[0].ids)
+        if limit is not None:
+            self._check_length(text, limit)
+        return tuple(self._encoded(text, add_special_tokens=add_special_tokens).ids)
 
-    def _exceeds(self, text: str, max_chars: int) -> bool:
-        """True if `text` is longer, also with its accents composed as the tokenizer does."""
-        if len(text) <= max_chars:
-            return False
-        # Normalizing takes time, so only a text that could still fit is normalized.
-        if not self._composes or text.isascii() or len(text) > MAX_COMPOSED * max_chars:
-            return True
-        return len(unicodedata.normalize("NFC", text)) > max_chars
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+        # A batch of one lets go of Python's global lock; `encode` holds it all the while.
+        return self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    def _check_length(self, text: str, limit: TextLimit) -> None:
+        """Raise PromptTooLongError for a text that is known to be too long."""
+        most = limit.max_chars
+        if limit.must_fit and self.chars_per_token is not None:
+            # vLLM's rule: no text is tokenized that cannot fit, however well it would be cut.
+            # Accents may be composed first. How many are is not looked up: Python takes the square
+            # of a run of them to tell, and keeps all other threads waiting.
+            is_composed = self._composes and not text.isascii()
+            per_token = self.chars_per_token * (MAX_COMPOSED if is_composed else 1)
+            most = min(most, limit.context * per_token)
+        if len(text) > most:
+            raise _too_long(limit, len(text), f"at most {most} are taken")
+        if limit.must_fit and len(text) > max(PIECE_CHARS, ORDINARY_CHARS * limit.context):
+            self._check_pieces(text, limit)
+
+    def _check_pieces(self, text: str, limit: TextLimit) -> None:
+        """Raise PromptTooLongError as soon as the first pieces of a text have far too many tokens.
+
+        A cut may add tokens at its border, so only twice the context is too many for certain.
+        """
+        count = 0
+        for at in range(0, len(text), PIECE_CHARS):
+            piece = text[at : at + PIECE_CHARS]
+            count += len(self._encoded(piece, add_special_tokens=False))
+            if count > 2 * limit.context:
+                told = f"the first {at + len(piece)} of them are {count} tokens"
+                raise _too_long(limit, len(text), told)
 
     def encode_chat(
         self,
@@ -196,7 +218,7 @@ class TextTokenizer(Tokenizer):
         add_generation_prompt: bool,
         continue_final_message: bool = False,
         extra: Mapping[str, Any],
-        max_tokens: int | None = None,
+        limit: TextLimit | None = None,
     ) -> tuple[int, ...]:
         template = self._with_tools if extra.get("tools") else self._template
         if template is None:
@@ -211,7 +233,7 @@ class TextTokenizer(Tokenizer):
             text = template.render(
                 messages, add_generation_prompt=add_generation_prompt, extra=extra
             )
-        return self.encode(text, add_special_tokens=False, max_tokens=max_tokens)
+        return self.encode(text, add_special_tokens=False, limit=limit)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         if len(token_ids) < LONG_IDS:
@@ -270,6 +292,15 @@ def load_tokenizer(
     sources = given or template_sources(folder, config)
     return TextTokenizer(
         core, compile_templates(sources, named, content_format), named, config=config
+    )
+
+
+def _too_long(limit: TextLimit, num_chars: int, told: str) -> PromptTooLongError:
+    return PromptTooLongError(
+        f"This model's maximum context length is {limit.context} tokens. However, your prompt has "
+        f"{num_chars} characters: {told}. Please reduce its length.",
+        param="prompt",
+        code="context_length_exceeded",
     )
 
 

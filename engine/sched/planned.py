@@ -61,15 +61,7 @@ def _sampling_input(request: Request) -> SamplingInput:
         params,
         len(tokens),
         request.forbidden_tokens() if params.min_tokens or params.bad_words else NO_TOKENS,
-        frozenset(tokens) if params.repetition_penalty != 1.0 else NO_TOKENS,
+        request.seen_tokens() if params.repetition_penalty != 1.0 else NO_TOKENS,
         request.token_counts if counted else NO_COUNTS,
-        _mask(request),
+        request.allowed_tokens(),
     )
-
-
-def _mask(request: Request) -> bytes:
-    if request.matcher is None:
-        return b""
-    mask = request.matcher.mask
-    assert mask is not None, "a request whose mask is missing is in no step"
-    return mask

@@ -168,6 +168,8 @@ async def test_tokens_are_counted_as_in_the_prompt(serving: Serving, long: bool)
         counted = await client.messages.count_tokens(**asked)
         if not long:
             await client.messages.create(**asked, max_tokens=1)
+        with pytest.raises(anthropic.BadRequestError, match="at most 262144 are taken"):
+            await client.messages.count_tokens(**{**asked, "system": "x" * 262_145})
     if long:
         assert counted.input_tokens > serving.max_model_len
     else:

@@ -1,5 +1,6 @@
 """From a JSON body to GenerateRequests: what is accepted, what is refused and how it is named."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api.json_body import decode_body, decode_kv_transfer_params
+from engine.api.json_body import MAX_OBJECTS, decode_body, decode_kv_transfer_params
+from engine.api.messages.request import MessagesRequest
 from engine.api.plan import Plan, plan_chat, plan_completion
+from engine.api.responses.request import ResponsesRequest
 from engine.api.schema import ChatRequest, CompletionRequest
 from engine.api.serving import SamplingDefaults, Serving
 from engine.api.tokenizer import Tokenizer
@@ -382,19 +385,61 @@ def test_long_lists_are_refused_before_they_are_built() -> None:
     turns = b'{"messages":[%s]}'
     most = turns % b",".join([turn] * 16_384)
     assert len(decode_body(most, ChatRequest, 1).messages) == 16_384
-    with pytest.raises(InvalidRequestError, match="16385 turns"):
+    with pytest.raises(InvalidRequestError, match="length <= 16384"):
         decode_body(turns % b",".join([turn] * 16_385), ChatRequest, 1)
-    part = b'{"type":"text","text":""}'
-    parts = b'[{"role":"user","content":[%s]}]' % b",".join([part] * 65_537)
-    for key in (b"messages", b"input"):
-        with pytest.raises(InvalidRequestError, match="65537 parts"):
-            decode_body(b'{"%s":%s}' % (key, parts), ChatRequest, 1)
-    with pytest.raises(InvalidRequestError, match="system: 65537 parts"):
-        decode_body(b'{"system":[%s]}' % b",".join([part] * 65_537), ChatRequest, 1)
     with pytest.raises(
         InvalidRequestError, match=r"^This model's maximum context length is 199999 tokens"
     ):
         decode_body(b'{"prompt": [%s-%s]}' % (b" " * 100, one), CompletionRequest, 199_999)
+
+
+ESCAPED = b"".join(b"\\u%04x" % letter for letter in b"type")
+
+
+def test_the_prompt_logprobs_of_a_reply_are_bounded_together(serving: Serving) -> None:
+    body = {"prompt": [[5] * 255] * 2, "n": 64, "max_tokens": 1}
+    assert len(complete(serving, **body, prompt_logprobs=20).requests) == 128
+    long = replace(serving, max_model_len=2049)
+    told = "are 262144 tokens, at most 49932"
+    with pytest.raises(InvalidRequestError, match=told):
+        complete(long, **{**body, "prompt": [[5] * 2048] * 2}, prompt_logprobs=20)
+    with pytest.raises(InvalidRequestError, match=told):
+        complete(long, **{**body, "prompt": [[5] * 2048] * 2}, logprobs=20, echo=True)
+
+
+OBJECTS = (
+    b'{"type":"text","text":"{"}',
+    b'{"%s":"text","text":""}' % ESCAPED,
+    b'{ \n"text":""}',
+    b'{"function":{"name":"f"}}',
+)
+
+
+@pytest.mark.parametrize("one", OBJECTS, ids=repr)
+def test_objects_are_counted_before_they_are_built_however_they_are_spelt(one: bytes) -> None:
+    """Those in texts do not count, but for a brace at the very end of one."""
+    key = b"tool_calls" if b"function" in one else b"content"
+    for name, kind in (("messages", ChatRequest), ("input", ResponsesRequest)):
+        many = b",".join([one] * (MAX_OBJECTS + 1))
+        body = b'{"%s":[{"role":"assistant","%s":[%s]}]}' % (name.encode(), key, many)
+        with pytest.raises(InvalidRequestError, match=f"{name}: more than {MAX_OBJECTS} objects"):
+            decode_body(body, kind, 1)
+    with pytest.raises(InvalidRequestError, match=f"system: more than {MAX_OBJECTS} objects"):
+        decode_body(b'{"system":[%s]}' % many, MessagesRequest, 1)
+    code = json.dumps('{ "a": {"b": 1} } ' * MAX_OBJECTS).encode()
+    assert decode_body(b'{"messages":[{"role":"user","content":%s}]}' % code, ChatRequest, 1)
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_texts_are_bounded_before_they_are_tokenized(serving: Serving, is_cut: bool) -> None:
+    """Together, and by less where only their ends count."""
+    cut = {"truncate_prompt_tokens": 9, "max_tokens": 1} if is_cut else {}
+    most = serving.text_limit(must_fit=not is_cut).max_chars
+    assert most == (262_144 if is_cut else 4_194_304)
+    with pytest.raises(InvalidRequestError, match=f"256 tokens.*{most + 1} characters"):
+        complete(serving, prompt="a" * (most + 1), **cut)
+    with pytest.raises(InvalidRequestError, match=f"{most + 2} characters together.*{most} are"):
+        complete(serving, prompt=["a" * (most // 2 + 1)] * 2, **cut)
 
 
 @pytest.mark.parametrize("named", [None, [], [1], [9999, 4, 4], [7] * 16])

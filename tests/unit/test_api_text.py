@@ -3,9 +3,13 @@
 import json
 import random
 import re
+import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -15,9 +19,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from engine.api.chat_template import ChatTemplate
 from engine.api.choice_text import Detokenizer, StopMatcher
-from engine.api.tokenizer import TextTokenizer, Tokenizer, load_tokenizer
+from engine.api.schema import MAX_MESSAGES
+from engine.api.tokenizer import PIECE_CHARS, TextLimit, TextTokenizer, Tokenizer, load_tokenizer
 from engine.errors import CheckpointError, InvalidRequestError, PromptTooLongError
-from tests.api_double import tiny_tokenizer, write_model_folder
+from tests.api_double import CHATML, tiny_tokenizer, write_model_folder
+
+TEMPLATE = Path(__file__).parents[2] / "deploy/demo/model/chat_template.jinja"
 
 NASTY = "plain € text 😀😀 \u00e9 e\u0301 \ufffd \ufffd\ufffd\ufffd\ufffd end 漢字"
 
@@ -162,6 +169,57 @@ def test_stop_does_not_depend_on_how_the_text_is_cut(
     assert (seen + matcher.flush(), None) == (shown, matched)
 
 
+@hypothesis.given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=3),
+    pieces=st.lists(st.tuples(st.text("abc", max_size=5), st.booleans()), max_size=12),
+)
+def test_stop_strings_are_found_as_by_definition(
+    stops: list[str], pieces: list[tuple[str, bool]]
+) -> None:
+    """The match that ends first, then the longest; held is what may become one."""
+    matcher = StopMatcher(stops)
+    text, shown = "", ""
+    for piece, armed in pieces:
+        ends = range(len(text) + 1, len(text) + len(piece) + 1)
+        text += piece
+        found = [(end, -len(it), it) for end in ends for it in stops if text[:end].endswith(it)]
+        fed = matcher.feed(piece, armed=armed)
+        shown += fed.text
+        if found and armed:
+            end, length, stop = min(found)
+            assert (shown, fed.stop) == (text[: end + length], stop)
+            return
+        sizes = (size for it in stops for size in range(len(it)) if text.endswith(it[:size]))
+        assert (shown, fed.stop) == (text[: len(text) - max(sizes)], None)
+    assert shown + matcher.flush() == text
+
+
+def num_lines(work: Callable[[], object]) -> int:
+    """Lines of Python that `work` runs, in all functions."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_stop_strings_that_nearly_match_everywhere_cost_the_same_at_any_length() -> None:
+    """One keeps much held, in which the others almost begin at each character."""
+    matcher = StopMatcher(["a" * 1023 + "b"] + [f"{'a' * size}b{'a' * 99}" for size in range(15)])
+    first = num_lines(lambda: matcher.feed("a" * 16))
+    matcher.feed("a" * 5000)
+    assert num_lines(lambda: matcher.feed("a" * 16)) < 2 * first
+
+
 def test_stop_can_be_shown_and_is_let_pass_while_not_armed() -> None:
     matcher = StopMatcher(["ab"], include=True)
     assert matcher.feed("ab a", armed=False) == ("ab ", None)
@@ -198,11 +256,66 @@ def test_texts_that_cannot_fit_are_refused_before_any_work(tmp_path: Path) -> No
     tokenizer = TextTokenizer(core)
     longest = max(map(len, core.get_vocab()))
     assert tokenizer.chars_per_token == longest == len("<|im_start|>")
+    limit = TextLimit(10, 1_000_000, must_fit=True)
     for fits in ("<|im_start|>" * 10, "e\u0301" * 5 * longest, "x" * 10 * longest):
-        assert tokenizer.encode(fits, add_special_tokens=False, max_tokens=10)
-    for too_long in ("x" * (10 * longest + 1), "\u00e9" * (10 * longest + 1), "e\u0301" * 99_999):
-        with pytest.raises(PromptTooLongError, match="maximum context length is 10 tokens"):
-            tokenizer.encode(too_long, add_special_tokens=False, max_tokens=10)
+        assert tokenizer.encode(fits, add_special_tokens=False, limit=limit)
+    for too_long in ("x" * (10 * longest + 1), "\u00e9" * (40 * longest + 1), "e\u0301" * 99_999):
+        told = f"length is 10 tokens.*{len(too_long)} characters"
+        with pytest.raises(PromptTooLongError, match=told):
+            tokenizer.encode(too_long, add_special_tokens=False, limit=limit)
+
+
+class CountingTokenizer(TextTokenizer):
+    """Counts the characters that are tokenized."""
+
+    def __init__(self, core: tokenizers.Tokenizer) -> None:
+        super().__init__(core)
+        self.num_chars = 0
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> tokenizers.Encoding:
+        self.num_chars += len(text)
+        return super()._encoded(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize("text", ["a", "e\u0301\u0316", "\U0001f469\u200d", "漢", "\n x", "<|im_"])
+def test_of_a_text_with_far_too_many_tokens_only_the_beginning_is_tokenized(
+    tmp_path: Path, text: str
+) -> None:
+    core = core_of(tmp_path)
+    core.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    tokenizer = CountingTokenizer(core)
+    assert tokenizer.chars_per_token is None
+    long = text * (8 * PIECE_CHARS // len(text))
+    with pytest.raises(PromptTooLongError, match="the first 262144 of them are"):
+        tokenizer.encode(long, add_special_tokens=False, limit=TextLimit(1000, 10**7, True))
+    assert tokenizer.num_chars == PIECE_CHARS
+    with pytest.raises(PromptTooLongError, match="at most 9999 are taken"):
+        tokenizer.encode(long, add_special_tokens=False, limit=TextLimit(1000, 9999, False))
+    assert tokenizer.num_chars == PIECE_CHARS
+
+
+def test_a_long_text_of_few_tokens_fits(tmp_path: Path) -> None:
+    tokenizer = CountingTokenizer(core_of(tmp_path))
+    text = "<|im_start|>" * 30_000
+    limit = TextLimit(30_000, 10**6, must_fit=True)
+    assert len(tokenizer.encode(text, add_special_tokens=False, limit=limit)) == 30_000
+    assert tokenizer.num_chars == 2 * len(text)
+
+
+def test_accents_cost_no_more_than_their_number(tmp_path: Path) -> None:
+    """Python sorts a run of accents by insertion, with all other threads waiting."""
+    core = core_of(tmp_path)
+    core.normalizer = normalizers.NFC()
+    tokenizer = TextTokenizer(core)
+
+    def cost_of(num_accents: int) -> float:
+        text = "e" + "\u0301" * num_accents + "\u0316" * num_accents
+        limit = TextLimit(num_accents // 10, 10**7, must_fit=True)
+        began = time.thread_time()
+        assert tokenizer.encode(text, add_special_tokens=False, limit=limit)
+        return time.thread_time() - began
+
+    assert cost_of(20_000) < 20 * max(cost_of(2000), 0.005)
 
 
 def test_where_tokens_swallow_any_number_of_characters_no_text_is_too_long(tmp_path: Path) -> None:
@@ -217,7 +330,8 @@ def test_where_tokens_swallow_any_number_of_characters_no_text_is_too_long(tmp_p
     for core in (*swallowing, unknown):
         tokenizer = TextTokenizer(core)
         assert tokenizer.chars_per_token is None
-        ids = tokenizer.encode("a" + " " * 1000, add_special_tokens=False, max_tokens=5)
+        limit = TextLimit(5, 10_000, must_fit=True)
+        ids = tokenizer.encode("a" + " " * 1000, add_special_tokens=False, limit=limit)
         assert core is swallowing[3] or len(ids) <= 5
 
 
@@ -311,6 +425,33 @@ def test_runaway_and_refusing_templates_end_in_an_error(source: str, reason: str
     template = ChatTemplate(source, max_chars=100_000, max_seconds=0.3)
     with pytest.raises(InvalidRequestError, match=f"chat template refused.*{reason}"):
         template.render([{"role": "user", "content": "x"}])
+
+
+LOOKS_BACK = (
+    "{%- set ns = namespace(last=0) %}{%- for message in messages[::-1] %}"
+    "{%- if message.role == 'user' %}{%- set ns.last = messages | length - 1 - loop.index0 %}"
+    "{%- endif %}{%- endfor %}{{ ns.last }}"
+)
+LOOKS_AHEAD = "{% for m in messages %}{% for n in messages[loop.index0:] %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [CHATML, LOOKS_BACK, TEMPLATE.read_text()])
+def test_templates_take_time_by_the_number_of_messages(source: str) -> None:
+    template = ChatTemplate(source)
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+
+    def cost_of(num_turns: int) -> int:
+        return num_lines(lambda: template.render(turns * (num_turns // 2), extra={"tools": None}))
+
+    assert cost_of(1000) < 20 * cost_of(100)
+
+
+def test_a_template_that_looks_ahead_at_each_message_is_stopped() -> None:
+    template = ChatTemplate(LOOKS_AHEAD, max_seconds=0.2)
+    turn = {"role": "user", "content": "a"}
+    assert template.render([turn] * 10) == ""
+    with pytest.raises(InvalidRequestError, match=r"more than 0.2 s: send fewer messages"):
+        template.render([turn] * MAX_MESSAGES)
 
 
 def test_json_in_templates_takes_the_options_of_transformers() -> None:

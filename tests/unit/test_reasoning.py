@@ -1,6 +1,7 @@
 """Thoughts told from answers: in texts at any cut, in replies, grammars and templates."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,20 @@ def test_any_cut_of_a_text_is_split_as_the_whole(
     text, thoughts = "".join(pieces), Thoughts(TAGS, begins)
     at = data.draw(st.integers(0, len(text)))
     assert split(thoughts, text[:at], text[at:]) == split(thoughts, text) == split(thoughts, *text)
+
+
+def test_white_space_before_an_answer_costs_no_more_than_its_length() -> None:
+    def cost_of(num_feeds: int) -> float:
+        reader = ThoughtReader(Thoughts(syntax_of("qwen3"), Phase.MAY_OPEN))
+        began = time.thread_time()
+        for _ in range(num_feeds):
+            assert reader.feed(" " * 1000) == ("", "")
+        assert reader.feed("<thin") == ("", "")
+        cost = time.thread_time() - began
+        assert reader.feed("g") == ("", " " * 1000 * num_feeds + "<thing")
+        return cost
+
+    assert cost_of(3000) < 30 * max(cost_of(300), 0.002)
 
 
 def test_a_template_or_its_tokens_tell_the_marks(tmp_path: Path) -> None:

@@ -204,6 +204,26 @@ def test_white_space_alone_around_calls_is_dropped_and_text_is_kept() -> None:
     assert read("hermes", f"Wait.\n{HERMES}\n Then {HERMES}").text == "Wait.\n\n Then "
 
 
+@pytest.mark.parametrize("name", ["hermes", "nemotron_json"])
+def test_code_in_an_argument_costs_no_more_than_its_length(name: ToolCallParser) -> None:
+    """Its quotes are escaped, and its string is open where an end marker stands in it."""
+    syntax = SYNTAXES[name]
+    assert syntax is not None
+    start, end = syntax.start, syntax.end
+
+    def cost_of(num_quotes: int) -> float:
+        reader = ToolCallReader(ToolCallRules(syntax, PARAMETERS))
+        reader.feed(start + '{"name": "f", "arguments": {"code": "' + '\\"' * num_quotes)
+        began = time.thread_time()
+        assert reader.feed(end) == ("", ())
+        cost = time.thread_time() - began
+        (call,) = reader.feed('"}}' + end).calls
+        assert json.loads(call.arguments) == {"code": '"' * num_quotes + end}
+        return cost
+
+    assert cost_of(6000) < 20 * max(cost_of(600), 0.002)
+
+
 def test_without_parallel_calls_the_first_one_counts() -> None:
     assert len(read("hermes", HERMES * 3, max_calls=1).calls) == 1
     assert len(read("nemotron_json", NEMOTRON, max_calls=1).calls) == 1

@@ -229,7 +229,10 @@ def plan_message(body: bytes, serving: Serving, session_id: str | None = None) -
 
 
 def count_tokens(serving: Serving, body: bytes) -> TokenCount:
-    """Tokens of the prompt that POST /v1/messages would make of this body, however many."""
+    """Tokens of the prompt that POST /v1/messages would make of this body.
+
+    They may be more than fit the context. Raises PromptTooLongError for several times its text.
+    """
     kind = CountTokensRequest
     fields = decode_body(body, kind, serving.max_model_len, strict=serving.strict_api)
     check_model(fields.model, serving)

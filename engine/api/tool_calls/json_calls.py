@@ -10,7 +10,8 @@ from msgspec import Meta, Raw
 
 from engine.api.tool_calls.syntax import BareCall, Parameters, Parsed, ToolCall, json_rule
 
-_CLOSED_STRINGS: Final = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
+# Possessive throughout: of a string without an end no quote is taken for the start of another.
+_UP_TO_OPEN_STRING: Final = re.compile(r'[^"]*+(?:"(?:[^"\\]++|\\.)*+"[^"]*+)*+', re.S)
 
 
 class _Call(msgspec.Struct, frozen=True):
@@ -36,7 +37,7 @@ class JsonCalls:
         ]
 
     def is_open(self, call: str) -> bool:
-        return _CLOSED_STRINGS.sub("", call).count('"') > 0
+        return _UP_TO_OPEN_STRING.fullmatch(call) is None
 
     def parse(self, call: str, parameters: Parameters) -> Parsed:
         """The calls, their arguments as the model wrote them; `parameters` are not needed."""
