@@ -35,12 +35,32 @@ class Turns:
         Raises OverloadedError where its queue is full, and TimeoutError where no turn comes in
         time.
         """
-        async with asyncio.timeout(timeout_s):
-            await self._wait(tenant)
+        await self.take(tenant, timeout_s)
         try:
             yield
         finally:
-            self._give_back(tenant)
+            self.give_back(tenant)
+
+    def take_now(self, tenant: str) -> bool:
+        """Takes a turn if there is one that nobody waits for; `give_back` ends it."""
+        if not self._free or self._waiting or self._taken[tenant] >= self._per_tenant:
+            return False
+        self._free -= 1
+        self._taken[tenant] += 1
+        return True
+
+    async def take(self, tenant: str, timeout_s: float) -> None:
+        """As `turn`, until `give_back`."""
+        async with asyncio.timeout(timeout_s):
+            await self._wait(tenant)
+
+    def give_back(self, tenant: str) -> None:
+        """Ends a turn that was taken."""
+        self._free += 1
+        self._taken[tenant] -= 1
+        if not self._taken[tenant]:
+            del self._taken[tenant]
+        self._let_in()
 
     async def _wait(self, tenant: str) -> None:
         queue = self._waiting.setdefault(tenant, deque())
@@ -53,7 +73,7 @@ class Turns:
             await coming
         except asyncio.CancelledError:
             if coming.done() and not coming.cancelled():  # it came in the very moment
-                self._give_back(tenant)
+                self.give_back(tenant)
             else:
                 self._forget(tenant, coming)
             raise
@@ -72,13 +92,6 @@ class Turns:
     def _next_tenant(self) -> str | None:
         mine = (it for it in self._waiting if self._taken[it] < self._per_tenant)
         return next(mine, None)
-
-    def _give_back(self, tenant: str) -> None:
-        self._free += 1
-        self._taken[tenant] -= 1
-        if not self._taken[tenant]:
-            del self._taken[tenant]
-        self._let_in()
 
     def _forget(self, tenant: str, coming: "asyncio.Future[None]") -> None:
         queue = self._waiting.get(tenant)

@@ -13,10 +13,14 @@ from engine.http.callers import Caller, Callers, SingleKey
 
 @dataclass(slots=True, frozen=True)
 class Admitted:
-    """A request as its caller may have it; `on_tokens` hears of the tokens that it generates."""
+    """A request as its caller may have it; `on_tokens` hears of the tokens that it generates.
+
+    `place`: each of its sequences is generated inside such a block, which may have to wait.
+    """
 
     plan: Plan
     on_tokens: Callable[[int], None] | None = None
+    place: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
 
     def counted(self, deltas: AsyncGenerator[Delta, None]) -> AsyncGenerator[Delta, None]:
         """`deltas` themselves where nobody counts their tokens."""
@@ -27,7 +31,7 @@ class Admission(Protocol):
     """Lets planned requests in, each when its turn comes."""
 
     def admitting(self, plan: Plan, caller: Caller | None) -> AbstractAsyncContextManager[Admitted]:
-        """Returns when it is the request's turn, and holds its place until the block ends.
+        """Returns when it is the turn of the request's first sequence.
 
         Raises OverloadedError where it cannot wait, and InvalidRequestError for what the caller may
         not ask for.

@@ -1,8 +1,8 @@
 """Follows the generation of each choice, step by step, into deltas. Knows no reply shape."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from typing import TypeVar
 
 from engine.api.choice_text import ChoiceText, Delta
@@ -13,6 +13,7 @@ from engine.generator import Generator
 from engine.types import FinishReason, GenerateOutput
 
 _T = TypeVar("_T")
+PlaceOf = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class EndedEarlyError(TandemError):
@@ -20,7 +21,7 @@ class EndedEarlyError(TandemError):
 
 
 async def follow_choice(
-    generator: Generator, plan: Plan, index: int, *, tokenizer: Tokenizer
+    generator: Generator, plan: Plan, index: int, *, tokenizer: Tokenizer, place: PlaceOf
 ) -> AsyncGenerator[Delta, None]:
     """Deltas of choice `index`; the last one has a finish reason. `aclose` cancels the generation.
 
@@ -29,7 +30,7 @@ async def follow_choice(
     """
     text = ChoiceText(plan, index, tokenizer)
     finished = False
-    async with _generating(generator, plan, index) as outputs:
+    async with place(), _generating(generator, plan, index) as outputs:
         async for output in outputs:
             if output.finish_reason is FinishReason.ABORT:
                 raise RequestAbortedError("the request was aborted on the node: send it again")
@@ -58,10 +59,14 @@ async def _generating(
         raise
 
 
-def follow(generator: Generator, plan: Plan, tokenizer: Tokenizer) -> AsyncGenerator[Delta, None]:
-    """Deltas of all choices of a plan, as they come."""
+def follow(
+    generator: Generator, plan: Plan, tokenizer: Tokenizer, *, place: PlaceOf = nullcontext
+) -> AsyncGenerator[Delta, None]:
+    """Deltas of all choices of a plan, as they come; each is generated inside a `place`."""
     indices = range(len(plan.requests))
-    streams = [follow_choice(generator, plan, index, tokenizer=tokenizer) for index in indices]
+    streams = [
+        follow_choice(generator, plan, index, tokenizer=tokenizer, place=place) for index in indices
+    ]
     return streams[0] if len(streams) == 1 else merge(streams)
 
 

@@ -92,7 +92,8 @@ class GenerateEndpoint:
     async def _serve(self, plan: Plan, scope: Scope, receive: Receive, *, send: Send) -> None:
         async with self._admission.admitting(plan, caller_of(scope)) as admitted:
             plan = admitted.plan
-            stream = admitted.counted(follow(self._generator, plan, self._tokenizer))
+            deltas_of = follow(self._generator, plan, self._tokenizer, place=admitted.place)
+            stream = admitted.counted(deltas_of)
             async with aclosing(stream) as deltas:
                 if not plan.stream:
                     response = await self._whole(plan, deltas)

@@ -17,10 +17,16 @@ _LABEL: Final = "tandem.request_id"
 
 
 class Caller(Protocol):
-    """The client behind one key; `name` is for logs, `is_operator` may see what all others do."""
+    """The client behind one key; `name` is for logs, `is_operator` may see what all others do.
+
+    Those of one `tenant` take their turns together.
+    """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def tenant(self) -> str: ...
 
     @property
     def is_operator(self) -> bool: ...
@@ -46,6 +52,7 @@ class Unlimited:
     """The one caller of a server with a single key."""
 
     name = "api-key"
+    tenant = ""
     is_operator = True
 
     def entering(self) -> AbstractContextManager[None]:
@@ -75,6 +82,12 @@ def caller_of(scope: Scope) -> Caller | None:
     """None on a server without keys, and on paths that are open to everybody."""
     caller: Caller | None = scope.get(_CALLER)
     return caller
+
+
+def tenant_of(scope: Scope) -> str:
+    """Whose turn a request takes; those without a key are one tenant."""
+    caller = caller_of(scope)
+    return "" if caller is None else caller.tenant
 
 
 def remember_label(scope: Scope, label: str) -> None:

@@ -11,6 +11,7 @@ waiting is cut off: at a deadline, or earlier when another connection needs the 
 import asyncio
 import select
 import socket
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -20,6 +21,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from engine.http.callers import tenant_of
 from engine.http.errors import error_body
 from engine.http.parser import RequestParser
 
@@ -36,15 +38,18 @@ class ConnectionLimits:
     """Seconds that the server waits for a client, and how much it takes from one.
 
     `header_timeout_s` begins with the connection, and with the first byte of each request;
-    `linger_timeout_s` is for the rest of a refused body, `send_timeout_s` for a reader that takes
-    nothing of a reply. `max_connections` None: as many as the
-    descriptors of the process allow.
+    `linger_timeout_s` is for the rest of a refused body. A reply is not held up by a slow reader
+    until `max_unread_bytes` of it wait here; who then does not read half of them within
+    `send_timeout_s` is cut off. `max_unread_bytes_in_all` bounds what waits for all readers.
+    `max_connections` None: as many as the descriptors of the process allow.
     """
 
     header_timeout_s: float = 15.0
     keep_alive_timeout_s: float = 120.0
     linger_timeout_s: float = 2.0
-    send_timeout_s: float = 300.0
+    send_timeout_s: float = 10.0
+    max_unread_bytes: int = 4_194_304
+    max_unread_bytes_in_all: int = 134_217_728
     max_header_bytes: int = 65_536
     max_connections: int | None = None
 
@@ -70,6 +75,22 @@ class Connections:
             return False
         self._waiting.pop(longest)()
         return True
+
+    def bound_unread(self, most: int) -> None:
+        """Cuts off readers until no more than `most` bytes of replies wait for all of them.
+
+        The tenant whose readers keep the most waiting loses its largest reply first.
+        """
+        unread = {it: it.num_unread for it in self._established if isinstance(it, Connection)}
+        while sum(unread.values()) > most:
+            by_tenant: Counter[str] = Counter()
+            for connection, num_bytes in unread.items():
+                by_tenant[connection.tenant] += num_bytes
+            largest = by_tenant.most_common(1)[0][0]
+            mine = [it for it in unread if it.tenant == largest]
+            slowest = max(mine, key=lambda it: unread[it])
+            del unread[slowest]
+            slowest.transport.abort()
 
     def waits(self, who: object, drop: Callable[[], object]) -> None:
         """`who` waits for its client from now on, and `drop` ends it."""
@@ -118,6 +139,8 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        most = self._limits.max_unread_bytes
+        transport.set_write_buffer_limits(high=most, low=most // 2)
         self._replies = ReplyTransport(transport.write, transport.is_closing, self._end_reply)
         self._wait_for_client(self._limits.header_timeout_s)
 
@@ -269,6 +292,16 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, f"the headers did not arrive within {seconds:g} s")
         else:
             self.transport.close()
+
+    @property
+    def num_unread(self) -> int:
+        """Bytes that the client has not taken yet, beyond those in the kernel's buffers."""
+        return 0 if self.transport.is_closing() else self.transport.get_write_buffer_size()
+
+    @property
+    def tenant(self) -> str:
+        """The tenant of the last request."""
+        return "" if self.cycle is None else tenant_of(dict(self.cycle.scope))
 
     @property
     def _is_free(self) -> bool:

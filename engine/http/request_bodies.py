@@ -1,11 +1,13 @@
 """Request bodies: received within bounds, then worked on in threads. Knows no endpoint and no JSON.
 
 Large bodies are worked on one at a time: they cost memory and a core for seconds. Small ones have
-threads of their own and never wait for a large one.
+threads of their own and never wait for a large one. Tenants take turns at both, and none of them
+may take more of the common memory than it leaves free.
 """
 
 import asyncio
 import ctypes
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -15,7 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope
 
 from engine.errors import DeadlineExceededError, OverloadedError, UnavailableError
+from engine.http.callers import tenant_of
 from engine.http.content_encoding import Unpacker, unpacker_of
+from engine.turns import Turns
 
 SMALL_BYTES: Final = 65_536
 SMALL_AT_ONCE: Final = 3  # with the large one fewer than asyncio's threads on the smallest machine
@@ -46,10 +50,10 @@ class RequestBodies:
 
     def __init__(self, limits: BodyLimits | None = None) -> None:
         self._limits = limits or BodyLimits()
-        self._small = asyncio.Semaphore(SMALL_AT_ONCE)
-        self._large = asyncio.Semaphore(1)
-        self._unpacking = asyncio.Semaphore(1)
-        self._bytes_in_flight = 0
+        self._small = Turns(SMALL_AT_ONCE)
+        self._large = Turns(1)
+        self._unpacking = Turns(1)
+        self._bytes_in_flight: Counter[str] = Counter()
 
     async def process(
         self, scope: Scope, receive: Receive, work: Callable[[bytes], _T], *, max_bytes: int
@@ -66,20 +70,18 @@ class RequestBodies:
         if media_type != "application/json":
             raise HTTPException(415, f"Content-Type {media_type[:80]!r}: send application/json")
         body = await self._receive(request, max_bytes)
-        size = len(body)
+        size, tenant = len(body), tenant_of(scope)
         threads = self._small if size <= SMALL_BYTES else self._large
         try:
-            if threads.locked():
-                await run_while_connected(receive, self._wait_for(threads))
-            else:
-                await threads.acquire()  # at once
+            if not threads.take_now(tenant):
+                await run_while_connected(receive, self._wait_for(threads, tenant))
         except BaseException:
-            self._resize(size, 0)
+            self._resize(tenant, size, 0)
             raise
 
         def on_end(working: asyncio.Future[_T]) -> None:
-            threads.release()
-            self._resize(size, 0)
+            threads.give_back(tenant)
+            self._resize(tenant, size, 0)
             if not working.cancelled():
                 working.exception()  # asyncio logs an exception that nobody has looked at
 
@@ -103,10 +105,10 @@ class RequestBodies:
 
     async def _collect(self, request: Request, max_bytes: int) -> bytes:
         chunks: list[bytes] = []
-        size = 0
+        size, tenant = 0, tenant_of(request.scope)
         try:
             async for chunk in self._unpacked(request, max_bytes):
-                self._resize(size, size + len(chunk))
+                self._resize(tenant, size, size + len(chunk))
                 size += len(chunk)
                 if size > max_bytes:
                     packed = "content-encoding" in request.headers
@@ -114,7 +116,7 @@ class RequestBodies:
                 chunks.append(chunk)
             return b"".join(chunks)
         except BaseException:
-            self._resize(size, 0)
+            self._resize(tenant, size, 0)
             raise
 
     async def _unpacked(self, request: Request, max_bytes: int) -> AsyncIterator[bytes]:
@@ -131,7 +133,11 @@ class RequestBodies:
                 raise _too_large(max_bytes)
             while True:
                 is_small = arrived <= PACKED_BYTES and unpacked <= SMALL_BYTES
-                piece = unpacker.piece(chunk) if is_small else await self._unpack(unpacker, chunk)
+                piece = (
+                    unpacker.piece(chunk)
+                    if is_small
+                    else await self._unpack(unpacker, chunk, tenant_of(request.scope))
+                )
                 if not piece:
                     break
                 unpacked += len(piece)
@@ -140,25 +146,30 @@ class RequestBodies:
         if unpacker is not None:
             unpacker.finish()
 
-    async def _unpack(self, unpacker: Unpacker, chunk: bytes) -> bytes:
+    async def _unpack(self, unpacker: Unpacker, chunk: bytes, tenant: str) -> bytes:
         # One thread for all: the event loop goes on, and so do the threads that work on bodies.
-        async with self._unpacking:
+        async with self._unpacking.turn(tenant, self._limits.body_timeout_s):
             return await asyncio.to_thread(unpacker.piece, chunk)
 
-    def _resize(self, old: int, new: int) -> None:
+    def _resize(self, tenant: str, old: int, new: int) -> None:
         """Count a body that grows or goes; raises OverloadedError and leaves the count as it is."""
         # Small bodies are free, or a full budget would refuse short prompts too.
         more = max(0, new - SMALL_BYTES) - max(0, old - SMALL_BYTES)
-        if self._bytes_in_flight + more > self._limits.max_bytes_in_flight:
+        counts = self._bytes_in_flight
+        free = self._limits.max_bytes_in_flight - counts.total() - more
+        # One tenant alone gets half of it, two get a third each: whoever comes finds room.
+        least = counts[tenant] + more if tenant else 0
+        if more > 0 and free < least:
             raise OverloadedError(
-                f"bodies of {self._bytes_in_flight} bytes are under way, {more} more do not fit"
+                f"bodies of {counts[tenant]} bytes are under way, {more} more do not fit"
             )
-        self._bytes_in_flight += more
+        counts[tenant] += more
+        if not counts[tenant]:
+            del counts[tenant]
 
-    async def _wait_for(self, threads: asyncio.Semaphore) -> None:
+    async def _wait_for(self, threads: Turns, tenant: str) -> None:
         try:
-            async with asyncio.timeout(self._limits.wait_timeout_s):
-                await threads.acquire()
+            await threads.take(tenant, self._limits.wait_timeout_s)
         except TimeoutError as error:
             raise UnavailableError(
                 f"other long requests took {self._limits.wait_timeout_s:g} s: try again later",

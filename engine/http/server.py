@@ -59,6 +59,10 @@ class _Server(uvicorn.Server):
         self._listening.close()
         await super().shutdown()
 
+    async def on_tick(self, counter: int) -> bool:
+        self._connections.bound_unread(self._limits.max_unread_bytes_in_all)
+        return await super().on_tick(counter)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

@@ -42,6 +42,10 @@ class Client:
         return self._policy.name
 
     @property
+    def tenant(self) -> str:
+        return self._policy.owner
+
+    @property
     def is_operator(self) -> bool:
         return self._policy.operator
 

@@ -1,18 +1,21 @@
-"""Requests wait for their turn: tenants share what there is by weight, whoever sends more.
+"""Sequences wait for their turn: tenants share what there is by weight, whoever sends more.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request starts in virtual time where the
+Start-time fair queueing (Goyal, Vin and Cheng, 1996): a sequence starts in virtual time where the
 tenant's previous one ended, or now; the one that starts first goes first.
 
     tenant a  |--1--|--2--|--3--|--4--|      order: a1 b1 a2 a3 b2 a4
-    tenant b  |-----1-----|-----2-----|      b's requests are twice as large, or its weight half
+    tenant b  |-----1-----|-----2-----|      b's sequences are twice as large, or its weight half
               ------------------------> virtual time
+
+A few places, one of eight, are kept while there is a tenant that holds fewer than these: whoever
+comes to a cluster that another tenant fills begins at once.
 """
 
 import asyncio
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,6 +23,8 @@ from engine.errors import OverloadedError
 
 RETRY_AFTER_S: Final = 2
 SPARE: Final = 64
+KEPT_SHARE: Final = 8
+"""One place of so many, but at least one where there are several, is kept."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,17 +38,17 @@ class Share:
 
 @dataclass(slots=True, order=True)
 class _Waiting:
-    """One request that waits, in the order of the queue; it asks for `size` places.
+    """One sequence that waits, in the order of the queue. `length`: in virtual time.
 
-    `length`: in virtual time.
+    `is_first`: of its request; the others have a request that has begun.
     """
 
     priority: int
     start: float
     number: int
-    size: int = field(compare=False)
     length: float = field(compare=False)
     tenant: str = field(compare=False)
+    is_first: bool = field(compare=False)
     turn: "asyncio.Future[None]" = field(compare=False)
 
 
@@ -51,69 +56,73 @@ class FairQueue:
     """At most `max_running` sequences at once, 0 for any number; belongs to the event loop.
 
     When `max_waiting` requests wait, the tenant with the most of them loses its last one.
+    `num_tenants`: how many there may be, for whom places are kept.
     """
 
     def __init__(self, max_running: int, max_waiting: int, timeout_s: float) -> None:
+        self.num_tenants = 1
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._timeout_s = timeout_s
-        self._free = max_running
+        self._held: Counter[str] = Counter()
         self._number = 0
-        self._heap: list[_Waiting] = []
-        self._by_tenant: dict[str, list[_Waiting]] = defaultdict(list)
+        # By tenant those who wait, and how many requests they are.
+        self._waiting: dict[str, list[_Waiting]] = defaultdict(list)
+        self._num_firsts: Counter[str] = Counter()
         # Each priority has a virtual time of its own: a class that starves does not age.
         self._now: dict[int, float] = defaultdict(float)
         self._ends: dict[tuple[int, str], float] = {}
 
     @property
     def num_waiting(self) -> int:
-        return sum(map(len, self._by_tenant.values()))
+        """Requests of which no sequence has begun."""
+        return self._num_firsts.total()
 
     @property
     def num_running(self) -> int:
         """Sequences; 0 where they are not counted."""
-        return self._max_running - self._free
+        return self._held.total()
 
     @asynccontextmanager
-    async def place(self, share: Share, *, num_sequences: int, cost: float) -> AsyncIterator[None]:
-        """Returns when it is this request's turn; `cost`: what it takes of the tenant's share.
+    async def place(
+        self, share: Share, *, cost: float, is_first: bool = True
+    ) -> AsyncIterator[None]:
+        """Holds the place of one sequence; `cost`: what it takes of the tenant's share.
 
-        Raises OverloadedError when the queue is full or the turn does not come in time.
+        The first one of a request raises OverloadedError when the queue is full or its turn does
+        not come in time. The others wait as long as the request may take.
         """
         if not self._max_running:
             yield
             return
-        # A request of more sequences than there are places gets all of them.
-        size = min(num_sequences, self._max_running)
-        await self._wait(share, size, cost)
+        await self._wait(share, cost, is_first=is_first)
         try:
             yield
         finally:
-            self._free += size
-            self._let_in()
+            self._give_back(share.tenant)
 
-    async def _wait(self, share: Share, size: int, cost: float) -> None:
-        waiting = self._enqueue(share, size, cost)
+    async def _wait(self, share: Share, cost: float, *, is_first: bool) -> None:
+        waiting = self._enqueue(share, cost, is_first=is_first)
         self._let_in()
         if self.num_waiting > self._max_waiting:
             self._drop_one()
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s if is_first else None):
                 await waiting.turn
         except BaseException as error:
             # The turn may have come in the very moment in which the caller left.
             if _has_come(waiting.turn):
-                self._free += size
+                self._give_back(share.tenant)
             else:
                 self._give_up(waiting)
-            self._let_in()
+                self._let_in()
             if isinstance(error, TimeoutError):
                 raise OverloadedError(
                     f"no turn within {self._timeout_s:g} s", retry_after_s=RETRY_AFTER_S
                 ) from error
             raise
 
-    def _enqueue(self, share: Share, size: int, cost: float) -> _Waiting:
+    def _enqueue(self, share: Share, cost: float, *, is_first: bool) -> _Waiting:
         place = (share.priority, share.tenant)
         start = max(self._now[share.priority], self._ends.get(place, 0.0))
         length = cost / share.weight
@@ -123,58 +132,114 @@ class FairQueue:
             share.priority,
             start,
             self._number,
-            size=size,
             length=length,
             tenant=share.tenant,
+            is_first=is_first,
             turn=asyncio.get_running_loop().create_future(),
         )
-        # Those that gave up stay in the heap until their turn: not more of them than of others.
-        if len(self._heap) > 2 * self.num_waiting + SPARE:
-            self._heap = [it for it in self._heap if not it.turn.done()]
-            heapq.heapify(self._heap)
-        heapq.heappush(self._heap, waiting)
-        self._by_tenant[share.tenant].append(waiting)
+        queue = self._waiting[share.tenant]
+        heapq.heappush(queue, waiting)
+        self._num_firsts[share.tenant] += is_first
+        # Those that gave up stay until their turn: not many more of them than of others.
+        if len(queue) > 2 * sum(not it.turn.done() for it in queue[:SPARE]) + 2 * SPARE:
+            self._forget_done(share.tenant)
         return waiting
 
+    def _forget_done(self, tenant: str) -> None:
+        queue = [it for it in self._waiting[tenant] if not it.turn.done()]
+        heapq.heapify(queue)
+        self._waiting[tenant] = queue
+
     def _let_in(self) -> None:
-        """The first in order goes first, also where a smaller one behind it would fit."""
-        while self._heap and (self._heap[0].turn.done() or self._heap[0].size <= self._free):
-            first = heapq.heappop(self._heap)
-            if first.turn.done():
-                continue
-            self._free -= first.size
+        """The first in order goes first, of the tenants that may have another place."""
+        while (first := self._first()) is not None:
+            heapq.heappop(self._waiting[first.tenant])
+            self._held[first.tenant] += 1
             self._now[first.priority] = max(self._now[first.priority], first.start)
-            self._leave(first)
+            self._num_firsts[first.tenant] -= first.is_first
             first.turn.set_result(None)
-        if not self._heap and self._free == self._max_running:
+        if not self._held and not any(self._waiting.values()):
             # Nobody is here, so nobody is ahead of others. (While somebody is, what each tenant
             # has had counts, also if it asks only when it has been served.)
-            self._now.clear()
-            self._ends.clear()
+            for memory in (self._now, self._ends, self._waiting, self._num_firsts):
+                memory.clear()
+
+    def _first(self) -> _Waiting | None:
+        heads = []
+        for tenant, queue in self._waiting.items():
+            while queue and queue[0].turn.done():
+                heapq.heappop(queue)
+            if queue and self._may_have_another(tenant):
+                heads.append(queue[0])
+        return min(heads, default=None)
+
+    def _may_have_another(self, tenant: str) -> bool:
+        free = self._max_running - self.num_running
+        kept = max(1, self._max_running // KEPT_SHARE) if self._max_running > 1 else 0
+        if self._held[tenant] < kept:
+            return free > 0
+        # What all tenants, this one included, have of the places that are kept for each of them.
+        had = sum(min(kept, count) for count in self._held.values())
+        lacked_by_others = max(0, self.num_tenants * kept - had)
+        return free > min(kept, lacked_by_others)
+
+    def _give_back(self, tenant: str) -> None:
+        self._held[tenant] -= 1
+        if not self._held[tenant]:
+            del self._held[tenant]
+        self._let_in()
 
     def _drop_one(self) -> None:
-        last = max(self._by_tenant.values(), key=len)[-1]
-        # It may have been cancelled a moment ago, and leave by itself.
-        if not last.turn.done():
-            last.turn.set_exception(
-                OverloadedError("too many requests wait: try again", retry_after_s=RETRY_AFTER_S)
-            )
-        self._leave(last)
+        tenant = max(self._num_firsts, key=lambda it: self._num_firsts[it])
+        firsts = (it for it in self._waiting[tenant] if it.is_first and not it.turn.done())
+        last = max(firsts, key=lambda it: it.number)
+        last.turn.set_exception(
+            OverloadedError("too many requests wait: try again", retry_after_s=RETRY_AFTER_S)
+        )
+        self._num_firsts[tenant] -= 1
+        last.is_first = False  # it is counted no more
 
     def _give_up(self, waiting: _Waiting) -> None:
         """What was not served does not count as the tenant's."""
         waiting.turn.cancel()
-        self._leave(waiting)
+        self._num_firsts[waiting.tenant] -= waiting.is_first
         place = (waiting.priority, waiting.tenant)
         if place in self._ends:
             self._ends[place] -= waiting.length
 
-    def _leave(self, waiting: _Waiting) -> None:
-        mine = self._by_tenant.get(waiting.tenant, [])
-        if waiting in mine:
-            mine.remove(waiting)
-        if not mine:
-            self._by_tenant.pop(waiting.tenant, None)
+
+class Places:
+    """The places of one request, of which each sequence takes one; the first comes at once."""
+
+    def __init__(self, queue: FairQueue, share: Share, cost: float) -> None:
+        self._queue = queue
+        self._share = share
+        self._cost = cost
+        self._first: AbstractAsyncContextManager[None] | None = None
+
+    @asynccontextmanager
+    async def waited_for(self) -> AsyncIterator[None]:
+        """Has the first place, for whichever sequence asks first; raises as `FairQueue.place`."""
+        first = self._queue.place(self._share, cost=self._cost)
+        await first.__aenter__()
+        self._first = first
+        try:
+            yield
+        finally:
+            if self._first is not None:  # no sequence has begun
+                await self._first.__aexit__(None, None, None)
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[None]:
+        """The place of one sequence, until the block ends."""
+        mine, self._first = self._first, None
+        if mine is None:
+            mine = self._queue.place(self._share, cost=self._cost, is_first=False)
+            await mine.__aenter__()
+        try:
+            yield
+        finally:
+            await mine.__aexit__(None, None, None)
 
 
 def _has_come(turn: "asyncio.Future[None]") -> bool:

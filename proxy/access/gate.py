@@ -1,7 +1,7 @@
 """The way in: every client by its key, within its limits, and in its turn."""
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 from engine.api.access import Admitted
@@ -9,7 +9,7 @@ from engine.api.plan import Plan
 from engine.http.callers import Caller, SingleKey
 from proxy.access.api_key import ApiKey, KeyTable
 from proxy.access.client import Client
-from proxy.access.fair_queue import FairQueue, Share
+from proxy.access.fair_queue import FairQueue, Places, Share
 from proxy.metrics import KeyMetrics
 
 NOBODY: Final = Share("")
@@ -41,6 +41,9 @@ class Gate:
             client.policy = key
             clients[key.name] = client
         self._clients, self._table = clients, KeyTable(keys)
+        # Whoever has the operator's key, or none, is a tenant too.
+        tenants = {key.owner for key in keys}
+        self._queue.num_tenants = len(tenants) + (self._single is not None)
 
     def find(self, key: bytes) -> Caller | None:
         # Both are looked at, whichever it is.
@@ -53,18 +56,18 @@ class Gate:
         """Waits for the turn of the caller's tenant. See `Client` and `FairQueue` for refusals."""
         async with AsyncExitStack() as stack:
             if not isinstance(caller, Client):
-                await stack.enter_async_context(self._place(NOBODY, plan))
-                yield Admitted(plan)
+                places = Places(self._queue, NOBODY, cost(plan))
+                await stack.enter_async_context(places.waited_for())
+                yield Admitted(plan, place=places.place)
                 return
             plan = caller.shaped(plan)
+            places = Places(self._queue, caller.share, cost(plan))
             with caller.waiting(plan):
-                await stack.enter_async_context(self._place(caller.share, plan))
-            yield Admitted(plan, caller.on_tokens)
-
-    def _place(self, share: Share, plan: Plan) -> AbstractAsyncContextManager[None]:
-        return self._queue.place(share, num_sequences=len(plan.requests), cost=cost(plan))
+                await stack.enter_async_context(places.waited_for())
+            yield Admitted(plan, caller.on_tokens, places.place)
 
 
 def cost(plan: Plan) -> float:
-    """Tokens that a request may take: prompts, and as much as it may generate."""
-    return plan.num_prompt_tokens + sum(it.sampling.max_tokens for it in plan.requests)
+    """Tokens that a sequence may take: its part of the prompts, and as much as it may generate."""
+    generated = sum(it.sampling.max_tokens for it in plan.requests)
+    return (plan.num_prompt_tokens + generated) / len(plan.requests)

@@ -126,6 +126,41 @@ async def test_a_changed_file_counts_at_once_and_a_broken_one_not_at_all(
         assert await is_shut(B)
 
 
+async def test_a_client_that_reads_nothing_keeps_no_place(tmp_path: Path) -> None:
+    """A place ends with the last token, and not with the last byte that the client has read."""
+    path = write(tmp_path / "keys", entry("a", A), entry("b", B))
+    options: dict[str, object] = {"max_concurrent_requests": 2, "queue_timeout": 10.0}
+    async with guarded(path, ScriptedNode("d"), **options) as base:
+        readers = [await unread(base, B, stream=True, n=2, max_tokens=4000) for _ in range(4)]
+        for _ in range(3):
+            assert await status_of(base, A) == 200
+        await until_idle(base)
+        for _, writer in readers:
+            writer.close()
+
+
+async def until_idle(base: str) -> None:
+    async def is_idle() -> bool:
+        return await metric(base, "tandem_proxy_waiting_requests") == [0.0]
+
+    await until(is_idle)
+
+
+async def unread(
+    base: str, key: str, **changes: object
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that asks and does not read."""
+    host, port = base.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=256)
+    writer.transport.pause_reading()  # type: ignore[attr-defined]
+    body = json.dumps({**ASK, **changes}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    return reader, writer
+
+
 async def until_logged(capfd: pytest.CaptureFixture[str], text: str) -> None:
     """Waits for a line of the log; no line may hold a key."""
     seen = ""

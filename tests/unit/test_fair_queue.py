@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.errors import OverloadedError
-from proxy.access.fair_queue import FairQueue, Share
+from proxy.access.fair_queue import FairQueue, Places, Share
 
 
 @dataclass(slots=True)
@@ -19,14 +19,14 @@ class Service:
     refused: list[str] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
-    async def ask(self, share: Share, cost: float, *, size: int = 1, ends: bool = True) -> None:
+    async def ask(self, share: Share, cost: float, *, ends: bool = True) -> None:
         """Puts a request into the queue; it ends as soon as it is served, if `ends`."""
-        self.tasks.append(asyncio.create_task(self._serve(share, cost, size=size, ends=ends)))
+        self.tasks.append(asyncio.create_task(self._serve(share, cost, ends=ends)))
         await asyncio.sleep(0)
 
-    async def _serve(self, share: Share, cost: float, *, size: int, ends: bool) -> None:
+    async def _serve(self, share: Share, cost: float, *, ends: bool) -> None:
         try:
-            async with self.queue.place(share, num_sequences=size, cost=cost):
+            async with self.queue.place(share, cost=cost):
                 self.order.append((share.tenant, cost))
                 await (asyncio.sleep(0) if ends else asyncio.Event().wait())
         except OverloadedError:
@@ -37,10 +37,10 @@ class Service:
             await asyncio.gather(*self.tasks, return_exceptions=True)
 
 
-async def full(queue: FairQueue, num: int = 1) -> tuple[Service, asyncio.Task[None]]:
-    """A queue whose places are taken until the task is cancelled."""
+async def full(queue: FairQueue) -> tuple[Service, asyncio.Task[None]]:
+    """A queue whose one place is taken until the task is cancelled."""
     service = Service(queue)
-    await service.ask(Share("holder"), 1, size=num, ends=False)
+    await service.ask(Share("holder"), 1, ends=False)
     holder = service.tasks.pop()
     service.order.clear()
     return service, holder
@@ -83,7 +83,7 @@ async def test_those_who_ask_again_and_again_share_tokens_not_requests() -> None
 
     async def keep_asking(name: str, cost: float) -> None:
         while len(served) < 200:
-            async with queue.place(Share(name), num_sequences=1, cost=cost):
+            async with queue.place(Share(name), cost=cost):
                 served.append(name)
                 await asyncio.sleep(0)
 
@@ -134,7 +134,7 @@ async def test_what_was_dropped_does_not_count_against_its_tenant() -> None:
 async def test_who_waits_too_long_is_told_to_come_back() -> None:
     service, holder = await full(FairQueue(1, 10, 0.02))
     with pytest.raises(OverloadedError, match="no turn within") as refused:
-        async with service.queue.place(Share("a"), num_sequences=1, cost=1):
+        async with service.queue.place(Share("a"), cost=1):
             pass
     assert refused.value.retry_after_s > 0
     holder.cancel()
@@ -150,12 +150,17 @@ async def test_places_come_back_whatever_callers_do(seed: int) -> None:
     most = 0
 
     async def ask(name: str) -> None:
-        nonlocal most
-        size = draw.randint(1, 5)
-        async with queue.place(Share(name), num_sequences=size, cost=draw.uniform(1, 9)):
-            most = max(most, queue.num_running)
-            for _ in range(draw.randint(0, 3)):
-                await asyncio.sleep(0)
+        places = Places(queue, Share(name), cost=draw.uniform(1, 9))
+
+        async def sequence() -> None:
+            nonlocal most
+            async with places.place():
+                most = max(most, queue.num_running)
+                for _ in range(draw.randint(0, 3)):
+                    await asyncio.sleep(0)
+
+        async with places.waited_for():
+            await asyncio.gather(*(sequence() for _ in range(draw.randint(0, 5))))
 
     tasks: list[asyncio.Task[None]] = []
     for _ in range(400):
@@ -181,5 +186,115 @@ async def test_many_that_gave_up_take_no_memory() -> None:
         await service.ask(Share("a"), 1)
         service.tasks.pop().cancel()
         await asyncio.sleep(0)
-    assert len(service.queue._heap) < 200
+    assert len(service.queue._waiting["a"]) < 300
     holder.cancel()
+
+
+async def held(queue: FairQueue, tenant: str, count: int) -> list[asyncio.Task[None]]:
+    """Sequences of one tenant that hold places, or wait, until they are cancelled."""
+    service = Service(queue)
+    for _ in range(count):
+        await service.ask(Share(tenant), 1, ends=False)
+    return service.tasks
+
+
+async def ended(*tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_who_comes_to_a_cluster_that_another_fills_begins_at_once() -> None:
+    queue = FairQueue(16, 100, 60)
+    queue.num_tenants = 2
+    flood = await held(queue, "bob", 40)
+    assert queue.num_running == 14, "one of eight is kept"
+    guest = await held(queue, "alice", 3)
+    assert queue.num_running == 16, "for those that hold fewer than these"
+    await ended(*flood[:2])
+    assert queue.num_running == 16, "nobody else is there for whom places could be kept"
+    await ended(*flood, *guest)
+    assert (queue.num_running, queue.num_waiting, len(queue._waiting)) == (0, 0, 0)
+
+
+async def test_one_tenant_alone_has_all_places() -> None:
+    queue = FairQueue(16, 100, 60)
+    tasks = await held(queue, "", 20)
+    assert queue.num_running == 16
+    await ended(*tasks)
+
+
+async def test_sequences_of_one_request_come_in_one_by_one() -> None:
+    """So that nobody waits until all the places that it asks for are free at once."""
+    queue = FairQueue(4, 100, 60)
+    (busy, other), guest = await held(queue, "alice", 2), Service(queue)
+    many = Places(queue, Share("bob"), cost=1)
+    async with many.waited_for():
+        sequences = [asyncio.ensure_future(hold(many)) for _ in range(8)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert queue._held == {"alice": 2, "bob": 2}
+        await guest.ask(Share("alice"), 1)
+        await ended(busy)
+        assert queue.num_running == 4
+        await ended(*sequences, other)
+    await guest.all_served()
+    assert guest.order == [("alice", 1)]
+    assert queue.num_running == 0
+
+
+async def hold(places: Places) -> None:
+    async with places.place():
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("seed", range(10))
+async def test_places_go_as_by_a_plain_model(seed: int) -> None:
+    """Brute force: of the tenants that may have another place, the first in virtual time."""
+    draw = random.Random(seed)
+    size, kept = 17, 2
+    queue = FairQueue(size, 10_000, 60)
+    queue.num_tenants = 3
+    taken: list[str] = []
+    waiting: list[tuple[float, int, str]] = []
+    ends, now, held_by, model = dict.fromkeys("abc", 0.0), 0.0, dict.fromkeys("abc", 0), list[str]()
+
+    async def ask(name: str, cost: float) -> None:
+        async with queue.place(Share(name), cost=cost):
+            taken.append(name)
+            await asyncio.Event().wait()
+
+    def let_in() -> None:
+        nonlocal now
+        while True:
+            free = size - sum(held_by.values())
+            lacking = {it: max(0, kept - held_by[it]) for it in "abc"}
+            may = {
+                it
+                for it in "abc"
+                if free > min(kept, sum(lacking.values()) - lacking[it]) or (free and lacking[it])
+            }
+            ready = [it for it in sorted(waiting) if it[2] in may]
+            if not ready:
+                return
+            waiting.remove(ready[0])
+            now = max(now, ready[0][0])
+            held_by[ready[0][2]] += 1
+            model.append(ready[0][2])
+
+    tasks: dict[str, list[asyncio.Task[None]]] = {it: [] for it in "abc"}
+    for number in range(200):
+        name, cost = draw.choice("aaabbc"), draw.uniform(1, 9)
+        waiting.append((max(now, ends[name]), number, name))
+        ends[name] = max(now, ends[name]) + cost
+        tasks[name].append(asyncio.create_task(ask(name, cost)))
+        await asyncio.sleep(0)
+        let_in()
+        if draw.random() < 0.7 and held_by[leaver := draw.choice("abc")]:
+            held_by[leaver] -= 1
+            await ended(tasks[leaver].pop(0))
+            let_in()
+        await asyncio.sleep(0)
+        assert taken == model, number
+    await ended(*(it for mine in tasks.values() for it in mine))
+    assert (queue.num_running, queue.num_waiting) == (0, 0)

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from engine.api.app import create_app
 from engine.config import NodeConfig
-from engine.http.connection import ConnectionLimits
+from engine.http.connection import Connection, ConnectionLimits
 from engine.http.server import HttpServer
 from engine.types import GenerateOutput
 from tests.api_double import ScriptedGenerator, tiny_serving, tiny_tokenizer
@@ -210,6 +210,31 @@ async def test_who_reads_nothing_is_cut_off_and_its_request_cancelled(tmp_path: 
             left = b"".join(iter(lambda: received(reader), b""))
             assert b"[DONE]" not in left and not left.endswith(b"0\r\n\r\n")
             assert len(left) < 2**26
+
+
+async def test_what_nobody_reads_is_bounded_for_all_readers_together() -> None:
+    """The largest reply goes first; those that are small, or read, stay."""
+
+    async def reply(request: Request) -> Response:
+        return Response(bytes(int(request.query_params["size"])))
+
+    limits = ConnectionLimits(max_unread_bytes=2**25, max_unread_bytes_in_all=2**24)
+    app = Starlette(routes=[Route("/", reply)])
+    async with running(app, limits) as server, asyncio.timeout(20):
+        readers = []
+        for megabytes in (14, 16, 1):
+            readers.append(reader := socket.socket())
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", server.port))
+            reader.sendall(f"GET /?size={megabytes}000000 HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        connections = server._server.server_state.connections
+        while len(connections) != 2:  # noqa: ASYNC110 - no event tells
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)
+        left = sorted(it.num_unread for it in connections if isinstance(it, Connection))
+        assert left[0] == 0 and 5 * 10**6 < left[1] < 14 * 10**6
+        for reader in readers:
+            reader.close()
 
 
 def received(reader: socket.socket) -> bytes:

@@ -5,8 +5,8 @@ import gzip
 import random
 import threading
 import zlib
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engine.http.callers import remember
 from engine.http.content_encoding import PIECE_BYTES, Unpacker
 from engine.http.errors import ERROR_HANDLERS
 from engine.http.request_bodies import BodyLimits, RequestBodies
@@ -23,6 +24,21 @@ from engine.http.server import HttpServer
 
 SMALL, LARGE = b"s" * 100, b"l" * 100_000
 JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(slots=True, frozen=True)
+class Someone:
+    """A caller of whom only the tenant counts."""
+
+    tenant: str
+    name: str = "someone"
+    is_operator: bool = False
+
+    def entering(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def headers(self) -> Mapping[str, str]:
+        return {}
 
 
 @dataclass(slots=True)
@@ -49,19 +65,21 @@ class Workplace:
         ):
             return reply.status, await reply.text()
 
-    async def send(self, body: bytes) -> tuple[int, str | None]:
+    async def send(self, body: bytes, tenant: str = "") -> tuple[int, str | None]:
         """Status and Retry-After."""
+        headers = JSON | {"X-Tenant": tenant}
         async with (
             aiohttp.ClientSession() as session,
-            session.post(self.url, data=body, headers=JSON) as reply,
+            session.post(self.url, data=body, headers=headers) as reply,
         ):
             return reply.status, reply.headers.get("Retry-After")
 
-    async def send_half(self, size: int) -> asyncio.StreamWriter:
+    async def send_half(self, size: int, tenant: str = "") -> asyncio.StreamWriter:
         """A connection that sends all of its body but one byte."""
         host, port = self.url.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
         head = "POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"X-Tenant: {tenant}\r\n"
         writer.write(f"{head}Content-Length: {size}\r\n\r\n".encode() + b"x" * (size - 1))
         await writer.drain()
         await asyncio.sleep(0.2)  # until it has arrived
@@ -73,6 +91,7 @@ async def place_with(**limits: float) -> AsyncIterator[Workplace]:
     place, bodies = Workplace(), RequestBodies(BodyLimits(**limits))  # type: ignore[arg-type]
 
     async def answer(request: Request) -> Response:
+        remember(request.scope, Someone(request.headers.get("x-tenant", "")))
         size = await bodies.process(request.scope, request.receive, place.work, max_bytes=1_000_000)
         return Response(str(size))
 
@@ -104,6 +123,35 @@ async def test_large_bodies_take_turns_and_small_ones_pass_them() -> None:
         place.go_on.set()
         assert await first == (200, None)
         assert await place.send(LARGE) == (200, None)
+
+
+async def test_tenants_take_turns_with_large_bodies() -> None:
+    """However many of another's came first."""
+    served: list[str] = []
+
+    async def ask(place: Workplace, tenant: str) -> None:
+        assert await place.send(LARGE, tenant) == (200, None)
+        served.append(tenant)
+
+    async with place_with() as place:
+        flood = [asyncio.create_task(ask(place, "bob")) for _ in range(20)]
+        await until_at_work(place, 1)
+        await asyncio.sleep(0.3)  # until all of them wait
+        guest = asyncio.create_task(ask(place, "alice"))
+        await asyncio.sleep(0.1)
+        place.go_on.set()
+        await asyncio.gather(guest, *flood)
+    assert served.index("alice") <= 2, served
+
+
+async def test_no_tenant_takes_all_of_the_memory_for_bodies() -> None:
+    async with place_with(max_bytes_in_flight=130_000, body_timeout_s=1.5) as place:
+        place.go_on.set()
+        large = [await place.send_half(len(LARGE), "bob") for _ in range(2)]
+        assert await place.send(LARGE, "bob") == (429, "1")
+        assert await place.send(LARGE, "alice") == (200, None)
+        for writer in large:
+            writer.close()
 
 
 async def test_a_client_that_leaves_gives_its_turn_back_when_its_thread_ends() -> None:
