@@ -10,6 +10,7 @@ template and limits count: they change no K/V.
 """
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
@@ -40,7 +41,7 @@ class ModelIdentity:
     """`fields`: by name the text of everything that counts; two models are one if they are equal.
 
     `layers` names each layer's mixers, one word a layer; the fields of a mixer stand under its
-    name, such as `attention.rope.theta`. A second kind of attention is `attention2`.
+    name, such as `attention.rope.theta`. A second kind of attention is `attention_2`.
     """
 
     fields: Mapping[str, str]
@@ -57,9 +58,9 @@ def identity_of(config: ModelConfig, weights: str) -> ModelIdentity:
     mixers = dict.fromkeys(mixer for own in config.mixers for mixer in own)
     named: dict[MixerConfig, str] = {}
     for mixer in mixers:
-        kind = type(mixer).__name__.removesuffix("Config").lower()
-        others = sum(type(other) is type(mixer) for other in named)
-        named[mixer] = f"{kind}{others + 1}" if others else kind
+        words = re.findall("[A-Z][a-z0-9]*", type(mixer).__name__.removesuffix("Config"))
+        kind, others = "_".join(words).lower(), sum(type(it) is type(mixer) for it in named)
+        named[mixer] = f"{kind}_{others + 1}" if others else kind
     layers = ["+".join(named[mixer] for mixer in own) or NONE for own in config.mixers]
     found = dict(_flat(config, ""))
     for mixer, name in named.items():

@@ -8,6 +8,7 @@ import pytest
 
 from engine.node.server import NodeServer
 from tests.cluster import Cluster, generate, sample, transfer_config
+from tests.e2e.test_doctor import ask_doctor, only_wrong
 from tests.offload import MIB, start_with_tiers, tier_config, tiers_of, tiers_settled
 from tests.pairs import hand_over, prompt_of, request_of
 
@@ -42,7 +43,11 @@ async def test_nothing_is_pulled_from_a_node_whose_config_differs(
     failures = sample(d, "tandem:kv_hand_over_failures_total", cause="peer_does_not_fit")
     assert failures == len(PROMPTS)
     (problem,) = d.engine.hand_over_problems
-    assert "attention.rope.theta is '2.0' here and '10000.0' there" in problem.detail
+    assert "model.attention.rope.theta is '2.0' here and '10000.0' there" in problem.detail
+    (finding,) = only_wrong(await ask_doctor(p.url, d.url))
+    assert finding.subject == "model.attention.rope.theta"
+    assert finding.text == "'10000.0' on P and '2.0' on D"
+    assert "same model folder" in finding.fix
 
 
 async def test_a_folder_of_another_config_is_not_read(

@@ -148,8 +148,8 @@ def test_order_and_number_of_layers_count() -> None:
     assert len(found) == 5
     rope = dataclasses.replace(ATTENTION, rope=None)
     one = identity_of(dataclasses.replace(EVERYTHING, mixers=((ATTENTION,), (rope,))), "w")
-    assert one.fields["layers"] == "attention attention2"
-    assert (one.fields["attention.rope.theta"], one.fields["attention2.rope"]) == (
+    assert one.fields["layers"] == "attention attention_2"
+    assert (one.fields["attention.rope.theta"], one.fields["attention_2.rope"]) == (
         "10000.0",
         "None",
     )
@@ -200,7 +200,8 @@ def test_what_changes_results_changes_the_identity(architecture: str) -> None:
         {"vocab_size": 101},
     ]
     if architecture == "Gemma3ForCausalLM":
-        changes += [{"sliding_window": 8}, {"query_pre_attn_scalar": 4}, {"rope_theta": 100.0}]
+        changes += [{"sliding_window": 8}, {"query_pre_attn_scalar": 4}]
+        changes += [{"rope_local_base_freq": 100.0}]
     elif architecture not in ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"):
         changes += [{"rope_theta": 100.0}, {"rope_parameters": {"rope_theta": 5.0}}]
     if architecture == "GraniteMoeHybridForCausalLM":
@@ -208,6 +209,17 @@ def test_what_changes_results_changes_the_identity(architecture: str) -> None:
         changes += [{"residual_multiplier": 0.5}, {"position_embedding_type": "rope"}]
     digests = {parsed(architecture, **it).digest for it in changes}
     assert len(digests) == len(changes)
+
+
+def test_a_device_is_no_part_of_a_model_but_the_type_that_it_computes_in_is() -> None:
+    def on(device: str, dtype: str) -> ModelIdentity:
+        fields = {**QWEN3_5, "architectures": ["Qwen3_5ForCausalLM"], "torch_dtype": dtype}
+        config = config_of(ConfigReader(fields, "config.json"), "auto", device=device)
+        return identity_of(config, "w")
+
+    assert on("cpu", "bfloat16") == on("cuda", "bfloat16")
+    both = on("cpu", "float16").fields["dtype"], on("cuda", "float16").fields["dtype"]
+    assert both == ("float32", "float16")
 
 
 def test_defaults_written_out_are_those_left_out() -> None:

@@ -16,7 +16,7 @@ from engine.errors import TransportError
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, LayerSpec, MambaSpec
 
-MODEL = {"attention.rope.theta": "10000.0", "layers": "gateddeltanet attention", "weights": "w"}
+MODEL = {"attention.rope.theta": "10000.0", "layers": "gated_delta_net attention", "weights": "w"}
 STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
 FULL = FullAttentionSpec(num_kv_heads=2, head_dim=4, dtype="float32")
 
@@ -73,8 +73,8 @@ def test_block_sizes_units_and_groups_may_differ() -> None:
         (node("d", KVCacheGroup(STATE, (0, 2))), "head_dim=4", "absent"),
         (usual("d", other={"protocol": "1"}), f"'{PROTOCOL_VERSION}'", "'1'"),
         (theirs_with("attention.rope.theta", "100.0"), "theta is '10000.0'", "'100.0'"),
-        (theirs_with("layers", "gateddeltanet mamba2"), "layer 1 is 'attention'", "'mamba2'"),
-        (theirs_with("layers", "gateddeltanet attention -"), "layer 2 is 'absent'", "'-'"),
+        (theirs_with("layers", "gated_delta_net mamba2"), "layer 1 is 'attention'", "'mamba2'"),
+        (theirs_with("layers", "gated_delta_net attention -"), "layer 2 is 'absent'", "'-'"),
         (theirs_with("new", "x" * 5000), "model.new is 'absent'", f"'{'x' * 200}' there"),
     ],
 )
