@@ -21,6 +21,7 @@ from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.plan import plan_arena
 from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
 from engine.metrics import NodeMetrics
+from engine.model_configs.identity import ModelIdentity
 from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
 from engine.node.connector import ConnectorBuilder, ConnectorSettings, NodeConnector
@@ -168,7 +169,7 @@ class BareCore:
             host=options.host,
             cluster_token=None,
             tls=None,
-            model_fingerprint="bench",
+            identity=lambda: ModelIdentity({}),
             vocab_size=vocab_size,
             max_model_len=self.plan.longest_sequence(1 << 40),
             prefix_hash_seed="",

@@ -7,7 +7,12 @@ import stat
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from engine.errors import CheckpointError
+
+INDEX_FILE: Final = "model.safetensors.index.json"
+SINGLE_FILE: Final = "model.safetensors"
 
 MAX_FILE_BYTES: Final = 60 * 2**20
 """Of one file beside the weights; the largest published tokenizer.json has 34 MB."""
@@ -69,3 +74,32 @@ def read_object(path: Path) -> dict[str, Any] | None:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds a {type(content).__name__}, not an object")
     return content
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that make up a model: one, or those that its index names.
+
+    Raises CheckpointError for an index that cannot be read.
+    """
+    index = folder / INDEX_FILE
+    content = read_bytes(index)
+    if content is None:
+        return [folder / SINGLE_FILE]
+    try:
+        names = msgspec.json.decode(content, type=_ShardIndex).weight_map.values()
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{index} has no weight_map of file names: {error}") from error
+    return [folder / _plain_name(index, name) for name in sorted(set(names))]
+
+
+class _ShardIndex(msgspec.Struct, frozen=True):
+    """The part of the index that says in which file a tensor is."""
+
+    weight_map: dict[str, str]
+
+
+def _plain_name(index: Path, name: str) -> str:
+    # The index comes with the model: a name with slashes would read any file of this machine.
+    if Path(name).name != name:
+        raise CheckpointError(f"{index} names a shard outside the folder: {name!r}")
+    return name

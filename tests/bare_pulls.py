@@ -191,7 +191,7 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
     records = LeaseRecords(p_records.host_bytes().cast("Q"))
     leases = LeaseTable(LEASE_S, lambda: now[0], records, digests=digests)
     leases.grant("r", REMOTE, 64, holding=HOLDING)
-    handler = ControlHandler(lambda *_: IDENTITY, leases, lambda: None)
+    handler = ControlHandler(IDENTITY.engine_id, lambda *_: IDENTITY, leases, wake=lambda: None)
     server = await start_server([ControlService(handler)], "127.0.0.1", 0, token=None)
     control = ControlClient(
         f"127.0.0.1:{server.port}", token=None, caller_engine_id="d", timeout_s=5.0

@@ -15,6 +15,7 @@ from engine.kv_cache.listener import CachedBlocks, CachedStates
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixHasher
 from engine.metrics import NodeMetrics
+from engine.model_configs.identity import ModelIdentity
 from engine.node.connector import ConnectorSettings
 from engine.request import Request
 from engine.step import BlockLoad, ConnectorOutput
@@ -44,7 +45,7 @@ class BareTiers:
             host="127.0.0.1",
             cluster_token=None,
             tls=None,
-            model_fingerprint="tiny",
+            identity=lambda: ModelIdentity({}),
             vocab_size=512,
             max_model_len=MAX_MODEL_LEN,
             prefix_hash_seed="",

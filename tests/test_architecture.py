@@ -241,6 +241,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
                 "connector/transports/nixl.py": "one setting of UCX, which NIXL cannot be given",
                 "connector/transports/nixl_owner.py": "a program of its own, with its own __main__",
                 "engine/cli.py": "an empty variable of a flag, which click takes for none",
+                "engine/models/digest_cache.py": "the user's cache folder, also of Ray's actors",
             },
         ),
         ({"hasattr", "setattr(self", "globals", "eval", "exec"}, PRODUCT, {}),

@@ -64,7 +64,7 @@ class Bench:
             (self._item(number), Place((block,)), number * self._size)
             for number, block in enumerate(blocks)
         ]
-        self.folder = Folder(Files(folder), "0" * 32, 1 << 40, stats=OffloadStats())
+        self.folder = Folder(Files(folder), lambda: "0" * 32, 1 << 40, stats=OffloadStats())
         self._parts = tuple(self._write_files())
         self._files = sorted(folder.iterdir())
         self._loads = count()

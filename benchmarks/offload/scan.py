@@ -46,13 +46,13 @@ def _fill(files: Files, num_files: int) -> None:
     sizes, digests = (ITEM_BYTES,) * ITEMS_PER_FILE, (1 << 63,) * ITEMS_PER_FILE
     head = memoryview(encode(Header(GEOMETRY, items, offsets, sizes, digests)))
     data = memoryview(bytes(ITEM_BYTES * ITEMS_PER_FILE))
-    namer = Folder(files, GEOMETRY, 1, stats=OffloadStats())
+    namer = Folder(files, lambda: GEOMETRY, 1, stats=OffloadStats())
     for _ in range(num_files):
         files.write(namer.new_name(), (head, data))
 
 
 def _scan(files: Files, num_files: int) -> float:
-    folder = Folder(files, GEOMETRY, 1 << 60, stats=OffloadStats())
+    folder = Folder(files, lambda: GEOMETRY, 1 << 60, stats=OffloadStats())
     started = perf_counter()
     num_found = sum(1 for _ in folder.rescan())
     seconds = perf_counter() - started

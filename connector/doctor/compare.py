@@ -2,7 +2,7 @@
 
 from connector.doctor.findings import Finding, Verdict, good, wrong
 from connector.doctor.probe import NodeReport
-from connector.pd.wire.geometry import Difference, differences, groups_of
+from connector.pd.wire.geometry import MODEL_PREFIX, Difference, differences, groups_of
 from connector.pd.wire.messages import Handshake
 from connector.transports.auto import host_behind, offered_by
 from connector.transports.shm import why_out_of_reach
@@ -14,13 +14,13 @@ FIXES = {
     "transport": "let both choose by themselves (auto), or name one transport for both in "
     "--kv-transfer-config (kv_connector_extra_config)",
     "protocol": "run the same version of Tandem on both nodes",
-    "model_fingerprint": "start both nodes with the same model folder",
     "prefix_hash_seed": "give both nodes the same --prefix-hash-seed",
 }
 SHM = "shm"
 NETWORK = 'choose "auto", or one of nixl, ucx and zmq, for both nodes in --kv-transfer-config'
 INSTALL = f"install the same transports on both: {how_to_install('nixl')}"
 ADVERTISE = "start P with --host 0.0.0.0, or with an --advertise-host that D can reach"
+OF_MODELS = "start both nodes with the same model folder and --dtype"
 OF_LAYERS = "start both nodes with the same model and --dtype"
 EXPECTED = {"P": "prefill", "D": "decode"}
 
@@ -107,7 +107,8 @@ def _differing(found: list[Difference]) -> list[Finding]:
     findings = []
     for text, keys in subjects.items():
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
-        findings.append(wrong(f"{keys[0]}{more}", text, FIXES.get(keys[0], OF_LAYERS)))
+        other = OF_MODELS if keys[0].startswith(MODEL_PREFIX) else OF_LAYERS
+        findings.append(wrong(f"{keys[0]}{more}", text, FIXES.get(keys[0], other)))
     return findings
 
 

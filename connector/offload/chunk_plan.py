@@ -61,14 +61,14 @@ class ChunkPlan:
         """Bytes of one token in all layers of an attention group."""
         return self.arena.block_bytes(group) // self.arena.block_size_of(group)
 
-    def geometry(self, model_fingerprint: str, hash_seed: str) -> str:
+    def geometry(self, model_identity: str, hash_seed: str) -> str:
         """32 hex digits that nodes share whose items can replace each other; never with others."""
         arena = self.arena
         named = [
             (repr(group.spec), group.layers, self.chunk_tokens.get(index, 0))
             for index, group in enumerate(arena.groups)
         ]
-        parts = (model_fingerprint, hash_seed, arena.hash_block_size, named)
+        parts = (model_identity, hash_seed, arena.hash_block_size, named)
         return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
     def items_of(

@@ -97,8 +97,9 @@ class OffloadBuilder:
         chunks = ChunkPlan(plan, config.hybrid_chunk_size)
         warn_of_long_chunks(chunks, settings.max_model_len)
         slots = slots_of(chunks, config)
-        geometry = chunks.geometry(settings.model_fingerprint, settings.prefix_hash_seed)
-        folder = self._folder(geometry, stats)
+        folder = self._folder(
+            lambda: chunks.geometry(settings.identity().digest, settings.prefix_hash_seed), stats
+        )
         with ExitStack() as stack:
             host = ArenaMemory(slots.num_units * slots.unit_bytes)
             stack.callback(host.close)
@@ -119,11 +120,10 @@ class OffloadBuilder:
             disk_path=config.disk_path,
             disk_bytes=config.disk_bytes,
             chunk_tokens=sorted(set(chunks.chunk_tokens.values())),
-            geometry=geometry,
         )
         return OffloadConnector(scheduler, worker)
 
-    def _folder(self, geometry: str, stats: OffloadStats) -> Folder | None:
+    def _folder(self, geometry: Callable[[], str], stats: OffloadStats) -> Folder | None:
         path = self.config.disk_path
         if path is None:
             return None

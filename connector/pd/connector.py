@@ -122,11 +122,11 @@ class PdBuilder:
             signer = ParamsSigner(None if token is None else signing_key(token))
             address = AdvertisedAddress(settings.engine_id, settings.host)
             producer = Producer(address, plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s)
-            control = ControlHandler(identity, leases, wake)
+            control = ControlHandler(settings.engine_id, identity, leases, wake=wake)
 
             transfers = TransferMetrics(metrics)
             peers = PeerRegistry(
-                identity(),
+                identity,
                 transport,
                 cluster_token=token,
                 tls=settings.tls,
@@ -175,7 +175,7 @@ def _identity(
     if isinstance(transport, AutoTransport):
         transport.offer(wanted)
     geometry = describe_geometry(
-        plan, settings.model_fingerprint, prefix_hash_seed=settings.prefix_hash_seed
+        plan, settings.identity().fields, prefix_hash_seed=settings.prefix_hash_seed
     )
     return Handshake(
         engine_id=settings.engine_id,

@@ -10,18 +10,15 @@ from copy import copy
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
 import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.model_files import read_bytes
+from engine.model_files import weight_files
 from engine.ops.backend import ops_for
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 TELL_S = 5.0
 
 log = structlog.get_logger()
@@ -49,7 +46,7 @@ class Weights:
         self._prefix = ""
         self._files = ExitStack()
         self._where: dict[str, tuple[Any, str]] = {}
-        for path in _shards(folder):
+        for path in weight_files(folder):
             self._open(path, rename)
         self._untaken = set(self._where)
         self._progress = _Progress()
@@ -119,28 +116,3 @@ class _Progress:
         if time.monotonic() - self._told > TELL_S:
             self._told = time.monotonic()
             log.info("loading", tensors=done, of=total)
-
-
-class _ShardIndex(msgspec.Struct, frozen=True):
-    """The part of the index that says in which file a tensor is."""
-
-    weight_map: dict[str, str]
-
-
-def _shards(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    content = read_bytes(index)
-    if content is None:
-        return [folder / SINGLE_FILE]
-    try:
-        names = msgspec.json.decode(content, type=_ShardIndex).weight_map.values()
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{index} has no weight_map of file names: {error}") from error
-    return [folder / _plain_name(index, name) for name in sorted(set(names))]
-
-
-def _plain_name(index: Path, name: str) -> str:
-    # The index comes with the model: a name with slashes would read any file of this machine.
-    if Path(name).name != name:
-        raise CheckpointError(f"{index} names a shard outside the folder: {name!r}")
-    return name

@@ -11,6 +11,7 @@ from engine.kv_cache.listener import TierListener
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import Connector
 from engine.metrics import NodeMetrics
+from engine.model_configs.identity import ModelIdentity
 from engine.rpc.server import RpcService
 from engine.tls import ClientTls
 
@@ -19,7 +20,9 @@ from engine.tls import ClientTls
 class ConnectorSettings:
     """The settings of a node that its connector needs; `host` is the advertised one.
 
-    `tiers` hears what a connector keeps; None while nobody asks for KV events.
+    `identity` tells the model's; it is known once the engine runs, as its weights are loaded after
+    the connector was built. `tiers` hears what a connector keeps; None while nobody asks for KV
+    events.
     """
 
     config: KVTransferConfig
@@ -27,7 +30,7 @@ class ConnectorSettings:
     host: str
     cluster_token: str | None
     tls: ClientTls | None
-    model_fingerprint: str
+    identity: Callable[[], ModelIdentity]
     vocab_size: int
     max_model_len: int
     prefix_hash_seed: str

@@ -1,6 +1,7 @@
 """A node's KV events: recorded by its cache, published once per step, described to others."""
 
 import structlog
+from msgspec import structs
 
 from engine.config import NodeConfig
 from engine.kv_cache.plan import ArenaPlan
@@ -42,6 +43,11 @@ class NodeEvents:
             groups=tuple(KVGroupInfo(*group) for group in groups),
         )
         log.info("KV events are published", endpoint=endpoint, replay_endpoint=replay)
+
+    def identify(self, model_identity: str) -> None:
+        """Others are told so once the node serves: the weights are loaded after this was made."""
+        if self.info is not None:
+            self.info = structs.replace(self.info, model_identity=model_identity)
 
     @property
     def num_dropped(self) -> int:

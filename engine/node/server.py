@@ -48,8 +48,7 @@ from engine.model_configs.folder import resolve_folder
 from engine.model_configs.generation import read_eos_token_ids
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.registry import read_config
-from engine.models.fingerprint import model_fingerprint
-from engine.models.loader import load_model
+from engine.models.loader import load_and_identify
 from engine.node.connector import BuilderOf, ConnectorSettings, NodeConnector, check_groups
 from engine.node.kv_events import NodeEvents
 from engine.node.limits import (
@@ -175,7 +174,11 @@ class NodeServer:
         self.events = self._publish_events(plan)
         # Before the weights: a missing transport must not cost the time to load them.
         self.connector = self._connect(model, plan, arena, max_model_len=limits.max_model_len)
-        weights = await asyncio.to_thread(load_model, model.path, model.config, arena.tensor.device)
+        weights, self.identity = await asyncio.to_thread(
+            load_and_identify, model.path, model.config, arena.tensor.device
+        )
+        if self.events:
+            self.events.identify(self.identity.digest)
         self._start_engine(plan, ModelRunner(weights, plan, arena), limits)
         self.rpc = await self._start_rpc(model)
         self.connector.advertise(self.rpc.port)
@@ -227,14 +230,15 @@ class NodeServer:
             host=self.host,
             cluster_token=self._token,
             tls=tls_to_peers(self.config),
-            model_fingerprint=model_fingerprint(model.path),
+            identity=lambda: self.identity,
             vocab_size=model.config.vocab_size,
             max_model_len=max_model_len,
             prefix_hash_seed=self.config.prefix_hash_seed,
             tiers=self.events.recorder if self.events else None,
         )
         connector = self._build_connector(
-            # The engine is made after its connector, which wakes it only once it runs.
+            # Engine and identity are made after the connector, which asks for them only once the
+            # engine runs.
             settings,
             plan,
             arena,

@@ -43,7 +43,8 @@ class KVEventsInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Where a node publishes the events of its KV cache, and what their digests are made of.
 
     `endpoint`, `replay_endpoint`: ZMQ addresses that others can reach. `hash_block_size`: tokens
-    per digest. `groups`: in the order of the group index of events.
+    per digest. `groups`: in the order of the group index of events. `model_identity`: digest of all
+    that changes the model's results; blocks of two identities are no copies of each other.
     """
 
     endpoint: str
@@ -53,6 +54,7 @@ class KVEventsInfo(msgspec.Struct, frozen=True, kw_only=True):
     # Without a group there is nothing that a node could lack of a prompt.
     groups: Annotated[tuple[KVGroupInfo, ...], Meta(min_length=1)]
     replay_endpoint: str | None = None
+    model_identity: Annotated[str, Meta(max_length=64)] = ""
 
 
 class ArenaUse(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,11 +32,12 @@ class Layout(NamedTuple):
 
     key: HashKey
     groups: tuple[KVGroupInfo, ...]
+    model_identity: str
 
     @classmethod
     def of(cls, info: KVEventsInfo) -> "Layout":
         """The layout of a node that publishes events."""
-        return cls(HashKey.of(info), info.groups)
+        return cls(HashKey.of(info), info.groups, info.model_identity)
 
 
 class LayoutIndex:
@@ -44,7 +45,7 @@ class LayoutIndex:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self.key, groups = layout
+        self.key, groups = layout.key, layout.groups
         self.nodes = 0
         self._size = layout.key.hash_block_size
         self._tables: dict[tuple[int, str], BlockTable] = {}

@@ -40,8 +40,8 @@ class _Slot:
 class PrefixIndex:
     """An `EventSink`, and the answer to what each node holds of a prompt.
 
-    It promises no more than the nodes have announced. Nodes whose hash block size, seed and groups
-    are equal share tables.
+    It promises no more than the nodes have announced. Nodes whose model, hash block size, seed and
+    groups are equal share tables.
     """
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ async def test_64_decode_nodes_shake_hands_at_once(
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
-    mine = claims_of(d)._peers._identity
+    mine = claims_of(d)._peers._identity()
     with ExitStack() as stack:
         registries = [registry_of(stack, mine, number) for number in range(CROWD)]
         pool = stack.enter_context(ThreadPoolExecutor(CROWD))
@@ -82,7 +82,9 @@ def registry_of(
     transport = open_transport(kind, name)
     transport.register(memory)
     mine = msgspec.structs.replace(mine, engine_id=name, transport_address=transport.address)
-    registry = PeerRegistry(mine, transport, cluster_token=None, control_timeout_s=timeout_s)
+    registry = PeerRegistry(
+        lambda: mine, transport, cluster_token=None, control_timeout_s=timeout_s
+    )
     for close in (memory.close, transport.close, registry.close):
         stack.callback(close)
     return registry

@@ -95,6 +95,7 @@ async def test_a_snapshot_is_what_the_cache_holds(
         assert info is not None
         kinds = {KVGroupInfo("mamba"), KVGroupInfo("full_attention")}
         assert (info.hash_block_size, info.hash_seed, set(info.groups)) == (16, "seed", kinds)
+        assert info.model_identity == node.identity.digest
         cache = node.engine.core.scheduler.cache
         _, announced = told(info)
         assert announced == held(node)

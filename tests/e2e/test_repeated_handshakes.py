@@ -22,7 +22,7 @@ async def test_an_old_use_that_ends_while_the_next_handshake_connects_leaves_it_
     p = await cluster.start("prefill", checkpoints[FAMILY])
     connected, go = threading.Event(), threading.Event()
     with ExitStack() as stack:
-        registry = registry_of(stack, claims_of(p)._peers._identity, 0)
+        registry = registry_of(stack, claims_of(p)._peers._identity(), 0)
         first = await met(registry, p)
         connect = registry._transport.connect
 
@@ -49,7 +49,7 @@ async def test_the_last_use_of_a_mapping_closes_it_in_whatever_order(
 ) -> None:
     p = await cluster.start("prefill", checkpoints[FAMILY])
     with ExitStack() as stack:
-        registry = registry_of(stack, claims_of(p)._peers._identity, 0)
+        registry = registry_of(stack, claims_of(p)._peers._identity(), 0)
         first = await met(registry, p)
         registry.forget(first)
         second = await met(registry, p)

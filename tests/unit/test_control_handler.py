@@ -14,7 +14,7 @@ IDENTITY = identity()
 
 def test_a_reader_of_an_old_generation_hears_that_its_lease_is_gone_and_ends_nothing() -> None:
     leases = lease_table(LEASE_S, lambda: 0.0)
-    handler = ControlHandler(lambda *_: IDENTITY, leases, lambda: None)
+    handler = ControlHandler(IDENTITY.engine_id, lambda *_: IDENTITY, leases, wake=lambda: None)
     leases.grant("r", REMOTE, 64, holding=HOLDING)
     old = handler.claim("p", "r").generation
     leases.grant("r", REMOTE, 64, holding=HOLDING)
@@ -40,7 +40,12 @@ def test_generations_go_on_when_a_request_id_comes_again() -> None:
 
 
 def test_renewals_name_a_generation_each() -> None:
-    handler = ControlHandler(lambda *_: IDENTITY, lease_table(LEASE_S, lambda: 0.0), lambda: None)
+    handler = ControlHandler(
+        IDENTITY.engine_id,
+        lambda *_: IDENTITY,
+        lease_table(LEASE_S, lambda: 0.0),
+        wake=lambda: None,
+    )
     with pytest.raises(KVTransferParamsError, match="1 generations given for 2 requests"):
         handler.renew("p", ["a", "b"], [1])
 

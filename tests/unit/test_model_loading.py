@@ -16,10 +16,10 @@ from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
 from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.mamba2 import Mamba2Config
 from engine.model_configs.registry import ARCHITECTURES, read_config
-from engine.models.fingerprint import model_fingerprint
 from engine.models.hybrid import HybridModel
 from engine.models.loader import load_model
 from engine.models.registry import FAMILIES
+from engine.models.weights_digest import WeightsDigest
 
 CPU = torch.device("cpu")
 
@@ -277,10 +277,15 @@ def test_folder_without_weights_is_named(folder: Path) -> None:
         load(folder)
 
 
+def weights_digest(folder: Path) -> str:
+    with WeightsDigest(folder) as digest:
+        return digest.result()
+
+
 def test_weights_that_cannot_be_read_are_named(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").mkdir()
-    for read in (load, model_fingerprint):
+    for read in (load, weights_digest):
         with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
             read(folder)
     (folder / "model.safetensors.index.json").symlink_to("model.safetensors.index.json")

@@ -18,7 +18,7 @@ NUM_BAD = 50
 def test_many_bad_files_are_all_counted_and_the_first_of_a_cause_is_named(tmp_path: Path) -> None:
     """A full disk may leave thousands; their lines would hide all others."""
     stats = OffloadStats()
-    folder = Folder(Files(tmp_path), GEOMETRY, 1 << 30, stats=stats)
+    folder = Folder(Files(tmp_path), lambda: GEOMETRY, 1 << 30, stats=stats)
     item = Item(0, 0, 16, bytes(32), (bytes(32),))
     head = encode(Header(GEOMETRY, (item,), (0,), (4096,), (0,)))
     for _ in range(NUM_BAD):

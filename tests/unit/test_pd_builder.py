@@ -7,6 +7,7 @@ from engine.arena import ArenaMemory
 from engine.config import KVTransferConfig
 from engine.log_writer import LOSSES
 from engine.metrics import NO_ROWS, NodeMetrics, Table
+from engine.model_configs.identity import ModelIdentity
 from engine.node.connector import ConnectorSettings
 from tests.bare_pulls import PLAN
 from tests.leaks import held_here
@@ -18,7 +19,7 @@ SETTINGS = ConnectorSettings(
     host="127.0.0.1",
     cluster_token=None,
     tls=None,
-    model_fingerprint="model",
+    identity=lambda: ModelIdentity({}),
     max_model_len=1024,
     vocab_size=100,
     prefix_hash_seed="",

@@ -16,6 +16,7 @@ from engine.errors import TransportError
 from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, LayerSpec, MambaSpec
 
+MODEL = {"attention.rope.theta": "10000.0", "layers": "gated_delta_net attention", "weights": "w"}
 STATE = MambaSpec("gdn", (3, 64), "float32", (2, 16, 16))
 FULL = FullAttentionSpec(num_kv_heads=2, head_dim=4, dtype="float32")
 
@@ -24,7 +25,7 @@ def node(
     name: str, *groups: KVCacheGroup, block_size: int = 16, other: dict[str, str] | None = None
 ) -> Handshake:
     plan = plan_arena(groups, block_size, 1 << 20)
-    geometry = describe_geometry(plan, "model", prefix_hash_seed="") | (other or {})
+    geometry = describe_geometry(plan, MODEL, prefix_hash_seed="") | (other or {})
     return Handshake(
         engine_id=name,
         transport="shm",
@@ -35,9 +36,18 @@ def node(
 
 
 def usual(
-    name: str, *, state: LayerSpec = STATE, full: LayerSpec = FULL, **other: str
+    name: str,
+    *,
+    state: LayerSpec = STATE,
+    full: LayerSpec = FULL,
+    other: dict[str, str] | None = None,
 ) -> Handshake:
     return node(name, KVCacheGroup(state, (0, 2)), KVCacheGroup(full, (1, 3)), other=other)
+
+
+def theirs_with(name: str, value: str) -> Handshake:
+    """A peer whose model differs in one field."""
+    return usual("d", other={f"model.{name}": value})
 
 
 def test_block_sizes_units_and_groups_may_differ() -> None:
@@ -61,8 +71,11 @@ def test_block_sizes_units_and_groups_may_differ() -> None:
         (usual("d", state=replace(STATE, temporal_dtype="bfloat16")), "float32", "bfloat16"),
         (usual("d", state=replace(STATE, conv_shape=(2, 64))), "3x64", "2x64"),
         (node("d", KVCacheGroup(STATE, (0, 2))), "head_dim=4", "absent"),
-        (usual("d", protocol="1"), f"'{PROTOCOL_VERSION}'", "'1'"),
-        (usual("d", model_fingerprint="another"), "'model'", "'another'"),
+        (usual("d", other={"protocol": "1"}), f"'{PROTOCOL_VERSION}'", "'1'"),
+        (theirs_with("attention.rope.theta", "100.0"), "theta is '10000.0'", "'100.0'"),
+        (theirs_with("layers", "gated_delta_net mamba2"), "layer 1 is 'attention'", "'mamba2'"),
+        (theirs_with("layers", "gated_delta_net attention -"), "layer 2 is 'absent'", "'-'"),
+        (theirs_with("new", "x" * 5000), "model.new is 'absent'", f"'{'x' * 200}' there"),
     ],
 )
 def test_a_difference_is_refused_with_both_values(theirs: Handshake, here: str, there: str) -> None:
@@ -87,6 +100,12 @@ def test_a_peer_that_describes_nonsense_is_refused(text: str) -> None:
     groups = KVCacheGroup(STATE, (0, 2)), KVCacheGroup(FULL, (1, 3))
     with pytest.raises(TransportError, match="describes no KV cache group"):
         check_geometry(usual("p"), node("d", *groups, other={"kv_cache_group.1": text}))
+
+
+def test_a_difference_of_protocols_comes_first() -> None:
+    other = usual("d", other={"protocol": "1", "model.attention.rope.theta": "1.0"})
+    with pytest.raises(TransportError, match="protocol is"):
+        check_geometry(usual("p"), other)
 
 
 def test_a_gap_in_the_list_of_groups_is_refused() -> None:

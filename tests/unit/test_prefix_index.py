@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from msgspec.structs import astuple
 
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
@@ -257,6 +258,16 @@ def test_another_seed_meets_nothing() -> None:
     hashes = tuple(digests_of(TEXT, "s").boundaries()[1:3])
     index.apply("b", [BlockStored(hashes, None, TEXT[1][:8], SIZE, medium=GPU, group_idx=0)])
     assert index.hits(prompt_of(TEXT)) == {"a": NodeHit(16, 16), "b": NodeHit(8, 8)}
+
+
+def test_nodes_of_two_models_share_no_table() -> None:
+    index, info = PrefixIndex(), info_of(["full"])
+    index.set_node("a", info)
+    index.set_node("b", structs.replace(info, model_identity="another"))
+    for node in ("a", "b"):
+        index.apply(node, [chain(TEXT)])
+    assert index.hits(prompt_of(TEXT)) == {"a": NodeHit(16, 16), "b": NodeHit(16, 16)}
+    assert [it.nodes.bit_count() for it in index._layouts.values()] == [1, 1]
 
 
 def test_a_clear_is_at_once_and_leaves_nothing_behind() -> None:

@@ -21,7 +21,7 @@ async def test_a_prefill_that_takes_too_long_is_released() -> None:
 
 def test_a_label_ends_the_leases_of_its_requests_and_confirms_none() -> None:
     leases = lease_table(LEASE_S, lambda: 0.0)
-    control = ControlHandler(identity, leases, lambda: None)
+    control = ControlHandler("p", identity, leases, wake=lambda: None)
     mine, other = unique_id("cmpl-1", 10), unique_id("cmpl-12", 11)
     for request_id in (mine, other):
         leases.grant(request_id, ((0,),), 16, holding=HOLDING)

@@ -105,6 +105,7 @@ EVENTS = KVEventsInfo(
     hash_seed="ünïcode",
     groups=(KVGroupInfo("mamba"), KVGroupInfo("sliding_window", 2**31), KVGroupInfo("mamba", 0)),
     replay_endpoint="tcp://[::1]:5558",
+    model_identity="0123456789abcdef" * 2,
 )
 
 

@@ -7,8 +7,9 @@ and the time of its last use is kept by the file system. Used by the tier's own 
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 
 import structlog
 
@@ -32,12 +33,15 @@ TICK_NS = 1_500_000_000
 class Folder:
     """At most `max_bytes` of files of this format, of this and other nodes and geometries.
 
-    Files with other names are never touched.
+    Files with other names are never touched. `geometry` (`ChunkPlan.geometry`) is asked for at the
+    first use, when the model is known.
     """
 
-    def __init__(self, files: Files, geometry: str, max_bytes: int, *, stats: OffloadStats) -> None:
+    def __init__(
+        self, files: Files, geometry: Callable[[], str], max_bytes: int, *, stats: OffloadStats
+    ) -> None:
         self.files = files
-        self.geometry = geometry
+        self._geometry = geometry
         self._max_bytes = max_bytes
         self._stats = stats
         self._lock = threading.Lock()
@@ -45,6 +49,12 @@ class Folder:
         self._touched: dict[str, float] = {}
         self._changed_ns = -1
         self._told: set[str] = set()  # why files of this scan are left out: one line each
+        self._told_of_others = False
+
+    @cached_property
+    def geometry(self) -> str:
+        """The name of all that this node can read."""
+        return self._geometry()
 
     @property
     def num_bytes(self) -> int:
@@ -118,6 +128,7 @@ class Folder:
             self._known.update(ours)
         yield from gone
         self._told.clear()
+        self._tell_of_others(new)
         told = time.monotonic()
         for number, file in enumerate(new):
             if (items := self._read(file)) is not None:
@@ -131,7 +142,7 @@ class Folder:
 
     def _read(self, file: FoundFile) -> FileItems | None:
         """The items of a file; None, and counted, if it cannot be used."""
-        if not file.name.startswith(f"{PREFIX}{self.geometry}-"):
+        if not self._is_own(file.name):
             self._stats.bad_files["foreign"] += 1
             return None
         try:
@@ -148,6 +159,23 @@ class Folder:
         except OSError as error:
             self._leave_out(file.name, "io", error)
         return None
+
+    def _tell_of_others(self, new: Sequence[FoundFile]) -> None:
+        """One line in this folder's life: it may be shared, or a config or the weights changed."""
+        others = sum(not self._is_own(file.name) for file in new)
+        if others and not self._told_of_others:
+            self._told_of_others = True
+            log.info(
+                "the offload folder has files of other models, layouts or seeds; this node leaves "
+                "them out",
+                folder=str(self.files.folder),
+                files=others,
+                of=len(new),
+                geometry=self.geometry,
+            )
+
+    def _is_own(self, name: str) -> bool:
+        return name.startswith(f"{PREFIX}{self.geometry}-")
 
     def _leave_out(self, name: str, cause: str, error: Exception) -> None:
         """Counts a bad file; the first of each cause in a scan is named, for there may be many."""

@@ -19,7 +19,7 @@ from connector.offload.messages import FileItems, FileRange
 from engine.struct_types import learned
 
 MAGIC: Final = b"TANDEMKV"
-VERSION: Final = 1
+VERSION: Final = 2
 PREAMBLE: Final = struct.Struct("<8sIIQ")
 PAGE: Final = 4096
 MAX_HEADER: Final = 64 << 20

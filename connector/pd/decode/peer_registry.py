@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -79,11 +79,14 @@ class _Entry:
 
 
 class PeerRegistry:
-    """Owner of control channels and transport connections; gives them back on `close`."""
+    """Owner of control channels and transport connections; gives them back on `close`.
+
+    `identity` describes this node; it is asked for once the node serves.
+    """
 
     def __init__(
         self,
-        identity: Handshake,
+        identity: Callable[[], Handshake],
         transport: Transport,
         *,
         cluster_token: str | None,
@@ -165,7 +168,7 @@ class PeerRegistry:
         return ControlClient(
             join_host_port(host, port),
             token=self._token,
-            caller_engine_id=self._identity.engine_id,
+            caller_engine_id=self._identity().engine_id,
             timeout_s=self._timeout_s,
             tls=self._tls,
         )
@@ -220,7 +223,7 @@ class PeerRegistry:
                     f"{host}:{port} is {reply.engine_id}, not {engine_id}; that node is gone",
                     code="foreign_kv_transfer_params",
                 )
-            check_geometry(self._identity, reply)
+            check_geometry(self._identity(), reply)
             groups, lease_s = groups_of(reply), self._bounded(reply.lease_s)
             link = f"{engine_id} at {control.address}"
             self._link(link, control, host, reply=reply)
@@ -283,7 +286,7 @@ class PeerRegistry:
         least, most = LEASE_S
         if not math.isfinite(lease_s) or lease_s <= 0:
             raise TransportError(f"a peer's leases last {lease_s} s; it must be a time above 0")
-        return min(max(lease_s, min(least, self._identity.lease_s)), most)
+        return min(max(lease_s, min(least, self._identity().lease_s)), most)
 
     def _drop_unused(self, peer: Peer) -> None:
         with self._lock:

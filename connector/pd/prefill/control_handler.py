@@ -19,14 +19,20 @@ class ControlHandler:
     """Answers handshakes, claims, renewals, releases and questions about bytes, in any thread.
 
     `identity` describes this node as it is now, to a peer that wants one of some transports (none:
-    any); the address of its arena may change. `wake` tells the engine that a lease has ended.
+    any); the address of its arena may change, and its model is known once it serves. `wake` tells
+    the engine that a lease has ended.
     """
 
     def __init__(
-        self, identity: Callable[..., Handshake], leases: LeaseTable, wake: Callable[[], None]
+        self,
+        engine_id: str,
+        identity: Callable[..., Handshake],
+        leases: LeaseTable,
+        *,
+        wake: Callable[[], None],
     ) -> None:
+        self._engine_id = engine_id
         self._identity = identity
-        self._engine_id = identity().engine_id
         self._leases = leases
         self._wake = wake
 

@@ -1,12 +1,13 @@
 """The geometry of a node's KV cache: compared value by value, refused by name.
 
-Two nodes exchange KV if each layer keeps the same things in the same types. Groups of layers,
-tokens per block and unit sizes may differ: `layout` translates. Package versions and spellings of
-model paths do not count.
+Two nodes exchange KV if their models are one (`engine.model_configs.identity` says what counts: the
+parsed config, every byte of the weights, the types; not the kind of device) and each layer keeps
+the same things. Groups of layers, tokens per block and unit sizes may differ: `layout` translates.
+Package versions and spellings of model paths do not count.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -17,11 +18,16 @@ from connector.transports.address import AUTO
 from engine.errors import TransportError
 from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
+from engine.model_configs.identity import LAYERS, by_layer
 from engine.struct_types import learned
 
-PROTOCOL_VERSION = "10"
+PROTOCOL_VERSION = "11"
+PROTOCOL = "protocol"
 GROUP_PREFIX = "kv_cache_group."
+MODEL_PREFIX = "model."
 MAX_LAYERS = 4096
+MAX_SHOWN = 200
+"""Characters of a value in an error: a peer may say anything."""
 MAX_BLOCK_SIZE = 1 << 20
 MAX_BYTES = 1 << 50
 
@@ -63,16 +69,19 @@ class Difference:
 
 
 def describe_geometry(
-    plan: ArenaPlan, model_fingerprint: str, *, prefix_hash_seed: str
+    plan: ArenaPlan, model: Mapping[str, str], *, prefix_hash_seed: str
 ) -> dict[str, str]:
-    """This node's side of the comparison, with a digest of the seed, which may be secret."""
+    """This node's side of the comparison, with a digest of the seed, which may be secret.
+
+    `model`: the fields of its identity, a few dozen and one word for each layer.
+    """
     groups = {
         f"{GROUP_PREFIX}{number}": msgspec.json.encode(geometry).decode()
         for number, geometry in enumerate(geometry_of(plan))
     }
     return {
-        "protocol": PROTOCOL_VERSION,
-        "model_fingerprint": model_fingerprint,
+        PROTOCOL: PROTOCOL_VERSION,
+        **{f"{MODEL_PREFIX}{name}": value for name, value in model.items()},
         "prefix_hash_seed": hashlib.sha256(f"seed {prefix_hash_seed}".encode()).hexdigest()[:12],
         "kv_layout": "head_major",
         **groups,
@@ -113,13 +122,13 @@ def check_geometry(mine: Handshake, theirs: Handshake) -> None:
     """Raises TransportError naming the first difference and both values."""
     for found in differences(mine, theirs):
         raise TransportError(
-            f"cannot exchange KV blocks with {theirs.engine_id}: {found.key} is "
-            f"{found.here!r} here and {found.there!r} there"
+            f"cannot exchange KV blocks with {theirs.engine_id}: {found.key[:MAX_SHOWN]} is "
+            f"{found.here[:MAX_SHOWN]!r} here and {found.there[:MAX_SHOWN]!r} there"
         )
 
 
 def differences(mine: Handshake, theirs: Handshake) -> list[Difference]:
-    """Everything that keeps two nodes from exchanging blocks, sorted by key.
+    """Everything that keeps two nodes from exchanging blocks, sorted by key, the protocol first.
 
     Raises TransportError for a peer that describes no groups.
     """
@@ -130,7 +139,8 @@ def differences(mine: Handshake, theirs: Handshake) -> list[Difference]:
         here["transport"], there["transport"] = mine.transport, theirs.transport
     return [
         Difference(key, here.get(key, "absent"), there.get(key, "absent"))
-        for key in sorted(here.keys() | there.keys())
+        # Nodes of two protocols may not even know of each other's other keys.
+        for key in sorted(here.keys() | there.keys(), key=lambda key: (key != PROTOCOL, key))
         if here.get(key) != there.get(key)
     ]
 
@@ -149,7 +159,11 @@ def describe_spec(spec: LayerSpec) -> str:
 
 
 def _plain(node: Handshake) -> dict[str, str]:
-    return {k: v for k, v in node.geometry.items() if not k.startswith(GROUP_PREFIX)}
+    plain = {k: v for k, v in node.geometry.items() if not k.startswith(GROUP_PREFIX)}
+    layers = plain.pop(f"{MODEL_PREFIX}{LAYERS}", "")
+    return plain | {
+        f"{MODEL_PREFIX}{name}": mixers for name, mixers in by_layer(layers, MAX_LAYERS)
+    }
 
 
 def _by_layer(groups: Iterable[GroupGeometry]) -> dict[str, str]:

@@ -276,20 +276,22 @@ class ArenaUse(_message.Message):
     def __init__(self, num_units: _Optional[int] = ..., attention: _Optional[int] = ..., idle_attention: _Optional[int] = ..., states: _Optional[int] = ..., idle_states: _Optional[int] = ...) -> None: ...
 
 class KvEventsInfo(_message.Message):
-    __slots__ = ("endpoint", "replay_endpoint", "topic", "hash_block_size", "hash_seed", "groups")
+    __slots__ = ("endpoint", "replay_endpoint", "topic", "hash_block_size", "hash_seed", "groups", "model_identity")
     ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     REPLAY_ENDPOINT_FIELD_NUMBER: _ClassVar[int]
     TOPIC_FIELD_NUMBER: _ClassVar[int]
     HASH_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     HASH_SEED_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     endpoint: str
     replay_endpoint: str
     topic: str
     hash_block_size: int
     hash_seed: str
     groups: _containers.RepeatedCompositeFieldContainer[KvGroupInfo]
-    def __init__(self, endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ..., topic: _Optional[str] = ..., hash_block_size: _Optional[int] = ..., hash_seed: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[KvGroupInfo, _Mapping]]] = ...) -> None: ...
+    model_identity: str
+    def __init__(self, endpoint: _Optional[str] = ..., replay_endpoint: _Optional[str] = ..., topic: _Optional[str] = ..., hash_block_size: _Optional[int] = ..., hash_seed: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[KvGroupInfo, _Mapping]]] = ..., model_identity: _Optional[str] = ...) -> None: ...
 
 class KvGroupInfo(_message.Message):
     __slots__ = ("kind", "sliding_window")

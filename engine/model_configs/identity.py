@@ -1,0 +1,98 @@
+"""A model's identity: everything that changes its results, by name. Torch-free.
+
+Two nodes hand K/V over, and a node reads what another has left in a tier, only if their models are
+one. That means: equal parsed configs, whatever the files leave to defaults; equal bytes of all
+tensors; equal types of compute, K/V and states. Quantization would be a field like any other; there
+is none yet. The kind of device does not count, nor does the number of threads: they change the
+order in which sums are rounded, and a P on a GPU with a D on a CPU is a pair whose tokens are equal
+(benchmarks/pages/gpu.md). So both may share the folder of a tier, too. Nor do tokenizer, chat
+template and limits count: they change no K/V.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cached_property
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+
+from engine.model_configs.model_config import MixerConfig, ModelConfig
+
+IDENTITY_VERSION: Final = 1
+"""Goes up where this code computes another result from the same config and weights."""
+LAYERS: Final = "layers"
+NONE: Final = "-"
+NOT_COUNTED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "ModelConfig.max_position_embeddings": "bounds requests; rotary tables grow as needed",
+        "ModelConfig.tie_word_embeddings": "a stored head is used, else there is none: the weights "
+        "say which",
+        "ModelConfig.mixers": "stands under the name of each mixer, and in `layers`",
+    }
+)
+"""Fields of config classes that change no result, and why; every other field counts."""
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """`fields`: by name the text of everything that counts; two models are one if they are equal.
+
+    `layers` names each layer's mixers, one word a layer; the fields of a mixer stand under its
+    name, such as `attention.rope.theta`. A second kind of attention is `attention_2`.
+    """
+
+    fields: Mapping[str, str]
+
+    @cached_property
+    def digest(self) -> str:
+        """32 hex digits of all fields: names files and tables that hold this model's K/V alone."""
+        named = (IDENTITY_VERSION, sorted(self.fields.items()))
+        return hashlib.sha256(msgspec.json.encode(named)).hexdigest()[:32]
+
+
+def identity_of(config: ModelConfig, weights: str) -> ModelIdentity:
+    """The identity of a model; `weights` is the digest of its tensors."""
+    mixers = dict.fromkeys(mixer for own in config.mixers for mixer in own)
+    named: dict[MixerConfig, str] = {}
+    for mixer in mixers:
+        words = re.findall("[A-Z][a-z0-9]*", type(mixer).__name__.removesuffix("Config"))
+        kind, others = "_".join(words).lower(), sum(type(it) is type(mixer) for it in named)
+        named[mixer] = f"{kind}_{others + 1}" if others else kind
+    layers = ["+".join(named[mixer] for mixer in own) or NONE for own in config.mixers]
+    found = dict(_flat(config, ""))
+    for mixer, name in named.items():
+        found.update(_flat(mixer, f"{name}."))
+    return ModelIdentity(MappingProxyType({**found, LAYERS: " ".join(layers), "weights": weights}))
+
+
+def by_layer(layers: str, most: int) -> Iterator[tuple[str, str]]:
+    """`layers` of an identity, as one name and value for each layer; what is over stays one."""
+    for number, mixers in enumerate(layers.split(maxsplit=most)):
+        yield f"layer {number}", mixers
+
+
+def _flat(config: object, prefix: str) -> Iterator[tuple[str, str]]:
+    """The fields that count, and those of configs inside; raises TypeError for unknown types."""
+    assert is_dataclass(config)
+    for field in fields(config):
+        if f"{type(config).__name__}.{field.name}" in NOT_COUNTED:
+            continue
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        if is_dataclass(value):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, _text(value)
+
+
+def _text(value: object) -> str:
+    """One text for each value, the same in every process: not every object has such a `repr`."""
+    if isinstance(value, str):
+        return str(value)  # an enum's own text too
+    if isinstance(value, tuple):
+        return " ".join(map(_text, value))
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    raise TypeError(f"{value!r} has no text that names it in an identity: teach it to `_text`")
