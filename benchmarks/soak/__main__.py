@@ -1,10 +1,12 @@
-"""`python -m benchmarks.soak`: does anything break when everything goes wrong for ten minutes?
+"""`python -m benchmarks.soak`: does anything break when everything goes wrong for twelve minutes?
 
-Two prefill nodes, two decode nodes and a proxy as real processes. Clients ask through the proxy, in
-four manners: a whole answer, a stream, a stream read slowly, a stream that is left in the middle.
-Meanwhile nodes are killed, frozen for 3 to 40 s and terminated, and hostile clients send what no
-good client would, to the proxy and to the nodes. Every answer is compared with that of one
-undisturbed node. `--kills` leaves kills and good streaming clients.
+Two prefill nodes, two decode nodes and a proxy as real processes, with tiers, KV events and keys of
+two tenants. Clients of both ask through the proxy: prompts and chats, with penalties, JSON schemas,
+regular expressions and forced tool calls, in four manners: a whole answer, a stream, a stream read
+slowly, a stream that is left in the middle. Meanwhile nodes are killed, frozen for 3 to 40 s and
+terminated, and hostile clients send what no good client would, to the proxy and to the nodes. Every
+answer is compared with that of one undisturbed node: tokens, text, tool calls and why it ended.
+`--kills` leaves kills and good clients.
 
 Allowed are explicit errors (503 while all decode nodes are away). Not allowed: one different token,
 an end without a word, a silence of more than 20 s, a server that fails, memory or descriptors that
@@ -29,12 +31,20 @@ from benchmarks.processes import servers
 from benchmarks.serving.options import DEMO_MODEL as MODEL
 from benchmarks.soak import hostile
 from benchmarks.soak.at_rest import WARM_REQUESTS, Baselines, left, unjudged, values
-from benchmarks.soak.client import MANNERS, STREAMED, Verdict, ask
-from benchmarks.soak.cluster import FAULTS, KILLS, Cluster, cluster, node_command
+from benchmarks.soak.client import MANNERS, Verdict, ask
+from benchmarks.soak.cluster import (
+    FAULTS,
+    KILLS,
+    OPERATOR_KEY,
+    TENANTS,
+    Cluster,
+    cluster,
+    node_command,
+)
 from benchmarks.soak.outcome import Soak, explain
 from benchmarks.soak.workload import Question, questions, with_answers
 
-NUM_QUESTIONS, QUICK_QUESTIONS = 60, 6
+NUM_QUESTIONS, QUICK_QUESTIONS = 72, 12
 MORE_MINUTES = 6.0
 """What reference, start and settling take at most."""
 QUICK_S, QUICK_MINUTES, QUICK_STREAMS = 120.0, 0.1, 2
@@ -66,11 +76,7 @@ async def run(
     soak, baselines = Soak(), Baselines(num_warm)
     await _sweep(asked, up, soak)
     started = monotonic()
-    manners = STREAMED if kills else MANNERS
-    work = [
-        _client(random.Random(number), asked, up, soak=soak, manners=manners)
-        for number in range(streams)
-    ]
+    work = [_client(random.Random(number), asked, up, soak=soak) for number in range(streams)]
     work += [_chaos(up, kills=kills), _mend(up), _sample(up, soak, started), _warm(up, baselines)]
     work += [] if kills else [_hostile(up, soak)]
     tasks = [asyncio.create_task(one) for one in work]
@@ -85,16 +91,12 @@ async def run(
 
 
 async def _client(
-    draw: random.Random,
-    asked: Sequence[Question],
-    up: Cluster,
-    *,
-    soak: Soak,
-    manners: Sequence[str],
+    draw: random.Random, asked: Sequence[Question], up: Cluster, *, soak: Soak
 ) -> None:
-    async with aiohttp.ClientSession(up.proxy.url) as http:
+    key = draw.choice(tuple(TENANTS))
+    async with aiohttp.ClientSession(up.proxy.url, headers=_with_key(key)) as http:
         while True:
-            answer = await ask(http, draw.choice(asked), draw, manner=draw.choice(manners))
+            answer = await ask(http, draw.choice(asked), draw, manner=draw.choice(MANNERS))
             soak.answers.append(answer)
             if answer.verdict is Verdict.ERROR:
                 await asyncio.sleep(0.5)  # as Retry-After would ask for, only shorter
@@ -164,9 +166,11 @@ async def _afterwards(
     for _ in range(SETTLE_S):
         found = await left(up, baselines)
         if not found:
-            return
+            break
         await asyncio.sleep(1.0)
     soak.left += found
+    if orphans := sum([await asyncio.to_thread(member.orphans) for member in up.members]):
+        soak.left.append(f"{orphans} processes outlive the servers that had them")
 
 
 async def _count_streams(up: Cluster, soak: Soak) -> None:
@@ -187,12 +191,16 @@ async def _sweep(asked: Sequence[Question], up: Cluster, soak: Soak) -> int:
     """Every question once, as a stream; how many answers were equal."""
     draw = random.Random(0)
     equal = 0
-    async with aiohttp.ClientSession(up.proxy.url) as http:
+    async with aiohttp.ClientSession(up.proxy.url, headers=_with_key(OPERATOR_KEY)) as http:
         for question in asked:
             answer = await ask(http, question, draw, manner="stream")
             soak.answers.append(answer)
             equal += answer.verdict is Verdict.EQUAL
     return equal
+
+
+def _with_key(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
 
 
 async def _metrics(url: str) -> list[str]:
@@ -202,17 +210,17 @@ async def _metrics(url: str) -> list[str]:
 
 def main(
     *,
-    minutes: Annotated[float, typer.Option(min=0.1, help="How long nodes are disturbed.")] = 10.0,
+    minutes: Annotated[float, typer.Option(min=0.1, help="How long nodes are disturbed.")] = 12.0,
     streams: Annotated[int, typer.Option(min=1, help="Good clients at once.")] = 8,
     kills: Annotated[
-        bool, typer.Option("--kills", help="Only SIGKILL, and only good clients, that stream.")
+        bool, typer.Option("--kills", help="Only SIGKILL, and only good clients.")
     ] = False,
     model: Annotated[str, typer.Option(help="Model folder. [the demo's]")] = str(MODEL),
     logs: Annotated[Path | None, typer.Option(help="Keep the servers' logs here.")] = None,
     quick: report.Quick = False,
     out: report.Out = report.RESULTS,
 ) -> None:
-    """Ten minutes of kills, stops, hostile and impatient clients; status 1 for a broken promise."""
+    """Twelve minutes of kills, stops and hostile clients; status 1 for a broken promise."""
     whole_s = 60 * (minutes + MORE_MINUTES)
     found = report.Report("soak", out, (whole_s, QUICK_S), cpu="all", quick=quick)
     if quick:

@@ -1,11 +1,13 @@
 """What servers hold when nothing is asked of them any more, beside what they held once warm."""
 
+import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import aiohttp
 
-from benchmarks.soak.cluster import Cluster, Member
+from benchmarks.soak.cluster import FOLDER_BYTES, Cluster, Member
 from benchmarks.soak.watch import Holdings, holdings
 
 WARM_REQUESTS: Final = 40
@@ -15,6 +17,7 @@ MUST_BE_ZERO: Final = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "tandem:held_lease_bytes",
+    "tandem:grammar_sequences",
 )
 ANSWER: Final = aiohttp.ClientTimeout(total=5.0)
 
@@ -62,7 +65,21 @@ async def left(up: Cluster, baselines: Baselines) -> list[str]:
         for name in MUST_BE_ZERO:
             if number := sum(await values(member.url, name)):
                 found.append(f"{member.name}: {name} is {number:g}")
+    return found + await asyncio.to_thread(_files, up)
+
+
+def _files(up: Cluster) -> list[str]:
+    """What kills have left in the folder of the tier, or beyond its bound."""
+    files = [file for file in up.folder.rglob("*") if file.is_file()]
+    found = [f"{file.name} is in the folder of the tier" for file in files if is_partial(file)]
+    if (size := sum(file.stat().st_size for file in files)) > FOLDER_BYTES:
+        found.append(f"the folder of the tier has {size} bytes, and may have {FOLDER_BYTES}")
     return found
+
+
+def is_partial(file: Path) -> bool:
+    """A file that was being written when its node was killed, and that nobody has removed."""
+    return file.suffix == ".tmp"
 
 
 def unjudged(up: Cluster, baselines: Baselines) -> list[str]:

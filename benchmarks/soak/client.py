@@ -4,21 +4,22 @@ import asyncio
 import json
 import math
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
 from time import monotonic
+from typing import Any
 
 import aiohttp
 
-from benchmarks.soak.workload import Question
+from benchmarks.soak.workload import Question, said_by
 
 HANG_S = 20.0
 """A longer silence is a promise broken, whatever comes after it."""
 GIVE_UP_S = 90.0
 SLOW_READ_S = (0.02, 0.4)
-STREAMED = ("stream", "slow", "leaves")
-MANNERS = ("whole", *STREAMED)
+MANNERS = ("whole", "stream", "slow", "leaves")
 BUSY = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.GATEWAY_TIMEOUT)
 
 
@@ -42,6 +43,7 @@ class Answer:
     """
 
     manner: str
+    kind: str
     verdict: Verdict = Verdict.TRUNCATED
     cause: str = ""
     silence_s: float = 0.0
@@ -49,7 +51,16 @@ class Answer:
     asked_at: float = field(default_factory=monotonic)
     first_at: float = math.inf
     tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str = ""
     is_done: bool = False
+
+    def add(self, choice: Mapping[str, Any]) -> None:
+        """A whole choice, or a part of a streamed one."""
+        said = said_by(choice)
+        self.tokens += said.tokens
+        self.text += said.text
+        self.finish_reason = said.finish_reason or self.finish_reason
 
     @property
     def hung(self) -> bool:
@@ -61,7 +72,7 @@ async def ask(
     http: aiohttp.ClientSession, question: Question, draw: random.Random, *, manner: str
 ) -> Answer:
     """Sends `question` in one of `MANNERS`. Raises nothing that a server may cause."""
-    answer = Answer(manner)
+    answer = Answer(manner, question.kind)
     try:
         async with asyncio.timeout(GIVE_UP_S):
             if answer.manner == "whole":
@@ -79,12 +90,13 @@ async def ask(
 
 async def _whole(http: aiohttp.ClientSession, question: Question, answer: Answer) -> None:
     sent = monotonic()
-    async with http.post("/v1/completions", json=question.body) as reply:
+    async with http.post(question.path, json=question.body) as reply:
         body = await reply.json()
         answer.silence_s = monotonic() - sent
         if reply.status != HTTPStatus.OK:
             return _refused(answer, reply.status, body)
-    answer.tokens, answer.first_at = body["choices"][0]["token_ids"], monotonic()
+    answer.add(body["choices"][0])
+    answer.first_at = monotonic()
     answer.is_done = True
     _compare(question, answer)
 
@@ -92,9 +104,11 @@ async def _whole(http: aiohttp.ClientSession, question: Question, answer: Answer
 async def _stream(
     http: aiohttp.ClientSession, question: Question, answer: Answer, *, draw: random.Random
 ) -> None:
-    leaves_after = draw.randint(0, len(question.expected)) if answer.manner == "leaves" else None
+    leaves_after = (
+        draw.randint(0, len(question.expected.tokens)) if answer.manner == "leaves" else None
+    )
     sent = monotonic()
-    async with http.post("/v1/completions", json={**question.body, "stream": True}) as reply:
+    async with http.post(question.path, json={**question.body, "stream": True}) as reply:
         answer.silence_s = monotonic() - sent
         if reply.status != HTTPStatus.OK:
             return _refused(answer, reply.status, await reply.json())
@@ -130,7 +144,7 @@ def _take(line: bytes, answer: Answer) -> bool:
         return True
     answer.first_at = min(answer.first_at, monotonic())
     for choice in event["choices"]:
-        answer.tokens += choice.get("token_ids") or ()
+        answer.add(choice)
     return False
 
 
@@ -142,9 +156,15 @@ def _refused(answer: Answer, status: int, body: dict[str, object]) -> None:
 
 def _compare(question: Question, answer: Answer) -> None:
     """Also what came before an error or a client's own end must be right."""
-    right = question.expected[: len(answer.tokens)] == tuple(answer.tokens)
-    if not right or (answer.is_done and len(answer.tokens) != len(question.expected)):
+    expected = question.expected
+    right = expected.tokens[: len(answer.tokens)] == tuple(answer.tokens)
+    right = right and expected.text.startswith(answer.text)
+    if answer.is_done:
+        said = (tuple(answer.tokens), answer.text, answer.finish_reason)
+        right = said == (expected.tokens, expected.text, expected.finish_reason)
+    if not right:
         answer.verdict = Verdict.DIFFERENT
+        answer.cause = f"{answer.kind}: {answer.text[-80:]!r} beside {expected.text[-80:]!r}"
     elif answer.is_done:
         answer.verdict = Verdict.EQUAL
 

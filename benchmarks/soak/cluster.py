@@ -1,5 +1,10 @@
-"""Two prefill nodes, two decode nodes and a proxy as processes that may be killed and come back."""
+"""Two prefill nodes, two decode nodes and a proxy as processes that may be killed and come back.
 
+All that a cluster may have is there: tiers in host memory and in one folder for all nodes, KV
+events, keys of two tenants, of which one shares no cache, and a bound on sequences.
+"""
+
+import json
 import math
 import random
 import signal
@@ -16,7 +21,14 @@ import psutil
 from benchmarks.processes import Server, ctrl_c_later, launch
 
 STOP_S = 60.0
-ARENA_BYTES = 96 << 20
+ARENA_BYTES = 48 << 20
+HOST_BYTES = 32 << 20
+FOLDER_BYTES = 192 << 20
+PLACES = 32
+TENANTS = {"soak-key-of-alice": "acme", "soak-key-of-anna": "acme", "soak-key-of-robert": "bolt"}
+ISOLATED = "bolt"
+OPERATOR_KEY = "soak-key-of-the-operator"
+FAMILY_ENDS_S = 5.0
 MAX_MODEL_LEN = 4096
 KILLS = ("kill",)
 FAULTS = (*KILLS, *KILLS, "stop", "stop", "term")
@@ -43,6 +55,7 @@ class Member:
     frozen_until: float = 0.0
     killed_at: list[float] = field(default_factory=list)
     ends: Counter[str] = field(default_factory=Counter)
+    family: list[psutil.Process] = field(default_factory=list)
 
     @property
     def process(self) -> psutil.Process:
@@ -69,15 +82,29 @@ class Member:
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to the process and its children."""
-        with suppress(psutil.NoSuchProcess):
-            for process in (*self.process.children(), self.process):
+        for process in self._children():
+            with suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
+        with suppress(psutil.NoSuchProcess):
+            self.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL; `mend` begins the next life."""
+        """SIGKILL to the process alone; its children must end by themselves."""
         self.ending = "killed"
         self.killed_at.append(time.monotonic())
-        self.signal(signal.SIGKILL)
+        self.family += self._children()
+        self._popen.kill()
+
+    def orphans(self) -> int:
+        """Children that still live a while after their parents were killed."""
+        _, alive = psutil.wait_procs(self.family, timeout=FAMILY_ENDS_S)
+        return len(alive)
+
+    def _children(self) -> list[psutil.Process]:
+        try:
+            return self.process.children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
 
     def terminate(self) -> None:
         """SIGTERM: the process must end by itself with status 0."""
@@ -124,10 +151,11 @@ class Member:
 
 @dataclass(slots=True)
 class Cluster:
-    """All members; nodes before the proxy."""
+    """All members; nodes before the proxy. `folder`: of the tier that all nodes share."""
 
     nodes: list[Member]
     proxy: Member
+    folder: Path
 
     @property
     def members(self) -> list[Member]:
@@ -158,9 +186,10 @@ class Cluster:
 def cluster(model: str, logs: Path) -> Iterator[Cluster]:
     """Starts five processes on ports of their own and stops whatever life they are in."""
     started: list[Member] = []
+    folder = logs / "tier"
     try:
         for number, kind in enumerate(("prefill", "prefill", "decode", "decode")):
-            command = (*node_command(kind, model), "--port", "0")
+            command = (*node_command(kind, model), *_tiers(folder), "--port", "0")
             started.append(Member(f"{kind}-{number}", command, logs))
             started[-1].start()
         for node in started:
@@ -170,10 +199,12 @@ def cluster(model: str, logs: Path) -> Iterator[Cluster]:
         nodes = list(started)
         roles = [(f"--{node.name.partition('-')[0]}", node.url) for node in nodes]
         flags = [word for role in roles for word in role]
-        started.append(Member("proxy", ("proxy", *flags, "--port", "0"), logs))
+        keys = ("--api-keys-file", str(_keys(logs)), "--api-key", OPERATOR_KEY)
+        bound = ("--max-concurrent-requests", str(PLACES))
+        started.append(Member("proxy", ("proxy", *flags, *keys, *bound, "--port", "0"), logs))
         started[-1].start()
         started[-1].wait_until_serving()
-        yield Cluster(nodes, started[-1])
+        yield Cluster(nodes, started[-1], folder)
     finally:
         with ctrl_c_later():
             for member in reversed(started):
@@ -184,3 +215,30 @@ def node_command(kind: str, model: str) -> tuple[str, ...]:
     """How a node of the soak is started; the reference is started like any other."""
     limits = ("--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(ARENA_BYTES))
     return (f"{kind}_node", model, "--served-model-name", "soak", "--dtype", "float32", *limits)
+
+
+def _tiers(folder: Path) -> tuple[str, ...]:
+    offload = {"host_bytes": HOST_BYTES, "disk_path": str(folder), "disk_bytes": FOLDER_BYTES}
+    children = [
+        {"kv_connector": "PdConnector"},
+        {"kv_connector": "OffloadConnector", "kv_connector_extra_config": offload},
+    ]
+    transfer = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    events = {"enable_kv_cache_events": True}
+    return ("--kv-transfer-config", json.dumps(transfer), "--kv-events-config", json.dumps(events))
+
+
+def _keys(logs: Path) -> Path:
+    """The file of keys: JSON is YAML."""
+    file = logs / "keys.yaml"
+    keys = [
+        {"name": key.rpartition("-")[2], "key": key, "tenant": tenant,
+         "isolate_cache": tenant == ISOLATED}
+        for key, tenant in TENANTS.items()
+    ]  # fmt: skip
+    file.touch(mode=0o600)
+    file.write_text(json.dumps({"keys": keys}))
+    return file

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from benchmarks.soak.cluster import TENANTS
 from benchmarks.soak.workload import NAME
 
 TIMEOUT_S = 30.0
@@ -21,6 +22,7 @@ LARGE_TEXT_BYTES = 30_000_000
 NUM_IDS = 2_000_000
 NUM_KEYS = 500_000
 NUM_IDLE = 200
+KEY = next(iter(TENANTS))
 IDLE_S = 3.0
 EDGES: tuple[dict[str, Any], ...] = (
     {"temperature": 1e-310},
@@ -137,6 +139,10 @@ def _say(connection: socket.socket, words: bytes) -> None:
 
 
 async def _post(url: str, path: str, body: dict[str, Any]) -> int:
-    async with aiohttp.ClientSession(url) as http, http.post(path, json=body) as reply:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with (
+        aiohttp.ClientSession(url, headers=headers) as http,
+        http.post(path, json=body) as reply,
+    ):
         await reply.read()
         return reply.status

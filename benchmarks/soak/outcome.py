@@ -61,6 +61,10 @@ class Soak:
         rows += [
             [f"... {verdict}", str(number)] for verdict, number in sorted(self._verdicts().items())
         ]
+        kinds = Counter(one.kind for one in self.answers)
+        rows += [["of each kind", ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))]]
+        manners = Counter(one.manner for one in self.answers)
+        rows += [["in each manner", ", ".join(f"{n} {it}" for it, n in sorted(manners.items()))]]
         rows += [["error rate", f"{len(errors) / max(1, len(self.answers)):.3f}"]]
         rows += [["errors after the first token", str(sum(bool(one.tokens) for one in errors))]]
         rows += [[f"broken streams {end}", str(n)] for end, n in sorted(self.streams.items())]

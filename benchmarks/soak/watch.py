@@ -82,7 +82,7 @@ def holdings(member: Member) -> Holdings | None:
     """None for a member that has just ended."""
     try:
         process = member.process
-        memory = [each.memory_info() for each in (process, *process.children())]
+        memory = [each.memory_info() for each in (process, *process.children(recursive=True))]
         return Holdings(
             sum(each.rss - each.shared for each in memory),
             sum(each.shared for each in memory),
