@@ -49,6 +49,8 @@ class NodeChoice:
     def candidates(self, kind: NodeKind, state: RequestState) -> tuple[NodeView, ...]:
         """Usable nodes that have not failed this request and whose context holds it.
 
+        An answer that has begun goes on with the same model alone: same weights, same config.
+
         A D that rests is better than none; where all P rest, D computes the prompt.
         """
         request = state.request
@@ -59,7 +61,9 @@ class NodeChoice:
         usable = [
             node
             for node in self._pool.available(kind)
-            if node.info.engine_id not in state.failed and length <= node.info.max_model_len
+            if node.info.engine_id not in state.failed
+            and length <= node.info.max_model_len
+            and (not state.sent or node.info.model_identity == state.model_identity)
         ]
         awake = [node for node in usable if not node.rests]
         chosen = awake or usable if kind is NodeKind.DECODE else awake

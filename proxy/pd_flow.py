@@ -109,6 +109,7 @@ class PdFlow:
                 async with self._attempt(state):
                     decode = await self._prefill(state)
                     prefilled = state.prefilled
+                    state.model_identity = decode.info.model_identity
                     if prefilled is not None and prefilled.params is None:
                         yield self._passed_on(prefilled.output, state)
                         return

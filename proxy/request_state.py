@@ -56,6 +56,7 @@ class RequestState:
 
     `deadline` is in event-loop time. `failed` has the engine ids of nodes that must not get the
     request again, unless they restart; `num_lost` of them went away while they had it.
+    `model_identity`: that of the decode node of the last attempt.
     """
 
     request: GenerateRequest
@@ -70,6 +71,7 @@ class RequestState:
     num_cached_tokens: int | None = None
     num_lost_to_state: int = 0
     use_prefill: bool = True
+    model_identity: str = ""
     prefilled: Prefilled | None = None
     route: Route | None = None
     prompt: RoutedPrompt = field(init=False)

@@ -61,6 +61,7 @@ class ScriptedNode(ControlHandler):
     num_lost_to_state: int = 0
     num_cached_of_pull: int = 0
     kv_events: KVEventsInfo | None = None
+    model_identity: str = ""
     eos_at: int | None = None
     gives_params: bool = True
     error: TandemError | None = None
@@ -115,6 +116,7 @@ class ScriptedNode(ControlHandler):
             reason="" if self.ready else "draining",
             hand_over_problems=self.problems,
             kv_events=self.kv_events,
+            model_identity=self.model_identity,
         )
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:

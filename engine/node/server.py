@@ -411,4 +411,5 @@ class NodeServer:
             prefix_query_tokens=scheduler.stats.prefix_queries,
             prefix_hit_tokens=scheduler.stats.prefix_hits,
             root=self.config.model,
+            model_identity=self.identity.digest,
         )

@@ -79,6 +79,7 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     node publishes none. `num_requests_loading` of the running ones wait for blocks from elsewhere;
     `num_held` have finished, and peers may still read them. `prefix_*`: since the node's start.
     `root`: the folder or hub name that the model was loaded from; older nodes do not tell.
+    `model_identity`: digest of all that changes the model's results.
     """
 
     engine_id: str
@@ -105,3 +106,4 @@ class NodeInfo(msgspec.Struct, frozen=True, kw_only=True):
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
     root: str = ""
+    model_identity: Annotated[str, Meta(max_length=64)] = ""

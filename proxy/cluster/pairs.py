@@ -27,11 +27,19 @@ class Pairs:
         self._logged: set[tuple[str, str]] = set()
 
     def fitting(self, prefill: Sequence[NodeView], decode: NodeView) -> tuple[NodeView, ...]:
-        """Those of `prefill` whose hand-overs to `decode` work, as far as is known."""
+        """Those of `prefill` whose hand-overs to `decode` work, as far as is known.
+
+        `decode` would refuse those of another model, such as one with other weights of one name.
+        """
         problems = self._problems(self._pool.node(decode.name))
         self._log_new(decode, problems, prefill)
         avoided = {problem.engine_id for problem in problems if problem.retry_in_s > 0}
-        return tuple(node for node in prefill if node.info.engine_id not in avoided)
+        return tuple(
+            node
+            for node in prefill
+            if node.info.engine_id not in avoided
+            and node.info.model_identity == decode.info.model_identity
+        )
 
     def refused(self, prefill: Node, decode: Node, error: TandemError) -> None:
         """Counts a hand-over from `prefill` that `decode` refused."""

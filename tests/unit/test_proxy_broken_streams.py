@@ -78,6 +78,33 @@ async def test_a_d_lost_in_mid_stream_is_replaced_or_an_explicit_error(
     assert reply.status == (200 if stream else 503)
 
 
+async def test_an_answer_goes_on_with_the_same_model_alone() -> None:
+    """Another one's next tokens would be right for nobody; new requests it may have."""
+    p = ScriptedNode("p", "prefill", model_identity="new")
+    old, new = ScriptedNode("d1", hang_at=2), ScriptedNode("d2", model_identity="new")
+    old.model_identity = "old"
+    async with running_cluster([p], [old], inter_token_timeout=1) as client:
+        url, body = f"{client.base_url}completions", {**ASK, **IDS, "stream": True}
+        async with aiohttp.ClientSession() as session, session.post(url, json=body) as reply:
+            text = await reply.text()
+    assert "broke off after 2 tokens" in text and not p.requests, "P's model is another"
+    old = ScriptedNode("d1", hang_at=2, model_identity="old")
+    async with running_cluster([p], [old, new], inter_token_timeout=1) as client:
+        for _ in range(4):
+            answer = await ask_quietly(client)
+            assert answer is None or answer == tokens_of(PROMPT, 4)
+    assert all(not it.output_token_ids for it in new.requests), "none was old's to begin with"
+    assert any(not it.output_token_ids for it in p.requests), "it prefills for its equal"
+
+
+async def ask_quietly(client: openai.AsyncOpenAI) -> list[int] | None:
+    """The tokens of an answer; None where it broke off."""
+    url, body = f"{client.base_url}completions", {**ASK, **IDS}
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as reply:
+        told = await reply.json()
+        return told["choices"][0]["token_ids"] if reply.status == 200 else None
+
+
 def assert_continued(text: str, p: ScriptedNode, d: ScriptedNode, *, stream: bool) -> None:
     """P and D got the tokens that the client has, and the client notices nothing."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line]

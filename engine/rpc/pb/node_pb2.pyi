@@ -210,7 +210,7 @@ class ResetPrefixCacheReply(_message.Message):
     def __init__(self) -> None: ...
 
 class NodeInfo(_message.Message):
-    __slots__ = ("engine_id", "kind", "model_names", "max_model_len", "vocab_size", "num_requests_running", "num_requests_waiting", "kv_cache_usage", "ready", "reason", "hand_over_problems", "num_waiting_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "link_bytes_per_s", "kv_bytes_per_token", "state_bytes", "kv_events", "num_requests_loading", "num_held", "arena", "prefix_query_tokens", "prefix_hit_tokens", "root")
+    __slots__ = ("engine_id", "kind", "model_names", "max_model_len", "vocab_size", "num_requests_running", "num_requests_waiting", "kv_cache_usage", "ready", "reason", "hand_over_problems", "num_waiting_tokens", "prefill_tokens_per_s", "decode_tokens_per_s", "link_bytes_per_s", "kv_bytes_per_token", "state_bytes", "kv_events", "num_requests_loading", "num_held", "arena", "prefix_query_tokens", "prefix_hit_tokens", "root", "model_identity")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_NAMES_FIELD_NUMBER: _ClassVar[int]
@@ -235,6 +235,7 @@ class NodeInfo(_message.Message):
     PREFIX_QUERY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ROOT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     kind: str
     model_names: _containers.RepeatedScalarFieldContainer[str]
@@ -259,7 +260,8 @@ class NodeInfo(_message.Message):
     prefix_query_tokens: int
     prefix_hit_tokens: int
     root: str
-    def __init__(self, engine_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., ready: _Optional[bool] = ..., reason: _Optional[str] = ..., hand_over_problems: _Optional[_Iterable[_Union[HandOverProblem, _Mapping]]] = ..., num_waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., kv_bytes_per_token: _Optional[int] = ..., state_bytes: _Optional[int] = ..., kv_events: _Optional[_Union[KvEventsInfo, _Mapping]] = ..., num_requests_loading: _Optional[int] = ..., num_held: _Optional[int] = ..., arena: _Optional[_Union[ArenaUse, _Mapping]] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., root: _Optional[str] = ...) -> None: ...
+    model_identity: str
+    def __init__(self, engine_id: _Optional[str] = ..., kind: _Optional[str] = ..., model_names: _Optional[_Iterable[str]] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., kv_cache_usage: _Optional[float] = ..., ready: _Optional[bool] = ..., reason: _Optional[str] = ..., hand_over_problems: _Optional[_Iterable[_Union[HandOverProblem, _Mapping]]] = ..., num_waiting_tokens: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_tokens_per_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., kv_bytes_per_token: _Optional[int] = ..., state_bytes: _Optional[int] = ..., kv_events: _Optional[_Union[KvEventsInfo, _Mapping]] = ..., num_requests_loading: _Optional[int] = ..., num_held: _Optional[int] = ..., arena: _Optional[_Union[ArenaUse, _Mapping]] = ..., prefix_query_tokens: _Optional[int] = ..., prefix_hit_tokens: _Optional[int] = ..., root: _Optional[str] = ..., model_identity: _Optional[str] = ...) -> None: ...
 
 class ArenaUse(_message.Message):
     __slots__ = ("num_units", "attention", "idle_attention", "states", "idle_states")
