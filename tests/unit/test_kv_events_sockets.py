@@ -1,7 +1,9 @@
 """Publishers and subscribers over real sockets: loss, restarts, rubbish and slow readers."""
 
+import os
 import resource
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -363,7 +365,12 @@ def test_a_publisher_may_connect_to_a_collector(tmp_path: Path) -> None:
 
 def test_addresses_may_be_files(tmp_path: Path) -> None:
     fields = {"endpoint": f"ipc://{tmp_path}/live", "replay_endpoint": f"ipc://{tmp_path}/replay"}
-    random, node = Random(2), Node(decode_config(fields, KVEventsConfig, "test"))
+    before = os.umask(0)
+    try:
+        random, node = Random(2), Node(decode_config(fields, KVEventsConfig, "test"))
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(each.stat().st_mode) for each in tmp_path.iterdir()} == {0o600}
     with running(node) as (subscriber, sink):
         subscriber.add("node", node.source)
         node.work(random, 50)
