@@ -203,13 +203,18 @@ class LogMetrics(Collector):
 
 
 class EventMetrics(Collector):
-    """What is known of the nodes' KV events, read at each scrape."""
+    """What is known of the nodes' KV events, read at each scrape.
+
+    `label_of`: a node's label by its name, which is an address and not for everybody.
+    """
 
     def __init__(
         self,
+        label_of: Callable[[str], str],
         num_entries: Callable[[], Mapping[str, int]],
         stats: Callable[[], Mapping[str, SourceStats]],
     ) -> None:
+        self._label_of = label_of
         self._num_entries = num_entries
         self._stats = stats
 
@@ -220,13 +225,13 @@ class EventMetrics(Collector):
             labels=("node",),
         )
         for name, number in self._num_entries().items():
-            entries.add_metric((name,), number)
+            entries.add_metric((self._label_of(name),), number)
         yield entries
         stats = self._stats()
         for field, (kind, text) in EVENT_ROWS.items():
             family = kind(f"tandem_proxy_kv_events_{field}", text, labels=("node",))
             for name, known in stats.items():
-                family.add_metric((name,), float(getattr(known, field)))
+                family.add_metric((self._label_of(name),), float(getattr(known, field)))
             yield family
 
 

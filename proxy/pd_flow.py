@@ -251,7 +251,7 @@ class PdFlow:
             self._note_failure(node, state, error, engine_id=engine_id)
             raise
         finally:
-            labels = (self._router.policy_name, node.kind, node.name, outcome)
+            labels = (self._router.policy_name, node.kind, node.label, outcome)
             self._metrics.node_requests.labels(*labels).inc()
 
     def _note_failure(

@@ -79,7 +79,13 @@ class ProxyServer:
         index = PrefixIndex()
         router = Router(config.routing_policy, index, disagg_threshold=config.threshold)
         self._events = EventSources(index, on_loss=router.forget)
-        self._metrics.registry.register(EventMetrics(lambda: index.num_entries, self._events.stats))
+        self._metrics.registry.register(
+            EventMetrics(
+                lambda name: self._pool.node(name).label,
+                lambda: index.num_entries,
+                self._events.stats,
+            )
+        )
         self._flow = PdFlow(
             self._pool,
             router,

@@ -125,6 +125,7 @@ def _node(node: Node, events: SourceStats | None) -> dict[str, Any]:
     info, view = node.info, node.view
     return {
         "name": node.name,
+        "label": node.label,
         "kind": node.kind,
         "engine_id": info.engine_id,
         "problem": node.problem,

@@ -130,11 +130,18 @@ class OffloadBuilder:
         try:
             files = self.open_files(Path(path))
             files.check()
+            is_open = files.is_open_to_others()
         except OSError as error:
             raise ConfigError(
                 f"disk_path {path!r} cannot be used: {error}; name a folder that this user may "
                 "write to"
             ) from error
+        if is_open:
+            log.warning(
+                "other users may enter the tier's folder; its files, which hold prompts, are for "
+                f"this user alone, but older ones may not be: chmod -R go= {path}",
+                disk_path=path,
+            )
         return Folder(files, geometry, self.config.disk_bytes, stats=stats)
 
 

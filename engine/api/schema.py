@@ -33,7 +33,8 @@ _BadWord = Annotated[str, Meta(min_length=1, max_length=256)]
 _Label = Annotated[str, Meta(max_length=256)]
 _Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 _TokenIds = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)]
-_AllowedTokenIds = Annotated[list[int], Meta(max_length=MAX_ALLOWED_TOKENS)]
+# With an empty one nothing could be generated; vLLM refuses it too.
+_AllowedTokenIds = Annotated[list[int], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
 _LogitBias = Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIASES)]
 
 

@@ -6,8 +6,8 @@ from msgspec.structs import replace
 
 from engine.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
 
-MAX_BATCH_BYTES = 8 * 2**20
-"""Of an encoded batch, at most: consumers may refuse long ones, ours those of 64 MiB."""
+MAX_BATCH_BYTES = 2 * 2**20
+"""Of an encoded batch, at most: consumers may refuse long ones, ours those of 4 MiB."""
 _EVENT_BYTES = 2048  # names, small values and a salt of 256 characters, at most
 _HASH_BYTES = 70  # with an entry among the extra keys
 _TOKEN_BYTES = 5

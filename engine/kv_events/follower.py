@@ -4,7 +4,7 @@ Knows no sockets: messages and times come in, calls of the sink and one wanted r
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum, auto
 from math import inf
 from typing import Protocol
@@ -23,8 +23,9 @@ from engine.kv_events.wire import (
 )
 
 MAX_WAITING = 10_000
-MAX_WAITING_BYTES = 64 * 2**20
-"""Batches, and their bytes, that are kept while a request is answered; later ones count as lost."""
+MAX_WAITING_BYTES = 8 * 2**20
+"""Batches, and their bytes, that are kept while a request is answered; later ones count as lost.
+They are kept as they came, since decoded ones may take many times as much."""
 ANSWER_S = 5.0
 """The longest wait for the next message of an answer."""
 RETRY_S = 5.0
@@ -109,7 +110,7 @@ class SourceFollower:
         self._snapshot_at = 0  # the number of the snapshot that comes in
         self._is_new = True  # no incarnation was heard of
         self._incarnation: str | None = None
-        self._waiting: dict[int, tuple[EventBatch, int]] = {}  # by number, with encoded bytes
+        self._waiting: dict[int, bytes] = {}  # by number; each was decoded once, so all can be
         self._waiting_bytes = 0
         self._is_complete = False  # the sink has all that was announced before `_next`
         self._has_gap = False  # to be counted when it is known how it ends
@@ -154,7 +155,7 @@ class SourceFollower:
         if self._is_restart(sequence, batch):
             self._restart(batch.incarnation)
         self._lag_s = max(0.0, time.time() - batch.ts)
-        self._follow(sequence, batch, len(payload))
+        self._follow(sequence, batch, payload)
 
     def answered(self, sequence: int, payload: bytes, now: float) -> None:
         """A message that answers `request` has come."""
@@ -221,12 +222,12 @@ class SourceFollower:
         if self._has_replay:
             self._ask(Asking.SNAPSHOT)
 
-    def _follow(self, sequence: int, batch: EventBatch, nbytes: int) -> None:
-        """Apply a batch now, or keep it until an answer is complete."""
+    def _follow(self, sequence: int, batch: EventBatch, payload: bytes) -> None:
+        """Apply a batch now, or keep it until an answer is complete; `payload` is its bytes."""
         is_next = sequence == self._next
         if self.request is not None and self.request.kind is not Asking.REPLAY:
             # The state may prove older than this batch, or never come, and then it is needed.
-            self._keep(sequence, batch, nbytes)
+            self._keep(sequence, payload)
             if is_next:
                 self._apply(sequence, batch)
             else:
@@ -234,10 +235,10 @@ class SourceFollower:
         elif is_next or self._next is None:
             self._apply(sequence, batch)
             while (kept := self._waiting.pop(sequence := sequence + 1, None)) is not None:
-                self._waiting_bytes -= kept[1]
-                self._apply(sequence, kept[0])
+                self._waiting_bytes -= len(kept)
+                self._apply(sequence, decode(kept))
         elif sequence > self._next:
-            self._keep(sequence, batch, nbytes)
+            self._keep(sequence, payload)
             self._miss(sequence)
 
     def _miss(self, sequence: int) -> None:
@@ -250,18 +251,19 @@ class SourceFollower:
         elif self.request is None:
             self._ask(Asking.REPLAY)
 
-    def _keep(self, sequence: int, batch: EventBatch, nbytes: int) -> None:
+    def _keep(self, sequence: int, payload: bytes) -> None:
         is_full = len(self._waiting) >= MAX_WAITING or (
-            self._waiting_bytes + nbytes > MAX_WAITING_BYTES
+            self._waiting_bytes + len(payload) > MAX_WAITING_BYTES
         )
         # What finds no room is asked for again, like all that is lost.
         if sequence not in self._waiting and not is_full:
-            self._waiting[sequence] = (batch, nbytes)
-            self._waiting_bytes += nbytes
+            self._waiting[sequence] = payload
+            self._waiting_bytes += len(payload)
 
-    def _take_waiting(self) -> list[tuple[int, EventBatch, int]]:
+    def _take_waiting(self) -> Iterator[tuple[int, EventBatch, bytes]]:
+        """What was kept, in order, and no longer is; each is decoded when its turn comes."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
-        return [(sequence, *waiting[sequence]) for sequence in sorted(waiting)]
+        return ((number, decode(waiting[number]), waiting[number]) for number in sorted(waiting))
 
     def _apply(self, sequence: int, batch: EventBatch) -> None:
         self._hand_over(batch)
@@ -309,7 +311,7 @@ class SourceFollower:
         else:
             request.is_answered = True
             if sequence == self._next:
-                self._follow(sequence, batch, 0)
+                self._follow(sequence, batch, b"")  # applied at once, so never kept
 
     def _load(self, request: Request, sequence: int, batch: EventBatch) -> None:
         """A part of a snapshot."""

@@ -7,6 +7,7 @@ has the sequence -1 and no payload.
 """
 
 import errno
+import os
 import socket
 import threading
 import time
@@ -231,8 +232,11 @@ def _open(sock: zmq.Socket[bytes], endpoint: str, only_listens: bool = False) ->
     try:
         if only_listens or listens(endpoint):
             sock.bind(endpoint)
-            return sock.get_string(zmq.LAST_ENDPOINT)
+            bound = sock.get_string(zmq.LAST_ENDPOINT)
+            if bound.startswith("ipc:///"):  # events tell prompts: the umask does not decide who
+                os.chmod(bound.removeprefix("ipc://"), 0o600)
+            return bound
         sock.connect(endpoint)
-    except zmq.ZMQError as error:
+    except (zmq.ZMQError, OSError) as error:
         raise ConfigError(f"kv_events_config: cannot open {endpoint}: {error}") from error
     return None

@@ -5,129 +5,126 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 import zmq
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, KVEventError
 from engine.kv_events.follower import EventSink, EventSource, Request, SourceFollower, SourceStats
-from engine.kv_events.wire import END_SEQUENCE, SEQUENCE_BYTES
+from engine.kv_events.wire import END_SEQUENCE, MAX_PAYLOAD_BYTES, SEQUENCE_BYTES
+from engine.kv_events.zmtp import Channel, Context, Kind, Socket, encoded
 
-Socket = zmq.Socket[bytes]
-Context = zmq.Context[Socket]
-
-LIVE_HWM = 4096
-"""Batches of one publisher that wait to be read; more wait with it, until it drops some."""
-MAX_FRAME_BYTES = 256 * 2**20
-"""A longer frame ends its connection and takes no memory; a shorter one may still be refused."""
 DEAF_S = 30.0
-"""Silence after which a publisher is connected anew: ZeroMQ does not after a breach of protocol."""
+"""Silence after which a publisher is connected anew."""
 MAX_SOCKETS = 16_384
 """Two for each source at most; ZeroMQ's own limit, 1,023, is met at 512 nodes."""
-_ANSWER_HWM = 64  # messages of an answer that wait to be read; the publisher keeps the rest
-_ROUND = 64  # messages of one socket before the next one has a chance
+MAX_MESSAGE_BYTES = MAX_PAYLOAD_BYTES + 64 * 2**10
+"""A longer message ends its connection; what it is about counts as lost."""
+_ROUND = 64  # messages and chunks of one connection before the next one has a chance
 _TICK_S = 0.1
-_HEARTBEAT_MS = 5_000  # a publisher that vanished without a word is connected anew after three
-_RECONNECT_MS = 100
-_MAX_RECONNECT_MS = 2_000
+_PAUSE_S = 0.5  # from a connection that has ended to the next one
 _CLOSE_S = 10.0
 
 
 class _Connection:
-    """The sockets of one source. Once it is added they belong to the subscriber's thread."""
+    """The channels of one source. Once it is added they belong to the subscriber's thread."""
 
     def __init__(
         self, context: Context, source: EventSource, *, name: str, sink: EventSink
     ) -> None:
         """Raises ConfigError for an address that ZeroMQ does not know; `sink` hears nothing."""
-        self.watched: list[Socket] = []  # what the poller knows of it
-        self.answers: Socket | None = None
+        self.watched: list[Channel] = []  # what the poller knows of it
+        self.answers: Channel | None = None
         self._context = context
         self._source = source
+        self._topic = source.topic.encode()
         self._asked: Request | None = None
         self.live = self._listen()
         if source.replay_endpoint is not None:  # refuse it now, not when a batch is lost
-            self._open(zmq.DEALER, source.replay_endpoint, _ANSWER_HWM).close(0)
+            try:
+                self._open("DEALER", source.replay_endpoint, b"").close()
+            except ConfigError:
+                self.live.close()
+                raise
         has_replay = source.replay_endpoint is not None
         self.follower = SourceFollower(name, sink, has_replay, now=time.monotonic())
 
-    def ask(self) -> bool:
-        """Send the follower's question over a connection that carries no older answer; True if so.
+    def ask(self) -> None:
+        """Send the follower's question over a connection that carries no older answer.
 
-        The socket of the last question is closed then.
+        The channel of the last question is closed then.
         """
         request = self.follower.request
         if request is self._asked:
-            return False
+            return
         if self.answers is not None:
-            self.answers.close(0)
+            self.answers.close()
         self._asked, self.answers = request, None
         if request is not None and self._source.replay_endpoint is not None:
-            self.answers = self._open(zmq.DEALER, self._source.replay_endpoint, _ANSWER_HWM)
-            self.answers.send_multipart([b"", request.word], zmq.NOBLOCK)
-        return True
+            question = encoded(b"", request.word)
+            self.answers = self._open("DEALER", self._source.replay_endpoint, question)
 
-    def listen_anew(self) -> bool:
-        """Replace a socket for live batches that is silent for long; True if so."""
-        if time.monotonic() < self._heard_at + DEAF_S:
-            return False
-        self.live.close(0)
-        self.live = self._listen()
-        return True
+    def listen_anew(self) -> None:
+        """Replace a channel for live batches that has ended, or is silent for long."""
+        if time.monotonic() >= self._anew_at:
+            self.live.close()
+            self.live = self._listen()
 
-    def take(self, ready: Socket) -> bool:
-        """Hand the next message of a socket to the follower; False: there is none."""
+    def take(self, ready: Channel) -> bool:
+        """Hand the next message of a channel to the follower; False: nothing has come."""
         try:
-            frames = ready.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        # Answers of older publishers have no topic: only the last two frames count.
-        number, payload = frames[-2:] if len(frames) in (3, 4) else (b"", b"")
-        sequence = int.from_bytes(number, "big", signed=True)
-        is_live = ready is self.live
-        if is_live:
-            self._heard_at = time.monotonic()
-        if len(number) != SEQUENCE_BYTES or sequence < (0 if is_live else END_SEQUENCE):
+            message = ready.next()
+        except KVEventError:
             self.follower.garbled()
-        elif is_live:
-            self.follower.heard(sequence, payload, time.monotonic())
-        else:
-            self.follower.answered(sequence, payload, time.monotonic())
-        return True
+            self._end(ready)
+            return False
+        if message is not None:
+            self._hear(message, is_live=ready is self.live)
+            return True
+        has_come = ready.receive()
+        if ready.is_over:
+            self._end(ready)
+        return has_come
 
     @property
-    def sockets(self) -> list[Socket]:
+    def channels(self) -> list[Channel]:
         """Those to be read."""
-        return [self.live] if self.answers is None else [self.live, self.answers]
+        return [each for each in (self.live, self.answers) if each and not each.socket.closed]
 
     def close(self) -> None:
         """Drop both connections, and what is on its way."""
-        self.live.close(0)
+        self.live.close()
         if self.answers is not None:
-            self.answers.close(0)
+            self.answers.close()
 
-    def _listen(self) -> Socket:
-        self._heard_at = time.monotonic()
-        live = self._open(zmq.SUB, self._source.endpoint, LIVE_HWM)
-        live.subscribe(self._source.topic)
-        return live
+    def _hear(self, message: list[bytes], *, is_live: bool) -> None:
+        now = time.monotonic()
+        if is_live:
+            self._anew_at = now + DEAF_S
+            if not message[0].startswith(self._topic):
+                return
+        # Answers of older publishers have no topic: only the last two frames count.
+        number, payload = message[-2:] if len(message) in (3, 4) else (b"", b"")
+        sequence = int.from_bytes(number, "big", signed=True)
+        if len(number) != SEQUENCE_BYTES or sequence < (0 if is_live else END_SEQUENCE):
+            self.follower.garbled()
+        elif is_live:
+            self.follower.heard(sequence, payload, now)
+        else:
+            self.follower.answered(sequence, payload, now)
 
-    def _open(self, kind: int, endpoint: str, hwm: int) -> Socket:
-        opened = self._context.socket(kind)
-        opened.linger = 0
-        opened.rcvhwm = hwm
-        opened.ipv6 = "[" in endpoint
-        opened.maxmsgsize = MAX_FRAME_BYTES
-        opened.heartbeat_ivl = _HEARTBEAT_MS
-        opened.heartbeat_timeout = 3 * _HEARTBEAT_MS
-        opened.reconnect_ivl = _RECONNECT_MS
-        opened.reconnect_ivl_max = _MAX_RECONNECT_MS
-        try:
-            opened.connect(endpoint)
-        except zmq.ZMQError as error:
-            opened.close(0)
-            raise ConfigError(f"cannot subscribe to {endpoint}: {error}") from error
-        return opened
+    def _end(self, channel: Channel) -> None:
+        """A channel is of no more use. What it would have answered runs into its deadline."""
+        channel.close()
+        if channel is self.live:
+            self._anew_at = time.monotonic() + _PAUSE_S
+
+    def _listen(self) -> Channel:
+        self._anew_at = time.monotonic() + DEAF_S
+        # The first byte says that the rest is a topic to subscribe to.
+        return self._open("SUB", self._source.endpoint, encoded(b"\1" + self._topic))
+
+    def _open(self, kind: Kind, endpoint: str, first: bytes) -> Channel:
+        return Channel(self._context, endpoint, kind=kind, first=first, max_bytes=MAX_MESSAGE_BYTES)
 
 
 class EventSubscriber:
@@ -145,7 +142,9 @@ class EventSubscriber:
         self._lock = threading.Lock()
         self._connections: dict[str, _Connection] = {}
         self._removed: list[_Connection] = []
-        self._by_socket: dict[Socket, _Connection] = {}  # of the thread alone
+        # Of the thread alone, as are those with messages that have come and had no turn yet.
+        self._by_socket: dict[Socket, tuple[_Connection, Channel]] = {}
+        self._unread: set[Socket] = set()
         self._poller = zmq.Poller()
         self._is_closing = False
         self._wake, self._woken = socket.socketpair()
@@ -200,7 +199,8 @@ class EventSubscriber:
     def _run(self) -> None:
         tick_at = 0.0
         while not self._is_closing:
-            ready = {each for each, _ in self._poller.poll(int(1000 * _TICK_S))}
+            pause_s = 0.0 if self._unread else _TICK_S
+            ready = {each for each, _ in self._poller.poll(int(1000 * pause_s))} | self._unread
             if self._woken.fileno() in ready:
                 self._settle()
                 tick_at = 0.0
@@ -223,43 +223,53 @@ class EventSubscriber:
             self._watch(connection, [])
             connection.close()
         for connection in wanted:
-            self._watch(connection, connection.sockets)
+            self._watch(connection, connection.channels)
 
-    def _read(self, ready: Any) -> None:
+    def _read(self, ready: Socket) -> None:
         """Hand on what has come, a limited number of messages."""
-        connection = self._by_socket.get(ready)
-        if connection is None:
+        self._unread.discard(ready)
+        connection, channel = self._by_socket.get(ready, (None, None))
+        if connection is None or channel is None:
             return
         for _ in range(_ROUND):
             if self._is_closing:
                 return
             with self._lock:
-                if not self._is_followed(connection) or not connection.take(ready):
+                if not self._is_followed(connection):
                     return
-                has_changed = connection.ask()
-            if has_changed:
-                self._watch(connection, connection.sockets)
+                has_more = connection.take(channel)
+                connection.ask()
+                wanted = connection.channels
+            if wanted != connection.watched:
+                self._watch(connection, wanted)
+            if not has_more or channel not in wanted:
                 return
+        self._unread.add(ready)
 
     def _tick(self, now: float) -> None:
-        for connection in set(self._by_socket.values()):
+        with self._lock:
+            connections = list(self._connections.values())
+        for connection in connections:
             with self._lock:
                 if not self._is_followed(connection):
                     continue
                 connection.follower.tick(now)
-                has_changed = connection.ask() | connection.listen_anew()
-            if has_changed:
-                self._watch(connection, connection.sockets)
+                connection.ask()
+                connection.listen_anew()
+                wanted = connection.channels
+            if wanted != connection.watched:
+                self._watch(connection, wanted)
 
     def _is_followed(self, connection: _Connection) -> bool:
         return self._connections.get(connection.follower.name) is connection
 
-    def _watch(self, connection: _Connection, wanted: Sequence[Socket]) -> None:
+    def _watch(self, connection: _Connection, wanted: Sequence[Channel]) -> None:
         """Poll exactly `wanted` for this connection."""
         for gone in set(connection.watched).difference(wanted):
-            del self._by_socket[gone]
-            self._poller.unregister(gone)
+            del self._by_socket[gone.socket]
+            self._unread.discard(gone.socket)
+            self._poller.unregister(gone.socket)
         for new in set(wanted).difference(connection.watched):
-            self._by_socket[new] = connection
-            self._poller.register(new, zmq.POLLIN)
+            self._by_socket[new.socket] = connection, new
+            self._poller.register(new.socket, zmq.POLLIN)
         connection.watched = list(wanted)

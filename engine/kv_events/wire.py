@@ -17,8 +17,11 @@ from engine.errors import KVEventError
 
 Form = Literal["map", "array"]
 BlockHash = Annotated[bytes, Meta(max_length=64)] | int
-MAX_PAYLOAD_BYTES = 64 * 2**20
-"""Of one batch that is read; what is published is far shorter (`batches.py`)."""
+MAX_PAYLOAD_BYTES = 4 * 2**20
+"""Of one batch that is read, twice what is published (`batches.py`). Its objects take 14 times as
+much at most, where its tokens and hashes are short."""
+MAX_EVENTS = 2**17
+"""Of one batch that is read: an event that nobody knows may be three bytes long."""
 SEQUENCE_BYTES = 8
 SNAPSHOT = b"snapshot"
 """Asks a replay endpoint for the state; as long as a sequence number, and none has its value."""
@@ -27,12 +30,17 @@ END_SEQUENCE = -1
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
 FULL_ATTENTION, SLIDING_WINDOW, MAMBA = "full_attention", "sliding_window", "mamba"
 _MAX_HASH = 2**64 - 1
+_MAX_INCARNATION = 256  # characters
 
 
 # No default on the wire: vLLM's own decoder demands these fields, and msgspec leaves out only what
 # equals a plain default. They may be missing in what is decoded, which is older.
 def _always_sent() -> Any:
     return field(default_factory=NoneType)
+
+
+def _unread() -> Any:
+    return field(default=msgspec.Raw())
 
 
 class _Map(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, tag=True):
@@ -102,7 +110,8 @@ def encode(batch: EventBatch, form: Form = "map") -> bytes:
 def decode(payload: bytes) -> EventBatch:
     """A batch in any published form. Integer hashes come out unsigned.
 
-    Raises KVEventError that says what is wrong.
+    `extra_keys` are left out: who follows a cache needs none, and as they may be anything, a byte
+    of them may become 64. Raises KVEventError that says what is wrong.
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise KVEventError(f"a batch of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}")
@@ -116,8 +125,12 @@ def decode(payload: bytes) -> EventBatch:
 # --- forms -------------------------------------------------------------------------------------
 
 
+class _StoredMap(BlockStored, frozen=True, tag="BlockStored"):
+    extra_keys: msgspec.Raw = _unread()  # type: ignore[assignment]
+
+
 class _StoredArray(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
-    pass
+    extra_keys: msgspec.Raw = _unread()  # type: ignore[assignment]
 
 
 class _RemovedArray(BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved"):
@@ -129,6 +142,7 @@ class _ClearedArray(AllBlocksCleared, frozen=True, array_like=True, tag="AllBloc
 
 
 E = TypeVar("E")
+_MapEvent = _StoredMap | BlockRemoved | AllBlocksCleared
 _ArrayEvent = _StoredArray | _RemovedArray | _ClearedArray
 
 
@@ -136,9 +150,9 @@ class _Batch(msgspec.Struct, Generic[E], array_like=True):
     """The array around events. What stands fourth may be another project's, of any type."""
 
     ts: float
-    events: tuple[E, ...]
+    events: Annotated[tuple[E, ...], Meta(max_length=MAX_EVENTS)]
     data_parallel_rank: int | None = None
-    incarnation: Any = None
+    incarnation: msgspec.Raw = msgspec.Raw()
 
 
 class _BatchMap(_Batch[E], Generic[E], array_like=False):
@@ -149,15 +163,21 @@ class _TypeOf(msgspec.Struct):
     type: str
 
 
+class _TypeFirst(msgspec.Struct, array_like=True):
+    type: str
+
+
 _ENCODER = msgspec.msgpack.Encoder()
-_OF_MAPS = Decoder(_Batch[Event])
+_OF_MAPS = Decoder(_Batch[_MapEvent])
 _OF_ARRAYS = Decoder(_Batch[_ArrayEvent])
 _OF_ANY = Decoder(_Batch[msgspec.Raw])
 _MAP_OF_ANY = Decoder(_BatchMap[msgspec.Raw])
-_MAP: Decoder[Event] = Decoder(Event)
+_MAP: Decoder[_MapEvent] = Decoder(_MapEvent)
 _ARRAY: Decoder[_ArrayEvent] = Decoder(_ArrayEvent)
 _TYPE_IN_MAP = Decoder(_TypeOf)
-_TYPE_IN_ARRAY: Decoder[tuple[Any, ...]] = Decoder(tuple[Any, ...])
+_TYPE_IN_ARRAY = Decoder(_TypeFirst)
+_INCARNATION = Decoder(Annotated[str, Meta(max_length=_MAX_INCARNATION)])
+_EXTRA_KEYS = BlockStored.__struct_fields__.index("extra_keys")
 _NAMES = {kind.__name__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 
@@ -175,8 +195,15 @@ def _decode(payload: bytes) -> EventBatch:
 
 
 def _plain(batch: _Batch[Any], events: tuple[Event, ...], num_unknown: int = 0) -> EventBatch:
-    incarnation = batch.incarnation if isinstance(batch.incarnation, str) else None
+    incarnation = _incarnation(bytes(batch.incarnation))
     return EventBatch(batch.ts, events, batch.data_parallel_rank, incarnation, num_unknown)
+
+
+def _incarnation(raw: bytes) -> str | None:
+    try:
+        return _INCARNATION.decode(raw) if raw else None
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def _event(raw: bytes) -> Event | None:
@@ -185,8 +212,8 @@ def _event(raw: bytes) -> Event | None:
     try:
         return _plain_event((_ARRAY if is_array else _MAP).decode(raw))
     except msgspec.ValidationError:
-        kind = _TYPE_IN_ARRAY.decode(raw)[:1] if is_array else (_TYPE_IN_MAP.decode(raw).type,)
-        if not kind or not isinstance(kind[0], str) or kind[0] in _NAMES:
+        kind = _TYPE_IN_ARRAY.decode(raw).type if is_array else _TYPE_IN_MAP.decode(raw).type
+        if kind in _NAMES:
             raise
         return None
 
@@ -198,8 +225,8 @@ def _is_array(raw: bytes) -> bool:
 
 def _plain_event(event: Event) -> Event:
     """One class for each type, whatever its form was, and one integer for each integer hash."""
-    if isinstance(event, _StoredArray):
-        event = BlockStored(*msgspec.structs.astuple(event))
+    if isinstance(event, _StoredMap | _StoredArray):
+        event = _stored(event)
     elif isinstance(event, _RemovedArray):
         event = BlockRemoved(*msgspec.structs.astuple(event))
     elif isinstance(event, AllBlocksCleared):
@@ -211,6 +238,12 @@ def _plain_event(event: Event) -> Event:
         return msgspec.structs.replace(event, block_hashes=hashes)
     parent = None if event.parent_block_hash is None else _unsigned(event.parent_block_hash)
     return msgspec.structs.replace(event, block_hashes=hashes, parent_block_hash=parent)
+
+
+def _stored(event: _StoredMap | _StoredArray) -> BlockStored:
+    values = list(msgspec.structs.astuple(event))
+    values[_EXTRA_KEYS] = None
+    return BlockStored(*values)
 
 
 def _unsigned(block_hash: BlockHash) -> BlockHash:

@@ -51,12 +51,22 @@ class NodeView:
 
 
 class Node:
-    """Owns the channel to one node. `info` is its last answer; `problem` says why it is unused."""
+    """Owns the channel to one node. `info` is its last answer; `problem` says why it is unused.
+
+    `name` is its URL, for operators. `label` names it where everybody may look, such as "d0".
+    """
 
     def __init__(
-        self, url: NodeUrl, kind: NodeKind, *, token: str | None, tls: ClientTls | None = None
+        self,
+        url: NodeUrl,
+        kind: NodeKind,
+        *,
+        label: str,
+        token: str | None,
+        tls: ClientTls | None = None,
     ) -> None:
         self.name = url.text
+        self.label = label
         self.kind = kind
         self.info = UNKNOWN
         self.problem: str | None = NOT_YET

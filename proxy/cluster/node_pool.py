@@ -34,9 +34,13 @@ class NodePool:
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         self._model = ""
-        urls = [(NodeKind.DECODE, url) for url in decode]
-        urls += [(NodeKind.PREFILL, url) for url in prefill]
-        self._by_name = {url.text: Node(url, kind, token=token, tls=tls) for kind, url in urls}
+        # Labels are the places among the options: the same after a restart of the proxy.
+        urls = [(NodeKind.DECODE, url, f"d{place}") for place, url in enumerate(decode)]
+        urls += [(NodeKind.PREFILL, url, f"p{place}") for place, url in enumerate(prefill)]
+        self._by_name = {
+            url.text: Node(url, kind, label=label, token=token, tls=tls)
+            for kind, url, label in urls
+        }
         self._poll_interval_s = poll_interval_s
         self._watchers: list[asyncio.Task[None]] = []
         self._news = asyncio.Event()

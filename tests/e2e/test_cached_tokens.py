@@ -20,8 +20,10 @@ from engine.node.server import NodeServer
 from proxy.config import ProxyConfig
 from tests.asking import REMOTE_DECODE
 from tests.cluster import Cluster
+from tests.e2e.test_multi_connector import both
 from tests.e2e.test_prefix_cache_pd import pair_of_nodes, prompt_of
 from tests.node_double import client_of, running_proxy, until_status
+from tests.offload import forget
 
 PROMPT = list(prompt_of(70))
 MORE = list(prompt_of(20, seed=8))
@@ -94,6 +96,32 @@ async def test_through_the_proxy(
     assert [reply.usage.prompt_tokens for reply in (first, same, more)] == [70, 70, 102]
     assert [reply.cached for reply in (first, same, more)] == [0, 64, 70]
     assert [reply.on_p_and_d for reply in (first, same, more)] == [(0, 0), (64, 70), (70, 80)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_tier_of_p_brings_counts_as_cached(
+    cluster: Cluster, checkpoints: dict[str, Path], *, stream: bool, tmp_path: Path
+) -> None:
+    """D's tier spares a pull and no computing: then P's count is told, as everywhere."""
+    options: dict[str, Any] = {
+        "enable_prefix_caching": True,
+        "enable_prompt_tokens_details": True,
+        "kv_transfer_config": both(tmp_path / "folder"),
+    }
+    p, d = [
+        await cluster.start(kind, checkpoints["qwen3_5"], **options)
+        for kind in ("prefill", "decode")
+    ]
+    async with proxy_of(p, d) as client, client_of(p.url) as alone:
+        await ask(client, PROMPT, stream=stream)
+        for emptied in (p, d):
+            await forget(emptied)
+            again = await ask(client, PROMPT, stream=stream)
+            assert again.cached == 64
+        await forget(p)
+        assert (await ask(alone, PROMPT, stream=stream)).cached == 64
+        salted = await ask(alone, PROMPT, stream=stream, cache_salt="other")
+        assert salted.cached == 0
 
 
 async def test_p_keeps_a_state_where_the_client_says_that_prompts_part(

@@ -1,5 +1,6 @@
 """What a follower does about one gap, restart or silence, and what a publisher's log keeps."""
 
+import tracemalloc
 from collections.abc import Iterator
 
 import pytest
@@ -8,6 +9,7 @@ from engine.kv_events.event_log import EventLog, NumberedPayload
 from engine.kv_events.follower import (
     ANSWER_S,
     MAX_WAITING,
+    MAX_WAITING_BYTES,
     QUIET_S,
     RETRY_S,
     SourceFollower,
@@ -16,6 +18,7 @@ from engine.kv_events.wire import (
     END_SEQUENCE,
     SNAPSHOT,
     AllBlocksCleared,
+    BlockRemoved,
     BlockStored,
     Event,
     EventBatch,
@@ -140,6 +143,20 @@ def test_what_waits_for_an_answer_is_bounded() -> None:
     assert node.follower.stats.num_events == MAX_WAITING
     node.hear(MAX_WAITING + 10, B, ts=1.0, life="one")
     assert node.asks == MAX_WAITING.to_bytes(8, "big")
+
+
+def test_what_waits_is_kept_as_bytes_and_not_as_the_objects_that_it_becomes() -> None:
+    node = Following(has_replay=True)
+    short = BlockRemoved(tuple(b"%02d" % (n % 100) for n in range(100_000)))
+    payload = encode(EventBatch(1.0, (short,), incarnation="one"))
+    tracemalloc.start()
+    try:
+        for number in range(0, 200, 2):
+            node.follower.heard(number, bytes(bytearray(payload)), 0.0)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 2 * MAX_WAITING_BYTES
 
 
 def test_a_number_from_nowhere_costs_one_snapshot() -> None:

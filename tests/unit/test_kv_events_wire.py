@@ -44,11 +44,11 @@ def some_of(kind: Any, *values: Any) -> Any:
 
 
 def as_ours(kind: type[Any], theirs: Any, **changed: Any) -> Any:
-    """The fields that both know."""
+    """The fields that both know, without what is not read."""
     known = {name: getattr(theirs, name) for name in theirs.__struct_fields__}
     both = {name: known[name] for name in kind.__struct_fields__ if name in known} | changed
     if "extra_keys" in both:
-        both["extra_keys"] = tuple(both["extra_keys"])
+        both["extra_keys"] = None
     return kind(**both)
 
 
@@ -154,7 +154,9 @@ def test_ours_are_today_s_bytes(name: str) -> None:
 
 @pytest.mark.parametrize("form", ["map", "array"])
 def test_ours_come_back_as_they_were(form: Form) -> None:
-    assert decode(encode(OURS, form)) == OURS
+    first, *others = OURS.events
+    read = (msgspec.structs.replace(first, extra_keys=None), *others)
+    assert decode(encode(OURS, form)) == msgspec.structs.replace(OURS, events=read)
 
 
 def test_an_unknown_event_is_left_out_and_counted() -> None:

@@ -1,9 +1,14 @@
 """The disk tier's folder, without a tier around it."""
 
+import os
+import stat
 from pathlib import Path
 
+import pytest
 from structlog.testing import capture_logs
 
+from connector.offload.config import OffloadConfig
+from connector.offload.connector import OffloadBuilder
 from connector.offload.items import Item
 from connector.offload.messages import FileItems
 from connector.offload.stats import OffloadStats
@@ -31,3 +36,26 @@ def test_many_bad_files_are_all_counted_and_the_first_of_a_cause_is_named(tmp_pa
     assert [it.name for it in found] == [good]
     assert dict(stats.bad_files) == {"short": NUM_BAD, "foreign": NUM_BAD}
     assert sorted(line["why"].split(":")[0] for line in lines) == ["foreign", "short"]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_files_and_a_new_folder_are_for_one_user(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        files = Files(tmp_path / "new" / "folder")
+        files.write("name", (memoryview(b"K/V"),))
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(each.stat().st_mode) for each in (files.folder, files.folder / "name")]
+    assert modes == [0o700, 0o600]
+    assert not files.is_open_to_others()
+
+
+def test_a_folder_that_others_may_enter_is_named_and_stays_as_it_is(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    config = OffloadConfig(disk_path=str(tmp_path), disk_bytes=1 << 20)
+    with capture_logs() as lines:
+        assert OffloadBuilder(config)._folder(GEOMETRY, OffloadStats()) is not None
+    (line,) = lines
+    assert f"chmod -R go= {tmp_path}" in line["event"]
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755

@@ -183,9 +183,9 @@ async def test_index_and_events_are_measured_by_node() -> None:
     d = ScriptedNode("d", kv_events=EVENTS)
     async with running_cluster([], [d]) as client:
         base = base_of(client)
-        assert await metric(base, "tandem_proxy_index_entries", node=d.url) == [0]
+        assert await metric(base, "tandem_proxy_index_entries", node="d0") == [0]
         for name in ("num_gaps_repaired_total", "num_gaps_lost_total", "lag_s", "is_synced"):
-            assert len(await metric(base, f"tandem_proxy_kv_events_{name}", node=d.url)) == 1
+            assert len(await metric(base, f"tandem_proxy_kv_events_{name}", node="d0")) == 1
 
 
 # --- nodes' own words on their events -----------------------------------------------------------

@@ -47,9 +47,9 @@ def stored(tokens: Sequence[int]) -> BlockStored:
     return BlockStored(hashes, None, tuple(tokens), SIZE, medium=GPU, group_idx=0)
 
 
-async def until_entries(base: str, node: ScriptedNode, count: int) -> None:
+async def until_entries(base: str, label: str, count: int) -> None:
     async def has_come() -> bool:
-        return await metric(base, "tandem_proxy_index_entries", node=node.url) == [count]
+        return await metric(base, "tandem_proxy_index_entries", node=label) == [count]
 
     await until(has_come)
 
@@ -70,16 +70,16 @@ async def test_a_proxy_that_comes_late_learns_what_nodes_hold_and_what_changes()
         for _ in range(2):
             async with running_cluster([], [d1, d2], enable_routing_details=True) as client:
                 base = str(client.base_url).removesuffix("/v1/")
-                await until_entries(base, d1, 5)
-                await until_entries(base, d2, 10)
+                await until_entries(base, "d0", 5)
+                await until_entries(base, "d1", 10)
                 assert await routed_to(client, PROMPT) == (d2.url, "prefix", 36)
         async with running_cluster([], [d1, d2], enable_routing_details=True) as client:
             base = str(client.base_url).removesuffix("/v1/")
-            await until_entries(base, d2, 10)
+            await until_entries(base, "d1", 10)
             second.publish([BlockRemoved(stored(PROMPT).block_hashes, GPU, 0)])
-            await until_entries(base, d2, 0)
+            await until_entries(base, "d1", 0)
             assert await routed_to(client, PROMPT) == (d1.url, "prefix", 20)
-            assert await metric(base, "tandem_proxy_kv_events_is_synced", node=d1.url) == [1]
+            assert await metric(base, "tandem_proxy_kv_events_is_synced", node="d0") == [1]
 
 
 async def test_a_restarted_node_is_known_anew_within_seconds() -> None:
@@ -88,12 +88,12 @@ async def test_a_restarted_node_is_known_anew_within_seconds() -> None:
         old.publish([stored(PROMPT)])
         async with running_cluster([], [d], enable_routing_details=True) as client:
             base = str(client.base_url).removesuffix("/v1/")
-            await until_entries(base, d, 10)
+            await until_entries(base, "d0", 10)
             # As a new process on the same HTTP port, with other ports for its events.
             old.close()
             d.name = "reborn"
             async with publishing(d) as (new,):
                 new.publish([stored(PROMPT[:8])])
                 async with asyncio.timeout(5.0):
-                    await until_entries(base, d, 2)
+                    await until_entries(base, "d0", 2)
                 assert (await routed_to(client, PROMPT))[1:] == ("prefix", 8)

@@ -156,8 +156,8 @@ async def test_latencies_and_outcomes_are_counted() -> None:
         assert await metric(base, "vllm:num_requests_running", role="proxy") == [0]
         assert await metric(base, "vllm:num_requests_waiting", role="proxy") == [0]
         labels = {"policy": "prefix_aware", "outcome": "ok"}
-        assert await metric(base, "tandem_proxy_node_requests_total", node=p.url, **labels) == [1]
-        assert await metric(base, "tandem_proxy_node_requests_total", node=d.url, **labels) == [1]
+        assert await metric(base, "tandem_proxy_node_requests_total", node="p0", **labels) == [1]
+        assert await metric(base, "tandem_proxy_node_requests_total", node="d0", **labels) == [1]
 
 
 async def until_first_token(client: openai.AsyncOpenAI) -> None:

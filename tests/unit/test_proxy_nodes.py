@@ -167,7 +167,7 @@ async def test_an_answer_from_before_a_node_was_lost_does_not_bring_it_back() ->
 
     dying = Dying("d")
     async with running_nodes(dying):
-        node = Node(parse_node_url(dying.url), NodeKind.DECODE, token=None)
+        node = Node(parse_node_url(dying.url), NodeKind.DECODE, label="d0", token=None)
         for is_lost in (False, True, False):
             assert (await node.refresh(WAIT_S) is None) == is_lost
             assert (node.problem == "a request has lost it") == is_lost

@@ -7,6 +7,8 @@ from io import FileIO
 from pathlib import Path
 from typing import NamedTuple
 
+FOLDER_MODE, FILE_MODE = 0o700, 0o600
+
 
 class FoundFile(NamedTuple):
     """One file of a folder: its bytes, and when it was last used, in nanoseconds."""
@@ -19,19 +21,26 @@ class FoundFile(NamedTuple):
 class Files:
     """The files of one folder, which is made if it is missing. All calls may raise OSError.
 
+    They hold prompts, so files and a new folder are for this user alone, whatever the umask is; the
+    modes of a folder that is there are not changed.
+
     Nothing is synced to the device: what a crash of the machine leaves half written is found by its
     digests, and counts as missing.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
 
     def check(self) -> None:
         """Raises OSError if no file can be written here."""
         name = f"check-{secrets.token_hex(8)}"
         self.write(name, (memoryview(b"tandem"),))
         self.remove(name)
+
+    def is_open_to_others(self) -> bool:
+        """True if users other than the folder's owner may list or enter it."""
+        return bool(self.folder.stat().st_mode & ~FOLDER_MODE & 0o777)
 
     def changed_ns(self) -> int:
         """When a file last came or went."""
@@ -75,7 +84,7 @@ class Files:
         """A new file of these bytes, under its name only once it is whole."""
         temporary = self.folder / f"{name}.tmp"
         try:
-            with temporary.open("xb", buffering=0) as file:
+            with open(temporary, "xb", buffering=0, opener=_for_this_user) as file:
                 for part in parts:
                     _write_all(file, part)
             temporary.rename(self.folder / name)
@@ -90,6 +99,10 @@ class Files:
     def remove(self, name: str) -> None:
         """It goes; it may have gone already."""
         (self.folder / name).unlink(missing_ok=True)
+
+
+def _for_this_user(path: str, flags: int) -> int:
+    return os.open(path, flags, FILE_MODE)
 
 
 def _write_all(file: FileIO, content: memoryview) -> None:
