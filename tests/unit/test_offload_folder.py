@@ -55,7 +55,7 @@ def test_a_folder_that_others_may_enter_is_named_and_stays_as_it_is(tmp_path: Pa
     tmp_path.chmod(0o755)
     config = OffloadConfig(disk_path=str(tmp_path), disk_bytes=1 << 20)
     with capture_logs() as lines:
-        assert OffloadBuilder(config)._folder(GEOMETRY, OffloadStats()) is not None
+        assert OffloadBuilder(config)._folder(lambda: GEOMETRY, OffloadStats()) is not None
     (line,) = lines
     assert f"chmod -R go= {tmp_path}" in line["event"]
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
