@@ -79,13 +79,8 @@ class ProxyServer:
         index = PrefixIndex()
         router = Router(config.routing_policy, index, disagg_threshold=config.threshold)
         self._events = EventSources(index, on_loss=router.forget)
-        self._metrics.registry.register(
-            EventMetrics(
-                lambda name: self._pool.node(name).label,
-                lambda: index.num_entries,
-                self._events.stats,
-            )
-        )
+        events = EventMetrics(self._pool.label_of, lambda: index.num_entries, self._events.stats)
+        self._metrics.registry.register(events)
         self._flow = PdFlow(
             self._pool,
             router,

@@ -79,6 +79,10 @@ class NodePool:
     def node(self, name: str) -> Node:
         return self._by_name[name]
 
+    def label_of(self, name: str) -> str:
+        """What everybody may know a node by."""
+        return self._by_name[name].label
+
     async def wait_for_news(self, timeout_s: float) -> None:
         """Returns when a node has answered or failed to, and after `timeout_s` at the latest."""
         self._news.clear()

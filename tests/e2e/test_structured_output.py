@@ -111,6 +111,7 @@ async def test_biases_and_allowed_tokens_hold_on_both_nodes(
         ({"logit_bias": {"999999": 1}}, "logit_bias", "outside"),
         ({"logit_bias": {"5": 101}}, "logit_bias", "100"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids", "outside"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "length >= 1"),
     ],
     ids=lambda value: str(value)[:30],
 )
