@@ -128,13 +128,13 @@ def said_by(choice: Mapping[str, Any]) -> Said:
 async def with_answers(url: str, asked: Sequence[Question]) -> list[Question]:
     """The same questions with the answers of the node at `url`, asked one after the other."""
     timeout = aiohttp.ClientTimeout(total=REFERENCE_TIMEOUT_S)
-    answered = []
     async with aiohttp.ClientSession(url, timeout=timeout) as http:
-        for question in asked:
-            async with http.post(question.path, json=question.body) as reply:
-                body = await reply.json()
-                if reply.status != 200:
-                    raise RuntimeError(f"{question.kind}: {json.dumps(body)[:500]}")
-            expected = said_by(body["choices"][0])
-            answered.append(msgspec.structs.replace(question, expected=expected))
-    return answered
+        return [await _answered(http, question) for question in asked]
+
+
+async def _answered(http: aiohttp.ClientSession, question: Question) -> Question:
+    async with http.post(question.path, json=question.body) as reply:
+        body = await reply.json()
+    if reply.status != 200:
+        raise RuntimeError(f"{question.kind}: {json.dumps(body)[:500]}")
+    return msgspec.structs.replace(question, expected=said_by(body["choices"][0]))

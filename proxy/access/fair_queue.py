@@ -15,7 +15,7 @@ import asyncio
 import heapq
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -83,25 +83,15 @@ class FairQueue:
         """Sequences; 0 where they are not counted."""
         return self._held.total()
 
-    @asynccontextmanager
-    async def place(
-        self, share: Share, *, cost: float, is_first: bool = True
-    ) -> AsyncIterator[None]:
-        """Holds the place of one sequence; `cost`: what it takes of the tenant's share.
+    async def take(self, share: Share, *, cost: float, is_first: bool = True) -> None:
+        """Returns when a sequence has a place, until `give_back`.
 
-        The first one of a request raises OverloadedError when the queue is full or its turn does
-        not come in time. The others wait as long as the request may take.
+        `cost`: what it takes of the tenant's share. The first one of a request raises
+        OverloadedError when the queue is full or its turn does not come in time. The others wait as
+        long as the request may take.
         """
         if not self._max_running:
-            yield
             return
-        await self._wait(share, cost, is_first=is_first)
-        try:
-            yield
-        finally:
-            self._give_back(share.tenant)
-
-    async def _wait(self, share: Share, cost: float, *, is_first: bool) -> None:
         waiting = self._enqueue(share, cost, is_first=is_first)
         self._let_in()
         if self.num_waiting > self._max_waiting:
@@ -112,7 +102,7 @@ class FairQueue:
         except BaseException as error:
             # The turn may have come in the very moment in which the caller left.
             if _has_come(waiting.turn):
-                self._give_back(share.tenant)
+                self.give_back(share)
             else:
                 self._give_up(waiting)
                 self._let_in()
@@ -121,6 +111,15 @@ class FairQueue:
                     f"no turn within {self._timeout_s:g} s", retry_after_s=RETRY_AFTER_S
                 ) from error
             raise
+
+    def give_back(self, share: Share) -> None:
+        """A place that was taken is free again."""
+        if not self._max_running:
+            return
+        self._held[share.tenant] -= 1
+        if not self._held[share.tenant]:
+            del self._held[share.tenant]
+        self._let_in()
 
     def _enqueue(self, share: Share, cost: float, *, is_first: bool) -> _Waiting:
         place = (share.priority, share.tenant)
@@ -183,12 +182,6 @@ class FairQueue:
         lacked_by_others = max(0, self.num_tenants * kept - had)
         return free > min(kept, lacked_by_others)
 
-    def _give_back(self, tenant: str) -> None:
-        self._held[tenant] -= 1
-        if not self._held[tenant]:
-            del self._held[tenant]
-        self._let_in()
-
     def _drop_one(self) -> None:
         tenant = max(self._num_firsts, key=lambda it: self._num_firsts[it])
         firsts = (it for it in self._waiting[tenant] if it.is_first and not it.turn.done())
@@ -209,37 +202,35 @@ class FairQueue:
 
 
 class Places:
-    """The places of one request, of which each sequence takes one; the first comes at once."""
+    """The places of one request, one for each sequence; `cost` is that of a sequence."""
 
     def __init__(self, queue: FairQueue, share: Share, cost: float) -> None:
         self._queue = queue
         self._share = share
         self._cost = cost
-        self._first: AbstractAsyncContextManager[None] | None = None
+        self._has_first = False
 
     @asynccontextmanager
     async def waited_for(self) -> AsyncIterator[None]:
-        """Has the first place, for whichever sequence asks first; raises as `FairQueue.place`."""
-        first = self._queue.place(self._share, cost=self._cost)
-        await first.__aenter__()
-        self._first = first
+        """Has the first place, for whichever sequence asks first; raises as `FairQueue.take`."""
+        await self._queue.take(self._share, cost=self._cost)
+        self._has_first = True
         try:
             yield
         finally:
-            if self._first is not None:  # no sequence has begun
-                await self._first.__aexit__(None, None, None)
+            if self._has_first:  # no sequence has begun
+                self._queue.give_back(self._share)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         """The place of one sequence, until the block ends."""
-        mine, self._first = self._first, None
-        if mine is None:
-            mine = self._queue.place(self._share, cost=self._cost, is_first=False)
-            await mine.__aenter__()
+        if not self._has_first:
+            await self._queue.take(self._share, cost=self._cost, is_first=False)
+        self._has_first = False
         try:
             yield
         finally:
-            await mine.__aexit__(None, None, None)
+            self._queue.give_back(self._share)
 
 
 def _has_come(turn: "asyncio.Future[None]") -> bool:

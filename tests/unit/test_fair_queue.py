@@ -2,12 +2,22 @@
 
 import asyncio
 import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
 from engine.errors import OverloadedError
 from proxy.access.fair_queue import FairQueue, Places, Share
+
+
+@asynccontextmanager
+async def place(queue: FairQueue, share: Share, cost: float) -> AsyncIterator[None]:
+    """That of a request with one sequence."""
+    places = Places(queue, share, cost)
+    async with places.waited_for(), places.place():
+        yield
 
 
 @dataclass(slots=True)
@@ -26,7 +36,7 @@ class Service:
 
     async def _serve(self, share: Share, cost: float, *, ends: bool) -> None:
         try:
-            async with self.queue.place(share, cost=cost):
+            async with place(self.queue, share, cost):
                 self.order.append((share.tenant, cost))
                 await (asyncio.sleep(0) if ends else asyncio.Event().wait())
         except OverloadedError:
@@ -83,7 +93,7 @@ async def test_those_who_ask_again_and_again_share_tokens_not_requests() -> None
 
     async def keep_asking(name: str, cost: float) -> None:
         while len(served) < 200:
-            async with queue.place(Share(name), cost=cost):
+            async with place(queue, Share(name), cost):
                 served.append(name)
                 await asyncio.sleep(0)
 
@@ -134,7 +144,7 @@ async def test_what_was_dropped_does_not_count_against_its_tenant() -> None:
 async def test_who_waits_too_long_is_told_to_come_back() -> None:
     service, holder = await full(FairQueue(1, 10, 0.02))
     with pytest.raises(OverloadedError, match="no turn within") as refused:
-        async with service.queue.place(Share("a"), cost=1):
+        async with place(service.queue, Share("a"), 1):
             pass
     assert refused.value.retry_after_s > 0
     holder.cancel()
@@ -260,7 +270,7 @@ async def test_places_go_as_by_a_plain_model(seed: int) -> None:
     ends, now, held_by, model = dict.fromkeys("abc", 0.0), 0.0, dict.fromkeys("abc", 0), list[str]()
 
     async def ask(name: str, cost: float) -> None:
-        async with queue.place(Share(name), cost=cost):
+        async with place(queue, Share(name), cost):
             taken.append(name)
             await asyncio.Event().wait()
 
