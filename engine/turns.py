@@ -15,7 +15,8 @@ class Turns:
     """At most `at_once` turns at once, at most `per_tenant` of one tenant; on the event loop.
 
     Tenants that wait get theirs one after the other, and the requests of one in order. A tenant of
-    which `max_waiting` requests wait already gets no more in.
+    which `max_waiting` requests wait already gets no more in. Requests without a tenant ("") have a
+    server to themselves: all turns are for them.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Turns:
 
     def take_now(self, tenant: str) -> bool:
         """Takes a turn if there is one that nobody waits for; `give_back` ends it."""
-        if not self._free or self._waiting or self._taken[tenant] >= self._per_tenant:
+        if not self._free or self._waiting or not self._may_have_another(tenant):
             return False
         self._free -= 1
         self._taken[tenant] += 1
@@ -90,8 +91,10 @@ class Turns:
             coming.set_result(None)
 
     def _next_tenant(self) -> str | None:
-        mine = (it for it in self._waiting if self._taken[it] < self._per_tenant)
-        return next(mine, None)
+        return next(filter(self._may_have_another, self._waiting), None)
+
+    def _may_have_another(self, tenant: str) -> bool:
+        return not tenant or self._taken[tenant] < self._per_tenant
 
     def _forget(self, tenant: str, coming: "asyncio.Future[None]") -> None:
         queue = self._waiting.get(tenant)

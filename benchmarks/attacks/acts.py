@@ -143,7 +143,7 @@ ACTS: Mapping[str, Act] = MappingProxyType(
         "deep": Act("bodies", 8, _deep),
         "stop strings and bad words": Act("text", 14, _stops),
         "biases and penalties": Act("text", 14, _biases),
-        "many messages": Act("text", 8, lambda n: _chat(2000), path=CHAT),
+        "many messages": Act("text", 8, lambda _: _chat(16_000), path=CHAT),
         "tokens counted": Act("text", 8, lambda n: {
             "model": "bench", "messages": [{"role": "user", "content": f"{n}" + "é" * 900_000}]},
             path=MESSAGES),

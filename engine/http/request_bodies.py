@@ -50,7 +50,8 @@ class RequestBodies:
 
     def __init__(self, limits: BodyLimits | None = None) -> None:
         self._limits = limits or BodyLimits()
-        self._small = Turns(SMALL_AT_ONCE)
+        # One of a tenant: threads share the interpreter, and each slows down all others' steps.
+        self._small = Turns(SMALL_AT_ONCE, per_tenant=1)
         self._large = Turns(1)
         self._unpacking = Turns(1)
         self._bytes_in_flight: Counter[str] = Counter()
