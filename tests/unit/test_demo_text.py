@@ -11,8 +11,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from benchmarks.demo_model import text
-from engine.models.digest_cache import BESIDE
 from deploy.config import load_cluster
+from engine.models.digest_cache import BESIDE
 
 FOLDER = Path(load_cluster().model)
 FREE_WORDS = set(text.NUMBERS)
