@@ -7,6 +7,7 @@ largest value.
 from collections.abc import Mapping
 from functools import partial
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -212,13 +213,31 @@ def _sampling(sheet: Sheet, device: torch.device) -> None:
     """The same logits, so the same tokens."""
     logits = 4 * torch.randn(64, 32_000)
     kinds = {
-        "greedy": SamplingParams(temperature=0.0, logprobs=3),
-        "top-p": SamplingParams(temperature=0.9, top_p=0.9, seed=3),
-        "top-k and min-p": SamplingParams(temperature=1.2, top_k=50, min_p=0.02, seed=4),
-        "bias": SamplingParams(temperature=0.8, logit_bias={5: 20.0, 9: -50.0}, seed=5),
+        "greedy": SamplingInput(SamplingParams(temperature=0.0, logprobs=3), 0),
+        "top-p": SamplingInput(SamplingParams(temperature=0.9, top_p=0.9, seed=3), 0),
+        "top-k and min-p": SamplingInput(
+            SamplingParams(temperature=1.2, top_k=50, min_p=0.02, seed=4), 0
+        ),
+        "bias": SamplingInput(
+            SamplingParams(temperature=0.8, logit_bias={5: 20.0, 9: -50.0}, seed=5), 0
+        ),
+        "penalties, some tokens ruled out": SamplingInput(
+            SamplingParams(
+                temperature=0.8,
+                repetition_penalty=1.3,
+                frequency_penalty=0.4,
+                presence_penalty=0.2,
+                seed=6,
+            ),
+            0,
+            forbidden=frozenset(range(0, 32_000, 5)),
+            seen=frozenset(range(0, 32_000, 2)),
+            counts={token: 1 + token % 3 for token in range(0, 32_000, 4)},
+            allowed=b"\x7b" * 3_000,
+        ),
     }
-    for name, params in kinds.items():
-        inputs = {str(row): SamplingInput(params=params, position=row) for row in range(64)}
+    for name, kind in kinds.items():
+        inputs = {str(row): msgspec.structs.replace(kind, position=row) for row in range(64)}
         here, there = (sample(logits.to(place), inputs).sampled for place in ("cpu", device))
         same = sum(here[row].token_id == there[row].token_id for row in inputs)
         sheet.tell(f"sampling, {name}", f"{same} of 64 tokens", "right" if same == 64 else "wrong")
