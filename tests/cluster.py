@@ -221,7 +221,8 @@ async def all_back(before: Holdings) -> None:
         if not more:
             return
         await asyncio.sleep(0.05)
-    tasks = [task.get_coro() for task in asyncio.all_tasks()] if more["task"] else []
+    running = asyncio.all_tasks() if more["task"] else []
+    tasks = sorted(getattr(task.get_coro(), "__qualname__", "") for task in running)
     raise AssertionError(f"still held: {more} {tasks}")
 
 
