@@ -28,7 +28,7 @@ from tests.api_double import write_model_folder
 from tests.engine_thread import run_in_engine
 from tests.fault_points import NO_FAULTS, FaultInjector, faulty_builder
 from tests.forks import forks
-from tests.leaks import Holdings, excess, held_here
+from tests.leaks import Holdings, excess, held_here, running_tasks
 from tests.recount import check_scheduler
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
@@ -221,9 +221,7 @@ async def all_back(before: Holdings) -> None:
         if not more:
             return
         await asyncio.sleep(0.05)
-    running = asyncio.all_tasks() if more["task"] else []
-    tasks = sorted(getattr(task.get_coro(), "__qualname__", "") for task in running)
-    raise AssertionError(f"still held: {more} {tasks}")
+    raise AssertionError(f"still held: {more} {running_tasks() if more['task'] else ''}")
 
 
 async def close_all(nodes: list[NodeServer]) -> None:

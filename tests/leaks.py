@@ -15,9 +15,10 @@ from pathlib import Path
 
 Holdings = Counter[str]
 
-# Python threads that nodes own; executors and gRPC keep theirs for the next call.
 GRAMMAR_SERVER = "engine.grammars.fork_server"
+# Python threads that nodes own; executors and gRPC keep theirs for the next call.
 NODE_THREADS = ("engine", "kv-")
+WAITING_FOR_CALLS = ("AioServer._request_call", "AioServer._request_registered_call")
 ORPHANED_S = 5.0
 
 
@@ -40,8 +41,17 @@ def held_here() -> Holdings:
     found = held_by(os.getpid())
     names = (thread.name for thread in threading.enumerate())
     found["thread"] = sum(name.startswith(NODE_THREADS) for name in names)
-    found["task"] = len(asyncio.all_tasks())
+    found["task"] = len(running_tasks())
     return found
+
+
+def running_tasks() -> list[str]:
+    """The names of the event loop's tasks, but for those in which gRPC waits for the next call.
+
+    Of these a server has one for each method, and none for the moment in which a call arrives.
+    """
+    names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
+    return sorted(name for name in names if name not in WAITING_FOR_CALLS)
 
 
 def excess(before: Holdings, after: Holdings) -> Holdings:

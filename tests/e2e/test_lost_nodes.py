@@ -21,6 +21,7 @@ from tests.asking import ask, prefill_over_http, question
 from tests.cluster import BASE, Cluster, generate, settled, transfer_config
 from tests.engine_thread import run_in_engine
 from tests.faults import recomputed
+from tests.leaks import running_tasks
 from tests.pairs import GREEDY, TRANSPORTS, arena_for, prefill, prompt_of, request_of
 from tests.processes import Launcher, ServerProcess, transport_flag
 from tests.tiers import everyday
@@ -127,7 +128,7 @@ async def test_a_p_that_hangs_costs_a_recompute_and_a_client_that_leaves_meanwhi
     expected.append((await ask(d.url, await remote_prefill(p))).token_ids)
     bodies = [await remote_prefill(p) for _ in (d, patient)]
     p.signal(signal.SIGSTOP)
-    tasks = len(asyncio.all_tasks())
+    tasks = len(running_tasks())
     leaving = asyncio.create_task(ask(patient.url, bodies[1]))
     answer = await ask(d.url, bodies[0])
     assert [answer.token_ids, answer.token_ids] == expected
@@ -135,7 +136,7 @@ async def test_a_p_that_hangs_costs_a_recompute_and_a_client_that_leaves_meanwhi
     assert not leaving.done()
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    await until(lambda: len(asyncio.all_tasks()) <= tasks)
+    await until(lambda: len(running_tasks()) <= tasks)
     p.signal(signal.SIGCONT)
     release(bodies[0]["kv_transfer_params"])  # what D itself said may have come too late for P
     await asyncio.to_thread(p.assert_at_rest)

@@ -14,6 +14,7 @@ from engine.api.choices import merge
 from engine.api.serving import Serving
 from engine.errors import EngineDeadError, UnavailableError
 from tests.api_double import ScriptedGenerator, outputs_of, running, tiny_serving, tiny_tokenizer
+from tests.leaks import running_tasks
 
 pytestmark = pytest.mark.asyncio
 JSON = {"content-type": "application/json"}
@@ -226,7 +227,7 @@ async def test_a_client_that_leaves_cancels_everything(
     generator = ScriptedGenerator(outputs_of([70, 71])[:1], endless=True)
     async with running(generator, serving) as base:
         await fetch(f"{base}/health")
-        before = len(asyncio.all_tasks())
+        before = len(running_tasks())
         session = aiohttp.ClientSession()
         body = {"prompt": [1], "stream": stream, "n": n}
         asking = asyncio.create_task(session.post(base + PATH, json=body))
@@ -237,7 +238,7 @@ async def test_a_client_that_leaves_cancels_everything(
         await asyncio.gather(asking, return_exceptions=True)
         await session.close()
         await until(lambda: generator.open == 0)
-        await until(lambda: len(asyncio.all_tasks()) <= before)
+        await until(lambda: len(running_tasks()) <= before)
     assert generator.cancelled == n
 
 
@@ -308,14 +309,14 @@ async def test_a_silent_stream_says_that_it_goes_on_and_can_be_left(serving: Ser
     generator = ScriptedGenerator([], endless=True)
     serving = replace(serving, sse_keep_alive_interval=0.05)
     async with running(generator, serving) as base, aiohttp.ClientSession() as session:
-        before = len(asyncio.all_tasks())
+        before = len(running_tasks())
         async with session.post(base + PATH, json={"prompt": [1], "stream": True}) as reply:
             assert reply.status == 200
             for _ in range(3):
                 assert await reply.content.readuntil(b"\n\n") == b": keep-alive\n\n"
             reply.close()
         await until(lambda: generator.open == 0)
-        await until(lambda: len(asyncio.all_tasks()) <= before)
+        await until(lambda: len(running_tasks()) <= before)
     assert generator.cancelled == 1
     # Tokens that come in time look as they do without the option, and so does an early error.
     for error, status in ((None, 200), (UnavailableError("no node"), 503)):

@@ -20,6 +20,7 @@ from engine.rpc.node_http import parse_node_url, resolve_grpc_address
 from proxy.cluster.node import Node, NodeKind
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
+from tests.leaks import running_tasks
 from tests.node_double import (
     POLL_S,
     WAIT_S,
@@ -230,11 +231,11 @@ async def test_nothing_is_left_open() -> None:
             await asyncio.gather(asking, return_exceptions=True)
 
     await one_life()  # gRPC opens what it keeps for the process
-    tasks, files = len(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
+    tasks, files = len(running_tasks()), len(os.listdir("/proc/self/fd"))
     for _ in range(2):
         await one_life()
 
     async def is_as_before() -> bool:
-        return len(asyncio.all_tasks()) <= tasks and len(os.listdir("/proc/self/fd")) <= files
+        return len(running_tasks()) <= tasks and len(os.listdir("/proc/self/fd")) <= files
 
     await until(is_as_before)
