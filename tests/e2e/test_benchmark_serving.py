@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -11,11 +10,13 @@ import msgspec
 import psutil
 import pytest
 from typer import Exit
+from typer.testing import CliRunner
 
 from benchmarks.load.agreement import Reference
-from benchmarks.serving.__main__ import measure
+from benchmarks.serving.__main__ import PURPOSE, measure
 from benchmarks.serving.options import ServingOptions
 from benchmarks.serving.turns import Turns
+from engine.cli import command_app
 from engine.errors import ConfigError
 from tests.processes import API_KEY, ServedCluster
 
@@ -109,9 +110,9 @@ def test_there_is_no_table_if_answers_differ(
 def test_a_wrong_option_or_a_dead_target_is_one_line(
     flags: list[str], problem: str, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "benchmarks.serving", "--out", str(tmp_path), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2
+    app = command_app(ServingOptions, measure, PURPOSE)
+    done = CliRunner().invoke(app, ["--out", str(tmp_path), *flags])
+    assert done.exit_code == 2
     assert re.fullmatch(r"error: .*\n", done.stderr) and problem in done.stderr
 
 

@@ -18,6 +18,7 @@ from tests.e2e.test_bad_requests import MALFORMED, WRONG_REQUESTS
 from tests.node_double import client_of
 from tests.pairs import prompt_of
 from tests.processes import API_KEY, ServedCluster, ServerProcess
+from tests.tiers import everyday
 
 IDS = list(prompt_of(70, salt=9))
 TEXT = "the quick brown fox jumps"
@@ -201,7 +202,7 @@ async def ask(served: ServedCluster) -> Any:
         yield Asker(session)
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("path", everyday((COMPLETIONS, CHAT), (CHAT,)))
 async def test_every_reply_is_that_of_one_node_whole_and_streamed(
     served: ServedCluster, ask: Asker, path: str
 ) -> None:

@@ -29,7 +29,7 @@ async def test_schemathesis_finds_nothing(
         *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
         *("--url", url, "--header", f"Authorization: Bearer {API_KEY}"),
         *("--exclude-checks", "positive_data_acceptance", "--phases", "coverage,fuzzing"),
-        *("--max-examples", "50", "--request-timeout", "60", "--no-color"),
+        *("--max-examples", "20", "--request-timeout", "60", "--no-color"),
         cwd=tmp_path,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,

@@ -24,6 +24,7 @@ from tests.fault_points import FaultPoint
 from tests.faults import counted
 from tests.pairs import GREEDY, TRANSPORTS, count_near_ties, prefill, prompt_of, request_of
 from tests.random_faults import DAMAGE, KINDS, Plan, PlannedFaults, Plans, draw_plan
+from tests.tiers import everyday
 
 SEED = 20_261_126
 RUNS = 120
@@ -174,7 +175,7 @@ async def start_chaos(
     return chaos
 
 
-@pytest.mark.parametrize("transport", ("shm", "nixl"))
+@pytest.mark.parametrize("transport", everyday(("shm", "nixl"), ("nixl",)))
 async def test_random_faults_never_change_a_token(
     cluster: Cluster, checkpoints: dict[str, Path], transport: str
 ) -> None:

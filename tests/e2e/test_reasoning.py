@@ -8,6 +8,8 @@ import shutil
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from tests.api_double import CHATML
 from tests.asking import CHAT, ask, stream
 from tests.cluster import until
@@ -44,6 +46,7 @@ def told(events: list[dict[str, Any]]) -> tuple[str, str]:
     return thoughts, "".join(delta.get("content") or "" for delta in deltas)
 
 
+@pytest.mark.long
 async def test_thoughts_stay_thoughts_when_their_d_is_killed(real: Launcher) -> None:
     model = real.logs / "thinking"
     shutil.copytree(real.model, model)

@@ -151,7 +151,7 @@ def test_what_waits_is_kept_as_bytes_and_not_as_the_objects_that_it_becomes() ->
     payload = encode(EventBatch(1.0, (short,), incarnation="one"))
     tracemalloc.start()
     try:
-        for number in range(0, 200, 2):
+        for number in range(0, 120, 2):
             node.follower.heard(number, bytes(bytearray(payload)), 0.0)
         kept, _ = tracemalloc.get_traced_memory()
     finally:

@@ -17,6 +17,7 @@ from tests.cluster import all_back
 from tests.collector import Collector, collecting
 from tests.leaks import held_here
 from tests.node_double import ScriptedNode, running_cluster
+from tests.tiers import everyday
 
 PARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 
@@ -52,7 +53,7 @@ class Hanging(Collector):
         await asyncio.sleep(60)
 
 
-@pytest.mark.parametrize("hangs", [False, True])
+@pytest.mark.parametrize("hangs", everyday((False, True), (True,)))
 async def test_a_collector_that_is_away_or_hangs_holds_up_nobody(
     hangs: bool, tiny_files: dict[str, bytes]
 ) -> None:
