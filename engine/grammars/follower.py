@@ -22,7 +22,7 @@ MEMORY_BYTES: Final = 512 * 2**20
 OUTPUT_S: Final = 10.0
 TOKEN_S: Final = 1.0
 SLOW_TOKEN_S: Final = 0.02
-_NICE: Final = 10
+_NICE: Final = 5
 
 _LIMITS: Final = llguidance.LLParserLimits(
     max_items_in_row=200_000,
