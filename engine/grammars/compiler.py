@@ -43,7 +43,7 @@ CLOCK_S: Final = 60.0
 TURN_S: Final = 30.0
 QUICK_AT_ONCE: Final = 4
 MAX_BYTES: Final = 2**30
-IDLE_BYTES: Final = 64 * 2**20
+IDLE_BYTES: Final = 40 * 2**20
 MAX_IDLE: Final = 32
 MAX_REFUSED: Final = 1024
 
