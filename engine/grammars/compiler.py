@@ -37,9 +37,9 @@ from engine.types import TokenId
 
 QUICK_S: Final = 0.25
 COMPILE_S: Final = 4.0
-"""Of a core; the slowest that the limits on characters allow, 4,000 nested schemas, takes 0.9 s."""
+"""Of a core; the slowest honest grammar of the tests, 4,000 nested schemas, takes 0.9 s."""
 CLOCK_S: Final = 60.0
-"""The same by the clock: on a busy machine a slow grammar gets a fifth of a core."""
+"""By the clock; beside five busy threads on two cores a slow grammar gets an eighth of a core."""
 TURN_S: Final = 30.0
 QUICK_AT_ONCE: Final = 4
 MAX_BYTES: Final = 2**30

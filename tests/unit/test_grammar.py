@@ -16,6 +16,7 @@ from engine.api.structured_output import GrammarFields, grammar_of
 from engine.api.tokenizer import load_tokenizer
 from engine.errors import GrammarBusyError, GrammarError, InvalidRequestError
 from engine.grammars import compiler as module
+from engine.grammars.processes import LEAST_BYTES
 from engine.process import wait_until
 from engine.types import MAX_GRAMMAR_CHARS
 from tests.grammars import (
@@ -204,23 +205,29 @@ async def test_a_grammar_that_nobody_waits_for_any_more_is_given_up() -> None:
         assert await wait_until(lambda: not grammar_processes(os.getpid()), 5)
 
 
-async def test_no_turn_within_the_time_is_the_node_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TURN_S", 0.5)
+@pytest.mark.parametrize("limit", ["TURN_S", "CLOCK_S"])
+async def test_no_turn_or_no_core_within_the_time_is_the_node_s_fault(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, limit, 0.5)
     async with compiling() as compiler:
         asked = [compiler.compile(made(**hostile(n))) for n in range(3)]
         ends = await asyncio.gather(*asked, return_exceptions=True)
         assert any(isinstance(it, GrammarBusyError) for it in ends), ends
 
 
+@pytest.mark.parametrize(
+    ("limit", "value", "least"), [("MAX_IDLE", 3, 3), ("IDLE_BYTES", 3 * LEAST_BYTES, 1)]
+)
 async def test_processes_without_work_are_kept_within_bounds(
-    monkeypatch: pytest.MonkeyPatch,
+    limit: str, value: int, least: int, *, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_IDLE", 3)
+    monkeypatch.setattr(module, limit, value)
     async with compiling() as compiler:
         for n in range(8):
             (await compiler.compile(made(guided_choice=[f"a{n}"]))).close()
         assert await wait_until(lambda: len(grammar_processes(os.getpid())) <= 3, 5)
-        assert compiler.num_processes == 3
+        assert least <= compiler.num_processes <= 3
 
 
 async def test_where_all_take_too_much_the_tenant_with_the_most_loses_its_largest(

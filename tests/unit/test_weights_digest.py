@@ -30,7 +30,7 @@ TENSORS = {
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder, which nothing has made yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # The clocks of files here tick every few milliseconds, and so no test waits for seconds.
+    # The times of files tick every few milliseconds here: the tests need not wait for seconds.
     monkeypatch.setattr(digest_cache, "TICK_NS", 300_000_000)
     return tmp_path / "cache" / "tandem"
 
