@@ -37,14 +37,14 @@ test-long: $(STAMP) ## the same promises crossed, repeated and slow
 check: $(STAMP) ## lint, types, architecture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy engine connector prefill_node decode_node proxy deploy benchmarks tests
+	$(BIN)/mypy engine serving connector prefill_node decode_node proxy deploy benchmarks tests
 	$(BIN)/lint-imports
 
 tree: $(STAMP) ## write docs/TREE.md from docstrings, docs/options.md from options
 	$(BIN)/python -m tests.tree
 	$(BIN)/python -m tests.options_page
 
-proto: $(STAMP) ## regenerate engine/rpc/pb from proto/node.proto
+proto: $(STAMP) ## regenerate serving/rpc/pb from proto/node.proto
 	$(BIN)/python -m grpc_tools.protoc -Iengine/rpc/pb=proto --python_out=. --pyi_out=. \
 		--grpc_python_out=. proto/node.proto
 

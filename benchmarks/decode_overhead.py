@@ -29,7 +29,7 @@ from benchmarks.models import MODELS, random_prompts, save_random
 from benchmarks.pairs import Spread, alternate
 from benchmarks.plots import grouped_bars
 from benchmarks.tandem_engine import ARENA_BYTES, BareCore, request_of
-from engine.config import NodeConfig
+from serving.config import NodeConfig
 
 SECONDS = (180, 30)
 BATCHES = (8, 32)

@@ -17,9 +17,9 @@ from benchmarks import machine, report
 from benchmarks.pairs import Spread, alternate
 from benchmarks.plots import grouped_bars
 from engine.kv_cache.listener import CachedBlocks, CachedStates
-from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
-from engine.kv_events.snapshot import CacheMirror
-from engine.kv_events.wire import EventBatch, decode, encode
+from serving.kv_events.recorder import AnnouncedGroup, EventRecorder
+from serving.kv_events.snapshot import CacheMirror
+from serving.kv_events.wire import EventBatch, decode, encode
 
 SECONDS = (240, 45)
 QUICK_ROUNDS = 10

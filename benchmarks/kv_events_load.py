@@ -17,11 +17,11 @@ import torch
 from benchmarks.models import random_prompts, save_random
 from benchmarks.pairs import Spread, alternate, share
 from benchmarks.tandem_engine import BareCore, request_of
-from engine.config import KVEventsConfig, NodeConfig
-from engine.kv_events.follower import EventSource
-from engine.kv_events.subscriber import EventSubscriber
-from engine.rpc.messages import KVEventsInfo
 from proxy.routing.prefix_index import PrefixIndex
+from serving.config import KVEventsConfig, NodeConfig
+from serving.kv_events.follower import EventSource
+from serving.kv_events.subscriber import EventSubscriber
+from serving.rpc.messages import KVEventsInfo
 
 HEADERS: Final = ("load", "step, ms", "with events", "ratio by the clock", "on the CPU",
                   "threads beside the engine's")  # fmt: skip

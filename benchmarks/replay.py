@@ -46,9 +46,9 @@ from benchmarks.workloads.traces import (
     read_trace,
     requests_of,
 )
-from engine.cli import command_app
-from engine.config import Config
 from engine.errors import ConfigError
+from serving.cli import command_app
+from serving.config import Config
 
 PURPOSE = "Hits and times of a trace, beside the hits that are possible."
 SECONDS = (480, 60)

@@ -18,13 +18,13 @@ import typer
 from benchmarks import machine, report
 from benchmarks.pairs import Spread
 from benchmarks.plots import grouped_bars
-from engine.kv_events.wire import GPU, BlockStored, Event
-from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from engine.types import GenerateRequest
 from proxy.cluster.node import NodeView
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.prompt import HashKey, RoutedPrompt
 from proxy.routing.router import Router
+from serving.kv_events.wire import GPU, BlockStored, Event
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 
 SIZE, NUM_TOKENS, NUM_NODES = 16, 8192, 100
 NUM_BLOCKS, QUICK_BLOCKS, BATCH = 1_000_000, 16_000, 64

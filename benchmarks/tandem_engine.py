@@ -15,22 +15,23 @@ import torch
 
 from connector.registry import builder_of
 from engine.arena import ArenaMemory
-from engine.config import NodeConfig
 from engine.core import EngineCore
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import plan_arena
 from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
-from engine.metrics import NodeMetrics
 from engine.model_configs.identity import ModelIdentity
 from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
-from engine.node.connector import ConnectorBuilder, ConnectorSettings, NodeConnector
-from engine.node.kv_events import NodeEvents
-from engine.node.server import NodeServer
 from engine.request import Request
 from engine.sched.scheduler import Scheduler
 from engine.types import GenerateRequest, SamplingParams
 from engine.worker.model_runner import ModelRunner
+from serving.config import NodeConfig
+from serving.metrics import NodeMetrics
+from serving.node.connector import ConnectorBuilder, ConnectorSettings, NodeConnector
+from serving.node.kv_events import NodeEvents
+from serving.node.limits import scheduler_config
+from serving.node.server import NodeServer
 
 ARENA_BYTES = 128 << 20
 WAIT_S = 0.2
@@ -125,7 +126,7 @@ class BareCore:
             if self.events
             else self.connector.scheduler.cache_listener,
         )
-        self.scheduler = Scheduler(options, cache, self.connector.scheduler)
+        self.scheduler = Scheduler(scheduler_config(options), cache, self.connector.scheduler)
         model = load_model(folder, config, torch.device("cpu"))
         self.runner = ModelRunner(model, plan, self._arena)
         after_step = self.events.publish if self.events else None

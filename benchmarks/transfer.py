@@ -30,7 +30,7 @@ from connector.pd.wire.lease_record import REGION_BYTES
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
-from engine.process import configure_logging
+from serving.process import configure_logging
 
 SECONDS = (600, 60)
 SPEED, COST = 0.8, 0.15

@@ -11,8 +11,8 @@ from connector.pd.decode.pull_plan import PullPlan, plan_pull
 from connector.pd.layout import blocks_announced
 from connector.pd.wire.geometry import geometry_of
 from connector.pd.wire.messages import BlockIds
+from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
 

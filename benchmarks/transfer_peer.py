@@ -17,8 +17,8 @@ from connector.pd.wire.lease_record import REGION_BYTES
 from connector.pd.wire.messages import Handshake
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
-from engine.process import configure_logging
-from engine.rpc.server import start_server
+from serving.process import configure_logging
+from serving.rpc.server import start_server
 
 FILL = 7
 OURS = ("shm", "nixl", "ucx", "zmq")  # NIXL before ucx: opened after it, NIXL is slower

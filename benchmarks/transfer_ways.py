@@ -24,7 +24,7 @@ from connector.pd.wire.geometry import geometry_of
 from connector.transports.base import SpanPair, Transport
 from connector.transports.nixl_agent import NixlAddress
 from engine.arena import ArenaMemory
-from engine.metrics import NodeMetrics
+from serving.metrics import NodeMetrics
 
 Read = Callable[[Sequence[SpanPair]], None]
 

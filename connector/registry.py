@@ -6,9 +6,9 @@ from typing import Final
 from connector.multi.connector import MultiBuilder
 from connector.offload.connector import OffloadBuilder
 from connector.pd.connector import PdBuilder
-from engine.config import KVTransferConfig
 from engine.errors import ConfigError
-from engine.node.connector import BuilderOf, ConnectorBuilder
+from serving.config import KVTransferConfig
+from serving.node.connector import BuilderOf, ConnectorBuilder
 
 
 def builder_of(config: KVTransferConfig) -> ConnectorBuilder:

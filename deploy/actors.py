@@ -18,12 +18,12 @@ import uvloop
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
 
 from deploy.config import MAX_DRAIN_S, OWN_HOST
-from engine.config import LogLevel, NodeConfig
 from engine.errors import UnavailableError
-from engine.process import Server, configure_logging, raise_descriptor_limit, wait_until
-from engine.rpc.address import join_host_port
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
+from serving.config import LogLevel, NodeConfig
+from serving.process import Server, configure_logging, raise_descriptor_limit, wait_until
+from serving.rpc.address import join_host_port
 
 PORTS = "tandem-ports"
 START_S = 120.0
@@ -113,7 +113,7 @@ class NodeActor(ServerActor):
     def __init__(self, kind: str, config: NodeConfig) -> None:
         # Only now: they need torch, and the driver, which imports this module, does not.
         from connector.registry import builder_of
-        from engine.node.server import NodeServer
+        from serving.node.server import NodeServer
 
         self._node = NodeServer(_at_home(config), kind, builder_of)
         super().__init__(self._node, config.log_level)

@@ -39,7 +39,7 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "status": Program("deploy", "Show its members.", ("status",), RAY, "ray"),
         "down": Program("deploy", "Stop it.", ("down",), RAY, "ray"),
         "doctor": Program("connector.doctor", "Check two nodes before traffic."),
-        "plan": Program("engine.plan", "Show how an arena would be cut for a model."),
+        "plan": Program("serving.show_plan", "Show how an arena would be cut for a model."),
     }
 )
 NAME = "tandem"

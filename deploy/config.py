@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from engine.config import Config, NodeConfig, decode_config, read_yaml
 from engine.errors import ConfigError
-from engine.rpc.address import is_loopback
 from proxy.config import ProxyConfig
+from serving.config import Config, NodeConfig, decode_config, read_yaml
+from serving.rpc.address import is_loopback
 
 DEMO_CLUSTER = Path(__file__).parent / "configs" / "demo.yaml"
 PLACEMENT_KEYS = ("resources", "num_cpus")

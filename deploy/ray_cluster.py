@@ -21,7 +21,7 @@ from deploy.actors import CLOSE_S, PORTS, START_S, Member, NodeActor, ProxyActor
 from deploy.config import ClusterConfig, Place
 from deploy.process import ignore_signals, signals_held, wait_gone
 from engine.errors import ConfigError, DeadlineExceededError, TandemError, UnavailableError
-from engine.rpc.address import is_loopback
+from serving.rpc.address import is_loopback
 
 NAMESPACE = "tandem"
 GROUP = "tandem-nodes"

@@ -19,8 +19,8 @@ from msgspec import Meta
 
 from deploy.config import ClusterConfig
 from deploy.process import end_descendants, ignore_signals
-from engine.config import Config
 from engine.errors import ConfigError, UnavailableError
+from serving.config import Config
 
 if TYPE_CHECKING:
     from deploy.actors import Member

@@ -11,7 +11,9 @@ import queue
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 from msgspec import structs
@@ -37,7 +39,6 @@ from engine.prompt_checks import (
 from engine.request import Request
 from engine.request_ids import unique_id
 from engine.step import StepNews
-from engine.telemetry.request_records import RequestRecords
 from engine.types import GenerateOutput, GenerateRequest, HandOverProblem
 
 IDLE_POLL_S = 0.02
@@ -61,6 +62,26 @@ class EngineLimits:
     grammars: GrammarCompiler
 
 
+class OutputObserver(Protocol):
+    """Sees the outputs of one request as its caller takes them."""
+
+    def observe(self, output: GenerateOutput) -> None: ...
+
+
+Recording = Callable[[GenerateRequest], AbstractContextManager[OutputObserver]]
+"""Entered when a request is admitted, left when it is over, with the error that ended it."""
+
+
+class _Unobserved:
+    def observe(self, output: GenerateOutput) -> None:
+        pass
+
+
+def unrecorded(request: GenerateRequest) -> AbstractContextManager[OutputObserver]:
+    """The recording of an engine whose requests nobody counts."""
+    return nullcontext(_Unobserved())
+
+
 class AsyncEngine:
     """Owner of the engine thread; start and close it on the event loop that calls `generate`."""
 
@@ -70,12 +91,12 @@ class AsyncEngine:
         admission: AdmissionConnector,
         limits: EngineLimits,
         *,
-        records: RequestRecords,
+        recording: Recording = unrecorded,
     ) -> None:
         self.core = core
         self.limits = limits
         self._admission = admission
-        self._records = records
+        self._recording = recording
         # Calls for the engine thread, at most two per request (add, abort).
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         # Only the event loop reads and writes the streams, so they need no lock.
@@ -115,7 +136,7 @@ class AsyncEngine:
         stream = self._streams[request_id] = Stream()
         all_taken = False
         try:
-            with self._records.recording(admitted.request) as record:
+            with self._recording(admitted.request) as record:
                 self._submit(admitted, matcher)
                 while not all_taken:
                     output = await _next_output(stream)

@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from engine.config import SchedulingPolicy
 from engine.errors import InvalidRequestError, PromptTooLongError
-from engine.types import MAX_BAD_WORD_TOKENS, MAX_PROMPT_LOGPROBS, BadWord
+from engine.types import MAX_BAD_WORD_TOKENS, MAX_PROMPT_LOGPROBS, BadWord, SchedulingPolicy
 
 MAX_PROMPT_LOGPROBS_IN_REPLY = 1_048_576  # of all sequences: 2 s of encoding, 56 MB
 

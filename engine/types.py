@@ -6,7 +6,7 @@ Knows nothing of tensors, sockets or HTTP. Everything here may cross a process.
 import re
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, UnsetType
@@ -27,6 +27,7 @@ MAX_KV_TRANSFER_PARAMS_BYTES = 8 * 2**20
 
 # Everything from another process is bounded by its type, so decoding checks it.
 TokenId = int
+SchedulingPolicy = Literal["fcfs", "priority"]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 TokenIdOnWire = Annotated[int, Meta(ge=0, le=MAX_TOKEN_ID)]
 NumTokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS_IN_REQUEST)]

@@ -1,8 +1,8 @@
 """`python -m prefill_node MODEL ...`: one prefill node in this process."""
 
 from connector.registry import builder_of
-from engine.cli import node_app
-from engine.node.server import NodeServer
+from serving.cli import node_app
+from serving.node.server import NodeServer
 
 DEFAULT_PORT = 8100
 

@@ -1,8 +1,8 @@
 """`python -m proxy`: the OpenAI-compatible front of a cluster of prefill and decode nodes."""
 
-from engine.cli import server_app
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
+from serving.cli import server_app
 
 PURPOSE = (
     "Run the Tandem proxy: one OpenAI-compatible server in front of prefill and decode nodes. "

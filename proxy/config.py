@@ -5,11 +5,11 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from engine.config import NotNegative, Positive, Seconds, ServerConfig
 from engine.errors import ConfigError
-from engine.rpc.node_http import parse_node_url
 from proxy.routing.local_prefill import Threshold
 from proxy.routing.policies import POLICIES
+from serving.config import NotNegative, Positive, Seconds, ServerConfig
+from serving.rpc.node_http import parse_node_url
 
 NODE_URL: Final = (
     "http://host:port (its HTTP port) or grpc://host:port, with TLS https:// or grpcs://; repeat "

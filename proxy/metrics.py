@@ -8,10 +8,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.kv_events.follower import SourceStats
-from engine.log_writer import LOSSES
-from engine.metrics import E2E_BUCKETS, ITL_BUCKETS, LOG_COUNTERS, TTFT_BUCKETS
 from engine.types import GenerateOutput, GenerateRequest
+from serving.kv_events.follower import SourceStats
+from serving.log_writer import LOSSES
+from serving.metrics import E2E_BUCKETS, ITL_BUCKETS, LOG_COUNTERS, TTFT_BUCKETS
 
 ROLE: Final = "proxy"
 """Nodes count the same requests under the same names, with roles of their own."""

@@ -8,13 +8,13 @@ from typing import Final
 
 import structlog
 
-from engine.api.serving import Serving, load_sampling_defaults
-from engine.api.tokenizer import load_tokenizer
-from engine.config import ServerConfig
 from engine.errors import TandemError
-from engine.rpc.messages import TOKENIZER_FILES, NodeInfo
 from proxy.cluster.node import Node
 from proxy.cluster.node_pool import NodePool
+from serving.api.serving import Serving, load_sampling_defaults
+from serving.api.tokenizer import load_tokenizer
+from serving.config import ServerConfig
+from serving.rpc.messages import TOKENIZER_FILES, NodeInfo
 
 log = structlog.get_logger()
 

@@ -21,8 +21,6 @@ from engine.errors import (
     UnavailableError,
     is_client_fault,
 )
-from engine.rpc.client import StreamDeadlines
-from engine.telemetry.request_records import RequestRecords
 from engine.types import FinishReason, GenerateOutput, GenerateRequest, RequestOrigin
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_pool import NodePool
@@ -37,6 +35,8 @@ from proxy.metrics import ProxyMetrics
 from proxy.node_choice import NodeChoice, routing_details
 from proxy.request_state import Prefilled, RequestState, prefill_request
 from proxy.routing.router import Router
+from serving.rpc.client import StreamDeadlines
+from serving.telemetry.request_records import RequestRecords
 
 log = structlog.get_logger()
 

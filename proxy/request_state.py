@@ -7,13 +7,13 @@ from typing import Final
 from msgspec import structs
 
 from engine.errors import DeadlineExceededError, NodeLostError, TandemError, is_client_fault
-from engine.rpc.convert import prompt_to_bytes
-from engine.telemetry.request_records import RequestRecord
 from engine.types import GenerateOutput, GenerateRequest, KVTransferParams, TokenId
 from proxy.cluster.node import Node
 from proxy.errors import is_engine_failure
 from proxy.routing.policies import Route
 from proxy.routing.prompt import RoutedPrompt
+from serving.rpc.convert import prompt_to_bytes
+from serving.telemetry.request_records import RequestRecord
 
 MAX_ATTEMPTS: Final = 2
 MAX_LOST: Final = 1

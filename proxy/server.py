@@ -16,23 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.api.access import Access
-from engine.api.app import create_app, middleware_of
-from engine.api.cache_reset import reset_route
-from engine.api.operations import HEALTH_PATHS, PROBE_PATHS, metrics
-from engine.api.reasoning import choose_thoughts
-from engine.api.template_files import given_template
-from engine.api.tool_calls.registry import choose_syntax
 from engine.errors import UnavailableError
-from engine.http.connection import ConnectionLimits
-from engine.http.errors import ERROR_HANDLERS
-from engine.http.server import HttpServer
-from engine.process import wait_until
-from engine.rpc.address import join_host_port
-from engine.rpc.client import StreamDeadlines
-from engine.rpc.node_http import parse_node_url
-from engine.telemetry.telemetry import Telemetry
-from engine.tls import client_tls, server_tls
 from proxy.access.fair_queue import FairQueue
 from proxy.access.gate import Gate
 from proxy.access.key_file import KeyFile
@@ -46,6 +30,22 @@ from proxy.routing.event_sources import EventSources
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.router import Router
 from proxy.status import ClusterStatus
+from serving.api.access import Access
+from serving.api.app import create_app, middleware_of
+from serving.api.cache_reset import reset_route
+from serving.api.operations import HEALTH_PATHS, PROBE_PATHS, metrics
+from serving.api.reasoning import choose_thoughts
+from serving.api.template_files import given_template
+from serving.api.tool_calls.registry import choose_syntax
+from serving.http.connection import ConnectionLimits
+from serving.http.errors import ERROR_HANDLERS
+from serving.http.server import HttpServer
+from serving.process import wait_until
+from serving.rpc.address import join_host_port
+from serving.rpc.client import StreamDeadlines
+from serving.rpc.node_http import parse_node_url
+from serving.telemetry.telemetry import Telemetry
+from serving.tls import client_tls, server_tls
 
 ANY_METHOD: Final = ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH")
 END_OF_REQUESTS_S: Final = 2.0

@@ -16,12 +16,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.http.callers import require_operator
-from engine.kv_events.follower import SourceStats
-from engine.telemetry.request_records import RequestRecord, RequestRecords, Visit
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_pool import NodePool
 from proxy.metrics import ProxyMetrics
+from serving.http.callers import require_operator
+from serving.kv_events.follower import SourceStats
+from serving.telemetry.request_records import RequestRecord, RequestRecords, Visit
 
 PAGE: Final = Path(__file__).with_name("status_page.html")
 MAX_LISTED: Final = 60

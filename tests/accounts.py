@@ -16,7 +16,7 @@ from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.wire.lease_record import NUM_PLACES, NUM_WORDS
 from engine.arena import ArenaMemory
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.cluster import all_back, sample, settled, until
 from tests.leaks import Holdings, held_here
 from tests.leases import num_free

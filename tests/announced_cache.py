@@ -7,8 +7,8 @@ from hashlib import sha256
 from random import Random
 
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates
-from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
-from engine.kv_events.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
+from serving.kv_events.recorder import AnnouncedGroup, EventRecorder
+from serving.kv_events.wire import AllBlocksCleared, BlockHash, BlockRemoved, BlockStored, Event
 
 SIZE = 2
 """Tokens in a hash block."""

@@ -13,13 +13,13 @@ import uvicorn
 from prometheus_client import CollectorRegistry, Counter
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from engine.api.access import Access
-from engine.api.app import create_app
-from engine.api.serving import Serving
-from engine.api.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import TandemError, UnavailableError
-from engine.http.callers import SingleKey
 from engine.types import FinishReason, GenerateOutput, GenerateRequest, TokenLogprob
+from serving.api.access import Access
+from serving.api.app import create_app
+from serving.api.serving import Serving
+from serving.api.tokenizer import Tokenizer, load_tokenizer
+from serving.http.callers import SingleKey
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"

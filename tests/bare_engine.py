@@ -7,15 +7,14 @@ from typing import Self
 import torch
 
 from engine.arena import ArenaMemory
-from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.errors import TandemError
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
 from engine.models.registry import CausalLM
 from engine.request import Request
-from engine.sched.scheduler import Scheduler
+from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.step import ConnectorMeta, ScheduledRequest
 from engine.types import GenerateOutput, GenerateRequest
 from engine.worker.model_runner import ModelRunner
@@ -60,7 +59,7 @@ class BareEngine:
         self.usage = 0.0
         self.running: set[str] = set()
         connector = Connector(LocalAdmission(), _Watch(self._look), WorkerConnector())
-        limits = NodeConfig(
+        limits = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
         )

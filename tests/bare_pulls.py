@@ -24,10 +24,10 @@ from connector.pd.wire.lease_record import REGION_BYTES
 from connector.pd.wire.messages import BlockIds, BlockRange, Digests
 from connector.transports.shm import ShmTransport
 from engine.arena import ArenaMemory
-from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
-from engine.metrics import NodeMetrics
-from engine.rpc.server import start_server
+from serving.metrics import NodeMetrics
+from serving.rpc.server import start_server
 from tests.fault_points import (
     NO_FAULTS,
     FaultInjector,

@@ -11,15 +11,15 @@ import torch
 from connector.offload.connector import OffloadBuilder, OffloadConnector
 from connector.offload.tiers.files import Files
 from engine.arena import ArenaMemory
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.listener import CachedBlocks, CachedStates
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixHasher
-from engine.metrics import NodeMetrics
 from engine.model_configs.identity import ModelIdentity
-from engine.node.connector import ConnectorSettings
 from engine.request import Request
 from engine.step import BlockLoad, ConnectorOutput
 from engine.types import GenerateRequest, SamplingParams
+from serving.metrics import NodeMetrics
+from serving.node.connector import ConnectorSettings
 from tests.offload import check_slots, tier_config
 
 Tokens = tuple[int, ...]

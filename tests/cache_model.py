@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.listener import Cached, CachedStates
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from engine.kv_cache.tables import NULL_BLOCK, BlockCopy, BlockTables

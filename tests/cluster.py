@@ -20,10 +20,10 @@ import zmq
 from benchmarks.small_models import configs, widen
 from connector.pd.decode.pull_reader import STAGE_BYTES
 from connector.registry import builder_of
-from engine.config import KVTransferConfig, NodeConfig
-from engine.metrics import LABELS
-from engine.node.server import NodeServer
 from engine.types import GenerateOutput, GenerateRequest, PromptLogprobs, TokenLogprob
+from serving.config import KVTransferConfig, NodeConfig
+from serving.metrics import LABELS
+from serving.node.server import NodeServer
 from tests.api_double import write_model_folder
 from tests.engine_thread import run_in_engine
 from tests.fault_points import NO_FAULTS, FaultInjector, faulty_builder

@@ -8,9 +8,9 @@ import faulthandler
 import sys
 from pathlib import Path
 
-from engine.node import server
 from engine.step import ModelRunnerOutput, SchedulerOutput
 from engine.worker.model_runner import ModelRunner
+from serving.node import server
 from tests.cluster import Cluster, sample, transfer_config
 from tests.device_arena import DeviceArena
 from tests.hand_over_checks import check_tokens_and_logprobs

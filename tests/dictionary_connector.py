@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from engine.arena import ArenaMemory
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.listener import Cached, CachedStates
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec
 from engine.kv_connector import (
     Connector,
@@ -197,7 +197,7 @@ class DictionaryWorker(WorkerConnector):
 
 @dataclass(slots=True)
 class DictionaryConnector:
-    """`engine.node.connector.NodeConnector`."""
+    """`serving.node.connector.NodeConnector`."""
 
     scheduler: DictionaryScheduler
     worker: DictionaryWorker
@@ -225,5 +225,5 @@ class DictionaryConnector:
 def dictionary_connector(
     settings: object, plan: ArenaPlan, arena: ArenaMemory, **_: object
 ) -> DictionaryConnector:
-    """`engine.node.connector.ConnectorBuilder`."""
+    """`serving.node.connector.ConnectorBuilder`."""
     return DictionaryConnector(DictionaryScheduler(plan), DictionaryWorker(plan, arena))

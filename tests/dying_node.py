@@ -4,9 +4,9 @@ import asyncio
 import signal
 
 from connector.registry import builder_of
-from engine.cli import node_app
-from engine.config import NodeConfig
-from engine.node.server import NodeServer
+from serving.cli import node_app
+from serving.config import NodeConfig
+from serving.node.server import NodeServer
 from tests.engine_thread import run_in_engine
 
 

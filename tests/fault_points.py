@@ -17,10 +17,10 @@ from connector.pd.wire.lease_record import REGION
 from connector.transports.base import SpanPair, Transfer, Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
-from engine.config import KVTransferConfig
-from engine.node.connector import ConnectorBuilder
-from engine.rpc.pb import node_pb2 as pb
-from engine.rpc.server import RpcService
+from serving.config import KVTransferConfig
+from serving.node.connector import ConnectorBuilder
+from serving.rpc.pb import node_pb2 as pb
+from serving.rpc.server import RpcService
 
 
 class FaultPoint(Enum):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from engine.errors import TandemError
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.cluster import sample, sample_or_none
 from tests.fault_points import NO_FAULTS, FaultInjector, FaultPoint, FaultScene
 

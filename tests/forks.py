@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 COMMAND_S = 60.0
-PRELOADED = ("engine.cli", "engine.node.server", "connector.registry", "proxy.server")
+PRELOADED = ("serving.cli", "serving.node.server", "connector.registry", "proxy.server")
 
 
 def forks() -> ForkServerContext:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.api.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import InvalidRequestError
 from engine.grammars.compiler import GrammarCompiler
 from engine.grammars.matcher import Matcher
+from serving.api.tokenizer import Tokenizer, load_tokenizer
 from tests.leaks import children_of, excess, grammar_servers, held_by
 
 MODEL = Path(__file__).parents[1] / "deploy" / "demo" / "model"

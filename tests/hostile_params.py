@@ -9,8 +9,8 @@ from msgspec import to_builtins
 
 from connector.pd.wire.params import REQUIRED, ParamsSigner
 from engine.kv_cache.prefix import PrefixHasher
-from engine.rpc.proof import signing_key
 from engine.types import KVTransferParams
+from serving.rpc.proof import signing_key
 
 Fields = dict[str, Any]
 PER_FAMILY = 30

@@ -3,9 +3,9 @@
 from functools import partial
 
 from connector.offload.connector import OffloadBuilder
-from engine.cli import node_app
-from engine.config import KVTransferConfig, NodeConfig
-from engine.node.server import NodeServer
+from serving.cli import node_app
+from serving.config import KVTransferConfig, NodeConfig
+from serving.node.server import NodeServer
 from tests.faulty_files import KILLED, FaultyFiles
 
 

@@ -12,8 +12,8 @@ from connector.pd.wire.messages import Digests, Handshake, HeldBlocks
 from connector.pd.wire.params import ParamsSigner
 from connector.transports.auto import AutoAddress, address_for
 from connector.transports.shm import ShmAddress, ShmRegion
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.node.server import NodeServer
 from tests.engine_thread import run_in_engine
 
 UNASKED = HeldBlocks(num_tokens=0, block_ids=())

@@ -5,7 +5,7 @@ from random import Random
 
 import zmq
 
-from engine.kv_events.follower import EventSource
+from serving.kv_events.follower import EventSource
 
 CLOSE_S = 30.0
 

@@ -14,11 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
 from connector.pd.wire.messages import BlockRange, Digests, Handshake, HeldBlocks
-from engine.config import load_config
 from engine.errors import KVTransferParamsError, TandemError
-from engine.rpc.messages import KVEventsInfo, NodeInfo
-from engine.rpc.node_service import NodeService
-from engine.rpc.server import RpcServer, RpcService, start_server
 from engine.types import (
     FinishReason,
     GenerateOutput,
@@ -29,6 +25,10 @@ from engine.types import (
 )
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
+from serving.config import load_config
+from serving.rpc.messages import KVEventsInfo, NodeInfo
+from serving.rpc.node_service import NodeService
+from serving.rpc.server import RpcServer, RpcService, start_server
 
 VOCAB_SIZE = 300
 WAIT_S = 10.0

@@ -12,8 +12,8 @@ from connector.offload.connector import OffloadBuilder, OffloadConnector
 from connector.offload.host_slots import HostSlots
 from connector.offload.index import ItemIndex
 from connector.offload.tiers.files import Files
-from engine.config import KVTransferConfig
-from engine.node.server import NodeServer
+from serving.config import KVTransferConfig
+from serving.node.server import NodeServer
 from tests.cluster import BASE, Cluster, settled, until
 from tests.engine_thread import run_in_engine
 from tests.recount import evict_all

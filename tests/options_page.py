@@ -8,9 +8,9 @@ from msgspec import NODEFAULT, inspect
 from connector.multi.connector import MultiConnectorConfig
 from connector.offload.config import OffloadConfig
 from connector.pd.config import PdConnectorConfig
-from engine.config import Config, KVEventsConfig, KVTransferConfig, NodeConfig, ServerConfig
-from engine.vllm_flags import ANY_VALUE, ONLY, REFUSED, SWITCHES
 from proxy.config import ProxyConfig
+from serving.config import Config, KVEventsConfig, KVTransferConfig, NodeConfig, ServerConfig
+from serving.vllm_flags import ANY_VALUE, ONLY, REFUSED, SWITCHES
 from tests.source_tree import ROOT
 
 OPTIONS = ROOT / "docs" / "options.md"

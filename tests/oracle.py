@@ -21,7 +21,7 @@ from engine.forward import (
     StateCache,
     StateIndex,
 )
-from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.registry import read_config

@@ -13,7 +13,7 @@ from connector.pd.prefill.lease_table import Lease
 from connector.pd.wire.messages import ANY_GENERATION
 from engine import errors
 from engine.errors import TandemError
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.accounts import arena_of, leases_of
 from tests.fault_points import FaultInjector, FaultPoint, FaultScene
 from tests.faults import content, raising, random_damage

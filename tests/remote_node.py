@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.rpc.client import NodeClient, StreamDeadlines
 from engine.types import GenerateOutput, GenerateRequest
+from serving.rpc.client import NodeClient, StreamDeadlines
 from tests.processes import CLUSTER_TOKEN, ServerProcess
 from tests.two_hosts import Host
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from engine.types import GenerateRequest
 from proxy.cluster.node import NodeView
 from proxy.routing.policies import Route
 from proxy.routing.prompt import NodeHit, RoutedPrompt
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 
 SIZE = 16
 EVENTS = KVEventsInfo(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from connector.pd.decode.pull_reader import STAGE_BYTES
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.accounts import at_rest
 from tests.cluster import Cluster, all_back, close_all, count_from_here
 from tests.engine_thread import run_in_engine

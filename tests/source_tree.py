@@ -8,9 +8,9 @@ from io import StringIO
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NODES = ("engine", "connector", "prefill_node", "decode_node", "proxy")
+NODES = ("engine", "serving", "connector", "prefill_node", "decode_node", "proxy")
 PRODUCT = (*NODES, "deploy", "benchmarks")
-GENERATED = "engine/rpc/pb/"
+GENERATED = "serving/rpc/pb/"
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BLOCKS = (

@@ -65,24 +65,24 @@ TOO_MANY_PARAMETERS = {
 # Operators, layers and models take tensors in the order in which papers and torch write them.
 POSITIONAL_TENSORS = ("engine/ops/", "engine/layers/", "engine/models/")
 MANY_POSITIONAL = {
-    "engine/api/chat_template.py::call_binop": "the signature is Jinja's",
+    "serving/api/chat_template.py::call_binop": "the signature is Jinja's",
 }
 BROAD_EXCEPTS = {
     "benchmarks/gpu/sheet.py::attempt": "what fails on a new device is a row of its phase",
     "connector/offload/worker.py::_load": "guard of a reader thread: the load fails",
-    "engine/api/tokenizer.py::load_tokenizer": "the Rust library has no other class",
+    "serving/api/tokenizer.py::load_tokenizer": "the Rust library has no other class",
     "engine/async_engine.py::_run": "guard of the engine thread",
     "engine/worker/model_runner.py::execute": "a failed forward pass ends its requests",
     "engine/worker/sampler.py::sample": "what fails for one request ends that request",
-    "engine/rpc/caller_requests.py::_run": "border of every request among those of one call",
-    "engine/rpc/server.py::call": "border of every gRPC call",
+    "serving/rpc/caller_requests.py::_run": "border of every request among those of one call",
+    "serving/rpc/server.py::call": "border of every gRPC call",
 }
 LOCAL_IMPORTS = {
-    "engine/telemetry/telemetry.py::_traces": "opentelemetry is optional and slow to import",
+    "serving/telemetry/telemetry.py::_traces": "opentelemetry is optional and slow to import",
     "engine/model_configs/folder.py::_download": "huggingface_hub is optional and slow to import",
 }
 ROLE_PLACES = {
-    "engine/api/schema.py": "who speaks in a chat: no role of a node",
+    "serving/api/schema.py": "who speaks in a chat: no role of a node",
     "engine/config.py": "declares the values of kv_role",
     "connector/pd/decode/admission.py": "the door: the one table of what a role refuses",
 }

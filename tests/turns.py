@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from engine.config import KVTransferConfig
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams, SamplingParams
+from serving.config import KVTransferConfig
+from serving.node.server import NodeServer
 from tests.cluster import Cluster, Generation, generate, settled
 from tests.engine_thread import run_in_engine
 from tests.fault_points import NO_FAULTS, FaultInjector

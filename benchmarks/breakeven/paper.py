@@ -10,7 +10,7 @@ from typing import Self
 
 import msgspec
 
-from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec
 from engine.model_configs.registry import read_config
 

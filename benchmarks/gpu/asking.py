@@ -9,9 +9,6 @@ from typing import Protocol
 import msgspec
 
 from connector.registry import builder_of
-from engine.config import KVTransferConfig, NodeConfig
-from engine.node.connector import BuilderOf
-from engine.node.server import NodeServer
 from engine.types import (
     GenerateOutput,
     GenerateRequest,
@@ -19,6 +16,9 @@ from engine.types import (
     SamplingParams,
     TokenLogprob,
 )
+from serving.config import KVTransferConfig, NodeConfig
+from serving.node.connector import BuilderOf
+from serving.node.server import NodeServer
 
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0, logprobs=3, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=32, temperature=0.9, top_p=0.95, seed=11, logprobs=3,

@@ -32,11 +32,11 @@ from connector.pd.connector import PdBuilder
 from connector.transports.base import SpanPair, Transfer
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
-from engine.config import KVTransferConfig
-from engine.node.connector import ConnectorBuilder
-from engine.node.server import NodeServer
-from engine.rpc.client import NodeClient, StreamDeadlines
 from engine.types import GenerateOutput, GenerateRequest
+from serving.config import KVTransferConfig
+from serving.node.connector import ConnectorBuilder
+from serving.node.server import NodeServer
+from serving.rpc.client import NodeClient, StreamDeadlines
 
 LENGTHS = (17, 64, 200, 700)
 LARGE_TOKENS, LARGE_ROUNDS = 7_900, 4

@@ -8,7 +8,7 @@ import torch
 import typer
 
 from benchmarks.gpu.sheet import Setting, Sheet
-from engine.process import configure_logging
+from serving.process import configure_logging
 
 
 def main(

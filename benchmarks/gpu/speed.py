@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.asking import ask, node, prompt_of, request_of
 from benchmarks.gpu.checkpoints import published
 from benchmarks.gpu.sheet import Setting, Sheet
-from engine.node.server import NodeServer
 from engine.types import SamplingParams
+from serving.node.server import NodeServer
 
 NAME = "Qwen3.5-4B"
 BATCHES = (1, 8, 32)

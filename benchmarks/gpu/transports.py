@@ -16,7 +16,7 @@ from connector.transports.base import SpanPair, Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
-from engine.process import configure_logging
+from serving.process import configure_logging
 
 RECORDS = 2 << 20
 WAIT_S = 25.0

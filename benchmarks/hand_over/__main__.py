@@ -31,7 +31,7 @@ from benchmarks.hand_over.pd_pair import Pair, pair
 from benchmarks.models import WIDE, save_random
 from benchmarks.pairs import Spread
 from benchmarks.plots import grouped_bars
-from engine.process import configure_logging
+from serving.process import configure_logging
 
 SECONDS = (300, 60)
 TRANSPORTS = ("shm", "nixl")

@@ -15,10 +15,10 @@ import msgspec
 
 from benchmarks.hand_over.stamped_node import NodeProcess, node_process
 from benchmarks.tandem_engine import request_of
-from engine.config import KVTransferConfig, NodeConfig
-from engine.rpc.client import NodeClient, StreamDeadlines
 from engine.types import GenerateOutput, GenerateRequest, KVTransferParams, TokenId
 from proxy.request_state import prefill_request
+from serving.config import KVTransferConfig, NodeConfig
+from serving.rpc.client import NodeClient, StreamDeadlines
 
 DEADLINES = StreamDeadlines()
 LEASE_S = 120.0

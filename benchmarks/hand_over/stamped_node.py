@@ -18,7 +18,6 @@ from connector.pd.wire.lease_record import REGION
 from connector.transports.base import SpanPair, Transfer, Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
-from engine.config import KVTransferConfig, NodeConfig
 from engine.kv_connector import (
     AdmissionConnector,
     Admitted,
@@ -28,13 +27,14 @@ from engine.kv_connector import (
     SchedulerConnector,
     WorkerConnector,
 )
-from engine.node.connector import ConnectorBuilder
-from engine.node.server import NodeServer
-from engine.process import configure_logging
 from engine.request import Request
-from engine.rpc.server import RpcService
 from engine.step import BlockLoad, ConnectorMeta, ConnectorOutput, ScheduledRequest
 from engine.types import GenerateRequest, HandOverProblem
+from serving.config import KVTransferConfig, NodeConfig
+from serving.node.connector import ConnectorBuilder
+from serving.node.server import NodeServer
+from serving.process import configure_logging
+from serving.rpc.server import RpcService
 
 START_S = 120.0
 STOP_S = 30.0
@@ -176,7 +176,7 @@ class StampedTransport(Transport):
 
 @dataclass(slots=True, frozen=True)
 class StampedConnector:
-    """The product's connector with its three sides watched (`engine.node.connector`)."""
+    """The product's connector with its three sides watched (`serving.node.connector`)."""
 
     inner: PdConnector
     stamps: Stamps
@@ -210,7 +210,7 @@ class StampedConnector:
 
 @dataclass(slots=True, frozen=True)
 class StampedBuilder:
-    """`engine.node.connector.BuilderOf`."""
+    """`serving.node.connector.BuilderOf`."""
 
     stamps: Stamps
 

@@ -30,9 +30,9 @@ from benchmarks import machine, report
 from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES, Geometry
 from benchmarks.pairs import Spread
 from benchmarks.plots import curves
+from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.checkpoints import due
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import ArenaPlan, plan_arena
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import KVCacheGroup
 

@@ -8,10 +8,10 @@ from benchmarks.workloads.traces import Record, Segment, TokenTable
 from connector.pd.decode.pull_plan import PullPlan, plan_pull
 from connector.pd.layout import SequenceBlocks, blocks_announced
 from connector.pd.wire.geometry import geometry_of
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.listener import CacheListener
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.tables import BlockTables
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, round_up
 
 BLOCK_SIZE = 16

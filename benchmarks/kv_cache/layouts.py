@@ -29,8 +29,8 @@ from benchmarks.plots import grouped_bars
 from benchmarks.workloads.conversation import conversation
 from benchmarks.workloads.documents import documents
 from benchmarks.workloads.traces import Record, ideal_hits
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests
 
 SECONDS = (180, 30)

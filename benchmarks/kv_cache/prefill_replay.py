@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from benchmarks.workloads.traces import Record, TokenTable, ideal_hits
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.checkpoints import INTERVAL, TAIL, due
 from engine.kv_cache.listener import CacheListener
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.sched.chunk import plan_prefill_chunk
 

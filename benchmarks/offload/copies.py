@@ -32,7 +32,7 @@ from connector.offload.tiers.files import Files
 from connector.offload.tiers.folder import Folder
 from connector.offload.tiers.load_job import LoadJob
 from engine.arena import ArenaMemory
-from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
 
 HEADERS: Final = ("item", "way", "GB/s", "plain, GB/s", "ratio")

@@ -24,11 +24,10 @@ from connector.offload.connector import slots_of
 from connector.offload.messages import FileItems, FileRange, FileWrite, Orders, Report, WriteDone
 from connector.offload.scheduler import OffloadScheduler
 from connector.offload.stats import OffloadStats
-from engine.config import NodeConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_connector import SchedulerConnector
 from engine.request import Request
-from engine.sched.scheduler import Scheduler
+from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.step import ConnectorOutput, ModelRunnerOutput, SampledToken, SchedulerOutput
 
 HEADERS: Final = ("trace", "arena", "without", "host", "disk", "both", "ideal",
@@ -129,7 +128,7 @@ class Node:
             )
             self._tiers = InstantTiers(chunks, disk_bytes)
         cache = KVCacheManager(plan, listener=connector.cache_listener)
-        self._scheduler = Scheduler(NodeConfig(), cache, connector)
+        self._scheduler = Scheduler(SchedulerConfig(), cache, connector)
 
     def serve(self, number: int, tokens: Sequence[int]) -> None:
         """One prompt, from its start to its first token; one that does not fit hits nothing."""

@@ -20,7 +20,7 @@ from benchmarks.offload.copies import Bench
 from benchmarks.pairs import Spread, Way, alternate, share
 from benchmarks.tandem_engine import BareCore, request_of
 from connector.offload.connector import OffloadBuilder
-from engine.config import KVTransferConfig, NodeConfig
+from serving.config import KVTransferConfig, NodeConfig
 
 HEADERS: Final = ("tier", "step, ms", "beside it", "step, ms", "ratio")
 ARENA_BYTES: Final = 256 << 20

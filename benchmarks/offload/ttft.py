@@ -13,7 +13,7 @@ from benchmarks.pairs import Spread
 from benchmarks.tandem_engine import BareCore, request_of
 from connector.offload.connector import OffloadBuilder
 from connector.offload.scheduler import OffloadScheduler
-from engine.config import KVTransferConfig, NodeConfig
+from serving.config import KVTransferConfig, NodeConfig
 
 HEADERS: Final = ("prompt found in", "TTFT, ms", "of the miss")
 ARENA_BYTES: Final = 768 << 20

@@ -7,12 +7,12 @@ before #42524 and its successors. Only this benchmark can switch it; the product
 import sys
 
 from connector.registry import builder_of
-from engine.cli import node_app
 from engine.kv_cache import manager
 from engine.kv_cache.coordinator import Coordinator, PrefixHit
 from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.prefix import PrefixDigests
-from engine.node.server import NodeServer
+from serving.cli import node_app
+from serving.node.server import NodeServer
 
 
 class AlignedCoordinator(Coordinator):

@@ -15,11 +15,11 @@ import msgspec
 import uvloop
 from grpc import aio
 
-from engine.rpc.channel import OPTIONS
-from engine.rpc.convert import prompt_to_bytes, request_to_bytes
-from engine.rpc.pb import node_pb2 as pb
-from engine.rpc.pb.node_pb2_grpc import NodeStub
 from engine.types import GenerateRequest, SamplingParams
+from serving.rpc.channel import OPTIONS
+from serving.rpc.convert import prompt_to_bytes, request_to_bytes
+from serving.rpc.pb import node_pb2 as pb
+from serving.rpc.pb.node_pb2_grpc import NodeStub
 
 PATH = "/v1/completions"
 HEADERS = {"Content-Type": "application/json"}

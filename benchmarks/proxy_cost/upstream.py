@@ -19,12 +19,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from benchmarks.proxy_cost.loopback import HOST, serve
-from engine.api.replies import CompletionChoice, CompletionReply
-from engine.api.tokenizer import Tokenizer, load_tokenizer
-from engine.rpc.messages import NodeInfo
-from engine.rpc.node_service import NodeService
-from engine.rpc.server import start_server
 from engine.types import FinishReason, GenerateOutput, GenerateRequest, KVTransferParams
+from serving.api.replies import CompletionChoice, CompletionReply
+from serving.api.tokenizer import Tokenizer, load_tokenizer
+from serving.rpc.messages import NodeInfo
+from serving.rpc.node_service import NodeService
+from serving.rpc.server import start_server
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 FILES = ("tokenizer.json", "tokenizer_config.json")

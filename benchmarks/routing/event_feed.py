@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from random import Random
 
 from benchmarks.routing.agenda import Agenda
-from engine.kv_events.wire import Event
 from proxy.routing.prefix_index import PrefixIndex
+from serving.kv_events.wire import Event
 
 
 @dataclass(slots=True, frozen=True)

@@ -13,11 +13,11 @@ from benchmarks.kv_cache.prefill_replay import POLICIES, PrefillNode
 from benchmarks.routing.agenda import Agenda
 from benchmarks.routing.event_feed import EventFeed
 from benchmarks.routing.requests import Request
-from engine.kv_cache.plan import ArenaPlan
-from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
-from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
+from engine.kv_cache.arena_plan import ArenaPlan
 from proxy.cluster.node import NodeView
 from proxy.cluster.prefill_queue import PrefillQueue
+from serving.kv_events.recorder import AnnouncedGroup, EventRecorder
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 
 GROUPS = ("mamba", "full_attention")
 TOKEN_S = 0.02

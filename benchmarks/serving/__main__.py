@@ -31,8 +31,8 @@ from benchmarks.serving.options import ServingOptions
 from benchmarks.serving.points import Point, Rounds, Sweep
 from benchmarks.serving.rows import HEADERS, Row, agreement_of, draw, failures, rows_of
 from benchmarks.serving.targets import targets_of
-from engine.cli import command_app
 from engine.errors import ConfigError
+from serving.cli import command_app
 
 PURPOSE = "Measure Tandem, or any OpenAI-compatible servers, under closed and open loops."
 QUICK_S = 90.0

@@ -9,8 +9,8 @@ from benchmarks.load.agreement import MARGIN
 from benchmarks.load.loop import OWN_TIMES
 from benchmarks.load.summary import Goodput
 from benchmarks.report import RESULTS
-from engine.config import Config
 from engine.errors import ConfigError
+from serving.config import Config
 
 DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 CONCURRENCY, QUICK_CONCURRENCY = (1, 4, 16), (2,)

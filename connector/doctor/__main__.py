@@ -12,10 +12,10 @@ from connector.doctor.compare import compare
 from connector.doctor.findings import Finding, Verdict
 from connector.doctor.folder import examine_folder
 from connector.doctor.probe import probe
-from engine.cli import option
-from engine.config import ServerConfig
 from engine.errors import ConfigError
-from engine.rpc.node_http import HttpNode
+from serving.cli import option
+from serving.config import ServerConfig
+from serving.rpc.node_http import HttpNode
 
 PURPOSE = (
     "Check a prefill node and a decode node before traffic: ports, authentication, geometry, "

@@ -8,8 +8,8 @@ import msgspec
 from connector.doctor.findings import DoctorError, Finding, good, wrong
 from connector.doctor.probe import NodeReport
 from engine.errors import TandemError
-from engine.rpc.messages import NodeInfo
 from engine.types import KVTransferStats
+from serving.rpc.messages import NodeInfo
 
 SUBJECT = "canary P to D"
 PATH = "/v1/completions"

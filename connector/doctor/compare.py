@@ -8,7 +8,7 @@ from connector.transports.auto import host_behind, offered_by
 from connector.transports.shm import why_out_of_reach
 from engine.distribution import how_to_install
 from engine.errors import TransportError
-from engine.rpc.address import is_loopback
+from serving.rpc.address import is_loopback
 
 FIXES = {
     "transport": "let both choose by themselves (auto), or name one transport for both in "

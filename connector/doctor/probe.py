@@ -11,10 +11,10 @@ from connector.doctor.findings import DoctorError, Finding, good, wrong
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.messages import Handshake
 from engine.errors import AuthenticationError, InvalidRequestError, TandemError, UnprovenPeerError
-from engine.rpc.address import join_host_port
-from engine.rpc.client import NodeClient
-from engine.rpc.messages import NodeInfo
-from engine.rpc.node_http import HttpNode, NodeAddress
+from serving.rpc.address import join_host_port
+from serving.rpc.client import NodeClient
+from serving.rpc.messages import NodeInfo
+from serving.rpc.node_http import HttpNode, NodeAddress
 
 CALLER = "doctor"
 SAME_TOKEN = "give the doctor and all nodes the same --cluster-token (or TANDEM_CLUSTER_TOKEN)"

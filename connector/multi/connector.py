@@ -12,19 +12,19 @@ from connector.multi.scheduler import MultiScheduler
 from connector.multi.stats import COUNTERS, GAUGES, MultiStats
 from connector.multi.worker import MultiWorker
 from engine.arena import ArenaMemory
-from engine.config import Config, KVTransferConfig, decode_config
 from engine.errors import ConfigError
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_connector import AdmissionConnector, Connector, LocalAdmission
-from engine.metrics import NodeMetrics
-from engine.node.connector import (
+from serving.config import Config, KVTransferConfig, decode_config
+from serving.metrics import NodeMetrics
+from serving.node.connector import (
     BuilderOf,
     ConnectorBuilder,
     ConnectorSettings,
     NodeConnector,
     check_groups,
 )
-from engine.rpc.server import RpcService
+from serving.rpc.server import RpcService
 
 SOURCE = "kv_transfer_config.kv_connector_extra_config"
 
@@ -43,7 +43,7 @@ class MultiConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fie
 
 @dataclass(slots=True, frozen=True)
 class MultiConnector:
-    """A node's connectors as one; see `engine.node.connector.NodeConnector`."""
+    """A node's connectors as one; see `serving.node.connector.NodeConnector`."""
 
     connector: Connector
     children: Mapping[str, NodeConnector]

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from connector.multi.stats import MultiStats
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.listener import CacheListeners
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec
 from engine.kv_connector import FinishDecision, Match, SchedulerConnector
 from engine.request import Request

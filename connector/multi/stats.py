@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-from engine.metrics import Table
+from serving.metrics import Table
 
 
 class MultiStats:

@@ -16,8 +16,8 @@ import msgspec
 
 from connector.offload.items import STATES, Item, Key, Place
 from engine.errors import ConfigError
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.spec import AttentionSpec
 
 MAX_DEFAULT_CHUNK = 256

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from engine.config import Config, NotNegative, Seconds
+from serving.config import Config, NotNegative, Seconds
 
 
 class OffloadConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -18,13 +18,13 @@ from connector.offload.tiers.files import Files
 from connector.offload.tiers.folder import Folder
 from connector.offload.worker import OffloadWorker
 from engine.arena import ArenaMemory
-from engine.config import KVTransferConfig, decode_config
 from engine.errors import ConfigError
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_connector import Connector, LocalAdmission
-from engine.metrics import NodeMetrics
-from engine.node.connector import ConnectorSettings
-from engine.rpc.server import RpcService
+from serving.config import KVTransferConfig, decode_config
+from serving.metrics import NodeMetrics
+from serving.node.connector import ConnectorSettings
+from serving.rpc.server import RpcService
 
 log = structlog.get_logger()
 
@@ -38,7 +38,7 @@ STAGING_UNITS = 8
 
 @dataclass(slots=True, frozen=True)
 class OffloadConnector:
-    """A node's tiers; see `engine.node.connector.NodeConnector`."""
+    """A node's tiers; see `serving.node.connector.NodeConnector`."""
 
     scheduler: OffloadScheduler
     worker: OffloadWorker
@@ -70,7 +70,7 @@ class OffloadConnector:
 
 @dataclass(slots=True, frozen=True)
 class OffloadBuilder:
-    """Builds the OffloadConnector of one node (`engine.node.connector.ConnectorBuilder`).
+    """Builds the OffloadConnector of one node (`serving.node.connector.ConnectorBuilder`).
 
     `open_files`: the calls to the file system, by folder.
     """

@@ -16,7 +16,7 @@ from connector.offload.messages import FileRange
 from engine.kv_cache.listener import TierListener
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import SlidingWindowSpec
-from engine.kv_events.wire import CPU, STORAGE
+from serving.kv_events.wire import CPU, STORAGE
 
 
 def _no_tokens() -> "array[int]":

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from engine.metrics import Table
+from serving.metrics import Table
 
 COUNTERS: Final[Table] = {
     "tandem:kv_offload_queries": ("queries", "Prompts for which the tiers had an answer."),

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from engine.config import Config, NotNegative, Seconds
+from serving.config import Config, NotNegative, Seconds
 
 PULLS_PER_PEER = 4
 

@@ -28,19 +28,19 @@ from connector.transports.auto import AutoTransport
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
-from engine.config import KVTransferConfig, decode_config
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_connector import Connector
-from engine.metrics import NodeMetrics
-from engine.node.connector import ConnectorSettings
-from engine.rpc.address import is_loopback
-from engine.rpc.proof import signing_key
-from engine.rpc.server import RpcService
+from serving.config import KVTransferConfig, decode_config
+from serving.metrics import NodeMetrics
+from serving.node.connector import ConnectorSettings
+from serving.rpc.address import is_loopback
+from serving.rpc.proof import signing_key
+from serving.rpc.server import RpcService
 
 
 @dataclass(slots=True, frozen=True)
 class PdConnector:
-    """A node's prefill/decode connector; see `engine.node.connector.NodeConnector`.
+    """A node's prefill/decode connector; see `serving.node.connector.NodeConnector`.
 
     `resources`: all that was opened for it.
     """
@@ -76,7 +76,7 @@ class PdConnector:
 
 @dataclass(slots=True, frozen=True)
 class PdBuilder:
-    """Builds the PdConnector of one node (`engine.node.connector.ConnectorBuilder`).
+    """Builds the PdConnector of one node (`serving.node.connector.ConnectorBuilder`).
 
     `open_transport` takes the arguments of `connector.transports.choose.open_transport`.
     """

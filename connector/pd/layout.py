@@ -19,7 +19,7 @@ from typing import NamedTuple
 from connector.pd.wire.geometry import GroupGeometry, describe_spec, geometry_of
 from connector.pd.wire.messages import BlockRange
 from engine.errors import TransportError
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.spec import AttentionSpec, LayerSpec, MambaSpec, SlidingWindowSpec
 
 

@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from engine.decaying_rate import DecayingRate
-from engine.metrics import NodeMetrics, Table
+from engine.sched.decaying_rate import DecayingRate
+from serving.metrics import NodeMetrics, Table
 
 # vLLM's buckets (vllm/distributed/kv_transfer/kv_connector/v1/nixl): seconds, bytes, spans.
 POST_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)

@@ -12,10 +12,10 @@ from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.prefill.producer import Producer
 from engine.kv_cache.coverage import Coverage
 from engine.kv_connector import FinishDecision, Match, SchedulerConnector
-from engine.node.connector import ConnectorSettings
 from engine.request import Request
 from engine.step import BlockLoad, ConnectorMeta, ScheduledRequest
 from engine.types import KVTransferStats
+from serving.node.connector import ConnectorSettings
 
 
 class PdScheduler(SchedulerConnector):

@@ -33,7 +33,7 @@ from engine.errors import (
     UnavailableError,
     VerificationError,
 )
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec
 from engine.kv_connector import WorkerConnector
 from engine.step import BlockLoad, ConnectorOutput, LoadFailure

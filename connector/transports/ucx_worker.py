@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from engine.distribution import how_to_install
 from engine.errors import ConfigError, TransportError
-from engine.hosts import ipv4_of
+from serving.hosts import ipv4_of
 
 Bytes = npt.NDArray[np.uint8]
 

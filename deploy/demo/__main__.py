@@ -15,7 +15,7 @@ from deploy.demo.talk import TURNS, Exchange, Talk, choices_of, table_of
 from deploy.process import stop_on_signals
 from deploy.session import embedded_cluster, state_file
 from engine.errors import TandemError
-from engine.process import configure_logging
+from serving.process import configure_logging
 
 NAME = "tandem-demo"
 EXAMPLES = """[bold]The cluster serves {url}/v1[/]
@@ -94,7 +94,7 @@ async def _alone() -> list[Exchange]:
     """All requests to one node in this process, which prefills and decodes."""
     # Only now: importing torch takes seconds, in which nothing would be seen.
     from connector.registry import builder_of
-    from engine.node.server import NodeServer
+    from serving.node.server import NodeServer
 
     node = NodeServer(load_cluster().node("prefill"), "prefill", builder_of)
     await node.start()

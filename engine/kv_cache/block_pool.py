@@ -10,9 +10,9 @@ all that follows its blocks (two levels, as in Jenga, SOSP'25).
 from collections.abc import Callable, Iterable, Sequence
 from operator import indexOf, itemgetter
 
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.eviction import EvictionOrder, IdleQueue
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates, CacheListener
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixKey
 from engine.kv_cache.radix_tree import Node, RadixTree, Rank, Units
 from engine.kv_cache.unit_allocator import Allocated, NewBlocks, UnitAllocator

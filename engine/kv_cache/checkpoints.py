@@ -9,7 +9,7 @@ pays, and tried again from time to time (figures: benchmarks/pages/kv_cache_poli
 from collections.abc import Iterable
 from enum import StrEnum
 
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec
 
 TAIL = 2048

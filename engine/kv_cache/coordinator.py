@@ -9,11 +9,11 @@ Reads only: nothing is referenced, moved or evicted.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.block_pool import BlockPool, Path
 from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.full_attention import FullAttentionLookup, FullAttentionTable
 from engine.kv_cache.mamba_states import MambaStates
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.sliding_window import SlidingWindowLookup, SlidingWindowTable
 from engine.kv_cache.spec import FullAttentionSpec, LayerSpec, SlidingWindowSpec

@@ -8,13 +8,13 @@ Torch-free.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.checkpoints import Reason
 from engine.kv_cache.coordinator import Coordinator, PrefixHit, attention_kinds
 from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.listener import CacheListener
 from engine.kv_cache.mamba_states import Checkpoint, MambaStates
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.radix_tree import Node
 from engine.kv_cache.tables import BlockCopy, BlockTables, GroupTable

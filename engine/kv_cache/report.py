@@ -1,6 +1,6 @@
 """The arena plan, and what a tier after it holds, for people; and the plan for metrics."""
 
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
 
 MANY_TOKENS = 1 << 40

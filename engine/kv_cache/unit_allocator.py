@@ -9,7 +9,7 @@ states of all Mamba groups count under the first of them.
 
 from collections.abc import Iterable, Sequence
 
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.radix_tree import Units
 
 # Per group: how many new blocks, and the request's last block, after which they are to lie.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.request import Request
 from engine.step import LoadFailure
 

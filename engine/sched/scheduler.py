@@ -3,9 +3,10 @@
 Torch-free. Knows that tokens may come from outside (the seam), never from whom.
 """
 
+from dataclasses import dataclass
+
 import msgspec
 
-from engine.config import NodeConfig
 from engine.errors import KVLoadError, OverloadedError, TandemError, UnavailableError
 from engine.kv_cache.checkpoints import decode_positions, due
 from engine.kv_cache.manager import KVCacheManager, Pin
@@ -19,9 +20,20 @@ from engine.sched.request_queue import RequestQueue
 from engine.sched.start import Start, find_start
 from engine.sched.stats import NO_CHECKPOINT, SchedulerStats
 from engine.step import ConnectorOutput, LoadFailure, ModelRunnerOutput, SchedulerOutput, StepNews
-from engine.types import FinishReason, GenerateOutput, TokenId, TokenLogprob
+from engine.types import FinishReason, GenerateOutput, SchedulingPolicy, TokenId, TokenLogprob
 
 MAX_WAITING = 1024
+
+
+@dataclass(slots=True, frozen=True)
+class SchedulerConfig:
+    """A node's options that the scheduler reads; flags of the same names explain them."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    mamba_decode_checkpoint_interval: int = 0
+    recompute_failed_loads: bool = True
 
 
 class Scheduler:
@@ -29,17 +41,14 @@ class Scheduler:
 
     def __init__(
         self,
-        config: NodeConfig,
+        config: SchedulerConfig,
         cache: KVCacheManager,
         connector: SchedulerConnector,
-        *,
-        recompute_failed_loads: bool = True,
     ) -> None:
         self.config = config
         self.cache = cache
         self.stats = SchedulerStats()
         self._connector = connector
-        self._recompute_failed_loads = recompute_failed_loads
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue()
         # These wait for the connector's answer or for a mask, and not for room.
@@ -218,7 +227,7 @@ class Scheduler:
         num_tokens = _next_chunk(request, request.num_computed_tokens, budget)
         assert request.blocks is not None
         # Held blocks that no peer has claimed go first; then the latest of the least urgent
-        # requests, which may be this one. One request alone always fits (`engine.node.limits`).
+        # requests, which may be this one. One request alone always fits (`serving.node.limits`).
         while not self.cache.grow(request.blocks, request.num_computed_tokens + num_tokens):
             if self._end_a_hold():
                 continue
@@ -389,7 +398,7 @@ class Scheduler:
         With the policy `fail` the request ends with KVLoadError.
         """
         request, cause = load.request, load.failures[0].cause
-        if not self._recompute_failed_loads:
+        if not self.config.recompute_failed_loads:
             self._fail(request, KVLoadError(f"the remote prefill could not be loaded: {cause}"))
             return
         assert request.blocks is not None

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Final
 
-from engine.decaying_rate import DecayingRate
+from engine.sched.decaying_rate import DecayingRate
 from engine.step import ScheduledRequest
 
 STEP_BUCKETS: Final = (1, *(2**power for power in range(3, 15)))

@@ -22,7 +22,7 @@ from engine.forward import (
     StateExport,
     StateIndex,
 )
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.spec import MambaSpec
 from engine.step import ScheduledRequest
 from engine.worker.kv_caches import page_row

@@ -8,7 +8,7 @@ from math import prod
 from torch import Tensor
 
 from engine.forward import TORCH_DTYPES, AttentionCache, LayerCache, LayerCaches, StateCache
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.spec import DTYPE_BYTES, AttentionSpec, MambaSpec
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.arena import ArenaMemory
 from engine.errors import EngineGenerateError
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.models.registry import CausalLM
 from engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from engine.types import PromptLogprobs

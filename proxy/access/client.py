@@ -8,13 +8,13 @@ from dataclasses import replace
 
 from msgspec import structs
 
-from engine.api.plan import Plan
 from engine.errors import InvalidRequestError, OverloadedError
 from engine.types import GenerateRequest
 from proxy.access.api_key import ApiKey
 from proxy.access.bucket import Bucket
 from proxy.access.fair_queue import Share
 from proxy.metrics import KeyMetrics
+from serving.api.plan import Plan
 
 
 class Client:

@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
-from engine.api.access import Admitted
-from engine.api.plan import Plan
-from engine.http.callers import Caller, SingleKey
 from proxy.access.api_key import ApiKey, KeyTable
 from proxy.access.client import Client
 from proxy.access.fair_queue import FairQueue, Places, Share
 from proxy.metrics import KeyMetrics
+from serving.api.access import Admitted
+from serving.api.plan import Plan
+from serving.http.callers import Caller, SingleKey
 
 NOBODY: Final = Share("")
 

@@ -10,13 +10,13 @@ from typing import Final
 import structlog
 
 from engine.errors import DeadlineExceededError, TandemError, UnavailableError
-from engine.rpc.client import NodeClient
-from engine.rpc.messages import NodeInfo
-from engine.rpc.node_http import NodeUrl, resolve_grpc_address
-from engine.tls import ClientTls
 from proxy.cluster.breaker import Breaker
 from proxy.cluster.prefill_queue import PrefillQueue
 from proxy.errors import is_node_failure
+from serving.rpc.client import NodeClient
+from serving.rpc.messages import NodeInfo
+from serving.rpc.node_http import NodeUrl, resolve_grpc_address
+from serving.tls import ClientTls
 
 log = structlog.get_logger()
 

@@ -8,10 +8,10 @@ from typing import Final
 import structlog
 
 from engine.errors import TandemError, UnavailableError
-from engine.rpc.messages import NodeInfo
-from engine.rpc.node_http import NodeUrl
-from engine.tls import ClientTls
 from proxy.cluster.node import Node, NodeKind
+from serving.rpc.messages import NodeInfo
+from serving.rpc.node_http import NodeUrl
+from serving.tls import ClientTls
 
 log = structlog.get_logger()
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 import structlog
 
 from engine.errors import TandemError
-from engine.hand_over_problems import HandOverProblems
 from engine.types import HandOverProblem
 from proxy.cluster.node import Node, NodeKind, NodeView
 from proxy.cluster.node_pool import NodePool
+from serving.hand_over_problems import HandOverProblems
 
 log = structlog.get_logger()
 

@@ -6,7 +6,7 @@ A set of nodes is an int with one bit for each node, so that one operation asks 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-from engine.kv_events.wire import BlockHash
+from serving.kv_events.wire import BlockHash
 
 SLICE: Final = 1024
 """Digests that are worked on in one piece, so that whoever waits for the lock waits shortly."""

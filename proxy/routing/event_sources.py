@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import structlog
 
 from engine.errors import ConfigError
-from engine.kv_events.follower import EventSource, SourceStats
-from engine.kv_events.subscriber import EventSubscriber
-from engine.rpc.messages import KVEventsInfo, NodeInfo
 from proxy.routing.prefix_index import PrefixIndex
+from serving.kv_events.follower import EventSource, SourceStats
+from serving.kv_events.subscriber import EventSubscriber
+from serving.rpc.messages import KVEventsInfo, NodeInfo
 
 log = structlog.get_logger()
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import compress, takewhile
 from typing import Final
 
-from engine.rpc.messages import KVEventsInfo
 from proxy.routing.block_table import BlockTable, by_name, longest
 from proxy.routing.layout_index import MAMBA
 from proxy.routing.prompt import HashKey, NodeHit, RoutedPrompt
+from serving.rpc.messages import KVEventsInfo
 
 LINGER_S: Final = 5.0
 """After a request's end, until its events have come for sure."""

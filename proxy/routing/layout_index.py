@@ -10,10 +10,10 @@ from itertools import accumulate, compress, repeat, takewhile
 from operator import and_, ne, or_
 from typing import Final, NamedTuple
 
-from engine.kv_events.wire import CPU, GPU, STORAGE
-from engine.rpc.messages import KVEventsInfo, KVGroupInfo
 from proxy.routing.block_table import BlockTable, CheckpointTable, longest
 from proxy.routing.prompt import HashKey, RoutedPrompt
+from serving.kv_events.wire import CPU, GPU, STORAGE
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo
 
 TIERS: Final = {GPU: 1.0, CPU: 0.8, STORAGE: 0.5}
 """What a token in each tier saves, beside one in the first; loads from slower ones take time."""

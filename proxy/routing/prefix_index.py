@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
-from engine.kv_events.wire import (
+from proxy.routing.block_table import SLICE, BlockTable, CheckpointTable, by_name
+from proxy.routing.layout_index import START, TIERS, Layout, LayoutIndex, Lengths
+from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
+from serving.kv_events.wire import (
     GPU,
     AllBlocksCleared,
     BlockHash,
@@ -18,10 +21,7 @@ from engine.kv_events.wire import (
     BlockStored,
     Event,
 )
-from engine.rpc.messages import KVEventsInfo
-from proxy.routing.block_table import SLICE, BlockTable, CheckpointTable, by_name
-from proxy.routing.layout_index import START, TIERS, Layout, LayoutIndex, Lengths
-from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
+from serving.rpc.messages import KVEventsInfo
 
 MAX_ENTRIES: Final = 2**22
 """Hash blocks and checkpoints of one node, about half a gigabyte; more are not taken in."""

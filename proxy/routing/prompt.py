@@ -6,8 +6,8 @@ from typing import NamedTuple
 import msgspec
 
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.rpc.messages import KVEventsInfo
 from engine.types import GenerateRequest
+from serving.rpc.messages import KVEventsInfo
 
 
 class HashKey(NamedTuple):

@@ -1,4 +1,4 @@
-"""The attributes of uvicorn that `engine.http` uses, by name: a release that moves one fails here.
+"""The attributes of uvicorn that `serving.http` uses, by name: a release that moves one fails here.
 
 uvicorn promises none of them, so pyproject.toml bounds its version.
 """
@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http import httptools_impl
 
-from engine.http import connection, server
+from serving.http import connection, server
 from tests.source_tree import parsed
 
 OF_PROTOCOL: Final = {

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from connector.registry import builder_of
 from engine.errors import ConfigError, TandemError
-from engine.node.server import NodeServer
-from engine.plan import plan
+from serving.node.server import NodeServer
+from serving.show_plan import plan
 from tests.cluster import BASE, transfer_config
 from tests.processes import NODE_FLAGS, STOP_S, ServerProcess
 

@@ -16,8 +16,8 @@ from benchmarks.load.agreement import Reference
 from benchmarks.serving.__main__ import PURPOSE, measure
 from benchmarks.serving.options import ServingOptions
 from benchmarks.serving.turns import Turns
-from engine.cli import command_app
 from engine.errors import ConfigError
+from serving.cli import command_app
 from tests.processes import API_KEY, ServedCluster
 
 VLLM_FIELDS = {

@@ -16,8 +16,8 @@ from typing import Any
 import openai
 import pytest
 
-from engine.node.server import NodeServer
 from proxy.config import ProxyConfig
+from serving.node.server import NodeServer
 from tests.asking import REMOTE_DECODE
 from tests.cluster import Cluster
 from tests.e2e.test_multi_connector import both

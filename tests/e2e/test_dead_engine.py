@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from engine.errors import EngineDeadError
-from engine.rpc.client import NodeClient, StreamDeadlines
 from engine.types import GenerateRequest, SamplingParams
+from serving.rpc.client import NodeClient, StreamDeadlines
 from tests.asking import COMPLETIONS, question
 from tests.processes import NODE_FLAGS, ServerProcess, kill_all
 

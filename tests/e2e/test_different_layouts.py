@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.cluster import Cluster, generate, settled
 from tests.e2e.test_prefix_cache import assert_same, request_of
 from tests.e2e.test_prefix_cache_pd import REMOTE_DECODE, hand_over, moved, prompt_of

@@ -19,9 +19,9 @@ from connector.doctor.findings import Finding, Verdict
 from connector.doctor.probe import probe
 from connector.transports.shm import ShmAddress
 from engine.errors import ConfigError
-from engine.node.server import NodeServer
-from engine.rpc.node_http import HttpNode
 from engine.types import KVTransferStats
+from serving.node.server import NodeServer
+from serving.rpc.node_http import HttpNode
 from tests.cluster import Cluster, transfer_config
 from tests.forks import run_command
 from tests.processes import API_KEY, CLUSTER_TOKEN, ServedCluster

@@ -20,9 +20,9 @@ from connector.registry import builder_of
 from deploy.command import PROGRAMS, app
 from deploy.config import load_cluster
 from deploy.demo.__main__ import EXAMPLES, NAME
-from engine.api.schema import CompletionRequest
-from engine.config import NodeConfig, ServerConfig, load_config
 from proxy.config import ProxyConfig
+from serving.api.schema import CompletionRequest
+from serving.config import NodeConfig, ServerConfig, load_config
 from tests.source_tree import ROOT, listed
 
 QUICK_S = 300

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import EngineGenerateError
 from engine.forward import ForwardBatch, LayerCaches
-from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.arena_plan import plan_arena
 from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
 from engine.models.registry import CausalLM

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.config import KVTransferConfig
 from engine.errors import (
     DeadlineExceededError,
     KVLoadError,
@@ -24,8 +23,9 @@ from engine.errors import (
     TransportError,
     UnavailableError,
 )
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.config import KVTransferConfig
+from serving.node.server import NodeServer
 from tests.accounts import Account, at_rest, forget_peers
 from tests.asking import prefill_over_http
 from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until

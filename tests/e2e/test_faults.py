@@ -15,10 +15,10 @@ from engine.errors import (
     TransportError,
     UnavailableError,
 )
-from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.model_configs.registry import read_config
-from engine.node.server import NodeServer
 from engine.types import SamplingParams
+from serving.node.server import NodeServer
 from tests.accounts import claims_of, leases_of
 from tests.cluster import BASE, Cluster, Generation, generate, settled, transfer_config, until
 from tests.engine_thread import run_in_engine

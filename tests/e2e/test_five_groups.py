@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.types import GenerateRequest
 from tests.bare_engine import BareEngine
 from tests.cluster import CONTEXT, Generation

@@ -14,9 +14,9 @@ import pytest
 from msgspec import to_builtins
 
 from connector.pd.wire.params import ParamsSigner
-from engine.config import KVTransferConfig
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.config import KVTransferConfig
+from serving.node.server import NodeServer
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import Cluster, settled, transfer_config
 from tests.engine_thread import run_in_engine

@@ -23,10 +23,10 @@ from connector.transports.shm import ShmTransport
 from connector.transports.zmq_owner import ZmqAddress
 from engine.arena import ArenaMemory
 from engine.errors import DeadlineExceededError, KVLoadError, TransportError, UnavailableError
-from engine.metrics import NodeMetrics
-from engine.node.server import NodeServer
-from engine.rpc.server import start_server
 from engine.types import GenerateRequest, KVTransferParams
+from serving.metrics import NodeMetrics
+from serving.node.server import NodeServer
+from serving.rpc.server import start_server
 from tests.accounts import Account, at_rest, claims_of, forget_peers
 from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
 from tests.fault_points import FaultPoint

@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.node.server import NodeServer
 from tests.accounts import claims_of
 from tests.asking import prefill_over_http
 from tests.cluster import BASE, Cluster, Generation, generate, sample, transfer_config, until

@@ -11,10 +11,10 @@ from typing import Any
 
 from grpc import aio
 
-from engine.rpc.channel import OPTIONS
-from engine.rpc.pb import node_pb2 as pb
-from engine.rpc.pb.node_pb2_grpc import IdentityStub, NodeStub
-from engine.rpc.proof import CallerProof, Metadata
+from serving.rpc.channel import OPTIONS
+from serving.rpc.pb import node_pb2 as pb
+from serving.rpc.pb.node_pb2_grpc import IdentityStub, NodeStub
+from serving.rpc.proof import CallerProof, Metadata
 from tests.asking import ask, get, prefill_over_http, question
 from tests.hostile_params import NO_PROMPT_NEEDS, hostile_params, outdated_params
 from tests.pairs import prompt_of

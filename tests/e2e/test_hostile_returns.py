@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import Cluster, settled
 from tests.engine_thread import run_in_engine

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from engine.config import KVEventsConfig
 from engine.kv_cache.listener import CachedBlocks
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_events.wire import SNAPSHOT, AllBlocksCleared, BlockStored, Event, decode
-from engine.node.server import NodeServer
-from engine.rpc.messages import KVEventsInfo, KVGroupInfo
+from serving.config import KVEventsConfig
+from serving.kv_events.wire import SNAPSHOT, AllBlocksCleared, BlockStored, Event, decode
+from serving.node.server import NodeServer
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo
 from tests.cache_model import walk
 from tests.cluster import BASE, Cluster, generate, settled
 from tests.dictionary_connector import DictionaryConnector, dictionary_connector

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.arena_plan import plan_arena
 from engine.model_configs.registry import read_config
 from engine.types import GenerateRequest
 from tests.cluster import Cluster, generate, with_context

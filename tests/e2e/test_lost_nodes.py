@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from connector.pd.wire.control_client import ControlClient
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.node.server import NodeServer
 from tests.asking import ask, prefill_over_http, question
 from tests.cluster import BASE, Cluster, generate, settled, transfer_config
 from tests.engine_thread import run_in_engine

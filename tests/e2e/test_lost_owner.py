@@ -9,7 +9,7 @@ import pytest
 
 from connector.transports.nixl import NixlTransport
 from connector.transports.nixl_server import OwnerProcess
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.accounts import Account, claims_of
 from tests.cluster import Cluster, generate, transfer_config, until
 from tests.fault_points import FaultPoint

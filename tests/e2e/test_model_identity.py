@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.cluster import Cluster, generate, sample, transfer_config
 from tests.e2e.test_doctor import ask_doctor, only_wrong
 from tests.offload import MIB, start_with_tiers, tier_config, tiers_of, tiers_settled

@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.config import KVEventsConfig, KVTransferConfig
 from proxy.config import ProxyConfig
+from serving.config import KVEventsConfig, KVTransferConfig
 from tests.cluster import Cluster, generate, sample
 from tests.node_double import client_of, fetch, running_proxy, until_status, until_used
 from tests.pairs import GREEDY, prompt_of, request_of

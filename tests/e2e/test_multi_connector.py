@@ -8,12 +8,12 @@ import pytest
 
 from connector.multi.connector import MultiBuilder
 from connector.pd.connector import PdBuilder
-from engine.config import KVTransferConfig
 from engine.errors import ConfigError
-from engine.node.connector import ConnectorBuilder
-from engine.node.server import NodeServer
 from engine.sched.stats import SOURCES
 from engine.types import KVTransferStats
+from serving.config import KVTransferConfig
+from serving.node.connector import ConnectorBuilder
+from serving.node.server import NodeServer
 from tests.cluster import Cluster, Generation, generate, sample, settled
 from tests.dictionary_connector import DictionaryScheduler, dictionary_connector
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts

@@ -7,9 +7,9 @@ from pathlib import Path
 from prometheus_client import Metric
 
 from engine.kv_cache.spec import AttentionSpec
-from engine.node.server import NodeServer
-from engine.rpc.client import NodeClient
-from engine.rpc.messages import NodeInfo
+from serving.node.server import NodeServer
+from serving.rpc.client import NodeClient
+from serving.rpc.messages import NodeInfo
 from tests.cluster import Cluster, generate
 from tests.e2e.test_prefix_cache import request_of
 from tests.e2e.test_prefix_cache_pd import hand_over, pair_of_nodes, prompt_of

@@ -15,8 +15,8 @@ import pytest
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.messages import DigestsQuestion
 from engine.errors import KVTransferParamsError
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.node.server import NodeServer
 from tests.accounts import Account, leases_of
 from tests.cluster import Cluster, generate
 from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of

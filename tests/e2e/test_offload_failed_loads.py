@@ -10,7 +10,7 @@ import pytest
 from connector.offload.items import STATES, Key
 from engine.errors import TandemError
 from engine.kv_cache.prefix import PrefixDigests
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.cluster import Cluster, Generation, generate, until
 from tests.e2e.test_offload_faults import files_of, nothing_left, stats_of
 from tests.e2e.test_prefix_cache import assert_same, request_of, room_for

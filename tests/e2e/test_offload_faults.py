@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from connector.offload import worker
 from connector.offload.stats import OffloadStats
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.cluster import Cluster, Generation, generate
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of, room_for
 from tests.faulty_files import FaultyFiles

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.cluster import Cluster, generate
 from tests.e2e.test_prefix_cache import (
     PRESSED,

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from connector.pd.wire.params import ParamsSigner
-from engine.config import KVTransferConfig
 from engine.errors import KVLoadError
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.config import KVTransferConfig
+from serving.node.server import NodeServer
 from tests.accounts import at_rest, forget_peers, leases_of
 from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
 from tests.fault_points import NO_FAULTS, FaultPoint

@@ -7,10 +7,10 @@ from random import Random
 import pytest
 from msgspec.structs import replace
 
-from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.arena_plan import plan_arena
 from engine.model_configs.registry import read_config
-from engine.node.server import NodeServer
 from engine.types import GenerateRequest, SamplingParams
+from serving.node.server import NodeServer
 from tests.cluster import CONTEXT, Cluster, Generation, generate, settled
 from tests.tiers import everyday
 

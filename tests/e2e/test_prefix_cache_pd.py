@@ -7,8 +7,8 @@ from random import Random
 import msgspec
 import pytest
 
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams, KVTransferStats
+from serving.node.server import NodeServer
 from tests.cluster import Cluster, Generation, generate, settled, transfer_config
 from tests.e2e.test_prefix_cache import (
     PRESSED,

@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine.config import KVTransferConfig
 from engine.errors import KVLoadError
-from engine.node.server import NodeServer
+from serving.config import KVTransferConfig
+from serving.node.server import NodeServer
 from tests.cluster import Cluster, generate, sample, settled, transfer_config, until
 from tests.fault_points import FaultPoint
 from tests.faults import HeldPull, recomputed

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from engine.errors import KVLoadError, TandemError
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.accounts import Account, forget_peers
 from tests.cluster import BASE, Cluster, Generation, generate, transfer_config
 from tests.fault_points import FaultPoint

@@ -10,7 +10,7 @@ import pytest
 from connector.pd.decode.peer_registry import Peer, PeerRegistry
 from connector.transports.base import SpanPair
 from engine.errors import TransportError
-from engine.node.server import NodeServer
+from serving.node.server import NodeServer
 from tests.accounts import claims_of
 from tests.cluster import Cluster
 from tests.e2e.test_handshakes import FAMILY, registry_of

@@ -7,12 +7,12 @@ import aiohttp
 import msgspec
 import pytest
 
-from engine.config import KVEventsConfig
 from engine.kv_cache.listener import CachedBlocks
-from engine.kv_events.recorder import AnnouncedGroup, EventRecorder
-from engine.kv_events.wire import CPU, AllBlocksCleared, BlockRemoved
-from engine.node.server import NodeServer
 from proxy.config import ProxyConfig
+from serving.config import KVEventsConfig
+from serving.kv_events.recorder import AnnouncedGroup, EventRecorder
+from serving.kv_events.wire import CPU, AllBlocksCleared, BlockRemoved
+from serving.node.server import NodeServer
 from tests.cluster import Cluster, generate, settled
 from tests.e2e.test_kv_events_of_nodes import snapshot_of
 from tests.e2e.test_node_description import described

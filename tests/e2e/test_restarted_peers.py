@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from engine.errors import KVLoadError
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.node.server import NodeServer
 from tests.accounts import Account, at_rest, forget_peers
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, generate, settled, transfer_config

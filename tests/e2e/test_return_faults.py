@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from engine.errors import KVLoadError
-from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.arena_plan import plan_arena
 from engine.model_configs.registry import read_config
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.node.server import NodeServer
 from tests.accounts import at_rest
 from tests.cluster import BASE, Cluster, Generation, generate, settled
 from tests.fault_points import FaultPoint

@@ -9,9 +9,9 @@ import pytest
 
 from connector.multi.connector import MultiBuilder, MultiConnector
 from connector.pd.connector import PdBuilder
-from engine.config import KVTransferConfig
-from engine.node.connector import BuilderOf
-from engine.node.server import NodeServer
+from serving.config import KVTransferConfig
+from serving.node.connector import BuilderOf
+from serving.node.server import NodeServer
 from tests.cluster import BASE, Cluster, Generation, generate, settled, until
 from tests.dictionary_connector import (
     DictionaryConnector,

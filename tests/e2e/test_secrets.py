@@ -6,8 +6,8 @@ from pathlib import Path
 
 from connector.pd.wire.control_client import ControlClient
 from engine.errors import AuthenticationError, TandemError, UnprovenPeerError
-from engine.rpc.client import NodeClient, StreamDeadlines
 from engine.types import GenerateRequest
+from serving.rpc.client import NodeClient, StreamDeadlines
 from tests.asking import ask, get, question
 from tests.forks import run_command
 from tests.processes import API_KEY, Launcher

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
 from engine.types import FinishReason, GenerateRequest

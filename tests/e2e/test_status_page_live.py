@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import KVEventsConfig
 from proxy.config import ProxyConfig
+from serving.config import KVEventsConfig
 from tests.browser import CHROMIUM, browsing
 from tests.cluster import Cluster, transfer_config
 from tests.node_double import client_of, running_proxy, until_status, until_used

@@ -9,8 +9,8 @@ import signal
 import msgspec
 import pytest
 
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.node.server import NodeServer
 from tests.accounts import at_rest
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, generate, transfer_config, until

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_events.wire import CPU, GPU, STORAGE, BlockStored
-from engine.node.server import NodeServer
-from engine.rpc.messages import KVEventsInfo
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
+from serving.kv_events.wire import CPU, GPU, STORAGE, BlockStored
+from serving.node.server import NodeServer
+from serving.rpc.messages import KVEventsInfo
 from tests.cluster import Cluster, generate, until
 from tests.e2e.test_kv_events_of_nodes import PUBLISHES, snapshot_of
 from tests.e2e.test_node_description import described

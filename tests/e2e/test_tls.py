@@ -11,12 +11,12 @@ import pytest
 import trustme
 
 from connector.pd.wire.control_client import ControlClient
-from engine.config import load_config
 from engine.errors import ConfigError, UnavailableError
-from engine.rpc.client import NodeClient
-from engine.tls import client_tls, server_tls
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
+from serving.config import load_config
+from serving.rpc.client import NodeClient
+from serving.tls import client_tls, server_tls
 from tests.cluster import Cluster, transfer_config, until
 from tests.forks import Command, run_command
 from tests.pairs import prompt_of

@@ -6,8 +6,8 @@ from typing import Any
 
 import openai
 
-from engine.config import ToolCallParser
 from proxy.config import ProxyConfig
+from serving.config import ToolCallParser
 from tests.asking import ask, question
 from tests.cluster import Cluster
 from tests.node_double import client_of, running_proxy, until_status

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.node.server import NodeServer
 from tests.asking import prefill_over_http
 from tests.cluster import Cluster, generate, sample, settled, transfer_config, until
 from tests.engine_thread import run_in_engine

@@ -6,8 +6,8 @@ import pytest
 
 from connector.pd.prefill import producer
 from engine.errors import KVLoadError
-from engine.node.server import NodeServer
 from engine.types import KVTransferParams
+from serving.node.server import NodeServer
 from tests.accounts import at_rest
 from tests.cluster import Cluster, generate, transfer_config, until
 from tests.engine_thread import run_in_engine

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.api.serving import Serving
+from serving.api.serving import Serving
 from tests.api_double import TEXT, tiny_serving, tiny_tokenizer, write_model_folder
 
 

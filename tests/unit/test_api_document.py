@@ -5,8 +5,8 @@ import re
 
 import aiohttp
 
-from engine.api.openapi import PATHS
-from engine.api.serving import Serving
+from serving.api.openapi import PATHS
+from serving.api.serving import Serving
 from tests.api_double import ScriptedGenerator, running, tiny_serving
 
 

@@ -10,9 +10,9 @@ import aiohttp
 import openai
 import pytest
 
-from engine.api.choices import merge
-from engine.api.serving import Serving
 from engine.errors import EngineDeadError, UnavailableError
+from serving.api.choices import merge
+from serving.api.serving import Serving
 from tests.api_double import ScriptedGenerator, outputs_of, running, tiny_serving, tiny_tokenizer
 from tests.leaks import running_tasks
 

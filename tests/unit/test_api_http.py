@@ -8,8 +8,6 @@ import aiohttp
 import openai
 import pytest
 
-from engine.api.serving import Serving
-from engine.api.tokenizer import Tokenizer
 from engine.errors import (
     DeadlineExceededError,
     EngineDeadError,
@@ -26,6 +24,8 @@ from engine.types import (
     KVTransferStats,
     RoutingDetails,
 )
+from serving.api.serving import Serving
+from serving.api.tokenizer import Tokenizer
 from tests.api_double import (
     TEXT,
     ScriptedGenerator,

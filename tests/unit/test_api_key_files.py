@@ -6,11 +6,11 @@ from contextlib import suppress
 
 import pytest
 
-from engine.config import load_config
 from engine.errors import ConfigError
 from proxy.access.api_key import ApiKey, KeyTable, parse_keys
 from proxy.access.bucket import Bucket, duration
 from proxy.config import ProxyConfig
+from serving.config import load_config
 from tests.unit.test_api_keys import A, B, entry
 
 

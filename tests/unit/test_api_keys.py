@@ -12,9 +12,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.config import load_config
 from engine.errors import ConfigError
 from proxy.config import ProxyConfig
+from serving.config import load_config
 from tests.node_double import (
     ScriptedNode,
     cluster_config,

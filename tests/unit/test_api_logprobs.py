@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 
-from engine.api.serving import Serving
 from engine.types import PromptLogprobs
+from serving.api.serving import Serving
 from tests.api_double import TEXT, ScriptedGenerator, outputs_of, running
 from tests.unit.test_api_http import TURN, client_of, collect
 

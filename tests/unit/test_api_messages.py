@@ -9,13 +9,13 @@ from typing import Any
 import anthropic
 import pytest
 
-from engine.api.json_body import decode_body
-from engine.api.messages.request import MessagesRequest, chat_of
-from engine.api.reasoning import SYNTAXES as THOUGHTS
-from engine.api.serving import Serving
-from engine.api.tool_calls.registry import SYNTAXES
 from engine.errors import InvalidRequestError, OverloadedError
 from engine.types import FinishReason, GenerateOutput
+from serving.api.json_body import decode_body
+from serving.api.messages.request import MessagesRequest, chat_of
+from serving.api.reasoning import SYNTAXES as THOUGHTS
+from serving.api.serving import Serving
+from serving.api.tool_calls.registry import SYNTAXES
 from tests.api_double import ScriptedGenerator, outputs_of, running, tiny_serving, tiny_tokenizer
 
 pytestmark = pytest.mark.asyncio

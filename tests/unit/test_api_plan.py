@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api.json_body import MAX_OBJECTS, decode_body, decode_kv_transfer_params
-from engine.api.messages.request import MessagesRequest
-from engine.api.plan import Plan, plan_chat, plan_completion
-from engine.api.responses.request import ResponsesRequest
-from engine.api.schema import ChatRequest, CompletionRequest
-from engine.api.serving import SamplingDefaults, Serving
-from engine.api.tokenizer import Tokenizer
 from engine.errors import InvalidRequestError, KVTransferParamsError, UnknownModelError
+from serving.api.json_body import MAX_OBJECTS, decode_body, decode_kv_transfer_params
+from serving.api.messages.request import MessagesRequest
+from serving.api.plan import Plan, plan_chat, plan_completion
+from serving.api.responses.request import ResponsesRequest
+from serving.api.schema import ChatRequest, CompletionRequest
+from serving.api.serving import SamplingDefaults, Serving
+from serving.api.tokenizer import Tokenizer
 from tests.api_double import tiny_serving, tiny_tokenizer
 
 PROXY_PARAMS = {

@@ -7,14 +7,14 @@ from typing import Any
 import openai
 import pytest
 
-from engine.api.json_body import decode_body
-from engine.api.reasoning import SYNTAXES as THOUGHTS
-from engine.api.responses.request import ResponsesRequest, chat_of
-from engine.api.serving import Serving
-from engine.api.tool_calls.registry import SYNTAXES
-from engine.api.tool_schema import offer
 from engine.errors import InvalidRequestError
 from engine.types import FinishReason, GenerateOutput
+from serving.api.json_body import decode_body
+from serving.api.reasoning import SYNTAXES as THOUGHTS
+from serving.api.responses.request import ResponsesRequest, chat_of
+from serving.api.serving import Serving
+from serving.api.tool_calls.registry import SYNTAXES
+from serving.api.tool_schema import offer
 from tests.api_double import ScriptedGenerator, outputs_of, running, tiny_serving, tiny_tokenizer
 from tests.node_double import client_of
 

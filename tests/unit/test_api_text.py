@@ -17,11 +17,11 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from engine.api.chat_template import ChatTemplate
-from engine.api.choice_text import Detokenizer, StopMatcher
-from engine.api.schema import MAX_MESSAGES
-from engine.api.tokenizer import PIECE_CHARS, TextLimit, TextTokenizer, Tokenizer, load_tokenizer
 from engine.errors import CheckpointError, InvalidRequestError, PromptTooLongError
+from serving.api.chat_template import ChatTemplate
+from serving.api.choice_text import Detokenizer, StopMatcher
+from serving.api.schema import MAX_MESSAGES
+from serving.api.tokenizer import PIECE_CHARS, TextLimit, TextTokenizer, Tokenizer, load_tokenizer
 from tests.api_double import CHATML, tiny_tokenizer, write_model_folder
 
 TEMPLATE = Path(__file__).parents[2] / "deploy/demo/model/chat_template.jinja"

@@ -7,10 +7,10 @@ from typing import Any
 import openai
 import pytest
 
-from engine.api.serving import Serving
-from engine.api.tool_calls.json_calls import JsonCalls
-from engine.api.tool_calls.registry import SYNTAXES
 from engine.types import FinishReason, GenerateOutput
+from serving.api.serving import Serving
+from serving.api.tool_calls.json_calls import JsonCalls
+from serving.api.tool_calls.registry import SYNTAXES
 from tests.api_double import ScriptedGenerator, outputs_of, running, tiny_serving, tiny_tokenizer
 from tests.node_double import client_of
 

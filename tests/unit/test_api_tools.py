@@ -9,17 +9,17 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from engine.api.json_body import decode_body
-from engine.api.plan import plan_chat
-from engine.api.schema import ChatRequest
-from engine.api.serving import Serving
-from engine.api.tokenizer import Tokenizer, load_tokenizer
-from engine.api.tool_calls.forced import forced_grammar
-from engine.api.tool_calls.json_calls import JsonCalls
-from engine.api.tool_calls.registry import SYNTAXES
-from engine.api.tool_schema import MAX_ARGUMENT_ITEMS
-from engine.config import ToolCallParser
 from engine.errors import InvalidRequestError
+from serving.api.json_body import decode_body
+from serving.api.plan import plan_chat
+from serving.api.schema import ChatRequest
+from serving.api.serving import Serving
+from serving.api.tokenizer import Tokenizer, load_tokenizer
+from serving.api.tool_calls.forced import forced_grammar
+from serving.api.tool_calls.json_calls import JsonCalls
+from serving.api.tool_calls.registry import SYNTAXES
+from serving.api.tool_schema import MAX_ARGUMENT_ITEMS
+from serving.config import ToolCallParser
 from tests.api_double import tiny_serving, write_model_folder
 
 SEEN = "{{ messages | tojson }}|{{ tools | tojson }}"

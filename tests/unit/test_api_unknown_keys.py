@@ -8,20 +8,20 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from engine.api import json_body
-from engine.api.messages.request import MessagesRequest
-from engine.api.plan import plan_chat, plan_completion
-from engine.api.responses.request import ResponsesRequest
-from engine.api.schema import (
+from engine.errors import InvalidRequestError
+from serving.api import json_body
+from serving.api.messages.request import MessagesRequest
+from serving.api.plan import plan_chat, plan_completion
+from serving.api.responses.request import ResponsesRequest
+from serving.api.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     Message,
     TokenizeRequest,
 )
-from engine.api.serving import Serving
-from engine.api.unknown_keys import MAX_WARNINGS, UnknownKeyWarnings, lenient
-from engine.errors import InvalidRequestError
+from serving.api.serving import Serving
+from serving.api.unknown_keys import MAX_WARNINGS, UnknownKeyWarnings, lenient
 from tests.api_double import tiny_serving
 
 PART = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}

@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.api.plan import Plan, plan_chat, plan_completion
-from engine.api.serving import Serving
-from engine.api.tokenizer import load_tokenizer
 from engine.errors import InvalidRequestError, PromptTooLongError
+from serving.api.plan import Plan, plan_chat, plan_completion
+from serving.api.serving import Serving
+from serving.api.tokenizer import load_tokenizer
 from tests.api_double import tiny_serving, tiny_tokenizer, write_model_folder
 
 TURN = [{"role": "user", "content": "hello"}]

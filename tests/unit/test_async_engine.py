@@ -7,20 +7,19 @@ from typing import Any, cast
 import pytest
 
 from engine.async_engine import AsyncEngine, EngineLimits
-from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.errors import EngineDeadError, InvalidRequestError
 from engine.grammars.compiler import GrammarCompiler
 from engine.grammars.matcher import Matcher
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
 from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
-from engine.metrics import NodeMetrics, RequestMetrics
-from engine.sched.scheduler import Scheduler
+from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.step import StepNews
-from engine.telemetry.request_records import RequestRecords
 from engine.types import GenerateRequest, SamplingParams
+from serving.metrics import NodeMetrics, RequestMetrics
+from serving.telemetry.request_records import RequestRecords
 
 
 class FragileCore(EngineCore):
@@ -30,7 +29,7 @@ class FragileCore(EngineCore):
         group = KVCacheGroup(FullAttentionSpec(1, 8, "float32"), layers=(0,))
         cache = KVCacheManager(plan_arena((group,), 4, 1 << 20))
         connector = Connector(LocalAdmission(), SchedulerConnector(), WorkerConnector())
-        scheduler = Scheduler(NodeConfig(), cache, connector.scheduler)
+        scheduler = Scheduler(SchedulerConfig(), cache, connector.scheduler)
         super().__init__(scheduler, cast(Any, None), connector)
 
     def step(self) -> tuple[StepNews, bool]:
@@ -48,7 +47,7 @@ def engine_of(core: EngineCore, grammars: type[GrammarCompiler] = GrammarCompile
         grammars=grammars(lambda: None, 10, none),
     )
     records = RequestRecords(RequestMetrics(NodeMetrics("m", "e")).start)
-    return AsyncEngine(core, LocalAdmission(), limits, records=records)
+    return AsyncEngine(core, LocalAdmission(), limits, recording=records.recording)
 
 
 class SlowCompiler(GrammarCompiler):

@@ -14,8 +14,8 @@ from benchmarks.routing.requests import Request, requests_of
 from benchmarks.routing.simulator import Outcome, Served, Simulator
 from benchmarks.workloads.adversarial import Texts
 from benchmarks.workloads.traces import Record, Segment, arrivals
-from engine.kv_events.wire import GPU, BlockRemoved, BlockStored
 from proxy.routing.prefix_index import PrefixIndex
+from serving.kv_events.wire import GPU, BlockRemoved, BlockStored
 
 QWEN = GEOMETRIES["Qwen3.5-4B"]
 RATE, LINK = 1000.0, 1e9

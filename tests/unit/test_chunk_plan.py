@@ -7,8 +7,8 @@ from structlog.testing import capture_logs
 from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.connector import warn_of_long_chunks
 from connector.offload.index import ItemIndex
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.listener import CachedBlocks
-from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.report import prompt_bytes, tier_report
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec

@@ -2,13 +2,12 @@
 
 from typing import Any, cast
 
-from engine.config import NodeConfig
 from engine.core import EngineCore
 from engine.errors import GrammarError
 from engine.grammars.matcher import MaskNews, Matcher
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
 from engine.kv_connector import (
     Connector,
@@ -19,7 +18,7 @@ from engine.kv_connector import (
     WorkerConnector,
 )
 from engine.request import Request
-from engine.sched.scheduler import Scheduler
+from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.step import BlockLoad, ConnectorOutput, ModelRunnerOutput, SampledToken, SchedulerOutput
 from engine.types import GenerateRequest, SamplingParams
 
@@ -60,7 +59,7 @@ def test_a_finished_load_is_followed_by_a_step_although_none_was_computed() -> N
     group = KVCacheGroup(FullAttentionSpec(1, 8, "float32"), layers=(0,))
     cache = KVCacheManager(plan_arena((group,), 4, 1 << 20))
     sides = Connector(LocalAdmission(), _Elsewhere(), loads := _Loads())
-    scheduler = Scheduler(NodeConfig(), cache, sides.scheduler)
+    scheduler = Scheduler(SchedulerConfig(), cache, sides.scheduler)
     core = EngineCore(scheduler, cast(Any, _NoModel()), sides)
     sampling = SamplingParams(max_tokens=2)
     origin = GenerateRequest(request_id="r", prompt_token_ids=(1, 2), sampling=sampling)
@@ -87,7 +86,7 @@ def test_a_step_leaves_out_whose_mask_is_late_and_ends_whose_grammar_failed() ->
     group = KVCacheGroup(FullAttentionSpec(1, 8, "float32"), layers=(0,))
     cache = KVCacheManager(plan_arena((group,), 4, 1 << 20))
     sides = Connector(LocalAdmission(), SchedulerConnector(), WorkerConnector())
-    scheduler = Scheduler(NodeConfig(), cache, sides.scheduler)
+    scheduler = Scheduler(SchedulerConfig(), cache, sides.scheduler)
     core = EngineCore(scheduler, cast(Any, _NoModel()), sides)
     asked: list[int] = []
     late = Matcher(MaskNews(), asked.append, lambda: None)

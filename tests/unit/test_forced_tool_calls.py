@@ -9,13 +9,13 @@ import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.api.tokenizer import Tokenizer, load_tokenizer
-from engine.api.tool_calls.forced import forced_grammar
-from engine.api.tool_calls.reader import ToolCallReader, ToolCallRules
-from engine.api.tool_calls.registry import SYNTAXES
-from engine.api.tool_calls.syntax import ToolCall
-from engine.config import ToolCallParser
 from engine.errors import InvalidRequestError
+from serving.api.tokenizer import Tokenizer, load_tokenizer
+from serving.api.tool_calls.forced import forced_grammar
+from serving.api.tool_calls.reader import ToolCallReader, ToolCallRules
+from serving.api.tool_calls.registry import SYNTAXES
+from serving.api.tool_calls.syntax import ToolCall
+from serving.config import ToolCallParser
 from tests.grammars import refusal_of, tokens_in
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"

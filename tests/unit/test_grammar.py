@@ -12,13 +12,13 @@ import llguidance
 import psutil
 import pytest
 
-from engine.api.structured_output import GrammarFields, grammar_of
-from engine.api.tokenizer import load_tokenizer
 from engine.errors import GrammarBusyError, GrammarError, InvalidRequestError
 from engine.grammars import compiler as module
 from engine.grammars.processes import LEAST_BYTES
-from engine.process import wait_until
 from engine.types import MAX_GRAMMAR_CHARS
+from serving.api.structured_output import GrammarFields, grammar_of
+from serving.api.tokenizer import load_tokenizer
+from serving.process import wait_until
 from tests.grammars import (
     END,
     MODEL,
@@ -259,7 +259,7 @@ async def test_a_node_that_is_killed_leaves_no_process(tmp_path: Any) -> None:
     program = (
         "import asyncio\n"
         "from tests.grammars import compiling\n"
-        "from engine.api.structured_output import GrammarFields, grammar_of\n"
+        "from serving.api.structured_output import GrammarFields, grammar_of\n"
         "async def main():\n"
         "    async with compiling() as compiler:\n"
         "        await compiler.compile(grammar_of(GrammarFields(guided_choice=['a'])))\n"

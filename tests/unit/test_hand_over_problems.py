@@ -7,8 +7,8 @@ import openai
 import structlog
 
 from engine.errors import KVTransferParamsError
-from engine.hand_over_problems import HandOverProblems
 from engine.types import HandOverProblem
+from serving.hand_over_problems import HandOverProblems
 from tests.node_double import ScriptedNode, fetch, metric, running_cluster, tokens_of, until
 
 PROMPT = [5, 6, 7]

@@ -4,11 +4,10 @@ from random import Random
 
 import pytest
 
-from engine.config import NodeConfig
 from engine.errors import ConfigError
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import (
     FullAttentionSpec,
@@ -17,6 +16,7 @@ from engine.kv_cache.spec import (
     SlidingWindowSpec,
 )
 from engine.kv_cache.tables import BlockTables
+from serving.config import NodeConfig
 from tests.recount import check_cache, evict_all
 from tests.unit.test_kv_cache_policy import serve, text
 

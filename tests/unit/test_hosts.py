@@ -10,10 +10,10 @@ import pytest
 import structlog
 
 from connector.registry import builder_of
-from engine.config import NodeConfig, decode_config
 from engine.errors import ConfigError
-from engine.hosts import advertised_host
-from engine.node.server import NodeServer
+from serving.config import NodeConfig, decode_config
+from serving.hosts import advertised_host
+from serving.node.server import NodeServer
 from tests.netns import End, cable, enter, namespaces, run, skip_if_impossible
 
 Inside = Callable[[str, str | None], str]

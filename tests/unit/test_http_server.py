@@ -18,11 +18,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.api.app import create_app
-from engine.config import NodeConfig
-from engine.http.connection import Connection, ConnectionLimits
-from engine.http.server import HttpServer
 from engine.types import GenerateOutput
+from serving.api.app import create_app
+from serving.config import NodeConfig
+from serving.http.connection import Connection, ConnectionLimits
+from serving.http.server import HttpServer
 from tests.api_double import ScriptedGenerator, tiny_serving, tiny_tokenizer
 
 GET = b"GET /quick HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -3,7 +3,7 @@
 import torch
 
 from engine.forward import StateIndex
-from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.spec import MambaSpec, form_groups
 from engine.step import SamplingInput, ScheduledRequest
 from engine.types import SamplingParams

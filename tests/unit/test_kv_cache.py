@@ -3,8 +3,8 @@
 import pytest
 
 from engine.errors import ConfigError
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, form_groups
 from engine.kv_cache.tables import BlockTables

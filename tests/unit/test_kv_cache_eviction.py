@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, form_groups
 from tests.recount import check_cache

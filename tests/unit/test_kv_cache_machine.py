@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.checkpoints import CheckpointPolicy, due
 from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.mamba_states import Checkpoint
 from engine.kv_cache.manager import KVCacheManager, Pin
-from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.spec import (
     FullAttentionSpec,

@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.checkpoints import CheckpointPolicy, Reason, due, value_per_token
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
 from engine.kv_cache.tables import BlockTables

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
 

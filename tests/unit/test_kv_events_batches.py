@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from engine.kv_events.batches import MAX_BATCH_BYTES, batches
-from engine.kv_events.event_log import EventLog
-from engine.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, decode
+from serving.kv_events.batches import MAX_BATCH_BYTES, batches
+from serving.kv_events.event_log import EventLog
+from serving.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, decode
 from tests.announced_cache import AnnouncedCache, Blocks, count
 
 HASHES = tuple(b"%032d" % number for number in range(7))

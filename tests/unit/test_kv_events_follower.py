@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.kv_events.event_log import EventLog, NumberedPayload
-from engine.kv_events.follower import (
+from serving.kv_events.event_log import EventLog, NumberedPayload
+from serving.kv_events.follower import (
     ANSWER_S,
     MAX_WAITING,
     MAX_WAITING_BYTES,
@@ -14,7 +14,7 @@ from engine.kv_events.follower import (
     RETRY_S,
     SourceFollower,
 )
-from engine.kv_events.wire import (
+from serving.kv_events.wire import (
     END_SEQUENCE,
     SNAPSHOT,
     AllBlocksCleared,

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
-from engine.kv_events.event_log import EventLog, NumberedPayload
-from engine.kv_events.follower import (
+from serving.kv_events.event_log import EventLog, NumberedPayload
+from serving.kv_events.follower import (
     ANSWER_S,
     QUIET_S,
     RETRY_S,
     Request,
     SourceFollower,
 )
-from engine.kv_events.wire import (
+from serving.kv_events.wire import (
     END_SEQUENCE,
     SNAPSHOT,
     Event,

@@ -5,14 +5,14 @@ import socket
 import pytest
 from structlog.testing import capture_logs
 
-from engine.config import KVEventsConfig, NodeConfig, decode_config
 from engine.errors import ConfigError
-from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
-from engine.kv_events.follower import EventSource
-from engine.kv_events.publisher import EventPublisher, listens, reachable
-from engine.kv_events.subscriber import EventSubscriber
-from engine.node.kv_events import NodeEvents
+from serving.config import KVEventsConfig, NodeConfig, decode_config
+from serving.kv_events.follower import EventSource
+from serving.kv_events.publisher import EventPublisher, listens, reachable
+from serving.kv_events.subscriber import EventSubscriber
+from serving.node.kv_events import NodeEvents
 from tests.announced_cache import HeardBlocks
 
 GROUP = KVCacheGroup(FullAttentionSpec(1, 4, "float32"), (0,))

@@ -6,10 +6,10 @@ from random import Random
 import pytest
 
 from engine.kv_cache.listener import CachedBlocks, CachedStates
-from engine.kv_events.event_log import SNAPSHOT_BYTES
-from engine.kv_events.recorder import EventRecorder
-from engine.kv_events.snapshot import CacheMirror
-from engine.kv_events.wire import BlockRemoved, BlockStored, Event
+from serving.kv_events.event_log import SNAPSHOT_BYTES
+from serving.kv_events.recorder import EventRecorder
+from serving.kv_events.snapshot import CacheMirror
+from serving.kv_events.wire import BlockRemoved, BlockStored, Event
 from tests.announced_cache import FULL, GROUPS, SIZE, AnnouncedCache, Blocks, count, digest
 
 BLOCK_BYTES = 64 + 4 * SIZE

@@ -15,14 +15,14 @@ from random import Random
 import pytest
 import zmq
 
-import engine.kv_events.publisher
-import engine.kv_events.subscriber
-from engine.config import KVEventsConfig, decode_config
+import serving.kv_events.publisher
+import serving.kv_events.subscriber
 from engine.errors import ConfigError
-from engine.kv_events.follower import EventSource
-from engine.kv_events.publisher import MAX_ANSWERS, EventPublisher
-from engine.kv_events.subscriber import MAX_MESSAGE_BYTES, EventSubscriber
-from engine.kv_events.wire import (
+from serving.config import KVEventsConfig, decode_config
+from serving.kv_events.follower import EventSource
+from serving.kv_events.publisher import MAX_ANSWERS, EventPublisher
+from serving.kv_events.subscriber import MAX_MESSAGE_BYTES, EventSubscriber
+from serving.kv_events.wire import (
     END_SEQUENCE,
     SNAPSHOT,
     AllBlocksCleared,
@@ -332,8 +332,8 @@ def test_slow_readers_delay_neither_the_engine_nor_others() -> None:
 
 def test_a_close_does_not_wait_for_a_long_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its thread ends in time, or it would use sockets that its owner has closed."""
-    monkeypatch.setattr(engine.kv_events.publisher, "LAST_BATCHES_S", 0.0)
-    monkeypatch.setattr(engine.kv_events.publisher, "_CLOSE_S", 1.0)
+    monkeypatch.setattr(serving.kv_events.publisher, "LAST_BATCHES_S", 0.0)
+    monkeypatch.setattr(serving.kv_events.publisher, "_CLOSE_S", 1.0)
     failed: list[object] = []
     monkeypatch.setattr(threading, "excepthook", failed.append)
     publisher = EventPublisher(KVEventsConfig(), "life")

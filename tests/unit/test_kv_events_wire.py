@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import KVEventError
-from engine.kv_events.wire import (
+from serving.kv_events.wire import (
     MAX_PAYLOAD_BYTES,
     AllBlocksCleared,
     BlockRemoved,

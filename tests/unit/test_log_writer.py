@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.log_writer import LOSSES, MAX_WAITING_BYTES, LogWriter
+from serving.log_writer import LOSSES, MAX_WAITING_BYTES, LogWriter
 
 IN_TIME_S = 20.0
 
@@ -108,8 +108,8 @@ def test_a_line_that_is_cut_by_a_full_disk_does_not_swallow_the_next(tmp_path: P
 
 ENDS = """
 import os, sys
-from engine.process import configure_logging
-from engine.log_writer import fill_standard_descriptors
+from serving.process import configure_logging
+from serving.log_writer import fill_standard_descriptors
 fill_standard_descriptors()
 assert os.open("/dev/null", os.O_RDONLY) > 2
 configure_logging()

@@ -8,13 +8,13 @@ import msgspec
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from engine.api.loose_schema import KNOWN_FORMATS, loosened
-from engine.api.structured_output import GrammarFields, grammar_of
-from engine.api.tokenizer import Tokenizer
-from engine.api.tool_calls.forced import forced_grammar
-from engine.api.tool_calls.registry import SYNTAXES
-from engine.api.unknown_keys import lenient
 from engine.errors import InvalidRequestError
+from serving.api.loose_schema import KNOWN_FORMATS, loosened
+from serving.api.structured_output import GrammarFields, grammar_of
+from serving.api.tokenizer import Tokenizer
+from serving.api.tool_calls.forced import forced_grammar
+from serving.api.tool_calls.registry import SYNTAXES
+from serving.api.unknown_keys import lenient
 from tests.grammars import refusal_of
 
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"

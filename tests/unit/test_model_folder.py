@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from engine.api.serving import SamplingDefaults, load_sampling_defaults
 from engine.errors import CheckpointError
 from engine.model_configs.folder import resolve_folder
 from engine.model_configs.generation import read_eos_token_ids
+from serving.api.serving import SamplingDefaults, load_sampling_defaults
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 from connector.pd.config import PdConnectorConfig
 from connector.registry import builder_of
 from deploy.config import load_cluster
-from engine.cli import node_app
-from engine.config import KVTransferConfig, NodeConfig, decode_config, load_config
 from engine.errors import ConfigError
-from engine.node.membership import token_for_calls
-from engine.process import Server
-from engine.vllm_flags import ANY_VALUE, ONLY, REFUSED, SWITCHES
 from proxy.config import ProxyConfig
+from serving.cli import node_app
+from serving.config import KVTransferConfig, NodeConfig, decode_config, load_config
+from serving.node.membership import token_for_calls
+from serving.process import Server
+from serving.vllm_flags import ANY_VALUE, ONLY, REFUSED, SWITCHES
 
 
 def test_prefixes_are_cached_unless_told_otherwise(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 
 from connector.offload.messages import Report
-from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
 from engine.step import ConnectorOutput
 from tests.bare_tiers import BareTiers

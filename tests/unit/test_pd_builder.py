@@ -4,11 +4,11 @@ import pytest
 
 from connector.pd.connector import PdBuilder
 from engine.arena import ArenaMemory
-from engine.config import KVTransferConfig
-from engine.log_writer import LOSSES
-from engine.metrics import NO_ROWS, NodeMetrics, Table
 from engine.model_configs.identity import ModelIdentity
-from engine.node.connector import ConnectorSettings
+from serving.config import KVTransferConfig
+from serving.log_writer import LOSSES
+from serving.metrics import NO_ROWS, NodeMetrics, Table
+from serving.node.connector import ConnectorSettings
 from tests.bare_pulls import PLAN
 from tests.leaks import held_here
 

@@ -13,7 +13,7 @@ from connector.pd.wire.geometry import (
 )
 from connector.pd.wire.messages import Handshake
 from engine.errors import TransportError
-from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, LayerSpec, MambaSpec
 
 MODEL = {"attention.rope.theta": "10000.0", "layers": "gated_delta_net attention", "weights": "w"}

@@ -14,8 +14,8 @@ from connector.pd.wire.params import (
 )
 from engine.errors import KVTransferParamsError
 from engine.kv_cache.prefix import PrefixHasher
-from engine.rpc.proof import signing_key
 from engine.types import GenerateRequest, KVTransferParams
+from serving.rpc.proof import signing_key
 
 HASHER = PrefixHasher(16)
 PARAMS = KVTransferParams(

@@ -11,13 +11,13 @@ from msgspec import structs
 from msgspec.structs import astuple
 
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_events.wire import CPU, GPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored
-from engine.rpc.messages import KVEventsInfo, KVGroupInfo
 from engine.types import GenerateRequest
 from proxy.routing import prefix_index
 from proxy.routing.block_table import CheckpointTable
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.prompt import NodeHit, RoutedPrompt
+from serving.kv_events.wire import CPU, GPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo
 
 SIZE = 4
 FULL = KVGroupInfo(kind="full_attention")

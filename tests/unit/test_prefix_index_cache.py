@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.listener import Cached, CacheListeners
-from engine.kv_cache.plan import ArenaPlan
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
-from engine.kv_events.recorder import EventRecorder
-from engine.node.kv_events import announced
-from engine.rpc.messages import KVEventsInfo, KVGroupInfo
 from engine.types import GenerateRequest
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.prompt import NO_HIT, RoutedPrompt
+from serving.kv_events.recorder import EventRecorder
+from serving.node.kv_events import announced
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo
 from tests.unit.test_kv_cache_machine import MIXES, CacheMachine
 
 

@@ -9,7 +9,7 @@ import pytest
 IN_TIME_S = 60.0
 LOADS = """
 import asyncio, sys
-from engine.process import run_server
+from serving.process import run_server
 
 class Server:
     async def start(self):

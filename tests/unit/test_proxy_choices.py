@@ -10,12 +10,12 @@ from structlog.testing import capture_logs
 
 from engine.errors import KVTransferParamsError, TandemError
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_events.wire import GPU, BlockStored
-from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from engine.types import GenerateRequest
 from proxy.routing.event_sources import EventSources
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.prompt import NodeHit, RoutedPrompt
+from serving.kv_events.wire import GPU, BlockStored
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from tests.node_double import ScriptedNode, metric, running_cluster, until
 
 PROMPT = [5, 6, 7]

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import load_config
 from engine.errors import ConfigError
 from proxy.config import ProxyConfig
+from serving.config import load_config
 
 D = "http://127.0.0.1:8200"
 

@@ -5,11 +5,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from engine.config import KVEventsConfig
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_events.publisher import EventPublisher
-from engine.kv_events.wire import GPU, BlockRemoved, BlockStored
-from engine.rpc.messages import KVEventsInfo, KVGroupInfo
+from serving.config import KVEventsConfig
+from serving.kv_events.publisher import EventPublisher
+from serving.kv_events.wire import GPU, BlockRemoved, BlockStored
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo
 from tests.node_double import ScriptedNode, metric, running_cluster, until
 
 SIZE = 4

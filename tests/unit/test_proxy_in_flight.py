@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_events.wire import GPU, BlockStored
 from engine.types import GenerateRequest, SamplingParams
 from proxy.cluster.prefill_queue import PrefillQueue
 from proxy.routing.in_flight import LINGER_S, InFlight
@@ -16,6 +15,7 @@ from proxy.routing.policies import POLICIES
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.prompt import NO_HIT, HashKey, NodeHit, RoutedPrompt
 from proxy.routing.router import LONG_PROMPT, Router
+from serving.kv_events.wire import GPU, BlockStored
 from tests.routed_prompts import EVENTS, SIZE, names, node, prompt, with_events
 
 

@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.config import load_config
 from engine.errors import UnavailableError
-from engine.http.server import HttpServer
-from engine.process import wait_until
-from engine.rpc.messages import NodeInfo
-from engine.rpc.node_http import parse_node_url, resolve_grpc_address
 from proxy.cluster.node import Node, NodeKind
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
+from serving.config import load_config
+from serving.http.server import HttpServer
+from serving.process import wait_until
+from serving.rpc.messages import NodeInfo
+from serving.rpc.node_http import parse_node_url, resolve_grpc_address
 from tests.leaks import running_tasks
 from tests.node_double import (
     POLL_S,

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from benchmarks.breakeven.paper import PUBLISHED
-from engine.kv_cache.plan import plan_arena
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.report import plan_report
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
 from engine.model_configs import qwen3_5

@@ -19,7 +19,7 @@ from connector.pd.layout import Piece, SequenceBlocks, blocks_announced, blocks_
 from connector.pd.wire.geometry import geometry_of
 from connector.transports.base import SpanPair
 from engine.errors import TransportError
-from engine.kv_cache.plan import ArenaPlan, plan_arena
+from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.spec import (
     AttentionSpec,
     FullAttentionSpec,

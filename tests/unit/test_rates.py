@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.decaying_rate import DecayingRate
+from engine.sched.decaying_rate import DecayingRate
 from engine.sched.step_rates import StepRates
 from engine.step import ScheduledRequest
 

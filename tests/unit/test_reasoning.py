@@ -13,8 +13,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.plan import plan_chat
-from engine.api.reasoning import (
+from engine.errors import InvalidRequestError
+from engine.types import MAX_GRAMMAR_CHARS, FinishReason
+from serving.api.plan import plan_chat
+from serving.api.reasoning import (
     SYNTAXES,
     Phase,
     ThoughtReader,
@@ -23,12 +25,10 @@ from engine.api.reasoning import (
     after_thoughts,
     choose_thoughts,
 )
-from engine.api.serving import Serving
-from engine.api.tokenizer import Tokenizer, load_tokenizer
-from engine.api.tool_calls.registry import SYNTAXES as TOOL_SYNTAXES
-from engine.config import ReasoningParser
-from engine.errors import InvalidRequestError
-from engine.types import MAX_GRAMMAR_CHARS, FinishReason
+from serving.api.serving import Serving
+from serving.api.tokenizer import Tokenizer, load_tokenizer
+from serving.api.tool_calls.registry import SYNTAXES as TOOL_SYNTAXES
+from serving.config import ReasoningParser
 from tests.api_double import (
     CHATML,
     ScriptedGenerator,

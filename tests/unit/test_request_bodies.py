@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.http.callers import remember
-from engine.http.content_encoding import PIECE_BYTES, Unpacker
-from engine.http.errors import ERROR_HANDLERS
-from engine.http.request_bodies import BodyLimits, RequestBodies
-from engine.http.server import HttpServer
+from serving.http.callers import remember
+from serving.http.content_encoding import PIECE_BYTES, Unpacker
+from serving.http.errors import ERROR_HANDLERS
+from serving.http.request_bodies import BodyLimits, RequestBodies
+from serving.http.server import HttpServer
 
 SMALL, LARGE = b"s" * 100, b"l" * 100_000
 JSON = {"Content-Type": "application/json"}

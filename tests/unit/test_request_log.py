@@ -11,7 +11,6 @@ import openai
 import pytest
 import structlog
 
-from engine.config import load_config
 from engine.errors import (
     ConfigError,
     InvalidRequestError,
@@ -19,11 +18,12 @@ from engine.errors import (
     TandemError,
     UnavailableError,
 )
-from engine.process import configure_logging
-from engine.telemetry.request_log import RequestLog, log_throughput
-from engine.telemetry.request_records import RequestRecords
 from engine.types import FinishReason, GenerateOutput, GenerateRequest
 from proxy.config import ProxyConfig
+from serving.config import load_config
+from serving.process import configure_logging
+from serving.telemetry.request_log import RequestLog, log_throughput
+from serving.telemetry.request_records import RequestRecords
 from tests.node_double import ScriptedNode, running_cluster
 
 SECRET = "open sesame"

@@ -7,11 +7,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine.errors import ConfigError
-from engine.rpc.client import NodeClient, StreamDeadlines
-from engine.rpc.messages import NodeInfo
-from engine.rpc.node_service import NodeService
-from engine.rpc.server import start_server
 from engine.types import GenerateOutput, GenerateRequest
+from serving.rpc.client import NodeClient, StreamDeadlines
+from serving.rpc.messages import NodeInfo
+from serving.rpc.node_service import NodeService
+from serving.rpc.server import start_server
 
 
 class LateSource:

@@ -10,7 +10,7 @@ import pytest
 from connector.pd.wire.control_client import ControlClient
 from connector.pd.wire.messages import BlockRange, DigestsQuestion, Handshake, HeldBlocks
 from engine.errors import DeadlineExceededError, KVTransferParamsError, UnavailableError
-from engine.rpc.client import NodeClient
+from serving.rpc.client import NodeClient
 from tests.node_double import ScriptedNode, running_nodes
 
 S = 5.0

@@ -9,9 +9,6 @@ import pytest
 
 from connector.pd.wire.messages import BlockRange, DigestsQuestion, Handshake
 from engine.errors import InvalidRequestError, KVTransferParamsError, TandemError
-from engine.rpc import convert
-from engine.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
-from engine.rpc.pb import node_pb2 as pb
 from engine.types import (
     FinishReason,
     GenerateOutput,
@@ -21,6 +18,9 @@ from engine.types import (
     SamplingParams,
     TokenLogprob,
 )
+from serving.rpc import convert
+from serving.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
+from serving.rpc.pb import node_pb2 as pb
 
 PARAMS = KVTransferParams(
     do_remote_prefill=True,

@@ -7,9 +7,9 @@ import pytest
 
 from engine import errors
 from engine.errors import InvalidRequestError, TandemError
-from engine.rpc.client import NodeClient, StreamDeadlines
-from engine.rpc.status import error_from_status, error_to_detail, status_code
 from engine.types import GenerateRequest
+from serving.rpc.client import NodeClient, StreamDeadlines
+from serving.rpc.status import error_from_status, error_to_detail, status_code
 from tests.node_double import ScriptedNode, running_nodes
 
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=(1, 2))

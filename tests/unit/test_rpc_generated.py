@@ -12,10 +12,10 @@ def test_generated_code_is_up_to_date(tmp_path: Path) -> None:
     # In a process of its own: the compiler's libraries and NIXL's cannot live in one process.
     command = [sys.executable, "-m", "grpc_tools.protoc", "-Iengine/rpc/pb=proto", *outputs]
     subprocess.run([*command, "proto/node.proto"], cwd=ROOT, check=True, timeout=60)
-    fresh = sorted((tmp_path / "engine/rpc/pb").iterdir())
+    fresh = sorted((tmp_path / "serving/rpc/pb").iterdir())
     assert len(fresh) == 3
     for file in fresh:
-        assert file.read_text() == (ROOT / "engine/rpc/pb" / file.name).read_text(), file.name
+        assert file.read_text() == (ROOT / "serving/rpc/pb" / file.name).read_text(), file.name
 
 
 def test_proto_is_no_package() -> None:

@@ -20,14 +20,14 @@ from engine.errors import (
     UnavailableError,
     UnprovenPeerError,
 )
-from engine.rpc import convert
-from engine.rpc.caller_requests import CallerRequests
-from engine.rpc.client import NodeClient, StreamDeadlines
-from engine.rpc.pb import node_pb2 as pb
-from engine.rpc.pb.node_pb2_grpc import NodeStub
-from engine.rpc.server import start_server
-from engine.rpc.status import DETAIL_KEY, error_to_detail
 from engine.types import GenerateRequest, SamplingParams
+from serving.rpc import convert
+from serving.rpc.caller_requests import CallerRequests
+from serving.rpc.client import NodeClient, StreamDeadlines
+from serving.rpc.pb import node_pb2 as pb
+from serving.rpc.pb.node_pb2_grpc import NodeStub
+from serving.rpc.server import start_server
+from serving.rpc.status import DETAIL_KEY, error_to_detail
 from tests.node_double import ScriptedNode, running_nodes, tokens_of, until
 
 PROMPT = (1, 2, 3)

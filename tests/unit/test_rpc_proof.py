@@ -11,9 +11,9 @@ from grpc import aio
 
 from connector.pd.wire.control_client import ControlClient
 from engine.errors import UnprovenPeerError
-from engine.rpc.client import NodeClient, StreamDeadlines
-from engine.rpc.pb import node_pb2 as pb
 from engine.types import GenerateRequest
+from serving.rpc.client import NodeClient, StreamDeadlines
+from serving.rpc.pb import node_pb2 as pb
 from tests.node_double import ScriptedNode, running_nodes, tokens_of
 
 S = 5.0

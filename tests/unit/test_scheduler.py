@@ -5,16 +5,14 @@ from random import Random
 
 import pytest
 
-from engine.config import NodeConfig
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.checkpoints import decode_positions
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
 from engine.kv_connector import FirstToken, Match, SchedulerConnector
-from engine.metrics import SCHEDULER_COUNTERS, SCHEDULER_GAUGES, NodeMetrics
 from engine.request import Request
-from engine.sched.scheduler import Scheduler
+from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.step import (
     BlockLoad,
     ConnectorOutput,
@@ -24,6 +22,7 @@ from engine.step import (
     SchedulerOutput,
 )
 from engine.types import GenerateRequest, KVTransferParams, SamplingParams
+from serving.metrics import SCHEDULER_COUNTERS, SCHEDULER_GAUGES, NodeMetrics
 from tests.recount import check_scheduler
 
 BLOCK = 16
@@ -43,7 +42,7 @@ def scheduler_of(
     cache = KVCacheManager(
         plan_arena(HYBRID, BLOCK, units * plan.unit_bytes), prefix_caching=caching
     )
-    config = NodeConfig(
+    config = SchedulerConfig(
         max_num_batched_tokens=64,
         mamba_decode_checkpoint_interval=interval,
     )

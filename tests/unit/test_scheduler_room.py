@@ -1,15 +1,14 @@
 """Who waits for room, and when nobody may have to wait."""
 
-from engine.config import NodeConfig
+from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.coordinator import PrefixHit
 from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.plan import plan_arena
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, form_groups
 from engine.kv_connector import SchedulerConnector
 from engine.request import Request
-from engine.sched.scheduler import Scheduler
+from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.types import GenerateRequest
 from tests.recount import check_scheduler
 
@@ -42,7 +41,7 @@ def small_cache() -> CountingCache:
 
 
 def scheduler_of(cache: KVCacheManager) -> Scheduler:
-    limits = NodeConfig(max_num_seqs=8, max_num_batched_tokens=4096)
+    limits = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4096)
     return Scheduler(limits, cache, SchedulerConnector())
 
 

@@ -11,8 +11,8 @@ import aiohttp
 import pytest
 
 from engine.errors import TandemError, UnavailableError
-from engine.rpc.messages import ArenaUse, NodeInfo
 from proxy.status import MAX_LISTED, PAGE
+from serving.rpc.messages import ArenaUse, NodeInfo
 from tests.browser import CHROMIUM, Page, browsing
 from tests.cluster import until
 from tests.node_double import (

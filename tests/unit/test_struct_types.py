@@ -6,8 +6,8 @@ import sys
 FIRST_USE = """
 import sys, threading
 sys.setswitchinterval(1e-6)
-from engine.api.json_body import decode_body
-from engine.api.schema import ChatRequest
+from serving.api.json_body import decode_body
+from serving.api.schema import ChatRequest
 body = b'{"messages": [{"role": "user", "content": "x"}], "unknown": 1}'
 start = threading.Barrier(3)
 def run():

@@ -10,11 +10,11 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.api.template_files import given_template
-from engine.api.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import CheckpointError, ConfigError
 from engine.model_configs.generation import read_eos_token_ids
-from engine.node.tokenizer_files import tokenizer_files
+from serving.api.template_files import given_template
+from serving.api.tokenizer import Tokenizer, load_tokenizer
+from serving.node.tokenizer_files import tokenizer_files
 from tests.api_double import (
     CHATML,
     ScriptedGenerator,

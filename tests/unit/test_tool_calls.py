@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.api.tool_calls.reader import Reading, ToolCallReader, ToolCallRules
-from engine.api.tool_calls.registry import SYNTAXES, choose_syntax
-from engine.api.tool_calls.schema_types import types_of
-from engine.api.tool_calls.xml_calls import XmlCalls
-from engine.config import ToolCallParser
+from serving.api.tool_calls.reader import Reading, ToolCallReader, ToolCallRules
+from serving.api.tool_calls.registry import SYNTAXES, choose_syntax
+from serving.api.tool_calls.schema_types import types_of
+from serving.api.tool_calls.xml_calls import XmlCalls
+from serving.config import ToolCallParser
 
 PARAMETERS: dict[str, dict[str, Any]] = {
     "tree": {

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from engine.config import NodeConfig
 from engine.errors import ConfigError
-from engine.telemetry.request_records import Timer
-from engine.telemetry.telemetry import Telemetry
-from engine.telemetry.traces import MAX_QUEUED_SPANS, Traces
 from engine.types import GenerateRequest
+from serving.config import NodeConfig
+from serving.telemetry.request_records import Timer
+from serving.telemetry.telemetry import Telemetry
+from serving.telemetry.traces import MAX_QUEUED_SPANS, Traces
 from tests.cluster import all_back
 from tests.collector import Collector, collecting
 from tests.leaks import held_here
@@ -97,7 +97,7 @@ def test_a_wrong_endpoint_is_named(endpoint: str) -> None:
 def test_without_the_packages_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delitem(sys.modules, "engine.telemetry.traces")
+    monkeypatch.delitem(sys.modules, "serving.telemetry.traces")
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     config = NodeConfig(model="m", otlp_traces_endpoint="http://127.0.0.1:4317")
     with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'"):

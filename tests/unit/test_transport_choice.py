@@ -23,9 +23,9 @@ from connector.transports.shm import ShmAddress
 from connector.transports.zmq import ZmqTransport
 from connector.transports.zmq_owner import ZmqAddress
 from engine.arena import ArenaMemory
-from engine.config import decode_config
 from engine.errors import ConfigError, OutOfReachError, TransportError
-from engine.rpc.address import is_loopback
+from serving.config import decode_config
+from serving.rpc.address import is_loopback
 
 LOOPBACK = "127.0.0.1"
 WAIT_S = 20.0

@@ -25,8 +25,8 @@ from connector.pd.wire.params import (
 from engine.errors import KVLoadError, KVTransferParamsError, TandemError, TransportError
 from engine.kv_cache.prefix import PrefixHasher
 from engine.kv_connector import AdmissionConnector, Admitted
-from engine.node.connector import ConnectorSettings
 from engine.types import GenerateRequest, HandOverProblem, KVTransferParams
+from serving.node.connector import ConnectorSettings
 
 log = structlog.get_logger()
 

@@ -27,8 +27,8 @@ from engine.errors import (
     TransportError,
     UnavailableError,
 )
-from engine.rpc.address import join_host_port
-from engine.tls import ClientTls
+from serving.rpc.address import join_host_port
+from serving.tls import ClientTls
 
 log = structlog.get_logger()
 PeerAddress = tuple[str, int]

@@ -15,7 +15,7 @@ from itertools import chain
 from connector.pd.layout import GroupBlocks, Piece, SequenceBlocks, blocks_here
 from connector.pd.wire.messages import BlockRange
 from connector.transports.base import SpanPair
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.spec import SlidingWindowSpec
 
 Block = tuple[SpanPair, ...]

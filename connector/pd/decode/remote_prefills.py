@@ -30,9 +30,9 @@ from engine.errors import (
     TransportError,
     UnavailableError,
 )
-from engine.hand_over_problems import HandOverProblems
-from engine.rpc.address import join_host_port
 from engine.types import KVTransferParams, KVTransferStats
+from serving.hand_over_problems import HandOverProblems
+from serving.rpc.address import join_host_port
 
 log = structlog.get_logger()
 

@@ -7,9 +7,9 @@ from grpc import aio
 
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.wire.messages import BlockRange
-from engine.rpc.convert import from_pb, to_pb
-from engine.rpc.pb import node_pb2 as pb
-from engine.rpc.pb.node_pb2_grpc import KvControlServicer, add_KvControlServicer_to_server
+from serving.rpc.convert import from_pb, to_pb
+from serving.rpc.pb import node_pb2 as pb
+from serving.rpc.pb.node_pb2_grpc import KvControlServicer, add_KvControlServicer_to_server
 
 CONCURRENT_DIGESTS = 2
 """Calls that hash at once; others wait without a thread, so that claims and renewals never do."""

@@ -15,7 +15,7 @@ from connector.pd.layout import Piece, SequenceBlocks, blocks_announced
 from connector.pd.wire.geometry import geometry_of
 from connector.pd.wire.messages import BlockIds, BlockRange, Digests
 from engine.errors import TransportError
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 
 ANSWER_S = 0.003
 """The answer that names the blocks goes out first; no reader comes before it."""

@@ -9,7 +9,7 @@ import msgspec
 
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.wire.params import ParamsSigner, holding_of
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.request import Request
 from engine.types import FinishReason, KVTransferParams
 

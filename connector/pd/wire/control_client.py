@@ -19,13 +19,13 @@ from connector.pd.wire.messages import (
     HeldBlocks,
 )
 from engine.errors import AuthenticationError
-from engine.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, no_proof
-from engine.rpc.convert import from_pb, to_pb
-from engine.rpc.pb import node_pb2 as pb
-from engine.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub
-from engine.rpc.proof import NOT_NEEDED, CallerProof, Proven, unproven
-from engine.rpc.status import error_from_status
-from engine.tls import ClientTls
+from serving.rpc.channel import OPTIONS, PROVE_TIMEOUT_S, no_proof
+from serving.rpc.convert import from_pb, to_pb
+from serving.rpc.pb import node_pb2 as pb
+from serving.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub
+from serving.rpc.proof import NOT_NEEDED, CallerProof, Proven, unproven
+from serving.rpc.status import error_from_status
+from serving.tls import ClientTls
 
 
 class ControlClient:

@@ -16,7 +16,7 @@ import msgspec
 from connector.pd.wire.messages import Handshake
 from connector.transports.address import AUTO
 from engine.errors import TransportError
-from engine.kv_cache.plan import ArenaPlan
+from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.spec import LayerSpec, MambaSpec, SlidingWindowSpec
 from engine.model_configs.identity import LAYERS, by_layer
 from engine.struct_types import learned

@@ -17,8 +17,8 @@ from engine.errors import InvalidRequestError, KVTransferParamsError, TransportE
 from engine.kv_cache.prefix import PrefixHasher
 from engine.kv_connector import FirstToken
 from engine.prompt_checks import check_token_ids
-from engine.rpc.address import is_loopback
 from engine.types import GenerateRequest, KVTransferParams
+from serving.rpc.address import is_loopback
 
 REQUIRED_TO_RETURN = (
     "remote_engine_id",

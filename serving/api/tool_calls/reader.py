@@ -1,0 +1,256 @@
+"""Splits the text of an answer, as it comes, into content and tool calls."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from serving.api.tool_calls.syntax import ToolCall, ToolCallSyntax
+
+MAX_INNER_ENDS: Final = 64
+MAX_NAME_CHARS: Final = 256  # of a tool
+
+_FENCES: Final = ("```", "~~~")
+_PIECE: Final = 4096  # characters
+
+
+@dataclass(slots=True, frozen=True)
+class ToolCallRules:
+    """How to read the calls of one request; `max_calls` is 1 where they may not be parallel."""
+
+    syntax: ToolCallSyntax
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    max_calls: int | None = None
+
+
+class Reading(NamedTuple):
+    """Content that may be shown now, and the calls that are complete."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+
+
+class ToolCallReader:
+    """Reads deltas of any size; their joined readings are those of the whole text.
+
+    A call is shown when its end marker has come, and not in parts: until then it may turn out to be
+    malformed, which leaves it content, markers included. End markers inside values are part of
+    them. White space alone before, between and after calls is dropped. A call of an offered tool
+    may lack its start marker on a line of its own that is in no fenced code.
+    """
+
+    __slots__ = (
+        *("_begun", "_body", "_bare", "_ends", "_held", "_is_text", "_lines", "_num_calls"),
+        *("_num_inner", "_rules", "_space", "_starts", "_text", "_calls", "_was_bare"),
+    )
+
+    def __init__(self, rules: ToolCallRules) -> None:
+        start, self._bare = re.escape(rules.syntax.start), rules.syntax.bare
+        if self._bare is not None:
+            start += f"|{re.escape(self._bare.start)}([^<>\n]{{1,{MAX_NAME_CHARS}}})>"
+        self._rules = rules
+        self._starts = re.compile(start)
+        self._ends: tuple[str, ...] = (rules.syntax.end,)  # of the present call
+        self._held = ""  # the end of what has come: it may begin a marker
+        self._body: list[str] | None = None  # the present call so far; None outside
+        self._begun: str | None = None  # what follows a bare start, until it tells enough
+        self._was_bare = False  # an end marker may come that has no start
+        self._lines = _Lines()
+        self._space: list[str] = []
+        self._is_text = False  # more than white space since the last call
+        self._num_calls = 0
+        self._num_inner = 0  # end markers inside values of the present call
+        self._text: list[str] = []
+        self._calls: list[ToolCall] = []
+
+    @property
+    def num_calls(self) -> int:
+        """Calls read so far, without those beyond `max_calls`."""
+        return self._num_calls
+
+    def feed(self, text: str) -> Reading:
+        """Add text; returns what it completes."""
+        self._read(text)
+        return self._take()
+
+    def flush(self) -> Reading:
+        """Return what was held back; a call without its end marker counts if it is complete."""
+        # What follows a call that was held is read again: each time one call less.
+        for _ in range(MAX_INNER_ENDS):
+            if self._body is None:
+                break
+            self._read(self._end_call("".join(self._body)))
+        self._show("".join(self._body or ()) or self._held)
+        if not self._num_calls:
+            self._text += self._space
+        self._held, self._body, self._space = "", None, []
+        return self._take()
+
+    def _read(self, text: str) -> None:
+        # In pieces: what follows a marker is copied, and a text may be nothing but markers.
+        todo = _pieces(text)
+        while todo:
+            piece = todo.pop()
+            rest = self._outside(piece) if self._body is None else self._inside(self._body, piece)
+            todo += _pieces(rest)
+
+    def _outside(self, text: str) -> str:
+        """Show text up to a start marker; returns what follows it, nothing if there is none."""
+        text, self._held = self._held + text, ""
+        if self._was_bare:
+            text = self._without_end(text)
+        if not text:
+            return ""
+        at = 0
+        for marker in self._starts.finditer(text):
+            self._lines.follow(text[at : marker.start()])
+            at = marker.start()
+            if marker[0] == self._rules.syntax.start or self._is_bare(marker[1]):
+                self._show(text[: marker.start()])
+                self._begin_call(marker[0])
+                return text[marker.end() :]
+        # text:  0 .. visible: no marker can begin here | visible .. end: held
+        visible = len(text) - self._num_possible(text)
+        self._held = text[visible:]
+        self._lines.follow(text[at:visible])
+        self._show(text[:visible])
+        return ""
+
+    def _without_end(self, text: str) -> str:
+        """Text after a bare call, without the end marker that some models write all the same."""
+        end, rest = self._rules.syntax.end, text.lstrip()
+        self._was_bare = end.startswith(rest[: len(end)])
+        if not self._was_bare:
+            return text
+        self._show(text[: len(text) - len(rest)])
+        if len(rest) < len(end):
+            self._held = rest
+            return ""
+        self._was_bare, self._space = False, []
+        return rest[len(end) :]
+
+    def _is_bare(self, name: str) -> bool:
+        is_apart = self._lines.is_blank and not self._lines.is_fenced
+        return is_apart and name.strip() in self._rules.parameters
+
+    def _num_possible(self, text: str) -> int:
+        """Characters at the end of a text that may begin a marker."""
+        size = _overlap(text, self._rules.syntax.start)
+        at = text.rfind("<", -MAX_NAME_CHARS - len(self._bare.start)) if self._bare else -1
+        if self._bare is None or at < 0:
+            return size
+        begins = self._bare.start.startswith(text[at : at + len(self._bare.start)])
+        is_open = begins and not re.search(r"[>\n]", text[at:])
+        return max(size, len(text) - at) if is_open else size
+
+    def _begin_call(self, marker: str) -> None:
+        self._body, self._begun = [marker], None
+        self._ends = (self._rules.syntax.end,)
+        if self._bare is not None and marker != self._rules.syntax.start:
+            self._begun = ""
+            self._ends = (self._bare.end, *self._ends)
+
+    def _inside(self, body: list[str], text: str) -> str:
+        """Collect text up to an end marker; returns what follows it, nothing if there is none."""
+        if self._bare is not None and self._begun is not None:
+            self._begun = (self._begun + text).lstrip()[:MAX_NAME_CHARS]
+            if not any(it.startswith(self._begun[: len(it)]) for it in self._bare.follows):
+                return self._end_bare_prose("".join(body), text)
+            if any(self._begun.startswith(it) for it in self._bare.follows):
+                self._begun = None
+        # Searched with the few characters before it, since bodies may be long.
+        searched = self._held + text
+        found = [(at, it) for it in self._ends if (at := searched.find(it)) >= 0]
+        body.append(text)
+        if not found:
+            self._held = searched[1 - max(map(len, self._ends)) :]
+            return ""
+        whole = "".join(body)
+        at, end = min(found)
+        at += len(whole) - len(searched)
+        after = at + len(end)
+        self._held = ""
+        # Looking costs as much as the call is long: an answer of nothing but markers must not.
+        if self._num_inner < MAX_INNER_ENDS and self._rules.syntax.is_open(whole[:at]):
+            self._num_inner += 1
+            self._body = [whole[:after]]
+            return whole[after:]
+        return self._end_call(whole[:after]) + whole[after:]
+
+    def _end_bare_prose(self, start: str, text: str) -> str:
+        """The marker is not that of a call: it is text, and what follows is read as any other."""
+        self._body = None
+        self._lines.follow(start)
+        self._show(start)
+        return text
+
+    def _end_call(self, call: str) -> str:
+        """Read the call's text; returns what follows the calls in it."""
+        self._body, self._held, self._num_inner = None, "", 0
+        calls, rest = self._rules.syntax.parse(call, self._rules.parameters)
+        if not calls:
+            self._lines.follow(call)
+            self._show(call)
+            return ""
+        self._was_bare = not call.startswith(self._rules.syntax.start)
+        most = self._rules.max_calls
+        taken = calls if most is None else calls[: max(0, most - self._num_calls)]
+        self._num_calls += len(taken)
+        self._calls += taken
+        self._space, self._is_text = [], False
+        self._lines.begin()
+        return rest
+
+    def _show(self, text: str) -> None:
+        if not self._is_text and not text.strip():
+            self._space.append(text)
+            return
+        self._text += (*self._space, text)
+        self._space, self._is_text = [], True
+
+    def _take(self) -> Reading:
+        reading = Reading("".join(self._text), tuple(self._calls))
+        self._text, self._calls = [], []
+        return reading
+
+
+class _Lines:
+    """Follows content: whether the present line is blank so far, and whether code is fenced."""
+
+    __slots__ = ("_start", "is_fenced")
+
+    def __init__(self) -> None:
+        self._start = ""  # of the present line, without its indentation
+        self.is_fenced = False
+
+    @property
+    def is_blank(self) -> bool:
+        return not self._start
+
+    def begin(self) -> None:
+        """A new line begins."""
+        self._start = ""
+
+    def follow(self, text: str) -> None:
+        """Go on with text that is content."""
+        first, *others = text.split("\n")
+        self._go_on(first)
+        for line in others:
+            self.begin()
+            self._go_on(line)
+
+    def _go_on(self, text: str) -> None:
+        if len(self._start) < len(_FENCES[0]):
+            self._start = (self._start + text).lstrip()[: len(_FENCES[0])]
+            self.is_fenced ^= self._start in _FENCES
+
+
+def _pieces(text: str) -> list[str]:
+    """The text in pieces, the first one last."""
+    return [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)][::-1]
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Characters at the end of `text` that begin `marker`."""
+    sizes = range(min(len(text), len(marker) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(marker[:size])), 0)

@@ -1,0 +1,61 @@
+"""What a server tells of its requests besides metrics: the log, and traces where they are wanted.
+
+The owner of both; the same for a proxy and for a node.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from engine.distribution import how_to_install
+from engine.errors import ConfigError
+from engine.types import GenerateRequest
+from serving.config import ServerConfig
+from serving.telemetry.request_log import RequestLog, log_throughput
+from serving.telemetry.request_records import RecordReader, RequestRecords, Timer
+
+if TYPE_CHECKING:
+    from serving.telemetry.traces import Traces
+
+
+class Telemetry:
+    """`records` gets every request; `start` logs throughput from then on, `close` ends it all."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        timer_of: Callable[[GenerateRequest], Timer],
+        *,
+        role: str,
+        instance: str,
+    ) -> None:
+        """Raises `ConfigError` where traces are wanted and cannot be had."""
+        self._traces = None
+        readers: list[RecordReader] = [RequestLog()]
+        if config.otlp_traces_endpoint is not None:
+            self._traces = _traces(config.otlp_traces_endpoint, f"tandem-{role}", instance)
+            readers.append(self._traces)
+        self.records = RequestRecords(timer_of, readers)
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, load: Callable[[], Mapping[str, object]]) -> None:
+        """`load`: what else a line of throughput says."""
+        self._task = asyncio.create_task(log_throughput(self.records, load))
+
+    async def close(self) -> None:
+        """Call it after the last request."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._traces is not None:
+            await self._traces.close()
+
+
+def _traces(endpoint: str, service: str, instance: str) -> "Traces":
+    try:
+        from serving.telemetry.traces import Traces
+    except ImportError as error:
+        raise ConfigError(
+            f"--otlp-traces-endpoint needs OpenTelemetry: {how_to_install('otel')} ({error})"
+        ) from error
+    return Traces(endpoint, service=service, instance=instance)
