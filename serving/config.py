@@ -1,6 +1,6 @@
 """Every option of a server, written once: name, type, bounds, default, and the help of its flag.
 
-Names are vLLM's flags with underscores; unknown keys are errors. `engine/cli.py` makes flags of the
+Names are vLLM's flags with underscores; unknown keys are errors. `cli.py` makes flags of the
 fields, `load_config` puts flags over a file over defaults; a config never changes afterwards.
 """
 

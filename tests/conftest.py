@@ -3,6 +3,8 @@
 `--dist loadscope --no-loadscope-reorder` hands groups out in this order, one after the other.
 """
 
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
@@ -11,6 +13,7 @@ from xdist.scheduler import LoadScopeScheduling
 settings.register_profile("everyday", deadline=None, derandomize=True)
 settings.load_profile("everyday")
 
+TESTS = Path(__file__).parent
 # The longest tests first, so that both workers end together.
 TIERS = ("contract", "e2e/test_ray", "e2e", "ops", "unit", "")
 
@@ -42,7 +45,7 @@ def _place(item: pytest.Item) -> tuple[bool, int, str, bool]:
     A node has one transport; only a test process opens both. Contract tests come first in both
     halves: UCX reads the routes once per process, and their second host must be up by then.
     """
-    path = "/".join(item.path.parts[-2:])
+    path = item.path.relative_to(TESTS).as_posix()
     tier = next(n for n, tier in enumerate(TIERS) if path.startswith(tier))
     # Nodes that tests share are closed before a test whose nodes are its own.
     return _opens_ucx(item), tier, path, "shared" in getattr(item, "fixturenames", ())

@@ -83,7 +83,7 @@ LOCAL_IMPORTS = {
 }
 ROLE_PLACES = {
     "serving/api/schema.py": "who speaks in a chat: no role of a node",
-    "engine/config.py": "declares the values of kv_role",
+    "serving/config.py": "declares the values of kv_role",
     "connector/pd/decode/admission.py": "the door: the one table of what a role refuses",
 }
 
@@ -240,7 +240,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
                 "benchmarks/gpu/transports.py": "settings of UCX for processes that it starts",
                 "connector/transports/nixl.py": "one setting of UCX, which NIXL cannot be given",
                 "connector/transports/nixl_owner.py": "a program of its own, with its own __main__",
-                "engine/cli.py": "an empty variable of a flag, which click takes for none",
+                "serving/cli.py": "an empty variable of a flag, which click takes for none",
                 "engine/models/digest_cache.py": "the user's cache folder, also of Ray's actors",
             },
         ),

@@ -14,10 +14,10 @@ from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.eviction import EvictionOrder, IdleQueue
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates, CacheListener
 from engine.kv_cache.prefix import PrefixDigests, PrefixKey
-from engine.kv_cache.radix_tree import Node, RadixTree, Rank, Units
+from engine.kv_cache.radix_tree import TreeNode, RadixTree, Rank, Units
 from engine.kv_cache.unit_allocator import Allocated, NewBlocks, UnitAllocator
 
-Path = tuple[Node, int]  # the blocks of a node and all before it, up to this index
+Path = tuple[TreeNode, int]  # the blocks of a node and all before it, up to this index
 
 
 class BlockPool:
@@ -36,19 +36,19 @@ class BlockPool:
         self.trees = tuple(RadixTree(group, stride) for group, stride in strides.items())
         self.units = UnitAllocator(plan)
         self.order = EvictionOrder(len(plan.groups))
-        self.nodes_in: dict[int, set[Node]] = {}
+        self.nodes_in: dict[int, set[TreeNode]] = {}
         self.num_releases = 0
         self._state_group = plan.state_groups[0] if plan.state_groups else None
         state_queues = [self.order.idle[group] for group in plan.state_groups]
         self.idle_checkpoints = state_queues[0] if state_queues else IdleQueue()
         self._listener = listener
-        self.on_states_evicted: Callable[[Node], None] = lambda node: None
+        self.on_states_evicted: Callable[[TreeNode], None] = lambda node: None
 
     def fits(self, new: NewBlocks, paths: Iterable[Path] = ()) -> bool:
         """True if new blocks fit while `paths` are in use as well; exact."""
-        idle: dict[Node, int] = {}  # how many blocks of it come into use
+        idle: dict[TreeNode, int] = {}  # how many blocks of it come into use
         for last, end in paths:
-            node: Node | None = last
+            node: TreeNode | None = last
             while node is not None and not node.refs:
                 idle[node] = max(idle.get(node, 0), end - node.start)
                 end, node = node.start, node.parent
@@ -87,20 +87,20 @@ class BlockPool:
         self.units.free(group, blocks)
         self.order.add_units([unit for unit in idle_units if unit in self.nodes_in])
 
-    def add_node(self, group: int, start: int, blocks: list[int]) -> Node:
+    def add_node(self, group: int, start: int, blocks: list[int]) -> TreeNode:
         """Private blocks become a node with one user, freed with it unless made findable."""
-        node = Node(group, start, blocks)
+        node = TreeNode(group, start, blocks)
         self._enter(node, self.units.units_of(group, blocks))
         return node
 
-    def add_states(self, new: Allocated) -> Node:
+    def add_states(self, new: Allocated) -> TreeNode:
         """Private states, one per Mamba group, become a node, as `add_node`."""
         assert self._state_group is not None
-        return Node(self._state_group, 0, *new)
+        return TreeNode(self._state_group, 0, *new)
 
     def append(
-        self, last: Node, new: Allocated, digests: list[bytes], *, prefix: PrefixDigests
-    ) -> Node:
+        self, last: TreeNode, new: Allocated, digests: list[bytes], *, prefix: PrefixDigests
+    ) -> TreeNode:
         """Private blocks, all complete, join the tree; moves a use from `last` to their node.
 
         `digests`: of the prefixes that end at each hash boundary in them.
@@ -112,21 +112,21 @@ class BlockPool:
             _announce(self._listener, self._cached_blocks(node, start - node.start), prefix)
         return node
 
-    def add_partial(self, last: Node, block: int) -> Node:
+    def add_partial(self, last: TreeNode, block: int) -> TreeNode:
         """A private block, partly filled, joins the tree, with one use more of it and of `last`."""
         last.refs += 1
         partial = self.trees[last.group].add_partial(last, block)
         self._enter(partial, self.units.units_of(last.group, [block]))
         return partial
 
-    def complete(self, partial: Node, digests: list[bytes], prefix: PrefixDigests) -> None:
+    def complete(self, partial: TreeNode, digests: list[bytes], prefix: PrefixDigests) -> None:
         """The block of a partial node is whole; without a tree it becomes findable by itself."""
         num_known = len(partial.inner)
         self.trees[partial.group].complete(partial, digests)
         if self._listener is not None:
             _announce(self._listener, self._cached_blocks(partial, 0, num_known), prefix)
 
-    def publish_partial(self, node: Node, prefix: PrefixDigests, key: PrefixKey) -> None:
+    def publish_partial(self, node: TreeNode, prefix: PrefixDigests, key: PrefixKey) -> None:
         """A node's one block, filled up to the end of `key`, becomes findable."""
         tree = self.trees[node.group]
         first = node.start * tree.stride + len(node.inner)  # the first hash block that is new
@@ -147,23 +147,23 @@ class BlockPool:
             _announce(self._listener, cached, prefix)
 
     def publish_states(
-        self, node: Node, prefix: PrefixDigests, key: PrefixKey, *, value: float
+        self, node: TreeNode, prefix: PrefixDigests, key: PrefixKey, *, value: float
     ) -> None:
-        """States become findable, unless others for the same prefix are; `value`: see `Node`."""
+        """States become findable, unless others for the same prefix are; `value`: see `TreeNode`."""
         if self.trees[node.group].find(key) is None:
             self.trees[node.group].add_key(node, key)
             node.value = max(node.value, value)
             if self._listener is not None:
                 _announce(self._listener, self._cached_key(node, key), prefix)
 
-    def share(self, node: Node, end: int) -> Node:
+    def share(self, node: TreeNode, end: int) -> TreeNode:
         """One more use of a node up to index `end`; splits it there and returns the part before."""
         if end < node.end:
             # The user's part becomes the parent, so that those who use all of `node` still do.
             count, node = end - node.start, self.trees[node.group].split(node)
             (rest,) = node.children.values()
             self._move_front(rest, count)
-        user: Node | None = node
+        user: TreeNode | None = node
         while user is not None:
             user.refs += 1
             # A node in use counts as one user of its parent, however many users it has itself.
@@ -174,7 +174,7 @@ class BlockPool:
             user = user.parent
         return node
 
-    def follow(self, last: Node, node: Node, end: int) -> Node:
+    def follow(self, last: TreeNode, node: TreeNode, end: int) -> TreeNode:
         """Moves a use on from `last` to a node somewhere after it, up to index `end`."""
         # In place where nobody else sees the border between the two nodes: no split, no new node.
         if end < node.end and self.trees[node.group].may_move_end(last, node):
@@ -184,9 +184,9 @@ class BlockPool:
         self.release(last)
         return node
 
-    def release(self, node: Node) -> None:
+    def release(self, node: TreeNode) -> None:
         """One use less; the node, and those before it that nobody uses either, become idle."""
-        user: Node | None = node
+        user: TreeNode | None = node
         while user is not None:
             user.refs -= 1
             if user.refs:  # still in use, and so is its whole path
@@ -201,9 +201,9 @@ class BlockPool:
                     self.order.add_units(idle_units)
             user = user.parent
 
-    def find_node(self, group: int, block: int) -> Node:
+    def find_node(self, group: int, block: int) -> TreeNode:
         """The findable node with this block or state; raises LookupError without one."""
-        nodes: Iterable[Node] = self.nodes_in.get(block // self.plan.blocks_per_unit[group], ())
+        nodes: Iterable[TreeNode] = self.nodes_in.get(block // self.plan.blocks_per_unit[group], ())
         if group in self.plan.state_groups:
             tails = self.trees[self.plan.state_groups[0]].partial.values()
             nodes = (node for by_tail in tails for node in by_tail.values())
@@ -212,7 +212,7 @@ class BlockPool:
                 return node
         raise LookupError(f"group {group}: block {block} is not cached")
 
-    def _move_front(self, node: Node, count: int) -> None:
+    def _move_front(self, node: TreeNode, count: int) -> None:
         """The first `count` blocks of a node join the end of its parent."""
         parent, units = node.parent, self.units.units_of(node.group, node.blocks[:count])
         assert parent is not None
@@ -225,7 +225,7 @@ class BlockPool:
     def _evict_for(self, new: NewBlocks) -> None:
         """One step towards room for new blocks: the least valuable idle thing that helps."""
         # For each short group its least idle node, cut to what is missing; or a checkpoint.
-        options: list[tuple[Rank, Node, int]] = []
+        options: list[tuple[Rank, TreeNode, int]] = []
         for group, (count, _) in new.items():
             missing = count - self.units.slots[group].num_free
             if group == self._state_group or missing <= 0:
@@ -254,7 +254,7 @@ class BlockPool:
         nodes = self.nodes_in.get(unit)
         return nodes is not None and unit not in self.units.used[next(iter(nodes)).group]
 
-    def evict(self, node: Node, keep: int = 0) -> None:
+    def evict(self, node: TreeNode, keep: int = 0) -> None:
         """Frees all but the first `keep` blocks of an idle node, and first all that follows it."""
         # A block is findable only after all blocks before it, so what follows goes first.
         ends_first = [(child, 0) for child in reversed(node.descendants())]
@@ -273,14 +273,14 @@ class BlockPool:
             if gone.group == self._state_group:
                 self.on_states_evicted(gone)
 
-    def _free_blocks(self, node: Node, keep: int) -> None:
+    def _free_blocks(self, node: TreeNode, keep: int) -> None:
         gone = node.blocks[keep:]
         del node.blocks[keep:]
         if node.group != self._state_group:
             self._leave(node, self.units.units_of(node.group, gone) if keep else dict(node.units))
         self.units.free(node.group, gone)
 
-    def _enter(self, node: Node, units: Units) -> None:
+    def _enter(self, node: TreeNode, units: Units) -> None:
         """So many blocks in each of these units belong to a node from now on."""
         for unit, count in units.items():
             if unit in node.units:
@@ -289,7 +289,7 @@ class BlockPool:
                 node.units[unit] = count
                 self.nodes_in.setdefault(unit, set()).add(node)
 
-    def _leave(self, node: Node, units: Units) -> None:
+    def _leave(self, node: TreeNode, units: Units) -> None:
         for unit, count in units.items():
             node.units[unit] -= count
             if not node.units[unit]:
@@ -298,13 +298,13 @@ class BlockPool:
                 if not self.nodes_in[unit]:
                     del self.nodes_in[unit]
 
-    def _cached(self, node: Node, keep: int) -> list[Cached]:
+    def _cached(self, node: TreeNode, keep: int) -> list[Cached]:
         """The findable blocks and states of a node after its first `keep` blocks."""
         cached = [self._cached_key(node, key) for key in node.keys]
         has_blocks = node.digests or node.inner
         return [*cached, self._cached_blocks(node, keep)] if has_blocks else cached
 
-    def _cached_blocks(self, node: Node, first: int, num_known: int = 0) -> CachedBlocks:
+    def _cached_blocks(self, node: TreeNode, first: int, num_known: int = 0) -> CachedBlocks:
         """Blocks from index `first` of a node on, without the first `num_known` hash blocks."""
         stride, size = self.trees[node.group].stride, self.plan.hash_block_size
         digests = node.digests or node.inner
@@ -320,7 +320,7 @@ class BlockPool:
             filled_from=node.filled_from,
         )
 
-    def _cached_key(self, node: Node, key: PrefixKey) -> Cached:
+    def _cached_key(self, node: TreeNode, key: PrefixKey) -> Cached:
         blocks = tuple(node.blocks)
         if node.group == self._state_group:
             return CachedStates(self.plan.state_groups, key.num_tokens, key.digest, blocks)

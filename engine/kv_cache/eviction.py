@@ -8,7 +8,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from engine.kv_cache.radix_tree import Node, Rank
+from engine.kv_cache.radix_tree import TreeNode, Rank
 
 BLOCK_VALUE = 1.0  # of all blocks; so units rank in the order in which they become idle
 
@@ -20,10 +20,10 @@ class IdleQueue:
     """
 
     def __init__(self) -> None:
-        self.members: set[Node] = set()
-        self._heap: list[tuple[Rank, Node]] = []
+        self.members: set[TreeNode] = set()
+        self._heap: list[tuple[Rank, TreeNode]] = []
 
-    def add(self, node: Node) -> None:
+    def add(self, node: TreeNode) -> None:
         """Takes a node in, at its rank."""
         self.members.add(node)
         heapq.heappush(self._heap, (node.rank, node))
@@ -31,13 +31,13 @@ class IdleQueue:
             self._heap = [entry for entry in self._heap if self._is_current(entry)]
             heapq.heapify(self._heap)
 
-    def first(self) -> Node | None:
+    def first(self) -> TreeNode | None:
         """The member with the least rank."""
         while self._heap and not self._is_current(self._heap[0]):
             heapq.heappop(self._heap)
         return self._heap[0][1] if self._heap else None
 
-    def _is_current(self, entry: tuple[Rank, Node]) -> bool:
+    def _is_current(self, entry: tuple[Rank, TreeNode]) -> bool:
         rank, node = entry
         return node in self.members and node.rank == rank
 
@@ -55,7 +55,7 @@ class EvictionOrder:
         self._clock = 0.0
         self._arrivals = 0
 
-    def add(self, node: Node) -> None:
+    def add(self, node: TreeNode) -> None:
         """Nobody uses a node from now on."""
         node.rank = self._next_rank(node.value)
         self.idle[node.group].add(node)
@@ -67,11 +67,11 @@ class EvictionOrder:
             self.units[unit] = rank
             self.units.move_to_end(unit)
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: TreeNode) -> None:
         """A node is used again, or gone."""
         self.idle[node.group].members.discard(node)
 
-    def advance(self, node: Node) -> None:
+    def advance(self, node: TreeNode) -> None:
         """A node is evicted: the clock moves up to its rank."""
         self._clock = max(self._clock, node.rank[0])
 

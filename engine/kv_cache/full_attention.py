@@ -6,7 +6,7 @@ the tree, and what follows a lost block goes with it.
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.radix_tree import Node
+from engine.kv_cache.radix_tree import TreeNode
 from engine.kv_cache.tables import GroupHit, GroupTable, Lookup
 from engine.kv_cache.unit_allocator import Allocated
 
@@ -37,7 +37,7 @@ class FullAttentionLookup(Lookup):
             (self._node(num_whole + 1), num_whole + 1) if rest else None,
         )
 
-    def _node(self, end: int) -> Node:
+    def _node(self, end: int) -> TreeNode:
         """The node with the last block before index `end`."""
         if end * self._size > self._end and self._partial is not None:
             return self._partial[1]
@@ -60,7 +60,7 @@ class FullAttentionTable(GroupTable):
     def __init__(self, pool: BlockPool, group: int, hit: GroupHit) -> None:
         super().__init__(pool, group, hit)
         self._last = pool.share(*(hit.shares or ((self._tree.root, 0),))[0])
-        self._partial: Node | None = None
+        self._partial: TreeNode | None = None
         self._num_settled = self.num_published
 
     def publish(self, prefix: PrefixDigests, num_tokens: int) -> None:
@@ -94,7 +94,7 @@ class FullAttentionTable(GroupTable):
     def leave(self, num_tokens: int, filled_from: int | None = None) -> None:
         """Every block is still read."""
 
-    def held(self) -> tuple[list[Node], list[int]]:
+    def held(self) -> tuple[list[TreeNode], list[int]]:
         nodes = [self._last] if self._partial is None else [self._last, self._partial]
         return nodes, self.blocks[self._num_settled :]
 
@@ -105,7 +105,7 @@ class FullAttentionTable(GroupTable):
             units = self._pool.units.units_of(self._group, blocks)
         return blocks, units
 
-    def _follow(self, node: Node, end: int) -> None:
+    def _follow(self, node: TreeNode, end: int) -> None:
         """Somebody published equal blocks first: the request goes on with those."""
         self._last = self._pool.follow(self._last, node, end)
         if self._partial is not None:

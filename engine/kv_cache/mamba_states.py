@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.checkpoints import CheckpointPolicy, Reason, value_per_token
 from engine.kv_cache.prefix import PrefixDigests, PrefixKey
-from engine.kv_cache.radix_tree import Node, RadixTree
+from engine.kv_cache.radix_tree import TreeNode, RadixTree
 from engine.kv_cache.tables import BlockTables, GroupHit, Lookup
 from engine.kv_cache.unit_allocator import Allocated, NewBlocks
 
@@ -22,7 +22,7 @@ class Checkpoint:
     prefix: PrefixDigests
     key: PrefixKey
     groups: tuple[int, ...]
-    node: Node
+    node: TreeNode
 
     @property
     def num_tokens(self) -> int:
@@ -45,7 +45,7 @@ class StateLookup(Lookup):
         self._tree = tree
         self._prefix = prefix
         self._searched = -1  # up to here `_found` is the longest
-        self._found: tuple[int, Node] | None = None
+        self._found: tuple[int, TreeNode] | None = None
 
     def longest(self, limit: int) -> int:
         if self._tree is None:
@@ -57,7 +57,7 @@ class StateLookup(Lookup):
         found = self._find(num_tokens)
         return GroupHit() if found is None else GroupHit(source=(found[1], found[1].end))
 
-    def _find(self, limit: int) -> tuple[int, Node] | None:
+    def _find(self, limit: int) -> tuple[int, TreeNode] | None:
         if self._tree is None or not self._tree.partial:
             return None
         position = 0 if self._found is None else self._found[0]
@@ -79,14 +79,16 @@ class MambaStates:
         self.groups = pool.plan.state_groups
         self.one_set: NewBlocks = {group: (len(self.groups), None) for group in self.groups[:1]}
         self.policy = CheckpointPolicy()
-        self._unread: dict[Node, tuple[Reason, int]] = {}  # and the tokens that a hit would save
+        self._unread: dict[
+            TreeNode, tuple[Reason, int]
+        ] = {}  # and the tokens that a hit would save
         pool.on_states_evicted = self._on_evicted
         self._value_per_token = value_per_token(pool.plan)
         self._pool = pool
         self._tree = pool.trees[self.groups[0]] if self.groups else None
         self._max_idle = max_idle_units // max(1, len(self.groups))
         self._num_reserved = 0
-        self._new: list[Node] = []
+        self._new: list[TreeNode] = []
 
     @property
     def num_used(self) -> int:
@@ -102,7 +104,7 @@ class MambaStates:
         """Starts the lookup of one prefix."""
         return StateLookup(self._tree, prefix)
 
-    def begin(self, new: dict[int, Allocated], *, is_new: bool) -> Node | None:
+    def begin(self, new: dict[int, Allocated], *, is_new: bool) -> TreeNode | None:
         """The states of a request, in use once; new ones have to be zeroed."""
         if not self.groups:
             return None
@@ -135,7 +137,7 @@ class MambaStates:
         self._num_reserved += 1
         return Checkpoint(prefix, key, self.groups, self._pool.add_states(new[self.groups[0]]))
 
-    def found(self, node: Node) -> None:
+    def found(self, node: TreeNode) -> None:
         """A request starts from this checkpoint."""
         if (kept := self._unread.pop(node, None)) is not None:
             self.policy.found(*kept)
@@ -143,7 +145,7 @@ class MambaStates:
     def publish(
         self,
         tables: BlockTables,
-        node: Node,
+        node: TreeNode,
         prefix: PrefixDigests,
         *,
         key: PrefixKey,
@@ -162,7 +164,7 @@ class MambaStates:
         for checkpoint in checkpoints:
             self._pool.release(checkpoint.node)
 
-    def free(self, node: Node | None) -> None:
+    def free(self, node: TreeNode | None) -> None:
         """A request needs its states no longer."""
         if node is not None:
             # Freed before its first step: nothing is left to zero.
@@ -170,7 +172,7 @@ class MambaStates:
             self._pool.release(node)
             self.trim()
 
-    def _on_evicted(self, node: Node) -> None:
+    def _on_evicted(self, node: TreeNode) -> None:
         if (kept := self._unread.pop(node, None)) is not None:
             self.policy.evicted_unread(kept[0])
 

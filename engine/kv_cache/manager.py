@@ -16,11 +16,11 @@ from engine.kv_cache.coverage import NOTHING, Coverage
 from engine.kv_cache.listener import CacheListener
 from engine.kv_cache.mamba_states import Checkpoint, MambaStates
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.radix_tree import Node
+from engine.kv_cache.radix_tree import TreeNode
 from engine.kv_cache.tables import BlockCopy, BlockTables, GroupTable
 from engine.kv_cache.unit_allocator import Allocated, NewBlocks
 
-Pin = tuple[Node, ...]  # cached blocks and states that stay where they are until `unpin`
+Pin = tuple[TreeNode, ...]  # cached blocks and states that stay where they are until `unpin`
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class _Pending:
     `checkpoint` of pulled states.
     """
 
-    source: Node
+    source: TreeNode
     targets: list[int]
     owner: BlockTables
     checkpoint: Checkpoint | None = None
@@ -262,7 +262,7 @@ class KVCacheManager:
         Counts as a use of each, and of the blocks before it. Raises LookupError, and pins nothing,
         if one of them is free or private to a request.
         """
-        ends: dict[Node, int] = {}
+        ends: dict[TreeNode, int] = {}
         for group, ids in blocks.items():
             for block in ids:
                 node = self.pool.find_node(group, block)

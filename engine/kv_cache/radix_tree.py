@@ -18,7 +18,7 @@ Units = dict[int, int]  # how many blocks lie in each unit
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class TreeNode:
     """Blocks of an attention group, or the states of one checkpoint (one unit per Mamba group).
 
     `start`: index of its first block in a block table. `digests`: of the prefixes that end at each
@@ -37,8 +37,8 @@ class Node:
     digests: list[bytes] = field(default_factory=list)
     inner: tuple[bytes, ...] = ()
     keys: list[PrefixKey] = field(default_factory=list)
-    parent: "Node | None" = None
-    children: "dict[bytes | Node, Node]" = field(default_factory=dict)
+    parent: "TreeNode | None" = None
+    children: "dict[bytes | TreeNode, TreeNode]" = field(default_factory=dict)
     filled_from: int = 0
     refs: int = 1
     value: float = 1.0
@@ -54,7 +54,7 @@ class Node:
         """True if any prefix leads here."""
         return bool(self.digests or self.keys or self.inner)
 
-    def descendants(self) -> list["Node"]:
+    def descendants(self) -> list["TreeNode"]:
         """All nodes after its end, parents before children."""
         nodes = list(self.children.values())
         for node in nodes:  # grows while it is read
@@ -64,7 +64,7 @@ class Node:
     def path(self, end: int) -> list[int]:
         """The blocks from the root up to index `end`."""
         parts: list[list[int]] = []
-        node: Node | None = self
+        node: TreeNode | None = self
         while node is not None:
             parts.append(node.blocks[: end - node.start])
             end, node = node.start, node.parent
@@ -85,16 +85,16 @@ class RadixTree:
 
     def __init__(self, group: int, stride: int) -> None:
         self.stride = stride
-        self.root = Node(group, 0, [])
-        self.whole: dict[bytes, Node] = {}
-        self.inside: dict[bytes, dict[Node, None]] = {}
-        self.partial: dict[bytes, dict[tuple[TokenId, ...], Node]] = {}
+        self.root = TreeNode(group, 0, [])
+        self.whole: dict[bytes, TreeNode] = {}
+        self.inside: dict[bytes, dict[TreeNode, None]] = {}
+        self.partial: dict[bytes, dict[tuple[TokenId, ...], TreeNode]] = {}
 
     def digests(self, prefix: PrefixDigests, start: int, end: int) -> list[bytes]:
         """Digests of the hash blocks in the blocks from index `start` to `end` - 1."""
         return prefix.boundaries()[start * self.stride + 1 : end * self.stride + 1]
 
-    def find(self, key: PrefixKey) -> Node | None:
+    def find(self, key: PrefixKey) -> TreeNode | None:
         """The node with a block or state that ends exactly there."""
         return self.partial.get(key.boundary, {}).get(key.tail)
 
@@ -104,7 +104,7 @@ class RadixTree:
 
     def longest_inside(
         self, prefix: PrefixDigests, index: int, needed: int = 0
-    ) -> tuple[int, Node] | None:
+    ) -> tuple[int, TreeNode] | None:
         """The longest prefix that ends inside the block at `index`, and a node with that block.
 
         The node holds the block's tokens from `needed` on.
@@ -118,7 +118,7 @@ class RadixTree:
 
     def longest_partial(
         self, prefix: PrefixDigests, above: int, limit: int, *, needed: int = 0
-    ) -> tuple[int, Node] | None:
+    ) -> tuple[int, TreeNode] | None:
         """The longest prefix of more than `above`, at most `limit` tokens that a key names.
 
         Its node holds its block's tokens from `needed` on.
@@ -138,7 +138,7 @@ class RadixTree:
                     return whole * size + len(longest), tails[longest]
         return None
 
-    def descend(self, node: Node, digests: Sequence[bytes]) -> tuple[Node, int]:
+    def descend(self, node: TreeNode, digests: Sequence[bytes]) -> tuple[TreeNode, int]:
         """(deepest node, number of hash blocks found) on the way down from a node's end.
 
         `digests`: of the hash boundaries after that end. Enters only nodes whose first block is
@@ -160,11 +160,11 @@ class RadixTree:
             break
         return node, found
 
-    def append(self, node: Node, blocks: list[int], digests: list[bytes]) -> Node:
+    def append(self, node: TreeNode, blocks: list[int], digests: list[bytes]) -> TreeNode:
         """Adds whole blocks after a node's end, for its one user; returns the node they are in."""
         # A node may grow only if its end matters to nobody but the caller.
         if node.refs > 1 or node.children or node.keys:
-            child = Node(node.group, node.end, [], parent=node)
+            child = TreeNode(node.group, node.end, [], parent=node)
             node.children[digests[self.stride - 1]] = child
             if self.stride > 1:
                 self._list(child, digests)
@@ -173,13 +173,13 @@ class RadixTree:
         node.digests += digests
         return node
 
-    def add_partial(self, node: Node, block: int) -> Node:
+    def add_partial(self, node: TreeNode, block: int) -> TreeNode:
         """Adds a partly filled block after a node's end."""
-        partial = Node(node.group, node.end, [block], parent=node)
+        partial = TreeNode(node.group, node.end, [block], parent=node)
         node.children[partial] = partial
         return partial
 
-    def complete(self, partial: Node, digests: list[bytes]) -> None:
+    def complete(self, partial: TreeNode, digests: list[bytes]) -> None:
         """The block of a node is whole now."""
         if partial.parent is None:
             self.whole[digests[-1]] = partial
@@ -191,30 +191,30 @@ class RadixTree:
             partial.inner = ()
         partial.digests += digests
 
-    def fill(self, partial: Node, digests: list[bytes]) -> None:
+    def fill(self, partial: TreeNode, digests: list[bytes]) -> None:
         """More whole hash blocks of a partly filled block are complete."""
         partial.inner += tuple(digests)
         self._list(partial, partial.inner)
 
-    def add_key(self, node: Node, key: PrefixKey) -> None:
+    def add_key(self, node: TreeNode, key: PrefixKey) -> None:
         """A prefix that ends in a node, and that no other node has, leads to it."""
         self.partial.setdefault(key.boundary, {})[key.tail] = node
         node.keys.append(key)
 
-    def split(self, node: Node) -> Node:
+    def split(self, node: TreeNode) -> TreeNode:
         """A new node without blocks between a node and its parent; `move_front` fills it.
 
         parent [0 1 2] --> node [3 4 5 6]    becomes    parent [0 1 2] --> [] --> node [3 4 5 6]
         """
         assert node.parent is not None
         first = node.digests[self.stride - 1]
-        between = Node(node.group, node.start, [], parent=node.parent, children={first: node})
+        between = TreeNode(node.group, node.start, [], parent=node.parent, children={first: node})
         between.refs, between.rank, between.value = int(node.refs > 0), node.rank, node.value
         node.parent.children[first] = between
         node.parent = between
         return between
 
-    def move_front(self, node: Node, count: int) -> None:
+    def move_front(self, node: TreeNode, count: int) -> None:
         """The first `count` blocks of a node, but not all, move to the end of its parent.
 
         parent [0 1 2] --> node [3 4 5 6]    becomes, for 2,    parent [0 1 2 3 4] --> node [5 6]
@@ -233,12 +233,12 @@ class RadixTree:
         if self.stride > 1:
             self._list(node, node.digests)
 
-    def may_move_end(self, node: Node, child: Node) -> bool:
+    def may_move_end(self, node: TreeNode, child: TreeNode) -> bool:
         """True if only `child` and one user of the node depend on the node's end."""
         is_alone = len(node.children) == 1 and not node.keys
         return is_alone and child.parent is node and node.refs == 1 + (child.refs > 0)
 
-    def remove(self, node: Node) -> None:
+    def remove(self, node: TreeNode) -> None:
         """Nothing leads to a node from now on; it must have nothing after it."""
         for key in node.keys:
             tails = self.partial[key.boundary]
@@ -256,7 +256,7 @@ class RadixTree:
 
     def _longest_listed(
         self, prefix: PrefixDigests, index: int, needed: int
-    ) -> tuple[Node | None, int]:
+    ) -> tuple[TreeNode | None, int]:
         """A node with the most hash blocks of the block at `index`, and how many these are."""
         inside, known = self.inside, self.digests(prefix, index, index + 1)[: self.stride - 1]
         # Who holds one boundary holds all before it in the same block. So bisect.
@@ -267,12 +267,12 @@ class RadixTree:
                     return node, count
         return None, 0
 
-    def _list(self, node: Node, digests: Sequence[bytes]) -> None:
+    def _list(self, node: TreeNode, digests: Sequence[bytes]) -> None:
         """A node begins with these hash boundaries, of which some are inside its first block."""
         for digest in digests[: self.stride - 1]:
             self.inside.setdefault(digest, {})[node] = None
 
-    def _unlist(self, node: Node) -> None:
+    def _unlist(self, node: TreeNode) -> None:
         for digest in node.inner or node.digests[: self.stride - 1]:
             nodes = self.inside[digest]
             del nodes[node]

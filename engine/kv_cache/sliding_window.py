@@ -5,7 +5,7 @@ Blocks before the window are freed while the request goes on; what is cached may
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.radix_tree import Node
+from engine.kv_cache.radix_tree import TreeNode
 from engine.kv_cache.spec import SlidingWindowSpec
 from engine.kv_cache.tables import NULL_BLOCK, GroupHit, GroupTable, Lookup
 
@@ -17,7 +17,7 @@ class SlidingWindowLookup(Lookup):
         self._tree, self._prefix = pool.trees[group], prefix
         self._size = pool.plan.block_size_of(group)
         self._spec = _spec(pool, group)
-        self._found: dict[tuple[int, int], tuple[int, Node] | None] = {}
+        self._found: dict[tuple[int, int], tuple[int, TreeNode] | None] = {}
 
     def longest(self, limit: int) -> int:
         while limit and (gap := self._last_gap(limit)) is not None:
@@ -48,7 +48,7 @@ class SlidingWindowLookup(Lookup):
                 return end
         return None
 
-    def _find(self, index: int, needed: int) -> tuple[int, Node] | None:
+    def _find(self, index: int, needed: int) -> tuple[int, TreeNode] | None:
         """(tokens up to which the block at `index` is cached, its node); looked up once.
 
         The node holds the block's tokens from `needed` on.
@@ -58,7 +58,7 @@ class SlidingWindowLookup(Lookup):
             self._found[key] = self._look_up(*key)
         return self._found[key]
 
-    def _look_up(self, index: int, needed: int) -> tuple[int, Node] | None:
+    def _look_up(self, index: int, needed: int) -> tuple[int, TreeNode] | None:
         if (end := (index + 1) * self._size) <= self._prefix.num_tokens:
             digests = self._tree.digests(self._prefix, index, index + 1)
             node = self._tree.whole.get(digests[-1])
@@ -66,7 +66,7 @@ class SlidingWindowLookup(Lookup):
                 return end, node
         return self._tree.longest_inside(self._prefix, index, needed)
 
-    def _node(self, index: int, needed: int) -> Node:
+    def _node(self, index: int, needed: int) -> TreeNode:
         found = self._find(index, needed)
         assert found is not None, f"block {index} is not cached"
         return found[1]
@@ -116,12 +116,12 @@ class SlidingWindowTable(GroupTable):
                 self._pool.release(node)
         self.num_passed = max(self.num_passed, num_passed)
 
-    def held(self) -> tuple[list[Node], list[int]]:
+    def held(self) -> tuple[list[TreeNode], list[int]]:
         indexes = range(self.num_passed, len(self.blocks))
         own = [self.blocks[index] for index in indexes if index not in self._nodes]
         return [self._nodes[index] for index in sorted(self._nodes)], own
 
-    def _own_node(self, index: int) -> Node:
+    def _own_node(self, index: int) -> TreeNode:
         if index not in self._nodes:
             node = self._pool.add_node(self._group, index, [self.blocks[index]])
             if self.filled_from > index * self._size:

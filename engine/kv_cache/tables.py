@@ -8,7 +8,7 @@ from typing import NamedTuple
 from engine.kv_cache.block_pool import BlockPool, Path
 from engine.kv_cache.checkpoints import Reason
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.radix_tree import Node, Units
+from engine.kv_cache.radix_tree import TreeNode, Units
 from engine.kv_cache.unit_allocator import Allocated, NewBlocks
 
 NULL_BLOCK = -1  # a block that lies wholly before its group's window
@@ -102,7 +102,7 @@ class GroupTable(ABC):
         """
 
     @abstractmethod
-    def held(self) -> tuple[list[Node], list[int]]:
+    def held(self) -> tuple[list[TreeNode], list[int]]:
         """The nodes in use, roots first, and the blocks that no node holds."""
 
 
@@ -119,7 +119,7 @@ class BlockTables:
 
     groups: tuple[list[int], ...]
     attention: dict[int, GroupTable]
-    state: Node | None
+    state: TreeNode | None
     num_checkpointed: int = 0
     num_hit: int = 0
     checkpoints: dict[int, Reason] = field(default_factory=dict)

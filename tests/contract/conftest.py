@@ -12,11 +12,10 @@ from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
 from engine.distribution import how_to_install
-from tests.netns import End, cable, namespaces, obstacle, skip_if_impossible
-from tests.reads import StartPeer
-from tests.relay import Relay
-from tests.tiers import everyday
-from tests.transport_peer import (
+from tests.support.network.netns import End, cable, namespaces, obstacle, skip_if_impossible
+from tests.support.network.reads import StartPeer
+from tests.support.network.relay import Relay
+from tests.support.network.transport_peer import (
     ARENA_BYTES,
     KINDS,
     LOCAL,
@@ -28,6 +27,7 @@ from tests.transport_peer import (
     Road,
     Wire,
 )
+from tests.tiers import everyday
 
 BENCHMARKS = ipaddress.ip_network("198.18.0.0/15")  # RFC 2544: on no real network
 

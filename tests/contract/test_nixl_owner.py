@@ -20,9 +20,16 @@ from connector.transports.nixl_agent import NixlAddress, NixlAgent, NixlRegion, 
 from connector.transports.nixl_server import OwnerProcess
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
-from tests.leaks import children_of, excess, held_by, listening
-from tests.reads import StartPeer, expected, permuted_blocks, pull, pull_in_the_end, until
-from tests.transport_peer import ARENA_BYTES, Peer
+from tests.support.network.reads import (
+    StartPeer,
+    expected,
+    permuted_blocks,
+    pull,
+    pull_in_the_end,
+    until,
+)
+from tests.support.network.transport_peer import ARENA_BYTES, Peer
+from tests.support.nodes.leaks import children_of, excess, held_by, listening
 
 OVER_NIXL = pytest.mark.parametrize("kind", ["nixl"], indirect=True)
 

@@ -7,9 +7,9 @@ import pytest
 from connector.transports.base import SpanPair
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
-from tests.leaks import Holdings, excess, held_by
-from tests.reads import pull, until
-from tests.transport_peer import ARENA_BYTES, ONCE_EACH, Peer
+from tests.support.network.reads import pull, until
+from tests.support.network.transport_peer import ARENA_BYTES, ONCE_EACH, Peer
+from tests.support.nodes.leaks import Holdings, excess, held_by
 
 ROUNDS = 24
 # NIXL gives the sockets of a connection back with its agent, which lasts for a few of them.

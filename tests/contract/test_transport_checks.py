@@ -6,8 +6,8 @@ import torch
 from connector.transports.base import SpanPair, Transport
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
-from tests.reads import ODD_LENGTHS, StartPeer, expected, pull
-from tests.transport_peer import ARENA_BYTES, ONCE_EACH
+from tests.support.network.reads import ODD_LENGTHS, StartPeer, expected, pull
+from tests.support.network.transport_peer import ARENA_BYTES, ONCE_EACH
 
 pytestmark = pytest.mark.parametrize("kind", ONCE_EACH, indirect=True)
 

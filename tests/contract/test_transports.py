@@ -19,8 +19,22 @@ from connector.transports.choose import open_transport
 from connector.transports.shm import ShmTransport
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
-from tests.reads import ODD_LENGTHS, StartPeer, expected, permuted_blocks, pull, pull_in_the_end
-from tests.transport_peer import ARENA_BYTES, DEADLINE_S, KINDS, MIB, SECOND_BYTES, Road
+from tests.support.network.reads import (
+    ODD_LENGTHS,
+    StartPeer,
+    expected,
+    permuted_blocks,
+    pull,
+    pull_in_the_end,
+)
+from tests.support.network.transport_peer import (
+    ARENA_BYTES,
+    DEADLINE_S,
+    KINDS,
+    MIB,
+    SECOND_BYTES,
+    Road,
+)
 
 EVERYWHERE = pytest.mark.parametrize("kind", KINDS, indirect=True)
 

@@ -12,9 +12,17 @@ import torch
 from connector.transports.base import SpanPair, Transfer, Transport
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError
-from tests.reads import StartPeer, expected, pull, pull_in_the_end
+from tests.support.network.reads import StartPeer, expected, pull, pull_in_the_end
+from tests.support.network.transport_peer import (
+    ARENA_BYTES,
+    DEADLINE_S,
+    MIB,
+    TWO_HOSTS,
+    Peer,
+    Road,
+    Wire,
+)
 from tests.tiers import everyday
-from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, TWO_HOSTS, Peer, Road, Wire
 
 pytestmark = pytest.mark.parametrize("kind", everyday(TWO_HOSTS, ("nixl-hosts",)), indirect=True)
 

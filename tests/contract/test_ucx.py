@@ -30,8 +30,8 @@ from connector.transports.ucx_worker import UcxWorker, network_devices
 from engine.arena import ArenaMemory
 from engine.distribution import how_to_install
 from engine.errors import ConfigError, TransferTimeoutError, TransportError
-from tests.leaks import listening
-from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer
+from tests.support.network.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, Peer
+from tests.support.nodes.leaks import listening
 
 # Not imported here: that would come before the tests of NIXL (see tests/conftest.py).
 pytestmark = pytest.mark.skipif(

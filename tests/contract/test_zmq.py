@@ -28,7 +28,7 @@ from connector.transports.zmq_owner import (
 )
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError, TransportError
-from tests.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, pattern
+from tests.support.network.transport_peer import ARENA_BYTES, DEADLINE_S, MIB, pattern
 
 DEADLINE_MS = int(1000 * DEADLINE_S)
 TOKEN = "ab" * 32

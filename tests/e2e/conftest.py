@@ -1,8 +1,8 @@
-"""Fixtures of the end-to-end tests; their parts are in tests/cluster.py and tests/processes.py."""
+"""Fixtures of the end-to-end tests; their parts are in `tests/support/nodes/`."""
 
-from tests.cluster import checkpoints, one_thread, warm
-from tests.processes import real, served, served_by_processes
-from tests.shared_nodes import cluster, shared, shared_nodes
+from tests.support.nodes.cluster import checkpoints, one_thread, warm
+from tests.support.nodes.processes import real, served, served_by_processes
+from tests.support.nodes.shared_nodes import cluster, shared, shared_nodes
 
 __all__ = [
     "checkpoints",

@@ -32,9 +32,9 @@ from pydantic import SecretStr
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.api_double import CHATML
-from tests.grammar_relay import RESULT, relay_to
-from tests.processes import Launcher
+from tests.support.api.api_double import CHATML
+from tests.support.api.grammar_relay import RESULT, relay_to
+from tests.support.nodes.processes import Launcher
 
 pytestmark = pytest.mark.long
 
@@ -186,7 +186,7 @@ async def openai_agents(url: str, loop: Loop) -> None:
 
 async def openai_agents_with_mcp(url: str, loop: Loop) -> None:
     """The same agents with an MCP server's tool, in a process of its own."""
-    command: Any = {"command": sys.executable, "args": ["-m", "tests.mcp_weather"]}
+    command: Any = {"command": sys.executable, "args": ["-m", "tests.support.api.mcp_weather"]}
     async with MCPServerStdio(command, client_session_timeout_seconds=60) as server:
         await _run_agent(url, loop, agents.Agent("asker", mcp_servers=[server]))
 

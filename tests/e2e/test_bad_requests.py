@@ -9,10 +9,10 @@ import pytest
 from benchmarks.small_models import VOCABULARY
 from connector.pd.wire.control_client import ControlClient
 from engine.errors import AuthenticationError, UnprovenPeerError
-from tests.asking import ask, get, prefill_over_http, question
-from tests.cluster import CONTEXT
-from tests.pairs import prompt_of
-from tests.processes import API_KEY, CLUSTER_TOKEN, ServedCluster
+from tests.support.nodes.asking import ask, get, prefill_over_http, question
+from tests.support.nodes.cluster import CONTEXT
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import API_KEY, CLUSTER_TOKEN, ServedCluster
 
 PROMPT = list(prompt_of(90))
 SERVERS = ("p", "d", "proxy")

@@ -14,8 +14,8 @@ from connector.registry import builder_of
 from engine.errors import ConfigError, TandemError
 from serving.node.server import NodeServer
 from serving.show_plan import plan
-from tests.cluster import BASE, transfer_config
-from tests.processes import NODE_FLAGS, STOP_S, ServerProcess
+from tests.support.nodes.cluster import BASE, transfer_config
+from tests.support.nodes.processes import NODE_FLAGS, STOP_S, ServerProcess
 
 Damage = Callable[[Path], object]
 DEEP = '{"a": ' + "[" * 200_000 + "]" * 200_000 + "}"

@@ -11,9 +11,9 @@ from benchmarks.load.client import Client, TargetError
 from benchmarks.load.loop import Pace, drive
 from benchmarks.load.request import GREEDY, Request
 from benchmarks.load.summary import Summary
-from tests.node_double import client_of
-from tests.pairs import prompt_of
-from tests.processes import API_KEY, ServedCluster
+from tests.support.api.node_double import client_of
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import API_KEY, ServedCluster
 
 IDS = {**GREEDY, "return_token_ids": True}
 TEXT = Request(prompt="the quick brown fox jumps", max_tokens=12)

@@ -18,7 +18,7 @@ from benchmarks.serving.options import ServingOptions
 from benchmarks.serving.turns import Turns
 from engine.errors import ConfigError
 from serving.cli import command_app
-from tests.processes import API_KEY, ServedCluster
+from tests.support.nodes.processes import API_KEY, ServedCluster
 
 VLLM_FIELDS = {
     "date", "backend", "model_id", "num_prompts", "request_rate", "burstiness", "max_concurrency",

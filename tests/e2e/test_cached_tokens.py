@@ -18,12 +18,12 @@ import pytest
 
 from proxy.config import ProxyConfig
 from serving.node.server import NodeServer
-from tests.asking import REMOTE_DECODE
-from tests.cluster import Cluster
 from tests.e2e.test_multi_connector import both
 from tests.e2e.test_prefix_cache_pd import pair_of_nodes, prompt_of
-from tests.node_double import client_of, running_proxy, until_status
-from tests.offload import forget
+from tests.support.api.node_double import client_of, running_proxy, until_status
+from tests.support.cache.offload import forget
+from tests.support.nodes.asking import REMOTE_DECODE
+from tests.support.nodes.cluster import Cluster
 
 PROMPT = list(prompt_of(70))
 MORE = list(prompt_of(20, seed=8))

@@ -13,11 +13,11 @@ import aiohttp
 import openai
 import pytest
 
-from tests.asking import CHAT, COMPLETIONS, TIMEOUT, question
 from tests.e2e.test_bad_requests import MALFORMED, WRONG_REQUESTS
-from tests.node_double import client_of
-from tests.pairs import prompt_of
-from tests.processes import API_KEY, ServedCluster, ServerProcess
+from tests.support.api.node_double import client_of
+from tests.support.nodes.asking import CHAT, COMPLETIONS, TIMEOUT, question
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import API_KEY, ServedCluster, ServerProcess
 from tests.tiers import everyday
 
 IDS = list(prompt_of(70, salt=9))

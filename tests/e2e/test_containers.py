@@ -13,10 +13,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.asking import ask, question
-from tests.leaks import assert_no_orphans_but, children_of, orphans
-from tests.pairs import prompt_of
-from tests.processes import NODE_FLAGS, STOP_S, ServerProcess, launch_proxy, transport_flag
+from tests.support.nodes.asking import ask, question
+from tests.support.nodes.leaks import assert_no_orphans_but, children_of, orphans
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import (
+    NODE_FLAGS,
+    STOP_S,
+    ServerProcess,
+    launch_proxy,
+    transport_flag,
+)
 from tests.tiers import everyday
 
 QUESTION = question(list(prompt_of(60, salt=3)))

@@ -16,10 +16,10 @@ from benchmarks.small_models import VOCABULARY
 from engine.errors import InvalidRequestError
 from engine.types import GenerateRequest, SamplingParams
 from proxy.request_state import prefill_request
-from tests.asking import ask, question, stream, streamed_ids
-from tests.cluster import Cluster, Generation, Node, generate, until
-from tests.pairs import FAMILIES, prompt_of, request_of
-from tests.processes import Launcher, ServerProcess
+from tests.support.nodes.asking import ask, question, stream, streamed_ids
+from tests.support.nodes.cluster import Cluster, Generation, Node, generate, until
+from tests.support.nodes.pairs import FAMILIES, prompt_of, request_of
+from tests.support.nodes.processes import Launcher, ServerProcess
 from tests.tiers import everyday
 
 LONG = {"max_tokens": 250, "logprobs": 2}

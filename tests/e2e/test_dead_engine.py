@@ -13,8 +13,8 @@ import pytest
 from engine.errors import EngineDeadError
 from engine.types import GenerateRequest, SamplingParams
 from serving.rpc.client import NodeClient, StreamDeadlines
-from tests.asking import COMPLETIONS, question
-from tests.processes import NODE_FLAGS, ServerProcess, kill_all
+from tests.support.nodes.asking import COMPLETIONS, question
+from tests.support.nodes.processes import NODE_FLAGS, ServerProcess, kill_all
 
 END_S = 20.0
 
@@ -26,7 +26,11 @@ async def test_callers_get_a_typed_error_and_the_process_ends_with_1(
     flags = (*NODE_FLAGS, "--grpc-port", "0")
     root = str(Path(__file__).parents[2])
     node = ServerProcess.launch(
-        tmp_path / "log", "tests.dying_node", str(checkpoints["qwen3"]), *flags, PYTHONPATH=root
+        tmp_path / "log",
+        "tests.support.nodes.dying_node",
+        str(checkpoints["qwen3"]),
+        *flags,
+        PYTHONPATH=root,
     )
     try:
         node.wait_until_serving()

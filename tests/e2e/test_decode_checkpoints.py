@@ -10,9 +10,9 @@ import pytest
 from benchmarks.small_models import VOCABULARY
 from engine.errors import ConfigError
 from engine.types import KVTransferParams
-from tests.cluster import CONTEXT, Cluster, Generation, generate
 from tests.e2e.test_prefix_cache import assert_same, request_of
-from tests.pairs import arena_for
+from tests.support.nodes.cluster import CONTEXT, Cluster, Generation, generate
+from tests.support.nodes.pairs import arena_for
 
 HYBRIDS = ("qwen3_5", "nemotron_h", "granitemoehybrid", "falcon_h1", "bamba")
 INTERVAL = 32

@@ -3,9 +3,9 @@
 import json
 import time
 
-from tests.asking import ask, get, question
-from tests.pairs import prompt_of
-from tests.processes import Launcher, ServerProcess
+from tests.support.nodes.asking import ask, get, question
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import Launcher, ServerProcess
 
 QUESTIONS = 12
 

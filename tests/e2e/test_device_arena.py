@@ -16,7 +16,13 @@ def test_only_operators_and_the_arena_itself_touch_its_bytes(
     checkpoints: dict[str, Path], family: str
 ) -> None:
     """Tokens and log-probabilities are those of one node, and every byte is verified."""
-    command = [sys.executable, "-m", "tests.device_nodes", str(checkpoints[family]), "zmq"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.nodes.device_nodes",
+        str(checkpoints[family]),
+        "zmq",
+    ]
     done = subprocess.run(
         command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=STOP_S
     )

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from serving.node.server import NodeServer
-from tests.cluster import Cluster, generate, settled
 from tests.e2e.test_prefix_cache import assert_same, request_of
 from tests.e2e.test_prefix_cache_pd import REMOTE_DECODE, hand_over, moved, prompt_of
-from tests.faults import DamagedReads, counted, flip
+from tests.support.faults.faults import DamagedReads, counted, flip
+from tests.support.nodes.cluster import Cluster, generate, settled
 from tests.tiers import l_shape
 
 FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "falcon_h1")

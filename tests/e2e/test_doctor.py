@@ -22,9 +22,9 @@ from engine.errors import ConfigError
 from engine.types import KVTransferStats
 from serving.node.server import NodeServer
 from serving.rpc.node_http import HttpNode
-from tests.cluster import Cluster, transfer_config
-from tests.forks import run_command
-from tests.processes import API_KEY, CLUSTER_TOKEN, ServedCluster
+from tests.support.nodes.cluster import Cluster, transfer_config
+from tests.support.nodes.forks import run_command
+from tests.support.nodes.processes import API_KEY, CLUSTER_TOKEN, ServedCluster
 
 KEYS = ("--cluster-token", CLUSTER_TOKEN, "--api-key", API_KEY)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from connector.doctor.findings import Verdict
 from connector.doctor.folder import examine_folder
 from connector.offload.tiers.folder import STALE_S
-from tests.cluster import Cluster, generate
-from tests.forks import run_command
-from tests.offload import MIB, forget, start_with_tiers, tier_config
-from tests.pairs import prompt_of, request_of
+from tests.support.cache.offload import MIB, forget, start_with_tiers, tier_config
+from tests.support.nodes.cluster import Cluster, generate
+from tests.support.nodes.forks import run_command
+from tests.support.nodes.pairs import prompt_of, request_of
 
 
 async def filled(cluster: Cluster, model: Path, folder: Path) -> list[Path]:

@@ -6,9 +6,9 @@ import os
 import signal
 from typing import Any
 
-from tests.asking import ask, get, prefill_over_http, question, stream
-from tests.pairs import arena_for, prompt_of
-from tests.processes import Launcher, ServerProcess
+from tests.support.nodes.asking import ask, get, prefill_over_http, question, stream
+from tests.support.nodes.pairs import arena_for, prompt_of
+from tests.support.nodes.processes import Launcher, ServerProcess
 
 PROMPT = list(prompt_of(100, salt=6))
 BLOCKER = list(prompt_of(100, salt=7))

@@ -19,11 +19,11 @@ from engine.models.loader import load_model
 from engine.models.registry import CausalLM
 from engine.types import SamplingParams
 from engine.worker.model_runner import MAX_FAILED_PASSES
-from tests.asking import ask, question, stream, streamed_ids
-from tests.bare_engine import BareEngine
-from tests.cluster import Cluster, Generation, generate, sample, settled
-from tests.pairs import FAMILIES, REMOTE_DECODE, hand_over, prompt_of, request_of
-from tests.processes import ServedCluster
+from tests.support.nodes.asking import ask, question, stream, streamed_ids
+from tests.support.nodes.bare_engine import BareEngine
+from tests.support.nodes.cluster import Cluster, Generation, generate, sample, settled
+from tests.support.nodes.pairs import FAMILIES, REMOTE_DECODE, hand_over, prompt_of, request_of
+from tests.support.nodes.processes import ServedCluster
 from tests.tiers import everyday
 
 NAN = "the model produced NaN logits"

@@ -26,13 +26,13 @@ from engine.errors import (
 from engine.types import KVTransferParams
 from serving.config import KVTransferConfig
 from serving.node.server import NodeServer
-from tests.accounts import Account, at_rest, forget_peers
-from tests.asking import prefill_over_http
-from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
-from tests.engine_thread import run_in_engine
-from tests.fault_points import NO_FAULTS, FaultInjector, FaultPoint
-from tests.faults import Armed, AtNth, Refusing, counted, flip, raising, recomputed
-from tests.pairs import (
+from tests.support.faults.fault_points import NO_FAULTS, FaultInjector, FaultPoint
+from tests.support.faults.faults import Armed, AtNth, Refusing, counted, flip, raising, recomputed
+from tests.support.nodes.accounts import Account, at_rest, forget_peers
+from tests.support.nodes.asking import prefill_over_http
+from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, transfer_config, until
+from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.pairs import (
     GREEDY,
     TRANSPORTS,
     arena_for,
@@ -41,7 +41,7 @@ from tests.pairs import (
     prompt_of,
     request_of,
 )
-from tests.processes import Launcher, transport_flag
+from tests.support.nodes.processes import Launcher, transport_flag
 from tests.tiers import everyday
 
 FAMILY = "qwen3_5"

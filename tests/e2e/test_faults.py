@@ -19,11 +19,9 @@ from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.model_configs.registry import read_config
 from engine.types import SamplingParams
 from serving.node.server import NodeServer
-from tests.accounts import claims_of, leases_of
-from tests.cluster import BASE, Cluster, Generation, generate, settled, transfer_config, until
-from tests.engine_thread import run_in_engine
-from tests.fault_points import NO_FAULTS, FaultInjector, FaultPoint
-from tests.faults import (
+from tests.support.cache.leases import HOLDING
+from tests.support.faults.fault_points import NO_FAULTS, FaultInjector, FaultPoint
+from tests.support.faults.faults import (
     DamagedReads,
     HeldPull,
     LateBytes,
@@ -35,8 +33,18 @@ from tests.faults import (
     recomputed,
     swap,
 )
-from tests.leases import HOLDING
-from tests.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
+from tests.support.nodes.accounts import claims_of, leases_of
+from tests.support.nodes.cluster import (
+    BASE,
+    Cluster,
+    Generation,
+    generate,
+    settled,
+    transfer_config,
+    until,
+)
+from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
 from tests.tiers import everyday, l_shape
 
 FAMILY = "qwen3_5"

@@ -6,10 +6,10 @@ import pytest
 
 from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.types import GenerateRequest
-from tests.bare_engine import BareEngine
-from tests.cluster import CONTEXT, Generation
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of
-from tests.five_groups import five_groups, groups_in
+from tests.support.nodes.bare_engine import BareEngine
+from tests.support.nodes.cluster import CONTEXT, Generation
+from tests.support.nodes.five_groups import five_groups, groups_in
 
 FORMED = tuple(range(5))
 ORDERS = [(4, 3, 2, 1, 0), (3, 0, 4, 1, 2), (1, 4, 0, 3, 2)]

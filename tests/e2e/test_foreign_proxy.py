@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from tests.asking import REMOTE_DECODE, ask, question, stream, streamed_ids
-from tests.pairs import prompt_of
-from tests.processes import ServedCluster
+from tests.support.nodes.asking import REMOTE_DECODE, ask, question, stream, streamed_ids
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import ServedCluster
 
 PROMPT = list(prompt_of(90, salt=5))
 PULLS = "vllm:nixl_bytes_transferred_count"

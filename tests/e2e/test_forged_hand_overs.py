@@ -17,13 +17,13 @@ from connector.pd.wire.params import ParamsSigner
 from engine.types import KVTransferParams
 from serving.config import KVTransferConfig
 from serving.node.server import NodeServer
-from tests.asking import ask, prefill_over_http, question
-from tests.cluster import Cluster, settled, transfer_config
-from tests.engine_thread import run_in_engine
-from tests.faults import recomputed
-from tests.hostile_params import prompt_digest
-from tests.pairs import prompt_of
-from tests.turns import both_ways
+from tests.support.faults.faults import recomputed
+from tests.support.faults.hostile_params import prompt_digest
+from tests.support.nodes.asking import ask, prefill_over_http, question
+from tests.support.nodes.cluster import Cluster, settled, transfer_config
+from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.turns import both_ways
 
 Fields = dict[str, Any]
 OTHER = list(prompt_of(100, salt=8))

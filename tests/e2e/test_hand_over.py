@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from engine.errors import KVLoadError, KVTransferParamsError
-from tests.cluster import Cluster, all_back, generate, settled, transfer_config
-from tests.engine_thread import run_in_engine
-from tests.hand_over_checks import (
+from tests.support.nodes.cluster import Cluster, all_back, generate, settled, transfer_config
+from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.hand_over_checks import (
     CHANGES,
     cancel_behind_the_first_token,
     check_eight_at_once,
@@ -20,8 +20,8 @@ from tests.hand_over_checks import (
     check_refused,
     check_tokens_and_logprobs,
 )
-from tests.leaks import excess, held_here
-from tests.pairs import (
+from tests.support.nodes.leaks import excess, held_here
+from tests.support.nodes.pairs import (
     FAMILIES,
     GREEDY,
     REMOTE_DECODE,

@@ -27,14 +27,36 @@ from engine.types import GenerateRequest, KVTransferParams
 from serving.metrics import NodeMetrics
 from serving.node.server import NodeServer
 from serving.rpc.server import start_server
-from tests.accounts import Account, at_rest, claims_of, forget_peers
-from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
-from tests.fault_points import FaultPoint
-from tests.faults import HeldPull, recomputed
-from tests.leases import LEASE_S, identity
-from tests.liars import BLOCKS, GENERATION, HANDSHAKES, Groups, Liar, elsewhere, give_up
-from tests.pairs import GREEDY, count_near_ties, hand_over, prefill, prompt_of, request_of
-from tests.turns import both_ways, forget, let_go, next_prompt, pair_of_nodes, take_turn
+from tests.support.cache.leases import LEASE_S, identity
+from tests.support.faults.fault_points import FaultPoint
+from tests.support.faults.faults import HeldPull, recomputed
+from tests.support.faults.liars import (
+    BLOCKS,
+    GENERATION,
+    HANDSHAKES,
+    Groups,
+    Liar,
+    elsewhere,
+    give_up,
+)
+from tests.support.nodes.accounts import Account, at_rest, claims_of, forget_peers
+from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, transfer_config, until
+from tests.support.nodes.pairs import (
+    GREEDY,
+    count_near_ties,
+    hand_over,
+    prefill,
+    prompt_of,
+    request_of,
+)
+from tests.support.nodes.turns import (
+    both_ways,
+    forget,
+    let_go,
+    next_prompt,
+    pair_of_nodes,
+    take_turn,
+)
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(60, salt=4)

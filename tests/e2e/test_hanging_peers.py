@@ -15,12 +15,20 @@ import pytest
 
 from engine.types import KVTransferParams
 from serving.node.server import NodeServer
-from tests.accounts import claims_of
-from tests.asking import prefill_over_http
-from tests.cluster import BASE, Cluster, Generation, generate, sample, transfer_config, until
-from tests.engine_thread import run_in_engine
-from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
-from tests.processes import Launcher, ServerProcess, transport_flag
+from tests.support.nodes.accounts import claims_of
+from tests.support.nodes.asking import prefill_over_http
+from tests.support.nodes.cluster import (
+    BASE,
+    Cluster,
+    Generation,
+    generate,
+    sample,
+    transfer_config,
+    until,
+)
+from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.pairs import GREEDY, count_near_ties, prompt_of, request_of
+from tests.support.nodes.processes import Launcher, ServerProcess, transport_flag
 from tests.tiers import everyday
 
 PROMPT = prompt_of(100, salt=4)

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.asking import CHAT, ask, question
-from tests.pairs import prompt_of
-from tests.processes import ServedCluster
+from tests.support.nodes.asking import CHAT, ask, question
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import ServedCluster
 
 PROMPT = list(prompt_of(40, salt=9))
 INTERSECTIONS = {

@@ -15,10 +15,10 @@ from serving.rpc.channel import OPTIONS
 from serving.rpc.pb import node_pb2 as pb
 from serving.rpc.pb.node_pb2_grpc import IdentityStub, NodeStub
 from serving.rpc.proof import CallerProof, Metadata
-from tests.asking import ask, get, prefill_over_http, question
-from tests.hostile_params import NO_PROMPT_NEEDS, hostile_params, outdated_params
-from tests.pairs import prompt_of
-from tests.processes import CLUSTER_TOKEN, ServedCluster, ServerProcess
+from tests.support.faults.hostile_params import NO_PROMPT_NEEDS, hostile_params, outdated_params
+from tests.support.nodes.asking import ask, get, prefill_over_http, question
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import CLUSTER_TOKEN, ServedCluster, ServerProcess
 
 PROMPT = list(prompt_of(90))
 OTHER = list(prompt_of(60, salt=3))

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from serving.node.server import NodeServer
-from tests.asking import ask, prefill_over_http, question
-from tests.cluster import Cluster, settled
-from tests.engine_thread import run_in_engine
-from tests.hostile_params import (
+from tests.support.faults.hostile_params import (
     NO_PROMPT_NEEDS,
     hostile_returns,
     outdated_returns,
     prompt_digest,
 )
-from tests.pairs import prompt_of
-from tests.processes import CLUSTER_TOKEN
-from tests.turns import both_ways, skipped
+from tests.support.nodes.asking import ask, prefill_over_http, question
+from tests.support.nodes.cluster import Cluster, settled
+from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import CLUSTER_TOKEN
+from tests.support.nodes.turns import both_ways, skipped
 
 FAMILY = "qwen3_5"
 AT_LEAST = 200

@@ -8,9 +8,9 @@ import signal
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from tests.asking import ask, question, stream, streamed_ids
-from tests.pairs import prompt_of
-from tests.processes import Launcher, ServerProcess
+from tests.support.nodes.asking import ask, question, stream, streamed_ids
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import Launcher, ServerProcess
 
 LONG = question(list(prompt_of(100, salt=8)), max_tokens=280)
 SHORT = question(list(prompt_of(60, salt=9)), max_tokens=4)

@@ -9,9 +9,9 @@ import pytest
 from engine.kv_cache.arena_plan import plan_arena
 from engine.model_configs.registry import read_config
 from engine.types import GenerateRequest
-from tests.cluster import Cluster, generate, with_context
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of
 from tests.e2e.test_prefix_cache_pd import hand_over, moved, prompt_of
+from tests.support.nodes.cluster import Cluster, generate, with_context
 from tests.tiers import everyday, l_shape
 
 CONTEXT = 800

@@ -9,8 +9,8 @@ HOSTILE = ("text of 30 MB", "7 million ids"), ("text of 15 MB", "1 million keys"
 MAX_GROWTH = 300_000_000
 
 
-# Every day tests/unit/test_request_bodies.py shows that large bodies wait and small ones pass. How
-# long the stream pauses meanwhile is measured by `python -m benchmarks.pauses`, on a quiet machine.
+# Every day tests/unit/serving/test_request_bodies.py shows that large bodies wait and small ones
+# pass. How long the stream pauses meanwhile is measured by `python -m benchmarks.pauses`.
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("names", HOSTILE)

@@ -5,9 +5,9 @@ from statistics import mean
 
 import pytest
 
-from tests.cluster import Cluster, Generation, generate, with_context
 from tests.e2e.test_prefix_cache import assert_same, request_of
 from tests.e2e.test_prefix_cache_pd import hand_over, moved, pair_of_nodes, prompt_of
+from tests.support.nodes.cluster import Cluster, Generation, generate, with_context
 from tests.tiers import everyday
 
 CONTEXT = 700

@@ -4,11 +4,19 @@ import asyncio
 import json
 from typing import Any
 
-from tests.asking import Answer, ask, get, prefill_over_http, question, stream, streamed_ids
-from tests.cluster import until
-from tests.node_double import client_of
-from tests.pairs import arena_for, prompt_of
-from tests.processes import Launcher, ServerProcess
+from tests.support.api.node_double import client_of
+from tests.support.nodes.asking import (
+    Answer,
+    ask,
+    get,
+    prefill_over_http,
+    question,
+    stream,
+    streamed_ids,
+)
+from tests.support.nodes.cluster import until
+from tests.support.nodes.pairs import arena_for, prompt_of
+from tests.support.nodes.processes import Launcher, ServerProcess
 
 PROMPT = list(prompt_of(100, salt=6))
 BLOCKER = list(prompt_of(100, salt=7))

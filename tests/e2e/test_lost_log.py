@@ -12,10 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.asking import ask, question
-from tests.forks import Fork
-from tests.pairs import prompt_of
-from tests.processes import NODE_FLAGS, POLL_S, START_S, STOP_S, ServerProcess, kill_all
+from tests.support.nodes.asking import ask, question
+from tests.support.nodes.forks import Fork
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import (
+    NODE_FLAGS,
+    POLL_S,
+    START_S,
+    STOP_S,
+    ServerProcess,
+    kill_all,
+)
 
 QUESTION = question(list(prompt_of(60, salt=3)))
 DROPPED = "tandem:log_lines_dropped_total"

@@ -17,13 +17,13 @@ import pytest
 from connector.pd.wire.control_client import ControlClient
 from engine.types import KVTransferParams
 from serving.node.server import NodeServer
-from tests.asking import ask, prefill_over_http, question
-from tests.cluster import BASE, Cluster, generate, settled, transfer_config
-from tests.engine_thread import run_in_engine
-from tests.faults import recomputed
-from tests.leaks import running_tasks
-from tests.pairs import GREEDY, TRANSPORTS, arena_for, prefill, prompt_of, request_of
-from tests.processes import Launcher, ServerProcess, transport_flag
+from tests.support.faults.faults import recomputed
+from tests.support.nodes.asking import ask, prefill_over_http, question
+from tests.support.nodes.cluster import BASE, Cluster, generate, settled, transfer_config
+from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.leaks import running_tasks
+from tests.support.nodes.pairs import GREEDY, TRANSPORTS, arena_for, prefill, prompt_of, request_of
+from tests.support.nodes.processes import Launcher, ServerProcess, transport_flag
 from tests.tiers import everyday
 
 PROMPT = prompt_of(100, salt=4)

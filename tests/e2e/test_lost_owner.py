@@ -10,11 +10,11 @@ import pytest
 from connector.transports.nixl import NixlTransport
 from connector.transports.nixl_server import OwnerProcess
 from serving.node.server import NodeServer
-from tests.accounts import Account, claims_of
-from tests.cluster import Cluster, generate, transfer_config, until
-from tests.fault_points import FaultPoint
-from tests.faults import HeldPull
-from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
+from tests.support.faults.fault_points import FaultPoint
+from tests.support.faults.faults import HeldPull
+from tests.support.nodes.accounts import Account, claims_of
+from tests.support.nodes.cluster import Cluster, generate, transfer_config, until
+from tests.support.nodes.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)

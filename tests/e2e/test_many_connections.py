@@ -7,8 +7,8 @@ from pathlib import Path
 
 import aiohttp
 
-from tests.asking import get
-from tests.processes import ServerProcess
+from tests.support.nodes.asking import get
+from tests.support.nodes.processes import ServerProcess
 
 DESCRIPTORS = 128
 IDLE = 300

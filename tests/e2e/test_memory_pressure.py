@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from serving.node.server import NodeServer
-from tests.cluster import Cluster, Generation, generate
-from tests.pairs import (
+from tests.support.nodes.cluster import Cluster, Generation, generate
+from tests.support.nodes.pairs import (
     FAMILIES,
     GREEDY,
     arena_for,

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from serving.node.server import NodeServer
-from tests.cluster import Cluster, generate, sample, transfer_config
 from tests.e2e.test_doctor import ask_doctor, only_wrong
-from tests.offload import MIB, start_with_tiers, tier_config, tiers_of, tiers_settled
-from tests.pairs import hand_over, prompt_of, request_of
+from tests.support.cache.offload import MIB, start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.support.nodes.cluster import Cluster, generate, sample, transfer_config
+from tests.support.nodes.pairs import hand_over, prompt_of, request_of
 
 PROMPTS = tuple(prompt_of(90, salt=number) for number in range(4))
 

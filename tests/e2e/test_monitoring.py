@@ -14,10 +14,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.config import ProxyConfig
 from serving.config import KVEventsConfig, KVTransferConfig
-from tests.cluster import Cluster, generate, sample
-from tests.node_double import client_of, fetch, running_proxy, until_status, until_used
-from tests.pairs import GREEDY, prompt_of, request_of
 from tests.source_tree import ROOT
+from tests.support.api.node_double import client_of, fetch, running_proxy, until_status, until_used
+from tests.support.nodes.cluster import Cluster, generate, sample
+from tests.support.nodes.pairs import GREEDY, prompt_of, request_of
 
 FOLDER = ROOT / "deploy" / "monitoring"
 NAME = re.compile(r"\b(?:vllm:|tandem[:_]|process_)[a-z0-9_]+")

@@ -14,13 +14,13 @@ from engine.types import KVTransferStats
 from serving.config import KVTransferConfig
 from serving.node.connector import ConnectorBuilder
 from serving.node.server import NodeServer
-from tests.cluster import Cluster, Generation, generate, sample, settled
-from tests.dictionary_connector import DictionaryScheduler, dictionary_connector
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts
 from tests.e2e.test_seam import start
-from tests.faults import counted
-from tests.offload import MIB, forget, tiers_of, tiers_settled
-from tests.pairs import hand_over, prompt_of, request_of
+from tests.support.cache.dictionary_connector import DictionaryScheduler, dictionary_connector
+from tests.support.cache.offload import MIB, forget, tiers_of, tiers_settled
+from tests.support.faults.faults import counted
+from tests.support.nodes.cluster import Cluster, Generation, generate, sample, settled
+from tests.support.nodes.pairs import hand_over, prompt_of, request_of
 
 CHILDREN = ("PdConnector", "OffloadConnector")
 PROMPT = prompt_of(150)

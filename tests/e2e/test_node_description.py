@@ -10,9 +10,9 @@ from engine.kv_cache.spec import AttentionSpec
 from serving.node.server import NodeServer
 from serving.rpc.client import NodeClient
 from serving.rpc.messages import NodeInfo
-from tests.cluster import Cluster, generate
 from tests.e2e.test_prefix_cache import request_of
 from tests.e2e.test_prefix_cache_pd import hand_over, pair_of_nodes, prompt_of
+from tests.support.nodes.cluster import Cluster, generate
 
 S = 10.0
 

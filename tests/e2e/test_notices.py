@@ -17,9 +17,9 @@ from connector.pd.wire.messages import DigestsQuestion
 from engine.errors import KVTransferParamsError
 from engine.types import KVTransferParams
 from serving.node.server import NodeServer
-from tests.accounts import Account, leases_of
-from tests.cluster import Cluster, generate
-from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
+from tests.support.nodes.accounts import Account, leases_of
+from tests.support.nodes.cluster import Cluster, generate
+from tests.support.nodes.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(60, salt=4)

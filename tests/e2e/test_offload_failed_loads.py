@@ -11,12 +11,19 @@ from connector.offload.items import STATES, Key
 from engine.errors import TandemError
 from engine.kv_cache.prefix import PrefixDigests
 from serving.node.server import NodeServer
-from tests.cluster import Cluster, Generation, generate, until
 from tests.e2e.test_offload_faults import files_of, nothing_left, stats_of
 from tests.e2e.test_prefix_cache import assert_same, request_of, room_for
-from tests.faulty_files import FaultyFiles
-from tests.offload import MIB, forget, start_with_tiers, tier_config, tiers_of, tiers_settled
-from tests.pairs import prompt_of
+from tests.support.cache.offload import (
+    MIB,
+    forget,
+    start_with_tiers,
+    tier_config,
+    tiers_of,
+    tiers_settled,
+)
+from tests.support.faults.faulty_files import FaultyFiles
+from tests.support.nodes.cluster import Cluster, Generation, generate, until
+from tests.support.nodes.pairs import prompt_of
 from tests.tiers import everyday
 
 PROMPT = prompt_of(150)

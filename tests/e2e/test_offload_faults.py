@@ -15,10 +15,10 @@ from structlog.testing import capture_logs
 from connector.offload import worker
 from connector.offload.stats import OffloadStats
 from serving.node.server import NodeServer
-from tests.cluster import Cluster, Generation, generate
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of, room_for
-from tests.faulty_files import FaultyFiles
-from tests.offload import start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.support.cache.offload import start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.support.faults.faulty_files import FaultyFiles
+from tests.support.nodes.cluster import Cluster, Generation, generate
 from tests.tiers import everyday, l_shape
 
 KIB = 1 << 10

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from serving.node.server import NodeServer
-from tests.cluster import Cluster, generate
 from tests.e2e.test_prefix_cache import (
     PRESSED,
     assert_same,
@@ -16,7 +15,8 @@ from tests.e2e.test_prefix_cache import (
     request_of,
     room_for,
 )
-from tests.offload import MIB, start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.support.cache.offload import MIB, start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.support.nodes.cluster import Cluster, generate
 from tests.tiers import l_shape
 
 FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "qwen3", "falcon_h1")

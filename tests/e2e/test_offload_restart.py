@@ -11,10 +11,10 @@ from signal import SIGKILL
 import aiohttp
 import pytest
 
-from tests.asking import ask, question
-from tests.cluster import until
-from tests.pairs import prompt_of
-from tests.processes import STOP_S, Launcher, ServerProcess
+from tests.support.nodes.asking import ask, question
+from tests.support.nodes.cluster import until
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import STOP_S, Launcher, ServerProcess
 from tests.tiers import everyday
 
 FAMILIES = ("qwen3_5", "nemotron_h", "bamba", "gemma3", "qwen3")
@@ -64,7 +64,7 @@ async def test_a_kill_in_the_middle_of_a_file_leaves_nothing_that_is_trusted(
     expected = [(await ask(plain.url, question(list(it)))).token_ids for it in PROMPTS]
     plain.stop()
     root = str(Path(__file__).parents[2])
-    killed = real.node("tests.killed_writer", *flags(folder), PYTHONPATH=root)
+    killed = real.node("tests.support.nodes.killed_writer", *flags(folder), PYTHONPATH=root)
     with suppress(aiohttp.ClientError):
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             assert (await ask(killed.url, question(list(prompt)))).token_ids == tokens

@@ -15,12 +15,12 @@ from engine.errors import KVLoadError
 from engine.types import KVTransferParams
 from serving.config import KVTransferConfig
 from serving.node.server import NodeServer
-from tests.accounts import at_rest, forget_peers, leases_of
-from tests.cluster import BASE, Cluster, Generation, generate, transfer_config, until
-from tests.fault_points import NO_FAULTS, FaultPoint
-from tests.faults import Armed, counted
-from tests.pairs import GREEDY, prefill, prompt_of, request_of
-from tests.tcp_relay import Relay, relay_to
+from tests.support.faults.fault_points import NO_FAULTS, FaultPoint
+from tests.support.faults.faults import Armed, counted
+from tests.support.network.tcp_relay import Relay, relay_to
+from tests.support.nodes.accounts import at_rest, forget_peers, leases_of
+from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, transfer_config, until
+from tests.support.nodes.pairs import GREEDY, prefill, prompt_of, request_of
 from tests.tiers import l_shape
 
 FAMILY = "qwen3_5"

@@ -10,10 +10,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.asking import ask, question
-from tests.node_double import client_of
-from tests.pairs import prompt_of
-from tests.processes import API_KEY, ServedCluster, ServerProcess
+from tests.support.api.node_double import client_of
+from tests.support.nodes.asking import ask, question
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import API_KEY, ServedCluster, ServerProcess
 
 PROMPT = list(prompt_of(70, salt=9))
 TEXT = "the quick brown fox jumps"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import API_KEY, ServedCluster
+from tests.support.nodes.processes import API_KEY, ServedCluster
 
 LIMIT_S = 500
 # A body that is too long is refused by its length (413), before anybody knows what else is wrong.

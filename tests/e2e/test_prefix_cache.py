@@ -11,7 +11,7 @@ from engine.kv_cache.arena_plan import plan_arena
 from engine.model_configs.registry import read_config
 from engine.types import GenerateRequest, SamplingParams
 from serving.node.server import NodeServer
-from tests.cluster import CONTEXT, Cluster, Generation, generate, settled
+from tests.support.nodes.cluster import CONTEXT, Cluster, Generation, generate, settled
 from tests.tiers import everyday
 
 FAMILIES = (

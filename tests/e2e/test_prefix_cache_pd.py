@@ -9,7 +9,6 @@ import pytest
 
 from engine.types import KVTransferParams, KVTransferStats
 from serving.node.server import NodeServer
-from tests.cluster import Cluster, Generation, generate, settled, transfer_config
 from tests.e2e.test_prefix_cache import (
     PRESSED,
     assert_same,
@@ -17,6 +16,7 @@ from tests.e2e.test_prefix_cache import (
     request_of,
     room_for,
 )
+from tests.support.nodes.cluster import Cluster, Generation, generate, settled, transfer_config
 from tests.tiers import everyday
 
 HYBRIDS = ("qwen3_5", "nemotron_h", "granitemoehybrid", "falcon_h1")

@@ -6,9 +6,9 @@ from pathlib import Path
 from engine.types import SamplingParams
 from proxy.config import ProxyConfig
 from proxy.server import ProxyServer
-from tests.asking import ask, question
-from tests.cluster import Cluster, generate, until
-from tests.pairs import prompt_of, request_of
+from tests.support.nodes.asking import ask, question
+from tests.support.nodes.cluster import Cluster, generate, until
+from tests.support.nodes.pairs import prompt_of, request_of
 
 
 async def test_a_proxy_passes_priorities_to_nodes_that_take_them(

@@ -10,14 +10,14 @@ import torch
 import transformers
 
 from engine.types import GenerateRequest, PromptLogprobs, SamplingParams
-from tests.asking import CHAT, COMPLETIONS, TIMEOUT, ask, question
-from tests.bare_engine import BareEngine
-from tests.cluster import CONTEXT, Generation
 from tests.e2e.test_five_groups import FORMED, plan_of
-from tests.five_groups import five_groups
-from tests.oracle import reference_logits
-from tests.pairs import MARGIN, prompt_of
-from tests.processes import API_KEY, ServedCluster
+from tests.support.nodes.asking import CHAT, COMPLETIONS, TIMEOUT, ask, question
+from tests.support.nodes.bare_engine import BareEngine
+from tests.support.nodes.cluster import CONTEXT, Generation
+from tests.support.nodes.five_groups import five_groups
+from tests.support.nodes.oracle import reference_logits
+from tests.support.nodes.pairs import MARGIN, prompt_of
+from tests.support.nodes.processes import API_KEY, ServedCluster
 
 PROMPTS = [list(prompt_of(length, salt=length)) for length in (1, 2, 64, 65, 150)]
 PULLS = "vllm:nixl_bytes_transferred_count"

@@ -9,10 +9,10 @@ import pytest
 from engine.errors import KVLoadError
 from serving.config import KVTransferConfig
 from serving.node.server import NodeServer
-from tests.cluster import Cluster, generate, sample, settled, transfer_config, until
-from tests.fault_points import FaultPoint
-from tests.faults import HeldPull, recomputed
-from tests.pairs import count_near_ties, prefill, prompt_of, request_of
+from tests.support.faults.fault_points import FaultPoint
+from tests.support.faults.faults import HeldPull, recomputed
+from tests.support.nodes.cluster import Cluster, generate, sample, settled, transfer_config, until
+from tests.support.nodes.pairs import count_near_ties, prefill, prompt_of, request_of
 
 
 def one_at_a_time(policy: str) -> KVTransferConfig:

@@ -18,12 +18,19 @@ import pytest
 
 from engine.errors import KVLoadError, TandemError
 from serving.node.server import NodeServer
-from tests.accounts import Account, forget_peers
-from tests.cluster import BASE, Cluster, Generation, generate, transfer_config
-from tests.fault_points import FaultPoint
-from tests.faults import counted
-from tests.pairs import GREEDY, TRANSPORTS, count_near_ties, prefill, prompt_of, request_of
-from tests.random_faults import DAMAGE, KINDS, Plan, PlannedFaults, Plans, draw_plan
+from tests.support.faults.fault_points import FaultPoint
+from tests.support.faults.faults import counted
+from tests.support.faults.random_faults import DAMAGE, KINDS, Plan, PlannedFaults, Plans, draw_plan
+from tests.support.nodes.accounts import Account, forget_peers
+from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, transfer_config
+from tests.support.nodes.pairs import (
+    GREEDY,
+    TRANSPORTS,
+    count_near_ties,
+    prefill,
+    prompt_of,
+    request_of,
+)
 from tests.tiers import everyday
 
 SEED = 20_261_126

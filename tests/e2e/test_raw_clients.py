@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.asking import COMPLETIONS, ask, question
-from tests.pairs import prompt_of
-from tests.processes import API_KEY, SECRETS, Launcher, ServedCluster, ServerProcess
+from tests.support.nodes.asking import COMPLETIONS, ask, question
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import API_KEY, SECRETS, Launcher, ServedCluster, ServerProcess
 
 PROMPT = list(prompt_of(70, salt=3))
 # What the client of the JDK sends before it knows whether the server speaks HTTP/2.

@@ -18,10 +18,10 @@ import pytest
 from deploy.process import is_alive
 from deploy.session import FOLDER_PREFIX, ClusterState, read_state
 from engine.errors import UnavailableError
-from tests.leaks import assert_no_orphans_but, orphans
-from tests.ray_driver import Report, complete
+from tests.support.nodes.leaks import assert_no_orphans_but, orphans
+from tests.support.nodes.ray_driver import Report, complete
 
-TESTS = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 START_S = 90.0
 REPORT_S = 540.0  # a report takes a minute, and many on a machine that is busy elsewhere
 pytestmark = pytest.mark.timeout(600)
@@ -38,8 +38,12 @@ def report(checkpoints: dict[str, Path]) -> Report:
     """One run of the driver, on which several tests look."""
     before = orphans()
     done = subprocess.run(
-        [sys.executable, str(TESTS / "ray_driver.py"), str(checkpoints["qwen3_5"])],
-        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+        [
+            sys.executable,
+            str(ROOT / "tests/support/nodes/ray_driver.py"),
+            str(checkpoints["qwen3_5"]),
+        ],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         timeout=REPORT_S,
         check=False,

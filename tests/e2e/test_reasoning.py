@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.api_double import CHATML
-from tests.asking import CHAT, ask, stream
-from tests.cluster import until
-from tests.processes import Launcher
+from tests.support.api.api_double import CHATML
+from tests.support.nodes.asking import CHAT, ask, stream
+from tests.support.nodes.cluster import until
+from tests.support.nodes.processes import Launcher
 
 THINKS = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 BINDS_THOUGHTS = ("--structured-outputs-config", '{"enable_in_reasoning": true}')

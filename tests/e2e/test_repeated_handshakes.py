@@ -11,9 +11,9 @@ from connector.pd.decode.peer_registry import Peer, PeerRegistry
 from connector.transports.base import SpanPair
 from engine.errors import TransportError
 from serving.node.server import NodeServer
-from tests.accounts import claims_of
-from tests.cluster import Cluster
 from tests.e2e.test_handshakes import FAMILY, registry_of
+from tests.support.nodes.accounts import claims_of
+from tests.support.nodes.cluster import Cluster
 
 
 async def test_an_old_use_that_ends_while_the_next_handshake_connects_leaves_it_the_mapping(

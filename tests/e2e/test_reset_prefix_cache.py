@@ -13,12 +13,12 @@ from serving.config import KVEventsConfig
 from serving.kv_events.recorder import AnnouncedGroup, EventRecorder
 from serving.kv_events.wire import CPU, AllBlocksCleared, BlockRemoved
 from serving.node.server import NodeServer
-from tests.cluster import Cluster, generate, settled
 from tests.e2e.test_kv_events_of_nodes import snapshot_of
 from tests.e2e.test_node_description import described
-from tests.node_double import client_of, running_proxy, until_status, until_used
-from tests.offload import MIB, start_with_tiers, tier_config, tiers_of, tiers_settled
-from tests.pairs import GREEDY, prompt_of, request_of
+from tests.support.api.node_double import client_of, running_proxy, until_status, until_used
+from tests.support.cache.offload import MIB, start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.support.nodes.cluster import Cluster, generate, settled
+from tests.support.nodes.pairs import GREEDY, prompt_of, request_of
 
 ON: dict[str, Any] = {"enable_prefix_caching": True, "enable_reset_prefix_cache": True}
 PROMPT = prompt_of(70)

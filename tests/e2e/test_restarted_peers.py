@@ -15,13 +15,13 @@ import pytest
 from engine.errors import KVLoadError
 from engine.types import KVTransferParams
 from serving.node.server import NodeServer
-from tests.accounts import Account, at_rest, forget_peers
-from tests.asking import prefill_over_http
-from tests.cluster import Cluster, generate, settled, transfer_config
-from tests.fault_points import FaultPoint
-from tests.faults import HeldPull, recomputed
-from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
-from tests.processes import Launcher, ServerProcess, transport_flag
+from tests.support.faults.fault_points import FaultPoint
+from tests.support.faults.faults import HeldPull, recomputed
+from tests.support.nodes.accounts import Account, at_rest, forget_peers
+from tests.support.nodes.asking import prefill_over_http
+from tests.support.nodes.cluster import Cluster, generate, settled, transfer_config
+from tests.support.nodes.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
+from tests.support.nodes.processes import Launcher, ServerProcess, transport_flag
 from tests.tiers import everyday, l_shape
 
 FAMILY = "qwen3_5"

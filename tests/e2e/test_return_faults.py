@@ -12,13 +12,20 @@ from engine.kv_cache.arena_plan import plan_arena
 from engine.model_configs.registry import read_config
 from engine.types import KVTransferParams
 from serving.node.server import NodeServer
-from tests.accounts import at_rest
-from tests.cluster import BASE, Cluster, Generation, generate, settled
-from tests.fault_points import FaultPoint
-from tests.faults import Damage, DamagedReads, HeldPull, Span, counted, flip, recomputed
-from tests.pairs import GREEDY, count_near_ties, prompt_of, request_of
-from tests.tiers import everyday, l_shape
-from tests.turns import (
+from tests.support.faults.fault_points import FaultPoint
+from tests.support.faults.faults import (
+    Damage,
+    DamagedReads,
+    HeldPull,
+    Span,
+    counted,
+    flip,
+    recomputed,
+)
+from tests.support.nodes.accounts import at_rest
+from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, settled
+from tests.support.nodes.pairs import GREEDY, count_near_ties, prompt_of, request_of
+from tests.support.nodes.turns import (
     Turn,
     assert_equal,
     both_ways,
@@ -29,6 +36,7 @@ from tests.turns import (
     skipped,
     take_turn,
 )
+from tests.tiers import everyday, l_shape
 
 FAMILY = "qwen3_5"
 FAILURES = "tandem:kv_verification_failures"

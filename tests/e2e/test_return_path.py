@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from engine.types import FinishReason, SamplingParams
-from tests.cluster import Cluster, generate, sample, settled, until
-from tests.faults import DamagedReads, flip, recomputed
-from tests.pairs import (
+from tests.support.faults.faults import DamagedReads, flip, recomputed
+from tests.support.nodes.cluster import Cluster, generate, sample, settled, until
+from tests.support.nodes.pairs import (
     FAMILIES,
     GREEDY,
     REMOTE_DECODE,
@@ -23,8 +23,7 @@ from tests.pairs import (
     prompt_of,
     request_of,
 )
-from tests.tiers import everyday, l_shape
-from tests.turns import (
+from tests.support.nodes.turns import (
     Turn,
     assert_equal,
     both_ways,
@@ -36,6 +35,7 @@ from tests.turns import (
     skipped,
     take_turn,
 )
+from tests.tiers import everyday, l_shape
 
 FAMILY = "qwen3_5"
 LONG = msgspec.structs.replace(GREEDY, max_tokens=20)

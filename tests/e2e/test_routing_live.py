@@ -8,9 +8,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from proxy.routing.in_flight import LINGER_S
-from tests.asking import Answer
-from tests.chats import DEMO_MODEL, Chat, run_chats
-from tests.processes import Launcher, ServerProcess
+from tests.support.api.chats import DEMO_MODEL, Chat, run_chats
+from tests.support.nodes.asking import Answer
+from tests.support.nodes.processes import Launcher, ServerProcess
 
 NUM_CHATS = 9
 NUM_QUESTIONS = 4

@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.cluster import CONTEXT, Cluster, Generation
-from tests.oracle import reference_logits
-from tests.pairs import FAMILIES, GREEDY, MARGIN, hand_over, hand_over_all, prompt_of
+from tests.support.nodes.cluster import CONTEXT, Cluster, Generation
+from tests.support.nodes.oracle import reference_logits
+from tests.support.nodes.pairs import FAMILIES, GREEDY, MARGIN, hand_over, hand_over_all, prompt_of
 
 LENGTHS = (1, 16, 65, 130, 200, CONTEXT - 50)
 SAMPLING = msgspec.structs.replace(GREEDY, max_tokens=40)

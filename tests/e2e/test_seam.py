@@ -12,15 +12,15 @@ from connector.pd.connector import PdBuilder
 from serving.config import KVTransferConfig
 from serving.node.connector import BuilderOf
 from serving.node.server import NodeServer
-from tests.cluster import BASE, Cluster, Generation, generate, settled, until
-from tests.dictionary_connector import (
+from tests.support.cache.dictionary_connector import (
     DictionaryConnector,
     DictionaryScheduler,
     dictionary_connector,
 )
-from tests.engine_thread import run_in_engine
-from tests.pairs import GREEDY, count_near_ties, prefill, prompt_of, request_of
-from tests.recount import evict_all
+from tests.support.cache.recount import evict_all
+from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, settled, until
+from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.pairs import GREEDY, count_near_ties, prefill, prompt_of, request_of
 from tests.tiers import everyday
 
 HYBRIDS = ("qwen3_5", "nemotron_h")

@@ -8,9 +8,9 @@ from connector.pd.wire.control_client import ControlClient
 from engine.errors import AuthenticationError, TandemError, UnprovenPeerError
 from engine.types import GenerateRequest
 from serving.rpc.client import NodeClient, StreamDeadlines
-from tests.asking import ask, get, question
-from tests.forks import run_command
-from tests.processes import API_KEY, Launcher
+from tests.support.nodes.asking import ask, get, question
+from tests.support.nodes.forks import run_command
+from tests.support.nodes.processes import API_KEY, Launcher
 
 S = 10.0
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=(5, 6, 7))

@@ -12,9 +12,9 @@ from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.model_configs.registry import read_config
 from engine.models.loader import load_model
 from engine.types import FinishReason, GenerateRequest
-from tests.bare_engine import BareEngine
 from tests.e2e.test_prefix_cache import request_of
-from tests.pairs import prompt_of
+from tests.support.nodes.bare_engine import BareEngine
+from tests.support.nodes.pairs import prompt_of
 from tests.tiers import everyday
 
 UNITS = 200

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.asking import REMOTE_DECODE, question
-from tests.pairs import arena_for, prompt_of
+from tests.support.network.two_hosts import HandOvers, transfers, two_hosts
+from tests.support.nodes.asking import REMOTE_DECODE, question
+from tests.support.nodes.pairs import arena_for, prompt_of
 from tests.tiers import everyday
-from tests.two_hosts import HandOvers, transfers, two_hosts
 
 FAMILY = "qwen3_5"
 PROMPT, BLOCKER = list(prompt_of(100, salt=4)), list(prompt_of(100, salt=8))

@@ -6,9 +6,9 @@ import pytest
 
 from proxy.config import ProxyConfig
 from serving.config import KVEventsConfig
-from tests.browser import CHROMIUM, browsing
-from tests.cluster import Cluster, transfer_config
-from tests.node_double import client_of, running_proxy, until_status, until_used
+from tests.support.api.browser import CHROMIUM, browsing
+from tests.support.api.node_double import client_of, running_proxy, until_status, until_used
+from tests.support.nodes.cluster import Cluster, transfer_config
 
 EVENTS = KVEventsConfig(enable_kv_cache_events=True)
 

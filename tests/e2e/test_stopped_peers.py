@@ -11,13 +11,13 @@ import pytest
 
 from engine.types import KVTransferParams
 from serving.node.server import NodeServer
-from tests.accounts import at_rest
-from tests.asking import prefill_over_http
-from tests.cluster import Cluster, generate, transfer_config, until
-from tests.fault_points import FaultPoint
-from tests.faults import HeldPull, counted, recomputed
-from tests.pairs import GREEDY, prompt_of, request_of
-from tests.processes import Launcher, ServerProcess, transport_flag
+from tests.support.faults.fault_points import FaultPoint
+from tests.support.faults.faults import HeldPull, counted, recomputed
+from tests.support.nodes.accounts import at_rest
+from tests.support.nodes.asking import prefill_over_http
+from tests.support.nodes.cluster import Cluster, generate, transfer_config, until
+from tests.support.nodes.pairs import GREEDY, prompt_of, request_of
+from tests.support.nodes.processes import Launcher, ServerProcess, transport_flag
 
 PROMPT = prompt_of(100, salt=4)
 LEASE_S = 0.8

@@ -8,10 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.asking import CHAT, ask, question
-from tests.node_double import client_of
-from tests.pairs import prompt_of
-from tests.processes import API_KEY, ServedCluster
+from tests.support.api.node_double import client_of
+from tests.support.nodes.asking import CHAT, ask, question
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import API_KEY, ServedCluster
 
 PROMPT = list(prompt_of(40, salt=3))
 SCHEMA = {

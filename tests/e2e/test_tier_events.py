@@ -13,7 +13,6 @@ from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
 from serving.kv_events.wire import CPU, GPU, STORAGE, BlockStored
 from serving.node.server import NodeServer
 from serving.rpc.messages import KVEventsInfo
-from tests.cluster import Cluster, generate, until
 from tests.e2e.test_kv_events_of_nodes import PUBLISHES, snapshot_of
 from tests.e2e.test_node_description import described
 from tests.e2e.test_prefix_cache import (
@@ -22,7 +21,15 @@ from tests.e2e.test_prefix_cache import (
     request_of,
     room_for,
 )
-from tests.offload import MIB, forget, start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.support.cache.offload import (
+    MIB,
+    forget,
+    start_with_tiers,
+    tier_config,
+    tiers_of,
+    tiers_settled,
+)
+from tests.support.nodes.cluster import Cluster, generate, until
 from tests.tiers import l_shape
 
 Announced = Counter[tuple[int | None, str | None, bytes]]

@@ -17,9 +17,9 @@ from proxy.server import ProxyServer
 from serving.config import load_config
 from serving.rpc.client import NodeClient
 from serving.tls import client_tls, server_tls
-from tests.cluster import Cluster, transfer_config, until
-from tests.forks import Command, run_command
-from tests.pairs import prompt_of
+from tests.support.nodes.cluster import Cluster, transfer_config, until
+from tests.support.nodes.forks import Command, run_command
+from tests.support.nodes.pairs import prompt_of
 
 TOKEN = "secret of the cluster"
 PROMPT = list(prompt_of(90))

@@ -8,9 +8,9 @@ import openai
 
 from proxy.config import ProxyConfig
 from serving.config import ToolCallParser
-from tests.asking import ask, question
-from tests.cluster import Cluster
-from tests.node_double import client_of, running_proxy, until_status
+from tests.support.api.node_double import client_of, running_proxy, until_status
+from tests.support.nodes.asking import ask, question
+from tests.support.nodes.cluster import Cluster
 
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 WEATHER = {

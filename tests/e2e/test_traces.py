@@ -10,10 +10,10 @@ from structlog.testing import capture_logs
 
 from engine.errors import ConfigError
 from proxy.config import ProxyConfig
-from tests.cluster import Cluster, transfer_config
-from tests.collector import Seen, collecting
-from tests.node_double import client_of, running_proxy, until_status, until_used
-from tests.pairs import hand_over, prompt_of
+from tests.support.api.collector import Seen, collecting
+from tests.support.api.node_double import client_of, running_proxy, until_status, until_used
+from tests.support.nodes.cluster import Cluster, transfer_config
+from tests.support.nodes.pairs import hand_over, prompt_of
 
 TEXT = "the quick brown fox jumps over the lazy dog " * 3
 MS = 1_000_000

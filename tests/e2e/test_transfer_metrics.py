@@ -7,13 +7,13 @@ import msgspec
 
 from engine.types import KVTransferParams
 from serving.node.server import NodeServer
-from tests.asking import prefill_over_http
-from tests.cluster import Cluster, generate, sample, settled, transfer_config, until
-from tests.engine_thread import run_in_engine
-from tests.fault_points import FaultPoint
-from tests.faults import DamagedReads, HeldPull, flip
-from tests.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
-from tests.processes import Launcher
+from tests.support.faults.fault_points import FaultPoint
+from tests.support.faults.faults import DamagedReads, HeldPull, flip
+from tests.support.nodes.asking import prefill_over_http
+from tests.support.nodes.cluster import Cluster, generate, sample, settled, transfer_config, until
+from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
+from tests.support.nodes.processes import Launcher
 
 PROMPT = prompt_of(100, salt=3)
 SMALL_STAGE = 4096

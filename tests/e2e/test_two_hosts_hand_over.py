@@ -12,8 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.cluster import generate
-from tests.hand_over_checks import (
+from tests.support.network.two_hosts import TwoHosts, transfers, two_hosts
+from tests.support.nodes.cluster import generate
+from tests.support.nodes.hand_over_checks import (
     CHANGES,
     cancel_behind_the_first_token,
     check_eight_at_once,
@@ -22,10 +23,9 @@ from tests.hand_over_checks import (
     check_refused,
     check_tokens_and_logprobs,
 )
-from tests.pairs import GREEDY, prefill, prompt_of, request_of
-from tests.processes import ServerProcess
-from tests.remote_node import RemoteNode, remote_node
-from tests.two_hosts import TwoHosts, transfers, two_hosts
+from tests.support.nodes.pairs import GREEDY, prefill, prompt_of, request_of
+from tests.support.nodes.processes import ServerProcess
+from tests.support.nodes.remote_node import RemoteNode, remote_node
 
 
 @pytest.fixture(scope="module")

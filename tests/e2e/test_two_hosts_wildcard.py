@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.asking import question
-from tests.pairs import prompt_of
-from tests.processes import API_KEY, SECRETS, ServerProcess
-from tests.two_hosts import Host, TwoHosts, two_hosts
+from tests.support.network.two_hosts import Host, TwoHosts, two_hosts
+from tests.support.nodes.asking import question
+from tests.support.nodes.pairs import prompt_of
+from tests.support.nodes.processes import API_KEY, SECRETS, ServerProcess
 
 ANYWHERE = ("--host", "0.0.0.0")
 ASKED = [question(list(prompt_of(100, salt=salt))) for salt in range(4)]

@@ -8,11 +8,11 @@ from connector.pd.prefill import producer
 from engine.errors import KVLoadError
 from engine.types import KVTransferParams
 from serving.node.server import NodeServer
-from tests.accounts import at_rest
-from tests.cluster import Cluster, generate, transfer_config, until
-from tests.engine_thread import run_in_engine
-from tests.faults import counted
-from tests.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
+from tests.support.faults.faults import counted
+from tests.support.nodes.accounts import at_rest
+from tests.support.nodes.cluster import Cluster, generate, transfer_config, until
+from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
 from tests.tiers import everyday
 
 FAMILY = "qwen3_5"

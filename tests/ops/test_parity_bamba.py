@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import BambaConfig, BambaForCausalLM, PreTrainedModel
 
-from tests.parity import VOCAB, Case, Pair, ParityTests, open_pair
+from tests.ops.parity import VOCAB, Case, Pair, ParityTests, open_pair
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,

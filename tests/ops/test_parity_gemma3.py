@@ -15,7 +15,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.parity import VOCAB, Case, Pair, ParityTests, open_pair
+from tests.ops.parity import VOCAB, Case, Pair, ParityTests, open_pair
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 COMMON: dict[str, Any] = {

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, PreTrainedModel
 
 from engine.models.granite_moe_hybrid import NEW_NAMES
-from tests.parity import VOCAB, Case, Pair, ParityTests, open_pair
+from tests.ops.parity import VOCAB, Case, Pair, ParityTests, open_pair
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
 COMMON: dict[str, Any] = {

@@ -18,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.parity import VOCAB, Case, Pair, ParityTests, open_pair
+from tests.ops.parity import VOCAB, Case, Pair, ParityTests, open_pair
 
 COMMON = {
     "vocab_size": VOCAB,

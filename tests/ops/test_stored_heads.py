@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from benchmarks.small_models import configs, widen
-from tests.cluster import CONTEXT
-from tests.oracle import Runner, load, reference_logits
+from tests.support.nodes.cluster import CONTEXT
+from tests.support.nodes.oracle import Runner, load, reference_logits
 
 TOKENS = [5, 300, 7, 7, 41, 2, 500, 13]
 CONFIGS = configs(CONTEXT)

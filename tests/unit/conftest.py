@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from serving.api.serving import Serving
-from tests.api_double import TEXT, tiny_serving, tiny_tokenizer, write_model_folder
+from tests.support.api.api_double import TEXT, tiny_serving, tiny_tokenizer, write_model_folder
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,145 @@
+"""The common part of each family's parity tests: a reference, our model of its folder, the cases.
+
+A test file makes pairs with `open_pair` and inherits `ParityTests`.
+
+Tolerance: eight times the distance of the reference from itself when it takes tokens one by one
+instead of in one go (its chunked against its recurrent form), because that is what float32 rounding
+does to these logits.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from benchmarks.small_models import widen
+from engine.model_configs.model_config import ModelConfig
+from engine.models.registry import CausalLM
+from tests.support.nodes.oracle import (
+    Runner,
+    first_wrong_choice,
+    load,
+    reference_logits,
+    rounding_error,
+)
+from tests.tiers import everyday
+
+VOCAB = 97
+LENGTH = 300
+
+
+@dataclass(slots=True, frozen=True)
+class Case:
+    """A random model of a family, and perhaps what to change in the saved folder.
+
+    `seed` and `embed` (see `widen`) are chosen so that greedy text wanders instead of looping.
+    """
+
+    build: Callable[[], PreTrainedModel]
+    edit: Callable[[Path], None] | None = None
+    seed: int = 7
+    embed: float = 0.1
+
+
+@dataclass(slots=True)
+class Pair:
+    """A reference and our model of the same folder, and what the reference says of a sequence."""
+
+    folder: Path
+    reference: PreTrainedModel
+    config: ModelConfig
+    model: CausalLM
+    tokens: list[int]
+    logits: Tensor
+    tolerance: float
+
+    def check(self, got: Tensor, start: int = 0) -> None:
+        expected = self.logits[start : start + len(got)]
+        assert float((got - expected).abs().max()) < self.tolerance
+
+
+def open_pair(case: Case, folder: Path) -> Iterator[Pair]:
+    """The body of a fixture; one thread while its tests run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    widen(case.build(), case.seed, embed=case.embed).save_pretrained(folder)
+    reference = type(case.build()).from_pretrained(folder).eval()
+    if case.edit is not None:
+        case.edit(folder)
+    config, model = load(folder)
+    draw = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (LENGTH,), generator=draw).tolist()
+    tolerance = 8 * rounding_error(reference, tokens[:100])
+    logits = reference_logits(reference, tokens)
+    yield Pair(folder, reference, config, model, tokens, logits, tolerance)
+    torch.set_num_threads(threads)
+
+
+class ParityTests:
+    """Whole, chunked and mixed work gives the reference's logits and greedy tokens."""
+
+    def test_the_tolerance_means_something(self, pair: Pair) -> None:
+        """Rounding differs between processors (2e-4 was seen); a wrong op costs percents."""
+        assert 0 < pair.tolerance < 1e-3 * float(pair.logits.abs().max())
+
+    def test_whole_prefill(self, pair: Pair) -> None:
+        pair.check(Runner(pair.config, pair.model).step({}, {0: pair.tokens})[0])
+
+    def test_chunked_prefill(self, pair: Pair) -> None:
+        runner = Runner(pair.config, pair.model)
+        parts = [runner.step({}, {0: part})[0] for part in _cut(pair.tokens, [50, 1, 129, 120])]
+        pair.check(torch.cat(parts))
+
+    def test_decode_after_prefill(self, pair: Pair) -> None:
+        runner = Runner(pair.config, pair.model)
+        runner.step({}, {0: pair.tokens[:70]})
+        rows = [runner.step({0: token})[0] for token in pair.tokens[70:110]]
+        pair.check(torch.cat(rows), 70)
+
+    @pytest.mark.parametrize("aligned", [False, True])
+    def test_mixed_batches(self, pair: Pair, aligned: bool) -> None:
+        """Sequences decode, prefill in chunks and start in the same steps, all of one text."""
+        runner = Runner(pair.config, pair.model, aligned=aligned)
+        t = pair.tokens
+        done = {key: 0 for key in range(5)}
+        steps: list[tuple[list[int], dict[int, int]]] = [
+            ([], {0: 65, 1: 1, 2: 15}),
+            ([0, 1, 2], {3: 64}),
+            ([0, 2], {1: 70, 3: 1, 4: 200}),
+            ([4], {0: 2}),
+            ([0, 1, 2, 3, 4], {}),
+            ([4, 3, 2, 1, 0], {}),
+        ]
+        for decoding, chunks in steps:
+            decodes = {key: t[done[key]] for key in decoding}
+            prefills = {key: t[done[key] : done[key] + n] for key, n in chunks.items()}
+            for key, logits in runner.step(decodes, prefills).items():
+                pair.check(logits, done[key])
+                done[key] += len(logits)
+
+    @pytest.mark.parametrize("aligned", everyday((False, True), (True,)))
+    def test_greedy_tokens(self, pair: Pair, aligned: bool) -> None:
+        runner = Runner(pair.config, pair.model, aligned=aligned)
+        prompts = dict(enumerate([pair.tokens[:33], pair.tokens[40:41], pair.tokens[100:229]]))
+        margin = 2 * pair.tolerance
+        for key, chosen in runner.greedy(prompts, 200).items():
+            assert first_wrong_choice(pair.reference, prompts[key], chosen, margin=margin) is None
+
+    def test_bfloat16_is_as_near_to_float32_as_the_reference_is(self, pair: Pair) -> None:
+        config, model = load(pair.folder, "bfloat16")
+        runner = Runner(config, model)
+        parts = [runner.step({}, {0: pair.tokens[:90]})[0]]
+        parts += [runner.step({0: token})[0] for token in pair.tokens[90:110]]
+        theirs = type(pair.reference).from_pretrained(pair.folder, dtype=torch.bfloat16)
+        expected = pair.logits[:110]
+        their_error = reference_logits(theirs, pair.tokens[:110]).float() - expected
+        our_error = torch.cat(parts) - expected
+        assert our_error.abs().mean() < 1.5 * their_error.abs().mean()
+
+
+def _cut(tokens: list[int], sizes: list[int]) -> list[list[int]]:
+    return [part.tolist() for part in torch.tensor(tokens).split_with_sizes(sizes)]

@@ -1,0 +1,80 @@
+"""The command `tandem`: what an installed package has to offer."""
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from deploy.command import PROGRAMS
+from deploy.config import DEMO_CLUSTER, load_cluster
+
+ROOT = Path(__file__).parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def tandem(
+    *arguments: str, folder: Path, without: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    """As the installed script does it, from another folder, where packages may be missing."""
+    missing = f"sys.modules.update(dict.fromkeys({[*without]!r}))"
+    script = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); {missing}\n"
+        "from deploy.command import app; app()"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_program_keeps_its_options_and_gets_the_command_s_name(tmp_path: Path) -> None:
+    assert PROJECT["project"]["scripts"] == {"tandem": "deploy.command:app"}
+    told = tandem("--help", folder=tmp_path).stdout
+    assert all(f" {name} " in told for name in PROGRAMS)
+    assert "--install-completion" in told
+    bare = tandem(folder=tmp_path)
+    assert (bare.returncode, bare.stdout) == (0, told)
+    version = PROJECT["project"]["version"]
+    assert tandem("--version", folder=tmp_path).stdout == f"tandem {version}\n"
+    model = load_cluster().model
+    cut = tandem("plan", model, "--block-size", "32", folder=tmp_path)
+    assert "32-token blocks" in cut.stdout, cut
+    assert (
+        "Usage: tandem plan [OPTIONS] {model}" in tandem("plan", "--help", folder=tmp_path).stdout
+    )
+    refused = tandem("proxy", "--decode", "ftp://x", folder=tmp_path)
+    assert refused.returncode == 2
+    assert "error: node URL 'ftp://x' must be" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["serve", "status"])
+def test_what_needs_an_extra_says_so_and_still_has_a_help(name: str, tmp_path: Path) -> None:
+    packages = ("ray", "openai")
+    refused = tandem(name, folder=tmp_path, without=packages)
+    extra = PROGRAMS[name].extra
+    assert refused.returncode == 2
+    assert f"pip install '.[{extra}]' in a checkout" in refused.stderr
+    helped = tandem(name, "--help", folder=tmp_path, without=packages)
+    assert helped.returncode == 0, helped.stderr
+    assert f"Usage: tandem {name} " in helped.stdout
+
+
+def test_what_programs_read_is_packaged() -> None:
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    packaged = {
+        path for name, globs in data.items() if name != "*" for each in globs
+        for path in (ROOT / name.replace(".", "/")).glob(each)
+    }  # fmt: skip
+    needed = {DEMO_CLUSTER, *Path(load_cluster().model).iterdir()}
+    assert needed <= packaged
+    typed = {path.parent.name for path in ROOT.glob("*/py.typed")}
+    assert typed == {
+        name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    }

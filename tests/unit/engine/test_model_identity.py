@@ -1,0 +1,230 @@
+"""What makes two models one: every field of a config and every byte of the weights that counts."""
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.config_reader import ConfigReader
+from engine.model_configs.gated_delta_net import GatedDeltaNetConfig
+from engine.model_configs.identity import NOT_COUNTED, ModelIdentity, identity_of
+from engine.model_configs.mamba2 import Mamba2Config
+from engine.model_configs.model_config import ExpertsConfig, MLPConfig, ModelConfig
+from engine.model_configs.registry import config_of
+from engine.model_configs.rope import RopeConfig
+from tests.unit.engine.test_configs_hybrid import BAMBA, FALCON_H1, GEMMA3, GRANITE
+from tests.unit.engine.test_configs_qwen import QWEN3, QWEN3_5
+
+NEMOTRON_H = QWEN3 | {
+    "hybrid_override_pattern": "M-*M",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+}
+FILES: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": QWEN3,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "NemotronHForCausalLM": NEMOTRON_H,
+    "Gemma3ForCausalLM": GEMMA3,
+    "GraniteMoeHybridForCausalLM": GRANITE,
+    "FalconH1ForCausalLM": FALCON_H1,
+    "BambaForCausalLM": BAMBA,
+}
+ATTENTION = AttentionConfig(
+    num_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rope=RopeConfig(1e4, 8)
+)
+MAMBA2 = Mamba2Config(
+    num_heads=4,
+    head_dim=8,
+    state_size=16,
+    n_groups=2,
+    conv_kernel=4,
+    conv_bias=True,
+    in_proj_bias=False,
+    out_proj_bias=False,
+    time_step_limit=(0.0, float("inf")),
+)
+DELTA_NET = GatedDeltaNetConfig(key_heads=2, value_heads=4, key_dim=8, value_dim=8, conv_kernel=4)
+EVERYTHING = ModelConfig(
+    family="granite_moe_hybrid",
+    vocab_size=100,
+    hidden_size=64,
+    max_position_embeddings=400,
+    tie_word_embeddings=False,
+    rms_norm_eps=1e-6,
+    dtype="float32",
+    mixers=((ATTENTION,), (MAMBA2, ATTENTION), (DELTA_NET,), ()),
+    mlp=MLPConfig(intermediate_size=96),
+    experts=ExpertsConfig(count=4, top_k=2, intermediate_size=32),
+)
+"""No family has all of it, but every class of config is in it."""
+
+
+def parsed(architecture: str, dtype: str | None = None, /, **changes: Any) -> ModelIdentity:
+    fields = {**FILES[architecture], "architectures": [architecture], **changes}
+    return identity_of(config_of(ConfigReader(fields, "config.json"), dtype), "w")
+
+
+# --- every field of every class ------------------------------------------------------------------
+
+
+def every_field(config: Any) -> Iterator[tuple[str, Any]]:
+    """By `Class.field`, what becomes of a config in which one field, at any depth, is another."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for name, other in others(
+            f"{type(config).__name__}.{field.name}", value, hints[field.name]
+        ):
+            yield name, dataclasses.replace(config, **{field.name: other})
+
+
+def others(name: str, value: Any, hint: Any) -> Iterator[tuple[str, Any]]:
+    if dataclasses.is_dataclass(value):
+        yield from every_field(value)
+    elif name == "ModelConfig.mixers":
+        for layer, own in enumerate(value):
+            for place, mixer in enumerate(own):
+                for inner, other in every_field(mixer):
+                    changed = (*own[:place], other, *own[place + 1 :])
+                    yield inner, (*value[:layer], changed, *value[layer + 1 :])
+    else:
+        yield name, another(value, hint)
+
+
+def another(value: Any, hint: Any) -> Any:
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, enum.Enum):
+        return next(other for other in type(value) if other is not value)
+    if isinstance(value, int | float):
+        return value + 1 if value != value + 1 else 0.0
+    if isinstance(value, str):
+        return f"{value}x"
+    if isinstance(value, tuple):
+        return (another(value[0], None), *value[1:])
+    assert value is None, "a new type of field: say how it changes"
+    kinds = get_args(hint) if get_origin(hint) is UnionType else ()
+    return next(kind(1) for kind in kinds if kind in (int, float))
+
+
+def test_every_field_of_a_config_counts_unless_it_is_listed() -> None:
+    """A new field counts by itself; whoever adds one that does not says why in `NOT_COUNTED`."""
+    before, seen = identity_of(EVERYTHING, "w"), set()
+    for name, config in every_field(EVERYTHING):
+        seen.add(name)
+        after = identity_of(config, "w")
+        assert (after.digest == before.digest) == (name in NOT_COUNTED), name
+    kinds = (ModelConfig, MLPConfig, ExpertsConfig, AttentionConfig, RopeConfig)
+    every = {
+        f"{kind.__name__}.{field.name}"
+        for kind in (*kinds, Mamba2Config, GatedDeltaNetConfig)
+        for field in dataclasses.fields(kind)
+    }
+    nested = {
+        "ModelConfig.mixers",
+        "ModelConfig.mlp",
+        "ModelConfig.experts",
+        "AttentionConfig.rope",
+    }
+    assert seen | nested == every
+    assert NOT_COUNTED.keys() <= every
+    assert all(NOT_COUNTED.values())
+
+
+def test_order_and_number_of_layers_count() -> None:
+    layers = EVERYTHING.mixers
+    found = {
+        identity_of(dataclasses.replace(EVERYTHING, mixers=mixers), "w").digest
+        for mixers in (layers, layers[::-1], layers[:-1], (*layers, ()), (*layers, layers[1][::-1]))
+    }
+    assert len(found) == 5
+    rope = dataclasses.replace(ATTENTION, rope=None)
+    one = identity_of(dataclasses.replace(EVERYTHING, mixers=((ATTENTION,), (rope,))), "w")
+    assert one.fields["layers"] == "attention attention_2"
+    assert (one.fields["attention.rope.theta"], one.fields["attention_2.rope"]) == (
+        "10000.0",
+        "None",
+    )
+
+
+def test_weights_count() -> None:
+    assert identity_of(EVERYTHING, "w").digest != identity_of(EVERYTHING, "v").digest
+
+
+def test_a_field_whose_text_may_differ_between_processes_is_refused() -> None:
+    strange = dataclasses.replace(EVERYTHING, family={"a", "b"})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="teach it"):
+        identity_of(strange, "w")
+
+
+# --- config.json ---------------------------------------------------------------------------------
+
+NO_RESULT = {
+    "transformers_version": st.just("4.99.0"),
+    "_name_or_path": st.text(max_size=8),
+    "max_position_embeddings": st.integers(1, 1 << 20),
+    "use_cache": st.booleans(),
+    "eos_token_id": st.integers(0, 50),
+    "pad_token_id": st.none(),
+    "initializer_range": st.floats(0, 1),
+    "torch_dtype": st.sampled_from(["float32", "bfloat16", "float16"]),
+    "tie_word_embeddings": st.booleans(),
+    "unknown_field": st.integers(),
+}
+
+
+@pytest.mark.parametrize("architecture", FILES)
+@given(changes=st.fixed_dictionaries({}, optional=NO_RESULT))
+def test_what_changes_no_result_changes_no_identity(
+    architecture: str, changes: dict[str, Any]
+) -> None:
+    """The type is given on the command line, so the file's does not count."""
+    assert parsed(architecture, "float32", **changes) == parsed(architecture, "float32")
+
+
+@pytest.mark.parametrize("architecture", FILES)
+def test_what_changes_results_changes_the_identity(architecture: str) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"rms_norm_eps": 1e-3},
+        {"dtype": "bfloat16"},
+        {"intermediate_size": 128},
+        {"vocab_size": 101},
+    ]
+    if architecture == "Gemma3ForCausalLM":
+        changes += [{"sliding_window": 8}, {"query_pre_attn_scalar": 4}]
+        changes += [{"rope_local_base_freq": 100.0}]
+    elif architecture not in ("GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"):
+        changes += [{"rope_theta": 100.0}, {"rope_parameters": {"rope_theta": 5.0}}]
+    if architecture == "GraniteMoeHybridForCausalLM":
+        changes = [it for it in changes if "intermediate_size" not in it]  # of experts, here none
+        changes += [{"residual_multiplier": 0.5}, {"position_embedding_type": "rope"}]
+    digests = {parsed(architecture, **it).digest for it in changes}
+    assert len(digests) == len(changes)
+
+
+def test_a_device_is_no_part_of_a_model_but_the_type_that_it_computes_in_is() -> None:
+    def on(device: str, dtype: str) -> ModelIdentity:
+        fields = {**QWEN3_5, "architectures": ["Qwen3_5ForCausalLM"], "torch_dtype": dtype}
+        config = config_of(ConfigReader(fields, "config.json"), "auto", device=device)
+        return identity_of(config, "w")
+
+    assert on("cpu", "bfloat16") == on("cuda", "bfloat16")
+    both = on("cpu", "float16").fields["dtype"], on("cuda", "float16").fields["dtype"]
+    assert both == ("float32", "float16")
+
+
+def test_defaults_written_out_are_those_left_out() -> None:
+    left_out = parsed("Qwen3_5ForCausalLM")
+    written = {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "linear_conv_kernel_dim": 4}
+    assert parsed("Qwen3_5ForCausalLM", **written) == left_out
+    rope = {"rope_theta": 10000, "rope_type": "default", "partial_rotary_factor": 0.25}
+    assert parsed("Qwen3_5ForCausalLM", rope_parameters=rope) == left_out
