@@ -14,7 +14,7 @@ from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.eviction import EvictionOrder, IdleQueue
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates, CacheListener
 from engine.kv_cache.prefix import PrefixDigests, PrefixKey
-from engine.kv_cache.radix_tree import TreeNode, RadixTree, Rank, Units
+from engine.kv_cache.radix_tree import RadixTree, Rank, TreeNode, Units
 from engine.kv_cache.unit_allocator import Allocated, NewBlocks, UnitAllocator
 
 Path = tuple[TreeNode, int]  # the blocks of a node and all before it, up to this index
@@ -149,7 +149,7 @@ class BlockPool:
     def publish_states(
         self, node: TreeNode, prefix: PrefixDigests, key: PrefixKey, *, value: float
     ) -> None:
-        """States become findable, unless others for the same prefix are; `value`: see `TreeNode`."""
+        """States become findable, unless others of the prefix are; `value`: see `TreeNode`."""
         if self.trees[node.group].find(key) is None:
             self.trees[node.group].add_key(node, key)
             node.value = max(node.value, value)

@@ -8,7 +8,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from engine.kv_cache.radix_tree import TreeNode, Rank
+from engine.kv_cache.radix_tree import Rank, TreeNode
 
 BLOCK_VALUE = 1.0  # of all blocks; so units rank in the order in which they become idle
 

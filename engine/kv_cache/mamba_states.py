@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.checkpoints import CheckpointPolicy, Reason, value_per_token
 from engine.kv_cache.prefix import PrefixDigests, PrefixKey
-from engine.kv_cache.radix_tree import TreeNode, RadixTree
+from engine.kv_cache.radix_tree import RadixTree, TreeNode
 from engine.kv_cache.tables import BlockTables, GroupHit, Lookup
 from engine.kv_cache.unit_allocator import Allocated, NewBlocks
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.checkpoints import CheckpointPolicy
 from engine.kv_cache.manager import KVCacheManager, Pin
-from engine.kv_cache.radix_tree import TreeNode, RadixTree
+from engine.kv_cache.radix_tree import RadixTree, TreeNode
 from engine.kv_cache.tables import BlockTables
 from engine.sched.scheduler import Scheduler
 
