@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from engine.kv_connector import Connector
 from engine.sched.scheduler import Scheduler
-from engine.sched.step_rates import StepRates
+from engine.sched.stats import StepRates
 from engine.step import StepNews
 from engine.worker.model_runner import ModelRunner
 

@@ -14,7 +14,7 @@ from engine.kv_cache.checkpoints import INTERVAL, TAIL, due
 from engine.kv_cache.listener import CacheListener
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.sched.chunk import plan_prefill_chunk
+from engine.sched.planning import plan_prefill_chunk
 
 CHUNK = 2048  # a node's default max_num_batched_tokens
 

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from engine.sched.decaying_rate import DecayingRate
+from engine.sched.stats import DecayingRate
 from serving.metrics import NodeMetrics, Table
 
 # vLLM's buckets (vllm/distributed/kv_transfer/kv_connector/v1/nixl): seconds, bytes, spans.

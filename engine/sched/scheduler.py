@@ -1,8 +1,8 @@
 """Continuous batching: chooses the requests of each step and acts on their results.
 
-Torch-free. Knows that tokens may come from outside (the seam), never from whom.
-"""
+Torch-free. Knows that tokens may come from outside (the seam), never from whom."""
 
+import heapq
 from dataclasses import dataclass
 
 import msgspec
@@ -13,11 +13,7 @@ from engine.kv_cache.manager import KVCacheManager, Pin
 from engine.kv_cache.tables import BlockTables
 from engine.kv_connector import FirstToken, SchedulerConnector
 from engine.request import Request, RequestStatus
-from engine.sched.chunk import plan_prefill_chunk
-from engine.sched.load import Load
-from engine.sched.planned import Planned
-from engine.sched.request_queue import RequestQueue
-from engine.sched.start import Start, find_start
+from engine.sched.planning import Load, Planned, Start, find_start, plan_prefill_chunk
 from engine.sched.stats import NO_CHECKPOINT, SchedulerStats
 from engine.step import ConnectorOutput, LoadFailure, ModelRunnerOutput, SchedulerOutput, StepNews
 from engine.types import FinishReason, GenerateOutput, SchedulingPolicy, TokenId, TokenLogprob
@@ -34,6 +30,33 @@ class SchedulerConfig:
     scheduling_policy: SchedulingPolicy = "fcfs"
     mamba_decode_checkpoint_interval: int = 0
     recompute_failed_loads: bool = True
+
+
+class RequestQueue:
+    """A heap in the order of vLLM's priority policy; equal priorities: first come, first served."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, request: Request) -> None:
+        """Adds a request; a preempted one keeps its arrival number, and so its place."""
+        heapq.heappush(self._heap, (request.priority, request.arrival, request))
+
+    def peek(self) -> Request:
+        """The next request, which stays."""
+        return self._heap[0][2]
+
+    def pop(self) -> Request:
+        """Takes the next request."""
+        return heapq.heappop(self._heap)[2]
+
+    def remove(self, request: Request) -> None:
+        """Removes one request from anywhere in the queue; linear in its length."""
+        self._heap = [entry for entry in self._heap if entry[2] is not request]
+        heapq.heapify(self._heap)
 
 
 class Scheduler:

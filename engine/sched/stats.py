@@ -1,13 +1,18 @@
-"""The scheduler's counters: plain numbers since start, read at every scrape.
+"""The scheduler's counters and the measured speed of steps: plain numbers, read at every scrape.
 
-Knows no metric by name and no reader.
+Knows no metric by name, no reader and no clock.
 """
 
+import threading
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import exp
+from typing import Final
 
 from engine.request import Request
+from engine.step import ScheduledRequest
 
 NO_CHECKPOINT = "no_checkpoint"
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
@@ -79,3 +84,64 @@ class SchedulerStats:
         num_known = request.num_known_tokens - request.num_computed_tokens
         cause, again = request.recompute_cause, min(num_tokens, num_known)
         self.recomputed_tokens[cause] = self.recomputed_tokens.get(cause, 0) + again
+
+
+STEP_BUCKETS: Final = (1, *(2**power for power in range(3, 15)))
+"""Tokens: vLLM's of `vllm:iteration_tokens_total`."""
+
+
+class StepRates:
+    """Tokens per second: `prefill` of steps that prefill, `decode` of steps that only decode.
+
+    `num_steps`: by number of tokens, up to each of `STEP_BUCKETS` and beyond; `num_tokens`: of all.
+    """
+
+    def __init__(self) -> None:
+        self.num_steps = [0] * (len(STEP_BUCKETS) + 1)
+        self.num_tokens = 0
+        self.prefill = DecayingRate()
+        self.decode = DecayingRate()
+
+    def sizes(self) -> tuple[list[int], int]:
+        """`num_steps` and `num_tokens`; from any thread, the sum may be one step ahead."""
+        return self.num_steps.copy(), self.num_tokens
+
+    def add(self, scheduled: Iterable[ScheduledRequest], seconds: float) -> None:
+        """Counts one step that took so long."""
+        counts = [len(item.token_ids) for item in scheduled]
+        if counts:
+            num_tokens = sum(counts)
+            self.num_steps[bisect_left(STEP_BUCKETS, num_tokens)] += 1
+            self.num_tokens += num_tokens
+        # A single token is a decode, or as cheap as one: the last one of a prompt that was hit.
+        if num_prefilled := sum(count for count in counts if count > 1):
+            self.prefill.add(num_prefilled, seconds)
+        elif counts:
+            self.decode.add(len(counts), seconds)
+
+
+HORIZON_S: Final = 30.0
+
+
+class DecayingRate:
+    """Amount over time, both fading with the time that is added; from any thread.
+
+    `per_s`: 0 until something is added. Weights fall to 1/e over `horizon_s` of added seconds.
+    """
+
+    def __init__(self, horizon_s: float = HORIZON_S) -> None:
+        self.per_s = 0.0
+        self._horizon_s = horizon_s
+        self._amount = 0.0
+        self._seconds = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, amount: float, seconds: float) -> None:
+        """`amount` took `seconds`; ignored where the clock saw no time pass."""
+        if seconds <= 0.0:
+            return
+        with self._lock:
+            kept = exp(-seconds / self._horizon_s)
+            self._amount = self._amount * kept + amount
+            self._seconds = self._seconds * kept + seconds
+            self.per_s = self._amount / self._seconds

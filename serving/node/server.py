@@ -30,7 +30,7 @@ from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.registry import read_config
 from engine.models.loader import load_and_identify
 from engine.sched.scheduler import Scheduler
-from engine.sched.step_rates import STEP_BUCKETS
+from engine.sched.stats import STEP_BUCKETS
 from engine.worker.model_runner import ModelRunner
 from serving.api.access import access_of
 from serving.api.app import create_app

@@ -5,8 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.sched.decaying_rate import DecayingRate
-from engine.sched.step_rates import StepRates
+from engine.sched.stats import DecayingRate, StepRates
 from engine.step import ScheduledRequest
 
 
