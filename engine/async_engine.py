@@ -36,8 +36,7 @@ from engine.prompt_checks import (
     check_prompt_logprobs,
     check_token_ids,
 )
-from engine.request import Request
-from engine.request_ids import unique_id
+from engine.request import Request, unique_id
 from engine.step import StepNews
 from engine.types import GenerateOutput, GenerateRequest, HandOverProblem
 

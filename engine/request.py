@@ -25,6 +25,18 @@ from engine.types import (
     TokenLogprob,
 )
 
+LABEL_LIMIT = 200
+
+
+def unique_id(label: str, number: int) -> str:
+    """The node's own name of the `number`-th request."""
+    return f"{label[:LABEL_LIMIT]}-{number:x}"
+
+
+def has_label(request_id: str, label: str) -> bool:
+    """True if `unique_id` made `request_id` from `label`."""
+    return request_id.rpartition("-")[0] == label[:LABEL_LIMIT]
+
 
 class RequestStatus(Enum):
     """The states of a request's life; names are vLLM's.

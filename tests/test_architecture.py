@@ -79,7 +79,7 @@ BROAD_EXCEPTS = {
 }
 LOCAL_IMPORTS = {
     "serving/telemetry/telemetry.py::_traces": "opentelemetry is optional and slow to import",
-    "engine/model_configs/folder.py::_download": "huggingface_hub is optional and slow to import",
+    "engine/model_files.py::_download": "huggingface_hub is optional and slow to import",
 }
 ROLE_PLACES = {
     "serving/api/schema.py": "who speaks in a chat: no role of a node",
@@ -241,7 +241,7 @@ def is_broad(handler: ast.ExceptHandler) -> bool:
                 "connector/transports/nixl.py": "one setting of UCX, which NIXL cannot be given",
                 "connector/transports/nixl_owner.py": "a program of its own, with its own __main__",
                 "serving/cli.py": "an empty variable of a flag, which click takes for none",
-                "engine/models/digest_cache.py": "the user's cache folder, also of Ray's actors",
+                "engine/models/weights_digest.py": "the user's cache folder, also of Ray's actors",
             },
         ),
         ({"hasattr", "setattr(self", "globals", "eval", "exec"}, PRODUCT, {}),

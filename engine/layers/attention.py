@@ -8,7 +8,7 @@ from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
 from engine.layers.rotary import rotate_
 from engine.layers.weights import Weights
-from engine.model_configs.attention import AttentionConfig
+from engine.model_configs.mixers import AttentionConfig
 
 
 class Attention:

@@ -11,7 +11,7 @@ from engine.layers.linear import load_linear
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
 from engine.layers.weights import Weights
-from engine.model_configs.gated_delta_net import GatedDeltaNetConfig
+from engine.model_configs.mixers import GatedDeltaNetConfig
 
 
 class GatedDeltaNet:

@@ -10,7 +10,7 @@ from engine.layers.linear import load_linear, per_output
 from engine.layers.mixer import CacheKey, ForwardPass
 from engine.layers.norm import RMSNorm
 from engine.layers.weights import Weights
-from engine.model_configs.mamba2 import Gating, Mamba2Config
+from engine.model_configs.mixers import Gating, Mamba2Config
 
 
 class Mamba2:

@@ -15,7 +15,7 @@ from engine.forward import (
     StateIndex,
 )
 from engine.layers.norm import RMSNorm
-from engine.model_configs.rope import RopeConfig
+from engine.model_configs.mixers import RopeConfig
 
 CacheKey = tuple[int, int]
 """(KV cache group, layer index in the model)."""

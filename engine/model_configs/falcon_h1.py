@@ -2,9 +2,14 @@
 
 from dataclasses import replace
 
-from engine.model_configs.attention import AttentionConfig, read_attention
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mamba2 import Gating, Mamba2Config, read_mamba2
+from engine.model_configs.mixers import (
+    AttentionConfig,
+    Gating,
+    Mamba2Config,
+    read_attention,
+    read_mamba2,
+)
 from engine.model_configs.model_config import ModelConfig, read_mlp, read_model
 
 

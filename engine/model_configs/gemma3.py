@@ -6,10 +6,16 @@ Hub files leave out what equals the class defaults of transformers.
 from dataclasses import replace
 
 from engine.errors import CheckpointError
-from engine.model_configs.attention import FULL, AttentionConfig, read_attention, read_layer_types
 from engine.model_configs.config_reader import ConfigReader
+from engine.model_configs.mixers import (
+    FULL,
+    AttentionConfig,
+    RopeConfig,
+    read_attention,
+    read_layer_types,
+    require_rope_type,
+)
 from engine.model_configs.model_config import ModelConfig, read_mlp, read_model
-from engine.model_configs.rope import RopeConfig, require_rope_type
 
 SLIDING = "sliding_attention"
 # Those of transformers' class.

@@ -3,9 +3,8 @@
 from dataclasses import replace
 
 from engine.errors import CheckpointError
-from engine.model_configs.attention import AttentionConfig, read_attention
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mamba2 import read_mamba2
+from engine.model_configs.mixers import AttentionConfig, read_attention, read_mamba2
 from engine.model_configs.model_config import (
     ExpertsConfig,
     MixerConfig,

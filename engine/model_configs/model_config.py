@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.kv_cache.spec import KVCacheGroup, LayerSpec, form_groups
-from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.gated_delta_net import GatedDeltaNetConfig
-from engine.model_configs.mamba2 import Mamba2Config
+from engine.model_configs.mixers import AttentionConfig, GatedDeltaNetConfig, Mamba2Config
 
 MixerConfig = AttentionConfig | Mamba2Config | GatedDeltaNetConfig
 

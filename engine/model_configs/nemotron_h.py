@@ -1,9 +1,13 @@
 """config.json of NemotronHForCausalLM, spelled as on the hub or as transformers 5 saves it."""
 
 from engine.errors import CheckpointError
-from engine.model_configs.attention import read_attention
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mamba2 import Mamba2Config, read_temporal_dtype, read_time_step_limit
+from engine.model_configs.mixers import (
+    Mamba2Config,
+    read_attention,
+    read_temporal_dtype,
+    read_time_step_limit,
+)
 from engine.model_configs.model_config import MixerConfig, MLPConfig, ModelConfig, read_model
 
 MAMBA, ATTENTION, MLP = "mamba", "attention", "mlp"

@@ -14,17 +14,16 @@ from engine.model_configs import (
     gemma3,
     granite_moe_hybrid,
     nemotron_h,
-    qwen3,
-    qwen3_5,
+    qwen,
 )
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.model_config import ModelConfig
 
 ARCHITECTURES: Mapping[str, Callable[[ConfigReader], ModelConfig]] = MappingProxyType(
     {
-        "Qwen3ForCausalLM": qwen3.read,
-        "Qwen3_5ForCausalLM": qwen3_5.read,
-        "Qwen3_5ForConditionalGeneration": qwen3_5.read,
+        "Qwen3ForCausalLM": qwen.read_qwen3,
+        "Qwen3_5ForCausalLM": qwen.read_qwen3_5,
+        "Qwen3_5ForConditionalGeneration": qwen.read_qwen3_5,
         "NemotronHForCausalLM": nemotron_h.read,
         "Gemma3ForCausalLM": gemma3.read,
         "Gemma3ForConditionalGeneration": gemma3.read,

@@ -5,9 +5,8 @@ Checkpoint names are the hub's; transformers 5 has others for the experts' tenso
 
 from collections.abc import Sequence
 
-from engine.layers.experts import Experts
 from engine.layers.mixer import Part, ResidualBlock
-from engine.layers.mlp import GatedMLP
+from engine.layers.mlp import Experts, GatedMLP
 from engine.layers.weights import Weights
 from engine.model_configs.model_config import ModelConfig
 from engine.models.hybrid import HybridModel, build_hybrid, norm_of

@@ -20,10 +20,8 @@ from engine.layers.mixer import CacheKey, ForwardPass, Part, ResidualBlock
 from engine.layers.norm import RMSNorm, load_norm
 from engine.layers.rotary import Rotary
 from engine.layers.weights import Weights
-from engine.model_configs.attention import AttentionConfig
-from engine.model_configs.mamba2 import Mamba2Config
+from engine.model_configs.mixers import AttentionConfig, Mamba2Config, RopeConfig
 from engine.model_configs.model_config import MixerConfig, ModelConfig
-from engine.model_configs.rope import RopeConfig
 
 MakeLayer = Callable[[ModelConfig, Weights, Sequence[Part]], list[ResidualBlock]]
 """The blocks of one layer, from the weights below its name and its mixers."""

@@ -1,17 +1,57 @@
-"""From a folder and its config to a model that runs. Knows no family by name."""
+"""From a folder and its config to a model that runs, and the families by name.
+
+The torch half of `engine/model_configs/registry.py`.
+"""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
 import structlog
 import torch
+from torch import Tensor
 
-from engine.forward import TORCH_DTYPES
+from engine.forward import TORCH_DTYPES, ForwardBatch, LayerCaches
 from engine.layers.weights import Weights
 from engine.model_configs.identity import ModelIdentity, identity_of
 from engine.model_configs.model_config import ModelConfig
-from engine.models.registry import FAMILIES, CausalLM
+from engine.models import bamba, gemma3, granite_moe_hybrid, nemotron_h, qwen
 from engine.models.weights_digest import WeightsDigest
+
+
+class CausalLM(Protocol):
+    """A model of any family."""
+
+    def forward(self, batch: ForwardBatch, caches: LayerCaches) -> Tensor:
+        """Hidden states [tokens, hidden] of the batch; writes K/V and states into `caches`."""
+
+    def logits(self, hidden_rows: Tensor) -> Tensor:
+        """float32 logits [rows, vocab] of some rows of hidden states."""
+
+
+class Family(Protocol):
+    """One module of this folder."""
+
+    def rename(self, stored_name: str, /) -> str | None:
+        """The name by which `build` takes a stored tensor; None: it is skipped by design."""
+
+    def build(self, config: ModelConfig, weights: Weights, /) -> CausalLM:
+        """Raises CheckpointError for tensors that are missing or misshapen."""
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        "bamba": bamba,
+        "falcon_h1": bamba,
+        "gemma3": gemma3,
+        "granite_moe_hybrid": granite_moe_hybrid,
+        "nemotron_h": nemotron_h,
+        "qwen": qwen,
+    }
+)
+
 
 log = structlog.get_logger()
 

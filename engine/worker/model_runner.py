@@ -12,13 +12,12 @@ from torch import Tensor
 from engine.arena import ArenaMemory
 from engine.errors import EngineGenerateError
 from engine.kv_cache.arena_plan import ArenaPlan
-from engine.models.registry import CausalLM
+from engine.models.loader import CausalLM
 from engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from engine.types import PromptLogprobs
 from engine.worker.input_batch import InputBatcher
 from engine.worker.kv_caches import layer_caches
-from engine.worker.prompt_logprobs import prompt_logprobs
-from engine.worker.sampler import sample
+from engine.worker.sampler import prompt_logprobs, sample
 
 MAX_FAILED_PASSES = 8
 """After so many failed forward passes in a row the node is at fault, and its engine ends."""

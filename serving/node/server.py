@@ -24,10 +24,10 @@ from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.listener import CacheListener, CacheListeners
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.report import plan_labels, plan_report
-from engine.model_configs.folder import resolve_folder
 from engine.model_configs.generation import read_eos_token_ids
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.registry import read_config
+from engine.model_files import resolve_folder
 from engine.models.loader import load_and_identify
 from engine.sched.scheduler import Scheduler
 from engine.sched.stats import STEP_BUCKETS

@@ -15,8 +15,7 @@ from engine.errors import EngineGenerateError
 from engine.forward import ForwardBatch, LayerCaches
 from engine.kv_cache.arena_plan import plan_arena
 from engine.model_configs.registry import read_config
-from engine.models.loader import load_model
-from engine.models.registry import CausalLM
+from engine.models.loader import CausalLM, load_model
 from engine.types import SamplingParams
 from engine.worker.model_runner import MAX_FAILED_PASSES
 from tests.support.nodes.asking import ask, question, stream, streamed_ids

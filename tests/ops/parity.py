@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.small_models import widen
 from engine.model_configs.model_config import ModelConfig
-from engine.models.registry import CausalLM
+from engine.models.loader import CausalLM
 from tests.support.nodes.oracle import (
     Runner,
     first_wrong_choice,

@@ -14,8 +14,7 @@ from engine.layers.gated_delta_net import GatedDeltaNet
 from engine.layers.mamba2 import Mamba2
 from engine.layers.mixer import ForwardPass
 from engine.layers.weights import Weights
-from engine.model_configs.gated_delta_net import GatedDeltaNetConfig
-from engine.model_configs.mamba2 import Mamba2Config
+from engine.model_configs.mixers import GatedDeltaNetConfig, Mamba2Config
 
 HIDDEN, HEADS, DIM, KERNEL, UNITS = 16, 4, 8, 4, 9
 CONV = 64  # channels through the convolution, in both layers

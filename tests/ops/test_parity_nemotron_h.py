@@ -13,7 +13,7 @@ from transformers import NemotronHConfig, NemotronHForCausalLM
 
 from benchmarks.small_models import widen
 from engine.model_configs.model_config import ModelConfig
-from engine.models.registry import CausalLM
+from engine.models.loader import CausalLM
 from tests.support.nodes.oracle import Runner, load
 
 # float32 on both sides, logits up to 6. Measured differences are 4e-6 to 6e-5 and in each case no

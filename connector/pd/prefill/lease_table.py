@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from connector.pd.prefill.held_digests import ArenaDigests, HeldDigests
 from connector.pd.prefill.lease_records import LeaseRecord, LeaseRecords
 from connector.pd.wire.messages import ANY_GENERATION, BlockIds
-from engine.request_ids import has_label
+from engine.request import has_label
 
 RENEWAL_SHARE = 2.0 / 3.0
 MAX_HOLD_S = 3600.0

@@ -12,7 +12,7 @@ from engine.errors import TandemError
 from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, WorkerConnector
-from engine.models.registry import CausalLM
+from engine.models.loader import CausalLM
 from engine.request import Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.step import ConnectorMeta, ScheduledRequest

@@ -13,11 +13,9 @@ from torch import Tensor
 from benchmarks.small_models import spread
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, form_groups
 from engine.layers.weights import Weights
-from engine.model_configs.attention import AttentionConfig
-from engine.model_configs.mamba2 import Mamba2Config
+from engine.model_configs.mixers import AttentionConfig, Mamba2Config, RopeConfig
 from engine.model_configs.model_config import MixerConfig, MLPConfig, ModelConfig
-from engine.model_configs.rope import RopeConfig
-from engine.models import qwen3
+from engine.models import qwen
 from engine.models.hybrid import HybridModel
 from engine.ops.backend import ops_for
 
@@ -114,4 +112,4 @@ def five_groups(groups: tuple[KVCacheGroup, ...]) -> HybridModel:
         mlp=MLPConfig(intermediate_size=2 * HIDDEN),
         own_groups=groups,
     )
-    return qwen3.build(config, DrawnWeights())
+    return qwen.build(config, DrawnWeights())

@@ -25,8 +25,7 @@ from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.spec import MambaSpec, SlidingWindowSpec
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.registry import read_config
-from engine.models.loader import load_model
-from engine.models.registry import CausalLM
+from engine.models.loader import CausalLM, load_model
 from engine.worker.kv_caches import layer_caches, page_row
 
 BLOCK_SIZE = 16

@@ -6,14 +6,12 @@ import pytest
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec, SlidingWindowSpec
-from engine.model_configs.attention import FULL, AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.gemma3 import SLIDING
-from engine.model_configs.mamba2 import Gating, Mamba2Config
+from engine.model_configs.mixers import FULL, AttentionConfig, Gating, Mamba2Config, RopeConfig
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.registry import config_of
-from engine.model_configs.rope import RopeConfig
-from engine.models.registry import FAMILIES
+from engine.models.loader import FAMILIES
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -6,12 +6,11 @@ import pytest
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
-from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
+from engine.model_configs.mixers import AttentionConfig, RopeConfig
 from engine.model_configs.model_config import ModelConfig
 from engine.model_configs.registry import config_of
-from engine.model_configs.rope import RopeConfig
-from engine.models import qwen3_5
+from engine.models import qwen
 
 QWEN3 = {
     "hidden_size": 64,
@@ -117,4 +116,4 @@ def test_names_of_wrapped_checkpoints() -> None:
         "mtp.fc.weight": None,
         "lm_head.weight": "lm_head.weight",
     }
-    assert {name: qwen3_5.rename(name) for name in names} == names
+    assert {name: qwen.rename(name) for name in names} == names

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from engine.errors import CheckpointError
-from engine.model_configs.folder import resolve_folder
 from engine.model_configs.generation import read_eos_token_ids
+from engine.model_files import resolve_folder
 from serving.api.serving import SamplingDefaults, load_sampling_defaults
 
 ROOT = Path(__file__).parents[3]
@@ -91,7 +91,7 @@ def test_hub_name_without_a_network_is_a_clear_error(tmp_path: Path) -> None:
     """In a process of its own: the hub's client reads its offline switch when it is imported."""
     code = (
         "from engine.errors import CheckpointError\n"
-        "from engine.model_configs.folder import resolve_folder\n"
+        "from engine.model_files import resolve_folder\n"
         "try:\n    resolve_folder('some-owner/some-model')\n"
         "except CheckpointError as error:\n    print(error)\n"
     )
@@ -104,7 +104,7 @@ def test_config_half_needs_no_torch() -> None:
     code = (
         "import sys\n"
         "import engine.model_configs.registry, engine.model_configs.generation\n"
-        "import engine.model_configs.folder\n"
+        "import engine.model_files\n"
         "print(sorted({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)))\n"
     )
     assert run_python(code, {}).strip() == "[]"

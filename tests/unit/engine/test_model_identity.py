@@ -10,14 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.model_configs.attention import AttentionConfig
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.gated_delta_net import GatedDeltaNetConfig
 from engine.model_configs.identity import NOT_COUNTED, ModelIdentity, identity_of
-from engine.model_configs.mamba2 import Mamba2Config
+from engine.model_configs.mixers import (
+    AttentionConfig,
+    GatedDeltaNetConfig,
+    Mamba2Config,
+    RopeConfig,
+)
 from engine.model_configs.model_config import ExpertsConfig, MLPConfig, ModelConfig
 from engine.model_configs.registry import config_of
-from engine.model_configs.rope import RopeConfig
 from tests.unit.engine.test_configs_hybrid import BAMBA, FALCON_H1, GEMMA3, GRANITE
 from tests.unit.engine.test_configs_qwen import QWEN3, QWEN3_5
 

@@ -13,12 +13,10 @@ from torch import Tensor
 
 from engine.errors import CheckpointError
 from engine.kv_cache.spec import FullAttentionSpec, MambaSpec
-from engine.model_configs.attention import AttentionConfig
-from engine.model_configs.mamba2 import Mamba2Config
+from engine.model_configs.mixers import AttentionConfig, Mamba2Config
 from engine.model_configs.registry import ARCHITECTURES, read_config
 from engine.models.hybrid import HybridModel
-from engine.models.loader import load_model
-from engine.models.registry import FAMILIES
+from engine.models.loader import FAMILIES, load_model
 from engine.models.weights_digest import WeightsDigest
 
 CPU = torch.device("cpu")

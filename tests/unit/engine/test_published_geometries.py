@@ -12,7 +12,7 @@ from benchmarks.breakeven.paper import PUBLISHED
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.report import plan_report
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
-from engine.model_configs import qwen3_5
+from engine.model_configs import qwen
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.registry import read_config
 
@@ -54,4 +54,4 @@ def test_small_blocks_and_little_waste(name: str) -> None:
 def test_small_blocks_and_little_waste_of_qwen3_next() -> None:
     """Its layers keep what those of Qwen3.5 keep, and its config names them alike."""
     reader = ConfigReader(json.loads(QWEN3_NEXT_80B_A3B), "config.json")
-    check(qwen3_5.read(reader).groups, (36, 12, 2_146_304, 2048))
+    check(qwen.read_qwen3_5(reader).groups, (36, 12, 2_146_304, 2048))

@@ -14,9 +14,8 @@ from structlog.testing import capture_logs
 from torch import Tensor
 
 from engine.errors import CheckpointError
-from engine.models import digest_cache
-from engine.models.digest_cache import BESIDE, MAX_RECORDS
-from engine.models.weights_digest import BLOCK_BYTES, WeightsDigest
+from engine.models import weights_digest
+from engine.models.weights_digest import BESIDE, BLOCK_BYTES, MAX_RECORDS, WeightsDigest
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -31,7 +30,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache folder, which nothing has made yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # The times of files tick every few milliseconds here: the tests need not wait for seconds.
-    monkeypatch.setattr(digest_cache, "TICK_NS", 300_000_000)
+    monkeypatch.setattr(weights_digest, "TICK_NS", 300_000_000)
     return tmp_path / "cache" / "tandem"
 
 
@@ -50,7 +49,7 @@ def folder_of(path: Path, *shards: dict[str, Tensor], **metadata: str) -> Path:
 def wait_until_old(folder: Path) -> None:
     """Until a change could not have the time of the last one."""
     files = list(folder.glob("*.safetensors"))
-    while time.time_ns() - max(path.stat().st_ctime_ns for path in files) < digest_cache.TICK_NS:
+    while time.time_ns() - max(path.stat().st_ctime_ns for path in files) < weights_digest.TICK_NS:
         time.sleep(0.05)
 
 

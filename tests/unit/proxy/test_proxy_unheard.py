@@ -1,7 +1,7 @@
 """The proxy gives up waiting for a prefill and releases it at P by its own request id."""
 
 from connector.pd.prefill.control_handler import ControlHandler
-from engine.request_ids import unique_id
+from engine.request import unique_id
 from tests.support.api.node_double import ScriptedNode, running_cluster, until
 from tests.support.cache.leases import HOLDING, identity, lease_table
 

@@ -1,0 +1,297 @@
+"""Settings of the mixers of any family: attention, Mamba2, gated delta net. Torch-free."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from engine.errors import CheckpointError
+from engine.kv_cache.spec import DTYPE_BYTES, FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from engine.model_configs.config_reader import ConfigReader
+
+
+@dataclass(slots=True, frozen=True)
+class RopeConfig:
+    """Base `theta`, and how many leading channels of each head are rotated.
+
+    Frequencies are divided by `factor` (rope type "linear", which stretches positions).
+    """
+
+    theta: float
+    rotary_dim: int
+    factor: float = 1.0
+
+
+def read_rope(reader: ConfigReader, head_dim: int, partial: float = 1.0) -> RopeConfig:
+    """Reads `rope_parameters` (or `rope_scaling`), else top-level `rope_theta`.
+
+    `partial` is the family's default for `partial_rotary_factor`. Raises CheckpointError for any
+    rope type but "default".
+    """
+    settings = _settings(reader)
+    require_rope_type(settings, ["default", "mrope"])
+    theta = settings.get("rope_theta", float, reader.get("rope_theta", float, 10000.0))
+    partial = reader.get("partial_rotary_factor", float, partial)
+    factor = settings.get("partial_rotary_factor", float, partial)
+    rotary_dim = int(head_dim * factor)
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise CheckpointError(
+            f"{settings.source}: partial_rotary_factor {factor} would rotate {rotary_dim} channels "
+            f"of {head_dim}; it must be an even number of them"
+        )
+    return RopeConfig(theta, rotary_dim)
+
+
+def require_rope_type(settings: ConfigReader, supported: list[str]) -> str:
+    """The rope type in `settings` (by default "default"); CheckpointError unless `supported`."""
+    kind: str = settings.get("rope_type", str, settings.get("type", str, "default"))
+    if kind not in supported:
+        raise CheckpointError(
+            f"{settings.source}: rope_type {kind!r} is not supported; "
+            f"supported: {', '.join(supported)}"
+        )
+    return kind
+
+
+def _settings(reader: ConfigReader) -> ConfigReader:
+    # transformers 5 writes the first, 4 wrote the second, and before that the fields stood alone.
+    for key in ("rope_parameters", "rope_scaling"):
+        if reader.get(key, dict, None) is not None:
+            return reader.section(key)
+    return reader
+
+
+FULL = "full_attention"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class AttentionConfig:
+    """`bias` is for all four projections; `rope` None: no positional encoding.
+
+    Scores are q k^T * `scale`. `window`: a token reads itself and the `window` - 1 tokens before it
+    (None: all). `qk_norm`: q and k are normed head by head. `gated`: q_proj also gives a sigmoid
+    gate. `input_scale` and `output_scale` multiply what goes in and comes out.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    bias: bool = False
+    rope: RopeConfig | None = None
+    window: int | None = None
+    qk_norm: bool = False
+    gated: bool = False
+    input_scale: float = 1.0
+    output_scale: float = 1.0
+
+    def spec(self, dtype: str) -> FullAttentionSpec | SlidingWindowSpec:
+        """The cache contents of one such layer per token."""
+        if self.window is None:
+            return FullAttentionSpec(self.num_kv_heads, self.head_dim, dtype)
+        return SlidingWindowSpec(self.num_kv_heads, self.head_dim, dtype, self.window)
+
+
+def read_attention(reader: ConfigReader, rotary: float | None = None) -> AttentionConfig:
+    """Reads heads, sizes and bias by their common names; scores are scaled by head_dim^-0.5.
+
+    `rotary`: the part of each head that is rotated where the file does not say it (`read_rope`);
+    None: no positional encoding. Raises CheckpointError.
+    """
+    heads = reader.require("num_attention_heads", int)
+    kv_heads = reader.get("num_key_value_heads", int, heads)
+    reader.require_divisor(("num_attention_heads", heads), ("num_key_value_heads", kv_heads))
+    default = reader.require("hidden_size", int) // heads
+    head_dim = reader.get("head_dim", int, reader.get("attention_head_dim", int, default))
+    return AttentionConfig(
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        bias=reader.get("attention_bias", bool, False),
+        scale=head_dim**-0.5,
+        rope=None if rotary is None else read_rope(reader, head_dim, rotary),
+    )
+
+
+def read_layer_types(
+    reader: ConfigReader, other: str, *, key: str, interval: int
+) -> tuple[str, ...]:
+    """FULL or `other` for each layer; by default every n-th is FULL, by the file's `key`.
+
+    `interval`: n where the file has no `key`. Raises CheckpointError.
+    """
+    interval = reader.get(key, int, interval)
+    if interval < 1:
+        raise CheckpointError(f"{reader.source}: {key!r} is {interval}, expected at least 1")
+    layers = range(1, 1 + reader.require("num_hidden_layers", int))
+    default = [other if layer % interval else FULL for layer in layers]
+    return reader.layer_types(default, (other, FULL))
+
+
+class Gating(StrEnum):
+    """The order of norm and gate z after the scan's output y; each group has its own norm."""
+
+    GATE_THEN_NORM = "norm(y * silu(z))"
+    NORM_THEN_GATE = "norm(y) * silu(z)"
+    GATE_ONLY = "y * silu(z)"
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class Mamba2Config:
+    """One mixer: `num_heads` heads of `head_dim` channels; each of `n_groups` has its B and C.
+
+    `time_step_limit` clamps dt after softplus. `temporal_dtype`: of the states in the cache.
+    `input_scale` and `output_scale` multiply what goes in and comes out, `projected_scales` z, x,
+    B, C and dt as in_proj gives them.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    n_groups: int
+    conv_kernel: int
+    conv_bias: bool
+    in_proj_bias: bool
+    out_proj_bias: bool
+    time_step_limit: tuple[float, float]
+    temporal_dtype: str = "float32"
+    gating: Gating = Gating.GATE_THEN_NORM
+    input_scale: float = 1.0
+    projected_scales: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    output_scale: float = 1.0
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of x, of the gate z and of the output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels that pass the convolution: x, B and C."""
+        return self.inner_size + 2 * self.n_groups * self.state_size
+
+    @property
+    def projected_sizes(self) -> tuple[int, ...]:
+        """Channels of z, x, B, C and dt, side by side in in_proj."""
+        shared = self.n_groups * self.state_size
+        return (self.inner_size, self.inner_size, shared, shared, self.num_heads)
+
+    def spec(self, dtype: str) -> MambaSpec:
+        """The cache contents of one such layer for one sequence."""
+        return MambaSpec(
+            kind="mamba2",
+            conv_shape=(self.conv_kernel - 1, self.conv_dim),
+            conv_dtype=dtype,
+            temporal_shape=(self.num_heads, self.head_dim, self.state_size),
+            temporal_dtype=self.temporal_dtype,
+        )
+
+
+def read_mamba2(reader: ConfigReader, inner_key: str | None = None) -> Mamba2Config:
+    """Reads the fields of Bamba, Granite and Falcon-H1 (`mamba_n_heads`, ...).
+
+    `inner_key`: the field with the channels of x; without one they are `mamba_expand` times
+    `hidden_size`. Raises CheckpointError when heads, channels and groups do not fit together.
+    """
+    # Some families name the channels, others a multiple of hidden_size; heads must divide them.
+    expanded = reader.get("mamba_expand", int, 2) * reader.require("hidden_size", int)
+    inner = expanded if inner_key is None else reader.require(inner_key, int)
+    heads = reader.get("mamba_n_heads", int, 128)
+    groups = reader.get("mamba_n_groups", int, 1)
+    reader.require_divisor(("mamba_n_heads", heads), ("mamba_n_groups", groups))
+    channels = inner_key or "mamba_expand * hidden_size"
+    reader.require_divisor((channels, inner), ("mamba_n_heads", heads))
+    bias = reader.get("mamba_proj_bias", bool, False)
+    return Mamba2Config(
+        num_heads=heads,
+        head_dim=_head_dim(reader, inner // heads),
+        state_size=reader.get("mamba_d_state", int, 256),
+        n_groups=groups,
+        conv_kernel=reader.get("mamba_d_conv", int, 4),
+        conv_bias=reader.get("mamba_conv_bias", bool, True),
+        in_proj_bias=bias,
+        out_proj_bias=bias,
+        time_step_limit=read_time_step_limit(reader, "time_step_limit"),
+        temporal_dtype=read_temporal_dtype(reader),
+    )
+
+
+def _head_dim(reader: ConfigReader, implied: int) -> int:
+    reader.require_one_of("mamba_d_head", ["auto", implied])
+    return implied
+
+
+def read_temporal_dtype(reader: ConfigReader) -> str:
+    """The dtype that states are kept in: `mamba_ssm_cache_dtype`, by default float32."""
+    reader.require_one_of("mamba_ssm_cache_dtype", ["auto", *DTYPE_BYTES])
+    stored: str = reader.get("mamba_ssm_cache_dtype", str, "auto")
+    return "float32" if stored == "auto" else stored
+
+
+def read_time_step_limit(reader: ConfigReader, key: str) -> tuple[float, float]:
+    """`key` as (low, high), by default (0, infinity).
+
+    Infinity is the bare word `Infinity` in hub files and `{"__float__": "Infinity"}` in files that
+    transformers 5 saved.
+    """
+    limits = [_number(value) for value in reader.get(key, list, [0.0, float("inf")])]
+    if len(limits) != 2 or limits[0] is None or limits[1] is None:
+        raise CheckpointError(
+            f"{reader.source}: {key!r} is {reader.fields[key]!r}, expected two numbers"
+        )
+    return limits[0], limits[1]
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, dict):
+        value = value.get("__float__")
+    if value in ("Infinity", "inf"):
+        return float("inf")
+    return float(value) if isinstance(value, int | float) else None
+
+
+@dataclass(slots=True, frozen=True, kw_only=True)
+class GatedDeltaNetConfig:
+    """One mixer; consecutive value heads share a key head."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys (and of all queries)."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of all values (and of the gate)."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels that pass the convolution: queries, keys, values."""
+        return 2 * self.keys + self.values
+
+    def spec(self, dtype: str) -> MambaSpec:
+        """The cache contents of one such layer for one sequence."""
+        return MambaSpec(
+            kind="gated_delta_net",
+            conv_shape=(self.conv_kernel - 1, self.conv_dim),
+            conv_dtype=dtype,
+            temporal_shape=(self.value_heads, self.key_dim, self.value_dim),
+        )
+
+
+def read_gated_delta_net(reader: ConfigReader) -> GatedDeltaNetConfig:
+    """Reads Qwen3.5's `linear_*` fields. Raises CheckpointError for heads that do not fit."""
+    config = GatedDeltaNetConfig(
+        key_heads=reader.require("linear_num_key_heads", int),
+        value_heads=reader.require("linear_num_value_heads", int),
+        key_dim=reader.require("linear_key_head_dim", int),
+        value_dim=reader.require("linear_value_head_dim", int),
+        conv_kernel=reader.get("linear_conv_kernel_dim", int, 4),
+    )
+    values = ("linear_num_value_heads", config.value_heads)
+    reader.require_divisor(values, ("linear_num_key_heads", config.key_heads))
+    return config
