@@ -24,6 +24,7 @@ from deploy.config import ClusterConfig, NodeGroup
 from deploy.process import wait_gone
 from deploy.session import Session, new_session
 from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.footprints import watched
 
 if TYPE_CHECKING:
     from deploy.actors import Member
@@ -57,6 +58,7 @@ class Report(msgspec.Struct, frozen=True):
     unknown_there: str
     own_environment: bool
     left: list[str]
+    opened: list[str]
 
 
 def main(model: str) -> None:
@@ -96,11 +98,12 @@ def _deploy(model: str, address: str, session: Session) -> Report:
         proxy={"port": 0, "enable_prompt_tokens_details": True, "resources": {"x_slot": 1}},
     )
     with connected(address):
-        with running(config, _say) as members:
+        with watched() as footprints, footprints.on() as opened, running(config, _say) as members:
             seen = _use(config, members, address)
             processes = [psutil.Process(member.pid) for member in cluster_members()]
         left = [str(each) for each in wait_gone(processes, 0.0)]
-        return Report(**seen, left=left + [member.name for member in cluster_members()])
+        left += [member.name for member in cluster_members()]
+        return Report(**seen, left=left, opened=sorted(opened))
 
 
 def _use(config: ClusterConfig, members: list["Member"], address: str) -> dict[str, Any]:
