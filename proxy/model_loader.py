@@ -11,7 +11,7 @@ import structlog
 from engine.errors import TandemError
 from proxy.cluster.node import Node
 from proxy.cluster.node_pool import NodePool
-from serving.api.serving import Serving, load_sampling_defaults
+from serving.api.served_model import ServedModel, load_sampling_defaults
 from serving.api.tokenizer import load_tokenizer
 from serving.config import ServerConfig
 from serving.rpc.messages import TOKENIZER_FILES, NodeInfo
@@ -24,19 +24,21 @@ FETCH_TIMEOUT_S: Final = 30.0
 
 async def load_serving(
     pool: NodePool, config: ServerConfig, chat_template: str | None = None
-) -> Serving:
+) -> ServedModel:
     """Waits, without limit, until a usable node, D before P, has sent its tokenizer.
 
     Names and the chat template's text are the nodes' own where `config` has none.
     """
     while True:
         for node in pool.nodes:
-            if (serving := await _load_from(node, config, chat_template)) is not None:
-                return serving
+            if (served := await _load_from(node, config, chat_template)) is not None:
+                return served
         await pool.wait_for_news(RETRY_INTERVAL_S)
 
 
-async def _load_from(node: Node, config: ServerConfig, chat_template: str | None) -> Serving | None:
+async def _load_from(
+    node: Node, config: ServerConfig, chat_template: str | None
+) -> ServedModel | None:
     """None from a node that is out of use or has no tokenizer to give."""
     # Taken now: what a node in use has said is checked, and it may say something else meanwhile.
     info = node.info
@@ -44,14 +46,14 @@ async def _load_from(node: Node, config: ServerConfig, chat_template: str | None
         return None
     try:
         files = await node.client.get_tokenizer(FETCH_TIMEOUT_S)
-        serving = await asyncio.to_thread(
+        served = await asyncio.to_thread(
             _build_serving, files, info, config, chat_template=chat_template
         )
     except TandemError as error:
         log.warning("no tokenizer from node", node=node.name, problem=str(error))
         return None
-    log.info("model is known", model=serving.model_name, tokenizer_of=node.name)
-    return serving
+    log.info("model is known", model=served.model_name, tokenizer_of=node.name)
+    return served
 
 
 def _build_serving(
@@ -60,7 +62,7 @@ def _build_serving(
     config: ServerConfig,
     *,
     chat_template: str | None,
-) -> Serving:
+) -> ServedModel:
     with TemporaryDirectory(prefix="tandem-tokenizer-") as name:
         folder = Path(name)
         # File names come from a peer, so only the known ones ever become paths.
@@ -69,7 +71,7 @@ def _build_serving(
                 (folder / file_name).parent.mkdir(exist_ok=True)
                 (folder / file_name).write_bytes(files[file_name])
         content_format = config.chat_template_content_format
-        return Serving(
+        return ServedModel(
             served_model_names=config.served_model_name or info.model_names,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,

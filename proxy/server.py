@@ -32,11 +32,10 @@ from proxy.routing.router import Router
 from proxy.status import ClusterStatus
 from serving.api.access import Access
 from serving.api.app import create_app, middleware_of
-from serving.api.cache_reset import reset_route
-from serving.api.operations import HEALTH_PATHS, PROBE_PATHS, metrics
+from serving.api.chat_template import given_template
+from serving.api.operations import HEALTH_PATHS, PROBE_PATHS, metrics, reset_route
 from serving.api.reasoning import choose_thoughts
-from serving.api.template_files import given_template
-from serving.api.tool_calls.registry import choose_syntax
+from serving.api.tool_syntaxes import choose_syntax
 from serving.http.connection import ConnectionLimits
 from serving.http.errors import ERROR_HANDLERS
 from serving.http.server import HttpServer
@@ -199,7 +198,7 @@ class ProxyServer:
         """Serves as soon as the model is known; follows the longest context of the decode nodes."""
         loaded = await load_serving(self._pool, self._config, self._template)
         parser, template = self._config.tool_call_parser, loaded.tokenizer.tool_template
-        serving = replace(
+        served = replace(
             loaded,
             enable_prompt_tokens_details=self._config.enable_prompt_tokens_details,
             tool_calls=choose_syntax(parser, template),
@@ -208,23 +207,23 @@ class ProxyServer:
             strict_api=self._config.strict_api,
             sse_keep_alive_interval=self._config.sse_keep_alive_interval,
         )
-        self._metrics.model_name = serving.model_name
+        self._metrics.model_name = served.model_name
         log.info("proxy serves", url=self.url)
         while True:
             self._app = create_app(
                 self._flow,
-                serving,
+                served,
                 metrics_registry=self._metrics.registry,
                 access=self._access(),
                 routes=[self._status.status_route(), *self._reset_routes()],
                 open_routes=[self._status.page_route()],
             )
             # The app holds `max_model_len`, so a new one is made when a decode node changes it.
-            context = serving.max_model_len
-            while context == serving.max_model_len:
+            context = served.max_model_len
+            while context == served.max_model_len:
                 await self._pool.wait_for_news(POLL_INTERVAL_S)
                 context = self._pool.max_model_len or context
-            serving = replace(serving, max_model_len=context)
+            served = replace(served, max_model_len=context)
 
     def _reset_routes(self) -> list[Route]:
         is_served = self._config.enable_reset_prefix_cache

@@ -1,20 +1,15 @@
-"""The holder of one key: what it has used, and what is done to its requests."""
+"""The holder of one key: its limits, what it has used of them, and its terms."""
 
-import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 
-from msgspec import structs
-
-from engine.errors import InvalidRequestError, OverloadedError
-from engine.types import GenerateRequest
+from engine.errors import OverloadedError
 from proxy.access.api_key import ApiKey
 from proxy.access.bucket import Bucket
 from proxy.access.fair_queue import Share
 from proxy.metrics import KeyMetrics
-from serving.api.plan import Plan
+from serving.http.callers import Terms
 
 
 class Client:
@@ -50,6 +45,15 @@ class Client:
         return self._policy.operator
 
     @property
+    def terms(self) -> Terms:
+        policy = self._policy
+        return Terms(
+            may_choose_priority=policy.client_priority,
+            cache_world=policy.owner if policy.isolate_cache else "",
+            hides_cached_tokens=policy.hide_cached_tokens,
+        )
+
+    @property
     def share(self) -> Share:
         return Share(self._policy.owner, self._policy.weight, self._policy.priority)
 
@@ -79,49 +83,26 @@ class Client:
         return told
 
     @contextmanager
-    def waiting(self, plan: Plan) -> Iterator[None]:
+    def waiting(self, num_prompt_tokens: int) -> Iterator[None]:
         """The prompts' tokens are taken while the request waits, and given back if that fails.
 
         Raises OverloadedError while earlier ones are not paid off.
         """
         self._require_tokens()
-        self._take(plan.num_prompt_tokens)
+        self._take(num_prompt_tokens)
         try:
             yield
         except BaseException as error:
-            self._take(-plan.num_prompt_tokens)
+            self._take(-num_prompt_tokens)
             if isinstance(error, OverloadedError):
                 self._metrics.count(self.name, "queue")
             raise
-        self._metrics.count_tokens(self.name, "prompt", plan.num_prompt_tokens)
+        self._metrics.count_tokens(self.name, "prompt", num_prompt_tokens)
 
     def on_tokens(self, count: int) -> None:
         """Takes tokens that were generated."""
         self._metrics.count_tokens(self.name, "generated", count)
         self._take(count)
-
-    def shaped(self, plan: Plan) -> Plan:
-        """`plan` by this key's policy; InvalidRequestError for what its holder may not ask for."""
-        if any(it.priority for it in plan.requests) and not self._policy.client_priority:
-            raise InvalidRequestError(
-                f"key {self.name!r} may not choose a priority: leave it out", param="priority"
-            )
-        requests = tuple(
-            structs.replace(self._salted(it), tenant=self._policy.owner) for it in plan.requests
-        )
-        return replace(plan, requests=requests, hides_cache=self._policy.hide_cached_tokens)
-
-    def _salted(self, request: GenerateRequest) -> GenerateRequest:
-        """Each tenant's salts, and those of all others, are worlds of their own.
-
-        Digests, so that no client can name the salt of a tenant: its own becomes another digest.
-        """
-        isolated = self._policy.owner if self._policy.isolate_cache else ""
-        if not isolated and request.cache_salt is None:
-            return request
-        text = f"{isolated}\0{request.cache_salt or ''}"
-        salt = hashlib.sha256(text.encode()).hexdigest()
-        return structs.replace(request, cache_salt=salt)
 
     def _require_tokens(self) -> None:
         if self._tokens is not None and self._tokens.level <= 0:

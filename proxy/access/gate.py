@@ -1,7 +1,7 @@
 """The way in: every client by its key, within its limits, and in its turn."""
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Final
 
 from proxy.access.api_key import ApiKey, KeyTable
@@ -10,13 +10,13 @@ from proxy.access.fair_queue import FairQueue, Places, Share
 from proxy.metrics import KeyMetrics
 from serving.api.access import Admitted
 from serving.api.plan import Plan
-from serving.http.callers import Caller, SingleKey
+from serving.http.callers import KeyHolder, SingleKey
 
 NOBODY: Final = Share("")
 
 
 class Gate:
-    """The `Callers` and the `Admission` of a proxy.
+    """The `KeyHolders` and the `Admission` of a proxy.
 
     `api_key` is that of an operator without limits, beside those of `set_keys`; None: there is no
     such key.
@@ -45,26 +45,21 @@ class Gate:
         tenants = {key.owner for key in keys}
         self._queue.num_tenants = len(tenants) + (self._single is not None)
 
-    def find(self, key: bytes) -> Caller | None:
+    def find(self, key: bytes) -> KeyHolder | None:
         # Both are looked at, whichever it is.
         single = None if self._single is None else self._single.find(key)
         name = self._table.find(key)
         return single if name is None else self._clients[name]
 
     @asynccontextmanager
-    async def admitting(self, plan: Plan, caller: Caller | None) -> AsyncIterator[Admitted]:
-        """Waits for the turn of the caller's tenant. See `Client` and `FairQueue` for refusals."""
+    async def admitting(self, plan: Plan, holder: KeyHolder | None) -> AsyncIterator[Admitted]:
+        """Waits for the turn of the holder's tenant. See `Client` and `FairQueue` for refusals."""
+        client = holder if isinstance(holder, Client) else None
+        places = Places(self._queue, client.share if client else NOBODY, cost(plan))
         async with AsyncExitStack() as stack:
-            if not isinstance(caller, Client):
-                places = Places(self._queue, NOBODY, cost(plan))
+            with client.waiting(plan.num_prompt_tokens) if client else nullcontext():
                 await stack.enter_async_context(places.waited_for())
-                yield Admitted(plan, place=places.place)
-                return
-            plan = caller.shaped(plan)
-            places = Places(self._queue, caller.share, cost(plan))
-            with caller.waiting(plan):
-                await stack.enter_async_context(places.waited_for())
-            yield Admitted(plan, caller.on_tokens, places.place)
+            yield Admitted(client.on_tokens if client else None, places.place)
 
 
 def cost(plan: Plan) -> float:

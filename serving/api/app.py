@@ -9,22 +9,21 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route
 
-from serving.api.access import Access
+from serving.api.access import Access, BearerAuth, RequestIdEcho
 from serving.api.chat import ChatFormat
 from serving.api.completion import CompletionFormat
-from serving.api.document import DOCUMENT_PATHS, Document
 from serving.api.endpoint import GenerateEndpoint, Planner
 from serving.api.messages.reply import MessageFormat
 from serving.api.messages.request import plan_message
+from serving.api.openapi import DOCUMENT_PATH, Document
 from serving.api.operations import PROBE_PATHS, Operations
 from serving.api.plan import plan_chat, plan_completion
 from serving.api.responses.reply import ResponseFormat
 from serving.api.responses.request import plan_response
-from serving.api.serving import Serving
+from serving.api.served_model import ServedModel
 from serving.api.streams import ReplyFormat
 from serving.generator import Generator
 from serving.http.errors import ERROR_HANDLERS
-from serving.http.middleware import BearerAuth, RequestIdEcho
 from serving.http.request_bodies import RequestBodies
 
 EXPOSED_HEADERS: Final = (
@@ -41,7 +40,7 @@ EXPOSED_HEADERS: Final = (
 
 def create_app(
     generator: Generator,
-    serving: Serving,
+    served: ServedModel,
     *,
     metrics_registry: CollectorRegistry,
     access: Access | None = None,
@@ -57,15 +56,15 @@ def create_app(
     bodies = RequestBodies()
     generating, endpoints = [], []
     formats: tuple[tuple[str, Planner, ReplyFormat], ...] = (
-        ("/v1/completions", plan_completion, CompletionFormat(serving.tokenizer)),
-        ("/v1/chat/completions", plan_chat, ChatFormat(serving.tokenizer)),
-        ("/v1/responses", plan_response, ResponseFormat(serving.tokenizer)),
+        ("/v1/completions", plan_completion, CompletionFormat(served.tokenizer)),
+        ("/v1/chat/completions", plan_chat, ChatFormat(served.tokenizer)),
+        ("/v1/responses", plan_response, ResponseFormat(served.tokenizer)),
         ("/v1/messages", plan_message, MessageFormat()),
     )
     for path, planner, reply_format in formats:
         endpoint = GenerateEndpoint(
             generator,
-            serving,
+            served,
             reply_format,
             plan=planner,
             bodies=bodies,
@@ -75,16 +74,16 @@ def create_app(
         generating.append(Route(path, endpoint, methods=["POST"]))
     operations = Operations(
         generator,
-        serving,
+        served,
         metrics_registry,
         bodies=bodies,
         load=lambda: sum(endpoint.num_open for endpoint in endpoints),
     )
-    open_paths = {*PROBE_PATHS, *DOCUMENT_PATHS, *(route.path for route in open_routes)}
-    served = [*generating, *operations.routes(), *routes, *open_routes]
-    document = Document(serving, served, open_paths if access.callers is not None else None)
+    open_paths = {*PROBE_PATHS, DOCUMENT_PATH, *(route.path for route in open_routes)}
+    every = [*generating, *operations.routes(), *routes, *open_routes]
+    document = Document(served, every, open_paths if access.holders is not None else None)
     return Starlette(
-        routes=[*served, *document.routes()],
+        routes=[*every, document.route],
         middleware=middleware_of(access, open_paths),
         exception_handlers=ERROR_HANDLERS,
     )
@@ -103,6 +102,6 @@ def middleware_of(access: Access, open_paths: Collection[str]) -> list[Middlewar
                 expose_headers=EXPOSED_HEADERS,
             )
         )
-    if access.callers is not None:
-        middleware.append(Middleware(BearerAuth, callers=access.callers, open_paths=open_paths))
+    if access.holders is not None:
+        middleware.append(Middleware(BearerAuth, holders=access.holders, open_paths=open_paths))
     return middleware

@@ -7,7 +7,6 @@ from typing import Any
 from msgspec import UNSET, UnsetType
 
 from serving.api.choice_text import Delta
-from serving.api.logprobs import LogprobFormat
 from serving.api.plan import Plan
 from serving.api.replies import (
     ChatChoice,
@@ -17,12 +16,12 @@ from serving.api.replies import (
     ChatMessage,
     ChatReply,
     FunctionCall,
+    LogprobFormat,
     ToolCallReply,
     Usage,
 )
-from serving.api.streams import ChunkWriter, StreamWriter
+from serving.api.streams import ChunkWriter, StreamWriter, UsageCounter
 from serving.api.tokenizer import Tokenizer
-from serving.api.usage import UsageCounter
 
 _CHUNK = "chat.completion.chunk"
 
@@ -31,7 +30,6 @@ class ChatFormat:
     """One assistant message per choice; the first chunk of a choice carries the role."""
 
     max_prompts = 1
-    id_prefix = "chatcmpl-"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._logprobs = LogprobFormat(tokenizer)

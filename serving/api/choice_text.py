@@ -20,8 +20,8 @@ from engine.types import (
 from serving.api.plan import Plan
 from serving.api.reasoning import Phase, Split, ThoughtReader
 from serving.api.tokenizer import Tokenizer
-from serving.api.tool_calls.reader import Reading, ToolCallReader
-from serving.api.tool_calls.syntax import ToolCall
+from serving.api.tool_calls import Reading, ToolCallReader
+from serving.api.tool_syntaxes import ToolCall
 
 _REPLACEMENT = "\ufffd"
 _MAX_UNSETTLED = 3  # characters

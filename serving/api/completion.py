@@ -5,13 +5,11 @@ from collections.abc import Sequence
 from msgspec import UNSET, UnsetType
 
 from serving.api.choice_text import Delta
-from serving.api.logprobs import LogprobFormat
 from serving.api.plan import Plan
-from serving.api.replies import CompletionChoice, CompletionReply, Usage
+from serving.api.replies import CompletionChoice, CompletionReply, LogprobFormat, Usage
 from serving.api.schema import MAX_PROMPTS
-from serving.api.streams import ChunkWriter, StreamWriter
+from serving.api.streams import ChunkWriter, StreamWriter, UsageCounter
 from serving.api.tokenizer import Tokenizer
-from serving.api.usage import UsageCounter
 
 _OBJECT = "text_completion"
 
@@ -20,7 +18,6 @@ class CompletionFormat:
     """The older endpoint: one text per choice, one format for whole replies and chunks."""
 
     max_prompts = MAX_PROMPTS
-    id_prefix = "cmpl-"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._logprobs = LogprobFormat(tokenizer)

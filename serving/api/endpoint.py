@@ -1,29 +1,124 @@
 """The generating endpoints: decode and plan, generate, reply whole or as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import (
+    AbstractAsyncContextManager,
+    aclosing,
+    asynccontextmanager,
+    nullcontext,
+    suppress,
+)
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import TandemError
+from engine.errors import GrammarError, RequestAbortedError, TandemError
+from engine.types import FinishReason, GenerateOutput
 from serving.api.access import Admission
-from serving.api.choice_text import Delta, joined
-from serving.api.choices import follow
-from serving.api.keep_alive import KEEP_ALIVE, with_pauses
-from serving.api.plan import Plan, named, of_origin
-from serving.api.serving import Serving, max_body_bytes
-from serving.api.streams import ReplyFormat
-from serving.api.usage import UsageCounter
+from serving.api.choice_text import ChoiceText, Delta, joined
+from serving.api.plan import Plan
+from serving.api.served_model import ServedModel, max_body_bytes
+from serving.api.streams import KEEP_ALIVE, ReplyFormat, UsageCounter, with_pauses
+from serving.api.tokenizer import Tokenizer
 from serving.generator import Generator
-from serving.http.callers import caller_of, origin_of
+from serving.http.callers import Caller, caller_of, holder_of
 from serving.http.request_bodies import RequestBodies, run_while_connected
+
+_T = TypeVar("_T")
+PlaceOf = Callable[[], AbstractAsyncContextManager[None]]
+
+
+class EndedEarlyError(TandemError):
+    """A generator's stream ended, or an output said `error`, before the request was finished."""
+
+
+async def follow_choice(
+    generator: Generator, plan: Plan, index: int, *, tokenizer: Tokenizer, place: PlaceOf
+) -> AsyncGenerator[Delta, None]:
+    """Deltas of choice `index`; the last one has a finish reason. `aclose` cancels the generation.
+
+    Raises what the generator raises, and EndedEarlyError or RequestAbortedError when it did not
+    finish.
+    """
+    text = ChoiceText(plan, index, tokenizer)
+    finished = False
+    async with place(), _generating(generator, plan, index) as outputs:
+        async for output in outputs:
+            if output.finish_reason is FinishReason.ABORT:
+                raise RequestAbortedError("the request was aborted on the node: send it again")
+            if output.finish_reason is FinishReason.ERROR:
+                raise EndedEarlyError("the engine could not finish the request")
+            delta = text.take(output)
+            yield delta
+            finished = delta.finish_reason is not None
+            # A stop string ended the text; leaving the block cancels the generation.
+            if finished and output.finish_reason is None:
+                return
+    if not finished:
+        raise EndedEarlyError(f"request {plan.id} ended without a finish reason")
+
+
+@asynccontextmanager
+async def _generating(
+    generator: Generator, plan: Plan, index: int
+) -> AsyncIterator[AsyncIterator[GenerateOutput]]:
+    """The outputs of choice `index`; a grammar that is refused is named as the caller does."""
+    try:
+        async with aclosing(generator.generate(plan.requests[index])) as outputs:
+            yield outputs
+    except GrammarError as error:
+        error.param = plan.grammar_param
+        raise
+
+
+def follow(
+    generator: Generator, plan: Plan, tokenizer: Tokenizer, *, place: PlaceOf = nullcontext
+) -> AsyncGenerator[Delta, None]:
+    """Deltas of all choices of a plan, as they come; each is generated inside a `place`."""
+    indices = range(len(plan.requests))
+    streams = [
+        follow_choice(generator, plan, index, tokenizer=tokenizer, place=place) for index in indices
+    ]
+    return streams[0] if len(streams) == 1 else merge(streams)
+
+
+async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
+    """Items of all streams as they come, at most one ahead each; the first error ends all."""
+    # One task for each stream that has not ended, the one that was read last at the end.
+    reading = {_read(stream): stream for stream in streams}
+    try:
+        while reading:
+            task = next((task for task in reading if task.done()), None)
+            if task is None:
+                await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                continue
+            stream = reading.pop(task)
+            for item in task.result():
+                yield item
+                reading[_read(stream)] = stream
+    finally:
+        # Tasks end before their streams are closed: a generator that runs cannot be closed.
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+        await asyncio.gather(*(stream.aclose() for stream in streams), return_exceptions=True)
+
+
+def _read(stream: AsyncGenerator[_T, None]) -> asyncio.Task[tuple[_T, ...]]:
+    """A task that ends with the next item alone, or with nothing when the stream has ended."""
+
+    async def read() -> tuple[_T, ...]:
+        async for item in stream:
+            return (item,)
+        return ()
+
+    return asyncio.create_task(read())
+
 
 LONG_REPLY: Final = 4096  # tokens, or values of log-probabilities: 10 ms
 
@@ -34,20 +129,19 @@ _STREAM_HEADERS: Final = (
 )
 
 
-Planner = Callable[[bytes, Serving, str | None], Plan]
+Planner = Callable[[bytes, ServedModel, Caller], Plan]
 
 
 class GenerateEndpoint:
     """ASGI app of one path that generates.
 
-    `plan` reads a request's body, in a thread, and raises InvalidRequestError leaves; its last
-    argument is the header X-Session-ID.
+    `plan` reads a request's body, in a thread, and raises InvalidRequestError leaves.
     """
 
     def __init__(
         self,
         generator: Generator,
-        serving: Serving,
+        served: ServedModel,
         reply_format: ReplyFormat,
         *,
         plan: Planner,
@@ -56,12 +150,12 @@ class GenerateEndpoint:
     ) -> None:
         self._generator = generator
         self._admission = admission
-        self._tokenizer = serving.tokenizer
+        self._tokenizer = served.tokenizer
         self._format = reply_format
         self._plan = plan
-        self._serving = serving
+        self._served = served
         self._bodies = bodies
-        self._max_bytes = max_body_bytes(serving, num_prompts=reply_format.max_prompts)
+        self._max_bytes = max_body_bytes(served, num_prompts=reply_format.max_prompts)
         self._num_open = 0
 
     @property
@@ -77,21 +171,18 @@ class GenerateEndpoint:
             self._num_open -= 1
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        session_id = Headers(scope=scope).get("x-session-id")
+        caller = caller_of(scope)
         plan = await self._bodies.process(
             scope,
             receive,
-            lambda body: self._plan(body, self._serving, session_id),
+            lambda body: self._plan(body, self._served, caller),
             max_bytes=self._max_bytes,
         )
-        origin = origin_of(scope)
-        plan = named(of_origin(plan, origin), self._format.id_prefix, origin.label)
         with suppress(ClientDisconnect):
             await run_while_connected(receive, self._serve(plan, scope, receive, send=send))
 
     async def _serve(self, plan: Plan, scope: Scope, receive: Receive, *, send: Send) -> None:
-        async with self._admission.admitting(plan, caller_of(scope)) as admitted:
-            plan = admitted.plan
+        async with self._admission.admitting(plan, holder_of(scope)) as admitted:
             deltas_of = follow(self._generator, plan, self._tokenizer, place=admitted.place)
             stream = admitted.counted(deltas_of)
             async with aclosing(stream) as deltas:
@@ -99,7 +190,7 @@ class GenerateEndpoint:
                     response = await self._whole(plan, deltas)
                     await response(scope, receive, send)
                     return
-                interval_s = self._serving.sse_keep_alive_interval
+                interval_s = self._served.sse_keep_alive_interval
                 async with aclosing(with_pauses(deltas, interval_s)) as paused:
                     await self._stream(plan, paused, send)
 

@@ -3,16 +3,20 @@
 What JSON schema cannot say, that a prompt must fit or which ids the vocabulary has, is not in it.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+import asyncio
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from engine.types import KVTransferParams, SamplingParams
-from serving.api.json_body import FLAGS_OF_TRANSFERS
+from serving.api.json_body import FLAGS_OF_TRANSFERS, lenient
 from serving.api.messages.reply import MessageReply
 from serving.api.messages.request import CountTokensRequest, MessagesRequest
 from serving.api.replies import (
@@ -36,8 +40,7 @@ from serving.api.schema import (
     TokenizeRequest,
     neutral_values,
 )
-from serving.api.serving import Serving
-from serving.api.unknown_keys import lenient
+from serving.api.served_model import ServedModel
 from serving.http.errors import AnthropicErrorReply, ErrorReply, is_anthropic
 
 REF: Final = "#/components/schemas/{name}"
@@ -82,7 +85,6 @@ PATHS: Final[Mapping[str, Described]] = MappingProxyType(
         "/version": Described("The version of this server", VersionReply),
         "/metrics": Described("Metrics in Prometheus' text format", "text/plain"),
         "/openapi.json": Described("This document", "application/json"),
-        "/docs": Described("This document for people", "text/html"),
     }
 )
 
@@ -91,27 +93,28 @@ _GENERATING: Final = (CompletionRequest, ChatRequest, ResponsesRequest, Messages
 
 
 def openapi(
-    serving: Serving, routes: Iterable[Route], *, open_paths: Collection[str] | None
+    served: ServedModel, routes: Iterable[Route], *, open_paths: Collection[str] | None
 ) -> dict[str, Any]:
     """The document of a server with these routes; keys guard all but `open_paths`; None: nothing.
 
     A route that `PATHS` does not know is there with the first line of its docstring.
     """
     bodies = [it.body for it in PATHS.values() if it.body is not None]
-    read = bodies if serving.strict_api else [lenient(kind) for kind in bodies]
+    read = bodies if served.strict_api else [lenient(kind) for kind in bodies]
     written = [it.reply for it in PATHS.values() if isinstance(it.reply, type)]
     _, schemas = msgspec.json.schema_components(
         [*read, *written, ErrorReply, AnthropicErrorReply, KVTransferParams, SamplingParams],
         ref_template=REF,
     )
     _bound_sampling(schemas)
+    # Decoded as false where a proxy sends null, which the type does not say.
     for flag in FLAGS_OF_TRANSFERS:
         schemas[KVTransferParams.__name__]["properties"][flag] = {"type": ["boolean", "null"]}
     for kind in (*_GENERATING, CountTokensRequest):
         properties = schemas[kind.__name__]["properties"]
         for key, values in neutral_values(kind).items():
             properties[key] = {"enum": list(values)}
-        if serving.accept_kv_transfer_params and kind in _GENERATING:
+        if served.accept_kv_transfer_params and kind in _GENERATING:
             reference = {"$ref": REF.format(name=KVTransferParams.__name__)}
             properties["kv_transfer_params"] = {"anyOf": [reference, {"type": "null"}]}
     paths: dict[str, dict[str, Any]] = {}
@@ -125,7 +128,7 @@ def openapi(
     scheme = {"type": "http", "scheme": "bearer"}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Tandem", "version": serving.version},
+        "info": {"title": "Tandem", "version": served.version},
         "paths": paths,
         "components": {"schemas": schemas, "securitySchemes": {"key": scheme}},
     }
@@ -172,3 +175,28 @@ def _bound_sampling(schemas: dict[str, Any]) -> None:
             if {name: it for name, it in properties[key].items() if name != "default"} == plain:
                 bounds = {name: it for name, it in bounded[key].items() if name != "default"}
                 properties[key] = {"anyOf": [bounds, {"type": "null"}]}
+
+
+DOCUMENT_PATH: Final = "/openapi.json"
+
+
+class Document:
+    """The document of one app; made when somebody first asks, since few do."""
+
+    def __init__(
+        self, served: ServedModel, routes: Sequence[Route], open_paths: Collection[str] | None
+    ) -> None:
+        self._served = served
+        self._open_paths = open_paths
+        self.route = Route(DOCUMENT_PATH, self.openapi)
+        self._routes = [*routes, self.route]
+
+    async def openapi(self, request: Request) -> Response:
+        """GET /openapi.json."""
+        made = await asyncio.to_thread(lambda: self._openapi)
+        return Response(made, media_type="application/json")
+
+    @cached_property
+    def _openapi(self) -> bytes:
+        document = openapi(self._served, self._routes, open_paths=self._open_paths)
+        return msgspec.json.encode(document)

@@ -28,8 +28,9 @@ from serving.api.replies import (
     VersionReply,
 )
 from serving.api.schema import DetokenizeRequest, TokenizeRequest
-from serving.api.serving import Serving, max_body_bytes
+from serving.api.served_model import ServedModel, max_body_bytes
 from serving.generator import Generator
+from serving.http.callers import require_operator
 from serving.http.request_bodies import RequestBodies
 
 HEALTH_PATHS = ("/health", "/live", "/ping")
@@ -45,7 +46,7 @@ class Operations:
     def __init__(
         self,
         generator: Generator,
-        serving: Serving,
+        served: ServedModel,
         registry: CollectorRegistry,
         *,
         bodies: RequestBodies,
@@ -53,7 +54,7 @@ class Operations:
     ) -> None:
         self._generator = generator
         self._load = load
-        self._serving = serving
+        self._served = served
         self._bodies = bodies
         self._registry = registry
         self._created = int(time.time())
@@ -74,11 +75,11 @@ class Operations:
             Route("/tokenize", partial(self._in_thread, self._tokenize), methods=["POST"]),
             Route(
                 "/v1/messages/count_tokens",
-                partial(self._in_thread, partial(count_tokens, self._serving)),
+                partial(self._in_thread, partial(count_tokens, self._served)),
                 methods=["POST"],
             ),
             Route("/detokenize", partial(self._in_thread, self._detokenize), methods=["POST"]),
-            *(tokenizer_info if self._serving.has_tokenizer_info else ()),
+            *(tokenizer_info if self._served.has_tokenizer_info else ()),
         ]
 
     async def health(self, request: Request) -> Response:
@@ -96,19 +97,19 @@ class Operations:
         return _json(LoadReply(server_load=self._load()))
 
     async def version(self, request: Request) -> Response:
-        return _json(VersionReply(version=self._serving.version))
+        return _json(VersionReply(version=self._served.version))
 
     async def models(self, request: Request) -> Response:
-        return _json(ModelList(data=[self._card(it) for it in self._serving.served_model_names]))
+        return _json(ModelList(data=[self._card(it) for it in self._served.served_model_names]))
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        check_model(name, self._serving)
+        check_model(name, self._served)
         return _json(self._card(name))
 
     async def tokenizer_info(self, request: Request) -> Response:
         """Contents of tokenizer_config.json, special tokens as texts, and the template in use."""
-        tokenizer = self._serving.tokenizer
+        tokenizer = self._served.tokenizer
         tokenizer.require_text("/tokenizer_info")
         template = tokenizer.chat_template
         info = {
@@ -126,55 +127,55 @@ class Operations:
             request.scope,
             request.receive,
             lambda body: msgspec.json.encode(work(body)),
-            max_bytes=max_body_bytes(self._serving, num_prompts=1),
+            max_bytes=max_body_bytes(self._served, num_prompts=1),
         )
         return Response(content, media_type="application/json")
 
     def _card(self, name: str) -> ModelCard:
-        root = self._serving.root or self._serving.model_name
+        root = self._served.root or self._served.model_name
         return ModelCard(
-            id=name, created=self._created, root=root, max_model_len=self._serving.max_model_len
+            id=name, created=self._created, root=root, max_model_len=self._served.max_model_len
         )
 
     def _decode(self, body: bytes, kind: type[Body]) -> Body:
-        serving = self._serving
-        return decode_body(body, kind, serving.max_model_len, strict=serving.strict_api)
+        served = self._served
+        return decode_body(body, kind, served.max_model_len, strict=served.strict_api)
 
     def _tokenize(self, body: bytes) -> TokenizeReply:
         fields = self._decode(body, TokenizeRequest)
-        check_model(fields.model, self._serving)
-        tokens, text_of = self._tokens(fields), self._serving.tokenizer.token_text
+        check_model(fields.model, self._served)
+        tokens, text_of = self._tokens(fields), self._served.tokenizer.token_text
         return TokenizeReply(
             count=len(tokens),
-            max_model_len=self._serving.max_model_len,
+            max_model_len=self._served.max_model_len,
             tokens=tokens,
             token_strs=list(map(text_of, tokens)) if fields.return_token_strs else None,
         )
 
     def _tokens(self, fields: TokenizeRequest) -> tuple[int, ...]:
-        tokenizer = self._serving.tokenizer
+        tokenizer = self._served.tokenizer
         if fields.prompt is not None and fields.messages is None:
             special = fields.add_special_tokens is not False
-            limit = self._serving.text_limit(must_fit=True)
+            limit = self._served.text_limit(must_fit=True)
             return tokenizer.encode(fields.prompt, add_special_tokens=special, limit=limit)
         if fields.messages is None or fields.prompt is not None:
             raise InvalidRequestError("send either prompt or messages", param="prompt")
-        return encode_chat(fields, fields.messages, self._serving, tools=fields.tools or ())
+        return encode_chat(fields, fields.messages, self._served, tools=fields.tools or ())
 
     def _detokenize(self, body: bytes) -> DetokenizeReply:
         fields = self._decode(body, DetokenizeRequest)
-        check_model(fields.model, self._serving)
+        check_model(fields.model, self._served)
         # A reply may be far longer than its ids: bounded like a prompt.
-        if len(fields.tokens) > self._serving.max_model_len:
+        if len(fields.tokens) > self._served.max_model_len:
             raise PromptTooLongError(
-                f"This model's maximum context length is {self._serving.max_model_len} tokens. "
+                f"This model's maximum context length is {self._served.max_model_len} tokens. "
                 f"However, tokens holds {len(fields.tokens)} ids: send less at once.",
                 param="tokens",
                 code="context_length_exceeded",
             )
-        check_token_ids(fields.tokens, self._serving.vocab_size, "tokens")
-        self._serving.tokenizer.require_text("/detokenize")
-        text = self._serving.tokenizer.decode(fields.tokens, skip_special_tokens=False)
+        check_token_ids(fields.tokens, self._served.vocab_size, "tokens")
+        self._served.tokenizer.require_text("/detokenize")
+        text = self._served.tokenizer.decode(fields.tokens, skip_special_tokens=False)
         return DetokenizeReply(prompt=text)
 
 
@@ -200,3 +201,25 @@ async def _probe(check: Callable[[], Awaitable[Checked]]) -> Checked:
 
 def _json(reply: object) -> Response:
     return Response(msgspec.json.encode(reply), media_type="application/json")
+
+
+# vLLM's parameters that ask for more than this server does.
+_UNSERVED = ("reset_running_requests", "reset_external")
+
+
+def reset_route(reset: Callable[[], Awaitable[None]]) -> Route:
+    """The route. `reset` raises UnavailableError, which is a 503, while the cache is in use."""
+
+    async def post(request: Request) -> Response:
+        """200 with an empty body once nothing of what was cached before can be found."""
+        require_operator(request.scope)
+        for name in _UNSERVED:
+            if request.query_params.get(name, "false").lower() not in ("false", "0", ""):
+                raise InvalidRequestError(
+                    f"{name} is not supported: running requests and tiers keep what they have",
+                    param=name,
+                )
+        await reset()
+        return Response()
+
+    return Route("/reset_prefix_cache", post, methods=["POST"])

@@ -5,9 +5,10 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final
 
 from msgspec import UNSET, UnsetType, structs
 
@@ -18,11 +19,17 @@ from engine.errors import (
     UnknownModelError,
 )
 from engine.prompt_checks import check_all_prompt_logprobs, check_prompt, check_prompt_logprobs
-from engine.types import GenerateRequest, KVTransferParams, RequestOrigin, TokenId
+from engine.types import GenerateRequest, KVTransferParams, SamplingParams, TokenId
 from serving.api.json_body import decode_body, decode_kv_transfer_params
-from serving.api.prompt_length import cut_prompts, resolve_max_tokens
 from serving.api.reasoning import Thoughts, after_thoughts, marks_are_special, thoughts_of
-from serving.api.sampling import check_best_of, sampling_params, with_seed_offset
+from serving.api.sampling import (
+    asked_grammar,
+    check_best_of,
+    cut_prompts,
+    resolve_max_tokens,
+    sampling_params,
+    with_seed_offset,
+)
 from serving.api.schema import (
     MAX_PROMPTS,
     MAX_SEQUENCES,
@@ -32,18 +39,19 @@ from serving.api.schema import (
     SamplingFields,
     StreamOptions,
     TokenizeRequest,
+    Tool,
+    check_arguments,
+    offer,
 )
-from serving.api.serving import Serving
+from serving.api.served_model import ServedModel
 from serving.api.structured_output import grammar_param
-from serving.api.tokenizer import Tokenizer
-from serving.api.tool_calls.forced import forced_grammar
-from serving.api.tool_calls.reader import ToolCallRules
-from serving.api.tool_calls.registry import SYNTAXES
-from serving.api.tool_calls.syntax import ToolCallSyntax
-from serving.api.tool_schema import Tool, check_arguments, offer
+from serving.api.tool_calls import ToolCallRules, forced_grammar
+from serving.api.tool_syntaxes import SYNTAXES, ToolCallSyntax
+from serving.http.callers import Caller
 
 COMPLETION_MAX_TOKENS = 16
 MAX_SESSION_CHARS = 256
+NOBODY: Final = Caller()
 
 TokenIds = tuple[TokenId, ...]
 _PLAIN_LABEL = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -127,108 +135,131 @@ class Plan:
         return token_ids if self.return_token_ids else UNSET
 
 
-def plan_completion(body: bytes, serving: Serving, session_id: str | None = None) -> Plan:
-    """Plan of POST /v1/completions; raises InvalidRequestError leaves.
+@dataclass(slots=True, frozen=True)
+class _Wanted:
+    """The part of a plan that depends on the protocol; `shows_special_tokens` if anybody asks."""
 
-    `session_id`: the caller's header, which wins over the labels in the body.
-    """
-    fields = decode_body(body, CompletionRequest, serving.max_model_len, strict=serving.strict_api)
-    kv_params = _kv_params(fields, serving)
-    check_model(fields.model, serving)
+    id_prefix: str
+    prompts: Sequence[TokenIds]
+    default_max_tokens: int | None
+    logprobs: int | None
+    grammar: str
+    grammar_param: str | None
+    tool_calls: ToolCallRules | None = None
+    thoughts: Thoughts | None = None
+    shows_special_tokens: bool = False
+    shows_thoughts: bool = True
+    echo: tuple[str, ...] = ()
+    is_echo_only: bool = False
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+
+
+def plan_completion(body: bytes, served: ServedModel, caller: Caller = NOBODY) -> Plan:
+    """Plan of POST /v1/completions; raises InvalidRequestError leaves."""
+    fields = decode_body(body, CompletionRequest, served.max_model_len, strict=served.strict_api)
+    check_model(fields.model, served)
     check_best_of(fields)
-    is_echo_only = fields.echo is True and fields.max_tokens == 0
+    is_echo_only = bool(fields.echo) and fields.max_tokens == 0
     if is_echo_only:
         # The engine ends with a token; P computes it with the prompt, and nobody sees it.
         fields = structs.replace(fields, max_tokens=1)
-    prompts = _completion_prompts(fields, serving)
-    # As in vLLM: 16 where the key is absent, all the room where it is null.
-    default = None if fields.max_tokens is None else COMPLETION_MAX_TOKENS
-    plan = _plan(
-        fields, prompts, kv_params, serving=serving, default=default, logprobs=fields.logprobs
+    texts = _completion_prompts(fields, served)
+    prompts = cut_prompts(fields, texts, served)
+    wanted = _Wanted(
+        "cmpl-",
+        prompts,
+        # As in vLLM: 16 where the key is absent, all the room where it is null.
+        default_max_tokens=None if fields.max_tokens is None else COMPLETION_MAX_TOKENS,
+        logprobs=fields.logprobs,
+        grammar=asked_grammar(fields, served),
+        grammar_param=grammar_param(fields),
+        echo=_echoed(fields, texts, served) if fields.echo else (),
+        is_echo_only=is_echo_only,
     )
-    if fields.echo:
-        echo = _echoed(fields, prompts, serving)
-        plan = replace(plan, echo=echo, is_echo_only=is_echo_only)
-    return _of_session(plan, session_id, fields)
+    return _plan(fields, wanted, caller, served=served)
 
 
-def plan_chat(body: bytes, serving: Serving, session_id: str | None = None) -> Plan:
+def plan_chat(body: bytes, served: ServedModel, caller: Caller = NOBODY) -> Plan:
     """Plan of POST /v1/chat/completions, as `plan_completion`."""
-    fields = decode_body(body, ChatRequest, serving.max_model_len, strict=serving.strict_api)
-    return plan_of_chat(fields, serving, session_id)
+    fields = decode_body(body, ChatRequest, served.max_model_len, strict=served.strict_api)
+    return plan_of_chat(fields, served, caller)
 
 
-def plan_of_chat(fields: ChatRequest, serving: Serving, session_id: str | None = None) -> Plan:
+def plan_of_chat(
+    fields: ChatRequest,
+    served: ServedModel,
+    caller: Caller,
+    *,
+    id_prefix: str = "chatcmpl-",
+    repeated: Mapping[str, Any] = MappingProxyType({}),
+) -> Plan:
     """Plan of a chat, in whichever protocol it was asked for; raises InvalidRequestError leaves."""
-    kv_params = _kv_params(fields, serving)
-    check_model(fields.model, serving)
+    check_model(fields.model, served)
     logprobs = _chat_logprobs(fields)
     tools, must_call, is_named = offer(fields.tools, fields.tool_choice)
-    prompt = encode_chat(fields, fields.messages, serving, tools=tools)
-    default = serving.defaults.max_new_tokens
-    plan = _plan(fields, [prompt], kv_params, serving=serving, default=default, logprobs=logprobs)
-    # Without a parser a forced call is JSON, whatever the template is: the grammar writes it.
-    syntax = serving.tool_calls or (SYNTAXES["hermes"] if must_call else None)
-    if tools and syntax is not None and plan.detokenize:
-        # As in vLLM: markers are special tokens in some tokenizers and must be seen.
-        rules = _tool_call_rules(syntax, tools, parallel=fields.parallel_tool_calls)
-        plan = replace(plan, tool_calls=rules, skip_special_tokens=False)
-    if must_call:
-        plan = _forced_to_call(plan, must_call, is_named=is_named, tokenizer=serving.tokenizer)
-    return _of_session(_with_thoughts(plan, fields, serving), session_id, fields)
-
-
-def _with_thoughts(plan: Plan, fields: ChatRequest, serving: Serving) -> Plan:
-    """The plan with thoughts told from the answer, which alone is bound by the grammar."""
-    if serving.thoughts is None or not plan.detokenize:
-        return plan
-    goes_on = _last_text(fields) if fields.continue_final_message is True else None
-    thoughts = thoughts_of(serving.thoughts, plan.prompt_of(0), serving.tokenizer, goes_on=goes_on)
-    sampling = plan.requests[0].sampling
-    if sampling.grammar and not serving.grammar_binds_thoughts:
-        plan = _bound_by(plan, after_thoughts(sampling.grammar, thoughts, serving.tokenizer))
-    # Marks are special tokens in some tokenizers and must be seen, as those of tool calls.
-    return replace(
-        plan,
-        thoughts=thoughts,
-        shows_thoughts=fields.include_reasoning is not False,
-        skip_special_tokens=plan.skip_special_tokens
-        and not marks_are_special(thoughts, serving.tokenizer),
+    (prompt,) = cut_prompts(
+        fields, [encode_chat(fields, fields.messages, served, tools=tools)], served
     )
+    reads_text = fields.detokenize is not False
+    # Without a parser a forced call is JSON, whatever the template is: the grammar writes it.
+    syntax = served.tool_calls or (SYNTAXES["hermes"] if must_call else None)
+    rules = thoughts = None
+    if tools and syntax is not None and reads_text:
+        rules = _tool_call_rules(syntax, tools, parallel=fields.parallel_tool_calls)
+    grammar, param = asked_grammar(fields, served), grammar_param(fields)
+    if must_call:
+        grammar = _forced_calls(grammar, rules, must_call, is_named=is_named, served=served)
+        param = "tools"
+    marks_are_shown = False
+    if served.thoughts is not None and reads_text:
+        goes_on = _last_text(fields) if fields.continue_final_message else None
+        thoughts = thoughts_of(served.thoughts, prompt, served.tokenizer, goes_on=goes_on)
+        marks_are_shown = marks_are_special(thoughts, served.tokenizer)
+        if grammar and not served.grammar_binds_thoughts:
+            grammar = after_thoughts(grammar, thoughts, served.tokenizer)
+    wanted = _Wanted(
+        id_prefix,
+        [prompt],
+        default_max_tokens=served.defaults.max_new_tokens,
+        logprobs=logprobs,
+        grammar=grammar,
+        grammar_param=param,
+        tool_calls=rules,
+        thoughts=thoughts,
+        # As in vLLM: markers are special tokens in some tokenizers and must be seen.
+        shows_special_tokens=rules is not None or marks_are_shown,
+        shows_thoughts=fields.include_reasoning is not False,
+        repeated=repeated,
+    )
+    return _plan(fields, wanted, caller, served=served)
 
 
 def _last_text(fields: ChatRequest) -> str:
     return str(fields.messages[-1].for_template()["content"])
 
 
-def _bound_by(plan: Plan, grammar: str) -> Plan:
-    """The plan, of which each answer follows `grammar`."""
-    sampling = (structs.replace(it.sampling, grammar=grammar) for it in plan.requests)
-    requests = zip(plan.requests, sampling, strict=True)
-    return replace(
-        plan, requests=tuple(structs.replace(it, sampling=bound) for it, bound in requests)
-    )
-
-
-def _forced_to_call(
-    plan: Plan, names: tuple[str, ...], *, is_named: bool, tokenizer: Tokenizer
-) -> Plan:
-    """The plan with a grammar that allows nothing but calls of these tools."""
-    rules = plan.tool_calls
+def _forced_calls(
+    grammar: str,
+    rules: ToolCallRules | None,
+    names: tuple[str, ...],
+    *,
+    is_named: bool,
+    served: ServedModel,
+) -> str:
+    """The grammar that allows nothing but calls of these tools."""
     if rules is None:
         raise InvalidRequestError(
             "a tool_choice that forces a call needs text: leave detokenize out",
             param="tool_choice",
         )
-    if plan.requests[0].sampling.grammar:
+    if grammar:
         raise InvalidRequestError(
             "tool_choice and a grammar both bind the output: give one", param="tool_choice"
         )
     is_parallel = not is_named and rules.max_calls is None
-    grammar = forced_grammar(
-        rules.syntax, names, rules.parameters, is_parallel=is_parallel, tokenizer=tokenizer
+    return forced_grammar(
+        rules.syntax, names, rules.parameters, is_parallel=is_parallel, tokenizer=served.tokenizer
     )
-    return replace(_bound_by(plan, grammar), grammar_param="tools")
 
 
 def _tool_call_rules(
@@ -245,7 +276,7 @@ def _tool_call_rules(
 def encode_chat(
     fields: ChatRequest | TokenizeRequest,
     messages: Sequence[Message],
-    serving: Serving,
+    served: ServedModel,
     *,
     tools: Sequence[Tool],
 ) -> TokenIds:
@@ -261,21 +292,21 @@ def encode_chat(
         )
     extra = {
         "tools": None,
-        **_reasoning(fields, serving),
+        **_reasoning(fields, served),
         **(fields.chat_template_kwargs or {}),
         **offered,
     }
     is_cut = isinstance(fields, ChatRequest) and fields.truncate_prompt_tokens is not None
-    return serving.tokenizer.encode_chat(
+    return served.tokenizer.encode_chat(
         [message.for_template() for message in messages],
         add_generation_prompt=fields.add_generation_prompt is not False and not goes_on,
         continue_final_message=goes_on,
         extra=extra,
-        limit=serving.text_limit(must_fit=not is_cut),
+        limit=served.text_limit(must_fit=not is_cut),
     )
 
 
-def _reasoning(fields: ChatRequest | TokenizeRequest, serving: Serving) -> dict[str, Any]:
+def _reasoning(fields: ChatRequest | TokenizeRequest, served: ServedModel) -> dict[str, Any]:
     """Template variables for `reasoning_effort`, as in vLLM; most templates read none.
 
     Whether to think at all has another name in each family; templates take what they know.
@@ -283,61 +314,31 @@ def _reasoning(fields: ChatRequest | TokenizeRequest, serving: Serving) -> dict[
     effort = fields.reasoning_effort if isinstance(fields, ChatRequest) else None
     if effort is None:
         return {}
-    switches = {"enable_thinking", "thinking"} & serving.tokenizer.template_names
+    switches = {"enable_thinking", "thinking"} & served.tokenizer.template_names
     return {"reasoning_effort": effort, **dict.fromkeys(switches, effort != "none")}
 
 
-def _of_session(plan: Plan, session_id: str | None, fields: SamplingFields) -> Plan:
-    """The plan with the caller's session on its requests, if there is one."""
-    labels = (session_id, fields.prompt_cache_key, fields.user)
-    label = next((it for it in labels if isinstance(it, str) and it), None)
-    if label is None:
-        return plan
-    label = label[:MAX_SESSION_CHARS]
-    return replace(
-        plan, requests=tuple(structs.replace(it, session_id=label) for it in plan.requests)
-    )
-
-
-def of_origin(plan: Plan, origin: RequestOrigin) -> Plan:
-    """The plan, of which each request says who sent it."""
-    requests = tuple(
-        structs.replace(it, origin=structs.replace(origin, num_choices=it.origin.num_choices))
-        for it in plan.requests
-    )
-    return replace(plan, requests=requests)
-
-
-def named(plan: Plan, prefix: str, label: str) -> Plan:
-    """The plan whose reply's id carries the request's X-Request-Id, as in vLLM, if that is plain.
-
-    Nodes know its sequences by ids of their own: two clients may send the same label at once.
-    """
-    is_plain = _PLAIN_LABEL.fullmatch(label) is not None
-    return replace(plan, id=f"{prefix}{label if is_plain else uuid.uuid4().hex}")
-
-
-def _kv_params(fields: SamplingFields, serving: Serving) -> KVTransferParams | None:
+def _kv_params(fields: SamplingFields, served: ServedModel) -> KVTransferParams | None:
     """None unless accepted: a proxy throws away unread what clients send under that key."""
-    if not serving.accept_kv_transfer_params:
+    if not served.accept_kv_transfer_params:
         return None
     return decode_kv_transfer_params(fields.kv_transfer_params)
 
 
-def check_model(name: str | None, serving: Serving) -> None:
+def check_model(name: str | None, served: ServedModel) -> None:
     """Raise UnknownModelError unless `name` is served here or not given."""
-    if name is not None and name not in serving.served_model_names:
+    if name is not None and name not in served.served_model_names:
         raise UnknownModelError(
-            f"model {name[:256]!r} is not served here: use {serving.model_name!r}",
+            f"model {name[:256]!r} is not served here: use {served.model_name!r}",
             param="model",
             code="model_not_found",
         )
 
 
-def _completion_prompts(fields: CompletionRequest, serving: Serving) -> list[TokenIds]:
-    limit = serving.text_limit(must_fit=fields.truncate_prompt_tokens is None)
+def _completion_prompts(fields: CompletionRequest, served: ServedModel) -> list[TokenIds]:
+    limit = served.text_limit(must_fit=fields.truncate_prompt_tokens is None)
     encode = partial(
-        serving.tokenizer.encode,
+        served.tokenizer.encode,
         add_special_tokens=fields.add_special_tokens is not False,
         limit=limit,
     )
@@ -346,7 +347,7 @@ def _completion_prompts(fields: CompletionRequest, serving: Serving) -> list[Tok
     # A single one is refused by the tokenizer, which knows whether it can fit.
     if len(prompts) > 1 and num_chars > limit.max_chars:
         raise PromptTooLongError(
-            f"This model's maximum context length is {serving.max_model_len} tokens. However, your "
+            f"This model's maximum context length is {served.max_model_len} tokens. However, your "
             f"{len(prompts)} prompts have {num_chars} characters together: at most "
             f"{limit.max_chars} are taken. Send fewer at once.",
             param="prompt",
@@ -356,7 +357,7 @@ def _completion_prompts(fields: CompletionRequest, serving: Serving) -> list[Tok
 
 
 def _echoed(
-    fields: CompletionRequest, prompts: Sequence[TokenIds], serving: Serving
+    fields: CompletionRequest, prompts: Sequence[TokenIds], served: ServedModel
 ) -> tuple[str, ...]:
     """The text of each prompt: as it was sent, unless it was sent as ids or is cut."""
     if fields.detokenize is False:
@@ -365,7 +366,7 @@ def _echoed(
     if fields.truncate_prompt_tokens is None:
         sent = _split_prompts(fields.prompt)
     decode = partial(
-        serving.tokenizer.decode, skip_special_tokens=fields.skip_special_tokens is not False
+        served.tokenizer.decode, skip_special_tokens=fields.skip_special_tokens is not False
     )
     return tuple(it if isinstance(it, str) else decode(it) for it in sent)
 
@@ -399,70 +400,102 @@ def _chat_logprobs(fields: ChatRequest) -> int | None:
     return None
 
 
-def _plan(
-    fields: SamplingFields,
-    prompts: Sequence[TokenIds],
-    kv_params: KVTransferParams | None,
-    *,
-    serving: Serving,
-    default: int | None,
-    logprobs: int | None,
-) -> Plan:
-    prompts = cut_prompts(fields, prompts, serving)
+def _plan(fields: SamplingFields, wanted: _Wanted, caller: Caller, *, served: ServedModel) -> Plan:
+    prompts, n, kv_params = wanted.prompts, fields.n or 1, _kv_params(fields, served)
     # The engine checks the same at its border; here a proxy refuses before any node computes.
     for prompt in prompts:
-        check_prompt(prompt, vocab_size=serving.vocab_size, max_model_len=serving.max_model_len)
-    n = fields.n or 1
+        check_prompt(prompt, vocab_size=served.vocab_size, max_model_len=served.max_model_len)
     _check_num_sequences(n, len(prompts), kv_params)
     remote_decode = kv_params is not None and kv_params.do_remote_decode
-    # A PD proxy leaves the client's options beside its own stream=false.
-    if fields.stream_options is not None and not fields.stream and not remote_decode:
-        raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
+    options = _stream_options(fields, remote_decode=remote_decode)
     longest = max(map(len, prompts))
     max_tokens = resolve_max_tokens(
-        fields, serving, longest, default=default, remote_decode=remote_decode
+        fields, served, longest, default=wanted.default_max_tokens, remote_decode=remote_decode
     )
     sampling = sampling_params(
-        fields, serving, max_tokens, logprobs=logprobs, remote_decode=remote_decode
+        fields,
+        served,
+        max_tokens,
+        logprobs=wanted.logprobs,
+        grammar=wanted.grammar,
+        remote_decode=remote_decode,
     )
     check_prompt_logprobs(longest, sampling.prompt_logprobs)
     check_all_prompt_logprobs(n * sum(map(len, prompts)), sampling.prompt_logprobs)
-    options = fields.stream_options or StreamOptions()
-    # A fresh id: whatever the client calls its request stays a label.
-    request_id = f"{'chatcmpl' if isinstance(fields, ChatRequest) else 'cmpl'}-{uuid.uuid4().hex}"
-    # Choices of one prompt lie together: choice i belongs to prompt i // n.
-    sequences = [(prompt, offset) for prompt in prompts for offset in range(n)]
+    # A fresh id: whatever the client calls its request stays a label, and two may use the same.
+    request_id = f"{wanted.id_prefix}{uuid.uuid4().hex}"
+    is_plain = _PLAIN_LABEL.fullmatch(caller.label) is not None
     return Plan(
-        id=request_id,
+        id=f"{wanted.id_prefix}{caller.label}" if is_plain else request_id,
         created=int(time.time()),
-        model=serving.model_name,
-        requests=tuple(
-            GenerateRequest(
-                request_id=request_id if len(sequences) == 1 else f"{request_id}-{index}",
-                prompt_token_ids=prompt,
-                sampling=with_seed_offset(sampling, offset) if offset else sampling,
-                kv_transfer_params=kv_params,
-                cache_salt=fields.cache_salt,
-                priority=fields.priority or 0,
-                cache_boundaries=tuple(fields.cache_boundaries or ()),
-                origin=RequestOrigin(num_choices=0 if offset else n),
-            )
-            for index, (prompt, offset) in enumerate(sequences)
+        model=served.model_name,
+        requests=_requests(
+            fields, prompts, caller, request_id=request_id, sampling=sampling, kv_params=kv_params
         ),
         choices_per_prompt=n,
-        stop=() if remote_decode else _stop_strings(fields, serving),
-        include_stop=fields.include_stop_str_in_output is True,
-        skip_special_tokens=fields.skip_special_tokens is not False,
-        stream=fields.stream is True,
-        include_usage=options.include_usage is True,
-        continuous_usage=options.include_usage is True and options.continuous_usage_stats is True,
-        return_token_ids=fields.return_token_ids is True,
-        prompt_tokens_details=serving.enable_prompt_tokens_details,
+        stop=() if remote_decode else _stop_strings(fields, served),
+        include_stop=bool(fields.include_stop_str_in_output),
+        skip_special_tokens=not wanted.shows_special_tokens
+        and fields.skip_special_tokens is not False,
+        stream=bool(fields.stream),
+        include_usage=bool(options.include_usage),
+        continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        return_token_ids=bool(fields.return_token_ids),
+        prompt_tokens_details=served.enable_prompt_tokens_details,
+        tool_calls=wanted.tool_calls,
+        thoughts=wanted.thoughts,
+        shows_thoughts=wanted.shows_thoughts,
+        hides_cache=caller.terms.hides_cached_tokens,
+        echo=wanted.echo,
+        is_echo_only=wanted.is_echo_only,
         num_prompt_logprobs=fields.prompt_logprobs,
-        tokens_as_ids=fields.return_tokens_as_token_ids is True,
+        tokens_as_ids=bool(fields.return_tokens_as_token_ids),
         detokenize=fields.detokenize is not False,
-        grammar_param=grammar_param(fields) if sampling.grammar else None,
+        grammar_param=wanted.grammar_param,
+        repeated=wanted.repeated,
     )
+
+
+def _requests(
+    fields: SamplingFields,
+    prompts: Sequence[TokenIds],
+    caller: Caller,
+    *,
+    request_id: str,
+    sampling: SamplingParams,
+    kv_params: KVTransferParams | None,
+) -> tuple[GenerateRequest, ...]:
+    """The one place where requests are built. Choices of one prompt lie together."""
+    n = fields.n or 1
+    sequences = [(prompt, offset) for prompt in prompts for offset in range(n)]
+    return tuple(
+        GenerateRequest(
+            request_id=request_id if len(sequences) == 1 else f"{request_id}-{index}",
+            prompt_token_ids=prompt,
+            sampling=with_seed_offset(sampling, offset) if offset else sampling,
+            kv_transfer_params=kv_params,
+            cache_salt=caller.cache_salt(fields.cache_salt),
+            priority=caller.priority(fields.priority or 0),
+            session_id=_session_id(fields, caller),
+            tenant=caller.tenant,
+            cache_boundaries=tuple(fields.cache_boundaries or ()),
+            origin=caller.origin(num_choices=0 if offset else n),
+        )
+        for index, (prompt, offset) in enumerate(sequences)
+    )
+
+
+def _stream_options(fields: SamplingFields, *, remote_decode: bool) -> StreamOptions:
+    # A PD proxy leaves the client's options beside its own stream=false.
+    if fields.stream_options is not None and not fields.stream and not remote_decode:
+        raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
+    return fields.stream_options or StreamOptions()
+
+
+def _session_id(fields: SamplingFields, caller: Caller) -> str | None:
+    """The header's label, else one of the body's."""
+    labels = (caller.session_id, fields.prompt_cache_key, fields.user)
+    return next((it[:MAX_SESSION_CHARS] for it in labels if isinstance(it, str) and it), None)
 
 
 def _check_num_sequences(n: int, prompts: int, kv_params: KVTransferParams | None) -> None:
@@ -478,11 +511,11 @@ def _check_num_sequences(n: int, prompts: int, kv_params: KVTransferParams | Non
         )
 
 
-def _stop_strings(fields: SamplingFields, serving: Serving) -> tuple[str, ...]:
+def _stop_strings(fields: SamplingFields, served: ServedModel) -> tuple[str, ...]:
     """Not for a remote decode: the decoding node sees the same text and stops itself."""
     stop = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     if stop:
-        serving.tokenizer.require_text("stop")
+        served.tokenizer.require_text("stop")
     if stop and fields.detokenize is False:
         raise InvalidRequestError("stop needs text: leave detokenize out", param="stop")
     return stop

@@ -1,17 +1,115 @@
-"""Server-sent events of one reply. What a protocol writes into them is its format's affair."""
+"""Server-sent events of one reply, and the usage that it tells. Knows no protocol."""
 
-from collections.abc import Sequence
-from typing import Protocol
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
 
 from engine.errors import TandemError
+from engine.types import KVTransferParams, KVTransferStats, RoutingDetails
 from serving.api.choice_text import Delta
 from serving.api.plan import Plan
-from serving.api.replies import Usage
-from serving.api.usage import UsageCounter
+from serving.api.replies import CompletionTokensDetails, PromptTokensDetails, Usage
 from serving.http.errors import status_and_body
+
+KEEP_ALIVE: Final = b": keep-alive\n\n"
+"""A comment of server-sent events, which every client skips."""
+
+CLEANUP_TIMEOUT_S: Final = 10.0
+
+_T = TypeVar("_T")
+
+
+async def with_pauses(
+    items: AsyncIterator[_T], interval_s: float
+) -> AsyncGenerator[_T | None, None]:
+    """`items`, and None whenever none has come for `interval_s`; 0: never.
+
+    The iterator's errors are raised as they are. Close it before `items` are closed.
+    """
+    if not interval_s:
+        async for item in items:
+            yield item
+        return
+    while True:
+        coming = asyncio.create_task(_next(items))
+        try:
+            # Waiting cancels nothing: a pause must not end what it waits for.
+            while not (await asyncio.wait({coming}, timeout=interval_s))[0]:
+                yield None
+        finally:
+            if not coming.done():
+                coming.cancel()
+                await asyncio.wait({coming}, timeout=CLEANUP_TIMEOUT_S)
+        came = coming.result()
+        if not came:
+            return
+        yield came[0]
+
+
+async def _next(items: AsyncIterator[_T]) -> tuple[()] | tuple[_T]:
+    async for item in items:
+        return (item,)
+    return ()
+
+
+@dataclass(slots=True)
+class UsageCounter:
+    """Token counts of a whole request; bounded, whatever the length of its choices."""
+
+    plan: Plan
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    cached_tokens: dict[int, int] = field(default_factory=dict)
+    kv_transfer_params: KVTransferParams | UnsetType = UNSET
+    kv_transfer: KVTransferStats | UnsetType = UNSET
+    routing: RoutingDetails | UnsetType = UNSET
+
+    def add(self, delta: Delta) -> None:
+        self.completion_tokens += len(delta.token_ids)
+        self.reasoning_tokens += delta.num_reasoning_tokens
+        if delta.index % self.plan.choices_per_prompt == 0:  # the prompt's first choice
+            known = self.cached_tokens.get(delta.index, 0)
+            self.cached_tokens[delta.index] = max(known, delta.num_cached_tokens)
+        self.kv_transfer_params = delta.kv_transfer_params or self.kv_transfer_params
+        self.kv_transfer = delta.kv_transfer or self.kv_transfer
+        self.routing = delta.routing or self.routing
+
+    def usage(self) -> Usage:
+        """Usage so far. A prompt with several choices counts once, and so do its cached tokens.
+
+        How much of a prompt was cached may tell what others have sent, so each count that shows it
+        needs the server's permission; `Plan.tells_cache`.
+        """
+        plan = self.plan
+        prompt_tokens = plan.num_prompt_tokens
+        details = PromptTokensDetails(cached_tokens=sum(self.cached_tokens.values()))
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=prompt_tokens + self.completion_tokens,
+            prompt_tokens_details=details if plan.tells_cache else None,
+            completion_tokens_details=UNSET
+            if plan.thoughts is None
+            else CompletionTokensDetails(reasoning_tokens=self.reasoning_tokens),
+            # A pull moves what was not here, so its bytes tell as much as its counts.
+            kv_transfer=self.kv_transfer if plan.tells_cache or plan.is_own_hand_over else UNSET,
+            routing=UNSET if plan.hides_cache or not self.routing else self._route(self.routing),
+        )
+
+    def _route(self, routing: RoutingDetails) -> RoutingDetails:
+        if self.plan.tells_cache:
+            return routing
+        return replace(
+            routing,
+            prefill_hit_tokens=UNSET,
+            decode_hit_tokens=UNSET,
+            prefix_tokens_lost_to_state=UNSET,
+        )
 
 
 class StreamWriter(Protocol):
@@ -31,13 +129,10 @@ class StreamWriter(Protocol):
 
 
 class ReplyFormat(Protocol):
-    """How one protocol writes replies. `id_prefix` begins their ids."""
+    """How one protocol writes replies."""
 
     @property
     def max_prompts(self) -> int: ...
-
-    @property
-    def id_prefix(self) -> str: ...
 
     def reply(
         self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter

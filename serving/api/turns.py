@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.errors import InvalidRequestError
-from serving.api.schema import Message, TextPart
-from serving.api.tool_schema import Called, CalledFunction
+from serving.api.schema import Called, CalledFunction, Message, TextPart
 
 Content = str | list[TextPart]
 

@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from engine import errors
 from engine.errors import TandemError
-from serving.http.callers import origin_of
+from serving.http.callers import label_of
 
 MAX_MESSAGE_CHARS = 2000
 MAX_PATH_CHARS = 200
@@ -131,7 +131,7 @@ def _in_shape_of(scope: Scope, status: int, message: str, *, body: bytes) -> byt
     """The body of an error as the clients of this path read it; `body` is OpenAI's."""
     if not is_anthropic(scope["path"]):
         return body
-    return anthropic_error(status, message, origin_of(scope).label or None)
+    return anthropic_error(status, message, label_of(scope) or None)
 
 
 async def on_tandem_error(request: Request, error: Exception) -> Response:

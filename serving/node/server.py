@@ -34,12 +34,12 @@ from engine.sched.stats import STEP_BUCKETS
 from engine.worker.model_runner import ModelRunner
 from serving.api.access import access_of
 from serving.api.app import create_app
-from serving.api.cache_reset import reset_route
+from serving.api.chat_template import given_template
+from serving.api.operations import reset_route
 from serving.api.reasoning import choose_thoughts
-from serving.api.serving import SamplingDefaults, Serving, load_sampling_defaults
-from serving.api.template_files import given_template
+from serving.api.served_model import SamplingDefaults, ServedModel, load_sampling_defaults
 from serving.api.tokenizer import Tokenizer, load_tokenizer
-from serving.api.tool_calls.registry import choose_syntax
+from serving.api.tool_syntaxes import choose_syntax
 from serving.config import NodeConfig
 from serving.hosts import addresses_here, advertised_host
 from serving.http.connection import ConnectionLimits
@@ -319,7 +319,7 @@ class NodeServer:
         return rpc
 
     async def _start_http(self, model: ModelFolder) -> HttpServer:
-        serving = Serving(
+        served = ServedModel(
             served_model_names=model.names,
             max_model_len=self.engine.limits.max_model_len,
             vocab_size=model.config.vocab_size,
@@ -337,7 +337,7 @@ class NodeServer:
         )
         app = create_app(
             self.engine,
-            serving,
+            served,
             access=access_of(self.config),
             metrics_registry=self.metrics.registry,
             routes=[reset_route(self._reset_cache)] if self._resets else [],

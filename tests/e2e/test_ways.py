@@ -36,7 +36,7 @@ WAYS: Final[dict[str, tuple[tuple[str, ...], int]]] = {
             *("proxy/server", "serving/api/", "serving/http/", "serving/rpc/"),
             "engine/async_engine",
         ),
-        41,
+        30,
     ),
     "hand-over": (("connector/pd/", "connector/transports/", *SEAM), 31),
     "tier": (("connector/offload/", *SEAM), 15),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from serving.api.serving import Serving
+from serving.api.served_model import ServedModel
 from tests.support.api.api_double import TEXT, tiny_serving, tiny_tokenizer, write_model_folder
 
 
@@ -16,12 +16,12 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     """A served model of one small tokenizer, without an engine."""
     return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
-def ids(serving: Serving) -> tuple[int, ...]:
+def ids(served: ServedModel) -> tuple[int, ...]:
     """Token ids of `TEXT`."""
-    return serving.tokenizer.encode(TEXT, add_special_tokens=False)
+    return served.tokenizer.encode(TEXT, add_special_tokens=False)

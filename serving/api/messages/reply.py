@@ -11,9 +11,8 @@ from engine.errors import TandemError
 from engine.types import KVTransferParams
 from serving.api.choice_text import TOOL_CALLS, Delta
 from serving.api.plan import Plan
-from serving.api.streams import StreamWriter, named_event
-from serving.api.tool_calls.syntax import ToolCall
-from serving.api.usage import UsageCounter
+from serving.api.streams import StreamWriter, UsageCounter, named_event
+from serving.api.tool_syntaxes import ToolCall
 from serving.http.errors import anthropic_failure
 
 SIGNATURE: Final = "unsigned"
@@ -80,7 +79,6 @@ class MessageFormat:
     """One message per request."""
 
     max_prompts = 1
-    id_prefix = "msg_"
 
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> MessageReply:
         (delta,) = choices

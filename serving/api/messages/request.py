@@ -17,18 +17,22 @@ from serving.api.plan import Plan, check_model, encode_chat, plan_of_chat
 from serving.api.replies import TokenCount
 from serving.api.schema import (
     MAX_MESSAGES,
+    MAX_TOOLS,
     ChatRequest,
+    Function,
     Message,
     SamplingFields,
     TemplateExtras,
     TextPart,
+    Tool,
+    offer,
     refuse_untold,
     sampling_fields,
 )
-from serving.api.serving import Serving
+from serving.api.served_model import ServedModel
 from serving.api.structured_output import JsonSchema, ResponseFormat
-from serving.api.tool_schema import MAX_TOOLS, Function, Tool, offer
 from serving.api.turns import Turns
+from serving.http.callers import Caller
 
 _Label = Annotated[str, Meta(max_length=256)]
 _Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -222,24 +226,24 @@ class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True, forbid_unkn
     max_tokens: int
 
 
-def plan_message(body: bytes, serving: Serving, session_id: str | None = None) -> Plan:
+def plan_message(body: bytes, served: ServedModel, caller: Caller) -> Plan:
     """Plan of POST /v1/messages; raises InvalidRequestError leaves."""
-    fields = decode_body(body, MessagesRequest, serving.max_model_len, strict=serving.strict_api)
-    return plan_of_chat(chat_of(fields), serving, session_id)
+    fields = decode_body(body, MessagesRequest, served.max_model_len, strict=served.strict_api)
+    return plan_of_chat(chat_of(fields), served, caller, id_prefix="msg_")
 
 
-def count_tokens(serving: Serving, body: bytes) -> TokenCount:
+def count_tokens(served: ServedModel, body: bytes) -> TokenCount:
     """Tokens of the prompt that POST /v1/messages would make of this body.
 
     They may be more than fit the context. Raises PromptTooLongError for several times its text.
     """
     kind = CountTokensRequest
-    fields = decode_body(body, kind, serving.max_model_len, strict=serving.strict_api)
-    check_model(fields.model, serving)
+    fields = decode_body(body, kind, served.max_model_len, strict=served.strict_api)
+    check_model(fields.model, served)
     # A prompt that is to be cut may be longer than the context.
     chat = msgspec.structs.replace(chat_of(fields), truncate_prompt_tokens=-1)
     tools = offer(chat.tools, chat.tool_choice).tools
-    return TokenCount(input_tokens=len(encode_chat(chat, chat.messages, serving, tools=tools)))
+    return TokenCount(input_tokens=len(encode_chat(chat, chat.messages, served, tools=tools)))
 
 
 def chat_of(fields: CountTokensRequest) -> ChatRequest:

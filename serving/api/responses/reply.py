@@ -11,13 +11,11 @@ from msgspec import UNSET, UnsetType, structs
 from engine.errors import OverloadedError, TandemError
 from engine.types import KVTransferParams
 from serving.api.choice_text import Delta
-from serving.api.logprobs import LogprobFormat
 from serving.api.plan import Plan
-from serving.api.replies import ContentLogprob
-from serving.api.streams import StreamWriter, named_event
+from serving.api.replies import ContentLogprob, LogprobFormat
+from serving.api.streams import StreamWriter, UsageCounter, named_event
 from serving.api.tokenizer import Tokenizer
-from serving.api.tool_calls.syntax import ToolCall
-from serving.api.usage import UsageCounter
+from serving.api.tool_syntaxes import ToolCall
 from serving.http.errors import MAX_MESSAGE_CHARS
 
 
@@ -134,7 +132,6 @@ class ResponseFormat:
     """One response per request."""
 
     max_prompts = 1
-    id_prefix = "resp_"
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._logprobs = LogprobFormat(tokenizer)
@@ -166,7 +163,7 @@ def ended(
     plan: Plan, output: list[OutputItem], counter: UsageCounter, *, finish_reason: str | None
 ) -> ResponseReply:
     """The response with all of its output; incomplete if it was cut off."""
-    is_cut = finish_reason == "length"
+    is_cut, sampling = finish_reason == "length", plan.requests[0].sampling
     return ResponseReply(
         id=plan.id,
         created_at=plan.created,
@@ -175,6 +172,8 @@ def ended(
         status="incomplete" if is_cut else "completed",
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         output=output,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
         usage=_usage(counter),
         kv_transfer_params=counter.kv_transfer_params,
         **plan.repeated,

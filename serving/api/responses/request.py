@@ -1,7 +1,6 @@
 """POST /v1/responses as a chat: types of its body, and their translation. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -13,18 +12,21 @@ from serving.api.json_body import decode_body
 from serving.api.plan import Plan, plan_of_chat
 from serving.api.schema import (
     MAX_MESSAGES,
+    MAX_TOOLS,
     ChatRequest,
+    Function,
     Message,
     SamplingFields,
     TemplateExtras,
     TextPart,
+    Tool,
     refuse_untold,
     sampling_fields,
 )
-from serving.api.serving import Serving
+from serving.api.served_model import ServedModel
 from serving.api.structured_output import JsonSchema, ResponseFormat
-from serving.api.tool_schema import MAX_TOOLS, Function, Tool
 from serving.api.turns import Turns
+from serving.http.callers import Caller
 
 LOGPROBS: Final = "message.output_text.logprobs"
 
@@ -185,11 +187,9 @@ class ResponsesRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown
         refuse_untold(self, "/v1/responses")
 
 
-def plan_response(body: bytes, serving: Serving, session_id: str | None = None) -> Plan:
+def plan_response(body: bytes, served: ServedModel, caller: Caller) -> Plan:
     """Plan of POST /v1/responses; raises InvalidRequestError leaves."""
-    fields = decode_body(body, ResponsesRequest, serving.max_model_len, strict=serving.strict_api)
-    plan = plan_of_chat(chat_of(fields), serving, session_id)
-    sampling = plan.requests[0].sampling
+    fields = decode_body(body, ResponsesRequest, served.max_model_len, strict=served.strict_api)
     repeated = {
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
@@ -198,16 +198,14 @@ def plan_response(body: bytes, serving: Serving, session_id: str | None = None) 
         "prompt_cache_key": fields.prompt_cache_key,
         "reasoning": fields.reasoning or Reasoning(),
         "safety_identifier": fields.safety_identifier,
-        "temperature": sampling.temperature,
         "text": fields.text or TextConfig(format=TextFormat(type="text")),
         "tool_choice": fields.tool_choice or "auto",
         "tools": fields.tools or [],
         "top_logprobs": fields.top_logprobs or 0,
-        "top_p": sampling.top_p,
         "truncation": fields.truncation or "disabled",
         "user": fields.user,
     }
-    return replace(plan, repeated=repeated)
+    return plan_of_chat(chat_of(fields), served, caller, id_prefix="resp_", repeated=repeated)
 
 
 def chat_of(fields: ResponsesRequest) -> ChatRequest:

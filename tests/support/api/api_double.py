@@ -17,7 +17,7 @@ from engine.errors import TandemError, UnavailableError
 from engine.types import FinishReason, GenerateOutput, GenerateRequest, TokenLogprob
 from serving.api.access import Access
 from serving.api.app import create_app
-from serving.api.serving import Serving
+from serving.api.served_model import ServedModel
 from serving.api.tokenizer import Tokenizer, load_tokenizer
 from serving.http.callers import SingleKey
 
@@ -54,7 +54,7 @@ def tiny_tokenizer(folder: Path) -> Tokenizer:
     return load_tokenizer(write_model_folder(folder))
 
 
-def tiny_serving(tokenizer: Tokenizer, **changes: object) -> Serving:
+def tiny_serving(tokenizer: Tokenizer, **changes: object) -> ServedModel:
     fields: dict[str, object] = {
         "served_model_names": ("tiny", "tiny-alias"),
         "max_model_len": 256,
@@ -62,7 +62,7 @@ def tiny_serving(tokenizer: Tokenizer, **changes: object) -> Serving:
         "tokenizer": tokenizer,
         "enable_prompt_tokens_details": True,
     }
-    return Serving(**{**fields, **changes})  # type: ignore[arg-type]
+    return ServedModel(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def outputs_of(
@@ -130,7 +130,7 @@ class ScriptedGenerator:
 @asynccontextmanager
 async def running(
     generator: ScriptedGenerator,
-    serving: Serving,
+    served: ServedModel,
     *,
     api_key: str | None = None,
 ) -> AsyncIterator[str]:
@@ -138,7 +138,7 @@ async def running(
     registry = CollectorRegistry()
     Counter("tandem_probe", "for the test", registry=registry).inc()
     access = Access(None if api_key is None else SingleKey(api_key))
-    app = create_app(generator, serving, metrics_registry=registry, access=access)
+    app = create_app(generator, served, metrics_registry=registry, access=access)
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
     config.load()
     server = uvicorn.Server(config)

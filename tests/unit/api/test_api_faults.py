@@ -11,8 +11,8 @@ import openai
 import pytest
 
 from engine.errors import EngineDeadError, UnavailableError
-from serving.api.choices import merge
-from serving.api.serving import Serving
+from serving.api.endpoint import merge
+from serving.api.served_model import ServedModel
 from tests.support.api.api_double import (
     ScriptedGenerator,
     outputs_of,
@@ -28,7 +28,7 @@ PATH = "/v1/completions"
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")), strict_api=True)
 
 
@@ -71,38 +71,38 @@ async def until(condition: Callable[[], bool]) -> None:
     ],
     ids=lambda v: repr(v)[:30],
 )
-async def test_wrong_bodies(serving: Serving, data: bytes, status: int, message: str) -> None:
+async def test_wrong_bodies(served: ServedModel, data: bytes, status: int, message: str) -> None:
     generator = ScriptedGenerator([])
-    async with running(generator, serving) as base:
+    async with running(generator, served) as base:
         got, body, _ = await fetch(base + PATH, data, JSON)
     assert got == status and message in body["error"]["message"]
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert generator.requests == []
 
 
-async def test_body_without_length_is_bounded_too(serving: Serving) -> None:
+async def test_body_without_length_is_bounded_too(served: ServedModel) -> None:
     async def chunks() -> Any:
         for _ in range(40):
             yield b" " * 1_000_000
 
     async with (
-        running(ScriptedGenerator([]), serving) as base,
+        running(ScriptedGenerator([]), served) as base,
         aiohttp.ClientSession() as session,
         session.post(base + PATH, data=chunks(), headers=JSON) as reply,
     ):
         assert reply.status == 413
 
 
-async def test_wrong_path_method_and_media_type(serving: Serving) -> None:
-    async with running(ScriptedGenerator([]), serving) as base:
+async def test_wrong_path_method_and_media_type(served: ServedModel) -> None:
+    async with running(ScriptedGenerator([]), served) as base:
         assert (await fetch(f"{base}/v1/nothing"))[0] == 404
         status, body, _ = await fetch(base + PATH)
         assert (status, body["error"]["code"]) == (405, 405)
         assert (await fetch(base + PATH, b"{}", {"content-type": "text/plain"}))[0] == 415
 
 
-async def test_openai_client_sees_param_and_code(serving: Serving) -> None:
-    async with running(ScriptedGenerator([]), serving) as base:
+async def test_openai_client_sees_param_and_code(served: ServedModel) -> None:
+    async with running(ScriptedGenerator([]), served) as base:
         client = openai.AsyncOpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0)
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(model="tiny", prompt=[1] * 300)
@@ -125,9 +125,9 @@ async def test_openai_client_sees_param_and_code(serving: Serving) -> None:
         "Basic secret",
     ],
 )
-async def test_without_the_key_there_is_no_entry(serving: Serving, header: str | None) -> None:
+async def test_without_the_key_there_is_no_entry(served: ServedModel, header: str | None) -> None:
     headers = JSON if header is None else {**JSON, "Authorization": header}
-    async with running(ScriptedGenerator([]), serving, api_key="secret") as base:
+    async with running(ScriptedGenerator([]), served, api_key="secret") as base:
         for path in (PATH, "/v1/chat/completions", "/tokenize", "/detokenize"):
             status, body, _ = await fetch(f"{base}{path}?api_key=secret", b"{}", headers)
             assert (status, body["error"]["type"]) == (401, "authentication_error")
@@ -137,9 +137,9 @@ async def test_without_the_key_there_is_no_entry(serving: Serving, header: str |
             assert (await fetch(base + path, headers=headers))[0] == 200
 
 
-async def test_the_key_opens(serving: Serving) -> None:
+async def test_the_key_opens(served: ServedModel) -> None:
     script = outputs_of([70])
-    async with running(ScriptedGenerator(script), serving, api_key="sécret") as base:
+    async with running(ScriptedGenerator(script), served, api_key="sécret") as base:
         for scheme in ("Bearer", "bearer"):
             headers = {**JSON, "Authorization": f"{scheme} sécret"}
             assert (await fetch(base + PATH, b'{"prompt": [1]}', headers))[0] == 200
@@ -162,11 +162,11 @@ async def test_the_key_opens(serving: Serving) -> None:
     ],
 )
 async def test_request_id_is_only_a_label(
-    serving: Serving, sent: str, echoed: str | None, carried: str | None
+    served: ServedModel, sent: str, echoed: str | None, carried: str | None
 ) -> None:
     """The reply's id carries it if it is plain; nodes know each request by an id of its own."""
     generator = ScriptedGenerator(outputs_of([70]))
-    async with running(generator, serving) as base:
+    async with running(generator, served) as base:
         headers = {**JSON, "X-Request-Id": sent}
         for _ in range(2):
             status, body, got = await fetch(base + PATH, b'{"prompt": [1]}', headers)
@@ -179,16 +179,16 @@ async def test_request_id_is_only_a_label(
     assert first != second and sent not in (first, second)
 
 
-async def test_every_reply_has_a_request_id_errors_included(serving: Serving) -> None:
-    async with running(ScriptedGenerator([]), serving, api_key="k") as base:
+async def test_every_reply_has_a_request_id_errors_included(served: ServedModel) -> None:
+    async with running(ScriptedGenerator([]), served, api_key="k") as base:
         _, _, first = await fetch(f"{base}/version")
         _, _, second = await fetch(f"{base}/health", headers={"X-Request-Id": ""})
     assert len(first["x-request-id"]) == len(second["x-request-id"]) == 32
 
 
-async def test_probes_tell_live_from_ready(serving: Serving) -> None:
+async def test_probes_tell_live_from_ready(served: ServedModel) -> None:
     generator = ScriptedGenerator([], unready=True)
-    async with running(generator, serving) as base:
+    async with running(generator, served) as base:
         assert (await fetch(f"{base}/health"))[:2] == (200, "")
         status, body, headers = await fetch(f"{base}/ready")
         assert (status, body["error"]["message"]) == (503, "draining")
@@ -198,9 +198,9 @@ async def test_probes_tell_live_from_ready(serving: Serving) -> None:
             assert (await fetch(base + path))[0] == 503
 
 
-async def test_load_counts_requests_under_way(serving: Serving) -> None:
+async def test_load_counts_requests_under_way(served: ServedModel) -> None:
     generator = ScriptedGenerator(outputs_of([70]), endless=True)
-    async with running(generator, serving, api_key="k") as base:
+    async with running(generator, served, api_key="k") as base:
         assert (await fetch(f"{base}/load"))[:2] == (200, {"server_load": 0})
         headers = {**JSON, "authorization": "Bearer k"}
         asked = [
@@ -217,8 +217,8 @@ async def test_load_counts_requests_under_way(serving: Serving) -> None:
                 pass
 
 
-async def test_metrics_and_version(serving: Serving) -> None:
-    async with running(ScriptedGenerator([]), serving) as base:
+async def test_metrics_and_version(served: ServedModel) -> None:
+    async with running(ScriptedGenerator([]), served) as base:
         _, text, headers = await fetch(f"{base}/metrics")
         assert "tandem_probe_total 1.0" in text
         assert headers["content-type"].startswith("text/plain; version=")
@@ -228,10 +228,10 @@ async def test_metrics_and_version(serving: Serving) -> None:
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_cancels_everything(
-    serving: Serving, n: int, stream: bool
+    served: ServedModel, n: int, stream: bool
 ) -> None:
     generator = ScriptedGenerator(outputs_of([70, 71])[:1], endless=True)
-    async with running(generator, serving) as base:
+    async with running(generator, served) as base:
         await fetch(f"{base}/health")
         before = len(running_tasks())
         session = aiohttp.ClientSession()
@@ -252,21 +252,23 @@ async def test_a_client_that_leaves_cancels_everything(
     ("path", "key"), [("/v1/responses", "input"), ("/v1/messages", "messages")]
 )
 async def test_so_it_does_in_the_middle_of_named_events(
-    serving: Serving, path: str, key: str
+    served: ServedModel, path: str, key: str
 ) -> None:
     generator = ScriptedGenerator(outputs_of([70, 71])[:1], endless=True)
     hello = [{"role": "user", "content": "hello"}]
     body = {key: hello, "max_tokens": 9, "stream": True}
-    async with running(generator, serving) as base, aiohttp.ClientSession() as session:
+    async with running(generator, served) as base, aiohttp.ClientSession() as session:
         async with session.post(base + path, json=body) as response:
             assert (await response.content.readline()).startswith(b"event: ")
         await until(lambda: generator.open == 0)
     assert generator.cancelled == 1
 
 
-async def test_a_client_that_leaves_while_sending_its_body_does_no_harm(serving: Serving) -> None:
+async def test_a_client_that_leaves_while_sending_its_body_does_no_harm(
+    served: ServedModel,
+) -> None:
     generator = ScriptedGenerator(outputs_of([70]))
-    async with running(generator, serving) as base:
+    async with running(generator, served) as base:
         host, port = base.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
         head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -311,10 +313,10 @@ async def test_closing_a_merge_closes_every_stream_at_once() -> None:
     assert sorted(closed) == [0, 1, 2]
 
 
-async def test_a_silent_stream_says_that_it_goes_on_and_can_be_left(serving: Serving) -> None:
+async def test_a_silent_stream_says_that_it_goes_on_and_can_be_left(served: ServedModel) -> None:
     generator = ScriptedGenerator([], endless=True)
-    serving = replace(serving, sse_keep_alive_interval=0.05)
-    async with running(generator, serving) as base, aiohttp.ClientSession() as session:
+    served = replace(served, sse_keep_alive_interval=0.05)
+    async with running(generator, served) as base, aiohttp.ClientSession() as session:
         before = len(running_tasks())
         async with session.post(base + PATH, json={"prompt": [1], "stream": True}) as reply:
             assert reply.status == 200
@@ -327,7 +329,7 @@ async def test_a_silent_stream_says_that_it_goes_on_and_can_be_left(serving: Ser
     # Tokens that come in time look as they do without the option, and so does an early error.
     for error, status in ((None, 200), (UnavailableError("no node"), 503)):
         generator = ScriptedGenerator([] if error else outputs_of([70, 71]), error=error)
-        async with running(generator, replace(serving, sse_keep_alive_interval=60.0)) as base:
+        async with running(generator, replace(served, sse_keep_alive_interval=60.0)) as base:
             body = b'{"prompt": [1], "stream": true}'
             found, text, _ = await fetch(base + PATH, body, JSON)
             assert found == status and "keep-alive" not in str(text)

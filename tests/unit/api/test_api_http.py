@@ -24,7 +24,7 @@ from engine.types import (
     KVTransferStats,
     RoutingDetails,
 )
-from serving.api.serving import Serving
+from serving.api.served_model import ServedModel
 from serving.api.tokenizer import Tokenizer
 from tests.support.api.api_double import (
     TEXT,
@@ -60,8 +60,8 @@ async def post_lines(base: str, path: str, **body: Any) -> list[str]:
         return [line for line in (await reply.text()).split("\n") if line]
 
 
-async def test_completion_in_one_piece(serving: Serving, ids: tuple[int, ...]) -> None:
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
+async def test_completion_in_one_piece(served: ServedModel, ids: tuple[int, ...]) -> None:
+    async with running(ScriptedGenerator(outputs_of(ids)), served) as base:
         reply = await client_of(base).completions.create(model="tiny", prompt=[5, 6, 7, 8])
     assert reply.object == "text_completion" and reply.id.startswith("cmpl-")
     assert (reply.choices[0].text, reply.choices[0].finish_reason) == (TEXT, "length")
@@ -73,7 +73,7 @@ async def test_completion_in_one_piece(serving: Serving, ids: tuple[int, ...]) -
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_cached_tokens_are_told_only_where_the_server_is_asked_to(
-    serving: Serving, ids: tuple[int, ...], path: str
+    served: ServedModel, ids: tuple[int, ...], path: str
 ) -> None:
     """Bytes of a pull count too: what was here already is not among them."""
     route = RoutingDetails(prefill="p", decode="d", reason="prefix", prefill_hit_tokens=7)
@@ -82,7 +82,7 @@ async def test_cached_tokens_are_told_only_where_the_server_is_asked_to(
     body = {"prompt": [5]} if path == "/v1/completions" else {"messages": TURN}
     told = []
     for is_told in (False, True):
-        server = tiny_serving(serving.tokenizer, enable_prompt_tokens_details=is_told)
+        server = tiny_serving(served.tokenizer, enable_prompt_tokens_details=is_told)
         async with running(ScriptedGenerator(script), server) as base:
             whole = await post_lines(base, path, **body)
             parts = await post_lines(base, path, **body, stream=True, stream_options=options)
@@ -97,11 +97,11 @@ async def test_cached_tokens_are_told_only_where_the_server_is_asked_to(
 
 @pytest.mark.parametrize(("salt", "is_told"), [("mine", True), (None, False)])
 async def test_who_hands_over_itself_under_a_salt_learns_what_moved(
-    serving: Serving, ids: tuple[int, ...], salt: str | None, is_told: bool
+    served: ServedModel, ids: tuple[int, ...], salt: str | None, is_told: bool
 ) -> None:
     """The doctor, say: no prefix of others can be among it."""
     silent = tiny_serving(
-        serving.tokenizer, enable_prompt_tokens_details=False, accept_kv_transfer_params=True
+        served.tokenizer, enable_prompt_tokens_details=False, accept_kv_transfer_params=True
     )
     asked: dict[str, Any] = {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 1}
     async with running(ScriptedGenerator(outputs_of(ids[:1], kv_transfer=STATS)), silent) as base:
@@ -111,10 +111,10 @@ async def test_who_hands_over_itself_under_a_salt_learns_what_moved(
 
 @pytest.mark.parametrize("per_step", [1, 3])
 async def test_completion_stream_equals_the_whole(
-    serving: Serving, ids: tuple[int, ...], per_step: int
+    served: ServedModel, ids: tuple[int, ...], per_step: int
 ) -> None:
     generator = ScriptedGenerator(outputs_of(ids, per_step=per_step))
-    async with running(generator, serving) as base:
+    async with running(generator, served) as base:
         stream = await client_of(base).completions.create(model="tiny", prompt="hi", stream=True)
         chunks = await collect(stream)
     assert "".join(chunk.choices[0].text for chunk in chunks) == TEXT
@@ -124,8 +124,8 @@ async def test_completion_stream_equals_the_whole(
     assert all(chunk.usage is None for chunk in chunks)
 
 
-async def test_chat_in_one_piece_and_as_stream(serving: Serving, ids: tuple[int, ...]) -> None:
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
+async def test_chat_in_one_piece_and_as_stream(served: ServedModel, ids: tuple[int, ...]) -> None:
+    async with running(ScriptedGenerator(outputs_of(ids)), served) as base:
         chats = client_of(base).chat.completions
         whole = await chats.create(model="tiny", messages=TURN)
         chunks = await collect(await chats.create(model="tiny", messages=TURN, stream=True))
@@ -139,11 +139,11 @@ async def test_chat_in_one_piece_and_as_stream(serving: Serving, ids: tuple[int,
 
 
 async def test_usage_chunk_comes_last_and_done_ends_the_stream(
-    serving: Serving, ids: tuple[int, ...]
+    served: ServedModel, ids: tuple[int, ...]
 ) -> None:
     script = outputs_of(ids, kv_transfer=STATS)
     options = {"include_usage": True}
-    async with running(ScriptedGenerator(script), serving) as base:
+    async with running(ScriptedGenerator(script), served) as base:
         lines = await post_lines(
             base, "/v1/completions", prompt=[1], stream=True, stream_options=options
         )
@@ -159,11 +159,13 @@ async def test_usage_chunk_comes_last_and_done_ends_the_stream(
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_every_token_of_a_stream_has_a_chunk(serving: Serving, ids: tuple[int, ...]) -> None:
+async def test_every_token_of_a_stream_has_a_chunk(
+    served: ServedModel, ids: tuple[int, ...]
+) -> None:
     """Load tools time tokens by chunks: special tokens, half characters and held text count too."""
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
     script = outputs_of((0, *ids, 1))
-    async with running(ScriptedGenerator(script), serving) as base:
+    async with running(ScriptedGenerator(script), served) as base:
         client = client_of(base)
         how: Any = {"model": "tiny", "stream": True, "stream_options": options, "stop": "x €!"}
         texts = await collect(await client.completions.create(prompt=[1], **how))
@@ -174,9 +176,9 @@ async def test_every_token_of_a_stream_has_a_chunk(serving: Serving, ids: tuple[
     assert "".join(chunk.choices[0].text for chunk in texts[:-1]) == TEXT
 
 
-async def test_n_and_several_prompts(serving: Serving, ids: tuple[int, ...]) -> None:
+async def test_n_and_several_prompts(served: ServedModel, ids: tuple[int, ...]) -> None:
     generator = ScriptedGenerator(outputs_of(ids))
-    async with running(generator, serving) as base:
+    async with running(generator, served) as base:
         completions = client_of(base).completions
         whole = await completions.create(model="tiny", prompt=[[1, 2], [3]], n=2, seed=7)
         chunks = await collect(
@@ -194,9 +196,9 @@ async def test_n_and_several_prompts(serving: Serving, ids: tuple[int, ...]) -> 
         assert own[-1].finish_reason == "length"
 
 
-async def test_return_token_ids(serving: Serving, ids: tuple[int, ...]) -> None:
+async def test_return_token_ids(served: ServedModel, ids: tuple[int, ...]) -> None:
     asked = {"return_token_ids": True}
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
+    async with running(ScriptedGenerator(outputs_of(ids)), served) as base:
         client = client_of(base)
         whole = await client.completions.create(model="tiny", prompt=[5, 6], extra_body=asked)
         chunks = await collect(
@@ -223,11 +225,11 @@ async def test_return_token_ids(serving: Serving, ids: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stop_string_cuts_text_and_generation(
-    serving: Serving, ids: tuple[int, ...], stream: bool
+    served: ServedModel, ids: tuple[int, ...], stream: bool
 ) -> None:
     generator = ScriptedGenerator(outputs_of(ids)[:-1], endless=True)
     stop = ["never", " € st"]
-    async with running(generator, serving) as base:
+    async with running(generator, served) as base:
         completions = client_of(base).completions
         reply: Any = await completions.create(model="tiny", prompt=[1], stop=stop, stream=stream)
         last = [chunk.choices[0] async for chunk in reply] if stream else reply.choices
@@ -238,21 +240,21 @@ async def test_stop_string_cuts_text_and_generation(
 
 @pytest.mark.parametrize(("min_tokens", "text"), [(1, "x"), (2, "xyx"), (3, "xyx")])
 async def test_stop_strings_wait_for_min_tokens(
-    serving: Serving, min_tokens: int, text: str
+    served: ServedModel, min_tokens: int, text: str
 ) -> None:
-    ids = serving.tokenizer.encode("xyxyxy", add_special_tokens=False)
+    ids = served.tokenizer.encode("xyxyxy", add_special_tokens=False)
     assert len(ids) == 6
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
+    async with running(ScriptedGenerator(outputs_of(ids)), served) as base:
         reply = await client_of(base).completions.create(
             model="tiny", prompt=[1], stop="y", extra_body={"min_tokens": min_tokens}
         )
     assert reply.choices[0].text == text
 
 
-async def test_stop_token_is_counted_but_not_shown(serving: Serving) -> None:
-    ids = serving.tokenizer.encode("ab", add_special_tokens=False)
+async def test_stop_token_is_counted_but_not_shown(served: ServedModel) -> None:
+    ids = served.tokenizer.encode("ab", add_special_tokens=False)
     script = outputs_of(ids, finish_reason=FinishReason.STOP, stop_reason=ids[-1])
-    async with running(ScriptedGenerator(script), serving) as base:
+    async with running(ScriptedGenerator(script), served) as base:
         reply: Any = await client_of(base).completions.create(model="tiny", prompt=[1])
         shown = await client_of(base).completions.create(
             model="tiny", prompt=[1], extra_body={"include_stop_str_in_output": True}
@@ -263,14 +265,14 @@ async def test_stop_token_is_counted_but_not_shown(serving: Serving) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_sequential_pd_proxy_gets_and_passes_on_kv_transfer_params(
-    serving: Serving, path: str
+    served: ServedModel, path: str
 ) -> None:
     made = KVTransferParams(do_remote_prefill=True, remote_engine_id="p0", remote_block_ids=((1,),))
     generator = ScriptedGenerator(outputs_of([70], kv_transfer_params=made))
     prompt: dict[str, Any] = {"prompt": [5, 6]} if "chat" not in path else {"messages": TURN}
     asked = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
     body = {**prompt, "model": "tiny", "max_tokens": 1, "kv_transfer_params": asked}
-    async with running(generator, replace(serving, accept_kv_transfer_params=True)) as base:
+    async with running(generator, replace(served, accept_kv_transfer_params=True)) as base:
         whole = json.loads("".join(await post_lines(base, path, **body, min_tokens=9)))
         lines = await post_lines(base, path, **body, stream=True)
     assert whole["kv_transfer_params"]["remote_engine_id"] == "p0"
@@ -279,9 +281,9 @@ async def test_sequential_pd_proxy_gets_and_passes_on_kv_transfer_params(
     assert all(request.kv_transfer_params is not None for request in generator.requests)
 
 
-async def test_proxy_ignores_what_clients_send_as_kv_transfer_params(serving: Serving) -> None:
+async def test_proxy_ignores_what_clients_send_as_kv_transfer_params(served: ServedModel) -> None:
     generator = ScriptedGenerator(outputs_of([70]))
-    async with running(generator, serving) as base:
+    async with running(generator, served) as base:
         hostile: list[Any] = ["x", {"do_remote_prefill": True, "remote_host": "10.0.0.1"}, [[]] * 9]
         for value in hostile:
             body = {"kv_transfer_params": value}
@@ -302,9 +304,9 @@ async def test_proxy_ignores_what_clients_send_as_kv_transfer_params(serving: Se
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_error_before_the_first_token_is_an_http_status(
-    serving: Serving, error: TandemError, status: int, retry_after: str | None, stream: bool
+    served: ServedModel, error: TandemError, status: int, retry_after: str | None, stream: bool
 ) -> None:
-    async with running(ScriptedGenerator([], error=error), serving) as base:
+    async with running(ScriptedGenerator([], error=error), served) as base:
         with pytest.raises(openai.APIStatusError) as caught:
             await client_of(base).completions.create(model="tiny", prompt=[1], stream=stream)
     assert caught.value.status_code == status
@@ -315,11 +317,11 @@ async def test_error_before_the_first_token_is_an_http_status(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_error_inside_a_stream_is_its_last_line(
-    serving: Serving, ids: tuple[int, ...], path: str
+    served: ServedModel, ids: tuple[int, ...], path: str
 ) -> None:
     generator = ScriptedGenerator(outputs_of(ids)[:3], error=KVLoadError("prefill lost"))
     prompt: dict[str, Any] = {"prompt": [5]} if "chat" not in path else {"messages": TURN}
-    async with running(generator, serving) as base:
+    async with running(generator, served) as base:
         lines = await post_lines(base, path, **prompt, stream=True)
         with pytest.raises(openai.APIError, match="prefill lost"):
             await collect(
@@ -331,19 +333,21 @@ async def test_error_inside_a_stream_is_its_last_line(
 
 @pytest.mark.parametrize("reason", [None, FinishReason.ABORT, FinishReason.ERROR])
 async def test_generation_without_an_end_is_never_a_silent_stop(
-    serving: Serving, reason: FinishReason | None
+    served: ServedModel, reason: FinishReason | None
 ) -> None:
     script = [GenerateOutput(token_ids=(70,)), GenerateOutput(finish_reason=reason)]
-    async with running(ScriptedGenerator(script), serving) as base:
+    async with running(ScriptedGenerator(script), served) as base:
         with pytest.raises(openai.InternalServerError):
             await client_of(base).completions.create(model="tiny", prompt=[1])
         lines = await post_lines(base, "/v1/completions", prompt=[1], stream=True)
     assert '"error"' in lines[-1]
 
 
-async def test_one_failing_choice_ends_the_others(serving: Serving, ids: tuple[int, ...]) -> None:
+async def test_one_failing_choice_ends_the_others(
+    served: ServedModel, ids: tuple[int, ...]
+) -> None:
     generator = ScriptedGenerator(outputs_of(ids)[:2], error=KVLoadError("lost"))
-    async with running(generator, serving) as base:
+    async with running(generator, served) as base:
         with pytest.raises(openai.APIStatusError):
             await client_of(base).completions.create(model="tiny", prompt=[1], n=5)
     assert (len(generator.requests), generator.open) == (5, 0)
@@ -361,8 +365,8 @@ async def test_token_ids_work_without_tokenizer() -> None:
     assert reply.choices[0].logprobs.tokens == ["token_id:9", "token_id:8"]
 
 
-async def test_models_tokenize_and_detokenize(serving: Serving) -> None:
-    async with running(ScriptedGenerator([]), serving) as base, aiohttp.ClientSession() as session:
+async def test_models_tokenize_and_detokenize(served: ServedModel) -> None:
+    async with running(ScriptedGenerator([]), served) as base, aiohttp.ClientSession() as session:
         models = (await client_of(base).models.list()).data
         alias = await client_of(base).models.retrieve("tiny-alias")
         body = {"prompt": TEXT, "return_token_strs": True}

@@ -5,15 +5,15 @@ from functools import partial
 import pytest
 
 from engine.types import PromptLogprobs
-from serving.api.serving import Serving
+from serving.api.served_model import ServedModel
 from tests.support.api.api_double import TEXT, ScriptedGenerator, outputs_of, running
 from tests.unit.api.test_api_http import TURN, client_of, collect
 
 pytestmark = pytest.mark.asyncio
 
 
-async def test_completion_logprobs(serving: Serving, ids: tuple[int, ...]) -> None:
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
+async def test_completion_logprobs(served: ServedModel, ids: tuple[int, ...]) -> None:
+    async with running(ScriptedGenerator(outputs_of(ids)), served) as base:
         completions = client_of(base).completions
         reply = await completions.create(model="tiny", prompt=[1], logprobs=1)
         chunks = await collect(
@@ -21,9 +21,9 @@ async def test_completion_logprobs(serving: Serving, ids: tuple[int, ...]) -> No
         )
     found = reply.choices[0].logprobs
     assert found is not None and found.tokens and found.text_offset and found.top_logprobs
-    assert found.tokens[0] == serving.tokenizer.token_text(ids[0])
+    assert found.tokens[0] == served.tokenizer.token_text(ids[0])
     assert found.token_logprobs == [-0.5] * len(ids)
-    assert found.top_logprobs[0] == {found.tokens[0]: -0.5, serving.tokenizer.token_text(65): -9999}
+    assert found.top_logprobs[0] == {found.tokens[0]: -0.5, served.tokenizer.token_text(65): -9999}
     assert found.text_offset[:2] == [0, len(found.tokens[0])]
     streamed = [token for c in chunks for token in c.choices[0].logprobs.tokens]
     assert streamed == found.tokens
@@ -32,11 +32,11 @@ async def test_completion_logprobs(serving: Serving, ids: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("stop", [["zzzz"], ["zzzz", "한국 x"]])
 async def test_offsets_are_those_of_the_text_however_it_is_cut(
-    serving: Serving, stop: list[str]
+    served: ServedModel, stop: list[str]
 ) -> None:
     text = "é 😀한국 ok"
-    ids = serving.tokenizer.encode(text, add_special_tokens=False)
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
+    ids = served.tokenizer.encode(text, add_special_tokens=False)
+    async with running(ScriptedGenerator(outputs_of(ids)), served) as base:
         ask = partial(client_of(base).completions.create, model="tiny", prompt=[1], stop=stop)
         reply = await ask(logprobs=1)
         chunks = await collect(await ask(logprobs=1, stream=True))
@@ -52,13 +52,13 @@ async def test_offsets_are_those_of_the_text_however_it_is_cut(
 
 
 @pytest.mark.parametrize("skips", [True, False])
-async def test_offsets_of_an_echo_are_those_of_its_text(serving: Serving, skips: bool) -> None:
+async def test_offsets_of_an_echo_are_those_of_its_text(served: ServedModel, skips: bool) -> None:
     text = "日本 <|im_end|>xé"
-    prompt = serving.tokenizer.encode(text, add_special_tokens=False)
+    prompt = served.tokenizer.encode(text, add_special_tokens=False)
     count = len(prompt) - 1
     rows = PromptLogprobs(0, prompt[1:], (-0.5,) * count, (1,) * count)
     script = outputs_of([70], prompt_logprobs=rows)
-    async with running(ScriptedGenerator(script), serving) as base:
+    async with running(ScriptedGenerator(script), served) as base:
         ask = partial(client_of(base).completions.create, model="tiny", echo=True, logprobs=0)
         extra = {"skip_special_tokens": skips}
         sent = [await ask(prompt=text), await ask(prompt=list(prompt), extra_body=extra)]
@@ -74,8 +74,8 @@ async def test_offsets_of_an_echo_are_those_of_its_text(serving: Serving, skips:
             assert "\ufffd" in token or is_hidden or reply.choices[0].text.startswith(token, offset)
 
 
-async def test_chat_logprobs_carry_exact_bytes(serving: Serving, ids: tuple[int, ...]) -> None:
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
+async def test_chat_logprobs_carry_exact_bytes(served: ServedModel, ids: tuple[int, ...]) -> None:
+    async with running(ScriptedGenerator(outputs_of(ids)), served) as base:
         chats = client_of(base).chat.completions
         whole = await chats.create(model="tiny", messages=TURN, logprobs=True, top_logprobs=2)
         stream = await chats.create(model="tiny", messages=TURN, logprobs=True, stream=True)
@@ -89,7 +89,7 @@ async def test_chat_logprobs_carry_exact_bytes(serving: Serving, ids: tuple[int,
     assert sum(len(part.content) for part in streamed) == len(ids)
 
 
-async def test_no_logprobs_unless_asked_for(serving: Serving, ids: tuple[int, ...]) -> None:
-    async with running(ScriptedGenerator(outputs_of(ids)), serving) as base:
+async def test_no_logprobs_unless_asked_for(served: ServedModel, ids: tuple[int, ...]) -> None:
+    async with running(ScriptedGenerator(outputs_of(ids)), served) as base:
         reply = await client_of(base).completions.create(model="tiny", prompt=[1])
     assert reply.choices[0].logprobs is None

@@ -14,8 +14,8 @@ from engine.types import FinishReason, GenerateOutput
 from serving.api.json_body import decode_body
 from serving.api.messages.request import MessagesRequest, chat_of
 from serving.api.reasoning import SYNTAXES as THOUGHTS
-from serving.api.serving import Serving
-from serving.api.tool_calls.registry import SYNTAXES
+from serving.api.served_model import ServedModel
+from serving.api.tool_syntaxes import SYNTAXES
 from tests.support.api.api_double import (
     ScriptedGenerator,
     outputs_of,
@@ -53,25 +53,25 @@ HISTORY: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     tokenizer = tiny_tokenizer(tmp_path_factory.mktemp("model"))
     changes = {"tool_calls": SYNTAXES["hermes"], "thoughts": THOUGHTS["qwen3"]}
     return tiny_serving(tokenizer, **changes, max_model_len=4096)
 
 
-def script_of(serving: Serving, text: str, **last: object) -> list[GenerateOutput]:
+def script_of(served: ServedModel, text: str, **last: object) -> list[GenerateOutput]:
     """The text, and a token that stops it unless `last` says otherwise."""
-    ids = (*serving.tokenizer.encode(text, add_special_tokens=False), 1)
+    ids = (*served.tokenizer.encode(text, add_special_tokens=False), 1)
     return outputs_of(ids, per_step=1, **{"finish_reason": FinishReason.STOP, **last})
 
 
 @asynccontextmanager
 async def asking(
-    generator: ScriptedGenerator, serving: Serving
+    generator: ScriptedGenerator, served: ServedModel
 ) -> AsyncIterator[anthropic.AsyncAnthropic]:
     http = anthropic.DefaultAsyncHttpxClient(verify=False)  # loading certificates takes a while
     async with (
-        running(generator, serving) as base,
+        running(generator, served) as base,
         anthropic.AsyncAnthropic(
             base_url=base, api_key="any", max_retries=0, http_client=http
         ) as client,
@@ -90,10 +90,10 @@ async def asking(
     ],
 )
 async def test_a_stream_says_what_the_whole_message_says(
-    serving: Serving, text: str, kinds: list[str], reason: str | None
+    served: ServedModel, text: str, kinds: list[str], reason: str | None
 ) -> None:
     asked: dict[str, Any] = {**ASKED, "tools": [TOOL], "stop_sequences": ["stop"]}
-    async with asking(ScriptedGenerator(script_of(serving, text)), serving) as client:
+    async with asking(ScriptedGenerator(script_of(served, text)), served) as client:
         whole = await client.messages.create(**asked, extra_headers={"X-Request-Id": "mine"})
         async with client.messages.stream(**asked) as stream:
             pieces = [piece async for piece in stream.text_stream]
@@ -117,9 +117,9 @@ def without_ids(message: Any) -> dict[str, Any]:
     return dumped
 
 
-async def test_an_answer_that_is_cut_off_says_so(serving: Serving) -> None:
-    script = script_of(serving, "hello", finish_reason=FinishReason.LENGTH)
-    async with asking(ScriptedGenerator(script), serving) as client:
+async def test_an_answer_that_is_cut_off_says_so(served: ServedModel) -> None:
+    script = script_of(served, "hello", finish_reason=FinishReason.LENGTH)
+    async with asking(ScriptedGenerator(script), served) as client:
         assert (await client.messages.create(**ASKED)).stop_reason == "max_tokens"
 
 
@@ -162,7 +162,7 @@ async def test_options_become_those_of_a_chat() -> None:
 
 
 @pytest.mark.parametrize("long", [False, True])
-async def test_tokens_are_counted_as_in_the_prompt(serving: Serving, long: bool) -> None:
+async def test_tokens_are_counted_as_in_the_prompt(served: ServedModel, long: bool) -> None:
     """Also those of a prompt that does not fit: that is what clients ask for."""
     generator = ScriptedGenerator(outputs_of([70]))
     asked: dict[str, Any] = {
@@ -170,14 +170,14 @@ async def test_tokens_are_counted_as_in_the_prompt(serving: Serving, long: bool)
         "messages": HISTORY,
         "system": "x" * (9000 if long else 1),
     }
-    async with asking(generator, serving) as client:
+    async with asking(generator, served) as client:
         counted = await client.messages.count_tokens(**asked)
         if not long:
             await client.messages.create(**asked, max_tokens=1)
         with pytest.raises(anthropic.BadRequestError, match="at most 262144 are taken"):
             await client.messages.count_tokens(**{**asked, "system": "x" * 262_145})
     if long:
-        assert counted.input_tokens > serving.max_model_len
+        assert counted.input_tokens > served.max_model_len
     else:
         assert counted.input_tokens == len(generator.requests[0].prompt_token_ids)
 
@@ -210,9 +210,9 @@ async def test_what_is_not_served_is_named(body: dict[str, Any], told: str) -> N
         chat(**body)
 
 
-async def test_errors_have_the_client_s_classes_and_shape(serving: Serving) -> None:
-    generator = ScriptedGenerator(script_of(serving, "hello")[:-1], error=OverloadedError("full"))
-    async with asking(generator, serving) as client:
+async def test_errors_have_the_client_s_classes_and_shape(served: ServedModel) -> None:
+    generator = ScriptedGenerator(script_of(served, "hello")[:-1], error=OverloadedError("full"))
+    async with asking(generator, served) as client:
         with pytest.raises(anthropic.BadRequestError) as refused:
             await client.messages.create(**{**ASKED, "max_tokens": 0})
         with pytest.raises(anthropic.NotFoundError):
@@ -227,18 +227,18 @@ async def test_errors_have_the_client_s_classes_and_shape(serving: Serving) -> N
     assert refused.value.request_id == body["request_id"]
 
 
-async def test_models_without_thoughts_say_nothing_of_them(serving: Serving) -> None:
-    plain = replace(serving, thoughts=None)
-    async with asking(ScriptedGenerator(script_of(serving, "<think>")), plain) as client:
+async def test_models_without_thoughts_say_nothing_of_them(served: ServedModel) -> None:
+    plain = replace(served, thoughts=None)
+    async with asking(ScriptedGenerator(script_of(served, "<think>")), plain) as client:
         reply = await client.messages.create(**ASKED)
     assert [block.type for block in reply.content] == ["text"]
     assert reply.usage.output_tokens_details is None
 
 
-async def test_replies_come_back_as_turns_as_they_are(serving: Serving) -> None:
+async def test_replies_come_back_as_turns_as_they_are(served: ServedModel) -> None:
     """Also where unknown keys are refused: the client's own objects have keys of their own."""
-    strict = replace(serving, strict_api=True)
-    generator = ScriptedGenerator(script_of(serving, f"<think>hm\n</think>\n\nfox{CALL}"))
+    strict = replace(served, strict_api=True)
+    generator = ScriptedGenerator(script_of(served, f"<think>hm\n</think>\n\nfox{CALL}"))
     async with asking(generator, strict) as client:
         reply: Any = await client.messages.create(**ASKED, tools=[TOOL])
         async with client.messages.stream(**ASKED, tools=[TOOL]) as stream:

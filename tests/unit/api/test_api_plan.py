@@ -14,7 +14,7 @@ from serving.api.messages.request import MessagesRequest
 from serving.api.plan import Plan, plan_chat, plan_completion
 from serving.api.responses.request import ResponsesRequest
 from serving.api.schema import ChatRequest, CompletionRequest
-from serving.api.serving import SamplingDefaults, Serving
+from serving.api.served_model import SamplingDefaults, ServedModel
 from serving.api.tokenizer import Tokenizer
 from tests.support.api.api_double import tiny_serving, tiny_tokenizer
 
@@ -48,21 +48,21 @@ OVERFLOW = "^This model's maximum context length is 256 tokens"
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")), strict_api=True)
 
 
-def complete(serving: Serving, **body: Any) -> Plan:
+def complete(served: ServedModel, **body: Any) -> Plan:
     encoded = msgspec.json.encode({"prompt": [1, 2, 3], **body})
-    return plan_completion(encoded, replace(serving, accept_kv_transfer_params=True))
+    return plan_completion(encoded, replace(served, accept_kv_transfer_params=True))
 
 
-def chat(serving: Serving, **body: Any) -> Plan:
+def chat(served: ServedModel, **body: Any) -> Plan:
     encoded = msgspec.json.encode({"messages": TURN, **body})
-    return plan_chat(encoded, serving)
+    return plan_chat(encoded, served)
 
 
-def test_every_sampling_value_arrives(serving: Serving) -> None:
+def test_every_sampling_value_arrives(served: ServedModel) -> None:
     values = {
         "max_tokens": 9,
         "min_tokens": 2,
@@ -78,28 +78,28 @@ def test_every_sampling_value_arrives(serving: Serving) -> None:
         "ignore_eos": True,
         "logprobs": 2,
     }
-    sampling = complete(serving, **values).requests[0].sampling
+    sampling = complete(served, **values).requests[0].sampling
     expected = {**values, "stop_token_ids": (4,)}
     assert {name: getattr(sampling, name) for name in values} == expected
 
 
-def test_salt_and_priority_travel_and_client_ids_do_not(serving: Serving) -> None:
-    request = complete(serving, cache_salt="../a\u00e9", priority=-3, request_id="x").requests[0]
+def test_salt_and_priority_travel_and_client_ids_do_not(served: ServedModel) -> None:
+    request = complete(served, cache_salt="../a\u00e9", priority=-3, request_id="x").requests[0]
     assert (request.cache_salt, request.priority) == ("../a\u00e9", -3)
     assert request.request_id.startswith("cmpl-") and "x" not in request.request_id
 
 
-def test_defaults_of_the_model_are_used_where_the_request_is_silent(serving: Serving) -> None:
+def test_defaults_of_the_model_are_used_where_the_request_is_silent(served: ServedModel) -> None:
     defaults = SamplingDefaults(temperature=0.6, top_k=20)
-    silent = tiny_serving(serving.tokenizer, defaults=defaults)
+    silent = tiny_serving(served.tokenizer, defaults=defaults)
     sampling = complete(silent, temperature=1.5).requests[0].sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (1.5, 20, 1.0)
 
 
-def test_absent_seed_is_drawn_anew_and_choices_count_up(serving: Serving) -> None:
-    first, second = (complete(serving).requests[0].sampling.seed for _ in range(2))
+def test_absent_seed_is_drawn_anew_and_choices_count_up(served: ServedModel) -> None:
+    first, second = (complete(served).requests[0].sampling.seed for _ in range(2))
     assert first != second
-    plan = complete(serving, prompt=[[1], [2, 3]], n=2, seed=2**63 - 1)
+    plan = complete(served, prompt=[[1], [2, 3]], n=2, seed=2**63 - 1)
     assert [r.sampling.seed for r in plan.requests] == [2**63 - 1, -(2**63)] * 2
     assert [r.prompt_token_ids for r in plan.requests] == [(1,), (1,), (2, 3), (2, 3)]
     assert len({r.request_id for r in plan.requests}) == 4
@@ -116,40 +116,40 @@ def test_absent_seed_is_drawn_anew_and_choices_count_up(serving: Serving) -> Non
     ],
 )
 def test_token_budget_of_completions(
-    serving: Serving, body: dict[str, Any], max_tokens: int
+    served: ServedModel, body: dict[str, Any], max_tokens: int
 ) -> None:
-    assert complete(serving, **body).requests[0].sampling.max_tokens == max_tokens
+    assert complete(served, **body).requests[0].sampling.max_tokens == max_tokens
 
 
-def test_chat_fills_the_context_and_renders_parts(serving: Serving) -> None:
+def test_chat_fills_the_context_and_renders_parts(served: ServedModel) -> None:
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     turns = [{"role": "user", "content": parts}]
-    plan = chat(serving, messages=turns)
-    text = serving.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False)
+    plan = chat(served, messages=turns)
+    text = served.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False)
     assert text == "<|im_start|>user\nhel\nlo<|im_end|>\n<|im_start|>assistant\n"
     assert plan.requests[0].sampling.max_tokens == 256 - len(plan.prompt_of(0))
 
 
-def test_chat_default_comes_from_generation_config_and_is_cut(serving: Serving) -> None:
-    limited = tiny_serving(serving.tokenizer, defaults=SamplingDefaults(max_new_tokens=4))
+def test_chat_default_comes_from_generation_config_and_is_cut(served: ServedModel) -> None:
+    limited = tiny_serving(served.tokenizer, defaults=SamplingDefaults(max_new_tokens=4))
     assert chat(limited).requests[0].sampling.max_tokens == 4
-    generous = tiny_serving(serving.tokenizer, defaults=SamplingDefaults(max_new_tokens=9999))
+    generous = tiny_serving(served.tokenizer, defaults=SamplingDefaults(max_new_tokens=9999))
     assert chat(generous).requests[0].sampling.max_tokens < 256
 
 
-def test_chat_logprobs_are_counted_from_top_logprobs(serving: Serving) -> None:
-    assert chat(serving).requests[0].sampling.logprobs is None
-    assert chat(serving, logprobs=True).requests[0].sampling.logprobs == 0
-    assert chat(serving, logprobs=True, top_logprobs=3).requests[0].sampling.logprobs == 3
+def test_chat_logprobs_are_counted_from_top_logprobs(served: ServedModel) -> None:
+    assert chat(served).requests[0].sampling.logprobs is None
+    assert chat(served, logprobs=True).requests[0].sampling.logprobs == 0
+    assert chat(served, logprobs=True, top_logprobs=3).requests[0].sampling.logprobs == 3
 
 
-def test_a_reply_of_the_openai_client_can_be_sent_back(serving: Serving) -> None:
+def test_a_reply_of_the_openai_client_can_be_sent_back(served: ServedModel) -> None:
     nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
     turns = [*TURN, {"role": "assistant", "content": "ok", **nulls}, *TURN]
-    assert len(chat(serving, messages=turns).prompt_of(0)) > 0
+    assert len(chat(served, messages=turns).prompt_of(0)) > 0
 
 
-def test_neutral_values_of_unsupported_keys_and_labels_are_fine(serving: Serving) -> None:
+def test_neutral_values_of_unsupported_keys_and_labels_are_fine(served: ServedModel) -> None:
     neutral: dict[str, Any] = {
         "echo": False,
         "best_of": 1,
@@ -161,7 +161,7 @@ def test_neutral_values_of_unsupported_keys_and_labels_are_fine(serving: Serving
         "metadata": {"a": "b"},
         "store": True,
     }
-    assert complete(serving, **neutral).requests
+    assert complete(served, **neutral).requests
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
@@ -235,10 +235,10 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("body", "param", "message"), REFUSED, ids=lambda v: str(v)[:40])
 def test_wrong_completion_names_key_and_value(
-    serving: Serving, body: dict[str, Any], param: str, message: str
+    served: ServedModel, body: dict[str, Any], param: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        complete(serving, **body)
+        complete(served, **body)
     assert caught.value.param == param
     assert len(str(caught.value)) < 300
 
@@ -259,21 +259,23 @@ def test_wrong_completion_names_key_and_value(
         ({"prompt": "x"}, "prompt"),
     ],
 )
-def test_wrong_chat_is_refused(serving: Serving, body: dict[str, Any], param: str | None) -> None:
+def test_wrong_chat_is_refused(
+    served: ServedModel, body: dict[str, Any], param: str | None
+) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        chat(serving, **body)
+        chat(served, **body)
     assert param is None or caught.value.param == param
 
 
-def test_model_must_be_one_of_the_served(serving: Serving) -> None:
-    assert complete(serving, model="tiny-alias").model == "tiny"
+def test_model_must_be_one_of_the_served(served: ServedModel) -> None:
+    assert complete(served, model="tiny-alias").model == "tiny"
     with pytest.raises(UnknownModelError, match="'other'"):
-        complete(serving, model="other")
+        complete(served, model="other")
 
 
-def test_body_of_a_sequential_pd_proxy_is_tolerated(serving: Serving) -> None:
+def test_body_of_a_sequential_pd_proxy_is_tolerated(served: ServedModel) -> None:
     plan = complete(
-        serving,
+        served,
         max_tokens=1,
         max_completion_tokens=90,
         min_tokens=50,
@@ -288,8 +290,8 @@ def test_body_of_a_sequential_pd_proxy_is_tolerated(serving: Serving) -> None:
     assert params is not None and params.do_remote_decode
 
 
-def test_prefill_reply_is_taken_as_it_is(serving: Serving) -> None:
-    params = complete(serving, kv_transfer_params=PREFILL_REPLY).requests[0].kv_transfer_params
+def test_prefill_reply_is_taken_as_it_is(served: ServedModel) -> None:
+    params = complete(served, kv_transfer_params=PREFILL_REPLY).requests[0].kv_transfer_params
     assert params is not None
     assert (params.remote_block_ids, params.first_token_ids) == (((1, 2), (7,)), (9,))
 
@@ -330,9 +332,9 @@ def test_hostile_params_are_refused(value: object) -> None:
 
 
 @pytest.mark.parametrize("body", [{"n": 2}, {"prompt": [[1], [2]]}])
-def test_params_describe_one_sequence(serving: Serving, body: dict[str, Any]) -> None:
+def test_params_describe_one_sequence(served: ServedModel, body: dict[str, Any]) -> None:
     with pytest.raises(KVTransferParamsError, match="one sequence"):
-        complete(serving, kv_transfer_params=PROXY_PARAMS, **body)
+        complete(served, kv_transfer_params=PROXY_PARAMS, **body)
 
 
 def test_without_tokenizer_ids_work_and_text_names_the_file() -> None:
@@ -396,10 +398,10 @@ def test_long_lists_are_refused_before_they_are_built() -> None:
 ESCAPED = b"".join(b"\\u%04x" % letter for letter in b"type")
 
 
-def test_the_prompt_logprobs_of_a_reply_are_bounded_together(serving: Serving) -> None:
+def test_the_prompt_logprobs_of_a_reply_are_bounded_together(served: ServedModel) -> None:
     body = {"prompt": [[5] * 255] * 2, "n": 64, "max_tokens": 1}
-    assert len(complete(serving, **body, prompt_logprobs=20).requests) == 128
-    long = replace(serving, max_model_len=2049)
+    assert len(complete(served, **body, prompt_logprobs=20).requests) == 128
+    long = replace(served, max_model_len=2049)
     told = "are 262144 tokens, at most 49932"
     with pytest.raises(InvalidRequestError, match=told):
         complete(long, **{**body, "prompt": [[5] * 2048] * 2}, prompt_logprobs=20)
@@ -431,37 +433,37 @@ def test_objects_are_counted_before_they_are_built_however_they_are_spelt(one: b
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_texts_are_bounded_before_they_are_tokenized(serving: Serving, is_cut: bool) -> None:
+def test_texts_are_bounded_before_they_are_tokenized(served: ServedModel, is_cut: bool) -> None:
     """Together, and by less where only their ends count."""
     cut = {"truncate_prompt_tokens": 9, "max_tokens": 1} if is_cut else {}
-    most = serving.text_limit(must_fit=not is_cut).max_chars
+    most = served.text_limit(must_fit=not is_cut).max_chars
     assert most == (262_144 if is_cut else 4_194_304)
     with pytest.raises(InvalidRequestError, match=f"256 tokens.*{most + 1} characters"):
-        complete(serving, prompt="a" * (most + 1), **cut)
+        complete(served, prompt="a" * (most + 1), **cut)
     with pytest.raises(InvalidRequestError, match=f"{most + 2} characters together.*{most} are"):
-        complete(serving, prompt=["a" * (most // 2 + 1)] * 2, **cut)
+        complete(served, prompt=["a" * (most // 2 + 1)] * 2, **cut)
 
 
 @pytest.mark.parametrize("named", [None, [], [1], [9999, 4, 4], [7] * 16])
 def test_cache_boundaries_travel_with_each_sequence(
-    serving: Serving, named: list[int] | None
+    served: ServedModel, named: list[int] | None
 ) -> None:
     """Behind the prompt or twice, they are hints."""
-    plan = complete(serving, prompt=[[5], [6]], n=2, cache_boundaries=named)
+    plan = complete(served, prompt=[[5], [6]], n=2, cache_boundaries=named)
     assert [it.cache_boundaries for it in plan.requests] == [tuple(named or ())] * 4
 
 
-def test_unsupported_keys_are_named_in_one_order(serving: Serving) -> None:
+def test_unsupported_keys_are_named_in_one_order(served: ServedModel) -> None:
     """However the client orders them, and whatever this process's hashes are."""
     for body in ({"tools": [1], "suffix": "x"}, {"suffix": "x", "tools": [1]}):
         with pytest.raises(InvalidRequestError, match="suffix='x' is not supported"):
-            complete(serving, **body)
+            complete(served, **body)
 
 
-def test_deep_values_are_refused_and_never_break_the_server(serving: Serving) -> None:
+def test_deep_values_are_refused_and_never_break_the_server(served: ServedModel) -> None:
     for depth in (100, 900, 980, 990, 2000, 200_000):
         deep = b"[" * depth + b"]" * depth
         for key in (b"tools", b"bogus", b"kv_transfer_params", b"stop"):
             body = b'{"prompt":[5],"%s":%s}' % (key, deep)
             with pytest.raises(InvalidRequestError):
-                plan_completion(body, replace(serving, accept_kv_transfer_params=True))
+                plan_completion(body, replace(served, accept_kv_transfer_params=True))

@@ -12,9 +12,9 @@ from engine.types import FinishReason, GenerateOutput
 from serving.api.json_body import decode_body
 from serving.api.reasoning import SYNTAXES as THOUGHTS
 from serving.api.responses.request import ResponsesRequest, chat_of
-from serving.api.serving import Serving
-from serving.api.tool_calls.registry import SYNTAXES
-from serving.api.tool_schema import offer
+from serving.api.schema import offer
+from serving.api.served_model import ServedModel
+from serving.api.tool_syntaxes import SYNTAXES
 from tests.support.api.api_double import (
     ScriptedGenerator,
     outputs_of,
@@ -41,20 +41,20 @@ HISTORY: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     tokenizer = tiny_tokenizer(tmp_path_factory.mktemp("model"))
     return tiny_serving(tokenizer, tool_calls=SYNTAXES["hermes"], max_model_len=4096)
 
 
-def script_of(serving: Serving, text: str, **last: object) -> list[GenerateOutput]:
+def script_of(served: ServedModel, text: str, **last: object) -> list[GenerateOutput]:
     """The text, and a token that stops it unless `last` says otherwise."""
-    ids = (*serving.tokenizer.encode(text, add_special_tokens=False), 1)
+    ids = (*served.tokenizer.encode(text, add_special_tokens=False), 1)
     return outputs_of(ids, per_step=1, **{"finish_reason": FinishReason.STOP, **last})
 
 
-async def test_a_whole_response_has_the_client_s_types(serving: Serving) -> None:
-    generator = ScriptedGenerator(script_of(serving, f"Wait.\n{CALL}"))
-    async with running(generator, serving) as base, client_of(base) as client:
+async def test_a_whole_response_has_the_client_s_types(served: ServedModel) -> None:
+    generator = ScriptedGenerator(script_of(served, f"Wait.\n{CALL}"))
+    async with running(generator, served) as base, client_of(base) as client:
         reply = await client.responses.create(
             model="tiny",
             input=HISTORY,
@@ -81,13 +81,13 @@ async def test_a_whole_response_has_the_client_s_types(serving: Serving) -> None
     "text",
     [f"Wait.\n{CALL}", "", f"<think>hm,\n\nso</think>\n\nfox{CALL}{CALL}", "<think>endless", CALL],
 )
-async def test_a_stream_says_what_the_whole_response_says(serving: Serving, text: str) -> None:
-    serving = replace(serving, thoughts=THOUGHTS["qwen3"])
+async def test_a_stream_says_what_the_whole_response_says(served: ServedModel, text: str) -> None:
+    served = replace(served, thoughts=THOUGHTS["qwen3"])
     # Tokens of calls have log-probabilities too; a stream has closed the message by then.
     top = None if CALL in text else 1
     asked: Any = {"model": "tiny", "input": "hello", "tools": [TOOL], "top_logprobs": top}
-    generator = ScriptedGenerator(script_of(serving, text))
-    async with running(generator, serving) as base, client_of(base) as client:
+    generator = ScriptedGenerator(script_of(served, text))
+    async with running(generator, served) as base, client_of(base) as client:
         whole = await client.responses.create(**asked)
         async with client.responses.stream(**asked) as stream:
             events: list[Any] = [event async for event in stream]
@@ -113,9 +113,9 @@ def without_ids(items: Any) -> list[dict[str, Any]]:
     return [{key: it for key, it in item.items() if key not in ids} for item in dumped]
 
 
-async def test_an_answer_that_is_cut_off_is_incomplete(serving: Serving) -> None:
-    script = script_of(serving, "hello", finish_reason=FinishReason.LENGTH)
-    async with running(ScriptedGenerator(script), serving) as base, client_of(base) as client:
+async def test_an_answer_that_is_cut_off_is_incomplete(served: ServedModel) -> None:
+    script = script_of(served, "hello", finish_reason=FinishReason.LENGTH)
+    async with running(ScriptedGenerator(script), served) as base, client_of(base) as client:
         reply = await client.responses.create(model="tiny", input="x", max_output_tokens=9)
     assert reply.status == "incomplete" and reply.incomplete_details is not None
     assert reply.incomplete_details.reason == "max_output_tokens"
@@ -167,16 +167,16 @@ async def test_what_is_not_served_is_named(body: dict[str, Any], told: str) -> N
         chat(**body)
 
 
-async def test_errors_have_the_client_s_classes(serving: Serving) -> None:
-    async with running(ScriptedGenerator([]), serving) as base, client_of(base) as client:
+async def test_errors_have_the_client_s_classes(served: ServedModel) -> None:
+    async with running(ScriptedGenerator([]), served) as base, client_of(base) as client:
         with pytest.raises(openai.BadRequestError, match="whole history"):
             await client.responses.create(model="tiny", input="x", previous_response_id="r")
 
 
-async def test_replies_come_back_as_items_as_they_are(serving: Serving) -> None:
+async def test_replies_come_back_as_items_as_they_are(served: ServedModel) -> None:
     """Also where unknown keys are refused: the client's own objects have keys of their own."""
-    strict = replace(serving, strict_api=True, thoughts=THOUGHTS["qwen3"])
-    generator = ScriptedGenerator(script_of(serving, f"<think>hm\n</think>\n\nfox{CALL}"))
+    strict = replace(served, strict_api=True, thoughts=THOUGHTS["qwen3"])
+    generator = ScriptedGenerator(script_of(served, f"<think>hm\n</think>\n\nfox{CALL}"))
     asked: Any = {"model": "tiny", "tools": [TOOL]}
     async with running(generator, strict) as base, client_of(base) as client:
         reply = await client.responses.create(input="hello", **asked)

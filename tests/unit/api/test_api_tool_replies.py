@@ -8,9 +8,8 @@ import openai
 import pytest
 
 from engine.types import FinishReason, GenerateOutput
-from serving.api.serving import Serving
-from serving.api.tool_calls.json_calls import JsonCalls
-from serving.api.tool_calls.registry import SYNTAXES
+from serving.api.served_model import ServedModel
+from serving.api.tool_syntaxes import SYNTAXES, JsonCalls
 from tests.support.api.api_double import (
     ScriptedGenerator,
     outputs_of,
@@ -31,29 +30,29 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     tokenizer = tiny_tokenizer(tmp_path_factory.mktemp("model"))
     return tiny_serving(tokenizer, tool_calls=SYNTAXES["hermes"], max_model_len=4096)
 
 
-def script_of(serving: Serving, text: str, **last: object) -> list[GenerateOutput]:
+def script_of(served: ServedModel, text: str, **last: object) -> list[GenerateOutput]:
     """The text, and a token that stops it unless `last` says otherwise."""
-    ids = (*serving.tokenizer.encode(text, add_special_tokens=False), 1)
+    ids = (*served.tokenizer.encode(text, add_special_tokens=False), 1)
     ending = {"finish_reason": FinishReason.STOP, **last}
     return outputs_of(ids, per_step=1, **ending)
 
 
-async def ask(serving: Serving, text: str, **body: Any) -> Any:
+async def ask(served: ServedModel, text: str, **body: Any) -> Any:
     """The one choice of a whole reply, from a model that answers `text`."""
     last = body.pop("last", {})
-    generator = ScriptedGenerator(script_of(serving, text, **last))
-    async with running(generator, serving) as base, client_of(base) as client:
+    generator = ScriptedGenerator(script_of(served, text, **last))
+    async with running(generator, served) as base, client_of(base) as client:
         reply = await client.chat.completions.create(**{**ASKED, **body})
     return reply.choices[0]
 
 
-async def test_calls_are_taken_out_of_the_text(serving: Serving) -> None:
-    choice = await ask(serving, TEXT)
+async def test_calls_are_taken_out_of_the_text(served: ServedModel) -> None:
+    choice = await ask(served, TEXT)
     assert (choice.message.content, choice.finish_reason) == ("Wait <b>.\n", "tool_calls")
     calls = choice.message.tool_calls
     assert [call.function.name for call in calls] == ["weather"] * 2
@@ -62,18 +61,18 @@ async def test_calls_are_taken_out_of_the_text(serving: Serving) -> None:
     assert all(call.id.startswith("call_") and call.type == "function" for call in calls)
 
 
-async def test_a_reply_of_calls_alone_has_no_content(serving: Serving) -> None:
-    choice = await ask(serving, f"\n{CALL}")
+async def test_a_reply_of_calls_alone_has_no_content(served: ServedModel) -> None:
+    choice = await ask(served, f"\n{CALL}")
     assert choice.message.content is None and len(choice.message.tool_calls) == 1
-    choice = await ask(serving, "hello")
+    choice = await ask(served, "hello")
     assert (choice.message.content, choice.message.tool_calls) == ("hello", None)
     assert choice.finish_reason == "stop"
 
 
-async def test_a_streamed_call_has_the_client_s_parts(serving: Serving) -> None:
-    whole = await ask(serving, TEXT)
-    generator = ScriptedGenerator(script_of(serving, TEXT))
-    async with running(generator, serving) as base, client_of(base) as client:
+async def test_a_streamed_call_has_the_client_s_parts(served: ServedModel) -> None:
+    whole = await ask(served, TEXT)
+    generator = ScriptedGenerator(script_of(served, TEXT))
+    async with running(generator, served) as base, client_of(base) as client:
         stream = await client.chat.completions.create(**ASKED, stream=True)
         choices = [chunk.choices[0] async for chunk in stream]
     assert "".join(it.delta.content or "" for it in choices) == whole.message.content
@@ -91,27 +90,27 @@ async def test_a_streamed_call_has_the_client_s_parts(serving: Serving) -> None:
     "body", [{"tool_choice": "none"}, {"tools": []}, {"tools": openai.NOT_GIVEN}]
 )
 async def test_without_offered_tools_the_text_stays_whole(
-    serving: Serving, body: dict[str, Any]
+    served: ServedModel, body: dict[str, Any]
 ) -> None:
-    choice = await ask(serving, TEXT, **body)
+    choice = await ask(served, TEXT, **body)
     assert (choice.message.content, choice.finish_reason) == (TEXT, "stop")
-    unread = replace(serving, tool_calls=None)
+    unread = replace(served, tool_calls=None)
     assert (await ask(unread, TEXT)).message.content == TEXT
 
 
-async def test_calls_that_may_not_be_parallel_are_one(serving: Serving) -> None:
-    choice = await ask(serving, TEXT, parallel_tool_calls=False)
+async def test_calls_that_may_not_be_parallel_are_one(served: ServedModel) -> None:
+    choice = await ask(served, TEXT, parallel_tool_calls=False)
     assert len(choice.message.tool_calls) == 1
 
 
-async def test_an_answer_that_was_cut_off_says_so(serving: Serving) -> None:
-    choice = await ask(serving, CALL + "and", last={"finish_reason": FinishReason.LENGTH})
+async def test_an_answer_that_was_cut_off_says_so(served: ServedModel) -> None:
+    choice = await ask(served, CALL + "and", last={"finish_reason": FinishReason.LENGTH})
     assert choice.finish_reason == "length" and len(choice.message.tool_calls) == 1
 
 
-async def test_markers_that_are_special_tokens_are_seen(serving: Serving) -> None:
+async def test_markers_that_are_special_tokens_are_seen(served: ServedModel) -> None:
     """The tiny model's own special tokens stand for the markers."""
     syntax = JsonCalls("<|im_start|>", "<|im_end|>")
     marked = CALL.replace("<tool_call>", "<|im_start|>").replace("</tool_call>", "<|im_end|>")
-    choice = await ask(replace(serving, tool_calls=syntax), marked)
+    choice = await ask(replace(served, tool_calls=syntax), marked)
     assert [call.function.name for call in choice.message.tool_calls] == ["weather"]

@@ -12,13 +12,11 @@ from structlog.testing import capture_logs
 from engine.errors import InvalidRequestError
 from serving.api.json_body import decode_body
 from serving.api.plan import plan_chat
-from serving.api.schema import ChatRequest
-from serving.api.serving import Serving
+from serving.api.schema import MAX_ARGUMENT_ITEMS, ChatRequest
+from serving.api.served_model import ServedModel
 from serving.api.tokenizer import Tokenizer, load_tokenizer
-from serving.api.tool_calls.forced import forced_grammar
-from serving.api.tool_calls.json_calls import JsonCalls
-from serving.api.tool_calls.registry import SYNTAXES
-from serving.api.tool_schema import MAX_ARGUMENT_ITEMS
+from serving.api.tool_calls import forced_grammar
+from serving.api.tool_syntaxes import SYNTAXES, JsonCalls
 from serving.config import ToolCallParser
 from tests.support.api.api_double import tiny_serving, write_model_folder
 
@@ -42,22 +40,22 @@ ANSWERED = {"role": "tool", "tool_call_id": "call_1", "name": "weather", "conten
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     folder: Path = write_model_folder(tmp_path_factory.mktemp("model"))
     (folder / "chat_template.jinja").write_text(SEEN)
     return tiny_serving(load_tokenizer(folder), max_model_len=4096)
 
 
-def rendered(serving: Serving, **body: Any) -> tuple[list[dict[str, Any]], Any]:
+def rendered(served: ServedModel, **body: Any) -> tuple[list[dict[str, Any]], Any]:
     """Messages and tools as the chat template got them."""
-    plan = plan_chat(msgspec.json.encode({"messages": [ASKED], **body}), serving)
-    messages, _, tools = serving.tokenizer.decode(plan.prompt_of(0)).rpartition("|")
+    plan = plan_chat(msgspec.json.encode({"messages": [ASKED], **body}), served)
+    messages, _, tools = served.tokenizer.decode(plan.prompt_of(0)).rpartition("|")
     return json.loads(messages), json.loads(tools)
 
 
-def test_calls_and_their_results_reach_the_template(serving: Serving) -> None:
+def test_calls_and_their_results_reach_the_template(served: ServedModel) -> None:
     """Arguments as an object, which the field's templates take apart; no content is no text."""
-    messages, tools = rendered(serving, messages=[ASKED, CALLED, ANSWERED])
+    messages, tools = rendered(served, messages=[ASKED, CALLED, ANSWERED])
     call = CALLED["tool_calls"][0]
     function = {"name": "weather", "arguments": {"city": "Rome", "days": [1]}}
     assert messages[1] == {
@@ -80,9 +78,9 @@ def test_calls_and_their_results_reach_the_template(serving: Serving) -> None:
     ],
 )
 def test_refusals_and_annotations_of_a_history_are_taken(
-    serving: Serving, turn: dict[str, Any]
+    served: ServedModel, turn: dict[str, Any]
 ) -> None:
-    messages, _ = rendered(serving, messages=[ASKED, {"role": "assistant", **turn}, ASKED])
+    messages, _ = rendered(served, messages=[ASKED, {"role": "assistant", **turn}, ASKED])
     assert messages[1] == {"role": "assistant", "content": "no"}
 
 
@@ -96,10 +94,10 @@ def test_refusals_and_annotations_of_a_history_are_taken(
     ],
 )
 def test_refusals_and_parts_without_their_text_are_named(
-    serving: Serving, turn: dict[str, Any], message: str
+    served: ServedModel, turn: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        rendered(serving, messages=[turn])
+        rendered(served, messages=[turn])
 
 
 @pytest.mark.parametrize(
@@ -117,49 +115,49 @@ def test_refusals_and_parts_without_their_text_are_named(
     ],
 )
 def test_a_chat_goes_on_after_arguments_that_are_no_object(
-    serving: Serving, arguments: str
+    served: ServedModel, arguments: str
 ) -> None:
     call = {"id": "x", "function": {"name": "f", "arguments": arguments}}
     turn = {"role": "assistant", "tool_calls": [call]}
     with capture_logs() as logs:
-        messages, _ = rendered(serving, messages=[ASKED, turn, turn])
+        messages, _ = rendered(served, messages=[ASKED, turn, turn])
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == {}
     assert [it["num_calls"] for it in logs] == ([] if arguments in ("", "{}") else [2])
 
 
 @pytest.mark.parametrize("arguments", [{"a": {"b": [1, "é"]}}, {}, None])
-def test_arguments_may_be_the_object_itself(serving: Serving, arguments: object) -> None:
+def test_arguments_may_be_the_object_itself(served: ServedModel, arguments: object) -> None:
     call = {"id": "x", "function": {"name": "f", "arguments": arguments}}
     turn = {"role": "assistant", "tool_calls": [call]}
-    messages, _ = rendered(serving, messages=[ASKED, turn])
+    messages, _ = rendered(served, messages=[ASKED, turn])
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == (arguments or {})
 
 
-def test_allowed_tools_are_those_of_the_tools_that_the_choice_names(serving: Serving) -> None:
+def test_allowed_tools_are_those_of_the_tools_that_the_choice_names(served: ServedModel) -> None:
     other = {"type": "function", "function": {"name": "other"}}
     named = {"type": "function", "function": {"name": "weather"}}
     for mode, is_forced in (("auto", False), ("required", True)):
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
         body = {"tools": [other, WEATHER], "tool_choice": choice}
-        plan = plan_chat(msgspec.json.encode({"messages": [ASKED], **body}), serving)
-        assert serving.tokenizer.decode(plan.prompt_of(0)).endswith(f"|[{json.dumps(WEATHER)}]")
+        plan = plan_chat(msgspec.json.encode({"messages": [ASKED], **body}), served)
+        assert served.tokenizer.decode(plan.prompt_of(0)).endswith(f"|[{json.dumps(WEATHER)}]")
         assert bool(plan.requests[0].sampling.grammar) is is_forced
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": None}])
 def test_tools_are_rendered_unless_the_choice_is_none(
-    serving: Serving, choice: dict[str, Any]
+    served: ServedModel, choice: dict[str, Any]
 ) -> None:
     strict = {**WEATHER, "function": {"strict": True, **WEATHER["function"]}}  # type: ignore[dict-item]
-    assert rendered(serving, tools=[strict], **choice)[1] == [WEATHER]
-    assert rendered(serving, tools=[WEATHER], tool_choice="none")[1] is None
+    assert rendered(served, tools=[strict], **choice)[1] == [WEATHER]
+    assert rendered(served, tools=[WEATHER], tool_choice="none")[1] is None
 
 
-def test_parallel_tool_calls_and_no_tools_at_all_are_accepted(serving: Serving) -> None:
+def test_parallel_tool_calls_and_no_tools_at_all_are_accepted(served: ServedModel) -> None:
     for parallel in (True, False, None):
         body = {"tools": [WEATHER], "parallel_tool_calls": parallel}
-        assert rendered(serving, **body)[1] == [WEATHER]
-    assert rendered(serving, tools=[], tool_choice="auto")[1] is None
+        assert rendered(served, **body)[1] == [WEATHER]
+    assert rendered(served, tools=[], tool_choice="auto")[1] is None
 
 
 @pytest.mark.parametrize(
@@ -196,10 +194,10 @@ def test_parallel_tool_calls_and_no_tools_at_all_are_accepted(serving: Serving) 
     ],
 )
 def test_wrong_tools_and_calls_are_named(
-    serving: Serving, body: dict[str, Any], param: str, message: str
+    served: ServedModel, body: dict[str, Any], param: str, message: str
 ) -> None:
     with pytest.raises(InvalidRequestError, match=message) as caught:
-        rendered(serving, **{"tools": [WEATHER], **body})
+        rendered(served, **{"tools": [WEATHER], **body})
     assert caught.value.param == param
 
 
@@ -216,10 +214,10 @@ def test_wrong_tools_and_calls_are_named(
     ],
 )
 def test_a_required_tool_may_be_called_again_and_a_named_one_not(
-    serving: Serving, body: dict[str, Any], is_parallel: bool, name: ToolCallParser
+    served: ServedModel, body: dict[str, Any], is_parallel: bool, name: ToolCallParser
 ) -> None:
     """Without a parser in JSON."""
-    reader = replace(serving, tool_calls=SYNTAXES[name])
+    reader = replace(served, tool_calls=SYNTAXES[name])
     asked = {"messages": [ASKED], "tools": [WEATHER], **body}
     plan = plan_chat(msgspec.json.encode(asked), reader)
     args = (["weather"], {"weather": PARAMETERS})
@@ -235,11 +233,11 @@ def test_a_required_tool_may_be_called_again_and_a_named_one_not(
 
 @pytest.mark.parametrize("is_text", [True, False])
 def test_arguments_of_too_many_values_are_refused_before_they_are_built(
-    serving: Serving, is_text: bool
+    served: ServedModel, is_text: bool
 ) -> None:
     many = '{"a":[' + "1," * MAX_ARGUMENT_ITEMS + "1]}"
     call = {"function": {"name": "f", "arguments": many if is_text else msgspec.Raw(many.encode())}}
     body = msgspec.json.encode({"messages": [{**CALLED, "tool_calls": [call]}]})
     assert decode_body(body, ChatRequest, 4096).messages
     with pytest.raises(InvalidRequestError, match="hold 262146 values"):
-        plan_chat(body, serving)
+        plan_chat(body, served)

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 from engine.errors import InvalidRequestError
 from serving.api import json_body
+from serving.api.json_body import MAX_WARNINGS, UnknownKeyWarnings, lenient
 from serving.api.messages.request import MessagesRequest
 from serving.api.plan import plan_chat, plan_completion
 from serving.api.responses.request import ResponsesRequest
@@ -20,8 +21,7 @@ from serving.api.schema import (
     Message,
     TokenizeRequest,
 )
-from serving.api.serving import Serving
-from serving.api.unknown_keys import MAX_WARNINGS, UnknownKeyWarnings, lenient
+from serving.api.served_model import ServedModel
 from tests.support.api.api_double import tiny_serving
 
 PART = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}
@@ -45,44 +45,44 @@ def fresh_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("body", NESTED, ids=str)
 def test_unknown_keys_at_any_depth_are_ignored_or_refused(
-    serving: Serving, body: dict[str, Any]
+    served: ServedModel, body: dict[str, Any]
 ) -> None:
     encoded = msgspec.json.encode(body)
-    assert plan_chat(encoded, serving).requests
-    strict = tiny_serving(serving.tokenizer, strict_api=True)
+    assert plan_chat(encoded, served).requests
+    strict = tiny_serving(served.tokenizer, strict_api=True)
     with pytest.raises(InvalidRequestError, match="unknown parameter"):
         plan_chat(encoded, strict)
 
 
-def test_the_prompt_is_that_without_the_key(serving: Serving) -> None:
+def test_the_prompt_is_that_without_the_key(served: ServedModel) -> None:
     known = {"role": "user", "content": [{"type": "text", "text": "hello"}]}
     plans = [
-        plan_chat(msgspec.json.encode({"messages": [{**known, **more}]}), serving)
+        plan_chat(msgspec.json.encode({"messages": [{**known, **more}]}), served)
         for more in ({}, {"content": [PART], "thinking": 1})
     ]
     assert plans[0].prompt_of(0) == plans[1].prompt_of(0)
 
 
-def test_each_key_is_logged_once_and_keys_without_end_are_not(serving: Serving) -> None:
+def test_each_key_is_logged_once_and_keys_without_end_are_not(served: ServedModel) -> None:
     body = msgspec.json.encode({"prompt": [1], "top_pp": 0.5, "n_best": 2, "\x1b[2J": 1})
     with capture_logs() as logs:
         for _ in range(3):
-            plan_completion(body, serving)
+            plan_completion(body, served)
     assert [line["key"] for line in logs] == [r"\x1b[2J", "n_best", "top_pp"]
     many = {f"key{index}": 1 for index in range(2 * MAX_WARNINGS)}
     with capture_logs() as logs:
-        plan_completion(msgspec.json.encode({"prompt": [1], **many}), serving)
+        plan_completion(msgspec.json.encode({"prompt": [1], **many}), served)
     assert len(logs) == MAX_WARNINGS - 3
 
 
 def test_wrong_values_and_keys_that_ask_for_something_are_refused_all_the_same(
-    serving: Serving,
+    served: ServedModel,
 ) -> None:
     for wrong in ({"suffix": "x"}, {"n": "two"}, {"max_tokens": 0}):
         with pytest.raises(InvalidRequestError, match=next(iter(wrong))):
-            plan_completion(msgspec.json.encode({"bogus": 1, "prompt": [1], **wrong}), serving)
+            plan_completion(msgspec.json.encode({"bogus": 1, "prompt": [1], **wrong}), served)
     with pytest.raises(InvalidRequestError, match="nested deeper"):
-        plan_completion(b'{"prompt":[1],"bogus":' + b"[" * 200_000, serving)
+        plan_completion(b'{"prompt":[1],"bogus":' + b"[" * 200_000, served)
 
 
 def test_every_kind_of_request_has_a_lenient_type_that_is_one_of_its_kind() -> None:

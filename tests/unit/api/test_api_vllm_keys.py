@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import InvalidRequestError, PromptTooLongError
 from serving.api.plan import Plan, plan_chat, plan_completion
-from serving.api.serving import Serving
+from serving.api.served_model import ServedModel
 from serving.api.tokenizer import load_tokenizer
 from tests.support.api.api_double import tiny_serving, tiny_tokenizer, write_model_folder
 
@@ -16,82 +16,82 @@ TURN = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")), strict_api=True)
 
 
-def complete(serving: Serving, **body: Any) -> Plan:
-    return plan_completion(msgspec.json.encode({"prompt": [1, 2, 3], **body}), serving)
+def complete(served: ServedModel, **body: Any) -> Plan:
+    return plan_completion(msgspec.json.encode({"prompt": [1, 2, 3], **body}), served)
 
 
-def chat(serving: Serving, **body: Any) -> Plan:
-    return plan_chat(msgspec.json.encode({"messages": TURN, **body}), serving)
+def chat(served: ServedModel, **body: Any) -> Plan:
+    return plan_chat(msgspec.json.encode({"messages": TURN, **body}), served)
 
 
-def test_prompts_are_cut_on_the_left(serving: Serving) -> None:
+def test_prompts_are_cut_on_the_left(served: ServedModel) -> None:
     long = list(range(290))
     for most, kept in ((3, long[-3:]), (256, long[-256:]), (-1, long[-240:])):
         if most == 256:
             with pytest.raises(InvalidRequestError, match="maximum context length"):
-                complete(serving, prompt=long, truncate_prompt_tokens=most)
+                complete(served, prompt=long, truncate_prompt_tokens=most)
             continue
-        plan = complete(serving, prompt=long, truncate_prompt_tokens=most, max_tokens=16)
+        plan = complete(served, prompt=long, truncate_prompt_tokens=most, max_tokens=16)
         assert list(plan.prompt_of(0)) == kept
     text = "hello world " * 100
-    whole = serving.tokenizer.encode(text, add_special_tokens=True)
-    assert complete(serving, prompt=text, truncate_prompt_tokens=9).prompt_of(0) == whole[-9:]
+    whole = served.tokenizer.encode(text, add_special_tokens=True)
+    assert complete(served, prompt=text, truncate_prompt_tokens=9).prompt_of(0) == whole[-9:]
 
 
-def test_an_echo_repeats_what_was_sent_and_asks_for_its_logprobs(serving: Serving) -> None:
-    plan = complete(serving, prompt=["the fox", "jumps"], n=2, echo=True, logprobs=1, max_tokens=0)
+def test_an_echo_repeats_what_was_sent_and_asks_for_its_logprobs(served: ServedModel) -> None:
+    plan = complete(served, prompt=["the fox", "jumps"], n=2, echo=True, logprobs=1, max_tokens=0)
     assert [plan.echo_of(choice) for choice in range(4)] == ["the fox"] * 2 + ["jumps"] * 2
     assert plan.is_echo_only
     assert {(it.sampling.max_tokens, it.sampling.prompt_logprobs) for it in plan.requests} == {
         (1, 1)
     }
-    ids = serving.tokenizer.encode("the fox jumps", add_special_tokens=False)
-    assert complete(serving, prompt=ids, echo=True).echo_of(0) == "the fox jumps"
-    assert complete(serving, echo=True).requests[0].sampling.prompt_logprobs is None
+    ids = served.tokenizer.encode("the fox jumps", add_special_tokens=False)
+    assert complete(served, prompt=ids, echo=True).echo_of(0) == "the fox jumps"
+    assert complete(served, echo=True).requests[0].sampling.prompt_logprobs is None
 
 
 @pytest.mark.parametrize("max_tokens", [256, 999])
 def test_outputs_that_leave_no_room_for_a_cut_prompt_are_named(
-    serving: Serving, max_tokens: int
+    served: ServedModel, max_tokens: int
 ) -> None:
     message = f"maximum context length is 256 .*max_tokens={max_tokens}"
     with pytest.raises(PromptTooLongError, match=message) as caught:
-        complete(serving, truncate_prompt_tokens=-1, max_tokens=max_tokens)
+        complete(served, truncate_prompt_tokens=-1, max_tokens=max_tokens)
     assert caught.value.param == "max_tokens"
 
 
-def test_bad_words_are_tokens_with_and_without_a_space(serving: Serving) -> None:
-    words = complete(serving, bad_words=["hello", " quick"]).requests[0].sampling.bad_words
-    encode = serving.tokenizer.encode
+def test_bad_words_are_tokens_with_and_without_a_space(served: ServedModel) -> None:
+    words = complete(served, bad_words=["hello", " quick"]).requests[0].sampling.bad_words
+    encode = served.tokenizer.encode
     texts = ("hello", " hello", "quick", " quick")
     assert [it.token_ids for it in words] == [encode(t, add_special_tokens=False) for t in texts]
 
 
-def test_a_final_message_is_continued(serving: Serving) -> None:
+def test_a_final_message_is_continued(served: ServedModel) -> None:
     turns = [*TURN, {"role": "assistant", "content": "the quick "}]
-    plan = chat(serving, messages=turns, continue_final_message=True)
-    text = serving.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False)
+    plan = chat(served, messages=turns, continue_final_message=True)
+    text = served.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False)
     assert text.endswith("<|im_start|>assistant\nthe quick ")
     with pytest.raises(InvalidRequestError, match="last message with text"):
         chat(
-            serving, messages=[*TURN, {"role": "user", "content": " "}], continue_final_message=True
+            served, messages=[*TURN, {"role": "user", "content": " "}], continue_final_message=True
         )
 
     with pytest.raises(InvalidRequestError, match="exclude each other"):
-        chat(serving, continue_final_message=True, add_generation_prompt=True)
+        chat(served, continue_final_message=True, add_generation_prompt=True)
 
 
 @pytest.mark.parametrize("content", ["|", "<|im_end|>", "im", "assistant", "the end|"])
 def test_a_continued_message_that_looks_like_its_end_marker_is_kept(
-    serving: Serving, content: str
+    served: ServedModel, content: str
 ) -> None:
     turns = [*TURN, {"role": "assistant", "content": content}]
-    plan = chat(serving, messages=turns, continue_final_message=True)
-    text = serving.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False)
+    plan = chat(served, messages=turns, continue_final_message=True)
+    text = served.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False)
     assert text.endswith(f"<|im_start|>assistant\n{content}")
 
 
@@ -108,11 +108,11 @@ def test_a_template_may_trim_what_is_continued(
 ) -> None:
     folder = write_model_folder(tmp_path)
     (folder / "chat_template.jinja").write_text(template)
-    serving = tiny_serving(load_tokenizer(folder))
+    served = tiny_serving(load_tokenizer(folder))
     turns = [*TURN, {"role": "assistant", "content": " the quick \n"}]
     if prompt is None:
         with pytest.raises(InvalidRequestError, match="template writes"):
-            chat(serving, messages=turns, continue_final_message=True)
+            chat(served, messages=turns, continue_final_message=True)
         return
-    plan = chat(serving, messages=turns, continue_final_message=True)
-    assert serving.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False) == prompt
+    plan = chat(served, messages=turns, continue_final_message=True)
+    assert served.tokenizer.decode(plan.prompt_of(0), skip_special_tokens=False) == prompt

@@ -11,10 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 
 from engine.errors import InvalidRequestError
 from serving.api.tokenizer import Tokenizer, load_tokenizer
-from serving.api.tool_calls.forced import forced_grammar
-from serving.api.tool_calls.reader import ToolCallReader, ToolCallRules
-from serving.api.tool_calls.registry import SYNTAXES
-from serving.api.tool_calls.syntax import ToolCall
+from serving.api.tool_calls import ToolCallReader, ToolCallRules, forced_grammar
+from serving.api.tool_syntaxes import SYNTAXES, ToolCall
 from serving.config import ToolCallParser
 from tests.support.api.grammars import refusal_of, tokens_in
 

@@ -9,12 +9,11 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from engine.errors import InvalidRequestError
-from serving.api.loose_schema import KNOWN_FORMATS, loosened
-from serving.api.structured_output import GrammarFields, grammar_of
+from serving.api.json_body import lenient
+from serving.api.structured_output import KNOWN_FORMATS, GrammarFields, grammar_of, loosened
 from serving.api.tokenizer import Tokenizer
-from serving.api.tool_calls.forced import forced_grammar
-from serving.api.tool_calls.registry import SYNTAXES
-from serving.api.unknown_keys import lenient
+from serving.api.tool_calls import forced_grammar
+from serving.api.tool_syntaxes import SYNTAXES
 from tests.support.api.grammars import refusal_of
 
 MODEL = Path(__file__).parents[3] / "deploy" / "demo" / "model"

@@ -25,9 +25,9 @@ from serving.api.reasoning import (
     after_thoughts,
     choose_thoughts,
 )
-from serving.api.serving import Serving
+from serving.api.served_model import ServedModel
 from serving.api.tokenizer import Tokenizer, load_tokenizer
-from serving.api.tool_calls.registry import SYNTAXES as TOOL_SYNTAXES
+from serving.api.tool_syntaxes import SYNTAXES as TOOL_SYNTAXES
 from serving.config import ReasoningParser
 from tests.support.api.api_double import (
     CHATML,
@@ -70,7 +70,7 @@ def syntax_of(name: ReasoningParser) -> ThoughtSyntax:
 TAGS, GRANITE = syntax_of("qwen3"), syntax_of("granite")
 
 
-def serving_of(folder: Path, template: str, **changes: object) -> Serving:
+def serving_of(folder: Path, template: str, **changes: object) -> ServedModel:
     write_model_folder(folder)
     (folder / "chat_template.jinja").write_text(template)
     tokenizer = load_tokenizer(folder)
@@ -83,7 +83,7 @@ def serving_of(folder: Path, template: str, **changes: object) -> Serving:
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Serving:
+def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     return serving_of(tmp_path_factory.mktemp("thinks"), THINKS)
 
 
@@ -163,15 +163,15 @@ def test_a_template_or_its_tokens_tell_the_marks(tmp_path: Path) -> None:
 # --- replies -----------------------------------------------------------------------------------
 
 
-def script_of(serving: Serving, text: str, reason: FinishReason = FinishReason.STOP) -> Any:
-    ids = (*serving.tokenizer.encode(text, add_special_tokens=False), 1)
+def script_of(served: ServedModel, text: str, reason: FinishReason = FinishReason.STOP) -> Any:
+    ids = (*served.tokenizer.encode(text, add_special_tokens=False), 1)
     return outputs_of(ids, per_step=1, finish_reason=reason)
 
 
-async def ask(serving: Serving, text: str, **body: Any) -> Any:
+async def ask(served: ServedModel, text: str, **body: Any) -> Any:
     """The whole reply of a model that answers `text`, and what its stream adds up to."""
-    generator = ScriptedGenerator(script_of(serving, text, body.pop("reason", FinishReason.STOP)))
-    async with running(generator, serving) as base, client_of(base) as client:
+    generator = ScriptedGenerator(script_of(served, text, body.pop("reason", FinishReason.STOP)))
+    async with running(generator, served) as base, client_of(base) as client:
         reply = await client.chat.completions.create(**{**ASKED, **body})
         stream = await client.chat.completions.create(**{**ASKED, **body}, stream=True)
         deltas = [chunk.choices[0].delta async for chunk in stream]
@@ -184,37 +184,37 @@ async def ask(serving: Serving, text: str, **body: Any) -> Any:
 FIELDS = ("reasoning_content", "reasoning", "content")
 
 
-async def test_a_call_that_is_only_considered_is_a_thought(serving: Serving) -> None:
-    reply = await ask(serving, SAID)
+async def test_a_call_that_is_only_considered_is_a_thought(served: ServedModel) -> None:
+    reply = await ask(served, SAID)
     choice = reply.choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("stop", None)
     assert choice.message.content == "It is sunny."
     assert choice.message.reasoning_content == choice.message.reasoning == CONSIDERED
     usage = reply.usage
-    thought = len(serving.tokenizer.encode(f"{CONSIDERED}\n</think>", add_special_tokens=False))
+    thought = len(served.tokenizer.encode(f"{CONSIDERED}\n</think>", add_special_tokens=False))
     assert usage.completion_tokens_details.reasoning_tokens == thought
 
 
-async def test_a_call_after_thoughts_that_mention_one_is_read(serving: Serving) -> None:
+async def test_a_call_after_thoughts_that_mention_one_is_read(served: ServedModel) -> None:
     call = "<tool_call>\n<function=get_weather>\n</function>\n</tool_call>"
-    choice = (await ask(serving, f"A <tool_call> it is.\n</think>\n\n{call}")).choices[0]
+    choice = (await ask(served, f"A <tool_call> it is.\n</think>\n\n{call}")).choices[0]
     assert [it.function.name for it in choice.message.tool_calls] == ["get_weather"]
     assert (choice.message.content, choice.finish_reason) == (None, "tool_calls")
     assert choice.message.reasoning == "A <tool_call> it is."
 
 
-async def test_thoughts_that_never_end_are_no_content(serving: Serving) -> None:
-    choice = (await ask(serving, "Well, well", reason=FinishReason.LENGTH)).choices[0]
+async def test_thoughts_that_never_end_are_no_content(served: ServedModel) -> None:
+    choice = (await ask(served, "Well, well", reason=FinishReason.LENGTH)).choices[0]
     assert (choice.message.content, choice.finish_reason) == (None, "length")
     assert choice.message.reasoning.startswith("Well, well")
 
 
-async def test_thoughts_are_left_out_where_nobody_wants_them(serving: Serving) -> None:
-    reply = await ask(serving, SAID, extra_body={"include_reasoning": False})
+async def test_thoughts_are_left_out_where_nobody_wants_them(served: ServedModel) -> None:
+    reply = await ask(served, SAID, extra_body={"include_reasoning": False})
     message = reply.choices[0].message
     assert message.content == "It is sunny." and not hasattr(message, "reasoning")
     assert reply.usage.completion_tokens_details.reasoning_tokens > 0
-    silent = replace(serving, thoughts=None)
+    silent = replace(served, thoughts=None)
     assert (await ask(silent, "hm</think>\n\nyes")).choices[
         0
     ].message.content == "hm</think>\n\nyes"
@@ -223,7 +223,7 @@ async def test_thoughts_are_left_out_where_nobody_wants_them(serving: Serving) -
 # --- grammars ----------------------------------------------------------------------------------
 
 
-def bound_serving(folder: Path, special: bool) -> Serving:
+def bound_serving(folder: Path, special: bool) -> ServedModel:
     serving_of(folder, THINKS)
     core = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     add = core.add_special_tokens if special else core.add_tokens
@@ -245,12 +245,12 @@ def test_a_grammar_binds_what_follows_the_thoughts(
     tmp_path: Path, special: bool, asked: dict[str, Any]
 ) -> None:
     """Thoughts are free, their end is the first mark, and an answer without any is bound too."""
-    serving = bound_serving(tmp_path, special)
-    tokenizer = serving.tokenizer
+    served = bound_serving(tmp_path, special)
+    tokenizer = served.tokenizer
     core = (tmp_path / "tokenizer.json").read_text()
     judge = llguidance.LLTokenizer(core, 302, [1])
     body = msgspec.json.encode({"messages": ASKED["messages"], **asked})
-    bare = plan_chat(body, replace(serving, thoughts=None)).requests[0].sampling.grammar
+    bare = plan_chat(body, replace(served, thoughts=None)).requests[0].sampling.grammar
 
     def takes(grammar: str, text: str) -> bool:
         matcher = llguidance.LLMatcher(judge, grammar, log_level=0)
@@ -258,14 +258,14 @@ def test_a_grammar_binds_what_follows_the_thoughts(
         ids = list(tokenizer.encode(text, add_special_tokens=False))
         return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
-    opened = plan_chat(body, serving).requests[0].sampling.grammar
+    opened = plan_chat(body, served).requests[0].sampling.grammar
     assert takes(opened, "so {x}\n</think>\n\n{}") and takes(opened, "</think>{}")
     assert not takes(opened, "{}") and not takes(opened, "so</think>{x}")
     assert not takes(opened, "so</think>x</think>{}")
     may_open = after_thoughts(bare, Thoughts(TAGS, Phase.MAY_OPEN), tokenizer)
     assert takes(may_open, "<think>\nso {</think>{}") and takes(may_open, "{}")
     assert not takes(may_open, "so</think>{}") and not takes(may_open, "<think>x{}")
-    both = plan_chat(body, replace(serving, grammar_binds_thoughts=True)).requests[0]
+    both = plan_chat(body, replace(served, grammar_binds_thoughts=True)).requests[0]
     assert both.sampling.grammar == bare
 
 
@@ -284,19 +284,19 @@ async def test_a_call_comes_after_thoughts_whoever_asks_for_it(
     tmp_path: Path, choice: object, has_tokens: bool
 ) -> None:
     """The prompt opens no thoughts, the family always does; a forced call binds what follows."""
-    serving = serving_of(tmp_path, CHATML, thoughts=SYNTAXES["deepseek_r1"])
+    served = serving_of(tmp_path, CHATML, thoughts=SYNTAXES["deepseek_r1"])
     core = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     if has_tokens:
         core.add_special_tokens(["<think>", "</think>", "<tool_call>", "</tool_call>"])
         core.save(str(tmp_path / "tokenizer.json"))
-    serving = replace(serving, tokenizer=load_tokenizer(tmp_path), vocab_size=304)
+    served = replace(served, tokenizer=load_tokenizer(tmp_path), vocab_size=304)
     text = f"I may {CALL}.\n</think>\n\n{CALL}"
-    found = (await ask(serving, text, tool_choice=choice)).choices[0]
+    found = (await ask(served, text, tool_choice=choice)).choices[0]
     assert (found.finish_reason, len(found.message.tool_calls)) == ("tool_calls", 1)
     assert (found.message.content, found.message.reasoning) == (None, f"I may {CALL}.")
     if choice == "auto":
         return
-    plan = plan_chat(msgspec.json.encode({**ASKED, "tool_choice": choice}), serving)
+    plan = plan_chat(msgspec.json.encode({**ASKED, "tool_choice": choice}), served)
     judge = llguidance.LLTokenizer(core.to_str(), 304, [1])
     for said, fits in (
         (f"I may.</think>\n\n{CALL}", True),
@@ -304,7 +304,7 @@ async def test_a_call_comes_after_thoughts_whoever_asks_for_it(
         ("I may.</think>\n\nNo.", False),
     ):
         matcher = llguidance.LLMatcher(judge, plan.requests[0].sampling.grammar, log_level=0)
-        ids = list(serving.tokenizer.encode(said, add_special_tokens=False))
+        ids = list(served.tokenizer.encode(said, add_special_tokens=False))
         taken = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
         assert taken is fits, said
 
@@ -329,17 +329,17 @@ async def test_a_call_comes_after_thoughts_whoever_asks_for_it(
 def test_the_prompt_tells_where_an_output_begins(
     tmp_path: Path, body: dict[str, Any], begins: Phase
 ) -> None:
-    serving = serving_of(tmp_path, SWITCH)
-    plan = plan_chat(msgspec.json.encode({**ASKED, **body}), serving)
+    served = serving_of(tmp_path, SWITCH)
+    plan = plan_chat(msgspec.json.encode({**ASKED, **body}), served)
     assert plan.thoughts == Thoughts(TAGS, begins)
 
 
 def test_what_a_user_says_opens_no_thoughts(tmp_path: Path) -> None:
-    serving = serving_of(tmp_path, CHATML, thoughts=TAGS)
+    served = serving_of(tmp_path, CHATML, thoughts=TAGS)
     asked = {"messages": [{"role": "user", "content": "hello <think>\n"}]}
-    plan = plan_chat(msgspec.json.encode(asked), serving)
+    plan = plan_chat(msgspec.json.encode(asked), served)
     assert plan.thoughts == Thoughts(TAGS, Phase.MAY_OPEN)
-    always = replace(serving, thoughts=SYNTAXES["deepseek_r1"])
+    always = replace(served, thoughts=SYNTAXES["deepseek_r1"])
     thoughts = plan_chat(msgspec.json.encode(asked), always).thoughts
     assert thoughts is not None and thoughts.begins is Phase.THINKING
 
@@ -351,10 +351,10 @@ def test_what_a_user_says_opens_no_thoughts(tmp_path: Path) -> None:
 def test_a_continued_message_tells_it_by_its_own_text(
     tmp_path: Path, content: str, begins: Phase
 ) -> None:
-    serving = serving_of(tmp_path, CHATML, thoughts=TAGS)
+    served = serving_of(tmp_path, CHATML, thoughts=TAGS)
     turns = [*ASKED["messages"], {"role": "assistant", "content": content}]
     body = {"messages": turns, "continue_final_message": True, "add_generation_prompt": False}
-    assert plan_chat(msgspec.json.encode(body), serving).thoughts == Thoughts(TAGS, begins)
+    assert plan_chat(msgspec.json.encode(body), served).thoughts == Thoughts(TAGS, begins)
 
 
 @pytest.mark.parametrize(
@@ -369,26 +369,26 @@ def test_a_continued_message_tells_it_by_its_own_text(
 def test_turns_that_only_thought_go_back_to_the_template(
     tmp_path: Path, turn: dict[str, Any], told: str | None
 ) -> None:
-    serving = serving_of(tmp_path, SWITCH)
+    served = serving_of(tmp_path, SWITCH)
     turns = [*ASKED["messages"], {"role": "assistant", **turn}, *ASKED["messages"]]
-    plan = plan_chat(msgspec.json.encode({"messages": turns}), serving)
-    text = serving.tokenizer.decode(plan.prompt_of(0)).partition("assistant\n<think>")[0]
+    plan = plan_chat(msgspec.json.encode({"messages": turns}), served)
+    text = served.tokenizer.decode(plan.prompt_of(0)).partition("assistant\n<think>")[0]
     seen = json.loads(text)[1]
     assert seen["content"] == "" and seen.get("reasoning_content") == seen.get("reasoning") == told
 
 
 def test_effort_reaches_templates_that_read_it_and_hurts_no_other(tmp_path: Path) -> None:
     body = msgspec.json.encode({**ASKED, "reasoning_effort": "low"})
-    serving = serving_of(tmp_path, "{{ reasoning_effort }}")
-    assert serving.tokenizer.decode(plan_chat(body, serving).prompt_of(0)) == "low"
-    serving = serving_of(tmp_path, "{{ 'no effort' }}")
-    assert serving.tokenizer.decode(plan_chat(body, serving).prompt_of(0)) == "no effort"
+    served = serving_of(tmp_path, "{{ reasoning_effort }}")
+    assert served.tokenizer.decode(plan_chat(body, served).prompt_of(0)) == "low"
+    served = serving_of(tmp_path, "{{ 'no effort' }}")
+    assert served.tokenizer.decode(plan_chat(body, served).prompt_of(0)) == "no effort"
 
 
 def test_marks_of_plain_words_part_a_grammar_as_well(tmp_path: Path) -> None:
-    serving = serving_of(tmp_path, CHATML, thoughts=GRANITE)
+    served = serving_of(tmp_path, CHATML, thoughts=GRANITE)
     body = {"messages": ASKED["messages"], "structured_outputs": {"choice": ["yes"]}}
-    grammar = plan_chat(msgspec.json.encode(body), serving).requests[0].sampling.grammar
+    grammar = plan_chat(msgspec.json.encode(body), served).requests[0].sampling.grammar
     judge = llguidance.LLTokenizer((tmp_path / "tokenizer.json").read_text(), 300, [1])
     opening, closing = GRANITE.starts[1], GRANITE.ends[1]
     for text, fits in (
@@ -398,6 +398,6 @@ def test_marks_of_plain_words_part_a_grammar_as_well(tmp_path: Path) -> None:
         ("Here is yes", False),
     ):
         matcher = llguidance.LLMatcher(judge, grammar, log_level=0)
-        ids = list(serving.tokenizer.encode(text, add_special_tokens=False))
+        ids = list(served.tokenizer.encode(text, add_special_tokens=False))
         taken = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
         assert taken is fits, text

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serving.api.tool_calls.reader import Reading, ToolCallReader, ToolCallRules
-from serving.api.tool_calls.registry import SYNTAXES, choose_syntax
-from serving.api.tool_calls.schema_types import types_of
-from serving.api.tool_calls.xml_calls import XmlCalls
+from serving.api.tool_calls import Reading, ToolCallReader, ToolCallRules
+from serving.api.tool_syntaxes import SYNTAXES, XmlCalls, choose_syntax, types_of
 from serving.config import ToolCallParser
 
 PARAMETERS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ import pytest
 from engine.errors import CheckpointError
 from engine.model_configs.generation import read_eos_token_ids
 from engine.model_files import resolve_folder
-from serving.api.serving import SamplingDefaults, load_sampling_defaults
+from serving.api.served_model import SamplingDefaults, load_sampling_defaults
 
 ROOT = Path(__file__).parents[3]
 

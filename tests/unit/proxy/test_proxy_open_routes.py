@@ -17,7 +17,7 @@ from tests.support.api.node_double import (
     until_status,
 )
 
-OPEN = ("/", "/health", "/live", "/ready", "/ping", "/load", "/metrics", "/openapi.json", "/docs")
+OPEN = ("/", "/health", "/live", "/ready", "/ping", "/load", "/metrics", "/openapi.json")
 ROOT = str(Path(__file__).parents[3])
 DEAD = "http://127.0.0.1:1"
 TELLING = re.compile(

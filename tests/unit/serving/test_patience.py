@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import closing
 
-from serving.rpc.patience import Patience
+from serving.rpc.client import Patience
 
 LIMIT_S = 0.1
 END_S = 10.0

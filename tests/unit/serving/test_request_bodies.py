@@ -16,10 +16,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from serving.http.callers import remember
-from serving.http.content_encoding import PIECE_BYTES, Unpacker
+from serving.http.callers import Terms, remember
 from serving.http.errors import ERROR_HANDLERS
-from serving.http.request_bodies import BodyLimits, RequestBodies
+from serving.http.request_bodies import PIECE_BYTES, BodyLimits, RequestBodies, Unpacker
 from serving.http.server import HttpServer
 
 SMALL, LARGE = b"s" * 100, b"l" * 100_000
@@ -33,6 +32,7 @@ class Someone:
     tenant: str
     name: str = "someone"
     is_operator: bool = False
+    terms: Terms = field(default_factory=Terms)
 
     def entering(self) -> AbstractContextManager[None]:
         return nullcontext()

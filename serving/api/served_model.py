@@ -13,7 +13,7 @@ from engine.model_files import read_bytes
 from engine.types import SamplingParams
 from serving.api.reasoning import ThoughtSyntax
 from serving.api.tokenizer import MAX_COMPOSED, TextLimit, Tokenizer
-from serving.api.tool_calls.syntax import ToolCallSyntax
+from serving.api.tool_syntaxes import ToolCallSyntax
 
 MAX_BODY_BYTES = 16_777_216  # four million tokens of four bytes
 OTHER_BYTES = 1_048_576
@@ -35,7 +35,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True, frozen=True)
-class Serving:
+class ServedModel:
     """Any served model name is accepted, the first is announced; `vocab_size` bounds token ids.
 
     Only nodes accept `kv_transfer_params`; the proxy ignores what clients send under that key.
@@ -71,17 +71,17 @@ class Serving:
         return TextLimit(self.max_model_len, most, must_fit)
 
 
-def max_body_bytes(serving: Serving, *, num_prompts: int) -> int:
+def max_body_bytes(served: ServedModel, *, num_prompts: int) -> int:
     """Bytes beyond which a body holds no prompt that fits, with room for everything else in it.
 
     One prompt may be made of the longest tokens and escaped throughout, 12 bytes for a character;
     several take 32 bytes per token. Where no token is the longest, the upper bound alone counts.
     """
-    chars = serving.tokenizer.chars_per_token
+    chars = served.tokenizer.chars_per_token
     if chars is None:
         return MAX_BODY_BYTES
     per_token = max(12 * MAX_COMPOSED * chars, 32 * num_prompts)
-    return min(MAX_BODY_BYTES, OTHER_BYTES + serving.max_model_len * per_token)
+    return min(MAX_BODY_BYTES, OTHER_BYTES + served.max_model_len * per_token)
 
 
 def load_sampling_defaults(folder: Path) -> SamplingDefaults:
