@@ -1,32 +1,36 @@
 """Every counter and histogram of the proxy, declared once. vLLM's names where vLLM has one."""
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.types import GenerateOutput, GenerateRequest
 from serving.kv_events.follower import SourceStats
 from serving.log_writer import LOSSES
-from serving.metrics import E2E_BUCKETS, ITL_BUCKETS, LOG_COUNTERS, TTFT_BUCKETS
+from serving.metrics import LOG_COUNTERS, ServerMetrics, Table
 
 ROLE: Final = "proxy"
 """Nodes count the same requests under the same names, with roles of their own."""
+
+REQUEST_GAUGES: Final[Table] = {
+    "vllm:num_requests_running": ("num_running", "Requests that nodes work on, or soon will."),
+    "vllm:num_requests_waiting": ("num_waiting", "Requests that wait for their turn."),
+}
+"""Of a `ProxyServer`."""
 
 
 class ProxyMetrics:
     """One set per proxy, on the registry that its /metrics shows.
 
-    `model_name` labels latencies; it is known before the first request.
+    `model_name` is empty until a node has told it.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         ProcessCollector(registry=registry)
-        registry.register(LogMetrics())
+        ServerMetrics(registry, {"role": ROLE}).read(LOSSES, counters=LOG_COUNTERS)
         self.model_name = ""
         self.node_requests = self._counter(
             "tandem_proxy_node_requests",
@@ -79,26 +83,11 @@ class ProxyMetrics:
             ("kind",),
             registry=registry,
         )
-        self.request_success = self._counter(
-            "vllm:request_success",
-            "Requests that ended with a finish reason.",
-            *("model_name", "role", "finished_reason"),
-        )
-        self.prompt_tokens = self._counter(
-            "vllm:prompt_tokens", "Prompt tokens of requests.", "model_name", "role"
-        )
-        self.generation_tokens = self._counter(
-            "vllm:generation_tokens", "Tokens sent to clients.", "model_name", "role"
-        )
-        self.time_to_first_token = self._latency(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS
-        )
-        self.inter_token_latency = self._latency(
-            "vllm:inter_token_latency_seconds", "Between two outputs of a request.", ITL_BUCKETS
-        )
-        self.e2e_request_latency = self._latency(
-            "vllm:e2e_request_latency_seconds", "From arrival to the last token.", E2E_BUCKETS
-        )
+
+    def of_model(self, model_name: str) -> ServerMetrics:
+        """Metrics under vLLM's names, whose labels are known once the model is."""
+        self.model_name = model_name
+        return ServerMetrics(self.registry, {"model_name": model_name, "role": ROLE})
 
     def count_hit(self, kind: str, predicted: int, real: int) -> None:
         """One request's cached tokens on one node, as expected and as the node reported them."""
@@ -108,11 +97,6 @@ class ProxyMetrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
-
-    def _latency(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            name, text, ("model_name", "role"), buckets=buckets, registry=self.registry
-        )
 
 
 class KeyMetrics:
@@ -139,67 +123,6 @@ class KeyMetrics:
     def count_tokens(self, key: str, kind: str, count: int) -> None:
         """`kind`: prompt or generated."""
         self._tokens.labels(key, kind).inc(count)
-
-
-class RequestTimer:
-    """The latencies of one request, from its arrival in the proxy."""
-
-    def __init__(self, metrics: ProxyMetrics, request: GenerateRequest) -> None:
-        self._metrics = metrics
-        labels = metrics.model_name, ROLE
-        metrics.prompt_tokens.labels(*labels).inc(len(request.prompt_token_ids))
-        # Looked up once: each token is counted.
-        self._between = metrics.inter_token_latency.labels(*labels)
-        self._generated = metrics.generation_tokens.labels(*labels)
-        self._started = time.monotonic()
-        self._previous: float | None = None
-
-    def observe(self, output: GenerateOutput) -> None:
-        """Counts one output of the request as sent now."""
-        now, metrics, model_name = time.monotonic(), self._metrics, self._metrics.model_name
-        # An output without tokens, the end of a stream, is no token that came late.
-        if output.token_ids:
-            self._generated.inc(len(output.token_ids))
-            if self._previous is None:
-                metrics.time_to_first_token.labels(model_name, ROLE).observe(now - self._started)
-            else:
-                self._between.observe(now - self._previous)
-            self._previous = now
-        if output.finish_reason is not None:
-            metrics.e2e_request_latency.labels(model_name, ROLE).observe(now - self._started)
-            metrics.request_success.labels(model_name, ROLE, output.finish_reason).inc()
-
-    def ended(self, outcome: str) -> None:
-        """Requests that failed are counted by node and outcome."""
-
-
-class RequestGauges(Collector):
-    """Requests that are here now, read at each scrape; vLLM's names, for its dashboards."""
-
-    def __init__(
-        self, metrics: ProxyMetrics, running: Callable[[], int], waiting: Callable[[], int]
-    ) -> None:
-        self._metrics = metrics
-        self._rows = {
-            "vllm:num_requests_running": (running, "Requests that nodes work on, or soon will."),
-            "vllm:num_requests_waiting": (waiting, "Requests that wait for their turn."),
-        }
-
-    def collect(self) -> Iterable[Metric]:
-        for name, (count, text) in self._rows.items():
-            family = GaugeMetricFamily(name, text, labels=("model_name", "role"))
-            family.add_metric((self._metrics.model_name, ROLE), count())
-            yield family
-
-
-class LogMetrics(Collector):
-    """The log of this process, under the nodes' name."""
-
-    def collect(self) -> Iterable[Metric]:
-        for name, (_, text, *_labels) in LOG_COUNTERS.items():
-            family = CounterMetricFamily(name, text, labels=("role",))
-            family.add_metric((ROLE,), LOSSES.num_dropped)
-            yield family
 
 
 class EventMetrics(Collector):

@@ -23,7 +23,7 @@ from proxy.access.key_file import KeyFile
 from proxy.cluster.node import NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
 from proxy.config import ProxyConfig
-from proxy.metrics import EventMetrics, ProxyMetrics, RequestGauges, RequestTimer
+from proxy.metrics import REQUEST_GAUGES, EventMetrics, ProxyMetrics
 from proxy.model_loader import load_serving
 from proxy.pd_flow import PdFlow
 from proxy.routing.event_sources import EventSources
@@ -43,6 +43,7 @@ from serving.process import wait_until
 from serving.rpc.address import join_host_port
 from serving.rpc.client import StreamDeadlines
 from serving.rpc.node_http import parse_node_url
+from serving.telemetry.request_metrics import RequestMetrics
 from serving.telemetry.telemetry import Telemetry
 from serving.tls import client_tls, server_tls
 
@@ -69,12 +70,8 @@ class ProxyServer:
             self._metrics.available_nodes.labels(kind).set_function(count)
             resting = partial(self._pool.num_resting, kind)
             self._metrics.resting_nodes.labels(kind).set_function(resting)
-        self._telemetry = Telemetry(
-            config,
-            lambda request: RequestTimer(self._metrics, request),
-            role="proxy",
-            instance=f"proxy-{secrets.token_hex(8)}",
-        )
+        instance = f"proxy-{secrets.token_hex(8)}"
+        self._telemetry = Telemetry(config, role="proxy", instance=instance)
         index = PrefixIndex()
         router = Router(config.routing_policy, index, disagg_threshold=config.threshold)
         self._events = EventSources(index, on_loss=router.forget)
@@ -97,16 +94,12 @@ class ProxyServer:
         )
         self._gate = Gate(config.api_key, queue, self._metrics.keys)
         self._metrics.waiting_requests.set_function(lambda: queue.num_waiting)
-        records = self._telemetry.records
-        self._metrics.registry.register(
-            RequestGauges(self._metrics, lambda: len(records.open), lambda: queue.num_waiting)
-        )
         self._status = ClusterStatus(
             self._pool,
             self._telemetry.records,
             self._metrics,
             event_stats=self._events.stats,
-            num_waiting=lambda: queue.num_waiting,
+            num_waiting=lambda: self.num_waiting,
         )
         self._app: ASGIApp = self._waiting_app()
         self._stop = asyncio.Event()
@@ -123,6 +116,16 @@ class ProxyServer:
     def url(self) -> str:
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://{join_host_port(self._config.host, self.port)}"
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have had their turn and are not over."""
+        return len(self._telemetry.records.open)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return self._queue.num_waiting
 
     def missing(self) -> tuple[str, ...]:
         """What the proxy waits for before it can use every node of its options, in words."""
@@ -153,7 +156,7 @@ class ProxyServer:
         await self._http.start()
         self._pool.start(self._on_task_end, on_answer=self._events.follow)
         self._run(self._open())
-        self._telemetry.start(lambda: {"num_waiting": self._queue.num_waiting})
+        self._telemetry.start(lambda: {"num_waiting": self.num_waiting})
 
     async def wait(self) -> None:
         """Returns when the proxy is closed, or raises the error of one of its own tasks."""
@@ -207,7 +210,9 @@ class ProxyServer:
             strict_api=self._config.strict_api,
             sse_keep_alive_interval=self._config.sse_keep_alive_interval,
         )
-        self._metrics.model_name = served.model_name
+        of_model = self._metrics.of_model(served.model_name)
+        of_model.read(self, gauges=REQUEST_GAUGES)
+        self._telemetry.records.readers.append(RequestMetrics(of_model))
         log.info("proxy serves", url=self.url)
         while True:
             self._app = create_app(

@@ -50,7 +50,6 @@ from serving.metrics import (
     SCHEDULER_COUNTERS,
     SCHEDULER_GAUGES,
     NodeMetrics,
-    RequestMetrics,
 )
 from serving.node.connector import BuilderOf, ConnectorSettings, NodeConnector, check_groups
 from serving.node.kv_events import NodeEvents
@@ -69,6 +68,7 @@ from serving.rpc.address import join_host_port
 from serving.rpc.messages import ArenaUse, NodeInfo
 from serving.rpc.node_service import NodeService
 from serving.rpc.server import RpcServer, start_server
+from serving.telemetry.request_metrics import EngineRequestMetrics
 from serving.telemetry.telemetry import Telemetry
 from serving.tls import server_tls
 
@@ -289,8 +289,8 @@ class NodeServer:
         self._resources.push_async_callback(self.engine.close)
 
     def _make_telemetry(self) -> Telemetry:
-        timer_of = RequestMetrics(self.metrics).start
-        telemetry = Telemetry(self.config, timer_of, role=self.kind, instance=self.engine_id)
+        requests = EngineRequestMetrics(self.metrics)
+        telemetry = Telemetry(self.config, requests, role=self.kind, instance=self.engine_id)
         self._resources.push_async_callback(telemetry.close)
         return telemetry
 

@@ -2,7 +2,7 @@
 
     arrival |-- prefill on P --|-- on D: pull --|-- decode --------| end
 
-One record feeds all who want to know: latencies, the log, the status page, traces. A proxy's record
+One record feeds all who want to know: metrics, the log, the status page, traces. A proxy's record
 has a `Visit` for each node that got the request; a node's own record has none.
 """
 
@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final
 
 from engine.errors import TandemError, is_client_fault
 from engine.types import GenerateOutput, GenerateRequest, KVTransferStats
@@ -19,16 +19,6 @@ from engine.types import GenerateOutput, GenerateRequest, KVTransferStats
 MAX_RECENT: Final = 60
 LEFT: Final = "left"
 """The outcome where the caller stopped reading: it went away, or had found a stop string."""
-
-
-class Timer(Protocol):
-    """Latencies of one request, as metrics."""
-
-    def observe(self, output: GenerateOutput) -> None:
-        """An output leaves now."""
-
-    def ended(self, outcome: str) -> None:
-        """The request is over; called once."""
 
 
 @dataclass(slots=True)
@@ -55,6 +45,9 @@ class RecordReader:
     def began(self, record: "RequestRecord") -> None:
         """A request has arrived."""
 
+    def output(self, record: "RequestRecord", output: GenerateOutput, gap_s: float | None) -> None:
+        """An output was sent; `gap_s`: since the one with tokens before it, None for the first."""
+
     def ended(self, record: "RequestRecord") -> None:
         """A request is over; its outcome is known."""
 
@@ -69,15 +62,17 @@ class RecordReader:
 class RequestRecord:
     """One request from its arrival on; `outcome` is a finish reason, an error's name or `left`.
 
-    `failed`: the client got an error, and not because its request was wrong.
+    Times are in seconds since the arrival; an output without tokens, the end of a stream, is none
+    that came late. `failed`: the client got an error, and not because its request was wrong.
     """
 
     request: GenerateRequest
-    timer: Timer
     readers: Sequence[RecordReader] = ()
     arrived_at: float = field(default_factory=time.time)
     visits: list[Visit] = field(default_factory=list)
     first_output: float | None = None
+    second_output: float | None = None
+    last_output: float | None = None
     ended: float | None = None
     num_prompt_tokens: int = 0
     num_tokens: int = 0
@@ -98,13 +93,13 @@ class RequestRecord:
 
     def observe(self, output: GenerateOutput) -> None:
         """Counts one output as sent to the client now."""
-        self.timer.observe(output)
-        if self.first_output is None:
-            self.first_output = self.age
         visit = self.visits[-1] if self.visits else None
-        if visit is not None and visit.first_output is None:
-            visit.first_output = self.age
-        self.num_tokens += len(output.token_ids)
+        gap = None
+        if output.token_ids:
+            gap = self._sent(self.age)
+            self.num_tokens += len(output.token_ids)
+            if visit is not None and visit.first_output is None:
+                visit.first_output = self.last_output
         if output.finish_reason is not None:
             self.outcome = output.finish_reason
             self.queue_s = output.queue_s
@@ -112,6 +107,17 @@ class RequestRecord:
             if visit is not None:
                 visit.kv_transfer = moved
             self.num_cached_tokens = output.num_cached_tokens
+        for reader in self.readers:
+            reader.output(self, output, gap)
+
+    def _sent(self, now: float) -> float | None:
+        """Tokens leave; returns the seconds since the ones before them."""
+        previous, self.last_output = self.last_output, now
+        if previous is None:
+            self.first_output = now
+            return None
+        self.second_output = self.second_output or now
+        return now - previous
 
     @contextmanager
     def visiting(
@@ -137,11 +143,8 @@ class RequestRecord:
 class RequestRecords:
     """Makes a record for each request and tells `readers`; keeps the last ones that ended."""
 
-    def __init__(
-        self, timer_of: Callable[[GenerateRequest], Timer], readers: Sequence[RecordReader] = ()
-    ) -> None:
-        self._timer_of = timer_of
-        self._readers = readers
+    def __init__(self, *readers: RecordReader) -> None:
+        self.readers = list(readers)
         self.open: dict[int, RequestRecord] = {}
         self.recent: deque[RequestRecord] = deque(maxlen=MAX_RECENT)
         self.num_ended = 0
@@ -153,9 +156,9 @@ class RequestRecords:
     @contextmanager
     def recording(self, request: GenerateRequest) -> Iterator[RequestRecord]:
         """The record of `request`, which is over when the block ends."""
-        record = RequestRecord(request, self._timer_of(request), self._readers)
+        record = RequestRecord(request, self.readers)
         self.open[id(record)] = record
-        for reader in self._readers:
+        for reader in self.readers:
             reader.began(record)
         try:
             yield record
@@ -183,8 +186,7 @@ class RequestRecords:
         self.num_prompt_tokens += record.num_prompt_tokens
         self.num_cached_tokens += record.num_cached_tokens
         self.num_tokens += record.num_tokens
-        record.timer.ended(record.outcome)
-        for reader in self._readers:
+        for reader in self.readers:
             reader.ended(record)
         # Prompts may be long, and a record outlives its request.
         record.request = _without_prompt(record.request)

@@ -1,6 +1,6 @@
-"""What a server tells of its requests besides metrics: the log, and traces where they are wanted.
+"""All that a server tells of its requests: metrics, the log, and traces where they are wanted.
 
-The owner of both; the same for a proxy and for a node.
+The owner of the records that feed them; the same for a proxy and for a node.
 """
 
 import asyncio
@@ -9,33 +9,29 @@ from typing import TYPE_CHECKING
 
 from engine.distribution import how_to_install
 from engine.errors import ConfigError
-from engine.types import GenerateRequest
 from serving.config import ServerConfig
 from serving.telemetry.request_log import RequestLog, log_throughput
-from serving.telemetry.request_records import RecordReader, RequestRecords, Timer
+from serving.telemetry.request_records import RecordReader, RequestRecords
 
 if TYPE_CHECKING:
     from serving.telemetry.traces import Traces
 
 
 class Telemetry:
-    """`records` gets every request; `start` logs throughput from then on, `close` ends it all."""
+    """`records` gets every request; `start` logs throughput from then on, `close` ends it all.
+
+    `readers` hear of every request besides the log and the traces.
+    """
 
     def __init__(
-        self,
-        config: ServerConfig,
-        timer_of: Callable[[GenerateRequest], Timer],
-        *,
-        role: str,
-        instance: str,
+        self, config: ServerConfig, *readers: RecordReader, role: str, instance: str
     ) -> None:
         """Raises `ConfigError` where traces are wanted and cannot be had."""
         self._traces = None
-        readers: list[RecordReader] = [RequestLog()]
+        self.records = RequestRecords(RequestLog(), *readers)
         if config.otlp_traces_endpoint is not None:
             self._traces = _traces(config.otlp_traces_endpoint, f"tandem-{role}", instance)
-            readers.append(self._traces)
-        self.records = RequestRecords(timer_of, readers)
+            self.records.readers.append(self._traces)
         self._task: asyncio.Task[None] | None = None
 
     def start(self, load: Callable[[], Mapping[str, object]]) -> None:

@@ -22,7 +22,6 @@ from connector.pd.decode.pull_reader import STAGE_BYTES
 from connector.registry import builder_of
 from engine.types import GenerateOutput, GenerateRequest, PromptLogprobs, TokenLogprob
 from serving.config import KVTransferConfig, NodeConfig
-from serving.metrics import LABELS
 from serving.node.server import NodeServer
 from tests.support.api.api_double import write_model_folder
 from tests.support.cache.recount import check_scheduler
@@ -169,7 +168,7 @@ def sample(node: NodeServer, name: str, **labels: str) -> float:
 
 def sample_or_none(node: NodeServer, name: str, **labels: str) -> float | None:
     """None where nothing was counted yet."""
-    every = {**dict(zip(LABELS, node.metrics.labels, strict=True)), **labels}
+    every = {**node.metrics.labels, **labels}
     found = node.metrics.registry.get_sample_value(name, every)
     start = _COUNTED_FROM.get(node, {}).get((name, frozenset(every.items())), 0.0)
     return None if found is None else found - start

@@ -18,7 +18,8 @@ from engine.kv_connector import Connector, LocalAdmission, SchedulerConnector, W
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.step import StepNews
 from engine.types import GenerateRequest, SamplingParams
-from serving.metrics import NodeMetrics, RequestMetrics
+from serving.metrics import NodeMetrics
+from serving.telemetry.request_metrics import EngineRequestMetrics
 from serving.telemetry.request_records import RequestRecords
 
 
@@ -46,7 +47,7 @@ def engine_of(core: EngineCore, grammars: type[GrammarCompiler] = GrammarCompile
         eos_token_ids=none,
         grammars=grammars(lambda: None, 10, none),
     )
-    records = RequestRecords(RequestMetrics(NodeMetrics("m", "e")).start)
+    records = RequestRecords(EngineRequestMetrics(NodeMetrics("m", "e")))
     return AsyncEngine(core, LocalAdmission(), limits, recording=records.recording)
 
 

@@ -30,12 +30,6 @@ SECRET = "open sesame"
 REQUEST = GenerateRequest(request_id="r", prompt_token_ids=(1, 2, 3))
 
 
-class NoTimer:
-    def observe(self, output: GenerateOutput) -> None: ...
-
-    def ended(self, outcome: str) -> None: ...
-
-
 @pytest.fixture
 def lines() -> Iterator[list[Any]]:
     with structlog.testing.capture_logs() as captured:
@@ -70,7 +64,7 @@ async def test_each_request_leaves_one_line_without_its_text(
 
 
 async def test_a_bug_is_logged_as_a_failure_and_not_as_a_caller_that_left(lines: list[Any]) -> None:
-    records = RequestRecords(lambda request: NoTimer(), [RequestLog()])
+    records = RequestRecords(RequestLog())
     for error in (ZeroDivisionError(), asyncio.CancelledError()):
         with suppress(type(error)), records.recording(REQUEST):
             raise error
@@ -79,7 +73,7 @@ async def test_a_bug_is_logged_as_a_failure_and_not_as_a_caller_that_left(lines:
 
 
 async def test_a_request_that_was_wrong_is_no_failure_of_the_cluster() -> None:
-    records = RequestRecords(lambda request: NoTimer())
+    records = RequestRecords()
     errors = InvalidRequestError("long"), KVTransferParamsError("foreign"), UnavailableError("x")
     for error in errors:
         with suppress(TandemError), records.recording(REQUEST):
@@ -89,7 +83,7 @@ async def test_a_request_that_was_wrong_is_no_failure_of_the_cluster() -> None:
 
 
 async def test_throughput_is_logged_while_there_is_work(lines: list[Any]) -> None:
-    records = RequestRecords(lambda request: NoTimer())
+    records = RequestRecords()
     loud = asyncio.create_task(log_throughput(records, lambda: {"num_waiting": 3}, every_s=0.05))
     try:
         await asyncio.sleep(0.12)

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ConfigError
-from engine.types import GenerateRequest
 from serving.config import NodeConfig
-from serving.telemetry.request_records import Timer
 from serving.telemetry.telemetry import Telemetry
 from serving.telemetry.traces import MAX_QUEUED_SPANS, Traces
 from tests.support.api.collector import Collector, collecting
@@ -20,10 +18,6 @@ from tests.support.nodes.leaks import held_here
 from tests.tiers import everyday
 
 PARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
-
-
-def no_timer(request: GenerateRequest) -> Timer:
-    raise AssertionError("nobody asked for one")
 
 
 async def test_a_request_of_nobody_s_trace_begins_one(tiny_files: dict[str, bytes]) -> None:
@@ -91,7 +85,7 @@ async def test_spans_that_nobody_takes_are_bounded() -> None:
 def test_a_wrong_endpoint_is_named(endpoint: str) -> None:
     config = NodeConfig(model="m", otlp_traces_endpoint=endpoint)
     with pytest.raises(ConfigError, match="no URL: write http://HOST:4317"):
-        Telemetry(config, no_timer, role="decode", instance="i")
+        Telemetry(config, role="decode", instance="i")
 
 
 def test_without_the_packages_the_error_says_what_to_install(
@@ -101,7 +95,7 @@ def test_without_the_packages_the_error_says_what_to_install(
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     config = NodeConfig(model="m", otlp_traces_endpoint="http://127.0.0.1:4317")
     with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'"):
-        Telemetry(config, no_timer, role="decode", instance="i")
+        Telemetry(config, role="decode", instance="i")
 
 
 async def test_opentelemetry_may_be_switched_off_by_its_own_variable(
