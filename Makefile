@@ -66,7 +66,6 @@ bench: $(STAMP) ## all benchmarks but the soak, an hour on an idle machine; prin
 	$(BIN)/python -m benchmarks.routing_cost
 	$(BIN)/python -m benchmarks.kv_events
 	$(BIN)/python -m benchmarks.offload
-	$(BIN)/python -m benchmarks.onoff
 	$(BIN)/python -m benchmarks.breakeven
 	$(BIN)/python -m benchmarks.colocated
 	$(BIN)/python -m benchmarks.conversation

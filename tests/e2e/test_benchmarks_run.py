@@ -27,7 +27,6 @@ SCRIPTS = {
     "kv_events": ("kv_events",),
     "layouts": ("kv_cache", "layouts"),
     "offload": ("offload",),
-    "onoff": ("onoff",),
     "pauses": ("pauses",),
     "policies": ("kv_cache", "policies"),
     "proxy_cost": ("proxy_cost",),
