@@ -52,25 +52,25 @@ model: $(STAMP) ## train the small model that the demo serves, half an hour
 	$(BIN)/python -m benchmarks.demo_model.train --out deploy/demo/model
 
 bench: $(STAMP) ## all benchmarks but the soak, an hour on an idle machine; prints the path of its page
-	$(BIN)/python -m benchmarks.decode_overhead
-	$(BIN)/python -m benchmarks.engine_vs_transformers
-	$(BIN)/python -m benchmarks.transfer
+	$(BIN)/python -m benchmarks.engine.decode_overhead
+	$(BIN)/python -m benchmarks.engine.engine_vs_transformers
+	$(BIN)/python -m benchmarks.hand_over.transfer
 	$(BIN)/python -m benchmarks.hand_over
 	$(BIN)/python -m benchmarks.serving
-	$(BIN)/python -m benchmarks.pauses
-	$(BIN)/python -m benchmarks.proxy_cost
-	$(BIN)/python -m benchmarks.kv_cache cost
-	$(BIN)/python -m benchmarks.kv_cache policies
-	$(BIN)/python -m benchmarks.kv_cache layouts
-	$(BIN)/python -m benchmarks.routing
-	$(BIN)/python -m benchmarks.routing_cost
-	$(BIN)/python -m benchmarks.kv_events
-	$(BIN)/python -m benchmarks.offload
-	$(BIN)/python -m benchmarks.breakeven
-	$(BIN)/python -m benchmarks.colocated
-	$(BIN)/python -m benchmarks.conversation
-	$(BIN)/python -m benchmarks.replay
-	$(BIN)/python -m benchmarks.report_page
+	$(BIN)/python -m benchmarks.serving.pauses
+	$(BIN)/python -m benchmarks.serving.proxy_cost
+	$(BIN)/python -m benchmarks.cache cost
+	$(BIN)/python -m benchmarks.cache policies
+	$(BIN)/python -m benchmarks.cache layouts
+	$(BIN)/python -m benchmarks.cache.routing
+	$(BIN)/python -m benchmarks.cache.routing_cost
+	$(BIN)/python -m benchmarks.cache.kv_events
+	$(BIN)/python -m benchmarks.cache.offload
+	$(BIN)/python -m benchmarks.hand_over.breakeven
+	$(BIN)/python -m benchmarks.serving.colocated
+	$(BIN)/python -m benchmarks.serving.conversation
+	$(BIN)/python -m benchmarks.serving.replay
+	$(BIN)/python -m benchmarks.support.report_page
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -20,8 +20,8 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks import report
 from benchmarks.gpu.sheet import read_rows
+from benchmarks.support import report
 
 # Seconds that each may take.
 LIMITS = MappingProxyType(

@@ -9,10 +9,10 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.small_models import configs, spread, widen
+from benchmarks.support.model_folders import PUBLISHED_MODELS
+from benchmarks.support.small_models import configs, spread, widen
 
 CONTEXT = 1024
-PUBLISHED = Path(__file__).parents[1] / "published_models"
 SHARD_BYTES = 2 << 30
 
 
@@ -31,7 +31,7 @@ def published(name: str, models: Path, device: str, *, num_layers: int | None = 
     folder = models / (name if num_layers is None else f"{name}-{num_layers}")
     if folder.exists():
         return folder
-    content = json.loads((PUBLISHED / name / "config.json").read_text())
+    content = json.loads((PUBLISHED_MODELS / name / "config.json").read_text())
     content["tie_word_embeddings"] = True
     if num_layers is not None:
         content["num_hidden_layers"] = num_layers

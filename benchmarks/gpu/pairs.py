@@ -99,7 +99,7 @@ def _pair(sheet: Sheet, setting: Setting, family: str, *, transport: str, d_devi
 
 def _large(sheet: Sheet, setting: Setting, transport: str) -> None:
     """What a pull of some hundred megabytes takes, verified."""
-    from benchmarks.models import WIDE, save_random
+    from benchmarks.support.models import WIDE, save_random
 
     folder = setting.models / WIDE
     if not folder.exists():

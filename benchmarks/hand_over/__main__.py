@@ -24,13 +24,13 @@ from typing import Annotated, NamedTuple
 
 import typer
 
-from benchmarks import machine, report
 from benchmarks.hand_over.control_cost import PARTS, ControlRow, measure_control
 from benchmarks.hand_over.overlap import Overlap, measure_overlap
 from benchmarks.hand_over.pd_pair import Pair, pair
-from benchmarks.models import WIDE, save_random
-from benchmarks.pairs import Spread
-from benchmarks.plots import grouped_bars
+from benchmarks.support import machine, report
+from benchmarks.support.models import WIDE, save_random
+from benchmarks.support.pairs import Spread
+from benchmarks.support.plots import grouped_bars
 from serving.process import configure_logging
 
 SECONDS = (300, 60)

@@ -13,8 +13,8 @@ import msgspec
 
 from benchmarks.hand_over.pd_pair import Pair, Prompt, blocking
 from benchmarks.hand_over.stamped_node import Stamp
-from benchmarks.models import random_prompts
-from benchmarks.pairs import Spread, alternate
+from benchmarks.support.models import random_prompts
+from benchmarks.support.pairs import Spread, alternate
 
 HAND_OVERS = 10
 OUTPUT_TOKENS = 3

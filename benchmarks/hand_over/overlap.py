@@ -15,8 +15,8 @@ import msgspec
 
 from benchmarks.hand_over.control_cost import Moments
 from benchmarks.hand_over.pd_pair import Pair, Prefilled, Prompt, blocking
-from benchmarks.models import random_prompts
-from benchmarks.pairs import Spread, alternate
+from benchmarks.support.models import random_prompts
+from benchmarks.support.pairs import Spread, alternate
 
 RUNNING = 8
 RUNNING_PROMPT_TOKENS = 64

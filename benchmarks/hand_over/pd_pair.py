@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from benchmarks.hand_over.stamped_node import NodeProcess, node_process
-from benchmarks.tandem_engine import request_of
+from benchmarks.support.tandem_engine import request_of
 from engine.types import GenerateOutput, GenerateRequest, KVTransferParams, TokenId
 from proxy.request_state import prefill_request
 from serving.config import KVTransferConfig, NodeConfig

@@ -22,15 +22,15 @@ import msgspec
 import typer
 import uvloop
 
-from benchmarks import machine, report
 from benchmarks.load.agreement import Agreement, tell
 from benchmarks.load.client import TargetError
-from benchmarks.processes import ctrl_c_later
 from benchmarks.serving.loads import load_of
 from benchmarks.serving.options import ServingOptions
 from benchmarks.serving.points import Point, Rounds, Sweep
 from benchmarks.serving.rows import HEADERS, Row, agreement_of, draw, failures, rows_of
 from benchmarks.serving.targets import targets_of
+from benchmarks.support import machine, report
+from benchmarks.support.processes import ctrl_c_later
 from engine.errors import ConfigError
 from serving.cli import command_app
 

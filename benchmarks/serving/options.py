@@ -1,6 +1,5 @@
 """The options of `python -m benchmarks.serving`: one flag per field, named as vLLM's bench does."""
 
-from pathlib import Path
 from typing import Annotated
 
 from msgspec import Meta
@@ -8,11 +7,10 @@ from msgspec import Meta
 from benchmarks.load.agreement import MARGIN
 from benchmarks.load.loop import OWN_TIMES
 from benchmarks.load.summary import Goodput
-from benchmarks.report import RESULTS
+from benchmarks.support.report import RESULTS
 from engine.errors import ConfigError
 from serving.config import Config
 
-DEMO_MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
 CONCURRENCY, QUICK_CONCURRENCY = (1, 4, 16), (2,)
 OWN_RATES = (4.0,)
 OWN_OBJECTIVES = ("ttft:500", "tpot:20")

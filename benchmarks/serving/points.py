@@ -15,11 +15,11 @@ from benchmarks.load.client import Client, TargetError
 from benchmarks.load.loop import CLOSED, MOST_AT_ONCE, OWN_TIMES, Pace, drive
 from benchmarks.load.request import Request, salted
 from benchmarks.load.summary import Summary, result
-from benchmarks.pairs import alternate
 from benchmarks.serving.loads import load_of
 from benchmarks.serving.options import QUICK_REQUESTS, ServingOptions
 from benchmarks.serving.targets import Target
 from benchmarks.serving.turns import Turns
+from benchmarks.support.pairs import alternate
 
 PER_USER, RATE_S = 4, 10.0
 # The last runs must end in time with their servers, tables and plots.

@@ -8,9 +8,9 @@ import msgspec
 
 from benchmarks.load.agreement import Agreement
 from benchmarks.load.summary import Summary
-from benchmarks.pairs import Spread
-from benchmarks.plots import curves
 from benchmarks.serving.points import Measured, Point, Rounds
+from benchmarks.support.pairs import Spread
+from benchmarks.support.plots import curves
 
 HEADERS = ("case", "TTFT ms p50", "p99", "TPOT ms", "ITL ms p99", "tok/s", "tok/s, ratio",
            "good requests/s", "failed")  # fmt: skip

@@ -8,8 +8,9 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from benchmarks.processes import servers
-from benchmarks.serving.options import DEMO_MODEL, ServingOptions
+from benchmarks.serving.options import ServingOptions
+from benchmarks.support.model_folders import DEMO_MODEL
+from benchmarks.support.processes import servers
 from engine.errors import ConfigError
 
 PAIR, ALONE, REFERENCE = "proxy, P and D", "one node", "reference"

@@ -2,7 +2,7 @@
 
 Prints the statistics of the stream and, where there are any, those of the published trace that it
 is made to resemble. `--out FILE` writes the stream: Mooncake's JSON lines with our own keys, which
-`benchmarks.replay`, `serving`, `routing`, `offload` and `kv_cache policies` read.
+`benchmarks.serving`, its `replay`, and `routing`, `offload` and `policies` of the cache read.
 """
 
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks import report
+from benchmarks.support import report
 from benchmarks.workloads.catalogue import WORKLOADS
 from benchmarks.workloads.figures import figures
 from benchmarks.workloads.traces import write_trace

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.small_models import VOCABULARY
+from benchmarks.support.small_models import VOCABULARY
 from connector.pd.wire.control_client import ControlClient
 from engine.errors import AuthenticationError, UnprovenPeerError
 from tests.support.nodes.asking import ask, get, prefill_over_http, question

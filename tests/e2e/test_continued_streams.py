@@ -12,7 +12,7 @@ import llguidance
 import msgspec
 import pytest
 
-from benchmarks.small_models import VOCABULARY
+from benchmarks.support.small_models import VOCABULARY
 from engine.errors import InvalidRequestError
 from engine.types import GenerateRequest, SamplingParams
 from proxy.request_state import prefill_request

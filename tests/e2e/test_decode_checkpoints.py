@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 import pytest
 
-from benchmarks.small_models import VOCABULARY
+from benchmarks.support.small_models import VOCABULARY
 from engine.errors import ConfigError
 from engine.types import KVTransferParams
 from tests.e2e.test_prefix_cache import assert_same, request_of

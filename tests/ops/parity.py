@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.small_models import widen
+from benchmarks.support.small_models import widen
 from engine.model_configs.model_config import ModelConfig
 from engine.models.loader import CausalLM
 from tests.support.nodes.oracle import (

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from torch import Tensor
 
-from benchmarks.small_models import configs, widen
+from benchmarks.support.small_models import configs, widen
 from tests.support.nodes.cluster import CONTEXT
 from tests.support.nodes.oracle import Runner, load, reference_logits
 

@@ -17,7 +17,7 @@ import torch
 import transformers
 import zmq
 
-from benchmarks.small_models import configs, widen
+from benchmarks.support.small_models import configs, widen
 from connector.pd.decode.pull_reader import STAGE_BYTES
 from connector.registry import builder_of
 from engine.types import GenerateOutput, GenerateRequest, PromptLogprobs, TokenLogprob

@@ -10,7 +10,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from benchmarks.small_models import spread
+from benchmarks.support.small_models import spread
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, SlidingWindowSpec, form_groups
 from engine.layers.weights import Weights
 from engine.model_configs.mixers import AttentionConfig, Mamba2Config, RopeConfig

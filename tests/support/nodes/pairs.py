@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.small_models import VOCABULARY
+from benchmarks.support.small_models import VOCABULARY
 from engine.kv_cache.arena_plan import plan_arena
 from engine.model_configs.registry import read_config
 from engine.types import GenerateRequest, KVTransferParams, SamplingParams

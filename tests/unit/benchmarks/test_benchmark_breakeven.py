@@ -2,9 +2,9 @@
 
 import pytest
 
-from benchmarks.breakeven.lines import Lines, Point
-from benchmarks.breakeven.paper import LONGEST, Model
-from benchmarks.pairs import Spread
+from benchmarks.hand_over.breakeven.lines import Lines, Point
+from benchmarks.hand_over.breakeven.paper import LONGEST, Model
+from benchmarks.support.pairs import Spread
 
 FLOPS = 445e12
 # Of a replication of the same arithmetic: tokens at 25 GB/s with 20 ms, and with 1 ms, fixed.

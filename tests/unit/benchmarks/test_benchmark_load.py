@@ -17,9 +17,10 @@ from benchmarks.load.reply import Reply
 from benchmarks.load.request import Request, read_requests, salted, sessions_of, write_requests
 from benchmarks.load.summary import Goodput, Summary, details, result
 from benchmarks.serving.loads import load_of
-from benchmarks.serving.options import DEMO_MODEL, ServingOptions
+from benchmarks.serving.options import ServingOptions
 from benchmarks.serving.points import Measured, Point
 from benchmarks.serving.rows import failures, rows_of
+from benchmarks.support.model_folders import DEMO_MODEL
 from benchmarks.workloads.traces import Record, write_trace
 from engine.errors import ConfigError
 

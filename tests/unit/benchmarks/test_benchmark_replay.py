@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kv_cache.adversarial import judge
-from benchmarks.kv_cache.decode_replay import DecodeNode, HandOver, hand_overs
-from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES
-from benchmarks.kv_cache.layouts import prompts_held
-from benchmarks.kv_cache.policies import measure, workloads
-from benchmarks.kv_cache.prefill_replay import POLICIES, Tally, prompts_of, replay
+from benchmarks.cache.adversarial import judge
+from benchmarks.cache.decode_replay import DecodeNode, HandOver, hand_overs
+from benchmarks.cache.geometries import BLOCK_SIZE, GEOMETRIES
+from benchmarks.cache.layouts import prompts_held
+from benchmarks.cache.policies import measure, workloads
+from benchmarks.cache.prefill_replay import POLICIES, Tally, prompts_of, replay
 from benchmarks.workloads.adversarial import Texts, cases
 from benchmarks.workloads.traces import Record, write_trace
 from engine.kv_cache.prefix import PrefixDigests

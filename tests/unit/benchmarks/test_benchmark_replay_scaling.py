@@ -4,8 +4,8 @@ from itertools import takewhile
 
 import pytest
 
-from benchmarks.replay import Limits, ReplayOptions, ids_of
-from benchmarks.serving.options import DEMO_MODEL
+from benchmarks.serving.replay import Limits, ReplayOptions, ids_of
+from benchmarks.support.model_folders import DEMO_MODEL
 from benchmarks.workloads.catalogue import WORKLOADS
 from benchmarks.workloads.traces import ideal_hits, requests_of
 from engine.errors import ConfigError

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import pairs, report, report_page
 from benchmarks.hand_over.overlap import ALONE, BOTH, PULLS, Window, overlap_of
-from benchmarks.pairs import Spread
-from benchmarks.plots import grouped_bars
+from benchmarks.support import pairs, report, report_page
+from benchmarks.support.pairs import Spread
+from benchmarks.support.plots import grouped_bars
 
 HOSTILE = '<script>alert("1")</script>'
 

@@ -5,13 +5,13 @@ from random import Random
 
 import pytest
 
-from benchmarks.kv_cache.geometries import BLOCK_SIZE, GEOMETRIES
-from benchmarks.routing.agenda import Agenda
-from benchmarks.routing.event_feed import EventFeed, EventPath
-from benchmarks.routing.experiment import BASELINE, CANDIDATE, G1, Row, verdicts
-from benchmarks.routing.nodes import TOKEN_S, Hardware
-from benchmarks.routing.requests import Request, requests_of
-from benchmarks.routing.simulator import Outcome, Served, Simulator
+from benchmarks.cache.geometries import BLOCK_SIZE, GEOMETRIES
+from benchmarks.cache.routing.agenda import Agenda
+from benchmarks.cache.routing.event_feed import EventFeed, EventPath
+from benchmarks.cache.routing.experiment import BASELINE, CANDIDATE, G1, Row, verdicts
+from benchmarks.cache.routing.nodes import TOKEN_S, Hardware
+from benchmarks.cache.routing.requests import Request, requests_of
+from benchmarks.cache.routing.simulator import Outcome, Served, Simulator
 from benchmarks.workloads.adversarial import Texts
 from benchmarks.workloads.traces import Record, Segment, arrivals
 from proxy.routing.prefix_index import PrefixIndex

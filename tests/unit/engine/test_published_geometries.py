@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from benchmarks.breakeven.paper import PUBLISHED
+from benchmarks.support.model_folders import PUBLISHED_MODELS
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.report import plan_report
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec
@@ -48,7 +48,7 @@ def check(groups: tuple[KVCacheGroup, ...], sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_small_blocks_and_little_waste(name: str) -> None:
-    check(read_config(PUBLISHED / name).groups, SUPPORTED[name])
+    check(read_config(PUBLISHED_MODELS / name).groups, SUPPORTED[name])
 
 
 def test_small_blocks_and_little_waste_of_qwen3_next() -> None:

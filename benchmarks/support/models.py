@@ -1,0 +1,141 @@
+"""The random checkpoints of the speed benchmarks, about 8 million parameters each, in float32.
+
+Random weights cost the same arithmetic as trained ones. Knows no engine.
+`python -m benchmarks.support.models NAME FOLDER` saves one, with the demo's tokenizer, for servers
+of any make.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+import typer
+
+from benchmarks.support.model_folders import DEMO_MODEL
+
+CONTEXT = 4096
+SHARED = MappingProxyType(
+    {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+)
+
+
+def _gdn() -> Any:
+    """Qwen3.5: six gated delta net layers and two attention layers, each with a gated MLP."""
+    return transformers.Qwen3_5TextConfig(
+        num_hidden_layers=8,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        **SHARED,
+    )
+
+
+def _mamba2() -> Any:
+    """Nemotron-H: six Mamba2, two attention and eight MLP layers."""
+    blocks = ["mamba", "mlp", "mamba", "mlp", "mamba", "mlp", "attention", "mlp"] * 2
+    return transformers.NemotronHConfig(
+        layers_block_type=blocks,
+        num_hidden_layers=len(blocks),
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        ssm_state_size=64,
+        n_groups=1,
+        **SHARED,
+    )
+
+
+def _wide() -> Any:
+    """Qwen3.5 of four gated delta net and four attention layers with much K/V.
+
+    32 KiB per token in float32: as many bytes as Qwen3.5-4B has in bfloat16.
+    """
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 256}
+    return transformers.Qwen3_5TextConfig(
+        num_hidden_layers=8,
+        layer_types=["linear_attention", "full_attention"] * 4,
+        linear_num_key_heads=4,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        **{**SHARED, **heads, "max_position_embeddings": 2 * CONTEXT},
+    )
+
+
+def _peer() -> Any:
+    """Nemotron-H that other servers serve too: "M-M-M*M-M*M-", chunks of 64.
+
+    As many tokens as its tokenizer has: vLLM 0.32 shows wrong text for ids beyond it.
+    """
+    blocks = [{"M": "mamba", "-": "mlp", "*": "attention"}[one] for one in "M-M-M*M-M*M-"]
+    return transformers.NemotronHConfig(
+        layers_block_type=blocks,
+        num_hidden_layers=len(blocks),
+        mamba_num_heads=8,
+        mamba_head_dim=64,
+        ssm_state_size=64,
+        n_groups=1,
+        chunk_size=64,
+        **{**SHARED, "vocab_size": 832, "tie_word_embeddings": False},
+    )
+
+
+MODELS: Mapping[str, Callable[[], Any]] = MappingProxyType({"gdn": _gdn, "mamba2": _mamba2})
+WIDE, PEER = "wide", "peer"
+CONFIGS: Mapping[str, Callable[[], Any]] = MappingProxyType({**MODELS, WIDE: _wide, PEER: _peer})
+
+
+def save_random(name: str, folder: Path) -> Path:
+    """A random checkpoint of CONFIGS[name] in `folder`/`name`, as transformers saves it."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    model.float().save_pretrained(folder / name)
+    return folder / name
+
+
+def load_reference(folder: Path) -> Any:
+    """The transformers model of a checkpoint, float32, ready to generate."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def weight_bytes(model: Any) -> int:
+    """Bytes of all parameters, tied ones once: what one decode step has to read."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def random_prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    """`count` prompts of `length` random token ids that are neither padding nor end of text."""
+    draw = torch.Generator().manual_seed(seed)
+    vocabulary = SHARED["vocab_size"]
+    tokens: list[list[int]] = torch.randint(2, vocabulary, (count, length), generator=draw).tolist()
+    return tokens
+
+
+def main(name: str, folder: Path) -> None:
+    """Saves the checkpoint NAME in FOLDER/NAME, and prints where it is."""
+    if name not in CONFIGS:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(CONFIGS)}")
+    saved = save_random(name, folder)
+    for file in DEMO_MODEL.glob("*token*"):
+        shutil.copy(file, saved)
+    typer.echo(saved)
+
+
+if __name__ == "__main__":
+    typer.run(main)
