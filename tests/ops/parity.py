@@ -1,15 +1,16 @@
 """The common part of each family's parity tests: a reference, our model of its folder, the cases.
 
-A test file makes pairs with `open_pair` and inherits `ParityTests`.
+A test file inherits `ParityTests` and names its `CASES`.
 
 Tolerance: eight times the distance of the reference from itself when it takes tokens one by one
 instead of in one go (its chunked against its recurrent form), because that is what float32 rounding
 does to these logits.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -62,25 +63,36 @@ class Pair:
         assert float((got - expected).abs().max()) < self.tolerance
 
 
-def open_pair(case: Case, folder: Path) -> Iterator[Pair]:
-    """The body of a fixture; one thread while its tests run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    widen(case.build(), case.seed, embed=case.embed).save_pretrained(folder)
-    reference = type(case.build()).from_pretrained(folder).eval()
-    if case.edit is not None:
-        case.edit(folder)
-    config, model = load(folder)
-    draw = torch.Generator().manual_seed(1)
-    tokens = torch.randint(VOCAB, (LENGTH,), generator=draw).tolist()
-    tolerance = 8 * rounding_error(reference, tokens[:100])
-    logits = reference_logits(reference, tokens)
-    yield Pair(folder, reference, config, model, tokens, logits, tolerance)
-    torch.set_num_threads(threads)
-
-
 class ParityTests:
     """Whole, chunked and mixed work gives the reference's logits and greedy tokens."""
+
+    CASES: ClassVar[Mapping[str, Case]]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Every test of the class is run on the pair of each case."""
+        if "pair" in metafunc.fixturenames:
+            metafunc.parametrize("pair", self.CASES, indirect=True, scope="class")
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def pair(
+        cls, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    ) -> Iterator[Pair]:
+        """The reference as it reads the saved folder, and our model; one thread meanwhile."""
+        case, folder = cls.CASES[request.param], tmp_path_factory.mktemp("model")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        widen(case.build(), case.seed, embed=case.embed).save_pretrained(folder)
+        reference = type(case.build()).from_pretrained(folder).eval()
+        if case.edit is not None:
+            case.edit(folder)
+        config, model = load(folder)
+        draw = torch.Generator().manual_seed(1)
+        tokens = torch.randint(VOCAB, (LENGTH,), generator=draw).tolist()
+        tolerance = 8 * rounding_error(reference, tokens[:100])
+        logits = reference_logits(reference, tokens)
+        yield Pair(folder, reference, config, model, tokens, logits, tolerance)
+        torch.set_num_threads(threads)
 
     def test_the_tolerance_means_something(self, pair: Pair) -> None:
         """Rounding differs between processors (2e-4 was seen); a wrong op costs percents."""

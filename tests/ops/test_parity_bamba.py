@@ -1,12 +1,10 @@
 """Bamba against transformers in float32: same files, same logits, same greedy tokens."""
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
-import pytest
 from transformers import BambaConfig, BambaForCausalLM, PreTrainedModel
 
-from tests.ops.parity import VOCAB, Case, Pair, ParityTests, open_pair
+from tests.ops.parity import VOCAB, Case, ParityTests
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -58,19 +56,9 @@ def biased() -> PreTrainedModel:
     )
 
 
-CASES = {
-    "plain": Case(plain),
-    "odd": Case(odd),
-    "biased": Case(biased, seed=10),
-}
-
-
-@pytest.fixture(scope="module", params=CASES)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
-    yield from open_pair(CASES[request.param], tmp_path_factory.mktemp("model"))
-
-
 class TestBamba(ParityTests):
-    pass
+    CASES: ClassVar = {
+        "plain": Case(plain),
+        "odd": Case(odd),
+        "biased": Case(biased, seed=10),
+    }

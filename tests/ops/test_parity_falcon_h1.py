@@ -1,12 +1,10 @@
 """Falcon-H1 against transformers in float32: same files, same logits, same greedy tokens."""
 
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
-import pytest
 from transformers import FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
 
-from tests.ops.parity import VOCAB, Case, Pair, ParityTests, open_pair
+from tests.ops.parity import VOCAB, Case, ParityTests
 
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -73,19 +71,9 @@ def norm_then_gate() -> PreTrainedModel:
     )
 
 
-CASES = {
-    "plain": Case(plain, seed=11),
-    "gate-then-norm": Case(gate_then_norm, seed=9),
-    "norm-then-gate": Case(norm_then_gate),
-}
-
-
-@pytest.fixture(scope="module", params=CASES)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
-    yield from open_pair(CASES[request.param], tmp_path_factory.mktemp("model"))
-
-
 class TestFalconH1(ParityTests):
-    pass
+    CASES: ClassVar = {
+        "plain": Case(plain, seed=11),
+        "gate-then-norm": Case(gate_then_norm, seed=9),
+        "norm-then-gate": Case(norm_then_gate),
+    }

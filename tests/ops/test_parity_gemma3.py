@@ -1,11 +1,9 @@
 """Gemma 3 text against transformers in float32: same files, same logits, same greedy tokens."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import pytest
 from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
@@ -15,7 +13,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from tests.ops.parity import VOCAB, Case, Pair, ParityTests, open_pair
+from tests.ops.parity import VOCAB, Case, ParityTests
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 COMMON: dict[str, Any] = {
@@ -109,20 +107,10 @@ def name_as_on_the_hub(folder: Path) -> None:
     save_file(renamed, path, {"format": "pt"})
 
 
-CASES = {
-    "plain": Case(plain, spell_the_old_way, seed=6, embed=0.01),
-    "stretched": Case(stretched),
-    "local-only": Case(local_only, seed=17, embed=0.01),
-    "wrapped": Case(wrapped, name_as_on_the_hub, seed=9, embed=0.01),
-}
-
-
-@pytest.fixture(scope="module", params=CASES)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
-    yield from open_pair(CASES[request.param], tmp_path_factory.mktemp("model"))
-
-
 class TestGemma3(ParityTests):
-    pass
+    CASES: ClassVar = {
+        "plain": Case(plain, spell_the_old_way, seed=6, embed=0.01),
+        "stretched": Case(stretched),
+        "local-only": Case(local_only, seed=17, embed=0.01),
+        "wrapped": Case(wrapped, name_as_on_the_hub, seed=9, embed=0.01),
+    }

@@ -1,16 +1,14 @@
 """GraniteMoeHybrid against transformers in float32: same files, logits and greedy tokens."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import pytest
 from safetensors.torch import load_file, save_file
 from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, PreTrainedModel
 
 from engine.models.granite_moe_hybrid import NEW_NAMES
-from tests.ops.parity import VOCAB, Case, Pair, ParityTests, open_pair
+from tests.ops.parity import VOCAB, Case, ParityTests
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
 COMMON: dict[str, Any] = {
@@ -112,20 +110,10 @@ def name_as_in_memory(folder: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
 
 
-CASES = {
-    "dense": Case(dense, spell_as_on_the_hub),
-    "experts": Case(experts, seed=4, embed=0.01),
-    "attention-only": Case(attention_only, seed=6),
-    "biased": Case(biased, name_as_in_memory, seed=2),
-}
-
-
-@pytest.fixture(scope="module", params=CASES)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
-    yield from open_pair(CASES[request.param], tmp_path_factory.mktemp("model"))
-
-
 class TestGranite(ParityTests):
-    pass
+    CASES: ClassVar = {
+        "dense": Case(dense, spell_as_on_the_hub),
+        "experts": Case(experts, seed=4, embed=0.01),
+        "attention-only": Case(attention_only, seed=6),
+        "biased": Case(biased, name_as_in_memory, seed=2),
+    }

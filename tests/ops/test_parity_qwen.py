@@ -1,11 +1,9 @@
 """Qwen3 and Qwen3.5 against transformers in float32: same files, logits and greedy tokens."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -18,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.ops.parity import VOCAB, Case, Pair, ParityTests, open_pair
+from tests.ops.parity import VOCAB, Case, ParityTests
 
 COMMON = {
     "vocab_size": VOCAB,
@@ -135,22 +133,12 @@ def spell_the_old_way(folder: Path) -> None:
     path.write_text(json.dumps(fields))
 
 
-CASES = {
-    "qwen3-plain": Case(qwen3_plain, spell_the_old_way),
-    "qwen3-tied": Case(qwen3_tied),
-    "qwen3-ungrouped": Case(qwen3_ungrouped),
-    "qwen3_5-plain": Case(qwen3_5_plain),
-    "qwen3_5-tied": Case(qwen3_5_tied),
-    "qwen3_5-wrapped": Case(qwen3_5_wrapped, add_mtp_head),
-}
-
-
-@pytest.fixture(scope="module", params=CASES)
-def pair(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
-    yield from open_pair(CASES[request.param], tmp_path_factory.mktemp("model"))
-
-
 class TestQwen(ParityTests):
-    pass
+    CASES: ClassVar = {
+        "qwen3-plain": Case(qwen3_plain, spell_the_old_way),
+        "qwen3-tied": Case(qwen3_tied),
+        "qwen3-ungrouped": Case(qwen3_ungrouped),
+        "qwen3_5-plain": Case(qwen3_5_plain),
+        "qwen3_5-tied": Case(qwen3_5_tied),
+        "qwen3_5-wrapped": Case(qwen3_5_wrapped, add_mtp_head),
+    }
