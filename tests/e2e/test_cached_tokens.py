@@ -84,11 +84,9 @@ async def ask(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_through_the_proxy(
-    shared: Cluster, checkpoints: dict[str, Path], stream: bool
-) -> None:
+async def test_through_the_proxy(shared: Cluster, model: Path, stream: bool) -> None:
     """`cached_tokens` are P's, who has computed the rest; `kv_transfer` names both."""
-    async with proxy_of(*await pair_of_nodes(shared, checkpoints["qwen3_5"])) as client:
+    async with proxy_of(*await pair_of_nodes(shared, model)) as client:
         first = await ask(client, PROMPT, stream=stream)
         same = await ask(client, PROMPT, stream=stream)
         more = await ask(client, [*PROMPT, *first.token_ids, *MORE], stream=stream)
@@ -100,7 +98,7 @@ async def test_through_the_proxy(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_a_tier_of_p_brings_counts_as_cached(
-    cluster: Cluster, checkpoints: dict[str, Path], *, stream: bool, tmp_path: Path
+    cluster: Cluster, model: Path, *, stream: bool, tmp_path: Path
 ) -> None:
     """D's tier spares a pull and no computing: then P's count is told, as everywhere."""
     options: dict[str, Any] = {
@@ -108,10 +106,7 @@ async def test_what_a_tier_of_p_brings_counts_as_cached(
         "enable_prompt_tokens_details": True,
         "kv_transfer_config": both(tmp_path / "folder"),
     }
-    p, d = [
-        await cluster.start(kind, checkpoints["qwen3_5"], **options)
-        for kind in ("prefill", "decode")
-    ]
+    p, d = [await cluster.start(kind, model, **options) for kind in ("prefill", "decode")]
     async with proxy_of(p, d) as client, client_of(p.url) as alone:
         await ask(client, PROMPT, stream=stream)
         for emptied in (p, d):
@@ -125,10 +120,10 @@ async def test_what_a_tier_of_p_brings_counts_as_cached(
 
 
 async def test_p_keeps_a_state_where_the_client_says_that_prompts_part(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     """Others leave the prompt after 40 tokens; under a salt of its own nothing is cached."""
-    async with proxy_of(*await pair_of_nodes(shared, checkpoints["qwen3_5"])) as client:
+    async with proxy_of(*await pair_of_nodes(shared, model)) as client:
         await ask(client, PROMPT, stream=False, cache_boundaries=[40, 3, 9999, 40])
         other = [*PROMPT[:40], *MORE]
         found = await ask(client, other, stream=False)
@@ -138,11 +133,9 @@ async def test_p_keeps_a_state_where_the_client_says_that_prompts_part(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_each_node_by_itself(
-    shared: Cluster, checkpoints: dict[str, Path], stream: bool
-) -> None:
+async def test_each_node_by_itself(shared: Cluster, model: Path, stream: bool) -> None:
     """Behind a foreign proxy D tells what P had, as our proxy does: the rest was computed."""
-    urls = [node.url for node in await pair_of_nodes(shared, checkpoints["qwen3_5"])]
+    urls = [node.url for node in await pair_of_nodes(shared, model)]
     found, prompt = [], PROMPT
     async with client_of(urls[0]) as p, client_of(urls[1]) as d:
         for turn in range(3):
@@ -155,11 +148,9 @@ async def test_each_node_by_itself(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_without_a_hand_over(
-    shared: Cluster, checkpoints: dict[str, Path], stream: bool
-) -> None:
+async def test_without_a_hand_over(shared: Cluster, model: Path, stream: bool) -> None:
     """A node goes on from where its own answer ended."""
-    node = await shared.start("decode", checkpoints["qwen3_5"], enable_prefix_caching=True)
+    node = await shared.start("decode", model, enable_prefix_caching=True)
     async with client_of(node.url) as client:
         first = await ask(client, PROMPT, stream=stream)
         same = await ask(client, PROMPT, stream=stream)

@@ -69,10 +69,10 @@ CASES = [
 
 
 @pytest.fixture
-def model(checkpoints: dict[str, Path]) -> Iterator[Path]:
+def model(model: Path) -> Iterator[Path]:
     """A folder that every user can read."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = shutil.copytree(checkpoints["qwen3_5"], Path(folder, "model"))
+        copy = shutil.copytree(model, Path(folder, "model"))
         for path in (Path(folder), copy, *copy.iterdir()):
             path.chmod(0o755)
         yield copy

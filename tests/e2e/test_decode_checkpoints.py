@@ -57,16 +57,16 @@ async def test_a_request_starts_from_a_state_kept_while_another_decoded(
 
 @pytest.mark.parametrize(("interval", "hit"), [(INTERVAL, 64), (0, PROMPT)])
 async def test_a_decode_node_keeps_states_behind_what_it_pulled(
-    shared: Cluster, checkpoints: dict[str, Path], interval: int, hit: int
+    shared: Cluster, model: Path, interval: int, hit: int
 ) -> None:
-    p = await shared.start("prefill", checkpoints["qwen3_5"], enable_prefix_caching=True)
+    p = await shared.start("prefill", model, enable_prefix_caching=True)
     d = await shared.start(
         "decode",
-        checkpoints["qwen3_5"],
+        model,
         enable_prefix_caching=True,
         mamba_decode_checkpoint_interval=interval,
     )
-    off = await shared.start("prefill", checkpoints["qwen3_5"])
+    off = await shared.start("prefill", model)
     prompt = text_of(PROMPT, seed=1)
     asked = msgspec.structs.replace(
         request_of(prompt, max_tokens=OUTPUT),
@@ -81,10 +81,9 @@ async def test_a_decode_node_keeps_states_behind_what_it_pulled(
 
 
 async def test_states_kept_in_outputs_that_are_computed_again_are_right_too(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
     """After a preemption the output is computed in chunks, with boundaries inside of them."""
-    model = checkpoints["qwen3_5"]
     on = await cluster.start(
         "prefill",
         model,
@@ -116,12 +115,12 @@ async def test_states_kept_in_outputs_that_are_computed_again_are_right_too(
     ],
 )
 async def test_an_interval_that_could_serve_nobody_is_refused(
-    cluster: Cluster, checkpoints: dict[str, Path], interval: int, caching: bool, words: str
+    cluster: Cluster, model: Path, interval: int, caching: bool, words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         await cluster.start(
             "decode",
-            checkpoints["qwen3_5"],
+            model,
             enable_prefix_caching=caching,
             mamba_decode_checkpoint_interval=interval,
         )

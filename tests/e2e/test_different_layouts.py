@@ -51,13 +51,13 @@ async def test_blocks_of_another_size(
 
 @pytest.mark.parametrize(("p_size", "d_size"), [(16, 32), (48, 16)])
 async def test_damage_is_found_by_the_blocks_of_the_reader(
-    shared: Cluster, checkpoints: dict[str, Path], p_size: int, d_size: int
+    shared: Cluster, model: Path, p_size: int, d_size: int
 ) -> None:
     """The last byte of the first span that is read; and of what is read again, if it is."""
     for times in (1, 2):
         faults = DamagedReads(lambda memory, spans: flip(memory, sum(spans[0][1:]) - 1), times)
-        p = await shared.start("prefill", checkpoints["qwen3_5"], block_size=p_size)
-        d = await shared.start("decode", checkpoints["qwen3_5"], block_size=d_size, faults=faults)
+        p = await shared.start("prefill", model, block_size=p_size)
+        d = await shared.start("decode", model, block_size=d_size, faults=faults)
         prompt = prompt_of(100)
         alone = await generate(p, request_of(prompt))
         pair = await hand_over(p, d, prompt)

@@ -29,10 +29,10 @@ def files_of(folder: Path) -> list[Path]:
 
 
 async def test_every_kind_of_bad_file_is_named(
-    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path
+    cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "tier"
-    files = await filled(cluster, checkpoints["qwen3_5"], folder)
+    files = await filled(cluster, model, folder)
     before = sorted(folder.iterdir())
     findings = examine_folder(folder)
     assert sorted(folder.iterdir()) == before  # the probe is gone

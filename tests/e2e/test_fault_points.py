@@ -44,7 +44,6 @@ from tests.support.nodes.pairs import (
 from tests.support.nodes.processes import Launcher, transport_flag
 from tests.tiers import everyday
 
-FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)
 OTHER = prompt_of(100, salt=9)
 TOKENS = 120
@@ -99,10 +98,10 @@ FAILURES = (
 
 
 async def test_a_handshake_that_fails_costs_a_recompute_and_the_next_one_pulls(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], lease_s=0.6, on_p=faults)
+    p, d = await pair_of_nodes(shared, model, lease_s=0.6, on_p=faults)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -116,9 +115,9 @@ async def test_a_handshake_that_fails_costs_a_recompute_and_the_next_one_pulls(
 
 
 async def test_a_handshake_that_fails_is_a_typed_error_where_nothing_may_be_recomputed(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
-    faults, model = Armed(), checkpoints[FAMILY]
+    faults = Armed()
     p, d = await pair_of_nodes(shared, model, policy="fail", lease_s=0.6, on_p=faults)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
@@ -137,10 +136,10 @@ async def test_a_handshake_that_fails_is_a_typed_error_where_nothing_may_be_reco
 
 @EACH_TRANSPORT
 async def test_a_byte_flipped_after_the_nth_stage_is_read_again(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, model: Path, transport: str
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_d=faults)
+    p, d = await pair_of_nodes(shared, model, transport, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     for nth in range(1, NUM_STAGES + 1):
         flipping = faults.nth(FaultPoint.AFTER_READ, lambda s: flip(s.memory, s.spans[0][1]), nth)
@@ -152,10 +151,10 @@ async def test_a_byte_flipped_after_the_nth_stage_is_read_again(
 
 
 async def test_a_read_that_fails_at_any_stage_costs_a_recompute(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], on_d=faults)
+    p, d = await pair_of_nodes(shared, model, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -173,11 +172,11 @@ async def test_a_read_that_fails_at_any_stage_costs_a_recompute(
 
 @EACH_TRANSPORT
 async def test_blocks_that_p_uses_again_after_the_nth_stage_reach_no_answer(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, model: Path, transport: str
 ) -> None:
     """What was read before may be right: only the record of the lease tells."""
     faults = Armed()
-    p, d = await tight_pair(shared, checkpoints[FAMILY], transfer_config(transport), faults)
+    p, d = await tight_pair(shared, model, transfer_config(transport), faults)
     for nth in range(1, NUM_STAGES + 1):
         cause = await read_while_p_uses_the_blocks_again(p, d, faults, FaultPoint.AFTER_READ, nth)
         assert cause == "late_read"
@@ -185,10 +184,10 @@ async def test_blocks_that_p_uses_again_after_the_nth_stage_reach_no_answer(
 
 @EACH_TRANSPORT
 async def test_blocks_that_p_uses_again_reach_no_answer_without_verification_either(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, model: Path, transport: str
 ) -> None:
     faults, config = Armed(), transfer_config(transport, verify=False)
-    p, d = await tight_pair(shared, checkpoints[FAMILY], config, faults)
+    p, d = await tight_pair(shared, model, config, faults)
     for point in (FaultPoint.BEFORE_READ, FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM):
         assert await read_while_p_uses_the_blocks_again(p, d, faults, point, 1) == "late_read"
 
@@ -257,10 +256,10 @@ async def test_p_killed_after_the_nth_stage_costs_a_recompute_and_no_token(
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 async def test_a_read_that_is_never_confirmed_is_not_used(
-    shared: Cluster, checkpoints: dict[str, Path], policy: str
+    shared: Cluster, model: Path, policy: str
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], policy=policy, on_d=faults)
+    p, d = await pair_of_nodes(shared, model, policy=policy, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -273,12 +272,12 @@ async def test_a_read_that_is_never_confirmed_is_not_used(
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
 async def test_a_lost_answer_to_the_release_frees_p_and_changes_nothing(
-    shared: Cluster, checkpoints: dict[str, Path], verify: bool
+    shared: Cluster, model: Path, verify: bool
 ) -> None:
     """D has read the record of the lease before: nothing depends on the release."""
     faults, config = Armed(), transfer_config("shm", verify=verify)
-    p = await shared.start("prefill", checkpoints[FAMILY], faults=faults)
-    d = await shared.start("decode", checkpoints[FAMILY], kv_transfer_config=config)
+    p = await shared.start("prefill", model, faults=faults)
+    d = await shared.start("decode", model, kv_transfer_config=config)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -313,10 +312,10 @@ RELEASES = (FaultPoint.BEFORE_RELEASE, FaultPoint.AFTER_RELEASE)
 
 @EACH_TRANSPORT
 async def test_a_hand_over_held_at_any_point_changes_nothing_and_delays_nobody_else(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, model: Path, transport: str
 ) -> None:
     """Only other hand-overs between the same nodes wait for their first handshake."""
-    faults, model = Armed(), checkpoints[FAMILY]
+    faults = Armed()
     p, d = await pair_of_nodes(
         shared,
         model,

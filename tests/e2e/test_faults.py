@@ -47,7 +47,6 @@ from tests.support.nodes.engine_thread import run_in_engine
 from tests.support.nodes.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
 from tests.tiers import everyday, l_shape
 
-FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)
 FAILURES = "tandem:kv_verification_failures"
 OTHER_SIZE = 2 * BASE.block_size
@@ -123,9 +122,9 @@ def assert_equal(pair: Generation, alone: Generation) -> None:
 
 @EACH_TRANSPORT
 async def test_without_faults_all_that_was_pulled_is_verified(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, model: Path, transport: str
 ) -> None:
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport)
+    p, d = await pair_of_nodes(shared, model, transport)
     pair = await hand_over(p, d, PROMPT)
     stats = pair.last.kv_transfer
     assert stats is not None
@@ -146,10 +145,10 @@ DAMAGED = pytest.mark.parametrize(
 
 @DAMAGED
 async def test_damage_is_found_and_only_what_it_hit_is_read_again(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str, damage: str
+    shared: Cluster, model: Path, transport: str, damage: str
 ) -> None:
-    faults = DamagedReads(getattr(Places(checkpoints[FAMILY]), damage))
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_d=faults)
+    faults = DamagedReads(getattr(Places(model), damage))
+    p, d = await pair_of_nodes(shared, model, transport, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
@@ -164,10 +163,10 @@ async def test_damage_is_found_and_only_what_it_hit_is_read_again(
 
 @DAMAGED
 async def test_damage_that_comes_again_costs_a_recompute_and_no_token(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str, damage: str
+    shared: Cluster, model: Path, transport: str, damage: str
 ) -> None:
     """The second read brings only what differed; of that, one byte is wrong again."""
-    first = getattr(Places(checkpoints[FAMILY]), damage)
+    first = getattr(Places(model), damage)
 
     def each_time(memory: memoryview, spans: Sequence[Span]) -> None:
         if faults.times:
@@ -176,7 +175,7 @@ async def test_damage_that_comes_again_costs_a_recompute_and_no_token(
             flip(memory, spans[0][1])
 
     faults = DamagedReads(each_time, times=2)
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_d=faults)
+    p, d = await pair_of_nodes(shared, model, transport, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
@@ -189,11 +188,9 @@ async def test_damage_that_comes_again_costs_a_recompute_and_no_token(
     assert_equal(await hand_over(p, d, PROMPT), alone)
 
 
-async def test_policy_fail_turns_damage_into_an_error(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_policy_fail_turns_damage_into_an_error(shared: Cluster, model: Path) -> None:
     faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], policy="fail", on_d=faults)
+    p, d = await pair_of_nodes(shared, model, policy="fail", on_d=faults)
     with pytest.raises(KVLoadError, match="could not be loaded: verification_failed"):
         await hand_over(p, d, PROMPT)
     await settled(p)
@@ -202,10 +199,10 @@ async def test_policy_fail_turns_damage_into_an_error(
 
 @EACH_TRANSPORT
 async def test_bytes_that_become_visible_late_are_read_again(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, model: Path, transport: str
 ) -> None:
     faults = LateBytes()
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_d=faults)
+    p, d = await pair_of_nodes(shared, model, transport, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
@@ -223,10 +220,10 @@ HELD_AT = (FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM)
     ids=str,
 )
 async def test_a_read_that_outlives_its_lease_is_not_believed(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str, point: FaultPoint
+    shared: Cluster, model: Path, transport: str, point: FaultPoint
 ) -> None:
     faults = HeldPull(point)
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_d=faults)
+    p, d = await pair_of_nodes(shared, model, transport, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     params = await prefill(p, PROMPT)
     held = params.remote_request_id
@@ -243,10 +240,10 @@ async def test_a_read_that_outlives_its_lease_is_not_believed(
 
 
 async def test_a_pull_ends_with_its_own_cause_whatever_a_heartbeat_finds_meanwhile(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     faults = HeldPull(FaultPoint.BEFORE_CONFIRM)
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], on_d=faults)
+    p, d = await pair_of_nodes(shared, model, on_d=faults)
     params = await prefill(p, PROMPT)
     held = params.remote_request_id
     assert held is not None
@@ -264,10 +261,10 @@ async def test_a_pull_ends_with_its_own_cause_whatever_a_heartbeat_finds_meanwhi
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 async def test_a_lease_that_ends_while_its_request_waits_for_room(
-    shared: Cluster, checkpoints: dict[str, Path], policy: str
+    shared: Cluster, model: Path, policy: str
 ) -> None:
     """D hears of it before it begins to pull, and does what the policy says all the same."""
-    model, config = checkpoints[FAMILY], transfer_config(policy=policy, lease_s=0.6)
+    config = transfer_config(policy=policy, lease_s=0.6)
     p = await shared.start("prefill", model, kv_transfer_config=config)
     d = await shared.start("decode", model, kv_transfer_config=config, max_num_seqs=1)
     alone = await generate(p, request_of(PROMPT))
@@ -295,10 +292,10 @@ async def test_a_lease_that_ends_while_its_request_waits_for_room(
 
 @pytest.mark.parametrize("point", HELD_AT, ids=str)
 async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
-    shared: Cluster, checkpoints: dict[str, Path], point: FaultPoint
+    shared: Cluster, model: Path, point: FaultPoint
 ) -> None:
     faults = HeldPull(point)
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], on_d=faults)
+    p, d = await pair_of_nodes(shared, model, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     params = await prefill(p, PROMPT)
     held = params.remote_request_id
@@ -319,11 +316,11 @@ async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
 
 @EACH_TRANSPORT
 async def test_p_that_does_not_vouch_for_a_read_costs_a_recompute(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, model: Path, transport: str
 ) -> None:
     faults = Refusing(FaultPoint.BEFORE_DIGESTS, TransportError)
     p, d = await pair_of_nodes(
-        shared, checkpoints[FAMILY], transport, lease_s=0.6, on_p=faults, d_block_size=OTHER_SIZE
+        shared, model, transport, lease_s=0.6, on_p=faults, d_block_size=OTHER_SIZE
     )
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
@@ -333,12 +330,10 @@ async def test_p_that_does_not_vouch_for_a_read_costs_a_recompute(
     await settled(p)
 
 
-async def test_a_p_that_cannot_be_asked_is_met_anew(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_a_p_that_cannot_be_asked_is_met_anew(shared: Cluster, model: Path) -> None:
     """It is read without a question only while it answers."""
     faults = Refusing(FaultPoint.BEFORE_DIGESTS, UnavailableError)
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], on_p=faults, d_block_size=OTHER_SIZE)
+    p, d = await pair_of_nodes(shared, model, on_p=faults, d_block_size=OTHER_SIZE)
     alone = await generate(p, request_of(PROMPT))
     assert_equal(await hand_over(p, d, PROMPT), alone)
     assert recomputed(d) == {"transfer_failed": len(PROMPT)}
@@ -348,11 +343,11 @@ async def test_a_p_that_cannot_be_asked_is_met_anew(
 
 @EACH_TRANSPORT
 async def test_what_p_has_hashed_is_verified_without_a_question(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, model: Path, transport: str
 ) -> None:
     """P would not answer one."""
     faults = Refusing(FaultPoint.BEFORE_DIGESTS, TransportError)
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport, on_p=faults)
+    p, d = await pair_of_nodes(shared, model, transport, on_p=faults)
     alone = await generate(p, request_of(PROMPT))
     params = await prefill(p, PROMPT)
     leases = leases_of(p)
@@ -369,11 +364,11 @@ async def test_what_p_has_hashed_is_verified_without_a_question(
 
 
 async def test_once_p_has_vouched_a_release_that_it_does_not_hear_costs_nothing(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     """But its memory, until the lease runs out."""
     faults = Refusing(FaultPoint.BEFORE_RELEASE, KVTransferParamsError)
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], lease_s=0.6, on_p=faults)
+    p, d = await pair_of_nodes(shared, model, lease_s=0.6, on_p=faults)
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
     assert_equal(pair, alone)
@@ -383,14 +378,12 @@ async def test_once_p_has_vouched_a_release_that_it_does_not_hear_costs_nothing(
     assert counted(p, "vllm:nixl_num_kv_expired_reqs") == 1
 
 
-async def test_verification_can_be_switched_off(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_verification_can_be_switched_off(shared: Cluster, model: Path) -> None:
     """And is what finds the damage: without it nothing is retried or recomputed."""
-    faults = DamagedReads(Places(checkpoints[FAMILY]).flip_attention)
+    faults = DamagedReads(Places(model).flip_attention)
     config = transfer_config("shm", verify=False)
-    p = await shared.start("prefill", checkpoints[FAMILY])
-    d = await shared.start("decode", checkpoints[FAMILY], faults=faults, kv_transfer_config=config)
+    p = await shared.start("prefill", model)
+    d = await shared.start("decode", model, faults=faults, kv_transfer_config=config)
     pair = await hand_over(p, d, PROMPT)
     assert pair.last.was_pulled
     assert faults.hits == counted(d, "tandem:kv_unverified_transfers") == 1

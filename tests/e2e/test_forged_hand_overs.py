@@ -118,10 +118,10 @@ FORGERIES = (
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "not verified"])
 async def test_no_signature_puts_other_bytes_under_a_prompt_s_name(
-    shared: Cluster, checkpoints: dict[str, Path], verify: bool
+    shared: Cluster, model: Path, verify: bool
 ) -> None:
     """The first token is the forger's own affair: it is in no prompt of anybody else."""
-    p, d = await two_nodes(shared, checkpoints["qwen3_5"], transfer_config(verify=verify))
+    p, d = await two_nodes(shared, model, transfer_config(verify=verify))
     forger, fooled = Forger(p), []
     for number, forge in enumerate(FORGERIES):
         victim = list(prompt_of(100, salt=100 + number))
@@ -141,11 +141,11 @@ async def test_no_signature_puts_other_bytes_under_a_prompt_s_name(
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "not verified"])
 async def test_nor_does_one_of_a_turn_that_goes_back(
-    shared: Cluster, checkpoints: dict[str, Path], verify: bool
+    shared: Cluster, model: Path, verify: bool
 ) -> None:
     """D's record vouches for D's tokens; P computes what it asked for."""
     config = both_ways(kv_recompute_threshold=1, verify_transfers=verify)
-    p, d = await two_nodes(shared, checkpoints["qwen3_5"], config)
+    p, d = await two_nodes(shared, model, config)
     own = await prefill_over_http(p.url, OTHER)
     kept = (await ask(d.url, question(OTHER, kv_transfer_params=own))).body["kv_transfer_params"]
     num_kept = kept["remote_num_tokens"]

@@ -50,19 +50,19 @@ async def test_tokens_and_logprobs_are_bit_equal_to_one_node(
 
 
 async def test_the_first_token_may_be_the_last_and_then_nothing_is_pulled(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
-    p = await shared.start("prefill", checkpoints["qwen3_5"])
-    d = await shared.start("decode", checkpoints["qwen3_5"])
+    p = await shared.start("prefill", model)
+    d = await shared.start("decode", model)
     await check_one_token_moves_nothing(p, d)
     await settled(p)
 
 
 async def test_a_killed_prefill_node_costs_a_recompute_and_no_token(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
-    p = await cluster.start("prefill", checkpoints["qwen3_5"])
-    d = await cluster.start("decode", checkpoints["qwen3_5"])
+    p = await cluster.start("prefill", model)
+    d = await cluster.start("decode", model)
     prompt = prompt_of(100)
     params = await prefill(p, prompt)
     await p.close()
@@ -82,24 +82,21 @@ async def test_policy_fail_turns_an_unreachable_peer_into_an_error(
 
 
 async def test_a_lease_that_nobody_claims_ends_and_gives_its_memory_back(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     config = transfer_config(lease_s=0.3)
-    p = await shared.start("prefill", checkpoints["qwen3_5"], kv_transfer_config=config)
+    p = await shared.start("prefill", model, kv_transfer_config=config)
     params = await prefill(p, prompt_of(30))
     assert p.engine.core.scheduler.num_held == 1
     await settled(p)
-    d = await shared.start("decode", checkpoints["qwen3_5"])
+    d = await shared.start("decode", model)
     late = await generate(d, request_of(prompt_of(30), GREEDY, params))
     assert late.token_ids == (await generate(p, request_of(prompt_of(30)))).token_ids
     assert not late.last.was_pulled
 
 
-async def test_a_lease_is_renewed_while_its_request_waits(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_a_lease_is_renewed_while_its_request_waits(shared: Cluster, model: Path) -> None:
     """As often as P's lease needs, whatever D would grant; D is full for two leases of P's."""
-    model = checkpoints["qwen3_5"]
     p = await shared.start("prefill", model, kv_transfer_config=transfer_config(lease_s=1.5))
     d = await shared.start(
         "decode",
@@ -117,9 +114,9 @@ async def test_a_lease_is_renewed_while_its_request_waits(
 
 
 async def test_an_answer_of_p_that_nobody_takes_ends_its_lease(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
-    p = await shared.start("prefill", checkpoints["qwen3_5"])
+    p = await shared.start("prefill", model)
     request = request_of(prompt_of(40), GREEDY, REMOTE_DECODE)
     asked = asyncio.ensure_future(anext(p.engine.generate(request)))
     await asyncio.sleep(0)
@@ -134,10 +131,10 @@ async def test_an_answer_of_p_that_nobody_takes_ends_its_lease(
 
 
 async def test_cancelled_requests_leave_nothing_on_either_node(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
-    p = await shared.start("prefill", checkpoints["qwen3_5"])
-    d = await shared.start("decode", checkpoints["qwen3_5"])
+    p = await shared.start("prefill", model)
+    d = await shared.start("decode", model)
     await cancel_behind_the_first_token(p, d)
     await settled(d)
     await settled(p)
@@ -206,10 +203,10 @@ async def test_eight_at_once_agree_with_one_at_a_time(
     "change", [{"cache_salt": "theirs"}, {"prompt_token_ids": prompt_of(31)[1:]}]
 )
 async def test_another_prompt_or_salt_is_refused_and_the_right_one_still_taken(
-    shared: Cluster, checkpoints: dict[str, Path], change: dict[str, object]
+    shared: Cluster, model: Path, change: dict[str, object]
 ) -> None:
-    p = await shared.start("prefill", checkpoints["qwen3_5"])
-    d = await shared.start("decode", checkpoints["qwen3_5"])
+    p = await shared.start("prefill", model)
+    d = await shared.start("decode", model)
     asked = msgspec.structs.replace(request_of(prompt_of(30)), cache_salt="ours")
     decode_there = msgspec.structs.replace(asked, kv_transfer_params=REMOTE_DECODE)
     params = (await generate(p, decode_there)).last.kv_transfer_params

@@ -58,7 +58,6 @@ from tests.support.nodes.turns import (
     take_turn,
 )
 
-FAMILY = "qwen3_5"
 PROMPT = prompt_of(60, salt=4)
 CROWD = 64
 SILENT = 60
@@ -69,12 +68,10 @@ GARBAGE = (b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95.", b"PRI * 
 # --- by the dozen --------------------------------------------------------------------------------
 
 
-async def test_64_decode_nodes_shake_hands_at_once(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_64_decode_nodes_shake_hands_at_once(cluster: Cluster, model: Path) -> None:
     """Each with an incarnation and a mapping of its own."""
-    p = await cluster.start("prefill", checkpoints[FAMILY])
-    d = await cluster.start("decode", checkpoints[FAMILY])
+    p = await cluster.start("prefill", model)
+    d = await cluster.start("decode", model)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -112,13 +109,11 @@ def registry_of(
     return registry
 
 
-async def test_64_requests_at_once_shake_hands_once(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_64_requests_at_once_shake_hands_once(cluster: Cluster, model: Path) -> None:
     faults = HeldPull(FaultPoint.BEFORE_HANDSHAKE)
     config = transfer_config(control_s=30.0)
-    p = await cluster.start("prefill", checkpoints[FAMILY], faults=faults)
-    d = await cluster.start("decode", checkpoints[FAMILY], kv_transfer_config=config)
+    p = await cluster.start("prefill", model, faults=faults)
+    d = await cluster.start("decode", model, kv_transfer_config=config)
     alone = await generate(p, request_of(PROMPT))
     held = [await prefill(p, PROMPT) for _ in range(CROWD)]
     waiting = [asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, one))) for one in held]
@@ -137,10 +132,10 @@ async def test_64_requests_at_once_shake_hands_once(
 
 
 async def test_garbage_and_open_connections_on_the_control_port_hinder_nobody(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
-    p = await cluster.start("prefill", checkpoints[FAMILY])
-    d = await cluster.start("decode", checkpoints[FAMILY])
+    p = await cluster.start("prefill", model)
+    d = await cluster.start("decode", model)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -156,9 +151,9 @@ async def test_garbage_and_open_connections_on_the_control_port_hinder_nobody(
 
 @pytest.mark.parametrize("drop", [b"", b"\x00"], ids=["silent", "a byte at a time"])
 async def test_a_handshake_that_takes_for_ever_is_bounded_and_delays_no_other(
-    cluster: Cluster, checkpoints: dict[str, Path], drop: bytes
+    cluster: Cluster, model: Path, drop: bytes
 ) -> None:
-    model, config = checkpoints[FAMILY], transfer_config(control_s=PATIENCE_S)
+    config = transfer_config(control_s=PATIENCE_S)
     p = await cluster.start("prefill", model)
     d = await cluster.start("decode", model, kv_transfer_config=config)
     alone = await generate(p, request_of(PROMPT))
@@ -200,10 +195,10 @@ async def dripping(drop: bytes) -> AsyncIterator[int]:
 
 
 async def test_silent_addresses_by_the_dozen_delay_neither_known_peers_nor_a_new_one(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
     """The new one comes last, and waits for no more than two timeouts."""
-    model, config = checkpoints[FAMILY], transfer_config(control_s=PATIENCE_S)
+    config = transfer_config(control_s=PATIENCE_S)
     p, late = [await cluster.start("prefill", model) for _ in range(2)]
     d = await cluster.start("decode", model, kv_transfer_config=config)
     alone = await generate(p, request_of(PROMPT))
@@ -246,14 +241,13 @@ def test_an_address_that_was_silent_is_not_asked_at_once_and_many_are_not_rememb
 
 
 async def test_a_peer_that_lies_costs_a_recompute_or_a_typed_error(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
     """It stands beside an honest node; what it says of its memory points into that node's.
 
     Or into its own, under that node's name. It is asked for digests, as that node cuts its blocks
     differently.
     """
-    model = checkpoints[FAMILY]
     p = await cluster.start("prefill", model, block_size=2 * BASE.block_size)
     nodes = [
         await cluster.start(
@@ -329,9 +323,9 @@ def signed_lies(true: KVTransferParams) -> dict[str, dict[str, object]]:
 
 
 async def test_a_peer_that_lies_about_the_turn_before_costs_a_recompute(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints[FAMILY], both_ways(kv_recompute_threshold=1))
+    p, d = await pair_of_nodes(cluster, model, both_ways(kv_recompute_threshold=1))
     first = await take_turn(p, d, PROMPT)
     prompt = next_prompt(first)
     alone = await generate(d, request_of(prompt))

@@ -25,7 +25,6 @@ from tests.support.nodes.pairs import prompt_of
 from tests.support.nodes.processes import CLUSTER_TOKEN
 from tests.support.nodes.turns import both_ways, skipped
 
-FAMILY = "qwen3_5"
 AT_LEAST = 200
 
 
@@ -53,9 +52,9 @@ async def kept_turn(p: NodeServer, d: NodeServer) -> tuple[list[int], dict[str, 
 
 
 async def test_what_no_node_signed_is_a_400_and_the_true_object_still_pulls(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
-    p, d = await two_nodes(shared, checkpoints[FAMILY])
+    p, d = await two_nodes(shared, model)
     prompt, valid = await kept_turn(p, d)
     seed = secrets.randbelow(2**32)
     print(f"seed of hostile_returns: {seed}")
@@ -85,10 +84,10 @@ async def test_what_no_node_signed_is_a_400_and_the_true_object_still_pulls(
     ["other_tokens", "not_longer", "mismatched", "foreign", "expired", "peer_unreachable"],
 )
 async def test_what_a_node_signed_and_nobody_holds_is_computed(
-    shared: Cluster, checkpoints: dict[str, Path], cause: str
+    shared: Cluster, model: Path, cause: str
 ) -> None:
     """`mismatched`: the tokens are right, and D's state stands one token behind them."""
-    p, d = await two_nodes(shared, checkpoints[FAMILY])
+    p, d = await two_nodes(shared, model)
     prompt, valid = await kept_turn(p, d)
     shorter = prompt_digest(prompt[: valid["remote_num_tokens"] - 1])
     params = outdated_returns(valid, shorter, CLUSTER_TOKEN)[cause]

@@ -72,13 +72,11 @@ def held(node: NodeServer) -> Announced:
     return found
 
 
-async def test_a_snapshot_is_what_the_cache_holds(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_a_snapshot_is_what_the_cache_holds(cluster: Cluster, model: Path) -> None:
     nodes = [
         await cluster.start(
             kind,
-            checkpoints["qwen3_5"],
+            model,
             enable_prefix_caching=True,
             block_size=64,
             kv_events_config=PUBLISHES,

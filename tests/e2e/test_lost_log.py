@@ -97,15 +97,16 @@ def log_on_a_disk(folder: Path) -> Iterator[tuple[Path, Callable[[], None]]]:
     ],
 )
 async def test_a_hand_over_without_a_log(
-    checkpoints: dict[str, Path], tmp_path: Path, kind_of_log: KindOfLog, at_start: bool
+    model: Path, tmp_path: Path, kind_of_log: KindOfLog, at_start: bool
 ) -> None:
-    model = str(checkpoints["qwen3_5"])
     servers: list[ServerProcess] = []
     with kind_of_log(tmp_path) as (log, lose):
         try:
             if at_start:
                 lose()
-            p, d = (fork(kind, log, model, *NODE_FLAGS) for kind in ("prefill_node", "decode_node"))
+            p, d = (
+                fork(kind, log, str(model), *NODE_FLAGS) for kind in ("prefill_node", "decode_node")
+            )
             servers += [p, d]
             servers.append(proxy := fork("proxy", log, "--prefill", p.url, "--decode", d.url))
             for server in servers:

@@ -16,17 +16,16 @@ from tests.support.nodes.accounts import Account, claims_of
 from tests.support.nodes.cluster import Cluster, generate, transfer_config, until
 from tests.support.nodes.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 
-FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)
 
 
 @pytest.mark.parametrize("point", [None, FaultPoint.BEFORE_READ, FaultPoint.BEFORE_CONFIRM])
 async def test_an_aborted_owner_costs_at_most_a_recompute(
-    cluster: Cluster, checkpoints: dict[str, Path], point: FaultPoint | None
+    cluster: Cluster, model: Path, point: FaultPoint | None
 ) -> None:
     """Before D comes, or while it reads."""
     faults = HeldPull(point or FaultPoint.BEFORE_READ, nth=99 if point is None else 2)
-    model, config = checkpoints[FAMILY], transfer_config("nixl")
+    config = transfer_config("nixl")
     p = await cluster.start("prefill", model, kv_transfer_config=config)
     d = await cluster.start("decode", model, faults=faults, kv_transfer_config=config)
     alone = await generate(p, request_of(PROMPT))

@@ -60,13 +60,13 @@ async def test_preempted_requests_end_with_the_tokens_of_requests_run_alone(
 
 
 async def test_a_prefill_node_full_of_leases_goes_on_when_they_end(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
-    d = await shared.start("decode", checkpoints["qwen3_5"])
+    d = await shared.start("decode", model)
     p = await shared.start(
         "prefill",
-        checkpoints["qwen3_5"],
-        kv_cache_memory_bytes=arena_for(checkpoints["qwen3_5"], LONGEST, 2),
+        model,
+        kv_cache_memory_bytes=arena_for(model, LONGEST, 2),
     )
     expected = [await hand_over(p, d, prompt) for prompt in PROMPTS]
     together = await hand_over_all(p, d, PROMPTS, GREEDY)

@@ -16,10 +16,10 @@ PROMPTS = tuple(prompt_of(90, salt=number) for number in range(4))
 
 
 @pytest.fixture
-def turned(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+def turned(model: Path, tmp_path: Path) -> Path:
     """A copy of the Qwen3.5 checkpoint whose attention rotates by another base."""
     folder = tmp_path / "turned"
-    shutil.copytree(checkpoints["qwen3_5"], folder)
+    shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
     assert config["rope_parameters"]["rope_theta"] == 10000.0
     config["rope_parameters"]["rope_theta"] = 2.0
@@ -32,10 +32,10 @@ async def answers(node: NodeServer) -> list[list[int]]:
 
 
 async def test_nothing_is_pulled_from_a_node_whose_config_differs(
-    cluster: Cluster, checkpoints: dict[str, Path], turned: Path
+    cluster: Cluster, model: Path, turned: Path
 ) -> None:
     config = transfer_config()
-    p = await cluster.start("prefill", checkpoints["qwen3_5"], kv_transfer_config=config)
+    p = await cluster.start("prefill", model, kv_transfer_config=config)
     d = await cluster.start("decode", turned, kv_transfer_config=config)
     alone = await answers(d)
     assert alone != await answers(p)
@@ -51,11 +51,11 @@ async def test_nothing_is_pulled_from_a_node_whose_config_differs(
 
 
 async def test_a_folder_of_another_config_is_not_read(
-    cluster: Cluster, checkpoints: dict[str, Path], turned: Path, tmp_path: Path
+    cluster: Cluster, model: Path, turned: Path, tmp_path: Path
 ) -> None:
     disk = {"disk_path": str(tmp_path / "folder"), "disk_bytes": 64 * MIB}
     config = tier_config(host_bytes=4 * MIB, **disk)
-    before = await start_with_tiers(cluster, checkpoints["qwen3_5"], config)
+    before = await start_with_tiers(cluster, model, config)
     await answers(before)
     await tiers_settled(before)
     await before.close()

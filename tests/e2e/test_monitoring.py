@@ -68,9 +68,7 @@ async def labels_by_metric(urls: list[str]) -> dict[str, set[str]]:
 
 
 @pytest.fixture
-async def known(
-    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path
-) -> dict[str, set[str]]:
+async def known(cluster: Cluster, model: Path, tmp_path: Path) -> dict[str, set[str]]:
     """What a real P, a real D with tiers, and a proxy tell after one request."""
     children = [
         {"kv_connector": "PdConnector"},
@@ -93,7 +91,7 @@ async def known(
     p, d = [
         await cluster.start(
             kind,
-            checkpoints["qwen3_5"],
+            model,
             served_model_name=("tiny",),
             enable_prefix_caching=True,
             kv_transfer_config=tiers,

@@ -110,9 +110,9 @@ async def test_a_tier_keeps_nothing_of_a_chunk_that_a_peer_sent_in_part(
 
 
 async def test_the_child_whose_tokens_are_worth_most_goes_first(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
-    model, config = checkpoints["qwen3_5"], both(load_weight=100.0)
+    config = both(load_weight=100.0)
     p = await cluster.start("prefill", model, enable_prefix_caching=True)
     d = await cluster.start("decode", model, enable_prefix_caching=True, kv_transfer_config=config)
     first = await hand_over(p, d, LONGER)

@@ -25,10 +25,8 @@ async def described(node: NodeServer) -> NodeInfo:
         await client.close()
 
 
-async def test_rates_are_measured_where_the_work_is_done(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
-    p, d = await pair_of_nodes(cluster, checkpoints["qwen3_5"])
+async def test_rates_are_measured_where_the_work_is_done(cluster: Cluster, model: Path) -> None:
+    p, d = await pair_of_nodes(cluster, model)
     before = [await described(node) for node in (p, d)]
     assert {info.prefill_tokens_per_s + info.link_bytes_per_s for info in before} == {0.0}
     await hand_over(p, d, prompt_of(300), max_tokens=20)
@@ -55,10 +53,8 @@ async def test_sizes_are_those_of_all_groups(shared: Cluster, checkpoints: dict[
         assert info.kv_events is None
 
 
-async def test_prompts_that_wait_are_counted_in_tokens(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
-    node = await cluster.start("prefill", checkpoints["qwen3_5"], max_num_seqs=1)
+async def test_prompts_that_wait_are_counted_in_tokens(cluster: Cluster, model: Path) -> None:
+    node = await cluster.start("prefill", model, max_num_seqs=1)
     scheduler = node.engine.core.scheduler
     long = node.engine.generate(request_of(prompt_of(30), max_tokens=100))
     async with aclosing(long) as first:
@@ -71,8 +67,8 @@ async def test_prompts_that_wait_are_counted_in_tokens(
     assert scheduler.num_waiting_tokens == 0
 
 
-async def test_the_layout_is_a_metric(shared: Cluster, checkpoints: dict[str, Path]) -> None:
-    node = await shared.start("prefill", checkpoints["qwen3_5"])
+async def test_the_layout_is_a_metric(shared: Cluster, model: Path) -> None:
+    node = await shared.start("prefill", model)
     plan = node.engine.core.scheduler.cache.plan
     (family,) = [
         found for found in node.metrics.registry.collect() if found.name == "vllm:cache_config_info"
@@ -87,10 +83,8 @@ async def test_the_layout_is_a_metric(shared: Cluster, checkpoints: dict[str, Pa
     assert plan.units_for(num_tokens) <= plan.num_units < plan.units_for(num_tokens + 17)
 
 
-async def test_units_are_told_by_what_they_hold(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
-    node = await shared.start("prefill", checkpoints["qwen3_5"], enable_prefix_caching=True)
+async def test_units_are_told_by_what_they_hold(shared: Cluster, model: Path) -> None:
+    node = await shared.start("prefill", model, enable_prefix_caching=True)
     cache = node.engine.core.scheduler.cache
     empty = (await described(node)).arena
     assert empty is not None and empty.num_units == cache.plan.num_units

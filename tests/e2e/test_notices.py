@@ -21,7 +21,6 @@ from tests.support.nodes.accounts import Account, leases_of
 from tests.support.nodes.cluster import Cluster, generate
 from tests.support.nodes.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 
-FAMILY = "qwen3_5"
 PROMPT = prompt_of(60, salt=4)
 S = 10.0
 Reply = TypeVar("Reply")
@@ -58,10 +57,8 @@ async def pair_at_rest(cluster: Cluster, model: Path) -> tuple[NodeServer, NodeS
     return p, d, await Account.open(p, d)
 
 
-async def test_a_release_that_comes_twice_frees_once(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
-    p, d, account = await pair_at_rest(cluster, checkpoints[FAMILY])
+async def test_a_release_that_comes_twice_frees_once(cluster: Cluster, model: Path) -> None:
+    p, d, account = await pair_at_rest(cluster, model)
     alone = await generate(p, request_of(PROMPT))
     params, other = [await prefill(p, PROMPT) for _ in range(2)]
     with control_of(p) as client:
@@ -74,10 +71,8 @@ async def test_a_release_that_comes_twice_frees_once(
     await account.close()
 
 
-async def test_a_release_of_nothing_ends_nothing(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
-    p, d, account = await pair_at_rest(cluster, checkpoints[FAMILY])
+async def test_a_release_of_nothing_ends_nothing(cluster: Cluster, model: Path) -> None:
+    p, d, account = await pair_at_rest(cluster, model)
     params = await prefill(p, PROMPT)
     assert params.remote_request_id == "r-2"
     with control_of(p) as client:
@@ -92,11 +87,9 @@ async def test_a_release_of_nothing_ends_nothing(
     await account.close()
 
 
-async def test_a_name_that_begins_another_name_means_itself(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_a_name_that_begins_another_name_means_itself(cluster: Cluster, model: Path) -> None:
     """`r-1` and `r-10`, as node and label; generations alone could not tell them apart."""
-    p, d, account = await pair_at_rest(cluster, checkpoints[FAMILY])
+    p, d, account = await pair_at_rest(cluster, model)
     held = [await prefill(p, PROMPT) for _ in range(15)]
     first, last = held[0], held[-1]
     assert (first.remote_request_id, last.remote_request_id) == ("r-2", "r-10")
@@ -114,10 +107,10 @@ async def test_a_name_that_begins_another_name_means_itself(
 
 
 async def test_what_was_said_once_has_no_effect_when_it_is_said_again_later(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
     """Every message of a hand-over that is over, while another one lives."""
-    p, d, account = await pair_at_rest(cluster, checkpoints[FAMILY])
+    p, d, account = await pair_at_rest(cluster, model)
     over, living = [await prefill(p, PROMPT) for _ in range(2)]
     await generate(d, request_of(PROMPT, GREEDY, over))
     engine_id, name = over.remote_engine_id, over.remote_request_id

@@ -119,9 +119,8 @@ async def test_the_longest_prefix_that_is_good_in_all_groups_is_kept(
 
 
 async def test_a_load_that_takes_too_long_is_computed_and_no_other_waits_for_the_disk(
-    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path
+    cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
-    model = checkpoints["qwen3_5"]
     plain = await fill(cluster, model, tmp_path)
     node = await start(cluster, model, tmp_path, fault="hanging", load_timeout_seconds=0.2)
     assert_same(await generate(node, request_of(PROMPT)), plain)

@@ -180,13 +180,9 @@ async def test_two_nodes_that_evict_each_other_s_files(
 
 
 async def test_a_full_disk_is_no_tier_until_it_has_room_again(
-    cluster: Cluster,
-    checkpoints: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "FIRST_PAUSE_S", 0.2)
-    model = checkpoints["qwen3_5"]
     expected = await plain_answers(cluster, model, "qwen3_5")
     with capture_logs() as logs:
         node = await start(cluster, model, tmp_path, "both", fault="ENOSPC")

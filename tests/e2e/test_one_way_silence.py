@@ -23,7 +23,6 @@ from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, tra
 from tests.support.nodes.pairs import GREEDY, prefill, prompt_of, request_of
 from tests.tiers import l_shape
 
-FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)
 PATIENCE_S = 0.5
 LEASE_S = 1.5
@@ -48,14 +47,14 @@ def impatient(policy: str) -> KVTransferConfig:
     l_shape(("there", "back"), ("recompute", "fail"), corner=("back", "recompute")),
 )
 async def test_silence_in_one_direction_is_bounded_and_changes_no_token(
-    cluster: Cluster, checkpoints: dict[str, Path], direction: str, policy: str
+    cluster: Cluster, model: Path, direction: str, policy: str
 ) -> None:
     """It begins somewhere between the handshake and the end of the read, and ends.
 
     D cuts its blocks differently, and so P is asked for digests. P may have been asked, and may
     have answered, by then; what D reads does not go that way.
     """
-    model, faults, config = checkpoints[FAMILY], Armed(), impatient(policy)
+    faults, config = Armed(), impatient(policy)
     p = await cluster.start("prefill", model, faults=faults, kv_transfer_config=config)
     d = await cluster.start(
         "decode", model, faults=faults, block_size=D_BLOCK_SIZE, kv_transfer_config=config
@@ -116,10 +115,10 @@ async def pull(p: NodeServer, d: NodeServer, relay: Relay, alone: Generation) ->
 
 
 async def test_renewals_that_are_lost_on_their_way_cost_a_recompute(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
     """The read stands still until P has given its lease up."""
-    model, faults, config = checkpoints[FAMILY], Armed(), impatient("recompute")
+    faults, config = Armed(), impatient("recompute")
     p = await cluster.start("prefill", model, kv_transfer_config=config)
     d = await cluster.start("decode", model, faults=faults, kv_transfer_config=config)
     alone = await generate(p, request_of(PROMPT))

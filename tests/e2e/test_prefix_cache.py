@@ -139,8 +139,8 @@ async def test_all_at_once_under_pressure(
     await settled(on)
 
 
-async def test_salts_share_nothing(shared: Cluster, checkpoints: dict[str, Path]) -> None:
-    on, _ = await pair_of_nodes(shared, checkpoints["qwen3_5"], ROOMY)
+async def test_salts_share_nothing(shared: Cluster, model: Path) -> None:
+    on, _ = await pair_of_nodes(shared, model, ROOMY)
     prompt = conversation_prompts(Random(1), 1)[0] * 4
     hits = []
     for salt in ("a", "b", None, "a"):

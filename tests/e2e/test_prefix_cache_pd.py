@@ -121,12 +121,10 @@ async def test_hand_overs_under_pressure_equal_one_node_without_caching(
     await settled(d)
 
 
-async def test_local_and_remote_requests_meet_on_one_node(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_local_and_remote_requests_meet_on_one_node(shared: Cluster, model: Path) -> None:
     """The skip belongs to a request: on D, in the same batch, local ones keep every Mamba rule."""
-    p, d = await pair_of_nodes(shared, checkpoints["qwen3_5"])
-    alone = await shared.start("prefill", checkpoints["qwen3_5"])
+    p, d = await pair_of_nodes(shared, model)
+    alone = await shared.start("prefill", model)
     prompt = prompt_of(100)
     await hand_over(p, d, prompt)
     tails = [(*prompt[:96], *prompt_of(9, seed)) for seed in range(6)]
@@ -139,13 +137,11 @@ async def test_local_and_remote_requests_meet_on_one_node(
 
 
 async def test_a_failed_pull_falls_to_the_longest_prefix_of_all_groups(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
     config = transfer_config(lease_s=0.3)
-    p = await cluster.start(
-        "prefill", checkpoints["qwen3_5"], enable_prefix_caching=True, kv_transfer_config=config
-    )
-    d = await cluster.start("decode", checkpoints["qwen3_5"], enable_prefix_caching=True)
+    p = await cluster.start("prefill", model, enable_prefix_caching=True, kv_transfer_config=config)
+    d = await cluster.start("decode", model, enable_prefix_caching=True)
     prompt = prompt_of(100)
     local = await generate(d, request_of(prompt))
     longer = (*prompt, *prompt_of(30, seed=8))

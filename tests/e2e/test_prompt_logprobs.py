@@ -41,9 +41,9 @@ def _comparable(body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=len)
 async def test_an_echo_has_the_logprobs_of_transformers(
-    served: ServedCluster, checkpoints: dict[str, Path], prompt: list[int]
+    served: ServedCluster, model: Path, prompt: list[int]
 ) -> None:
-    reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoints["qwen3_5"]).eval()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     scored = torch.log_softmax(reference_logits(reference, prompt), dim=-1)[:-1]
     expected = scored.gather(-1, torch.tensor(prompt[1:], dtype=torch.int64).unsqueeze(-1))
     asked = question(prompt, echo=True, logprobs=2, return_tokens_as_token_ids=True)

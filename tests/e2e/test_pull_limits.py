@@ -25,12 +25,12 @@ def one_at_a_time(policy: str) -> KVTransferConfig:
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 async def test_a_pull_too_many_delays_none_and_leaves_nothing(
-    shared: Cluster, checkpoints: dict[str, Path], policy: str
+    shared: Cluster, model: Path, policy: str
 ) -> None:
     held = HeldPull(FaultPoint.BEFORE_READ)
-    p = await shared.start("prefill", checkpoints["qwen3_5"])
+    p = await shared.start("prefill", model)
     config = one_at_a_time(policy)
-    d = await shared.start("decode", checkpoints["qwen3_5"], faults=held, kv_transfer_config=config)
+    d = await shared.start("decode", model, faults=held, kv_transfer_config=config)
     prompts = [prompt_of(60, salt=salt) for salt in range(3)]
     alone = [await generate(p, request_of(prompt)) for prompt in prompts]
     requests = [request_of(prompt, params=await prefill(p, prompt)) for prompt in prompts]

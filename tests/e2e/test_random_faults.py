@@ -36,7 +36,6 @@ from tests.tiers import everyday
 SEED = 20_261_126
 RUNS = 120
 MANY = {"shm": 1_320, "nixl": 240, "ucx": 240, "zmq": 240}
-FAMILY = "qwen3_5"
 STAGE_BYTES = 16 << 10
 LEASE_S = 4.0
 CONTROL_S = 10.0
@@ -184,19 +183,17 @@ async def start_chaos(
 
 @pytest.mark.parametrize("transport", everyday(("shm", "nixl"), ("nixl",)))
 async def test_random_faults_never_change_a_token(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
+    cluster: Cluster, model: Path, transport: str
 ) -> None:
-    check_coverage(await check(cluster, checkpoints[FAMILY], transport, SEED, range(RUNS)))
+    check_coverage(await check(cluster, model, transport, SEED, range(RUNS)))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_nor_do_thousands_of_others(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str
-) -> None:
+async def test_nor_do_thousands_of_others(cluster: Cluster, model: Path, transport: str) -> None:
     seed = SystemRandom().randrange(10**9)
-    await check(cluster, checkpoints[FAMILY], transport, seed, range(MANY[transport]))
+    await check(cluster, model, transport, seed, range(MANY[transport]))
 
 
 async def check(cluster: Cluster, model: Path, transport: str, seed: int, runs: range) -> Chaos:

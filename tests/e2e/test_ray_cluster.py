@@ -34,14 +34,14 @@ proxy: {port: 0}
 
 
 @pytest.fixture(scope="module")
-def report(checkpoints: dict[str, Path]) -> Report:
+def report(model: Path) -> Report:
     """One run of the driver, on which several tests look."""
     before = orphans()
     done = subprocess.run(
         [
             sys.executable,
             str(ROOT / "tests/support/nodes/ray_driver.py"),
-            str(checkpoints["qwen3_5"]),
+            str(model),
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -137,9 +137,9 @@ class Up:
 
 
 @pytest.fixture
-def up(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[Up]:
+def up(model: Path, tmp_path: Path) -> Iterator[Up]:
     """A cluster file beside its model, started from elsewhere; stopped in any case."""
-    (tmp_path / "model").symlink_to(checkpoints["qwen3_5"])
+    (tmp_path / "model").symlink_to(model)
     (tmp_path / "cluster.yaml").write_text(CLUSTER)
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     log = tmp_path / "up.log"

@@ -11,15 +11,15 @@ from connector.pd.decode.peer_registry import Peer, PeerRegistry
 from connector.transports.base import SpanPair
 from engine.errors import TransportError
 from serving.node.server import NodeServer
-from tests.e2e.test_handshakes import FAMILY, registry_of
+from tests.e2e.test_handshakes import registry_of
 from tests.support.nodes.accounts import claims_of
 from tests.support.nodes.cluster import Cluster
 
 
 async def test_an_old_use_that_ends_while_the_next_handshake_connects_leaves_it_the_mapping(
-    cluster: Cluster, checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p = await cluster.start("prefill", checkpoints[FAMILY])
+    p = await cluster.start("prefill", model)
     connected, go = threading.Event(), threading.Event()
     with ExitStack() as stack:
         registry = registry_of(stack, claims_of(p)._peers._identity(), 0)
@@ -45,9 +45,9 @@ async def test_an_old_use_that_ends_while_the_next_handshake_connects_leaves_it_
 
 
 async def test_the_last_use_of_a_mapping_closes_it_in_whatever_order(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
-    p = await cluster.start("prefill", checkpoints[FAMILY])
+    p = await cluster.start("prefill", model)
     with ExitStack() as stack:
         registry = registry_of(stack, claims_of(p)._peers._identity(), 0)
         first = await met(registry, p)

@@ -36,11 +36,9 @@ async def cached(node: NodeServer) -> int:
     return done.last.num_cached_tokens
 
 
-async def test_a_node_forgets_and_its_events_say_so(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_a_node_forgets_and_its_events_say_so(cluster: Cluster, model: Path) -> None:
     events = KVEventsConfig(enable_kv_cache_events=True)
-    node = await cluster.start("decode", checkpoints["qwen3_5"], kv_events_config=events, **ON)
+    node = await cluster.start("decode", model, kv_events_config=events, **ON)
     assert [await cached(node), await cached(node)] == [0, 64]
     info = (await described(node)).kv_events
     assert info is not None and snapshot_of(info)[1]
@@ -53,9 +51,9 @@ async def test_a_node_forgets_and_its_events_say_so(
 
 
 async def test_a_running_request_goes_on_and_the_caller_hears_why_nothing_happened(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
-    node = await cluster.start("decode", checkpoints["qwen3_5"], **ON)
+    node = await cluster.start("decode", model, **ON)
     long = request_of(PROMPT, msgspec.structs.replace(GREEDY, max_tokens=200))
     stream = node.engine.generate(long)
     first = await anext(stream)
@@ -69,12 +67,10 @@ async def test_a_running_request_goes_on_and_the_caller_hears_why_nothing_happen
 
 
 async def test_what_the_arena_had_alone_does_not_go_down_a_tier(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
     config = tier_config(host_bytes=3 * MIB)
-    node = await start_with_tiers(
-        cluster, checkpoints["qwen3_5"], config, enable_reset_prefix_cache=True
-    )
+    node = await start_with_tiers(cluster, model, config, enable_reset_prefix_cache=True)
     assert await cached(node) == 0
     assert (await reset(node.url))[0] == 200
     await tiers_settled(node)
@@ -83,10 +79,10 @@ async def test_what_the_arena_had_alone_does_not_go_down_a_tier(
 
 
 async def test_a_proxy_resets_all_nodes_or_names_those_that_refuse(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
-    p = await cluster.start("prefill", checkpoints["qwen3_5"], **ON)
-    d = await cluster.start("decode", checkpoints["qwen3_5"], enable_prefix_caching=True)
+    p = await cluster.start("prefill", model, **ON)
+    d = await cluster.start("decode", model, enable_prefix_caching=True)
     config = ProxyConfig(prefill=(p.url,), decode=(d.url,), port=0, enable_reset_prefix_cache=True)
     assert (await reset(d.url))[0] == 404
     async with running_proxy(config) as base, client_of(base):

@@ -47,14 +47,14 @@ async def replace(
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 async def test_promises_of_the_old_incarnation_are_refused_and_those_of_the_new_one_hold(
-    cluster: Cluster, checkpoints: dict[str, Path], policy: str
+    cluster: Cluster, model: Path, policy: str
 ) -> None:
     """Both have a request of the same name; D was connected to the old one, or never was.
 
     Who never was hears it from the handshake; who was reads, and hears that nobody vouches for it.
     Either can compute the prompt.
     """
-    model, port = checkpoints[FAMILY], free_port()
+    port = free_port()
     config = transfer_config(policy=policy)
     p = await cluster.start("prefill", model, grpc_port=port)
     known, fresh = [
@@ -138,10 +138,10 @@ async def test_a_restart_with_another_geometry_is_refused_with_both_values(
     ids=str,
 )
 async def test_the_new_incarnation_does_not_vouch_for_a_read_from_the_old_one(
-    cluster: Cluster, checkpoints: dict[str, Path], transport: str, point: FaultPoint
+    cluster: Cluster, model: Path, transport: str, point: FaultPoint
 ) -> None:
     """It holds a prefill of the same name."""
-    model, port, faults = checkpoints[FAMILY], free_port(), HeldPull(point)
+    port, faults = free_port(), HeldPull(point)
     config = transfer_config(transport)
     p = await cluster.start("prefill", model, grpc_port=port, kv_transfer_config=config)
     d = await cluster.start("decode", model, faults=faults, kv_transfer_config=config)

@@ -123,10 +123,10 @@ async def test_a_prompt_that_does_not_go_on_from_there_is_computed(
 
 
 async def test_without_the_option_p_computes_and_d_keeps_it_no_longer(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
-    p, d = await nodes(shared, checkpoints[FAMILY], both_ways())
-    off = await shared.start("prefill", checkpoints[FAMILY], kv_transfer_config=both_ways(on=False))
+    p, d = await nodes(shared, model, both_ways())
+    off = await shared.start("prefill", model, kv_transfer_config=both_ways(on=False))
     turn = await first_turn(p, d)
     prompt = next_prompt(turn)
     done = await generate(off, request_of(prompt, GREEDY, turn.kept))
@@ -135,8 +135,7 @@ async def test_without_the_option_p_computes_and_d_keeps_it_no_longer(
     await end_hold(off, done)
 
 
-async def test_an_expired_turn_is_computed(shared: Cluster, checkpoints: dict[str, Path]) -> None:
-    model = checkpoints[FAMILY]
+async def test_an_expired_turn_is_computed(shared: Cluster, model: Path) -> None:
     p, d = await nodes(shared, model, both_ways(decoder_kv_blocks_ttl=0.2))
     turn = await take_turn(p, d, prompt_of(90))
     await settled(d)
@@ -151,12 +150,12 @@ async def test_an_expired_turn_is_computed(shared: Cluster, checkpoints: dict[st
 
 
 async def test_a_turn_is_kept_for_its_time_and_once_claimed_for_as_long_as_p_needs(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     """The pull is held back for longer than the turn would have been kept unclaimed."""
     faults = HeldPull(FaultPoint.BEFORE_CONFIRM)
     config = both_ways(decoder_kv_blocks_ttl=1.0, kv_lease_duration=1.0)
-    p, d = await nodes(shared, checkpoints[FAMILY], config, on_p=faults)
+    p, d = await nodes(shared, model, config, on_p=faults)
     turn = await first_turn(p, d)
     prompt = next_prompt(turn)
     asked = asyncio.create_task(take_turn(p, d, prompt, GREEDY, turn))
@@ -169,9 +168,8 @@ async def test_a_turn_is_kept_for_its_time_and_once_claimed_for_as_long_as_p_nee
 
 
 async def test_another_incarnation_at_the_same_address_is_not_asked_for_it(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
-    model = checkpoints[FAMILY]
     p, d = await nodes(cluster, model, both_ways())
     turn = await first_turn(p, d)
     await end_hold(d, turn.decoded)
@@ -188,9 +186,8 @@ async def test_another_incarnation_at_the_same_address_is_not_asked_for_it(
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 async def test_a_dead_node_s_turn_is_computed_whatever_the_policy(
-    cluster: Cluster, checkpoints: dict[str, Path], policy: str
+    cluster: Cluster, model: Path, policy: str
 ) -> None:
-    model = checkpoints[FAMILY]
     p, d = await nodes(cluster, model, both_ways(policy=policy))
     other = await cluster.start("decode", model)
     turn = await first_turn(p, d)
@@ -252,10 +249,10 @@ async def test_a_flipped_bit_is_read_again_and_then_computed(
 
 
 async def test_policy_fail_ends_a_request_whose_pull_failed_and_keeps_nothing(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
-    p, d = await nodes(shared, checkpoints[FAMILY], both_ways(policy="fail"), on_p=faults)
+    p, d = await nodes(shared, model, both_ways(policy="fail"), on_p=faults)
     turn = await first_turn(p, d)
     with pytest.raises(KVLoadError, match="could not be loaded: verification_failed"):
         await generate(p, request_of(next_prompt(turn), GREEDY, turn.kept))
@@ -266,10 +263,9 @@ async def test_policy_fail_ends_a_request_whose_pull_failed_and_keeps_nothing(
 
 @pytest.mark.parametrize("transport", everyday(("shm", "nixl"), ("shm",)))
 async def test_a_turn_that_d_lets_go_during_the_read_is_not_believed(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, model: Path, transport: str
 ) -> None:
     faults = HeldPull(FaultPoint.BEFORE_CONFIRM)
-    model = checkpoints[FAMILY]
     p, d = await nodes(shared, model, both_ways(transport), on_p=faults)
     turn = await first_turn(p, d)
     prompt = next_prompt(turn)
@@ -287,10 +283,10 @@ async def test_a_turn_that_d_lets_go_during_the_read_is_not_believed(
 
 @pytest.mark.parametrize("point", [FaultPoint.BEFORE_READ, FaultPoint.BEFORE_CONFIRM])
 async def test_who_leaves_while_p_pulls_leaves_nothing_on_either_node(
-    shared: Cluster, checkpoints: dict[str, Path], point: FaultPoint
+    shared: Cluster, model: Path, point: FaultPoint
 ) -> None:
     faults = HeldPull(point)
-    p, d = await nodes(shared, checkpoints[FAMILY], both_ways(), on_p=faults)
+    p, d = await nodes(shared, model, both_ways(), on_p=faults)
     turn = await first_turn(p, d)
     asked = asyncio.create_task(generate(p, request_of(next_prompt(turn), GREEDY, turn.kept)))
     assert await asyncio.to_thread(faults.reached.wait, 20)
@@ -300,11 +296,8 @@ async def test_who_leaves_while_p_pulls_leaves_nothing_on_either_node(
     await settled(p)
 
 
-async def test_two_next_turns_at_once_are_both_right(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_two_next_turns_at_once_are_both_right(shared: Cluster, model: Path) -> None:
     """One lease serves one of them for certain."""
-    model = checkpoints[FAMILY]
     p, d = await nodes(shared, model, both_ways())
     one = await shared.start("decode", model, enable_prefix_caching=True)
     turn = await first_turn(p, d)

@@ -122,11 +122,11 @@ async def test_behind_what_was_pulled_the_prompt_goes_on_in_chunks_and_keeps_sta
 
 @pytest.mark.parametrize(("length", "max_tokens"), l_shape(LENGTHS, ANSWERS, corner=(80, 2)))
 async def test_around_block_boundaries(
-    shared: Cluster, checkpoints: dict[str, Path], length: int, max_tokens: int
+    shared: Cluster, model: Path, length: int, max_tokens: int
 ) -> None:
     """The shortest answer that is kept has two tokens; the shortest new question, none but it."""
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], both_ways(kv_recompute_threshold=1))
-    one = await shared.start("decode", checkpoints[FAMILY], enable_prefix_caching=True)
+    p, d = await pair_of_nodes(shared, model, both_ways(kv_recompute_threshold=1))
+    one = await shared.start("decode", model, enable_prefix_caching=True)
     sampling = msgspec.structs.replace(GREEDY, max_tokens=max_tokens)
     first = await take_turn(p, d, prompt_of(length), sampling)
     await generate(one, request_of(first.prompt, sampling))
@@ -179,21 +179,19 @@ async def test_what_d_had_to_compute_again_is_kept_as_well(
     await let_go(d, second)
 
 
-async def test_an_answer_of_one_token_is_not_kept(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], both_ways())
+async def test_an_answer_of_one_token_is_not_kept(shared: Cluster, model: Path) -> None:
+    p, d = await pair_of_nodes(shared, model, both_ways())
     turn = await take_turn(p, d, prompt_of(40), msgspec.structs.replace(GREEDY, max_tokens=1))
     assert turn.decoded.last.kv_transfer_params is None
     await settled(d)
 
 
 async def test_nothing_is_kept_that_nobody_heard_of_or_asked_for(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     """A caller who left, an answer of D's own, and a node without the option."""
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], both_ways())
-    off = await shared.start("decode", checkpoints[FAMILY])
+    p, d = await pair_of_nodes(shared, model, both_ways())
+    off = await shared.start("decode", model)
     for num_taken in (1, 12):
         params = await prefill(p, prompt_of(40))
         stream = d.engine.generate(request_of(prompt_of(40), GREEDY, params))
@@ -211,12 +209,12 @@ async def test_nothing_is_kept_that_nobody_heard_of_or_asked_for(
 
 @pytest.mark.parametrize(("threshold", "causes"), [(20, {"below_threshold": 1}), (19, {})])
 async def test_a_pull_that_saves_too_little_is_not_made(
-    shared: Cluster, checkpoints: dict[str, Path], threshold: int, causes: dict[str, float]
+    shared: Cluster, model: Path, threshold: int, causes: dict[str, float]
 ) -> None:
     """P has the state behind its 90 tokens; D's is 19 further."""
     config = both_ways(kv_recompute_threshold=threshold)
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], config)
-    off = await shared.start("decode", checkpoints[FAMILY], enable_prefix_caching=True)
+    p, d = await pair_of_nodes(shared, model, config)
+    off = await shared.start("decode", model, enable_prefix_caching=True)
     first = await take_turn(p, d, prompt_of(90), LONG)
     prompt = next_prompt(first)
     second = await take_turn(p, d, prompt, LONG, first)
@@ -231,11 +229,9 @@ async def test_a_pull_that_saves_too_little_is_not_made(
     await let_go(d, second)
 
 
-async def test_a_state_that_is_here_beats_the_pull(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_a_state_that_is_here_beats_the_pull(shared: Cluster, model: Path) -> None:
     """P answered the same question itself: it is as far as D, and further."""
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], both_ways(kv_recompute_threshold=1))
+    p, d = await pair_of_nodes(shared, model, both_ways(kv_recompute_threshold=1))
     first = await take_turn(p, d, prompt_of(90), LONG)
     assert_equal(await generate(p, request_of(first.prompt, LONG)), first.decoded)
     second = await take_turn(p, d, next_prompt(first), LONG, first)
@@ -246,10 +242,7 @@ async def test_a_state_that_is_here_beats_the_pull(
     await let_go(d, second)
 
 
-async def test_a_producer_may_pull_and_a_consumer_may_keep(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
-    model = checkpoints[FAMILY]
+async def test_a_producer_may_pull_and_a_consumer_may_keep(shared: Cluster, model: Path) -> None:
     p = await shared.start("prefill", model, kv_transfer_config=both_ways(role="kv_producer"))
     d = await shared.start("decode", model, kv_transfer_config=both_ways(role="kv_consumer"))
     first = await take_turn(p, d, prompt_of(90), LONG)
@@ -260,10 +253,9 @@ async def test_a_producer_may_pull_and_a_consumer_may_keep(
 
 
 async def test_short_memory_takes_back_what_nobody_has_claimed(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     """D has room for two such turns; the oldest goes, and its next turn is computed on P."""
-    model = checkpoints[FAMILY]
     config = both_ways(kv_recompute_threshold=1)
     p = await shared.start("prefill", model, kv_transfer_config=config)
     memory = arena_for(model, 130, requests=2)
@@ -311,13 +303,10 @@ async def test_what_was_preempted_on_d_is_kept_as_well(
 
 @pytest.mark.parametrize("tight", [False, True], ids=["roomy", "tight"])
 async def test_many_conversations_at_once(
-    cluster: Cluster,
-    checkpoints: dict[str, Path],
-    record_property: Callable[[str, object], None],
-    tight: bool,
+    cluster: Cluster, model: Path, record_property: Callable[[str, object], None], tight: bool
 ) -> None:
     """Tight: D has room for a few of eight and takes back what it keeps."""
-    model, config = checkpoints[FAMILY], both_ways(kv_recompute_threshold=1)
+    config = both_ways(kv_recompute_threshold=1)
     memory = arena_for(model, 400) if tight else 16 << 20
     p = await cluster.start("prefill", model, kv_transfer_config=config, enable_prefix_caching=True)
     d = await cluster.start(

@@ -78,9 +78,9 @@ async def test_what_a_tier_has_is_loaded_and_gives_the_same_tokens(
 
 
 async def test_after_a_block_has_vanished_the_good_prefix_is_used(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
-    alone = await start(cluster, "decode", checkpoints["qwen3_5"], lambda _: dictionary_connector)
+    alone = await start(cluster, "decode", model, lambda _: dictionary_connector)
     first = await generate(alone, request_of(PROMPT))
     await forget(alone)
     tier = dictionary_of(alone)
@@ -103,9 +103,9 @@ def attention_group(scheduler: DictionaryScheduler) -> int:
 
 
 async def test_who_waits_for_a_tier_keeps_nobody_else_waiting(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
-    alone = await start(cluster, "decode", checkpoints["qwen3_5"], lambda _: dictionary_connector)
+    alone = await start(cluster, "decode", model, lambda _: dictionary_connector)
     tier = dictionary_of(alone).scheduler
     expected = await generate(alone, request_of(PROMPT))
     await forget(alone)
@@ -119,12 +119,10 @@ async def test_who_waits_for_a_tier_keeps_nobody_else_waiting(
     await settled(alone)
 
 
-async def test_a_load_is_put_together_from_a_tier_and_a_peer(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_a_load_is_put_together_from_a_tier_and_a_peer(cluster: Cluster, model: Path) -> None:
     """The tier has the first turn's attention, P alone the state after the whole prompt."""
-    p = await start(cluster, "prefill", checkpoints["qwen3_5"], PdBuilder.of)
-    d = await start(cluster, "decode", checkpoints["qwen3_5"], both)
+    p = await start(cluster, "prefill", model, PdBuilder.of)
+    d = await start(cluster, "decode", model, both)
     longer = (*PROMPT, *prompt_of(60, salt=5))
     whole = await generate(d, request_of(longer, params=await prefill(p, longer)))
     await forget(d)

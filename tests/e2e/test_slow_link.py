@@ -12,7 +12,6 @@ from tests.support.nodes.asking import REMOTE_DECODE, question
 from tests.support.nodes.pairs import arena_for, prompt_of
 from tests.tiers import everyday
 
-FAMILY = "qwen3_5"
 PROMPT, BLOCKER = list(prompt_of(100, salt=4)), list(prompt_of(100, salt=8))
 TOKENS = 120
 DELAY_S, JITTER_S = 0.020, 0.015
@@ -25,12 +24,9 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
 
 @pytest.fixture(scope="module", params=everyday(("nixl", "ucx", "zmq"), ("zmq",)))
 def served(
-    request: pytest.FixtureRequest,
-    checkpoints: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HandOvers]:
     """One pair of nodes for all tests of a transport; D has room for one request."""
-    model = checkpoints[FAMILY]
     arena = ("--kv-cache-memory-bytes", str(arena_for(model, TOKENS)))
     with two_hosts() as hosts:
         config = transfers(request.param, kv_lease_duration=LEASE_S)

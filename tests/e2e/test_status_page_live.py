@@ -15,13 +15,13 @@ EVENTS = KVEventsConfig(enable_kv_cache_events=True)
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 async def test_the_page_shows_what_real_nodes_did(
-    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path
+    cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
     """A pull and its bytes, the arena by kind, hit rates and the lag of events."""
     p, d = [
         await cluster.start(
             kind,
-            checkpoints["qwen3_5"],
+            model,
             served_model_name=("tiny",),
             enable_prefix_caching=True,
             kv_transfer_config=transfer_config(),

@@ -167,9 +167,9 @@ async def test_a_prompt_that_leaves_a_chunk_inside_loads_what_was_announced(
 
 
 async def test_a_router_expects_of_a_folder_what_a_node_loads_from_it(
-    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path
+    cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
-    model, prompt = checkpoints["qwen3_5"], tuple(range(5, 205))
+    prompt = tuple(range(5, 205))
     first = await started(cluster, model, tmp_path)
     done = await generate(first, request_of(prompt))
     asked = (*prompt, *done.token_ids, 9, 9)

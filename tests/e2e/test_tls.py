@@ -56,9 +56,8 @@ def theirs(tmp_path: Path) -> Files:
 
 
 async def test_a_hand_over_through_the_proxy_over_tls(
-    cluster: Cluster, checkpoints: dict[str, Path], tmp_path: Path, *, ours: Files, theirs: Files
+    cluster: Cluster, model: Path, tmp_path: Path, *, ours: Files, theirs: Files
 ) -> None:
-    model = checkpoints["qwen3_5"]
     p, d = [
         await cluster.start(
             kind,

@@ -46,10 +46,10 @@ def is_child(child: Seen, parent: Seen) -> bool:
 
 
 async def test_a_request_is_one_trace_from_the_client_to_the_pull(
-    cluster: Cluster, checkpoints: dict[str, Path]
+    cluster: Cluster, model: Path
 ) -> None:
     async with collecting() as collector:
-        async with traced(cluster, checkpoints["qwen3_5"], collector.grpc_url) as client:
+        async with traced(cluster, model, collector.grpc_url) as client:
             reply = await client.completions.create(
                 model="tiny",
                 prompt=TEXT,

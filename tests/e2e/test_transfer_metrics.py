@@ -28,10 +28,9 @@ STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 
 
 async def test_a_pull_is_in_every_histogram_and_in_no_counter_of_failures(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     """Once, in however many stages it was read."""
-    model = checkpoints["qwen3_5"]
     p = await shared.start("prefill", model)
     d = await shared.start("decode", model, stage_bytes=SMALL_STAGE)
     done = await hand_over(p, d, PROMPT)
@@ -55,9 +54,9 @@ async def test_a_pull_is_in_every_histogram_and_in_no_counter_of_failures(
 
 
 async def test_what_a_lease_holds_is_counted_in_bytes_until_it_ends(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
-    p, d = [await shared.start(kind, checkpoints["qwen3_5"]) for kind in ("prefill", "decode")]
+    p, d = [await shared.start(kind, model) for kind in ("prefill", "decode")]
     params = await prefill(p, PROMPT)
     assert params.remote_block_ids is not None
     plan = p.engine.core.scheduler.cache.plan
@@ -71,23 +70,21 @@ async def test_what_a_lease_holds_is_counted_in_bytes_until_it_ends(
 
 
 async def test_prefills_that_nobody_pulls_are_counted_when_their_lease_runs_out(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     config = transfer_config(lease_s=0.2)
-    p = await shared.start("prefill", checkpoints["qwen3_5"], kv_transfer_config=config)
+    p = await shared.start("prefill", model, kv_transfer_config=config)
     for _ in range(2):
         await prefill(p, PROMPT)
     await settled(p)
     assert sample(p, "vllm:nixl_num_kv_expired_reqs_total") == 2
 
 
-async def test_a_release_that_comes_too_late_is_counted(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
+async def test_a_release_that_comes_too_late_is_counted(shared: Cluster, model: Path) -> None:
     """D reads while P gives the lease up; a repeated release finds nothing either."""
     held = HeldPull(FaultPoint.BEFORE_CONFIRM)
-    p = await shared.start("prefill", checkpoints["qwen3_5"])
-    d = await shared.start("decode", checkpoints["qwen3_5"], faults=held)
+    p = await shared.start("prefill", model)
+    d = await shared.start("decode", model, faults=held)
     params = await prefill(p, PROMPT)
     name = params.remote_request_id
     assert name is not None
@@ -100,12 +97,12 @@ async def test_a_release_that_comes_too_late_is_counted(
 
 
 async def test_a_lease_whose_bytes_cannot_be_verified_ends_at_once(
-    shared: Cluster, checkpoints: dict[str, Path]
+    shared: Cluster, model: Path
 ) -> None:
     """Not with the request that computes its prompt again."""
     faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
-    p = await shared.start("prefill", checkpoints["qwen3_5"])
-    d = await shared.start("decode", checkpoints["qwen3_5"], faults=faults)
+    p = await shared.start("prefill", model)
+    d = await shared.start("decode", model, faults=faults)
     params = await prefill(p, PROMPT)
     long = msgspec.structs.replace(GREEDY, max_tokens=120)
     asked = asyncio.create_task(generate(d, request_of(PROMPT, long, params)))

@@ -10,7 +10,6 @@ from tests.support.nodes.asking import REMOTE_DECODE, question
 from tests.support.nodes.pairs import arena_for, prompt_of
 from tests.tiers import everyday
 
-FAMILY = "qwen3_5"
 PROMPT, BLOCKER = list(prompt_of(100, salt=4)), list(prompt_of(100, salt=8))
 TOKENS = 120
 # What D does not hear within two seconds it does not wait for.
@@ -19,12 +18,9 @@ PATIENCE = {"control_timeout": 2.0, "transfer_timeout": 2.0, "kv_lease_duration"
 
 @pytest.fixture(scope="module", params=everyday(("nixl", "ucx", "zmq"), ("nixl",)))
 def served(
-    request: pytest.FixtureRequest,
-    checkpoints: dict[str, Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HandOvers]:
     """One pair of nodes for all tests of a transport; D has room for one request."""
-    model = checkpoints[FAMILY]
     arena = ("--kv-cache-memory-bytes", str(arena_for(model, TOKENS)))
     with two_hosts() as hosts:
         logs, config = tmp_path_factory.mktemp("logs"), transfers(request.param, **PATIENCE)

@@ -50,9 +50,8 @@ def doctor(host: Host, p: ServerProcess, d: ServerProcess) -> str:
 
 
 def test_wildcard_hosts_with_a_token_hand_over_by_what_reaches_both(
-    hosts: TwoHosts, checkpoints: dict[str, Path], tmp_path: Path
+    hosts: TwoHosts, model: Path, tmp_path: Path
 ) -> None:
-    model = checkpoints["qwen3_5"]
     p = hosts.p.launch("prefill_node", model, tmp_path / "p", *ANYWHERE)
     d = hosts.d.launch("decode_node", model, tmp_path / "d", *ANYWHERE)
     near = hosts.p.launch("decode_node", model, tmp_path / "near", *ANYWHERE)
@@ -75,9 +74,8 @@ def test_wildcard_hosts_with_a_token_hand_over_by_what_reaches_both(
 
 @pytest.mark.long
 def test_a_p_that_advertises_loopback_costs_local_prefills_said_once(
-    hosts: TwoHosts, checkpoints: dict[str, Path], tmp_path: Path
+    hosts: TwoHosts, model: Path, tmp_path: Path
 ) -> None:
-    model = checkpoints["qwen3_5"]
     loopback = (*ANYWHERE, "--advertise-host", "127.0.0.1")
     p = hosts.p.launch("prefill_node", model, tmp_path / "p", *loopback).wait_until_serving()
     d = hosts.d.launch("decode_node", model, tmp_path / "d", *ANYWHERE).wait_until_serving()

@@ -15,7 +15,6 @@ from tests.support.nodes.engine_thread import run_in_engine
 from tests.support.nodes.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
 from tests.tiers import everyday
 
-FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=7)
 
 
@@ -36,9 +35,9 @@ async def pair_of_nodes(
 
 @pytest.mark.parametrize("transport", everyday(TRANSPORTS, ("shm",)))
 async def test_blocks_that_p_has_not_named_are_asked_for(
-    shared: Cluster, checkpoints: dict[str, Path], transport: str
+    shared: Cluster, model: Path, transport: str
 ) -> None:
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], transport)
+    p, d = await pair_of_nodes(shared, model, transport)
     for length, is_named in ((64, True), (100, False), (100, False)):
         alone = await generate(p, request_of(PROMPT[:length]))
         params = await prefill(p, PROMPT[:length])
@@ -51,10 +50,8 @@ async def test_blocks_that_p_has_not_named_are_asked_for(
     await at_rest(d)
 
 
-async def test_a_prefill_that_p_holds_no_more_is_computed(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY])
+async def test_a_prefill_that_p_holds_no_more_is_computed(shared: Cluster, model: Path) -> None:
+    p, d = await pair_of_nodes(shared, model)
     alone = await generate(p, request_of(PROMPT))
     params = await let_go(p)
     pair = await generate(d, request_of(PROMPT, GREEDY, params))
@@ -66,10 +63,8 @@ async def test_a_prefill_that_p_holds_no_more_is_computed(
     await at_rest(d)
 
 
-async def test_or_is_an_error_where_the_node_is_told_so(
-    shared: Cluster, checkpoints: dict[str, Path]
-) -> None:
-    p, d = await pair_of_nodes(shared, checkpoints[FAMILY], policy="fail")
+async def test_or_is_an_error_where_the_node_is_told_so(shared: Cluster, model: Path) -> None:
+    p, d = await pair_of_nodes(shared, model, policy="fail")
     with pytest.raises(KVLoadError, match="late_read"):
         await generate(d, request_of(PROMPT, GREEDY, await let_go(p)))
     await at_rest(d)

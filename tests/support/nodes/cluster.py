@@ -47,6 +47,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.fixture(scope="session")
+def model(checkpoints: dict[str, Path]) -> Path:
+    """The checkpoint of tests that need any hybrid: attention and gated delta net layers."""
+    return checkpoints["qwen3_5"]
+
+
 def with_context(model: Path, folder: Path, context: int) -> Path:
     """A copy of a checkpoint in a new `folder` that promises `context` positions."""
     shutil.copytree(model, folder)
