@@ -50,13 +50,6 @@ def peer() -> Iterator[Peer]:
 
 
 @pytest.fixture
-def arena() -> Iterator[ArenaMemory]:
-    memory = ArenaMemory(ARENA_BYTES)
-    yield memory
-    memory.close()
-
-
-@pytest.fixture
 def transport(arena: ArenaMemory) -> Iterator[UcxTransport]:
     opened = UcxTransport("d")
     opened.register(arena)

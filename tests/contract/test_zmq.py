@@ -42,13 +42,6 @@ def context() -> Iterator[Context]:
 
 
 @pytest.fixture
-def arena() -> Iterator[ArenaMemory]:
-    memory = ArenaMemory(ARENA_BYTES)
-    yield memory
-    memory.close()
-
-
-@pytest.fixture
 def owner() -> Iterator[ZmqAddress]:
     """An owner of `pattern(1)`; it must still be serving at the end."""
     memory = ArenaMemory(ARENA_BYTES)

@@ -19,7 +19,7 @@ import pytest
 from proxy.config import ProxyConfig
 from serving.node.server import NodeServer
 from tests.e2e.test_multi_connector import both
-from tests.e2e.test_prefix_cache_pd import pair_of_nodes, prompt_of
+from tests.e2e.test_prefix_cache_pd import prompt_of
 from tests.support.api.node_double import client_of, running_proxy, until_status
 from tests.support.cache.offload import forget
 from tests.support.nodes.asking import REMOTE_DECODE
@@ -86,7 +86,7 @@ async def ask(
 @pytest.mark.parametrize("stream", [False, True])
 async def test_through_the_proxy(shared: Cluster, model: Path, stream: bool) -> None:
     """`cached_tokens` are P's, who has computed the rest; `kv_transfer` names both."""
-    async with proxy_of(*await pair_of_nodes(shared, model)) as client:
+    async with proxy_of(*await shared.pair(model, enable_prefix_caching=True)) as client:
         first = await ask(client, PROMPT, stream=stream)
         same = await ask(client, PROMPT, stream=stream)
         more = await ask(client, [*PROMPT, *first.token_ids, *MORE], stream=stream)
@@ -106,7 +106,7 @@ async def test_what_a_tier_of_p_brings_counts_as_cached(
         "enable_prompt_tokens_details": True,
         "kv_transfer_config": both(tmp_path / "folder"),
     }
-    p, d = [await cluster.start(kind, model, **options) for kind in ("prefill", "decode")]
+    p, d = await cluster.pair(model, **options)
     async with proxy_of(p, d) as client, client_of(p.url) as alone:
         await ask(client, PROMPT, stream=stream)
         for emptied in (p, d):
@@ -123,7 +123,7 @@ async def test_p_keeps_a_state_where_the_client_says_that_prompts_part(
     shared: Cluster, model: Path
 ) -> None:
     """Others leave the prompt after 40 tokens; under a salt of its own nothing is cached."""
-    async with proxy_of(*await pair_of_nodes(shared, model)) as client:
+    async with proxy_of(*await shared.pair(model, enable_prefix_caching=True)) as client:
         await ask(client, PROMPT, stream=False, cache_boundaries=[40, 3, 9999, 40])
         other = [*PROMPT[:40], *MORE]
         found = await ask(client, other, stream=False)
@@ -135,7 +135,7 @@ async def test_p_keeps_a_state_where_the_client_says_that_prompts_part(
 @pytest.mark.parametrize("stream", [False, True])
 async def test_each_node_by_itself(shared: Cluster, model: Path, stream: bool) -> None:
     """Behind a foreign proxy D tells what P had, as our proxy does: the rest was computed."""
-    urls = [node.url for node in await pair_of_nodes(shared, model)]
+    urls = [node.url for node in await shared.pair(model, enable_prefix_caching=True)]
     found, prompt = [], PROMPT
     async with client_of(urls[0]) as p, client_of(urls[1]) as d:
         for turn in range(3):

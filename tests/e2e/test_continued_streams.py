@@ -49,8 +49,7 @@ SAMPLED = SamplingParams(
 async def test_an_answer_goes_on_at_any_token_on_one_node_or_through_two(
     shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
-    p = await shared.start("prefill", checkpoints[family])
-    d = await shared.start("decode", checkpoints[family])
+    p, d = await shared.pair(checkpoints[family])
     request = request_of(prompt_of(50), SAMPLED)
     whole = await generate(d, request)
     for num_sent in (1, 13, 14, 15, 39):  # around a block boundary, and the last token

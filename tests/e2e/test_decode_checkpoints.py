@@ -59,12 +59,8 @@ async def test_a_request_starts_from_a_state_kept_while_another_decoded(
 async def test_a_decode_node_keeps_states_behind_what_it_pulled(
     shared: Cluster, model: Path, interval: int, hit: int
 ) -> None:
-    p = await shared.start("prefill", model, enable_prefix_caching=True)
-    d = await shared.start(
-        "decode",
-        model,
-        enable_prefix_caching=True,
-        mamba_decode_checkpoint_interval=interval,
+    p, d = await shared.pair(
+        model, d={"mamba_decode_checkpoint_interval": interval}, enable_prefix_caching=True
     )
     off = await shared.start("prefill", model)
     prompt = text_of(PROMPT, seed=1)

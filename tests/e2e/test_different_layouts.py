@@ -6,24 +6,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from serving.node.server import NodeServer
 from tests.e2e.test_prefix_cache import assert_same, request_of
-from tests.e2e.test_prefix_cache_pd import REMOTE_DECODE, hand_over, moved, prompt_of
+from tests.e2e.test_prefix_cache_pd import REMOTE_DECODE, hand_over, prompt_of
 from tests.support.faults.faults import DamagedReads, counted, flip
 from tests.support.nodes.cluster import Cluster, generate, settled
+from tests.support.nodes.pairs import moved
 from tests.tiers import l_shape
 
 FAMILIES = ("qwen3_5", "nemotron_h", "gemma3", "falcon_h1")
-
-
-async def pair_of_nodes(
-    cluster: Cluster, model: Path, p_size: int, d_size: int, *, caching: bool = False
-) -> tuple[NodeServer, NodeServer]:
-    p, d = [
-        await cluster.start(kind, model, block_size=size, enable_prefix_caching=caching)
-        for kind, size in (("prefill", p_size), ("decode", d_size))
-    ]
-    return p, d
 
 
 @pytest.mark.parametrize(
@@ -33,7 +23,7 @@ async def pair_of_nodes(
 async def test_blocks_of_another_size(
     shared: Cluster, checkpoints: dict[str, Path], family: str, sizes: tuple[int, int]
 ) -> None:
-    p, d = await pair_of_nodes(shared, checkpoints[family], *sizes)
+    p, d = await shared.pair(checkpoints[family], block_size=sizes[0], d={"block_size": sizes[1]})
     verified = 0
     for length in (1, 31, 100):
         prompt = prompt_of(length)
@@ -76,7 +66,12 @@ async def test_damage_is_found_by_the_blocks_of_the_reader(
 async def test_only_what_d_lacks_is_pulled(
     shared: Cluster, checkpoints: dict[str, Path], family: str, sizes: tuple[int, int]
 ) -> None:
-    p, d = await pair_of_nodes(shared, checkpoints[family], *sizes, caching=True)
+    p, d = await shared.pair(
+        checkpoints[family],
+        block_size=sizes[0],
+        d={"block_size": sizes[1]},
+        enable_prefix_caching=True,
+    )
     alone = await shared.start("prefill", checkpoints[family])
     prompt = prompt_of(100)
     whole = await hand_over(p, d, prompt)

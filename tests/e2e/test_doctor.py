@@ -99,7 +99,7 @@ def test_one_node_is_no_pair(served: ServedCluster, doctor: Doctor) -> None:
 async def test_a_stopped_node_is_not_reachable_and_the_other_is_still_looked_at(
     cluster: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p, d = [await cluster.start(kind, checkpoints["qwen3"]) for kind in ("prefill", "decode")]
+    p, d = await cluster.pair(checkpoints["qwen3"])
     urls = p.url, d.url
     cluster.nodes.remove(p)
     await p.close()

@@ -89,10 +89,7 @@ async def test_nan_ends_its_own_request_only(
     seen = {token for tokens in expected for token in tokens}.union(*good, doomed)
     place, token = next((n, t) for n, t in enumerate(fatal) if t not in seen and n > 0)
     folder = poisoned(checkpoints[family], tmp_path / "poisoned", token)
-    p, d = [
-        await cluster.start(kind, folder, served_model_name=("tiny",))
-        for kind in ("prefill", "decode")
-    ]
+    p, d = await cluster.pair(folder, served_model_name=("tiny",))
     for _ in range(2):  # the second time every block has held NaN
         bad = [(*good[2], token), (token, *good[3]), (*good[1][:9], token, *good[1])]
         good_ones = (

@@ -31,11 +31,12 @@ from tests.support.faults.faults import Armed, AtNth, Refusing, counted, flip, r
 from tests.support.nodes.accounts import Account, at_rest, forget_peers
 from tests.support.nodes.asking import prefill_over_http
 from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, transfer_config, until
-from tests.support.nodes.engine_thread import run_in_engine
 from tests.support.nodes.pairs import (
     GREEDY,
     TRANSPORTS,
     arena_for,
+    assert_equal,
+    end_hold,
     hand_over,
     prefill,
     prompt_of,
@@ -54,38 +55,6 @@ RETRIES = "tandem:kv_verification_retries"
 EACH_TRANSPORT = pytest.mark.parametrize("transport", everyday(TRANSPORTS, ("shm",)))
 
 
-async def pair_of_nodes(
-    cluster: Cluster,
-    model: Path,
-    transport: str = "shm",
-    *,
-    policy: str = "recompute",
-    lease_s: float = 30.0,
-    control_s: float = 2.0,
-    on_p: FaultInjector = NO_FAULTS,
-    on_d: FaultInjector = NO_FAULTS,
-    d_block_size: int = BASE.block_size,
-) -> tuple[NodeServer, NodeServer]:
-    """Pulls of `PROMPT` have `NUM_STAGES` stages. Where D cuts differently it has to ask P."""
-    config = transfer_config(transport, policy, lease_s, control_s)
-    p = await cluster.start("prefill", model, faults=on_p, kv_transfer_config=config)
-    d = await cluster.start(
-        "decode",
-        model,
-        faults=on_d,
-        stage_bytes=STAGE_BYTES,
-        block_size=d_block_size,
-        kv_transfer_config=config,
-    )
-    return p, d
-
-
-def assert_equal(pair: Generation, alone: Generation, *, was_pulled: bool) -> None:
-    assert pair.token_ids == alone.token_ids
-    assert pair.logprobs == alone.logprobs
-    assert pair.last.was_pulled == was_pulled
-
-
 # --- before the handshake ------------------------------------------------------------------------
 
 FAILURES = (
@@ -101,7 +70,9 @@ async def test_a_handshake_that_fails_costs_a_recompute_and_the_next_one_pulls(
     shared: Cluster, model: Path
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(shared, model, lease_s=0.6, on_p=faults)
+    p, d = await shared.pair(
+        model, transfer_config(lease_s=0.6), on_p=faults, d={"stage_bytes": STAGE_BYTES}
+    )
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -118,7 +89,12 @@ async def test_a_handshake_that_fails_is_a_typed_error_where_nothing_may_be_reco
     shared: Cluster, model: Path
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(shared, model, policy="fail", lease_s=0.6, on_p=faults)
+    p, d = await shared.pair(
+        model,
+        transfer_config(policy="fail", lease_s=0.6),
+        on_p=faults,
+        d={"stage_bytes": STAGE_BYTES},
+    )
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -139,7 +115,9 @@ async def test_a_byte_flipped_after_the_nth_stage_is_read_again(
     shared: Cluster, model: Path, transport: str
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(shared, model, transport, on_d=faults)
+    p, d = await shared.pair(
+        model, transfer_config(transport), on_d=faults, d={"stage_bytes": STAGE_BYTES}
+    )
     alone = await generate(p, request_of(PROMPT))
     for nth in range(1, NUM_STAGES + 1):
         flipping = faults.nth(FaultPoint.AFTER_READ, lambda s: flip(s.memory, s.spans[0][1]), nth)
@@ -154,7 +132,7 @@ async def test_a_read_that_fails_at_any_stage_costs_a_recompute(
     shared: Cluster, model: Path
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(shared, model, on_d=faults)
+    p, d = await shared.pair(model, transfer_config(), on_d=faults, d={"stage_bytes": STAGE_BYTES})
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -215,8 +193,7 @@ async def read_while_p_uses_the_blocks_again(
     params = await prefill(p, PROMPT)
     asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
     assert await asyncio.to_thread(holding.reached.wait, 20)
-    held = str(params.remote_request_id)
-    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
+    await end_hold(p, params)
     other = await prefill(p, OTHER)
     assert other.remote_block_ids == params.remote_block_ids
     holding.go.set()
@@ -259,7 +236,9 @@ async def test_a_read_that_is_never_confirmed_is_not_used(
     shared: Cluster, model: Path, policy: str
 ) -> None:
     faults = Armed()
-    p, d = await pair_of_nodes(shared, model, policy=policy, on_d=faults)
+    p, d = await shared.pair(
+        model, transfer_config(policy=policy), on_d=faults, d={"stage_bytes": STAGE_BYTES}
+    )
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -276,8 +255,7 @@ async def test_a_lost_answer_to_the_release_frees_p_and_changes_nothing(
 ) -> None:
     """D has read the record of the lease before: nothing depends on the release."""
     faults, config = Armed(), transfer_config("shm", verify=verify)
-    p = await shared.start("prefill", model, faults=faults)
-    d = await shared.start("decode", model, kv_transfer_config=config)
+    p, d = await shared.pair(model, on_p=faults, d={"kv_transfer_config": config})
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -316,14 +294,12 @@ async def test_a_hand_over_held_at_any_point_changes_nothing_and_delays_nobody_e
 ) -> None:
     """Only other hand-overs between the same nodes wait for their first handshake."""
     faults = Armed()
-    p, d = await pair_of_nodes(
-        shared,
+    p, d = await shared.pair(
         model,
-        transport,
-        control_s=30.0,
+        transfer_config(transport, control_s=30.0),
         on_p=faults,
         on_d=faults,
-        d_block_size=2 * BASE.block_size,
+        d={"stage_bytes": STAGE_BYTES, "block_size": 2 * BASE.block_size},
     )
     alone = await generate(p, request_of(PROMPT))
     for point in FaultPoint:

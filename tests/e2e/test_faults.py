@@ -18,9 +18,8 @@ from engine.errors import (
 from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.model_configs.registry import read_config
 from engine.types import SamplingParams
-from serving.node.server import NodeServer
 from tests.support.cache.leases import HOLDING
-from tests.support.faults.fault_points import NO_FAULTS, FaultInjector, FaultPoint
+from tests.support.faults.fault_points import FaultPoint
 from tests.support.faults.faults import (
     DamagedReads,
     HeldPull,
@@ -33,21 +32,29 @@ from tests.support.faults.faults import (
     recomputed,
     swap,
 )
+from tests.support.faults.pulls import DIRECTIONS, PROMPT
 from tests.support.nodes.accounts import claims_of, leases_of
 from tests.support.nodes.cluster import (
     BASE,
     Cluster,
-    Generation,
     generate,
     settled,
     transfer_config,
     until,
 )
 from tests.support.nodes.engine_thread import run_in_engine
-from tests.support.nodes.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
+from tests.support.nodes.pairs import (
+    GREEDY,
+    TRANSPORTS,
+    assert_equal,
+    end_hold,
+    hand_over,
+    prefill,
+    prompt_of,
+    request_of,
+)
 from tests.tiers import everyday, l_shape
 
-PROMPT = prompt_of(100, salt=4)
 FAILURES = "tandem:kv_verification_failures"
 OTHER_SIZE = 2 * BASE.block_size
 RETRIES = "tandem:kv_verification_retries"
@@ -55,7 +62,7 @@ EACH_TRANSPORT = pytest.mark.parametrize("transport", everyday(TRANSPORTS, ("shm
 
 
 class Places:
-    """Where blocks and states lie among the spans of a read of `PROMPT`."""
+    """Where blocks and states lie among the spans of a read of seven blocks and more."""
 
     def __init__(self, model: Path) -> None:
         groups = read_config(model, None).groups
@@ -95,36 +102,11 @@ DAMAGES = {
 }
 
 
-async def pair_of_nodes(
-    cluster: Cluster,
-    model: Path,
-    transport: str = "shm",
-    *,
-    policy: str = "recompute",
-    lease_s: float = 30.0,
-    on_p: FaultInjector = NO_FAULTS,
-    on_d: FaultInjector = NO_FAULTS,
-    d_block_size: int = BASE.block_size,
-) -> tuple[NodeServer, NodeServer]:
-    """Where D cuts differently it has to ask P for digests."""
-    config = transfer_config(transport, policy, lease_s=lease_s)
-    p = await cluster.start("prefill", model, faults=on_p, kv_transfer_config=config)
-    d = await cluster.start(
-        "decode", model, faults=on_d, block_size=d_block_size, kv_transfer_config=config
-    )
-    return p, d
-
-
-def assert_equal(pair: Generation, alone: Generation) -> None:
-    assert pair.token_ids == alone.token_ids
-    assert pair.logprobs == alone.logprobs
-
-
 @EACH_TRANSPORT
 async def test_without_faults_all_that_was_pulled_is_verified(
     shared: Cluster, model: Path, transport: str
 ) -> None:
-    p, d = await pair_of_nodes(shared, model, transport)
+    p, d = await shared.pair(model, transfer_config(transport))
     pair = await hand_over(p, d, PROMPT)
     stats = pair.last.kv_transfer
     assert stats is not None
@@ -135,38 +117,45 @@ async def test_without_faults_all_that_was_pulled_is_verified(
     assert counted(d, RETRIES) == counted(d, "tandem:kv_unverified_transfers") == 0
 
 
-# Damage is done where D has read to: what brought the bytes does not know of it.
+# Damage is done where the reader has read to: what brought the bytes does not know of it.
 DAMAGED = pytest.mark.parametrize(
-    ("transport", "damage"),
-    [pytest.param("shm", damage) for damage in DAMAGES]
-    + [pytest.param(each, "permute", marks=pytest.mark.long) for each in TRANSPORTS[1:]],
+    ("family", "direction", "transport", "damage"),
+    l_shape(
+        *(("qwen3_5", "nemotron_h"), DIRECTIONS, TRANSPORTS, DAMAGES),
+        corner=("qwen3_5", "there", "shm", "permute"),
+    ),
 )
 
 
 @DAMAGED
 async def test_damage_is_found_and_only_what_it_hit_is_read_again(
-    shared: Cluster, model: Path, transport: str, damage: str
+    shared: Cluster,
+    checkpoints: dict[str, Path],
+    family: str,
+    direction: str,
+    transport: str,
+    damage: str,
 ) -> None:
-    faults = DamagedReads(getattr(Places(model), damage))
-    p, d = await pair_of_nodes(shared, model, transport, on_d=faults)
-    alone = await generate(p, request_of(PROMPT))
-    pair = await hand_over(p, d, PROMPT)
-    assert_equal(pair, alone)
-    assert pair.last.was_pulled
-    assert faults.hits == counted(d, RETRIES) == 1
-    found = tuple(counted(d, FAILURES, kind=kind) for kind in ("attention", "state"))
+    faults = DamagedReads(getattr(Places(checkpoints[family]), damage))
+    pull = await DIRECTIONS[direction](shared, checkpoints[family], transport, faults=faults)
+    await pull.check(await pull.read(), was_pulled=True)
+    assert faults.hits == counted(pull.reader, RETRIES) == 1
+    found = tuple(counted(pull.reader, FAILURES, kind=kind) for kind in ("attention", "state"))
     assert found == DAMAGES[damage]
-    assert recomputed(d) == {}
-    await settled(p)
-    await settled(d)
+    assert recomputed(pull.reader) == {}
 
 
 @DAMAGED
 async def test_damage_that_comes_again_costs_a_recompute_and_no_token(
-    shared: Cluster, model: Path, transport: str, damage: str
+    shared: Cluster,
+    checkpoints: dict[str, Path],
+    family: str,
+    direction: str,
+    transport: str,
+    damage: str,
 ) -> None:
     """The second read brings only what differed; of that, one byte is wrong again."""
-    first = getattr(Places(model), damage)
+    first = getattr(Places(checkpoints[family]), damage)
 
     def each_time(memory: memoryview, spans: Sequence[Span]) -> None:
         if faults.times:
@@ -175,26 +164,31 @@ async def test_damage_that_comes_again_costs_a_recompute_and_no_token(
             flip(memory, spans[0][1])
 
     faults = DamagedReads(each_time, times=2)
-    p, d = await pair_of_nodes(shared, model, transport, on_d=faults)
-    alone = await generate(p, request_of(PROMPT))
-    pair = await hand_over(p, d, PROMPT)
-    assert_equal(pair, alone)
-    assert not pair.last.was_pulled
+    pull = await DIRECTIONS[direction](shared, checkpoints[family], transport, faults=faults)
+    await pull.check(await pull.read(), was_pulled=False)
     assert faults.hits == 2
-    assert recomputed(d) == {"verification_failed": len(PROMPT)}
-    assert counted(d, "tandem:kv_verified_bytes") == 0
-    await settled(p)
-    await settled(d)
-    assert_equal(await hand_over(p, d, PROMPT), alone)
+    assert recomputed(pull.reader) == {"verification_failed": pull.kept.remote_num_tokens}
+    assert counted(pull.reader, "tandem:kv_verified_bytes") == 0
 
 
-async def test_policy_fail_turns_damage_into_an_error(shared: Cluster, model: Path) -> None:
+async def test_a_pull_after_damage_is_not_damaged(shared: Cluster, model: Path) -> None:
     faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
-    p, d = await pair_of_nodes(shared, model, policy="fail", on_d=faults)
+    pull = await DIRECTIONS["there"](shared, model, "shm", faults=faults)
+    await pull.check(await pull.read(), was_pulled=False)
+    again = await hand_over(pull.keeper, pull.reader, PROMPT)
+    await pull.check(again, was_pulled=True)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+async def test_policy_fail_turns_damage_into_an_error_and_nothing_stays(
+    shared: Cluster, model: Path, direction: str
+) -> None:
+    faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
+    pull = await DIRECTIONS[direction](shared, model, "shm", faults=faults, policy="fail")
     with pytest.raises(KVLoadError, match="could not be loaded: verification_failed"):
-        await hand_over(p, d, PROMPT)
-    await settled(p)
-    await settled(d)
+        await pull.read()
+    await settled(pull.keeper)
+    await settled(pull.reader)
 
 
 @EACH_TRANSPORT
@@ -202,11 +196,10 @@ async def test_bytes_that_become_visible_late_are_read_again(
     shared: Cluster, model: Path, transport: str
 ) -> None:
     faults = LateBytes()
-    p, d = await pair_of_nodes(shared, model, transport, on_d=faults)
+    p, d = await shared.pair(model, transfer_config(transport), on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
-    assert_equal(pair, alone)
-    assert pair.last.was_pulled
+    assert_equal(pair, alone, was_pulled=True)
     assert faults.hits == counted(d, RETRIES) == 1
     assert counted(d, FAILURES, kind="attention") == 7
 
@@ -215,43 +208,36 @@ HELD_AT = (FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM)
 
 
 @pytest.mark.parametrize(
-    ("transport", "point"),
-    l_shape(TRANSPORTS, HELD_AT, corner=("shm", FaultPoint.BEFORE_CONFIRM)),
+    ("direction", "transport", "point"),
+    l_shape(DIRECTIONS, TRANSPORTS, HELD_AT, corner=("there", "shm", FaultPoint.BEFORE_CONFIRM)),
     ids=str,
 )
 async def test_a_read_that_outlives_its_lease_is_not_believed(
-    shared: Cluster, model: Path, transport: str, point: FaultPoint
+    shared: Cluster, model: Path, direction: str, transport: str, point: FaultPoint
 ) -> None:
     faults = HeldPull(point)
-    p, d = await pair_of_nodes(shared, model, transport, on_d=faults)
-    alone = await generate(p, request_of(PROMPT))
-    params = await prefill(p, PROMPT)
-    held = params.remote_request_id
-    assert held is not None
-    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
+    pull = await DIRECTIONS[direction](shared, model, transport, faults=faults)
+    asked = asyncio.create_task(pull.read())
     assert await asyncio.to_thread(faults.reached.wait, 20)
-    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
-    await settled(p)
+    await end_hold(pull.keeper, pull.kept)
+    await settled(pull.keeper)
     faults.go.set()
-    assert_equal(await asked, alone)
-    assert recomputed(d) == {"late_read": len(PROMPT)}
-    assert counted(d, "tandem:kv_late_reads") == 1
-    await settled(d)
+    await pull.check(await asked, was_pulled=False)
+    assert recomputed(pull.reader) == {"late_read": pull.kept.remote_num_tokens}
+    assert counted(pull.reader, "tandem:kv_late_reads") == 1
 
 
 async def test_a_pull_ends_with_its_own_cause_whatever_a_heartbeat_finds_meanwhile(
     shared: Cluster, model: Path
 ) -> None:
     faults = HeldPull(FaultPoint.BEFORE_CONFIRM)
-    p, d = await pair_of_nodes(shared, model, on_d=faults)
+    p, d = await shared.pair(model, transfer_config(), on_d=faults)
     params = await prefill(p, PROMPT)
-    held = params.remote_request_id
-    assert held is not None
     asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
     assert await asyncio.to_thread(faults.reached.wait, 20)
     (claim,) = claims_of(d).all()
     claim.fail("lease_lost")
-    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
+    await end_hold(p, params)
     faults.go.set()
     await asked
     assert claim.failure == "lease_lost"
@@ -265,19 +251,16 @@ async def test_a_lease_that_ends_while_its_request_waits_for_room(
 ) -> None:
     """D hears of it before it begins to pull, and does what the policy says all the same."""
     config = transfer_config(policy=policy, lease_s=0.6)
-    p = await shared.start("prefill", model, kv_transfer_config=config)
-    d = await shared.start("decode", model, kv_transfer_config=config, max_num_seqs=1)
+    p, d = await shared.pair(model, config, d={"max_num_seqs": 1})
     alone = await generate(p, request_of(PROMPT))
     params = await prefill(p, PROMPT)
-    held = params.remote_request_id
-    assert held is not None
     endless = SamplingParams(max_tokens=BASE.max_model_len or 512, ignore_eos=True)
     first = asyncio.create_task(generate(d, request_of(prompt_of(5), endless)))
     await until(lambda: d.engine.core.scheduler.num_running == 1)
     asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
     await until(lambda: len(claims_of(d).all()) == 1)
     (claim,) = claims_of(d).all()
-    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
+    await end_hold(p, params)
     await until(lambda: claim.failure == "lease_lost")
     first.cancel()
     if policy == "recompute":
@@ -295,7 +278,7 @@ async def test_a_lease_of_the_same_name_does_not_vouch_for_an_older_one(
     shared: Cluster, model: Path, point: FaultPoint
 ) -> None:
     faults = HeldPull(point)
-    p, d = await pair_of_nodes(shared, model, on_d=faults)
+    p, d = await shared.pair(model, transfer_config(), on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     params = await prefill(p, PROMPT)
     held = params.remote_request_id
@@ -319,13 +302,11 @@ async def test_p_that_does_not_vouch_for_a_read_costs_a_recompute(
     shared: Cluster, model: Path, transport: str
 ) -> None:
     faults = Refusing(FaultPoint.BEFORE_DIGESTS, TransportError)
-    p, d = await pair_of_nodes(
-        shared, model, transport, lease_s=0.6, on_p=faults, d_block_size=OTHER_SIZE
-    )
+    config = transfer_config(transport, lease_s=0.6)
+    p, d = await shared.pair(model, config, on_p=faults, d={"block_size": OTHER_SIZE})
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
-    assert_equal(pair, alone)
-    assert not pair.last.was_pulled
+    assert_equal(pair, alone, was_pulled=False)
     assert recomputed(d) == {"transfer_failed": len(PROMPT)}
     await settled(p)
 
@@ -333,7 +314,7 @@ async def test_p_that_does_not_vouch_for_a_read_costs_a_recompute(
 async def test_a_p_that_cannot_be_asked_is_met_anew(shared: Cluster, model: Path) -> None:
     """It is read without a question only while it answers."""
     faults = Refusing(FaultPoint.BEFORE_DIGESTS, UnavailableError)
-    p, d = await pair_of_nodes(shared, model, on_p=faults, d_block_size=OTHER_SIZE)
+    p, d = await shared.pair(model, transfer_config(), on_p=faults, d={"block_size": OTHER_SIZE})
     alone = await generate(p, request_of(PROMPT))
     assert_equal(await hand_over(p, d, PROMPT), alone)
     assert recomputed(d) == {"transfer_failed": len(PROMPT)}
@@ -347,7 +328,7 @@ async def test_what_p_has_hashed_is_verified_without_a_question(
 ) -> None:
     """P would not answer one."""
     faults = Refusing(FaultPoint.BEFORE_DIGESTS, TransportError)
-    p, d = await pair_of_nodes(shared, model, transport, on_p=faults)
+    p, d = await shared.pair(model, transfer_config(transport), on_p=faults)
     alone = await generate(p, request_of(PROMPT))
     params = await prefill(p, PROMPT)
     leases = leases_of(p)
@@ -368,11 +349,10 @@ async def test_once_p_has_vouched_a_release_that_it_does_not_hear_costs_nothing(
 ) -> None:
     """But its memory, until the lease runs out."""
     faults = Refusing(FaultPoint.BEFORE_RELEASE, KVTransferParamsError)
-    p, d = await pair_of_nodes(shared, model, lease_s=0.6, on_p=faults)
+    p, d = await shared.pair(model, transfer_config(lease_s=0.6), on_p=faults)
     alone = await generate(p, request_of(PROMPT))
     pair = await hand_over(p, d, PROMPT)
-    assert_equal(pair, alone)
-    assert pair.last.was_pulled
+    assert_equal(pair, alone, was_pulled=True)
     assert recomputed(d) == {}
     await settled(p)
     assert counted(p, "vllm:nixl_num_kv_expired_reqs") == 1
@@ -382,8 +362,7 @@ async def test_verification_can_be_switched_off(shared: Cluster, model: Path) ->
     """And is what finds the damage: without it nothing is retried or recomputed."""
     faults = DamagedReads(Places(model).flip_attention)
     config = transfer_config("shm", verify=False)
-    p = await shared.start("prefill", model)
-    d = await shared.start("decode", model, faults=faults, kv_transfer_config=config)
+    p, d = await shared.pair(model, on_d=faults, d={"kv_transfer_config": config})
     pair = await hand_over(p, d, PROMPT)
     assert pair.last.was_pulled
     assert faults.hits == counted(d, "tandem:kv_unverified_transfers") == 1

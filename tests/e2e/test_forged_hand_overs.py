@@ -59,16 +59,9 @@ async def two_nodes(
     cluster: Cluster, model: Path, config: KVTransferConfig
 ) -> tuple[NodeServer, NodeServer]:
     """Whoever reads caches what it has read."""
-    p, d = [
-        await cluster.start(
-            kind,
-            model,
-            served_model_name=("tiny",),
-            kv_transfer_config=config,
-            enable_prefix_caching=True,
-        )
-        for kind in ("prefill", "decode")
-    ]
+    p, d = await cluster.pair(
+        model, served_model_name=("tiny",), kv_transfer_config=config, enable_prefix_caching=True
+    )
     return p, d
 
 

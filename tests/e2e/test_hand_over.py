@@ -10,7 +10,6 @@ import pytest
 
 from engine.errors import KVLoadError, KVTransferParamsError
 from tests.support.nodes.cluster import Cluster, all_back, generate, settled, transfer_config
-from tests.support.nodes.engine_thread import run_in_engine
 from tests.support.nodes.hand_over_checks import (
     CHANGES,
     cancel_behind_the_first_token,
@@ -27,6 +26,7 @@ from tests.support.nodes.pairs import (
     REMOTE_DECODE,
     TRANSPORTS,
     arena_for,
+    end_hold,
     hand_over,
     prefill,
     prompt_of,
@@ -43,17 +43,14 @@ EACH_FAMILY_AND_TRANSPORT = pytest.mark.parametrize(
 async def test_tokens_and_logprobs_are_bit_equal_to_one_node(
     shared: Cluster, checkpoints: dict[str, Path], family: str, transport: str
 ) -> None:
-    config = transfer_config(transport)
-    p = await shared.start("prefill", checkpoints[family], kv_transfer_config=config)
-    d = await shared.start("decode", checkpoints[family], kv_transfer_config=config)
+    p, d = await shared.pair(checkpoints[family], transfer_config(transport))
     await check_tokens_and_logprobs(p, d)
 
 
 async def test_the_first_token_may_be_the_last_and_then_nothing_is_pulled(
     shared: Cluster, model: Path
 ) -> None:
-    p = await shared.start("prefill", model)
-    d = await shared.start("decode", model)
+    p, d = await shared.pair(model)
     await check_one_token_moves_nothing(p, d)
     await settled(p)
 
@@ -61,8 +58,7 @@ async def test_the_first_token_may_be_the_last_and_then_nothing_is_pulled(
 async def test_a_killed_prefill_node_costs_a_recompute_and_no_token(
     cluster: Cluster, model: Path
 ) -> None:
-    p = await cluster.start("prefill", model)
-    d = await cluster.start("decode", model)
+    p, d = await cluster.pair(model)
     prompt = prompt_of(100)
     params = await prefill(p, prompt)
     await p.close()
@@ -73,8 +69,7 @@ async def test_policy_fail_turns_an_unreachable_peer_into_an_error(
     cluster: Cluster, checkpoints: dict[str, Path]
 ) -> None:
     config = transfer_config(policy="fail")
-    p = await cluster.start("prefill", checkpoints["qwen3"])
-    d = await cluster.start("decode", checkpoints["qwen3"], kv_transfer_config=config)
+    p, d = await cluster.pair(checkpoints["qwen3"], d={"kv_transfer_config": config})
     params = await prefill(p, prompt_of(30))
     await p.close()
     with pytest.raises(KVLoadError, match="cannot be loaded"):
@@ -97,19 +92,18 @@ async def test_a_lease_that_nobody_claims_ends_and_gives_its_memory_back(
 
 async def test_a_lease_is_renewed_while_its_request_waits(shared: Cluster, model: Path) -> None:
     """As often as P's lease needs, whatever D would grant; D is full for two leases of P's."""
-    p = await shared.start("prefill", model, kv_transfer_config=transfer_config(lease_s=1.5))
+    p = await shared.start("prefill", model, kv_transfer_config=transfer_config(lease_s=0.6))
     d = await shared.start(
         "decode",
         model,
         kv_transfer_config=transfer_config(lease_s=600.0),
         kv_cache_memory_bytes=arena_for(model, 100),
     )
-    held = (await prefill(d, prompt_of(80))).remote_request_id
-    assert held is not None
+    held = await prefill(d, prompt_of(80))
     waiting = asyncio.create_task(hand_over(p, d, prompt_of(50)))
-    await asyncio.sleep(3.0)
+    await asyncio.sleep(1.2)
     assert not waiting.done()
-    await run_in_engine(d.engine, lambda: d.engine.core.scheduler.abort(held))
+    await end_hold(d, held)
     assert (await waiting).last.was_pulled
 
 
@@ -133,8 +127,7 @@ async def test_an_answer_of_p_that_nobody_takes_ends_its_lease(
 async def test_cancelled_requests_leave_nothing_on_either_node(
     shared: Cluster, model: Path
 ) -> None:
-    p = await shared.start("prefill", model)
-    d = await shared.start("decode", model)
+    p, d = await shared.pair(model)
     await cancel_behind_the_first_token(p, d)
     await settled(d)
     await settled(p)
@@ -193,9 +186,7 @@ async def test_eight_at_once_agree_with_one_at_a_time(
     family: str,
     transport: str,
 ) -> None:
-    config = transfer_config(transport)
-    p = await shared.start("prefill", checkpoints[family], kv_transfer_config=config)
-    d = await shared.start("decode", checkpoints[family], kv_transfer_config=config)
+    p, d = await shared.pair(checkpoints[family], transfer_config(transport))
     record_property("near-ties", await check_eight_at_once(p, d))
 
 
@@ -205,8 +196,7 @@ async def test_eight_at_once_agree_with_one_at_a_time(
 async def test_another_prompt_or_salt_is_refused_and_the_right_one_still_taken(
     shared: Cluster, model: Path, change: dict[str, object]
 ) -> None:
-    p = await shared.start("prefill", model)
-    d = await shared.start("decode", model)
+    p, d = await shared.pair(model)
     asked = msgspec.structs.replace(request_of(prompt_of(30)), cache_salt="ours")
     decode_there = msgspec.structs.replace(asked, kv_transfer_params=REMOTE_DECODE)
     params = (await generate(p, decode_there)).last.kv_transfer_params

@@ -43,6 +43,7 @@ from tests.support.nodes.accounts import Account, at_rest, claims_of, forget_pee
 from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, transfer_config, until
 from tests.support.nodes.pairs import (
     GREEDY,
+    assert_equal,
     count_near_ties,
     hand_over,
     prefill,
@@ -70,8 +71,7 @@ GARBAGE = (b"\x00" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x80\x04\x95.", b"PRI * 
 
 async def test_64_decode_nodes_shake_hands_at_once(cluster: Cluster, model: Path) -> None:
     """Each with an incarnation and a mapping of its own."""
-    p = await cluster.start("prefill", model)
-    d = await cluster.start("decode", model)
+    p, d = await cluster.pair(model)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -86,7 +86,7 @@ async def test_64_decode_nodes_shake_hands_at_once(cluster: Cluster, model: Path
         found = await asyncio.gather(*map(asyncio.wrap_future, asked))
         assert {peer.engine_id for peer in found} == {p.engine_id}
         assert len({id(peer) for peer in found}) == CROWD
-        assert_equal(await hand_over(p, d, PROMPT), alone)
+        assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
         for registry, peer in zip(registries, found, strict=True):
             registry.release(peer)
     await account.close()
@@ -112,8 +112,7 @@ def registry_of(
 async def test_64_requests_at_once_shake_hands_once(cluster: Cluster, model: Path) -> None:
     faults = HeldPull(FaultPoint.BEFORE_HANDSHAKE)
     config = transfer_config(control_s=30.0)
-    p = await cluster.start("prefill", model, faults=faults)
-    d = await cluster.start("decode", model, kv_transfer_config=config)
+    p, d = await cluster.pair(model, on_p=faults, d={"kv_transfer_config": config})
     alone = await generate(p, request_of(PROMPT))
     held = [await prefill(p, PROMPT) for _ in range(CROWD)]
     waiting = [asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, one))) for one in held]
@@ -134,8 +133,7 @@ async def test_64_requests_at_once_shake_hands_once(cluster: Cluster, model: Pat
 async def test_garbage_and_open_connections_on_the_control_port_hinder_nobody(
     cluster: Cluster, model: Path
 ) -> None:
-    p = await cluster.start("prefill", model)
-    d = await cluster.start("decode", model)
+    p, d = await cluster.pair(model)
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -145,7 +143,7 @@ async def test_garbage_and_open_connections_on_the_control_port_hinder_nobody(
             if number % 2:
                 opened.sendall(GARBAGE[number // 2 % len(GARBAGE)])
         forget_peers(d)
-        assert_equal(await hand_over(p, d, PROMPT), alone)
+        assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
     await account.close()
 
 
@@ -154,8 +152,7 @@ async def test_a_handshake_that_takes_for_ever_is_bounded_and_delays_no_other(
     cluster: Cluster, model: Path, drop: bytes
 ) -> None:
     config = transfer_config(control_s=PATIENCE_S)
-    p = await cluster.start("prefill", model)
-    d = await cluster.start("decode", model, kv_transfer_config=config)
+    p, d = await cluster.pair(model, d={"kv_transfer_config": config})
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
@@ -264,13 +261,13 @@ async def test_a_peer_that_lies_costs_a_recompute_or_a_typed_error(
         print("handshake", name)
         for d in nodes:
             await ask_behind(Liar(lie(true)), p, d, alone)
-            assert_equal(await hand_over(p, d, PROMPT), alone)
+            assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
     with closing(ArenaMemory(1 << 20)) as own, closing(ShmTransport("liar")) as transport:
         transport.register(own)
         its_own = msgspec.structs.replace(true, transport_address=transport.address)
         for d in nodes:
             await ask_behind(Liar(its_own), p, d, alone)
-            assert_equal(await hand_over(p, d, PROMPT), alone)
+            assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
             await ask_behind(None, p, d, alone)
     signed = await prefill(p, PROMPT)
     await give_up(p, [signed])
@@ -278,7 +275,7 @@ async def test_a_peer_that_lies_costs_a_recompute_or_a_typed_error(
         print("signed", name)
         for d in nodes:
             await ask_behind(Liar(true), p, d, alone, **changes)
-            assert_equal(await hand_over(p, d, PROMPT), alone)
+            assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
     await account.close()
 
 
@@ -396,9 +393,3 @@ async def ask_behind(
     finally:
         await server.close()
         await give_up(p, [params])
-
-
-def assert_equal(pair: Generation, alone: Generation) -> None:
-    """Of a hand-over that worked."""
-    assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-    assert pair.last.was_pulled

@@ -16,7 +16,7 @@ import pytest
 from engine.types import KVTransferParams
 from serving.node.server import NodeServer
 from tests.support.nodes.accounts import claims_of
-from tests.support.nodes.asking import prefill_over_http
+from tests.support.nodes.asking import remote_prefill
 from tests.support.nodes.cluster import (
     BASE,
     Cluster,
@@ -44,7 +44,7 @@ async def test_claims_at_a_peer_that_hangs_delay_no_other_claim(
     hung, healthy = real.node("prefill_node"), real.node("prefill_node")
     d = await decode_node(cluster, real, "shm")
     alone = await generate(d, request_of(PROMPT))
-    params = [await remote_prefill(hung) for _ in range(NUM_HANGING)]
+    params = [await remote_prefill(hung.url, PROMPT) for _ in range(NUM_HANGING)]
     async with stopped(hung):
         waiting = start(d, params)
         await until(lambda: len(claims_of(d).all()) == NUM_HANGING)
@@ -62,7 +62,7 @@ async def test_pulls_from_a_peer_that_hangs_delay_no_other_pull(
     )
     d = await decode_node(cluster, real, transport)
     alone = await generate(d, request_of(PROMPT))
-    params = [await remote_prefill(hung) for _ in range(NUM_HANGING)]
+    params = [await remote_prefill(hung.url, PROMPT) for _ in range(NUM_HANGING)]
     go_on = threading.Event()
 
     def hold() -> None:
@@ -101,7 +101,9 @@ async def decode_node(cluster: Cluster, real: Launcher, transport: str) -> NodeS
 async def check_others(d: NodeServer, healthy: ServerProcess, alone: Generation) -> None:
     """Hand-overs from the healthy node, and a request without any, while the other node hangs."""
     for _ in range(3):
-        pulled = await generate(d, request_of(PROMPT, GREEDY, await remote_prefill(healthy)))
+        pulled = await generate(
+            d, request_of(PROMPT, GREEDY, await remote_prefill(healthy.url, PROMPT))
+        )
         count_near_ties([alone], [pulled])
         assert pulled.last.kv_transfer is not None
         assert pulled.last.kv_transfer.state_bytes > 0
@@ -121,12 +123,6 @@ async def stopped(server: ServerProcess) -> AsyncIterator[None]:
         yield
     finally:
         server.signal(signal.SIGCONT)
-
-
-async def remote_prefill(p: ServerProcess) -> KVTransferParams:
-    """What P answers for D."""
-    answered = await prefill_over_http(p.url, list(PROMPT), logprobs=GREEDY.logprobs)
-    return msgspec.convert(answered, KVTransferParams)
 
 
 def stages(d: NodeServer) -> tuple[float, float]:

@@ -16,12 +16,13 @@ from serving.node.server import NodeServer
 from serving.rpc.messages import KVEventsInfo, KVGroupInfo
 from tests.e2e.test_node_description import described
 from tests.e2e.test_prefix_cache import request_of
-from tests.e2e.test_prefix_cache_pd import hand_over, moved, prompt_of
+from tests.e2e.test_prefix_cache_pd import hand_over, prompt_of
 from tests.support.cache.cache_model import walk
 from tests.support.cache.dictionary_connector import DictionaryConnector, dictionary_connector
 from tests.support.cache.recount import evict_all
 from tests.support.nodes.cluster import BASE, Cluster, generate, settled
 from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.pairs import moved
 
 PUBLISHES = KVEventsConfig(enable_kv_cache_events=True, topic="kv@pod@model")
 WAIT_MS = 10_000

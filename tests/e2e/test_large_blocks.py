@@ -10,8 +10,9 @@ from engine.kv_cache.arena_plan import plan_arena
 from engine.model_configs.registry import read_config
 from engine.types import GenerateRequest
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of
-from tests.e2e.test_prefix_cache_pd import hand_over, moved, prompt_of
+from tests.e2e.test_prefix_cache_pd import hand_over, prompt_of
 from tests.support.nodes.cluster import Cluster, generate, with_context
+from tests.support.nodes.pairs import moved
 from tests.tiers import everyday, l_shape
 
 CONTEXT = 800
@@ -58,10 +59,7 @@ async def test_one_node(cluster: Cluster, model: Path, block_size: int) -> None:
     indirect=["model"],
 )
 async def test_two_nodes(cluster: Cluster, model: Path, block_size: int) -> None:
-    p, d = [
-        await cluster.start(kind, model, enable_prefix_caching=True, block_size=block_size)
-        for kind in ("prefill", "decode")
-    ]
+    p, d = await cluster.pair(model, enable_prefix_caching=True, block_size=block_size)
     off = await cluster.start("prefill", model)
     first = await generate(off, request_of(FIRST))
     found = []

@@ -6,8 +6,9 @@ from statistics import mean
 import pytest
 
 from tests.e2e.test_prefix_cache import assert_same, request_of
-from tests.e2e.test_prefix_cache_pd import hand_over, moved, pair_of_nodes, prompt_of
+from tests.e2e.test_prefix_cache_pd import hand_over, prompt_of
 from tests.support.nodes.cluster import Cluster, Generation, generate, with_context
+from tests.support.nodes.pairs import moved
 from tests.tiers import everyday
 
 CONTEXT = 700
@@ -53,7 +54,7 @@ async def test_two_nodes(
 ) -> None:
     """P goes on from its own state, D from its own blocks and P's state."""
     model = with_context(checkpoints[family], tmp_path / "model", CONTEXT)
-    p, d = await pair_of_nodes(cluster, model)
+    p, d = await cluster.pair(model, enable_prefix_caching=True)
     alone = await cluster.start("prefill", model)
     first = await hand_over(p, d, FIRST)
     prompt = (*FIRST, *first.token_ids, *TAIL)

@@ -1,7 +1,6 @@
 """Servers whose log nobody takes any more: all is served as before, and the end is a good one."""
 
 import os
-import socket
 import subprocess
 import time
 import urllib.error
@@ -21,6 +20,7 @@ from tests.support.nodes.processes import (
     START_S,
     STOP_S,
     ServerProcess,
+    free_port,
     kill_all,
 )
 
@@ -29,11 +29,6 @@ DROPPED = "tandem:log_lines_dropped_total"
 DISK_BYTES = 16_384
 
 KindOfLog = Callable[[Path], AbstractContextManager[tuple[Path, Callable[[], None]]]]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def fork(kind: str, log: Path, *flags: str) -> ServerProcess:

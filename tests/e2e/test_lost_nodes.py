@@ -6,7 +6,6 @@ So a request on D is accepted, has P's prefill claimed, has sent its first token
 
 import asyncio
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,17 @@ from engine.types import KVTransferParams
 from serving.node.server import NodeServer
 from tests.support.faults.faults import recomputed
 from tests.support.nodes.asking import ask, prefill_over_http, question
-from tests.support.nodes.cluster import BASE, Cluster, generate, settled, transfer_config
-from tests.support.nodes.engine_thread import run_in_engine
+from tests.support.nodes.cluster import BASE, Cluster, generate, settled, transfer_config, until
 from tests.support.nodes.leaks import running_tasks
-from tests.support.nodes.pairs import GREEDY, TRANSPORTS, arena_for, prefill, prompt_of, request_of
+from tests.support.nodes.pairs import (
+    GREEDY,
+    TRANSPORTS,
+    arena_for,
+    end_hold,
+    prefill,
+    prompt_of,
+    request_of,
+)
 from tests.support.nodes.processes import Launcher, ServerProcess, transport_flag
 from tests.tiers import everyday
 
@@ -48,9 +54,7 @@ async def small_decode_node(
 
 async def make_room(node: NodeServer, blocker: KVTransferParams) -> None:
     """Gives the prefill up that fills the node's arena."""
-    held = blocker.remote_request_id
-    assert held is not None
-    await run_in_engine(node.engine, lambda: node.engine.core.scheduler.abort(held))
+    await end_hold(node, blocker)
 
 
 @EACH_TRANSPORT
@@ -169,9 +173,3 @@ async def until_waiting(node: NodeServer) -> None:
 
 async def until_loading(node: NodeServer) -> None:
     await until(lambda: len(node.engine.core.scheduler.loads) == 1)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the condition is the engine thread's
-            await asyncio.sleep(0.01)

@@ -25,9 +25,7 @@ async def test_an_aborted_owner_costs_at_most_a_recompute(
 ) -> None:
     """Before D comes, or while it reads."""
     faults = HeldPull(point or FaultPoint.BEFORE_READ, nth=99 if point is None else 2)
-    config = transfer_config("nixl")
-    p = await cluster.start("prefill", model, kv_transfer_config=config)
-    d = await cluster.start("decode", model, faults=faults, kv_transfer_config=config)
+    p, d = await cluster.pair(model, transfer_config("nixl"), on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     assert (await hand_over(p, d, PROMPT)).last.was_pulled
     account = await Account.open(p, d)

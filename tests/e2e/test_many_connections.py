@@ -8,18 +8,11 @@ from pathlib import Path
 import aiohttp
 
 from tests.support.nodes.asking import get
-from tests.support.nodes.processes import ServerProcess
+from tests.support.nodes.processes import ServerProcess, free_port
 
 DESCRIPTORS = 128
 IDLE = 300
 LOG_BYTES = 100_000
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 async def until_alive(url: str) -> None:

@@ -42,11 +42,8 @@ async def test_preempted_requests_end_with_the_tokens_of_requests_run_alone(
     family: str,
 ) -> None:
     """Their own prompts on one node, then prompts that another has prefilled."""
-    roomy = await shared.start("prefill", checkpoints[family])
-    small = await shared.start(
-        "decode",
-        checkpoints[family],
-        kv_cache_memory_bytes=arena_for(checkpoints[family], LONGEST, 3),
+    roomy, small = await shared.pair(
+        checkpoints[family], d={"kv_cache_memory_bytes": arena_for(checkpoints[family], LONGEST, 3)}
     )
     expected = await alone(roomy)
     requests = [request_of(prompt, SAMPLING) for prompt in PROMPTS]

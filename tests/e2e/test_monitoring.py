@@ -88,17 +88,13 @@ async def known(cluster: Cluster, model: Path, tmp_path: Path) -> dict[str, set[
         },
         KVTransferConfig,
     )
-    p, d = [
-        await cluster.start(
-            kind,
-            model,
-            served_model_name=("tiny",),
-            enable_prefix_caching=True,
-            kv_transfer_config=tiers,
-            kv_events_config=KVEventsConfig(enable_kv_cache_events=True),
-        )
-        for kind in ("prefill", "decode")
-    ]
+    p, d = await cluster.pair(
+        model,
+        served_model_name=("tiny",),
+        enable_prefix_caching=True,
+        kv_transfer_config=tiers,
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=True),
+    )
     config = ProxyConfig(prefill=(p.url,), decode=(d.url,), port=0)
     async with running_proxy(config) as base, client_of(base) as client:
         await until_status(f"{base}/ready", 200)

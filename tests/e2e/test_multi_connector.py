@@ -10,7 +10,6 @@ from connector.multi.connector import MultiBuilder
 from connector.pd.connector import PdBuilder
 from engine.errors import ConfigError
 from engine.sched.stats import SOURCES
-from engine.types import KVTransferStats
 from serving.config import KVTransferConfig
 from serving.node.connector import ConnectorBuilder
 from serving.node.server import NodeServer
@@ -19,8 +18,8 @@ from tests.e2e.test_seam import start
 from tests.support.cache.dictionary_connector import DictionaryScheduler, dictionary_connector
 from tests.support.cache.offload import MIB, forget, tiers_of, tiers_settled
 from tests.support.faults.faults import counted
-from tests.support.nodes.cluster import Cluster, Generation, generate, sample, settled
-from tests.support.nodes.pairs import hand_over, prompt_of, request_of
+from tests.support.nodes.cluster import Cluster, generate, sample, settled
+from tests.support.nodes.pairs import hand_over, moved, prompt_of, request_of
 
 CHILDREN = ("PdConnector", "OffloadConnector")
 PROMPT = prompt_of(150)
@@ -38,11 +37,6 @@ def both(folder: Path | None = None, **pd: Any) -> KVTransferConfig:
     ]
     extra = {"connectors": children}
     return KVTransferConfig(kv_connector="MultiConnector", kv_connector_extra_config=extra)
-
-
-def moved(done: Generation) -> KVTransferStats:
-    assert done.last.kv_transfer is not None
-    return done.last.kv_transfer
 
 
 def by_child(node: NodeServer, what: str) -> dict[str, float]:
@@ -66,9 +60,8 @@ async def test_the_tier_brings_the_prefix_and_the_peer_the_rest(
     cluster: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
     """D's tier has the attention of turn 1; of turn 2 P sends the new tokens, and its states."""
-    p = await cluster.start("prefill", checkpoints[family], enable_prefix_caching=True)
-    d = await cluster.start(
-        "decode", checkpoints[family], enable_prefix_caching=True, kv_transfer_config=both()
+    p, d = await cluster.pair(
+        checkpoints[family], d={"kv_transfer_config": both()}, enable_prefix_caching=True
     )
     first = await hand_over(p, d, LONGER[:150])
     await forget(d)
@@ -113,8 +106,7 @@ async def test_the_child_whose_tokens_are_worth_most_goes_first(
     cluster: Cluster, model: Path
 ) -> None:
     config = both(load_weight=100.0)
-    p = await cluster.start("prefill", model, enable_prefix_caching=True)
-    d = await cluster.start("decode", model, enable_prefix_caching=True, kv_transfer_config=config)
+    p, d = await cluster.pair(model, d={"kv_transfer_config": config}, enable_prefix_caching=True)
     first = await hand_over(p, d, LONGER)
     await forget(d)
     again = await hand_over(p, d, LONGER)
@@ -130,9 +122,8 @@ async def test_a_tier_answers_while_no_peer_is_named(
 ) -> None:
     """Turns with a peer and without one in any order: tokens of a node without connectors."""
     model = checkpoints["nemotron_h"]
-    p = await cluster.start("prefill", model, enable_prefix_caching=True)
-    d = await cluster.start(
-        "decode", model, enable_prefix_caching=True, kv_transfer_config=both(tmp_path)
+    p, d = await cluster.pair(
+        model, d={"kv_transfer_config": both(tmp_path)}, enable_prefix_caching=True
     )
     alone = await cluster.start("prefill", model)
     prompts = conversation_prompts(Random(3), 12)

@@ -11,7 +11,7 @@ from serving.node.server import NodeServer
 from serving.rpc.client import NodeClient
 from serving.rpc.messages import NodeInfo
 from tests.e2e.test_prefix_cache import request_of
-from tests.e2e.test_prefix_cache_pd import hand_over, pair_of_nodes, prompt_of
+from tests.e2e.test_prefix_cache_pd import hand_over, prompt_of
 from tests.support.nodes.cluster import Cluster, generate
 
 S = 10.0
@@ -26,7 +26,7 @@ async def described(node: NodeServer) -> NodeInfo:
 
 
 async def test_rates_are_measured_where_the_work_is_done(cluster: Cluster, model: Path) -> None:
-    p, d = await pair_of_nodes(cluster, model)
+    p, d = await cluster.pair(model, enable_prefix_caching=True)
     before = [await described(node) for node in (p, d)]
     assert {info.prefill_tokens_per_s + info.link_bytes_per_s for info in before} == {0.0}
     await hand_over(p, d, prompt_of(300), max_tokens=20)

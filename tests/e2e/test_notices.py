@@ -51,8 +51,7 @@ async def release(
 
 
 async def pair_at_rest(cluster: Cluster, model: Path) -> tuple[NodeServer, NodeServer, Account]:
-    p = await cluster.start("prefill", model)
-    d = await cluster.start("decode", model)
+    p, d = await cluster.pair(model)
     await hand_over(p, d, PROMPT)
     return p, d, await Account.open(p, d)
 

@@ -55,9 +55,8 @@ async def test_silence_in_one_direction_is_bounded_and_changes_no_token(
     have answered, by then; what D reads does not go that way.
     """
     faults, config = Armed(), impatient(policy)
-    p = await cluster.start("prefill", model, faults=faults, kv_transfer_config=config)
-    d = await cluster.start(
-        "decode", model, faults=faults, block_size=D_BLOCK_SIZE, kv_transfer_config=config
+    p, d = await cluster.pair(
+        model, config, on_p=faults, on_d=faults, d={"block_size": D_BLOCK_SIZE}
     )
     alone = await generate(p, request_of(PROMPT))
     async with relay_to(p.rpc.port) as relay:
@@ -119,8 +118,7 @@ async def test_renewals_that_are_lost_on_their_way_cost_a_recompute(
 ) -> None:
     """The read stands still until P has given its lease up."""
     faults, config = Armed(), impatient("recompute")
-    p = await cluster.start("prefill", model, kv_transfer_config=config)
-    d = await cluster.start("decode", model, faults=faults, kv_transfer_config=config)
+    p, d = await cluster.pair(model, config, on_d=faults)
     alone = await generate(p, request_of(PROMPT))
     async with relay_to(p.rpc.port) as relay:
         holding = faults.hold(FaultPoint.BEFORE_READ)

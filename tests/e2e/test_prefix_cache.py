@@ -67,7 +67,7 @@ def room_for(model: Path, num_requests: int) -> int:
     return plan.unit_bytes * plan.units_for(CONTEXT) * num_requests
 
 
-async def pair_of_nodes(
+async def on_and_off(
     cluster: Cluster, model: Path, memory: int, block_size: int = 16
 ) -> tuple[NodeServer, NodeServer]:
     on = await cluster.start(
@@ -87,7 +87,7 @@ async def pair_of_nodes(
 async def test_one_by_one(
     shared: Cluster, checkpoints: dict[str, Path], family: str, memory: int
 ) -> None:
-    on, off = await pair_of_nodes(shared, checkpoints[family], memory)
+    on, off = await on_and_off(shared, checkpoints[family], memory)
     hits = await hits_one_by_one(on, off)
     print(f"{family}: {len(hits)} of 40 prompts hit")
     assert len(hits) >= (10 if memory > TIGHT else 3)
@@ -111,7 +111,7 @@ async def test_hash_blocks_inside_blocks(
     cluster: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
     """Blocks of 64 tokens, of which a hit may begin with a part: a whole number of hash blocks."""
-    on, off = await pair_of_nodes(cluster, checkpoints[family], ROOMY, block_size=64)
+    on, off = await on_and_off(cluster, checkpoints[family], ROOMY, block_size=64)
     hits = await hits_one_by_one(on, off)
     inside = [hit for hit in hits if hit % 64 and not hit % 16]
     print(f"{family}: {len(hits)} of 40 prompts hit, {len(inside)} inside a block")
@@ -123,9 +123,7 @@ async def test_hash_blocks_inside_blocks(
 async def test_all_at_once_under_pressure(
     cluster: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
-    on, off = await pair_of_nodes(
-        cluster, checkpoints[family], room_for(checkpoints[family], PRESSED)
-    )
+    on, off = await on_and_off(cluster, checkpoints[family], room_for(checkpoints[family], PRESSED))
     prompts = conversation_prompts(Random(9), 32)
     requests = [request_of(prompt, max_tokens=64) for prompt in prompts]
     cached, plain = [
@@ -140,7 +138,7 @@ async def test_all_at_once_under_pressure(
 
 
 async def test_salts_share_nothing(shared: Cluster, model: Path) -> None:
-    on, _ = await pair_of_nodes(shared, model, ROOMY)
+    on, _ = await on_and_off(shared, model, ROOMY)
     prompt = conversation_prompts(Random(1), 1)[0] * 4
     hits = []
     for salt in ("a", "b", None, "a"):

@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 import pytest
 
-from engine.types import KVTransferParams, KVTransferStats
+from engine.types import KVTransferParams
 from serving.node.server import NodeServer
 from tests.e2e.test_prefix_cache import (
     PRESSED,
@@ -17,20 +17,11 @@ from tests.e2e.test_prefix_cache import (
     room_for,
 )
 from tests.support.nodes.cluster import Cluster, Generation, generate, settled, transfer_config
+from tests.support.nodes.pairs import moved
 from tests.tiers import everyday
 
 HYBRIDS = ("qwen3_5", "nemotron_h", "granitemoehybrid", "falcon_h1")
 REMOTE_DECODE = KVTransferParams(do_remote_decode=True)
-
-
-async def pair_of_nodes(
-    cluster: Cluster, model: Path, memory: int = 16 << 20
-) -> tuple[NodeServer, NodeServer]:
-    p = await cluster.start("prefill", model, enable_prefix_caching=True)
-    d = await cluster.start(
-        "decode", model, enable_prefix_caching=True, kv_cache_memory_bytes=memory
-    )
-    return p, d
 
 
 async def hand_over(
@@ -44,11 +35,6 @@ async def hand_over(
     return await generate(d, msgspec.structs.replace(asked, kv_transfer_params=params))
 
 
-def moved(done: Generation) -> KVTransferStats:
-    assert done.last.kv_transfer is not None
-    return done.last.kv_transfer
-
-
 def prompt_of(length: int, seed: int = 3) -> tuple[int, ...]:
     rng = Random(seed)
     return tuple(rng.randrange(2, 510) for _ in range(length))
@@ -58,7 +44,7 @@ def prompt_of(length: int, seed: int = 3) -> tuple[int, ...]:
 async def test_an_identical_second_request_pulls_nothing(
     shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
-    p, d = await pair_of_nodes(shared, checkpoints[family])
+    p, d = await shared.pair(checkpoints[family], enable_prefix_caching=True)
     for length in (16, 40, 64, 100):
         prompt = prompt_of(length, seed=length)
         first, second = [await hand_over(p, d, prompt) for _ in range(2)]
@@ -73,7 +59,7 @@ async def test_an_identical_second_request_pulls_nothing(
 async def test_the_attention_prefix_on_d_survives_and_only_the_tail_moves(
     shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
-    p, d = await pair_of_nodes(shared, checkpoints[family])
+    p, d = await shared.pair(checkpoints[family], enable_prefix_caching=True)
     prompt = prompt_of(100)
     whole = await hand_over(p, d, prompt)
     longer = await hand_over(p, d, (*prompt[:90], *prompt_of(20, seed=8)))
@@ -87,7 +73,9 @@ async def test_the_attention_prefix_on_d_survives_and_only_the_tail_moves(
 async def test_random_hand_overs_equal_one_node_without_caching(
     shared: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
-    p, d = await pair_of_nodes(shared, checkpoints[family], memory=1 << 20)
+    p, d = await shared.pair(
+        checkpoints[family], enable_prefix_caching=True, d={"kv_cache_memory_bytes": 1 << 20}
+    )
     alone = await shared.start("prefill", checkpoints[family])
     prompts = conversation_prompts(Random(4), 30)
     pairs = await asyncio.gather(*(hand_over(p, d, prompt) for prompt in prompts))
@@ -103,7 +91,9 @@ async def test_hand_overs_under_pressure_equal_one_node_without_caching(
 ) -> None:
     """D has room for two full-length requests while 32 decode there: it preempts and recomputes."""
     model = checkpoints[family]
-    p, d = await pair_of_nodes(cluster, model, memory=room_for(model, PRESSED))
+    p, d = await cluster.pair(
+        model, enable_prefix_caching=True, d={"kv_cache_memory_bytes": room_for(model, PRESSED)}
+    )
     alone = await cluster.start("prefill", model)
     prompts = conversation_prompts(Random(9), 32)
     pairs, plain = [
@@ -123,7 +113,7 @@ async def test_hand_overs_under_pressure_equal_one_node_without_caching(
 
 async def test_local_and_remote_requests_meet_on_one_node(shared: Cluster, model: Path) -> None:
     """The skip belongs to a request: on D, in the same batch, local ones keep every Mamba rule."""
-    p, d = await pair_of_nodes(shared, model)
+    p, d = await shared.pair(model, enable_prefix_caching=True)
     alone = await shared.start("prefill", model)
     prompt = prompt_of(100)
     await hand_over(p, d, prompt)
@@ -156,7 +146,7 @@ async def test_a_failed_pull_falls_to_the_longest_prefix_of_all_groups(
 async def test_what_lies_before_a_window_was_not_pulled_and_is_not_found(
     shared: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    p, d = await pair_of_nodes(shared, checkpoints["gemma3"])
+    p, d = await shared.pair(checkpoints["gemma3"], enable_prefix_caching=True)
     prompt = prompt_of(160)
     await hand_over(p, d, prompt)
     shorter = request_of(prompt[:70])  # its window lies before that of the prompt

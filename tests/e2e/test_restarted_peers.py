@@ -5,35 +5,24 @@ Nothing but the incarnation tells the two apart: name, host, port and request id
 
 import asyncio
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from engine.errors import KVLoadError
-from engine.types import KVTransferParams
 from serving.node.server import NodeServer
 from tests.support.faults.fault_points import FaultPoint
 from tests.support.faults.faults import HeldPull, recomputed
 from tests.support.nodes.accounts import Account, at_rest, forget_peers
-from tests.support.nodes.asking import prefill_over_http
+from tests.support.nodes.asking import remote_prefill
 from tests.support.nodes.cluster import Cluster, generate, settled, transfer_config
 from tests.support.nodes.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
-from tests.support.nodes.processes import Launcher, ServerProcess, transport_flag
+from tests.support.nodes.processes import Launcher, free_port, transport_flag
 from tests.tiers import everyday, l_shape
 
 FAMILY = "qwen3_5"
 PROMPT = prompt_of(100, salt=4)
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as opened:
-        opened.bind(("127.0.0.1", 0))
-        port: int = opened.getsockname()[1]
-        return port
 
 
 async def replace(
@@ -174,12 +163,14 @@ async def test_a_killed_process_and_the_next_one_on_its_ports(
     p = real.node("prefill_node", *flags, UCX_TLS="tcp")
     d = await cluster.start("decode", real.model, faults=faults, kv_transfer_config=config)
     alone = await generate(d, request_of(PROMPT))
-    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, await from_process(p))))
+    asked = asyncio.create_task(
+        generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p.url, PROMPT)))
+    )
     assert await asyncio.to_thread(faults.reached.wait, 20)
     p.kill()
     assert p.process.returncode == -signal.SIGKILL
     p = real.node("prefill_node", *flags, UCX_TLS="tcp")
-    new = await from_process(p)
+    new = await remote_prefill(p.url, PROMPT)
     faults.go.set()
     pair = await asked
     assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
@@ -189,8 +180,3 @@ async def test_a_killed_process_and_the_next_one_on_its_ports(
     assert again.token_ids == alone.token_ids
     await at_rest(d)
     await asyncio.to_thread(p.assert_at_rest)
-
-
-async def from_process(p: ServerProcess) -> KVTransferParams:
-    answered = await prefill_over_http(p.url, list(PROMPT), logprobs=GREEDY.logprobs)
-    return msgspec.convert(answered, KVTransferParams)

@@ -18,16 +18,16 @@ from tests.support.nodes.pairs import (
     GREEDY,
     REMOTE_DECODE,
     arena_for,
+    assert_equal,
     count_near_ties,
+    end_hold,
     prefill,
     prompt_of,
     request_of,
 )
 from tests.support.nodes.turns import (
     Turn,
-    assert_equal,
     both_ways,
-    end_hold,
     forget,
     let_go,
     next_prompt,
@@ -270,7 +270,7 @@ async def test_short_memory_takes_back_what_nobody_has_claimed(
     assert found.last.was_pulled
     assert skipped(p) == {"expired": 1}
     for done in (lost, found):
-        await end_hold(p, done)
+        await end_hold(p, done.last.kv_transfer_params)
     await let_go(d, turns[2])
 
 
@@ -280,12 +280,8 @@ async def test_what_was_preempted_on_d_is_kept_as_well(
 ) -> None:
     """Two requests outgrow D; the one that waited ends last, after its output was recomputed."""
     model, config = checkpoints[family], both_ways()
-    p = await cluster.start("prefill", model, kv_transfer_config=config)
-    d = await cluster.start(
-        "decode",
-        model,
-        kv_transfer_config=config,
-        kv_cache_memory_bytes=arena_for(model, 208, requests=2),
+    p, d = await cluster.pair(
+        model, config, d={"kv_cache_memory_bytes": arena_for(model, 208, requests=2)}
     )
     one = await cluster.start("decode", model)
     long = msgspec.structs.replace(GREEDY, max_tokens=150)

@@ -25,8 +25,7 @@ async def test_greedy_tokens_equal_transformers(
     family: str,
 ) -> None:
     reference = transformers.AutoModelForCausalLM.from_pretrained(checkpoints[family]).eval()
-    p = await shared.start("prefill", checkpoints[family])
-    d = await shared.start("decode", checkpoints[family])
+    p, d = await shared.pair(checkpoints[family])
     prompts = [prompt_of(length, salt=length) for length in LENGTHS]
     answers = [await hand_over(p, d, prompt, SAMPLING) for prompt in prompts]
     answers += await hand_over_all(p, d, prompts, SAMPLING)

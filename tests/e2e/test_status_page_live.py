@@ -18,17 +18,13 @@ async def test_the_page_shows_what_real_nodes_did(
     cluster: Cluster, model: Path, tmp_path: Path
 ) -> None:
     """A pull and its bytes, the arena by kind, hit rates and the lag of events."""
-    p, d = [
-        await cluster.start(
-            kind,
-            model,
-            served_model_name=("tiny",),
-            enable_prefix_caching=True,
-            kv_transfer_config=transfer_config(),
-            kv_events_config=EVENTS,
-        )
-        for kind in ("prefill", "decode")
-    ]
+    p, d = await cluster.pair(
+        model,
+        served_model_name=("tiny",),
+        enable_prefix_caching=True,
+        kv_transfer_config=transfer_config(),
+        kv_events_config=EVENTS,
+    )
     config = ProxyConfig(prefill=(p.url,), decode=(d.url,), port=0)
     async with running_proxy(config) as base, client_of(base) as client:
         await until_status(f"{base}/ready", 200)

@@ -6,15 +6,13 @@ SIGSTOP stops a process in whatever it does; to others it is silent, and its clo
 import asyncio
 import signal
 
-import msgspec
 import pytest
 
-from engine.types import KVTransferParams
 from serving.node.server import NodeServer
 from tests.support.faults.fault_points import FaultPoint
 from tests.support.faults.faults import HeldPull, counted, recomputed
 from tests.support.nodes.accounts import at_rest
-from tests.support.nodes.asking import prefill_over_http
+from tests.support.nodes.asking import remote_prefill
 from tests.support.nodes.cluster import Cluster, generate, transfer_config, until
 from tests.support.nodes.pairs import GREEDY, prompt_of, request_of
 from tests.support.nodes.processes import Launcher, ServerProcess, transport_flag
@@ -33,7 +31,9 @@ async def test_p_that_slept_through_its_lease_vouches_for_nothing(
     faults = HeldPull(point)
     p, d = await pair_of_nodes(cluster, real, faults)
     alone = await generate(d, request_of(PROMPT))
-    asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p))))
+    asked = asyncio.create_task(
+        generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p.url, PROMPT)))
+    )
     assert await asyncio.to_thread(faults.reached.wait, 20)
     await sleep_through(p)
     await until(lambda: p.metrics()[EXPIRED] == 1)
@@ -43,7 +43,7 @@ async def test_p_that_slept_through_its_lease_vouches_for_nothing(
     assert not pair.last.was_pulled
     assert counted(d, "tandem:kv_late_reads") == 1
     assert recomputed(d) == {"late_read": len(PROMPT)}
-    again = await generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p)))
+    again = await generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p.url, PROMPT)))
     assert again.last.was_pulled
     await at_rest(d)
     await asyncio.to_thread(p.assert_at_rest)
@@ -59,7 +59,7 @@ async def test_a_prefill_that_was_slept_through_is_right_and_the_next_one_is_pul
     """
     p, d = await pair_of_nodes(cluster, real, HeldPull(FaultPoint.BEFORE_READ, nth=99))
     alone = await generate(d, request_of(PROMPT))
-    params = await remote_prefill(p)
+    params = await remote_prefill(p.url, PROMPT)
     p.signal(signal.SIGSTOP)
     asked = asyncio.create_task(generate(d, request_of(PROMPT, GREEDY, params)))
     await asyncio.sleep(STOPPED_S)
@@ -68,7 +68,7 @@ async def test_a_prefill_that_was_slept_through_is_right_and_the_next_one_is_pul
     late = await asked
     assert (late.token_ids, late.logprobs) == (alone.token_ids, alone.logprobs)
     assert late.last.was_pulled != bool(recomputed(d))
-    pair = await generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p)))
+    pair = await generate(d, request_of(PROMPT, GREEDY, await remote_prefill(p.url, PROMPT)))
     assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
     assert pair.last.was_pulled
     await at_rest(d)
@@ -90,8 +90,3 @@ async def sleep_through(p: ServerProcess) -> None:
     p.signal(signal.SIGSTOP)
     await asyncio.sleep(STOPPED_S)
     p.signal(signal.SIGCONT)
-
-
-async def remote_prefill(p: ServerProcess) -> KVTransferParams:
-    answered = await prefill_over_http(p.url, list(PROMPT), logprobs=GREEDY.logprobs)
-    return msgspec.convert(answered, KVTransferParams)

@@ -58,18 +58,14 @@ def theirs(tmp_path: Path) -> Files:
 async def test_a_hand_over_through_the_proxy_over_tls(
     cluster: Cluster, model: Path, tmp_path: Path, *, ours: Files, theirs: Files
 ) -> None:
-    p, d = [
-        await cluster.start(
-            kind,
-            model,
-            kv_transfer_config=transfer_config("zmq"),
-            cluster_token=TOKEN,
-            ssl_certfile=ours.cert,
-            ssl_keyfile=ours.key,
-            ssl_ca_certs=ours.ca,
-        )
-        for kind in ("prefill", "decode")
-    ]
+    p, d = await cluster.pair(
+        model,
+        kv_transfer_config=transfer_config("zmq"),
+        cluster_token=TOKEN,
+        ssl_certfile=ours.cert,
+        ssl_keyfile=ours.key,
+        ssl_ca_certs=ours.ca,
+    )
     nodes = {"prefill": (p.url,), "decode": (d.url,), "port": 0, "cluster_token": TOKEN}
     nodes["enable_prompt_tokens_details"] = True
     proxy = ProxyServer(

@@ -23,16 +23,12 @@ PARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 @asynccontextmanager
 async def traced(cluster: Cluster, model: Path, endpoint: str) -> AsyncIterator[Any]:
     """A client of a proxy, P and D that send their spans to `endpoint`."""
-    p, d = [
-        await cluster.start(
-            kind,
-            model,
-            served_model_name=("tiny",),
-            otlp_traces_endpoint=endpoint,
-            kv_transfer_config=transfer_config(),
-        )
-        for kind in ("prefill", "decode")
-    ]
+    p, d = await cluster.pair(
+        model,
+        served_model_name=("tiny",),
+        otlp_traces_endpoint=endpoint,
+        kv_transfer_config=transfer_config(),
+    )
     config = ProxyConfig(prefill=(p.url,), decode=(d.url,), port=0, otlp_traces_endpoint=endpoint)
     async with running_proxy(config) as base, client_of(base) as client:
         await until_status(f"{base}/ready", 200)

@@ -11,8 +11,7 @@ from tests.support.faults.fault_points import FaultPoint
 from tests.support.faults.faults import DamagedReads, HeldPull, flip
 from tests.support.nodes.asking import prefill_over_http
 from tests.support.nodes.cluster import Cluster, generate, sample, settled, transfer_config, until
-from tests.support.nodes.engine_thread import run_in_engine
-from tests.support.nodes.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
+from tests.support.nodes.pairs import GREEDY, end_hold, hand_over, prefill, prompt_of, request_of
 from tests.support.nodes.processes import Launcher
 
 PROMPT = prompt_of(100, salt=3)
@@ -31,8 +30,7 @@ async def test_a_pull_is_in_every_histogram_and_in_no_counter_of_failures(
     shared: Cluster, model: Path
 ) -> None:
     """Once, in however many stages it was read."""
-    p = await shared.start("prefill", model)
-    d = await shared.start("decode", model, stage_bytes=SMALL_STAGE)
+    p, d = await shared.pair(model, d={"stage_bytes": SMALL_STAGE})
     done = await hand_over(p, d, PROMPT)
     moved = done.last.kv_transfer
     assert moved is not None
@@ -56,7 +54,7 @@ async def test_a_pull_is_in_every_histogram_and_in_no_counter_of_failures(
 async def test_what_a_lease_holds_is_counted_in_bytes_until_it_ends(
     shared: Cluster, model: Path
 ) -> None:
-    p, d = [await shared.start(kind, model) for kind in ("prefill", "decode")]
+    p, d = await shared.pair(model)
     params = await prefill(p, PROMPT)
     assert params.remote_block_ids is not None
     plan = p.engine.core.scheduler.cache.plan
@@ -83,14 +81,11 @@ async def test_prefills_that_nobody_pulls_are_counted_when_their_lease_runs_out(
 async def test_a_release_that_comes_too_late_is_counted(shared: Cluster, model: Path) -> None:
     """D reads while P gives the lease up; a repeated release finds nothing either."""
     held = HeldPull(FaultPoint.BEFORE_CONFIRM)
-    p = await shared.start("prefill", model)
-    d = await shared.start("decode", model, faults=held)
+    p, d = await shared.pair(model, on_d=held)
     params = await prefill(p, PROMPT)
-    name = params.remote_request_id
-    assert name is not None
     asked = asyncio.create_task(generate(d, request_of(PROMPT, params=params)))
     assert await asyncio.to_thread(held.reached.wait, 20)
-    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(name))
+    await end_hold(p, params)
     held.go.set()
     await asked
     await until(lambda: sample(p, "vllm:nixl_num_notifications_after_expiry_total") == 1)
@@ -101,8 +96,7 @@ async def test_a_lease_whose_bytes_cannot_be_verified_ends_at_once(
 ) -> None:
     """Not with the request that computes its prompt again."""
     faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
-    p = await shared.start("prefill", model)
-    d = await shared.start("decode", model, faults=faults)
+    p, d = await shared.pair(model, on_d=faults)
     params = await prefill(p, PROMPT)
     long = msgspec.structs.replace(GREEDY, max_tokens=120)
     asked = asyncio.create_task(generate(d, request_of(PROMPT, long, params)))

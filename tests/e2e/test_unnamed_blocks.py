@@ -11,8 +11,15 @@ from serving.node.server import NodeServer
 from tests.support.faults.faults import counted
 from tests.support.nodes.accounts import at_rest
 from tests.support.nodes.cluster import Cluster, generate, transfer_config, until
-from tests.support.nodes.engine_thread import run_in_engine
-from tests.support.nodes.pairs import GREEDY, TRANSPORTS, hand_over, prefill, prompt_of, request_of
+from tests.support.nodes.pairs import (
+    GREEDY,
+    TRANSPORTS,
+    end_hold,
+    hand_over,
+    prefill,
+    prompt_of,
+    request_of,
+)
 from tests.tiers import everyday
 
 PROMPT = prompt_of(100, salt=7)
@@ -24,20 +31,11 @@ def few_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(producer, "MAX_NAMED_BLOCKS", 6)
 
 
-async def pair_of_nodes(
-    cluster: Cluster, model: Path, transport: str = "shm", policy: str = "recompute"
-) -> tuple[NodeServer, NodeServer]:
-    config = transfer_config(transport, policy)
-    p = await cluster.start("prefill", model, kv_transfer_config=config)
-    d = await cluster.start("decode", model, kv_transfer_config=config)
-    return p, d
-
-
 @pytest.mark.parametrize("transport", everyday(TRANSPORTS, ("shm",)))
 async def test_blocks_that_p_has_not_named_are_asked_for(
     shared: Cluster, model: Path, transport: str
 ) -> None:
-    p, d = await pair_of_nodes(shared, model, transport)
+    p, d = await shared.pair(model, transfer_config(transport))
     for length, is_named in ((64, True), (100, False), (100, False)):
         alone = await generate(p, request_of(PROMPT[:length]))
         params = await prefill(p, PROMPT[:length])
@@ -51,7 +49,7 @@ async def test_blocks_that_p_has_not_named_are_asked_for(
 
 
 async def test_a_prefill_that_p_holds_no_more_is_computed(shared: Cluster, model: Path) -> None:
-    p, d = await pair_of_nodes(shared, model)
+    p, d = await shared.pair(model, transfer_config())
     alone = await generate(p, request_of(PROMPT))
     params = await let_go(p)
     pair = await generate(d, request_of(PROMPT, GREEDY, params))
@@ -64,7 +62,7 @@ async def test_a_prefill_that_p_holds_no_more_is_computed(shared: Cluster, model
 
 
 async def test_or_is_an_error_where_the_node_is_told_so(shared: Cluster, model: Path) -> None:
-    p, d = await pair_of_nodes(shared, model, policy="fail")
+    p, d = await shared.pair(model, transfer_config(policy="fail"))
     with pytest.raises(KVLoadError, match="late_read"):
         await generate(d, request_of(PROMPT, GREEDY, await let_go(p)))
     await at_rest(d)
@@ -73,8 +71,6 @@ async def test_or_is_an_error_where_the_node_is_told_so(shared: Cluster, model: 
 async def let_go(p: NodeServer) -> KVTransferParams:
     """P's answer, of which it holds nothing any more."""
     params = await prefill(p, PROMPT)
-    held = params.remote_request_id
-    assert held is not None
-    await run_in_engine(p.engine, lambda: p.engine.core.scheduler.abort(held))
+    await end_hold(p, params)
     await until(lambda: not p.engine.core.scheduler.num_held)
     return params

@@ -1,12 +1,15 @@
 """Plain HTTP against nodes and proxies, a connection for each question so that none stays open."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 
+from engine.types import KVTransferParams
+from tests.support.nodes.pairs import GREEDY
 from tests.support.nodes.processes import API_KEY
 
 COMPLETIONS = "/v1/completions"
@@ -116,6 +119,12 @@ async def prefill_over_http(url: str, prompt: object, **changes: object) -> dict
     assert answer.status == 200, answer.body
     params: dict[str, Any] = answer.body["kv_transfer_params"]
     return params
+
+
+async def remote_prefill(url: str, prompt: Sequence[int]) -> KVTransferParams:
+    """P's answer, for a request to D that wants what GREEDY wants."""
+    answered = await prefill_over_http(url, list(prompt), logprobs=GREEDY.logprobs)
+    return msgspec.convert(answered, KVTransferParams)
 
 
 def _auth(key: str | None) -> dict[str, str]:

@@ -4,11 +4,12 @@ import asyncio
 import gc
 import json
 import shutil
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -122,6 +123,22 @@ class Cluster:
         await node.start()
         self.nodes.append(node)
         return node
+
+    async def pair(
+        self,
+        model: Path,
+        config: KVTransferConfig | None = None,
+        *,
+        on_p: FaultInjector = NO_FAULTS,
+        on_d: FaultInjector = NO_FAULTS,
+        d: Mapping[str, Any] = MappingProxyType({}),
+        **both: Any,
+    ) -> tuple[NodeServer, NodeServer]:
+        """A prefill and a decode node; `both` is what `start` takes for either, `d` for D alone."""
+        if config is not None:
+            both["kv_transfer_config"] = config
+        p = await self.start("prefill", model, faults=on_p, **both)
+        return p, await self.start("decode", model, faults=on_d, **{**both, **d})
 
 
 BASE = NodeConfig(

@@ -36,8 +36,7 @@ async def main(folder: Path, transport: str) -> None:
     cluster = Cluster([])
     try:
         config = transfer_config(transport)
-        p = await cluster.start("prefill", folder, kv_transfer_config=config)
-        d = await cluster.start("decode", folder, kv_transfer_config=config)
+        p, d = await cluster.pair(folder, config)
         await check_tokens_and_logprobs(p, d)
         assert sample(d, "tandem:kv_verified_bytes_total") > 0
         assert sample(d, "tandem:kv_unverified_transfers_total") == 0

@@ -2,13 +2,16 @@
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.support.small_models import VOCABULARY
 from engine.kv_cache.arena_plan import plan_arena
 from engine.model_configs.registry import read_config
-from engine.types import GenerateRequest, KVTransferParams, SamplingParams
+from engine.types import GenerateRequest, KVTransferParams, KVTransferStats, SamplingParams
+from serving.node.server import NodeServer
 from tests.support.nodes.cluster import BASE, Generation, Node, generate
+from tests.support.nodes.engine_thread import run_in_engine
 
 FAMILIES = ("qwen3", "qwen3_5", "nemotron_h")
 TRANSPORTS = ("shm", "nixl", "ucx", "zmq")
@@ -44,6 +47,13 @@ async def prefill(
     return done.last.kv_transfer_params
 
 
+async def end_hold(node: NodeServer, held: KVTransferParams | None) -> None:
+    """Ends what `node` holds, as the end of its lease would: nobody may read it any more."""
+    assert held is not None and held.remote_request_id is not None
+    abort = partial(node.engine.core.scheduler.abort, held.remote_request_id)
+    await run_in_engine(node.engine, abort)
+
+
 async def hand_over(
     p: Node, d: Node, prompt: tuple[int, ...], sampling: SamplingParams = GREEDY
 ) -> Generation:
@@ -56,6 +66,19 @@ async def hand_over_all(
 ) -> list[Generation]:
     """All prompts at the same time."""
     return await asyncio.gather(*(hand_over(p, d, prompt, sampling) for prompt in prompts))
+
+
+def moved(done: Generation) -> KVTransferStats:
+    """What a hand-over moved for this answer."""
+    assert done.last.kv_transfer is not None
+    return done.last.kv_transfer
+
+
+def assert_equal(pair: Generation, alone: Generation, *, was_pulled: bool | None = None) -> None:
+    """Bit by bit, and whether D pulled it where that is given."""
+    assert pair.token_ids == alone.token_ids
+    assert pair.logprobs == alone.logprobs
+    assert was_pulled in (None, pair.last.was_pulled)
 
 
 def count_near_ties(

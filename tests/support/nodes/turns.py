@@ -1,6 +1,5 @@
 """Conversations over a pair of nodes whose second turn goes back to where the first was decoded."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from tests.support.faults.fault_points import NO_FAULTS, FaultInjector
 from tests.support.faults.faults import counted
 from tests.support.nodes.cluster import Cluster, Generation, generate, settled
 from tests.support.nodes.engine_thread import run_in_engine
-from tests.support.nodes.pairs import GREEDY, REMOTE_DECODE, prompt_of, request_of
+from tests.support.nodes.pairs import GREEDY, REMOTE_DECODE, end_hold, prompt_of, request_of
 
 SKIPPED = "tandem:kv_return_pulls_skipped"
 CAUSES = (
@@ -102,13 +101,8 @@ async def pair_of_nodes(
 
     So does what D keeps of its own when P computes a turn that D has decoded: `d_caches`.
     """
-    p = await cluster.start(
-        "prefill", model, faults=on_p, kv_transfer_config=config, enable_prefix_caching=True
-    )
-    d = await cluster.start(
-        "decode", model, faults=on_d, kv_transfer_config=config, enable_prefix_caching=d_caches
-    )
-    return p, d
+    d = {"enable_prefix_caching": d_caches}
+    return await cluster.pair(model, config, on_p=on_p, on_d=on_d, d=d, enable_prefix_caching=True)
 
 
 async def forget(node: NodeServer) -> None:
@@ -117,34 +111,22 @@ async def forget(node: NodeServer) -> None:
     await run_in_engine(node.engine, partial(evict_all, node.engine.core.scheduler.cache))
 
 
+async def first_turn(p: NodeServer, d: NodeServer) -> Turn:
+    """A turn that D keeps and P has forgotten."""
+    turn = await take_turn(p, d, prompt_of(90))
+    await forget(p)
+    assert d.engine.core.scheduler.num_held == 1
+    return turn
+
+
 async def let_go(d: NodeServer, *turns: Turn) -> None:
     """Ends what D keeps of turns that nobody goes on with, and waits until all memory is back."""
     for turn in turns:
-        await end_hold(d, turn.decoded)
+        await end_hold(d, turn.kept)
     await settled(d)
-
-
-async def end_hold(node: NodeServer, done: Generation) -> None:
-    """Nobody goes on with what a node holds of `done`."""
-    params = done.last.kv_transfer_params
-    assert params is not None and params.remote_request_id is not None
-    abort = partial(node.engine.core.scheduler.abort, params.remote_request_id)
-    await run_in_engine(node.engine, abort)
 
 
 def skipped(node: NodeServer) -> dict[str, float]:
     """Return pulls that were not made, by cause."""
     found = {cause: counted(node, SKIPPED, cause=cause) for cause in CAUSES}
     return {cause: number for cause, number in found.items() if number}
-
-
-def assert_equal(pair: Generation, alone: Generation) -> None:
-    """Bit by bit."""
-    assert pair.token_ids == alone.token_ids
-    assert pair.logprobs == alone.logprobs
-
-
-def assert_all_equal(pairs: Sequence[Generation], alone: Sequence[Generation]) -> None:
-    """Bit by bit, turn by turn."""
-    for pair, one in zip(pairs, alone, strict=True):
-        assert_equal(pair, one)
