@@ -1,7 +1,6 @@
-"""`python -m connector.doctor P_URL D_URL`, or a FOLDER: checks before traffic."""
+"""`python -m connector.doctor P_URL D_URL`: checks before traffic."""
 
 import asyncio
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +9,6 @@ from rich.console import Console
 from connector.doctor.canary import fly
 from connector.doctor.compare import compare
 from connector.doctor.findings import Finding, Verdict
-from connector.doctor.folder import examine_folder
 from connector.doctor.probe import probe
 from engine.errors import ConfigError
 from serving.cli import option
@@ -20,15 +18,13 @@ from serving.rpc.node_http import HttpNode
 PURPOSE = (
     "Check a prefill node and a decode node before traffic: ports, authentication, geometry, "
     "dtype, hash seed, protocol, transport, and a small hand-over whose tokens are compared. "
-    "Or check the disk_path of an OffloadConnector: room, speed, and files that cannot be used. "
     "One line per finding; exits with 1 if anything is wrong."
 )
-Targets = Annotated[
-    list[str],
-    typer.Argument(
-        help="http(s)://host:port of the prefill node, then of the decode node; or a folder.",
-        metavar="P_URL D_URL | FOLDER",
-    ),
+PrefillUrl = Annotated[
+    str, typer.Argument(help="http(s)://host:port of the prefill node.", metavar="P_URL")
+]
+DecodeUrl = Annotated[
+    str, typer.Argument(help="http(s)://host:port of the decode node.", metavar="D_URL")
 ]
 ClusterToken = Annotated[str | None, option(ServerConfig, "cluster_token")]
 ApiKey = Annotated[str | None, option(ServerConfig, "api_key")]
@@ -41,7 +37,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command(help=PURPOSE)
 def run(
-    targets: Targets,
+    p_url: PrefillUrl,
+    d_url: DecodeUrl,
     cluster_token: ClusterToken = None,
     *,
     api_key: ApiKey = None,
@@ -49,16 +46,11 @@ def run(
     canary: Canary = True,
     timeout: Timeout = 30.0,
 ) -> None:
-    if len(targets) == 1 and "://" not in targets[0]:
-        findings = examine_folder(Path(targets[0]))
-    elif len(targets) == 2:
-        try:
-            p, d = (HttpNode.of(url, timeout, ssl_ca_certs) for url in targets)
-        except ConfigError as error:
-            raise typer.BadParameter(str(error)) from error
-        findings = asyncio.run(examine((p, d), cluster_token, api_key, with_canary=canary))
-    else:
-        raise typer.BadParameter("name a prefill and a decode node, or a folder")
+    try:
+        p, d = (HttpNode.of(url, timeout, ssl_ca_certs) for url in (p_url, d_url))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    findings = asyncio.run(examine((p, d), cluster_token, api_key, with_canary=canary))
     console = Console(highlight=False, soft_wrap=True)
     for finding in findings:
         console.print(finding.line())
