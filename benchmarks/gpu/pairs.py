@@ -28,13 +28,11 @@ from benchmarks.gpu.asking import (
 from benchmarks.gpu.checkpoints import small
 from benchmarks.gpu.sheet import Setting, Sheet, gb_per_s
 from benchmarks.hand_over.stamped_node import StampedTransport, Stamps, node_process
-from connector.pd.connector import PdBuilder
+from connector.pd.connector import PdConnector
 from connector.transports.base import SpanPair, Transfer
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
 from engine.types import GenerateOutput, GenerateRequest
-from serving.config import KVTransferConfig
-from serving.node.connector import ConnectorBuilder
 from serving.node.server import NodeServer
 from serving.rpc.client import NodeClient, StreamDeadlines
 
@@ -179,11 +177,10 @@ async def _damage(sheet: Sheet, setting: Setting) -> None:
     """One read is damaged, and read again; then two in a row, and D computes the prompt."""
     folder, times = small("qwen3_5", setting.models), [0]
 
-    def builder_of(config: KVTransferConfig) -> ConnectorBuilder:
-        def opened(*args: Any, **kwargs: Any) -> _Damaging:
-            return _Damaging(open_transport(*args, **kwargs), times)
+    def opened(*args: Any, **kwargs: Any) -> _Damaging:
+        return _Damaging(open_transport(*args, **kwargs), times)
 
-        return PdBuilder(PdBuilder.of(config).extra, opened)
+    builder_of = partial(PdConnector.builder, open_transport=opened)
 
     start = partial(node, folder, setting.device, transport="zmq")
     async with start(kind="prefill") as p, start(kind="decode", build=builder_of) as d:

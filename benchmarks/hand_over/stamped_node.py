@@ -8,12 +8,12 @@ import asyncio
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from time import monotonic
 from typing import Any, NamedTuple
 
-from connector.pd.connector import PdBuilder, PdConnector
+from connector.pd.connector import PdConnector
 from connector.pd.wire.lease_record import REGION
 from connector.transports.base import SpanPair, Transfer, Transport
 from connector.transports.choose import open_transport
@@ -31,10 +31,9 @@ from engine.request import Request
 from engine.step import BlockLoad, ConnectorMeta, ConnectorOutput, ScheduledRequest
 from engine.types import GenerateRequest, HandOverProblem
 from serving.config import KVTransferConfig, NodeConfig
-from serving.node.connector import ConnectorBuilder
+from serving.node.connector import Build, NodeParts
 from serving.node.server import NodeServer
 from serving.process import configure_logging
-from serving.rpc.server import RpcService
 
 START_S = 120.0
 STOP_S = 30.0
@@ -175,55 +174,27 @@ class StampedTransport(Transport):
 
 
 @dataclass(slots=True, frozen=True)
-class StampedConnector:
-    """The product's connector with its three sides watched (`serving.node.connector`)."""
-
-    inner: PdConnector
-    stamps: Stamps
-
-    @property
-    def connector(self) -> Connector:
-        """The three sides."""
-        sides = self.inner.connector
-        return Connector(
-            StampedAdmission(sides.admission, self.stamps),
-            StampedScheduler(sides.scheduler, self.stamps),
-            StampedWorker(sides.worker, self.stamps),
-        )
-
-    def services(self) -> Sequence[RpcService]:
-        """The control service."""
-        return self.inner.services()
-
-    def advertise(self, port: int) -> None:
-        self.inner.advertise(port)
-
-    def is_awaited(self) -> bool:
-        return self.inner.is_awaited()
-
-    def link_bytes_per_s(self) -> float:
-        return self.inner.link_bytes_per_s()
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-@dataclass(slots=True, frozen=True)
 class StampedBuilder:
     """`serving.node.connector.BuilderOf`."""
 
     stamps: Stamps
 
-    def __call__(self, config: KVTransferConfig) -> ConnectorBuilder:
+    def __call__(self, config: KVTransferConfig) -> Build:
         """Builds the product's connector, watched."""
 
         def opened(*args: Any, **kwargs: Any) -> StampedTransport:
             return StampedTransport(open_transport(*args, **kwargs), self.stamps)
 
-        build = PdBuilder(PdBuilder.of(config).extra, opened)
+        build = PdConnector.builder(config, open_transport=opened)
 
-        def watched(*args: Any, **kwargs: Any) -> StampedConnector:
-            return StampedConnector(build(*args, **kwargs), self.stamps)
+        def watched(node: NodeParts) -> PdConnector:
+            made = build(node)
+            sides = Connector(
+                StampedAdmission(made.connector.admission, self.stamps),
+                StampedScheduler(made.connector.scheduler, self.stamps),
+                StampedWorker(made.connector.worker, self.stamps),
+            )
+            return replace(made, connector=sides)
 
         return watched
 

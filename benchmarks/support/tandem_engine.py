@@ -28,7 +28,7 @@ from engine.types import GenerateRequest, SamplingParams
 from engine.worker.model_runner import ModelRunner
 from serving.config import NodeConfig
 from serving.metrics import NodeMetrics
-from serving.node.connector import ConnectorBuilder, ConnectorSettings, NodeConnector
+from serving.node.connector import Build, NodeConnector, NodeParts
 from serving.node.kv_events import NodeEvents
 from serving.node.limits import scheduler_config
 from serving.node.server import NodeServer
@@ -105,9 +105,7 @@ class BareCore:
     `woken`: set when such a thread has news for the next step.
     """
 
-    def __init__(
-        self, folder: Path, options: NodeConfig, build: ConnectorBuilder | None = None
-    ) -> None:
+    def __init__(self, folder: Path, options: NodeConfig, build: Build | None = None) -> None:
         config = read_config(folder, None)
         self.plan = plan = plan_arena(config.groups, 16, options.kv_cache_memory_bytes)
         publishes = options.kv_events_config.is_published
@@ -161,11 +159,12 @@ class BareCore:
             self.events.close()
         self._arena.close()
 
-    def _connect(
-        self, options: NodeConfig, build: ConnectorBuilder, *, vocab_size: int
-    ) -> NodeConnector:
-        settings = ConnectorSettings(
-            config=options.kv_transfer_config,
+    def _connect(self, options: NodeConfig, build: Build, *, vocab_size: int) -> NodeConnector:
+        parts = NodeParts(
+            self.plan,
+            self._arena,
+            NodeMetrics("bench", "bench"),
+            wake=self.woken.set,
             engine_id="bench",
             host=options.host,
             cluster_token=None,
@@ -175,5 +174,4 @@ class BareCore:
             max_model_len=self.plan.longest_sequence(1 << 40),
             prefix_hash_seed="",
         )
-        metrics = NodeMetrics("bench", "bench")
-        return build(settings, self.plan, self._arena, metrics=metrics, wake=self.woken.set)
+        return build(parts)

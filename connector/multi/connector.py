@@ -1,9 +1,9 @@
 """MultiConnector: several connectors as one, from vLLM's configuration of that name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
 
 from msgspec import Meta
 from msgspec.structs import asdict
@@ -11,19 +11,10 @@ from msgspec.structs import asdict
 from connector.multi.scheduler import MultiScheduler
 from connector.multi.stats import COUNTERS, GAUGES, MultiStats
 from connector.multi.worker import MultiWorker
-from engine.arena import ArenaMemory
 from engine.errors import ConfigError
-from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_connector import AdmissionConnector, Connector, LocalAdmission
 from serving.config import Config, KVTransferConfig, decode_config
-from serving.metrics import NodeMetrics
-from serving.node.connector import (
-    BuilderOf,
-    ConnectorBuilder,
-    ConnectorSettings,
-    NodeConnector,
-    check_groups,
-)
+from serving.node.connector import Build, BuilderOf, NodeConnector, NodeParts, check_groups
 from serving.rpc.server import RpcService
 
 SOURCE = "kv_transfer_config.kv_connector_extra_config"
@@ -41,12 +32,54 @@ class MultiConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fie
     ]
 
 
-@dataclass(slots=True, frozen=True)
-class MultiConnector:
-    """A node's connectors as one; see `serving.node.connector.NodeConnector`."""
+@dataclass(frozen=True)
+class MultiConnector(NodeConnector):
+    """A node's connectors as one, in the order of the configuration, under their names."""
 
     connector: Connector
     children: Mapping[str, NodeConnector]
+
+    @classmethod
+    def builder(cls, config: KVTransferConfig, builder_of: BuilderOf) -> Build:
+        """Raises ConfigError naming the child that cannot be built."""
+        extra = decode_config(config.kv_connector_extra_config, MultiConnectorConfig, SOURCE)
+        inherited = asdict(config)
+        del inherited["kv_connector"], inherited["kv_connector_extra_config"]
+        builders: dict[str, Build] = {}
+        for number, fields in enumerate(extra.connectors):
+            source = f"{SOURCE}.connectors[{number}]"
+            own = decode_config({**inherited, **fields}, KVTransferConfig, source)
+            if own.kv_connector in builders:
+                raise ConfigError(f"{SOURCE}: {own.kv_connector} is there twice; leave one out")
+            try:
+                builders[own.kv_connector] = builder_of(own)
+            except ConfigError as error:
+                raise ConfigError(f"{source} ({own.kv_connector}): {error}") from error
+        if not builders:
+            raise ConfigError(f"{SOURCE}: connectors is empty; name at least one")
+        return lambda node: cls.over(builders, node)
+
+    @classmethod
+    def over(cls, builders: Mapping[str, Build], node: NodeParts) -> Self:
+        """Builds all; a child that cannot be built leaves none of those before it."""
+        children: dict[str, NodeConnector] = {}
+        with ExitStack() as stack:
+            for name, build in builders.items():
+                children[name] = build(node)
+                # Closed again if a later child cannot be built.
+                stack.callback(children[name].close)
+                check_groups(f"{SOURCE}.connectors: {name}", children[name].connector, node.plan)
+            stats = MultiStats(children)
+            node.metrics.read(stats, gauges=GAUGES, counters=COUNTERS)
+            sides = {name: child.connector for name, child in children.items()}
+            schedulers = {name: side.scheduler for name, side in sides.items()}
+            made = Connector(
+                _admission([side.admission for side in sides.values()]),
+                MultiScheduler(node.plan, schedulers, stats),
+                MultiWorker({name: side.worker for name, side in sides.items()}),
+            )
+            stack.pop_all()
+        return cls(made, children)
 
     def services(self) -> Sequence[RpcService]:
         return [service for child in self.children.values() for service in child.services()]
@@ -65,62 +98,6 @@ class MultiConnector:
     def close(self) -> None:
         for child in self.children.values():
             child.close()
-
-
-@dataclass(slots=True, frozen=True)
-class MultiBuilder:
-    """Builds the children of one node, in the order of the configuration, under their names."""
-
-    builders: Mapping[str, tuple[KVTransferConfig, ConnectorBuilder]]
-
-    @classmethod
-    def of(cls, config: KVTransferConfig, builder_of: BuilderOf) -> "MultiBuilder":
-        """Raises ConfigError naming the child that cannot be built."""
-        extra = decode_config(config.kv_connector_extra_config, MultiConnectorConfig, SOURCE)
-        inherited = asdict(config)
-        del inherited["kv_connector"], inherited["kv_connector_extra_config"]
-        builders: dict[str, tuple[KVTransferConfig, ConnectorBuilder]] = {}
-        for number, fields in enumerate(extra.connectors):
-            source = f"{SOURCE}.connectors[{number}]"
-            own = decode_config({**inherited, **fields}, KVTransferConfig, source)
-            if own.kv_connector in builders:
-                raise ConfigError(f"{SOURCE}: {own.kv_connector} is there twice; leave one out")
-            try:
-                builders[own.kv_connector] = own, builder_of(own)
-            except ConfigError as error:
-                raise ConfigError(f"{source} ({own.kv_connector}): {error}") from error
-        if not builders:
-            raise ConfigError(f"{SOURCE}: connectors is empty; name at least one")
-        return cls(builders)
-
-    def __call__(
-        self,
-        settings: ConnectorSettings,
-        plan: ArenaPlan,
-        arena: ArenaMemory,
-        *,
-        metrics: NodeMetrics,
-        wake: Callable[[], None],
-    ) -> MultiConnector:
-        """A child that cannot be built leaves none of those before it."""
-        children: dict[str, NodeConnector] = {}
-        with ExitStack() as stack:
-            for name, (config, build) in self.builders.items():
-                own = replace(settings, config=config)
-                children[name] = build(own, plan, arena, metrics=metrics, wake=wake)
-                # Closed again if a later child cannot be built.
-                stack.callback(children[name].close)
-                check_groups(f"{SOURCE}.connectors: {name}", children[name].connector, plan)
-            stats = MultiStats(children)
-            metrics.read(stats, gauges=GAUGES, counters=COUNTERS)
-            sides = {name: child.connector for name, child in children.items()}
-            made = Connector(
-                _admission([side.admission for side in sides.values()]),
-                MultiScheduler(plan, {name: side.scheduler for name, side in sides.items()}, stats),
-                MultiWorker({name: side.worker for name, side in sides.items()}),
-            )
-            stack.pop_all()
-        return MultiConnector(made, children)
 
 
 def _admission(children: Sequence[AdmissionConnector]) -> AdmissionConnector:

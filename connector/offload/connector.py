@@ -1,9 +1,10 @@
 """OffloadConnector: the one place where the parts of the tiers are put together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import structlog
 
@@ -19,12 +20,9 @@ from connector.offload.tiers.folder import Folder
 from connector.offload.worker import OffloadWorker
 from engine.arena import ArenaMemory
 from engine.errors import ConfigError
-from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_connector import Connector, LocalAdmission
 from serving.config import KVTransferConfig, decode_config
-from serving.metrics import NodeMetrics
-from serving.node.connector import ConnectorSettings
-from serving.rpc.server import RpcService
+from serving.node.connector import BuilderOf, NodeConnector, NodeParts
 
 log = structlog.get_logger()
 
@@ -36,70 +34,47 @@ STAGING_UNITS = 8
 """Without a host tier, memory for what is on its way to the disk."""
 
 
-@dataclass(slots=True, frozen=True)
-class OffloadConnector:
-    """A node's tiers; see `serving.node.connector.NodeConnector`."""
+@dataclass(frozen=True)
+class OffloadConnector(NodeConnector):
+    """A node's tiers. No request names one; nodes share a folder, and nothing else."""
 
+    connector: Connector
     scheduler: OffloadScheduler
     worker: OffloadWorker
 
-    @property
-    def connector(self) -> Connector:
-        """Its sides. No request names a tier."""
-        return Connector(LocalAdmission(), self.scheduler, self.worker)
-
-    def services(self) -> Sequence[RpcService]:
-        """None: nodes share a folder, and nothing else."""
-        return ()
-
-    def advertise(self, port: int) -> None:
-        """Nobody asks this node."""
-
-    def is_awaited(self) -> bool:
-        """Nobody waits for a tier."""
-        return False
-
-    def link_bytes_per_s(self) -> float:
-        """Tiers are not reached over a link."""
-        return 0.0
+    @classmethod
+    def builder(
+        cls,
+        config: KVTransferConfig,
+        builder_of: BuilderOf | None = None,
+        *,
+        open_files: Callable[[Path], Files] = Files,
+    ) -> Callable[[NodeParts], Self]:
+        """`open_files`: the calls to the file system, by folder."""
+        options = decode_config(config.kv_connector_extra_config, OffloadConfig, SOURCE)
+        return lambda node: cls._built(options, node, open_files)
 
     def close(self) -> None:
         """What is not on disk is written, as far as `flush_timeout_seconds` reach."""
         self.worker.end(self.scheduler.writes.last())
 
-
-@dataclass(slots=True, frozen=True)
-class OffloadBuilder:
-    """Builds the OffloadConnector of one node (`serving.node.connector.ConnectorBuilder`).
-
-    `open_files`: the calls to the file system, by folder.
-    """
-
-    config: OffloadConfig
-    open_files: Callable[[Path], Files] = Files
-
     @classmethod
-    def of(cls, config: KVTransferConfig) -> "OffloadBuilder":
-        """Raises ConfigError for an extra config that is none of the OffloadConnector's."""
-        return cls(decode_config(config.kv_connector_extra_config, OffloadConfig, SOURCE))
-
-    def __call__(
-        self,
-        settings: ConnectorSettings,
-        plan: ArenaPlan,
-        arena: ArenaMemory,
-        *,
-        metrics: NodeMetrics,
-        wake: Callable[[], None],
-    ) -> OffloadConnector:
+    def _built(
+        cls, config: OffloadConfig, node: NodeParts, open_files: Callable[[Path], Files]
+    ) -> Self:
         """Raises ConfigError for tiers that could not be of use, naming sizes that can."""
-        config, stats = self.config, OffloadStats()
-        chunks = ChunkPlan(plan, config.hybrid_chunk_size)
-        warn_of_long_chunks(chunks, settings.max_model_len)
+        metrics, stats = node.metrics, OffloadStats()
+        chunks = ChunkPlan(node.plan, config.hybrid_chunk_size)
+        warn_of_long_chunks(chunks, node.max_model_len)
         slots = slots_of(chunks, config)
-        folder = self._folder(
-            lambda: chunks.geometry(settings.identity().digest, settings.prefix_hash_seed), stats
-        )
+        folder = None
+        if config.disk_path is not None:
+            folder = Folder(
+                open_folder(config.disk_path, open_files),
+                lambda: chunks.geometry(node.identity().digest, node.prefix_hash_seed),
+                config.disk_bytes,
+                stats=stats,
+            )
         with ExitStack() as stack:
             host = ArenaMemory(slots.num_units * slots.unit_bytes)
             stack.callback(host.close)
@@ -108,11 +83,11 @@ class OffloadBuilder:
             if folder is not None:
                 metrics.read(folder, gauges=FOLDER_GAUGES)
             scheduler = OffloadScheduler(
-                chunks, slots, config, stats=stats, tiers=settings.tiers, wake=wake
+                chunks, slots, config, stats=stats, tiers=node.tiers, wake=node.wake
             )
             metrics.read(scheduler.index, gauges=INDEX_GAUGES)
-            items = ArenaItems(chunks, arena)
-            worker = OffloadWorker(items, host, folder, config=config, stats=stats, wake=wake)
+            items = ArenaItems(chunks, node.arena)
+            worker = OffloadWorker(items, host, folder, config=config, stats=stats, wake=node.wake)
             stack.pop_all()
         log.info(
             "KV is offloaded",
@@ -121,28 +96,26 @@ class OffloadBuilder:
             disk_bytes=config.disk_bytes,
             chunk_tokens=sorted(set(chunks.chunk_tokens.values())),
         )
-        return OffloadConnector(scheduler, worker)
+        return cls(Connector(LocalAdmission(), scheduler, worker), scheduler, worker)
 
-    def _folder(self, geometry: Callable[[], str], stats: OffloadStats) -> Folder | None:
-        path = self.config.disk_path
-        if path is None:
-            return None
-        try:
-            files = self.open_files(Path(path))
-            files.check()
-            is_open = files.is_open_to_others()
-        except OSError as error:
-            raise ConfigError(
-                f"disk_path {path!r} cannot be used: {error}; name a folder that this user may "
-                "write to"
-            ) from error
-        if is_open:
-            log.warning(
-                "other users may enter the tier's folder; its files, which hold prompts, are for "
-                f"this user alone, but older ones may not be: chmod -R go= {path}",
-                disk_path=path,
-            )
-        return Folder(files, geometry, self.config.disk_bytes, stats=stats)
+
+def open_folder(path: str, open_files: Callable[[Path], Files] = Files) -> Files:
+    """The tier's folder. Raises ConfigError if this node cannot use it."""
+    try:
+        files = open_files(Path(path))
+        files.check()
+        is_open = files.is_open_to_others()
+    except OSError as error:
+        raise ConfigError(
+            f"disk_path {path!r} cannot be used: {error}; name a folder that this user may write to"
+        ) from error
+    if is_open:
+        log.warning(
+            "other users may enter the tier's folder; its files, which hold prompts, are for "
+            f"this user alone, but older ones may not be: chmod -R go= {path}",
+            disk_path=path,
+        )
+    return files
 
 
 def warn_of_long_chunks(chunks: ChunkPlan, max_model_len: int) -> None:

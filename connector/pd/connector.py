@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 from connector.pd.config import PdConnectorConfig
 from connector.pd.decode.admission import PdAdmission
@@ -28,22 +29,17 @@ from connector.transports.auto import AutoTransport
 from connector.transports.base import Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
-from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_connector import Connector
 from serving.config import KVTransferConfig, decode_config
-from serving.metrics import NodeMetrics
-from serving.node.connector import ConnectorSettings
+from serving.node.connector import BuilderOf, NodeConnector, NodeParts
 from serving.rpc.address import is_loopback
 from serving.rpc.proof import signing_key
 from serving.rpc.server import RpcService
 
 
-@dataclass(slots=True, frozen=True)
-class PdConnector:
-    """A node's prefill/decode connector; see `serving.node.connector.NodeConnector`.
-
-    `resources`: all that was opened for it.
-    """
+@dataclass(frozen=True)
+class PdConnector(NodeConnector):
+    """A node's prefill/decode connector. `resources`: all that was opened for it."""
 
     connector: Connector
     control: ControlHandler
@@ -53,6 +49,44 @@ class PdConnector:
     reader: PullReader
     transfers: TransferMetrics
     resources: ExitStack
+
+    @classmethod
+    def builder(
+        cls,
+        config: KVTransferConfig,
+        builder_of: BuilderOf | None = None,
+        *,
+        open_transport: Callable[..., Transport] = open_transport,
+        stage_bytes: int = STAGE_BYTES,
+    ) -> Callable[[NodeParts], "PdConnector"]:
+        """`open_transport` takes the arguments of `connector.transports.choose.open_transport`."""
+        source = "kv_transfer_config.kv_connector_extra_config"
+        extra = decode_config(config.kv_connector_extra_config, PdConnectorConfig, source)
+
+        def build(node: NodeParts) -> "PdConnector":
+            with ExitStack() as opened:
+                records = opened.enter_context(closing(ArenaMemory(REGION_BYTES)))
+                transport = open_transport(
+                    extra.transport,
+                    node.engine_id,
+                    same_host=is_loopback(node.host),
+                    on_device=node.arena.device_index is not None,
+                    host=node.host,
+                )
+                opened.callback(transport.close)
+                # Before anything can read or be read: peers get the keys of registered memory.
+                transport.register(node.arena, records)
+                return cls._over(
+                    config,
+                    extra,
+                    node,
+                    transport=transport,
+                    records=records,
+                    opened=opened,
+                    stage_bytes=stage_bytes,
+                )
+
+        return build
 
     def services(self) -> Sequence[RpcService]:
         """The control service that peers call."""
@@ -73,100 +107,69 @@ class PdConnector:
     def close(self) -> None:
         self.resources.close()
 
-
-@dataclass(slots=True, frozen=True)
-class PdBuilder:
-    """Builds the PdConnector of one node (`serving.node.connector.ConnectorBuilder`).
-
-    `open_transport` takes the arguments of `connector.transports.choose.open_transport`.
-    """
-
-    extra: PdConnectorConfig
-    open_transport: Callable[..., Transport] = open_transport
-    stage_bytes: int = STAGE_BYTES
-
     @classmethod
-    def of(cls, config: KVTransferConfig) -> "PdBuilder":
-        """Raises ConfigError for an extra config that is none of the PdConnector's."""
-        source = "kv_transfer_config.kv_connector_extra_config"
-        return cls(decode_config(config.kv_connector_extra_config, PdConnectorConfig, source))
-
-    def __call__(
-        self,
-        settings: ConnectorSettings,
-        plan: ArenaPlan,
-        arena: ArenaMemory,
+    def _over(
+        cls,
+        config: KVTransferConfig,
+        extra: PdConnectorConfig,
+        node: NodeParts,
         *,
-        metrics: NodeMetrics,
-        wake: Callable[[], None],
-    ) -> PdConnector:
-        """Builds each part from those above it; if one fails, closes those that were opened."""
-        extra, token = self.extra, settings.cluster_token
-        lease_s = extra.kv_lease_duration
-        with ExitStack() as opened:
-            records = opened.enter_context(closing(ArenaMemory(REGION_BYTES)))
-            transport = self.open_transport(
-                extra.transport,
-                settings.engine_id,
-                same_host=is_loopback(settings.host),
-                on_device=arena.device_index is not None,
-                host=settings.host,
-            )
-            opened.callback(transport.close)
-            transport.register(arena, records)
-            identity = partial(_identity, settings, plan, transport=transport, lease_s=lease_s)
+        transport: Transport,
+        records: ArenaMemory,
+        opened: ExitStack,
+        stage_bytes: int,
+    ) -> Self:
+        """Builds each part from those above it; `opened` closes those that need it."""
+        lease_s, metrics, wake = extra.kv_lease_duration, node.metrics, node.wake
+        # A call, as it is asked for at each handshake: the model's digest is not known yet, and the
+        # address depends on who asks.
+        identity = partial(_identity, node, transport=transport, lease_s=lease_s)
+        words = records.host_bytes().cast("Q")
+        digests = opened.enter_context(closing(ArenaDigests(node.plan, node.arena.read)))
+        leases = LeaseTable(lease_s, time.monotonic, LeaseRecords(words), digests=digests)
+        token = node.cluster_token
+        signer = ParamsSigner(None if token is None else signing_key(token))
+        address = AdvertisedAddress(node.engine_id, node.host)
+        producer = Producer(address, node.plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s)
 
-            words = records.host_bytes().cast("Q")
-            digests = opened.enter_context(closing(ArenaDigests(plan, arena.read)))
-            leases = LeaseTable(lease_s, time.monotonic, LeaseRecords(words), digests=digests)
-            signer = ParamsSigner(None if token is None else signing_key(token))
-            address = AdvertisedAddress(settings.engine_id, settings.host)
-            producer = Producer(address, plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s)
-            control = ControlHandler(settings.engine_id, identity, leases, wake=wake)
+        transfers = TransferMetrics(metrics)
+        peers = PeerRegistry(
+            identity,
+            transport,
+            cluster_token=token,
+            tls=node.tls,
+            control_timeout_s=extra.control_timeout,
+        )
+        opened.callback(peers.close)
+        remote = opened.enter_context(closing(RemotePrefills(peers, lease_s, transfers)))
+        reader = PullReader(
+            transport,
+            node.arena,
+            records,
+            verify=extra.verify_transfers,
+            metrics=transfers,
+            stage_bytes=stage_bytes,
+        )
 
-            transfers = TransferMetrics(metrics)
-            peers = PeerRegistry(
-                identity,
-                transport,
-                cluster_token=token,
-                tls=settings.tls,
-                control_timeout_s=extra.control_timeout,
-            )
-            opened.callback(peers.close)
-            remote = opened.enter_context(closing(RemotePrefills(peers, lease_s, transfers)))
-            reader = PullReader(
-                transport,
-                arena,
-                records,
-                verify=extra.verify_transfers,
-                metrics=transfers,
-                stage_bytes=self.stage_bytes,
-            )
-
-            admission = PdAdmission(signer, remote, settings, extra=extra, metrics=transfers)
-            scheduler = PdScheduler(
-                producer, remote, settings, leases=leases, extra=extra, metrics=transfers
-            )
-            worker = PdWorker(
-                plan, reader, remote, leases=leases, metrics=transfers, config=extra, wake=wake
-            )
-            opened.callback(worker.close)
-            metrics.read(producer, gauges=LEASE_GAUGES)
-            metrics.read(leases, counters=LEASE_COUNTERS)
-            metrics.read(worker, gauges=PULL_GAUGES)
-            sides = Connector(admission, scheduler, worker)
-            return PdConnector(
-                sides, control, address, leases, remote, reader, transfers, opened.pop_all()
-            )
+        admission = PdAdmission(signer, remote, node, config=config, extra=extra, metrics=transfers)
+        recomputes = config.kv_load_failure_policy == "recompute"
+        scheduler = PdScheduler(
+            producer, remote, leases=leases, extra=extra, recomputes=recomputes, metrics=transfers
+        )
+        worker = PdWorker(
+            node.plan, reader, remote, leases=leases, metrics=transfers, config=extra, wake=wake
+        )
+        opened.callback(worker.close)
+        metrics.read(producer, gauges=LEASE_GAUGES)
+        metrics.read(leases, counters=LEASE_COUNTERS)
+        metrics.read(worker, gauges=PULL_GAUGES)
+        control = ControlHandler(node.engine_id, identity, leases, wake=wake)
+        sides = Connector(admission, scheduler, worker)
+        return cls(sides, control, address, leases, remote, reader, transfers, opened.pop_all())
 
 
 def _identity(
-    settings: ConnectorSettings,
-    plan: ArenaPlan,
-    wanted: Sequence[str] = (),
-    *,
-    transport: Transport,
-    lease_s: float,
+    node: NodeParts, wanted: Sequence[str] = (), *, transport: Transport, lease_s: float
 ) -> Handshake:
     """This node as its peers see it; the address of its arena may change.
 
@@ -175,10 +178,10 @@ def _identity(
     if isinstance(transport, AutoTransport):
         transport.offer(wanted)
     geometry = describe_geometry(
-        plan, settings.identity().fields, prefix_hash_seed=settings.prefix_hash_seed
+        node.plan, node.identity().fields, prefix_hash_seed=node.prefix_hash_seed
     )
     return Handshake(
-        engine_id=settings.engine_id,
+        engine_id=node.engine_id,
         transport=transport.name,
         transport_address=transport.address,
         geometry=geometry,

@@ -15,7 +15,6 @@ from engine.kv_connector import FinishDecision, Match, SchedulerConnector
 from engine.request import Request
 from engine.step import BlockLoad, ConnectorMeta, ScheduledRequest
 from engine.types import KVTransferStats
-from serving.node.connector import ConnectorSettings
 
 
 class PdScheduler(SchedulerConnector):
@@ -28,13 +27,13 @@ class PdScheduler(SchedulerConnector):
         self,
         producer: Producer,
         remote: RemotePrefills,
-        settings: ConnectorSettings,
         *,
         leases: LeaseTable,
         extra: PdConnectorConfig,
+        recomputes: bool,
         metrics: TransferMetrics,
     ) -> None:
-        self._recomputes = settings.config.kv_load_failure_policy == "recompute"
+        self._recomputes = recomputes
         self._producer = producer
         self._leases = leases
         self._remote = remote

@@ -1,8 +1,9 @@
-"""A node's connector: its builder, and its parts besides the seam."""
+"""A node's connector: how it is built, and its parts besides the seam."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from engine.arena import ArenaMemory
 from engine.errors import ConfigError
@@ -17,15 +18,18 @@ from serving.tls import ClientTls
 
 
 @dataclass(slots=True, frozen=True)
-class ConnectorSettings:
-    """The settings of a node that its connector needs; `host` is the advertised one.
+class NodeParts:
+    """The parts and settings of a node that its connector needs; `host` is the advertised one.
 
     `identity` tells the model's; it is known once the engine runs, as its weights are loaded after
-    the connector was built. `tiers` hears what a connector keeps; None while nobody asks for KV
-    events.
+    the connector was built. `wake` makes an idle engine step, from any thread. `tiers` hears what a
+    connector keeps; None while nobody asks for KV events.
     """
 
-    config: KVTransferConfig
+    plan: ArenaPlan
+    arena: ArenaMemory
+    metrics: NodeMetrics
+    wake: Callable[[], None]
     engine_id: str
     host: str
     cluster_token: str | None
@@ -37,47 +41,44 @@ class ConnectorSettings:
     tiers: TierListener | None = None
 
 
-class NodeConnector(Protocol):
-    """A node's connector, and what goes with it."""
+class NodeConnector(ABC):
+    """A node's connector, and what goes with it. Only one with peers overrides the rest."""
 
-    @property
-    def connector(self) -> Connector: ...
+    connector: Connector
+
+    @classmethod
+    @abstractmethod
+    def builder(cls, config: KVTransferConfig, builder_of: "BuilderOf", /) -> "Build":
+        """Decodes its options; the call that builds it once the node has its parts.
+
+        `builder_of`: for connectors that have others. Raises ConfigError for wrong options; the
+        call raises it for a model or a machine that they do not suit, and then leaves nothing open.
+        """
 
     def services(self) -> Sequence[RpcService]:
         """gRPC services that peers call."""
-        ...
+        return ()
 
     def advertise(self, port: int) -> None:
         """Tells the connector where its services listen, before the first request."""
-        ...
+        return None
 
     def is_awaited(self) -> bool:
         """True while a peer may still pull blocks that this node holds for it."""
-        ...
+        return False
 
     def link_bytes_per_s(self) -> float:
         """The measured speed of one load from a peer, of late; 0: nothing was measured yet."""
-        ...
+        return 0.0
 
     def close(self) -> None:
         """Gives channels, mappings and registrations back; after the engine has stopped."""
-        ...
+        return None
 
 
-class ConnectorBuilder(Protocol):
-    """Builds the connector of one node."""
-
-    def __call__(
-        self,
-        settings: ConnectorSettings,
-        plan: ArenaPlan,
-        arena: ArenaMemory,
-        *,
-        metrics: NodeMetrics,
-        wake: Callable[[], None],
-    ) -> NodeConnector:
-        """`wake` makes an idle engine step; it may be called from any thread."""
-        ...
+Build: TypeAlias = Callable[[NodeParts], NodeConnector]
+BuilderOf: TypeAlias = Callable[[KVTransferConfig], Build]
+"""Raises ConfigError, before anything is loaded, for a configuration that no connector takes."""
 
 
 def check_groups(name: str, connector: Connector, plan: ArenaPlan) -> None:
@@ -87,7 +88,3 @@ def check_groups(name: str, connector: Connector, plan: ArenaPlan) -> None:
             f"{name} carries one KV cache group, and this model has {len(plan.groups)}; "
             "leave it out, or use PdConnector, OffloadConnector or both under a MultiConnector"
         )
-
-
-BuilderOf = Callable[[KVTransferConfig], ConnectorBuilder]
-"""Raises ConfigError, before anything is loaded, for a configuration that no connector takes."""

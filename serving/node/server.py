@@ -51,7 +51,7 @@ from serving.metrics import (
     SCHEDULER_GAUGES,
     NodeMetrics,
 )
-from serving.node.connector import BuilderOf, ConnectorSettings, NodeConnector, check_groups
+from serving.node.connector import BuilderOf, NodeConnector, NodeParts, check_groups
 from serving.node.kv_events import NodeEvents
 from serving.node.limits import (
     check_decode_checkpoints,
@@ -225,8 +225,13 @@ class NodeServer:
     def _connect(
         self, model: ModelFolder, plan: ArenaPlan, arena: ArenaMemory, *, max_model_len: int
     ) -> NodeConnector:
-        settings = ConnectorSettings(
-            config=self.config.kv_transfer_config,
+        # Engine and identity are made after the connector, which asks for them only once the
+        # engine runs.
+        parts = NodeParts(
+            plan,
+            arena,
+            self.metrics,
+            wake=lambda: self.engine.wake(),
             engine_id=self.engine_id,
             host=self.host,
             cluster_token=self._token,
@@ -237,17 +242,9 @@ class NodeServer:
             prefix_hash_seed=self.config.prefix_hash_seed,
             tiers=self.events.recorder if self.events else None,
         )
-        connector = self._build_connector(
-            # Engine and identity are made after the connector, which asks for them only once the
-            # engine runs.
-            settings,
-            plan,
-            arena,
-            metrics=self.metrics,
-            wake=lambda: self.engine.wake(),
-        )
+        connector = self._build_connector(parts)
         self._resources.callback(connector.close)
-        check_groups(settings.config.kv_connector, connector.connector, plan)
+        check_groups(self.config.kv_transfer_config.kv_connector, connector.connector, plan)
         return connector
 
     def _publish_events(self, plan: ArenaPlan) -> NodeEvents | None:

@@ -18,7 +18,7 @@ from tests.e2e.test_node_description import described
 from tests.e2e.test_prefix_cache import request_of
 from tests.e2e.test_prefix_cache_pd import hand_over, prompt_of
 from tests.support.cache.cache_model import walk
-from tests.support.cache.dictionary_connector import DictionaryConnector, dictionary_connector
+from tests.support.cache.dictionary_connector import DictionaryConnector
 from tests.support.cache.recount import evict_all
 from tests.support.nodes.cluster import BASE, Cluster, generate, settled
 from tests.support.nodes.engine_thread import run_in_engine
@@ -147,7 +147,7 @@ async def test_a_connector_hears_what_is_published(
         enable_prefix_caching=True,
         kv_events_config=PUBLISHES,
     )
-    node = NodeServer(config, "prefill", lambda _: dictionary_connector)
+    node = NodeServer(config, "prefill", DictionaryConnector.builder)
     await node.start()
     cluster.nodes.append(node)
     await generate(node, request_of(prompt_of(100)))

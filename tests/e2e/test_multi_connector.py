@@ -1,21 +1,22 @@
 """PdConnector and OffloadConnector under one MultiConnector: one load from both, and its counts."""
 
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from connector.multi.connector import MultiBuilder
-from connector.pd.connector import PdBuilder
+from connector.multi.connector import MultiConnector
+from connector.pd.connector import PdConnector
 from engine.errors import ConfigError
 from engine.sched.stats import SOURCES
 from serving.config import KVTransferConfig
-from serving.node.connector import ConnectorBuilder
+from serving.node.connector import Build, NodeParts
 from serving.node.server import NodeServer
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts
 from tests.e2e.test_seam import start
-from tests.support.cache.dictionary_connector import DictionaryScheduler, dictionary_connector
+from tests.support.cache.dictionary_connector import DictionaryConnector, DictionaryScheduler
 from tests.support.cache.offload import MIB, forget, tiers_of, tiers_settled
 from tests.support.faults.faults import counted
 from tests.support.nodes.cluster import Cluster, generate, sample, settled
@@ -149,15 +150,15 @@ class OneGroup(DictionaryScheduler):
 async def test_a_connector_that_carries_one_group_is_refused_by_name(
     cluster: Cluster, checkpoints: dict[str, Path], *, beside_pd: bool
 ) -> None:
-    def one_group(settings: Any, plan: Any, arena: Any, **parts: Any) -> Any:
-        made = dictionary_connector(settings, plan, arena, **parts)
+    def one_group(node: NodeParts) -> DictionaryConnector:
+        made = DictionaryConnector.over(node)
         made.scheduler.__class__ = OneGroup
         return made
 
-    pd, own = KVTransferConfig(), KVTransferConfig(kv_connector="Dictionary")
-    joined = MultiBuilder({"PdConnector": (pd, PdBuilder.of(pd)), "OldConnector": (own, one_group)})
+    children = {"PdConnector": PdConnector.builder(KVTransferConfig()), "OldConnector": one_group}
+    joined = partial(MultiConnector.over, children)
 
-    def builder(_: KVTransferConfig) -> ConnectorBuilder:
+    def builder(_: KVTransferConfig) -> Build:
         return joined if beside_pd else one_group
 
     name = "OldConnector" if beside_pd else "PdConnector"  # the name of BASE's configuration

@@ -7,15 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from connector.multi.connector import MultiBuilder, MultiConnector
-from connector.pd.connector import PdBuilder
+from connector.multi.connector import MultiConnector
+from connector.pd.connector import PdConnector
 from serving.config import KVTransferConfig
-from serving.node.connector import BuilderOf
+from serving.node.connector import Build, BuilderOf
 from serving.node.server import NodeServer
 from tests.support.cache.dictionary_connector import (
     DictionaryConnector,
     DictionaryScheduler,
-    dictionary_connector,
 )
 from tests.support.cache.recount import evict_all
 from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, settled, until
@@ -35,10 +34,10 @@ async def start(cluster: Cluster, kind: str, model: Path, builder_of: BuilderOf)
     return node
 
 
-def both(_: KVTransferConfig) -> MultiBuilder:
+def both(config: KVTransferConfig) -> Build:
     """A dictionary whose tokens are worth more than a peer's."""
-    pd, own = KVTransferConfig(), KVTransferConfig(kv_connector="Dictionary")
-    return MultiBuilder({"pd": (pd, PdBuilder.of(pd)), "dictionary": (own, dictionary_connector)})
+    children = {"pd": PdConnector.builder(config), "dictionary": DictionaryConnector.over}
+    return partial(MultiConnector.over, children)
 
 
 def dictionary_of(node: NodeServer) -> DictionaryConnector:
@@ -66,7 +65,7 @@ def assert_equal(alone: Generation, found: Generation) -> None:
 async def test_what_a_tier_has_is_loaded_and_gives_the_same_tokens(
     cluster: Cluster, checkpoints: dict[str, Path], family: str
 ) -> None:
-    node = await start(cluster, "decode", checkpoints[family], lambda _: dictionary_connector)
+    node = await start(cluster, "decode", checkpoints[family], DictionaryConnector.builder)
     first = await generate(node, request_of(PROMPT))
     await forget(node)
     again = await generate(node, request_of(PROMPT))
@@ -80,7 +79,7 @@ async def test_what_a_tier_has_is_loaded_and_gives_the_same_tokens(
 async def test_after_a_block_has_vanished_the_good_prefix_is_used(
     cluster: Cluster, model: Path
 ) -> None:
-    alone = await start(cluster, "decode", model, lambda _: dictionary_connector)
+    alone = await start(cluster, "decode", model, DictionaryConnector.builder)
     first = await generate(alone, request_of(PROMPT))
     await forget(alone)
     tier = dictionary_of(alone)
@@ -105,7 +104,7 @@ def attention_group(scheduler: DictionaryScheduler) -> int:
 async def test_who_waits_for_a_tier_keeps_nobody_else_waiting(
     cluster: Cluster, model: Path
 ) -> None:
-    alone = await start(cluster, "decode", model, lambda _: dictionary_connector)
+    alone = await start(cluster, "decode", model, DictionaryConnector.builder)
     tier = dictionary_of(alone).scheduler
     expected = await generate(alone, request_of(PROMPT))
     await forget(alone)
@@ -121,7 +120,7 @@ async def test_who_waits_for_a_tier_keeps_nobody_else_waiting(
 
 async def test_a_load_is_put_together_from_a_tier_and_a_peer(cluster: Cluster, model: Path) -> None:
     """The tier has the first turn's attention, P alone the state after the whole prompt."""
-    p = await start(cluster, "prefill", model, PdBuilder.of)
+    p = await start(cluster, "prefill", model, PdConnector.builder)
     d = await start(cluster, "decode", model, both)
     longer = (*PROMPT, *prompt_of(60, salt=5))
     whole = await generate(d, request_of(longer, params=await prefill(p, longer)))

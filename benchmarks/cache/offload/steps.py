@@ -19,7 +19,7 @@ from benchmarks.cache.offload.copies import Bench
 from benchmarks.support.models import random_prompts, save_random
 from benchmarks.support.pairs import Spread, Way, alternate, share
 from benchmarks.support.tandem_engine import BareCore, request_of
-from connector.offload.connector import OffloadBuilder
+from connector.offload.connector import OffloadConnector
 from serving.config import KVTransferConfig, NodeConfig
 
 HEADERS: Final = ("tier", "step, ms", "beside it", "step, ms", "ratio")
@@ -105,5 +105,5 @@ def _engine(model: Path, tier: bool) -> Iterator[Engine]:
         kv_connector="OffloadConnector", kv_connector_extra_config={"host_bytes": 512 << 20}
     )
     options = NodeConfig(kv_cache_memory_bytes=ARENA_BYTES)
-    with BareCore(model, options, OffloadBuilder.of(config) if tier else None) as core:
+    with BareCore(model, options, OffloadConnector.builder(config) if tier else None) as core:
         yield Engine(core)

@@ -11,7 +11,7 @@ from typing import Final
 from benchmarks.support.models import WIDE, random_prompts, save_random
 from benchmarks.support.pairs import Spread
 from benchmarks.support.tandem_engine import BareCore, request_of
-from connector.offload.connector import OffloadBuilder
+from connector.offload.connector import OffloadConnector
 from connector.offload.scheduler import OffloadScheduler
 from serving.config import KVTransferConfig, NodeConfig
 
@@ -119,5 +119,5 @@ def _node(model: Path, length: int, disk_path: str | None = None) -> Iterator[As
     extra = tier if disk_path is None else {"disk_path": disk_path, "disk_bytes": TIER_BYTES}
     config = KVTransferConfig(kv_connector="OffloadConnector", kv_connector_extra_config=extra)
     options = NodeConfig(kv_cache_memory_bytes=ARENA_BYTES, kv_transfer_config=config)
-    with BareCore(model, options, OffloadBuilder.of(config)) as core:
+    with BareCore(model, options, OffloadConnector.builder(config)) as core:
         yield Asked(core, length)

@@ -26,7 +26,8 @@ from engine.errors import KVLoadError, KVTransferParamsError, TandemError, Trans
 from engine.kv_cache.prefix import PrefixHasher
 from engine.kv_connector import AdmissionConnector, Admitted
 from engine.types import GenerateRequest, HandOverProblem, KVTransferParams
-from serving.node.connector import ConnectorSettings
+from serving.config import KVTransferConfig
+from serving.node.connector import NodeParts
 
 log = structlog.get_logger()
 
@@ -46,16 +47,17 @@ class PdAdmission(AdmissionConnector):
         self,
         signer: ParamsSigner,
         remote: RemotePrefills,
-        settings: ConnectorSettings,
+        node: NodeParts,
         *,
+        config: KVTransferConfig,
         extra: PdConnectorConfig,
         metrics: TransferMetrics,
     ) -> None:
         self._signer = signer
         self._remote = remote
-        self._config = settings.config
-        self._hasher = PrefixHasher(1, settings.prefix_hash_seed)  # of whole prompts only
-        self._vocab_size = settings.vocab_size
+        self._config = config
+        self._hasher = PrefixHasher(1, node.prefix_hash_seed)  # of whole prompts only
+        self._vocab_size = node.vocab_size
         self._is_bidirectional = extra.bidirectional_kv_xfer
         self._metrics = metrics
         # At most a proof, a handshake and the claim.

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from connector.offload.connector import OffloadBuilder, OffloadConnector
+from connector.offload.connector import OffloadConnector
 from connector.offload.tiers.files import Files
 from engine.arena import ArenaMemory
 from engine.kv_cache.arena_plan import ArenaPlan
@@ -19,7 +19,7 @@ from engine.request import Request
 from engine.step import BlockLoad, ConnectorOutput
 from engine.types import GenerateRequest, SamplingParams
 from serving.metrics import NodeMetrics
-from serving.node.connector import ConnectorSettings
+from serving.node.connector import NodeParts
 from tests.support.cache.offload import check_slots, tier_config
 
 Tokens = tuple[int, ...]
@@ -39,8 +39,11 @@ class BareTiers:
         self.plan = plan
         self.arena = ArenaMemory(plan.arena_bytes)
         self.metrics = NodeMetrics("tiny", "bare")
-        settings = ConnectorSettings(
-            tier_config(**extra),
+        node = NodeParts(
+            plan,
+            self.arena,
+            self.metrics,
+            wake=lambda: None,
             engine_id="bare",
             host="127.0.0.1",
             cluster_token=None,
@@ -50,10 +53,7 @@ class BareTiers:
             max_model_len=MAX_MODEL_LEN,
             prefix_hash_seed="",
         )
-        build = OffloadBuilder(OffloadBuilder.of(settings.config).config, open_files)
-        self.tiers: OffloadConnector = build(
-            settings, plan, self.arena, metrics=self.metrics, wake=lambda: None
-        )
+        self.tiers = OffloadConnector.builder(tier_config(**extra), open_files=open_files)(node)
         self.scheduler, self.worker = self.tiers.scheduler, self.tiers.worker
         self.chunks = self.worker._items.chunks
         self.stats = self.scheduler._stats

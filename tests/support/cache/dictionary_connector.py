@@ -3,9 +3,9 @@
 It proves that the seam of `engine/kv_connector.py` carries a tier, alone and beside a hand-over.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -31,6 +31,8 @@ from engine.step import (
     ScheduledRequest,
 )
 from engine.types import TokenId
+from serving.config import KVTransferConfig
+from serving.node.connector import BuilderOf, NodeConnector, NodeParts
 
 Key = tuple[int, bytes]  # KV cache group, digest of the prefix at the block's end
 Item = tuple[int, bytes, int, int]  # group, digest, physical block, its first token
@@ -195,35 +197,22 @@ class DictionaryWorker(WorkerConnector):
         return self.plan.block_offset(group, block), self.plan.block_bytes(group)
 
 
-@dataclass(slots=True)
-class DictionaryConnector:
-    """`serving.node.connector.NodeConnector`."""
+@dataclass
+class DictionaryConnector(NodeConnector):
+    """Loads and keeps through a dictionary of this process."""
 
+    connector: Connector
     scheduler: DictionaryScheduler
     worker: DictionaryWorker
 
-    @property
-    def connector(self) -> Connector:
-        return Connector(LocalAdmission(), self.scheduler, self.worker)
+    @classmethod
+    def builder(
+        cls, config: KVTransferConfig, builder_of: BuilderOf | None = None
+    ) -> Callable[[NodeParts], Self]:
+        """It has no options."""
+        return cls.over
 
-    def services(self) -> Sequence[Any]:
-        return ()
-
-    def advertise(self, port: int) -> None:
-        pass
-
-    def is_awaited(self) -> bool:
-        return False
-
-    def link_bytes_per_s(self) -> float:
-        return 0.0
-
-    def close(self) -> None:
-        pass
-
-
-def dictionary_connector(
-    settings: object, plan: ArenaPlan, arena: ArenaMemory, **_: object
-) -> DictionaryConnector:
-    """`serving.node.connector.ConnectorBuilder`."""
-    return DictionaryConnector(DictionaryScheduler(plan), DictionaryWorker(plan, arena))
+    @classmethod
+    def over(cls, node: NodeParts) -> Self:
+        scheduler, worker = DictionaryScheduler(node.plan), DictionaryWorker(node.plan, node.arena)
+        return cls(Connector(LocalAdmission(), scheduler, worker), scheduler, worker)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from connector.multi.connector import MultiConnector
-from connector.offload.connector import OffloadBuilder, OffloadConnector
+from connector.offload.connector import OffloadConnector
 from connector.offload.host_slots import HostSlots
 from connector.offload.index import ItemIndex
 from connector.offload.tiers.files import Files
@@ -39,10 +39,7 @@ async def start_with_tiers(
     options = {"enable_prefix_caching": True, "kv_transfer_config": config, **changes}
     node_config = msgspec.structs.replace(BASE, model=str(model), **options)
 
-    def builder_of(own: KVTransferConfig) -> OffloadBuilder:
-        return OffloadBuilder(OffloadBuilder.of(own).config, open_files)
-
-    node = NodeServer(node_config, kind, builder_of)
+    node = NodeServer(node_config, kind, partial(OffloadConnector.builder, open_files=open_files))
     await node.start()
     cluster.nodes.append(node)
     return node

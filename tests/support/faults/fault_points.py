@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum, auto
 from typing import Any, Final
 
-from connector.pd.connector import PdBuilder, PdConnector
+from connector.pd.connector import PdConnector
 from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.control_service import ControlService
 from connector.pd.wire.lease_record import REGION
@@ -18,7 +18,7 @@ from connector.transports.base import SpanPair, Transfer, Transport
 from connector.transports.choose import open_transport
 from engine.arena import ArenaMemory
 from serving.config import KVTransferConfig
-from serving.node.connector import ConnectorBuilder
+from serving.node.connector import Build, NodeParts
 from serving.rpc.pb import node_pb2 as pb
 from serving.rpc.server import RpcService
 
@@ -156,7 +156,7 @@ class FaultyControl(ControlService):
         await asyncio.to_thread(self._faults.at, point, scene)
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(frozen=True)
 class FaultyConnector(PdConnector):
     """The product's, but for the service that peers call."""
 
@@ -166,18 +166,16 @@ class FaultyConnector(PdConnector):
         return [FaultyControl(self.control, self.faults)]
 
 
-def faulty_builder(
-    config: KVTransferConfig, faults: FaultInjector, stage_bytes: int
-) -> ConnectorBuilder:
+def faulty_builder(config: KVTransferConfig, faults: FaultInjector, stage_bytes: int) -> Build:
     """Builds connectors of nodes whose hand-overs pass all points."""
 
     def opened(*args: Any, **kwargs: Any) -> FaultyTransport:
         return FaultyTransport(open_transport(*args, **kwargs), faults)
 
-    build = PdBuilder(PdBuilder.of(config).extra, opened, stage_bytes)
+    build = PdConnector.builder(config, open_transport=opened, stage_bytes=stage_bytes)
 
-    def built(*args: Any, **kwargs: Any) -> FaultyConnector:
-        made = build(*args, **kwargs)
+    def built(node: NodeParts) -> FaultyConnector:
+        made = build(node)
         parts = {part.name: getattr(made, part.name) for part in fields(made)}
         return FaultyConnector(**parts, faults=faults)
 

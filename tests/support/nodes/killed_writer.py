@@ -2,21 +2,17 @@
 
 from functools import partial
 
-from connector.offload.connector import OffloadBuilder
+from connector.offload.connector import OffloadConnector
 from serving.cli import node_app
-from serving.config import KVTransferConfig, NodeConfig
+from serving.config import NodeConfig
 from serving.node.server import NodeServer
 from tests.support.faults.faulty_files import KILLED, FaultyFiles
 
 
-def _builder_of(config: KVTransferConfig) -> OffloadBuilder:
+def _node(config: NodeConfig) -> NodeServer:
     # The file by which a node tries the folder at its start is the first of three.
     files = partial(FaultyFiles, fault=KILLED, period=3, is_bad=True)
-    return OffloadBuilder(OffloadBuilder.of(config).config, files)
-
-
-def _node(config: NodeConfig) -> NodeServer:
-    return NodeServer(config, "prefill", _builder_of)
+    return NodeServer(config, "prefill", partial(OffloadConnector.builder, open_files=files))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from connector.offload.config import OffloadConfig
-from connector.offload.connector import OffloadBuilder
+from connector.offload.connector import open_folder
 from connector.offload.items import Item
 from connector.offload.messages import FileItems
 from connector.offload.stats import OffloadStats
@@ -53,9 +52,8 @@ def test_files_and_a_new_folder_are_for_one_user(tmp_path: Path, umask: int) -> 
 
 def test_a_folder_that_others_may_enter_is_named_and_stays_as_it_is(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    config = OffloadConfig(disk_path=str(tmp_path), disk_bytes=1 << 20)
     with capture_logs() as lines:
-        assert OffloadBuilder(config)._folder(lambda: GEOMETRY, OffloadStats()) is not None
+        open_folder(str(tmp_path))
     (line,) = lines
     assert f"chmod -R go= {tmp_path}" in line["event"]
     assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755

@@ -2,28 +2,17 @@
 
 import pytest
 
-from connector.pd.connector import PdBuilder
+from connector.pd.connector import PdConnector
 from engine.arena import ArenaMemory
 from engine.model_configs.identity import ModelIdentity
 from serving.config import KVTransferConfig
 from serving.log_writer import LOSSES
 from serving.metrics import NO_ROWS, NodeMetrics, Table
-from serving.node.connector import ConnectorSettings
+from serving.node.connector import NodeParts
 from tests.support.cache.bare_pulls import PLAN
 from tests.support.nodes.leaks import held_here
 
 CONFIG = KVTransferConfig(kv_connector_extra_config={"transport": "shm"})
-SETTINGS = ConnectorSettings(
-    config=CONFIG,
-    engine_id="p",
-    host="127.0.0.1",
-    cluster_token=None,
-    tls=None,
-    identity=lambda: ModelIdentity({}),
-    max_model_len=1024,
-    vocab_size=100,
-    prefix_hash_seed="",
-)
 
 
 class Unread(NodeMetrics):
@@ -35,7 +24,21 @@ class Unread(NodeMetrics):
 
 
 def build(arena: ArenaMemory, metrics: NodeMetrics) -> None:
-    PdBuilder.of(CONFIG)(SETTINGS, PLAN, arena, metrics=metrics, wake=lambda: None).close()
+    node = NodeParts(
+        PLAN,
+        arena,
+        metrics,
+        wake=lambda: None,
+        engine_id="p",
+        host="127.0.0.1",
+        cluster_token=None,
+        tls=None,
+        identity=lambda: ModelIdentity({}),
+        max_model_len=1024,
+        vocab_size=100,
+        prefix_hash_seed="",
+    )
+    PdConnector.builder(CONFIG)(node).close()
 
 
 async def test_what_is_built_and_never_serves_is_closed_whole() -> None:
