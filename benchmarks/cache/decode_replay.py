@@ -75,7 +75,7 @@ class DecodeNode:
         Raises RuntimeError when the prompt does not fit.
         """
         cache, size = self.cache, request.num_prompt
-        hit = cache.find_hit(request.prefix, size, Coverage(size, (size,)))
+        hit = cache.find_hit(request.prefix, size, Coverage.of(size, (size,)))
         if (tables := cache.start(hit, size)) is None:
             raise RuntimeError(f"a prompt of {size} tokens does not fit {cache.plan.arena_bytes}")
         cache.states.take_new()

@@ -47,13 +47,13 @@ class MultiScheduler(SchedulerConnector):
         if not matches:
             return None
         known = [match for match in matches.values() if not match.is_pending]
-        covered = [match.coverage for match in known]
-        best = max((one.attention_tokens for one in covered), default=0)
+        coverage = Coverage.joined([match.coverage for match in known])
         # Waiting pays only while the children that know have nothing to add.
-        if best <= num_local_tokens and len(known) < len(matches):
+        adds = coverage.attention(request.num_tokens) > num_local_tokens
+        if not adds and len(known) < len(matches):
             return Match(is_pending=True)
         return Match(
-            Coverage(best, tuple({at for one in covered for at in one.states_at})),
+            coverage,
             max((match.weight for match in known), default=1.0),
             lost=next((match.lost for match in known if match.lost), None),
             num_cached_tokens=next(
@@ -129,7 +129,7 @@ class MultiScheduler(SchedulerConnector):
         # Where the states are missing too, what they stand for counts: tokens from 0 on.
         start = min(first for first, _ in load.ranges)
         worth = {
-            name: (match.coverage.attention_up_to(load.num_tokens) - start) * match.weight
+            name: (match.coverage.attention(load.num_tokens) - start) * match.weight
             for name, match in matches.items()
             if not match.is_pending
         }
@@ -139,12 +139,12 @@ class MultiScheduler(SchedulerConnector):
         for group, (start, end) in enumerate(load.ranges):
             # One child brings the whole state, and only if it has it at this length.
             if isinstance(self._plan.groups[group].spec, MambaSpec):
-                having = [n for n in known if end in matches[n].coverage.states_at]
+                having = [n for n in known if matches[n].coverage.states(end) == end]
                 if start < end and having:
                     ranges[having[0]][group] = (start, end)
                 continue
             for name in known:
-                stop = self._stop(matches[name].coverage.attention_tokens, end)
+                stop = self._stop(matches[name].coverage.attention(end), end)
                 if start < stop:
                     ranges[name][group] = (start, stop)
                     start = stop

@@ -8,11 +8,13 @@ each hash boundary inside leads to the item, so all that KV events announce can 
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, compress, takewhile
 
 from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.items import STATES, Item, Key, Place
 from connector.offload.messages import FileRange
+from engine.kv_cache.coverage import Coverage, Longest, longest_joint
 from engine.kv_cache.listener import TierListener
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.spec import SlidingWindowSpec
@@ -133,31 +135,19 @@ class ItemIndex:
             if not ends:
                 del self._ends[item.group][item.parent]
 
-    def attention_reach(self, prefix: PrefixDigests, limit: int) -> int:
-        """The last position, of at most `limit` tokens, with all attention that it needs somewhere.
+    def coverage(self, prefix: PrefixDigests) -> Coverage:
+        """The attention and the states of a prompt that are somewhere.
 
-        Full attention needs all tokens before it, a sliding window those of its window.
+        Full attention needs all tokens before a position, a sliding window those of its window.
         """
-        reach, before = limit, -1
-        for group in self._chunks.chunk_tokens:
-            if not self._window(group):
-                reach = self._reach(prefix, group, reach)
-        # As in the coordinator: groups shorten the prefix in turn, until none does.
-        while reach != before:
-            before = reach
-            for group in self._chunks.chunk_tokens:
-                if self._window(group):
-                    reach = self._resumable(prefix, group, reach)
-        return reach
-
-    def starts(self, prefix: PrefixDigests, reach: int) -> list[int]:
-        """The positions of at most `reach` with states and the windows before them somewhere."""
-        windows = [group for group in self._chunks.chunk_tokens if self._window(group)]
-        return [
-            end
-            for end in self.states(prefix, reach)
-            if all(self._resumable(prefix, group, end) == end for group in windows)
+        groups: list[Longest] = [
+            partial(self._resumable if self._window(group) else self._reach, prefix, group)
+            for group in self._chunks.chunk_tokens
         ]
+        return Coverage(
+            lambda limit: longest_joint(limit, groups),
+            lambda limit: max(self.states(prefix, limit), default=0),
+        )
 
     def states(self, prefix: PrefixDigests, limit: int) -> list[int]:
         """The positions of at most `limit` tokens with states somewhere."""

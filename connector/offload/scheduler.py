@@ -25,7 +25,7 @@ from connector.offload.messages import (
     WriteDone,
 )
 from connector.offload.stats import OffloadStats
-from engine.kv_cache.coverage import Coverage
+from engine.kv_cache.coverage import longest_joint
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates, TierListener
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_connector import FinishDecision, Match, SchedulerConnector
@@ -152,12 +152,13 @@ class OffloadScheduler(SchedulerConnector):
         if len(self._loads) >= MAX_LOADS or len(self._loads) > len(self._load_of):
             return None
         prefix = request.prefix
-        reach = self.index.attention_reach(prefix, request.num_tokens - 1)
+        coverage = self.index.coverage(prefix)
+        reach = coverage.attention(request.num_tokens - 1)
         if reach <= num_local_tokens:
             return None
         has_states = bool(self._chunks.arena.state_groups)
-        starts = tuple(self.index.starts(prefix, reach)) if has_states else ()
-        start = max(starts, default=0) if has_states else reach
+        both = [coverage.attention, coverage.states]
+        start = longest_joint(reach, both) if has_states else reach
         needed = self._attention(prefix, num_local_tokens, reach)
         if start > num_local_tokens:
             states = self.index.state(prefix, start) if has_states else None
@@ -167,7 +168,7 @@ class OffloadScheduler(SchedulerConnector):
                 return Match(is_pending=True)
         if all(entry.places for entry in needed):
             return None
-        return Match(Coverage(reach, starts), self._config.load_weight)
+        return Match(coverage, self._config.load_weight)
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         """Queues `load`, and pins what it reads of the host tier."""
@@ -280,11 +281,7 @@ class OffloadScheduler(SchedulerConnector):
                 block, first = divmod(entry.item.start, size)
                 yield entry, Place((load.tables[group][block],), first)
                 start = entry.item.end
-            if start < end:
-                # Another connector's states let the load end where this window is not. An item
-                # without a copy fails the load: what it lacks is computed.
-                gap = Item(group, start, end, digest=b"", boundaries=())
-                yield Entry(gap), Place((load.tables[group][start // size],))
+            assert start >= end, "attention was offered and is gone within one step"
         if any(load.ranges[group][0] < load.ranges[group][1] for group in arena.state_groups):
             states = self.index.state(request.prefix, load.num_tokens)
             assert states is not None, "states were offered and are gone within one step"

@@ -6,12 +6,12 @@ fixed point of vLLM #31707). Tokens that an external source can fill count as ca
 Reads only: nothing is referenced, moved or evicted.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.block_pool import BlockPool, Path
-from engine.kv_cache.coverage import NOTHING, Coverage
+from engine.kv_cache.coverage import NOTHING, Coverage, Longest, longest_joint
 from engine.kv_cache.full_attention import FullAttentionLookup, FullAttentionTable
 from engine.kv_cache.mamba_states import MambaStates
 from engine.kv_cache.prefix import PrefixDigests
@@ -31,7 +31,6 @@ KINDS: dict[type[LayerSpec], AttentionKind] = {
     FullAttentionSpec: AttentionKind(FullAttentionLookup, FullAttentionTable),
     SlidingWindowSpec: AttentionKind(SlidingWindowLookup, SlidingWindowTable),
 }
-Longest = Callable[[int], int]  # the most tokens, at most so many, that a group can resume after
 
 
 class PrefixHit(NamedTuple):
@@ -81,19 +80,19 @@ class Coordinator:
         }
         local: list[Longest] = [lookup.longest for lookup in attention.values()]
         states = self._states.lookup(prefix)
-        branch_point = _longest(limit, local)
+        branch_point = longest_joint(limit, local)
         # A group accepts a length if it is complete there, here or by the external source.
         every: list[Longest] = [*local, states.longest]
         if external is not NOTHING:
-            every = [_either(longest, external.attention_up_to) for longest in local]
-            every.append(_either(states.longest, external.state_up_to))
-        num_tokens = _longest(max(branch_point, external.attention_up_to(limit)), every)
-        num_local = _longest(num_tokens, local)
+            every = [_either(longest, external.attention) for longest in local]
+            every.append(_either(states.longest, external.states))
+        num_tokens = longest_joint(limit, every)
+        num_local = longest_joint(num_tokens, local)
         has_states = states.longest(num_tokens) == num_tokens
         is_here = has_states and num_local == num_tokens
-        if num_tokens <= external.attention_tokens and not is_here:
+        if not is_here and external.attention(num_tokens) == num_tokens:
             # A load brings whole blocks, and some attention beside the states.
-            num_local = _longest(num_tokens - 1, [*local, self._whole_blocks])
+            num_local = longest_joint(num_tokens - 1, [*local, self._whole_blocks])
         in_group = [num_tokens if has_states else 0] * len(self._pool.plan.groups)
         for group in attention:
             in_group[group] = num_local
@@ -118,14 +117,3 @@ def attention_kinds(plan: ArenaPlan) -> dict[int, AttentionKind]:
 
 def _either(local: Longest, external: Longest) -> Longest:
     return lambda limit: max(local(limit), external(limit))
-
-
-def _longest(limit: int, groups: Sequence[Longest]) -> int:
-    # Each group may only shorten, so this ends; and what all accept, no group shortens again.
-    while True:
-        shortest = limit
-        for longest in groups:
-            shortest = longest(shortest)
-        if shortest == limit:
-            return limit
-        limit = shortest

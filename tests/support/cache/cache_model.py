@@ -47,6 +47,13 @@ class Live:
     loading: PrefixHit | None = None
 
 
+def longest_start(
+    limit: int, attention: Callable[[int], bool], states: Callable[[int], bool]
+) -> int:
+    """By definition: the last position of at most `limit` where all that it needs is there."""
+    return max(n for n in range(limit + 1) if attention(n) and (n == 0 or states(n)))
+
+
 class Contents:
     """For each attention slot and each state, the whole token prefix that computed it."""
 

@@ -94,7 +94,7 @@ class DictionaryScheduler(SchedulerConnector):
             for digest, end in self.state_ends.items()
             if end <= request.num_tokens and request.prefix.digest_at(end) == digest
         ]
-        return Match(Coverage(num_tokens, tuple(ends)), self.weight)
+        return Match(Coverage.of(num_tokens, tuple(ends)), self.weight)
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         if load is None:

@@ -1,6 +1,7 @@
 """The index of items against a search over plain token prefixes."""
 
 from bisect import bisect_left
+from collections.abc import Callable
 from itertools import takewhile
 
 import pytest
@@ -11,6 +12,7 @@ from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.index import Entry, ItemIndex
 from connector.offload.items import STATES, Item, Place
 from engine.kv_cache.arena_plan import plan_arena
+from engine.kv_cache.coverage import longest_joint
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.spec import (
     FullAttentionSpec,
@@ -18,6 +20,7 @@ from engine.kv_cache.spec import (
     MambaSpec,
     SlidingWindowSpec,
 )
+from tests.support.cache.cache_model import longest_start
 
 Tokens = tuple[int, ...]
 FULL = FullAttentionSpec(1, 8, "float32")
@@ -97,34 +100,21 @@ class Model:
         first = spec.first_needed(end) // size * size if isinstance(spec, SlidingWindowSpec) else 0
         return bisect_left(lacking, first) == bisect_left(lacking, end)
 
-    def reach(self, tokens: Tokens, limit: int) -> int:
+    def attention(self, tokens: Tokens) -> Callable[[int], bool]:
+        """Whether all attention groups have what is read after so many tokens."""
         lacking = {group: self.lacks(group, tokens) for group in self.chunks.chunk_tokens}
-        ends = range(limit, -1, -1)
-        return next(e for e in ends if all(self.is_there(g, one, e) for g, one in lacking.items()))
-
-    def starts(self, tokens: Tokens, limit: int) -> set[int]:
-        lacking = {
-            group: self.lacks(group, tokens)
-            for group in self.chunks.chunk_tokens
-            if isinstance(self.plan.groups[group].spec, SlidingWindowSpec)
-        }
-        ends = {len(prefix) for group, prefix in self.known if group == STATES}
-        return {
-            end
-            for end in ends
-            if end <= limit and (STATES, tokens[:end]) in self.known
-            if all(self.is_there(group, one, end) for group, one in lacking.items())
-        }
+        return lambda n: all(self.is_there(group, one, n) for group, one in lacking.items())
 
 
 def check(model: Model, tokens: Tokens, limit: int) -> None:
     """What the index says of one prompt is what the search finds."""
     prefix = model.prefix(tokens)
-    reach = model.index.attention_reach(prefix, limit)
-    assert reach == model.reach(tokens, limit)
-    if model.plan.state_groups:
-        found = model.index.starts(prefix, reach)
-        assert len(found) == len(set(found)) and set(found) == model.starts(tokens, reach)
+    coverage = model.index.coverage(prefix)
+    reach = coverage.attention(limit)
+    assert reach == longest_start(limit, model.attention(tokens), lambda n: True)
+    start = longest_joint(reach, [coverage.attention, coverage.states])
+    has_states = lambda n: (STATES, tokens[:n]) in model.known  # noqa: E731
+    assert start == longest_start(limit, model.attention(tokens), has_states)
     for group in model.chunks.chunk_tokens:
         first = model.index.first_needed(group, reach)
         check_items(model, tokens, group=group, span=(first, reach))

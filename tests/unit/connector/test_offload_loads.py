@@ -50,15 +50,21 @@ def files_of(bare: BareTiers) -> FaultyFiles:
 
 
 def test_what_precedes_an_item_without_a_copy_is_loaded() -> None:
-    with BareTiers(ATTENTION, host_bytes=MIB) as bare:
-        bare.scheduler.removed(bare.store(PROMPT[:32], 0, [0, 1]))
+    """The step that loads it evicts it, and the load itself takes all of the host tier."""
+    with BareTiers(ATTENTION, host_bytes=8 * ATTENTION.block_bytes(0)) as bare:
+        num_slots = bare.scheduler.slots.num_units * 4
+        prompt, before = tuple(range(16 * num_slots + 16)), 16 * num_slots
+        cached = bare.store(prompt, 0, range(num_slots + 1))
+        bare.scheduler.removed(bare.cached(prompt[:before], 0, range(num_slots)))
         bare.settle()
-        bare.load(PROMPT[:48], ((4, 5, 6),))
+        assert bare.scheduler.slots.num_items == num_slots
+        bare.load(prompt, (tuple(range(100, 101 + num_slots)),))
+        bare.scheduler.removed(cached)
         bare.settle()
         (failure,) = bare.ended.failed
         assert (failure.cause, failure.group) == ("evicted", 0)
-        assert failure.num_good_tokens == 32
-        assert bare.holds(PROMPT[:32], 0, [4, 5])
+        assert failure.num_good_tokens == before
+        assert bare.holds(prompt[:before], 0, range(100, 100 + num_slots))
 
 
 def test_what_is_evicted_and_loses_its_file_before_the_next_step_goes_to_the_host_tier(

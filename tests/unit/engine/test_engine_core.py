@@ -27,7 +27,7 @@ class _Elsewhere(SchedulerConnector):
     """Every prompt is computed elsewhere."""
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
-        return Match(Coverage(request.num_prompt_tokens))
+        return Match(Coverage.of(request.num_prompt_tokens))
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         return 1

@@ -251,7 +251,7 @@ class Elsewhere(SchedulerConnector):
         if request.num_failed_loads:
             return Match()
         length = request.num_prompt_tokens
-        return Match(Coverage(length, (length,)), num_cached_tokens=self.num_cached)
+        return Match(Coverage.of(length, (length,)), num_cached_tokens=self.num_cached)
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         return 1

@@ -27,7 +27,7 @@ class KeptElsewhere(SchedulerConnector):
             return None
         if request.num_failed_loads or THERE - num_local_tokens < self.least:
             return Match()
-        return Match(Coverage(THERE, (THERE,)))
+        return Match(Coverage.of(THERE, (THERE,)))
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         self.told.append(load)
@@ -38,7 +38,7 @@ class TwoParts(KeptElsewhere):
     """Loads come in two parts, and are tried again after a failure."""
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
-        return Match(Coverage(THERE, (THERE,)))
+        return Match(Coverage.of(THERE, (THERE,)))
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         self.told.append(load)
@@ -130,7 +130,7 @@ class Tier(SchedulerConnector):
 
     def match(self, request: Request, num_local_tokens: int) -> Match | None:
         was_preempted = request.status is RequestStatus.PREEMPTED
-        return Match(Coverage(16, (16,))) if was_preempted else None
+        return Match(Coverage.of(16, (16,))) if was_preempted else None
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
         return int(load is not None)

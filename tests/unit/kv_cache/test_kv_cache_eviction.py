@@ -124,7 +124,7 @@ def test_whole_units_go_from_the_end_of_a_chain(lost: int) -> None:
     nothing = cache.find_hit(PrefixDigests(cache.hasher, [], None), 0)
     live = [cache.start(nothing, 0) for _ in range(1 + lost)]
     prefix = PrefixDigests(cache.hasher, list(chain), None)
-    elsewhere = Coverage(len(chain), (len(chain),))
+    elsewhere = Coverage.of(len(chain), (len(chain),))
     hit = cache.find_hit(prefix, len(chain), elsewhere)
     assert hit.num_local == (7 - lost) * per_unit * BLOCK
     for tables in live:

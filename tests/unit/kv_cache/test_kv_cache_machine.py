@@ -17,7 +17,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.checkpoints import CheckpointPolicy, due
 from engine.kv_cache.coordinator import PrefixHit
-from engine.kv_cache.coverage import NOTHING, Coverage
+from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.mamba_states import Checkpoint
 from engine.kv_cache.manager import KVCacheManager, Pin
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
@@ -28,7 +28,15 @@ from engine.kv_cache.spec import (
     SlidingWindowSpec,
 )
 from engine.kv_cache.tables import NULL_BLOCK
-from tests.support.cache.cache_model import Contents, Copy, HeardCache, Live, Text, walk
+from tests.support.cache.cache_model import (
+    Contents,
+    Copy,
+    HeardCache,
+    Live,
+    Text,
+    longest_start,
+    walk,
+)
 from tests.support.cache.recount import check_cache, evict_all
 
 Tokens = tuple[int, ...]
@@ -52,7 +60,9 @@ MIXES = [
 ]
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=40).map(tuple)
 POSITIONS = st.integers(0, 60)
-SOMETHING = st.builds(Coverage, POSITIONS, st.lists(POSITIONS, max_size=3).map(tuple))
+Offer = tuple[int, tuple[int, ...]]  # leading tokens, and the positions of states
+NOTHING: Offer = 0, ()
+SOMETHING = st.tuples(POSITIONS, st.lists(POSITIONS, max_size=3).map(tuple))
 NOT_EXTERNAL, WHOLE_PROMPT = "nothing", "whole prompt"
 
 
@@ -96,7 +106,7 @@ class CacheMachine(RuleBasedStateMachine):
         source=st.sampled_from([NOT_EXTERNAL, WHOLE_PROMPT]) | SOMETHING,
     )
     def arrive(
-        self, tokens: Tokens, salt: str | None, again: st.DataObject, source: str | Coverage
+        self, tokens: Tokens, salt: str | None, again: st.DataObject, source: str | Offer
     ) -> None:
         if self.texts:
             salt, base = again.draw(st.sampled_from(self.texts))
@@ -107,12 +117,12 @@ class CacheMachine(RuleBasedStateMachine):
         request.prefix = PrefixDigests(self.hasher, request.tokens, salt)
         self.note(request)
         if source == WHOLE_PROMPT:
-            source = Coverage(len(tokens), (len(tokens),))
-        self.admit(request, source if isinstance(source, Coverage) else NOTHING)
+            source = len(tokens), (len(tokens),)
+        self.admit(request, NOTHING if isinstance(source, str) else source)
 
-    def admit(self, request: Live, external: Coverage) -> None:
+    def admit(self, request: Live, external: Offer) -> None:
         limit = request.num_prompt if external != NOTHING else len(request.tokens) - 1
-        hit = self.cache.find_hit(request.prefix, limit, external)
+        hit = self.cache.find_hit(request.prefix, limit, Coverage.of(*external))
         self.check_longest(request, hit, limit, external)
         is_here = all(local == hit.num_tokens for local in hit.local)
         num_tokens = hit.num_tokens + is_here
@@ -312,22 +322,23 @@ class CacheMachine(RuleBasedStateMachine):
         first, place = self.plan.state_groups[0], self.plan.state_groups.index(group)
         return {ids[place] for g, (_, ids) in chosen if g == first}
 
-    def check_longest(self, request: Live, hit: PrefixHit, limit: int, external: Coverage) -> None:
+    def check_longest(self, request: Live, hit: PrefixHit, limit: int, external: Offer) -> None:
         sets = self.published()
         attention = [g for g in range(len(self.groups)) if not self.contents.is_state(g)]
 
         def local(groups: Iterable[int], n: int) -> bool:
             return all(self.resumes(sets[g], g, request, n) for g in groups)
 
-        def starts(n: int) -> bool:
-            has_attention = n <= external.attention_tokens or local(attention, n)
-            return has_attention and (n in external.states_at or local(self.plan.state_groups, n))
-
-        assert hit.num_tokens == max(filter(starts, range(limit + 1)))
+        num_tokens, states_at = external
+        assert hit.num_tokens == longest_start(
+            limit,
+            lambda n: n <= num_tokens or local(attention, n),
+            lambda n: n in states_at or local(self.plan.state_groups, n),
+        )
         assert hit.branch_point == max(n for n in range(limit + 1) if local(attention, n))
         has_states = local(self.plan.state_groups, hit.num_tokens)
         num_local = hit.num_tokens
-        if num_local <= external.attention_tokens and not (
+        if num_local <= num_tokens and not (
             has_states and local(attention, num_local)
         ):  # a load brings whole blocks, and at least one token
             unit = lcm(*map(self.plan.block_size_of, attention))

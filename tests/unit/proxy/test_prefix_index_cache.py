@@ -73,7 +73,7 @@ class IndexedCacheMachine(CacheMachine):
             assert promised.resumable <= on_p.num_tokens
             # D looks up the prompt and its first token; states and missing blocks come from P.
             # A load brings whole blocks: larger ones may cost D what it has of their beginnings.
-            on_d = self.cache.find_hit(prefix, length, Coverage(length, (length,)))
+            on_d = self.cache.find_hit(prefix, length, Coverage.of(length, (length,)))
             if self.plan.joint_block_size == self.plan.hash_block_size:
                 assert promised.attention <= on_d.num_local
             if all(isinstance(g.spec, FullAttentionSpec | MambaSpec) for g in self.groups):
