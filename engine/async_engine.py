@@ -231,7 +231,8 @@ class AsyncEngine:
         self._stopping = True
         self.wake()  # an idle thread sleeps on the inbox
         await asyncio.to_thread(self._thread.join, JOIN_TIMEOUT_S)
-        self.core.close()
+        # Its connector may wait for threads that wait for this event loop.
+        await asyncio.to_thread(self.core.close)
         self._fail_all(EngineDeadError("the node is shutting down"))
         self._ended.set()
 

@@ -5,6 +5,7 @@ Knows nothing of what they are compared with.
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from threading import Event
 from time import perf_counter
@@ -111,6 +112,7 @@ class BareCore:
         publishes = options.kv_events_config.is_published
         self.events = NodeEvents(options, plan, "bench", host=options.host) if publishes else None
         self._arena = ArenaMemory(plan.arena_bytes)
+        self._resources = AsyncExitStack()
         self.woken = Event()
         self.connector = Connector(LocalAdmission(), SchedulerConnector(), WorkerConnector())
         self.node_connector: NodeConnector | None = None
@@ -153,8 +155,7 @@ class BareCore:
 
     def __exit__(self, *_: object) -> None:
         self.core.close()
-        if self.node_connector is not None:
-            self.node_connector.close()
+        asyncio.run(self._resources.aclose())
         if self.events is not None:
             self.events.close()
         self._arena.close()
@@ -165,6 +166,7 @@ class BareCore:
             self._arena,
             NodeMetrics("bench", "bench"),
             wake=self.woken.set,
+            resources=self._resources,
             engine_id="bench",
             host=options.host,
             cluster_token=None,

@@ -1,8 +1,7 @@
 """Probes one node: all ports reachable, cluster token accepted, ready to serve."""
 
-import asyncio
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
@@ -88,8 +87,9 @@ async def _ask_control(report: NodeReport, address: str, token: str | None) -> N
     client = ControlClient(
         address, token=token, caller_engine_id=CALLER, timeout_s=http.timeout_s, tls=http.tls
     )
-    with _reaching(subject), closing(client):
-        met = await asyncio.to_thread(client.handshake)
+    with _reaching(subject):
+        async with client:
+            met = await client.handshake()
     report.handshake = met
     token_text = "without a cluster token" if token is None else "with the cluster token"
     text = f"shakes hands {token_text}, transport {met.transport}"

@@ -1,7 +1,6 @@
 """MultiConnector: several connectors as one, from vLLM's configuration of that name."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
@@ -61,24 +60,19 @@ class MultiConnector(NodeConnector):
 
     @classmethod
     def over(cls, builders: Mapping[str, Build], node: NodeParts) -> Self:
-        """Builds all; a child that cannot be built leaves none of those before it."""
         children: dict[str, NodeConnector] = {}
-        with ExitStack() as stack:
-            for name, build in builders.items():
-                children[name] = build(node)
-                # Closed again if a later child cannot be built.
-                stack.callback(children[name].close)
-                check_groups(f"{SOURCE}.connectors: {name}", children[name].connector, node.plan)
-            stats = MultiStats(children)
-            node.metrics.read(stats, gauges=GAUGES, counters=COUNTERS)
-            sides = {name: child.connector for name, child in children.items()}
-            schedulers = {name: side.scheduler for name, side in sides.items()}
-            made = Connector(
-                _admission([side.admission for side in sides.values()]),
-                MultiScheduler(node.plan, schedulers, stats),
-                MultiWorker({name: side.worker for name, side in sides.items()}),
-            )
-            stack.pop_all()
+        for name, build in builders.items():
+            children[name] = build(node)
+            check_groups(f"{SOURCE}.connectors: {name}", children[name].connector, node.plan)
+        stats = MultiStats(children)
+        node.metrics.read(stats, gauges=GAUGES, counters=COUNTERS)
+        sides = {name: child.connector for name, child in children.items()}
+        schedulers = {name: side.scheduler for name, side in sides.items()}
+        made = Connector(
+            _admission([side.admission for side in sides.values()]),
+            MultiScheduler(node.plan, schedulers, stats),
+            MultiWorker({name: side.worker for name, side in sides.items()}),
+        )
         return cls(made, children)
 
     def services(self) -> Sequence[RpcService]:
@@ -94,10 +88,6 @@ class MultiConnector(NodeConnector):
     def link_bytes_per_s(self) -> float:
         """Of the fastest child."""
         return max(child.link_bytes_per_s() for child in self.children.values())
-
-    def close(self) -> None:
-        for child in self.children.values():
-            child.close()
 
 
 def _admission(children: Sequence[AdmissionConnector]) -> AdmissionConnector:

@@ -1,7 +1,6 @@
 """OffloadConnector: the one place where the parts of the tiers are put together."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -54,10 +53,6 @@ class OffloadConnector(NodeConnector):
         options = decode_config(config.kv_connector_extra_config, OffloadConfig, SOURCE)
         return lambda node: cls._built(options, node, open_files)
 
-    def close(self) -> None:
-        """What is not on disk is written, as far as `flush_timeout_seconds` reach."""
-        self.worker.end(self.scheduler.writes.last())
-
     @classmethod
     def _built(
         cls, config: OffloadConfig, node: NodeParts, open_files: Callable[[Path], Files]
@@ -75,20 +70,20 @@ class OffloadConnector(NodeConnector):
                 config.disk_bytes,
                 stats=stats,
             )
-        with ExitStack() as stack:
-            host = ArenaMemory(slots.num_units * slots.unit_bytes)
-            stack.callback(host.close)
-            metrics.read(stats, counters=COUNTERS)
-            metrics.read(slots, gauges=SLOT_GAUGES)
-            if folder is not None:
-                metrics.read(folder, gauges=FOLDER_GAUGES)
-            scheduler = OffloadScheduler(
-                chunks, slots, config, stats=stats, tiers=node.tiers, wake=node.wake
-            )
-            metrics.read(scheduler.index, gauges=INDEX_GAUGES)
-            items = ArenaItems(chunks, node.arena)
-            worker = OffloadWorker(items, host, folder, config=config, stats=stats, wake=node.wake)
-            stack.pop_all()
+        host = ArenaMemory(slots.num_units * slots.unit_bytes)
+        node.resources.callback(host.close)
+        metrics.read(stats, counters=COUNTERS)
+        metrics.read(slots, gauges=SLOT_GAUGES)
+        if folder is not None:
+            metrics.read(folder, gauges=FOLDER_GAUGES)
+        scheduler = OffloadScheduler(
+            chunks, slots, config, stats=stats, tiers=node.tiers, wake=node.wake
+        )
+        metrics.read(scheduler.index, gauges=INDEX_GAUGES)
+        items = ArenaItems(chunks, node.arena)
+        worker = OffloadWorker(items, host, folder, config=config, stats=stats, wake=node.wake)
+        # Until then all is written that is not on disk, as far as `flush_timeout_seconds` reach.
+        node.resources.callback(lambda: worker.end(scheduler.writes.last()))
         log.info(
             "KV is offloaded",
             host_bytes=config.host_bytes,

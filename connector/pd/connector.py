@@ -1,8 +1,9 @@
 """PdConnector: the one place where the parts of a hand-over are put together."""
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -39,7 +40,7 @@ from serving.rpc.server import RpcService
 
 @dataclass(frozen=True)
 class PdConnector(NodeConnector):
-    """A node's prefill/decode connector. `resources`: all that was opened for it."""
+    """A node's prefill/decode connector."""
 
     connector: Connector
     control: ControlHandler
@@ -48,7 +49,6 @@ class PdConnector(NodeConnector):
     remote: RemotePrefills
     reader: PullReader
     transfers: TransferMetrics
-    resources: ExitStack
 
     @classmethod
     def builder(
@@ -64,27 +64,19 @@ class PdConnector(NodeConnector):
         extra = decode_config(config.kv_connector_extra_config, PdConnectorConfig, source)
 
         def build(node: NodeParts) -> "PdConnector":
-            with ExitStack() as opened:
-                records = opened.enter_context(closing(ArenaMemory(REGION_BYTES)))
-                transport = open_transport(
-                    extra.transport,
-                    node.engine_id,
-                    same_host=is_loopback(node.host),
-                    on_device=node.arena.device_index is not None,
-                    host=node.host,
-                )
-                opened.callback(transport.close)
-                # Before anything can read or be read: peers get the keys of registered memory.
-                transport.register(node.arena, records)
-                return cls._over(
-                    config,
-                    extra,
-                    node,
-                    transport=transport,
-                    records=records,
-                    opened=opened,
-                    stage_bytes=stage_bytes,
-                )
+            records = node.resources.enter_context(closing(ArenaMemory(REGION_BYTES)))
+            transport = open_transport(
+                extra.transport,
+                node.engine_id,
+                same_host=is_loopback(node.host),
+                on_device=node.arena.device_index is not None,
+                host=node.host,
+            )
+            node.resources.callback(transport.close)
+            # Before anything can read or be read: peers get the keys of registered memory.
+            transport.register(node.arena, records)
+            reads = partial(PullReader, transport, node.arena, records, stage_bytes=stage_bytes)
+            return cls._over(config, extra, node, transport=transport, records=records, reads=reads)
 
         return build
 
@@ -104,9 +96,6 @@ class PdConnector(NodeConnector):
         """Of pulls by this node."""
         return self.transfers.link.per_s
 
-    def close(self) -> None:
-        self.resources.close()
-
     @classmethod
     def _over(
         cls,
@@ -116,23 +105,21 @@ class PdConnector(NodeConnector):
         *,
         transport: Transport,
         records: ArenaMemory,
-        opened: ExitStack,
-        stage_bytes: int,
+        reads: Callable[..., PullReader],
     ) -> Self:
-        """Builds each part from those above it; `opened` closes those that need it."""
-        lease_s, metrics, wake = extra.kv_lease_duration, node.metrics, node.wake
+        """Builds each part from those above it."""
+        resources, metrics, token = node.resources, node.metrics, node.cluster_token
+        lease_s, transfers = extra.kv_lease_duration, TransferMetrics(metrics)
         # A call, as it is asked for at each handshake: the model's digest is not known yet, and the
         # address depends on who asks.
         identity = partial(_identity, node, transport=transport, lease_s=lease_s)
-        words = records.host_bytes().cast("Q")
-        digests = opened.enter_context(closing(ArenaDigests(node.plan, node.arena.read)))
-        leases = LeaseTable(lease_s, time.monotonic, LeaseRecords(words), digests=digests)
-        token = node.cluster_token
+        digests = resources.enter_context(closing(ArenaDigests(node.plan, node.arena.read)))
+        lease_records = LeaseRecords(records.host_bytes().cast("Q"))
+        leases = LeaseTable(lease_s, time.monotonic, lease_records, digests=digests)
         signer = ParamsSigner(None if token is None else signing_key(token))
         address = AdvertisedAddress(node.engine_id, node.host)
         producer = Producer(address, node.plan, leases, signer=signer, turn_ttl_s=extra.turn_ttl_s)
 
-        transfers = TransferMetrics(metrics)
         peers = PeerRegistry(
             identity,
             transport,
@@ -140,16 +127,10 @@ class PdConnector(NodeConnector):
             tls=node.tls,
             control_timeout_s=extra.control_timeout,
         )
-        opened.callback(peers.close)
-        remote = opened.enter_context(closing(RemotePrefills(peers, lease_s, transfers)))
-        reader = PullReader(
-            transport,
-            node.arena,
-            records,
-            verify=extra.verify_transfers,
-            metrics=transfers,
-            stage_bytes=stage_bytes,
-        )
+        resources.push_async_callback(peers.close)
+        remote = RemotePrefills(peers, lease_s, transfers)
+        resources.push_async_callback(remote.close)
+        reader = reads(verify=extra.verify_transfers, metrics=transfers)
 
         admission = PdAdmission(signer, remote, node, config=config, extra=extra, metrics=transfers)
         recomputes = config.kv_load_failure_policy == "recompute"
@@ -157,15 +138,22 @@ class PdConnector(NodeConnector):
             producer, remote, leases=leases, extra=extra, recomputes=recomputes, metrics=transfers
         )
         worker = PdWorker(
-            node.plan, reader, remote, leases=leases, metrics=transfers, config=extra, wake=wake
+            node.plan,
+            reader,
+            remote,
+            leases=leases,
+            metrics=transfers,
+            config=extra,
+            wake=node.wake,
         )
-        opened.callback(worker.close)
+        # The engine closes it too, if it ever runs. Its threads may wait for the event loop.
+        resources.push_async_callback(asyncio.to_thread, worker.close)
         metrics.read(producer, gauges=LEASE_GAUGES)
         metrics.read(leases, counters=LEASE_COUNTERS)
         metrics.read(worker, gauges=PULL_GAUGES)
-        control = ControlHandler(node.engine_id, identity, leases, wake=wake)
+        control = ControlHandler(node.engine_id, identity, leases, wake=node.wake)
         sides = Connector(admission, scheduler, worker)
-        return cls(sides, control, address, leases, remote, reader, transfers, opened.pop_all())
+        return cls(sides, control, address, leases, remote, reader, transfers)
 
 
 def _identity(

@@ -64,7 +64,7 @@ class PdScheduler(SchedulerConnector):
         least = self._config.kv_recompute_threshold if params.is_return_pull else 1
         if num_tokens - num_local_tokens < max(least, 1):
             return Match(num_cached_tokens=cached)
-        coverage = Coverage(num_tokens, (num_tokens,))
+        coverage = Coverage.of(num_tokens, (num_tokens,))
         return Match(coverage, self._config.load_weight, num_cached_tokens=cached)
 
     def start_load(self, request: Request, load: BlockLoad | None) -> int:
@@ -104,4 +104,3 @@ class PdScheduler(SchedulerConnector):
     def close(self) -> None:
         """Every lease ends: readers may still see this memory when the node is gone."""
         self._leases.close()
-        self._remote.close()

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -23,13 +24,15 @@ class NodeParts:
 
     `identity` tells the model's; it is known once the engine runs, as its weights are loaded after
     the connector was built. `wake` makes an idle engine step, from any thread. `tiers` hears what a
-    connector keeps; None while nobody asks for KV events.
+    connector keeps; None while nobody asks for KV events. On `resources` a connector puts what it
+    opens: the node gives it back, the last first, after the engine has stopped.
     """
 
     plan: ArenaPlan
     arena: ArenaMemory
     metrics: NodeMetrics
     wake: Callable[[], None]
+    resources: AsyncExitStack
     engine_id: str
     host: str
     cluster_token: str | None
@@ -52,7 +55,7 @@ class NodeConnector(ABC):
         """Decodes its options; the call that builds it once the node has its parts.
 
         `builder_of`: for connectors that have others. Raises ConfigError for wrong options; the
-        call raises it for a model or a machine that they do not suit, and then leaves nothing open.
+        call raises it for a model or a machine that they do not suit.
         """
 
     def services(self) -> Sequence[RpcService]:
@@ -70,10 +73,6 @@ class NodeConnector(ABC):
     def link_bytes_per_s(self) -> float:
         """The measured speed of one load from a peer, of late; 0: nothing was measured yet."""
         return 0.0
-
-    def close(self) -> None:
-        """Gives channels, mappings and registrations back; after the engine has stopped."""
-        return None
 
 
 Build: TypeAlias = Callable[[NodeParts], NodeConnector]

@@ -232,6 +232,7 @@ class NodeServer:
             arena,
             self.metrics,
             wake=lambda: self.engine.wake(),
+            resources=self._resources,
             engine_id=self.engine_id,
             host=self.host,
             cluster_token=self._token,
@@ -243,7 +244,6 @@ class NodeServer:
             tiers=self.events.recorder if self.events else None,
         )
         connector = self._build_connector(parts)
-        self._resources.callback(connector.close)
         check_groups(self.config.kv_transfer_config.kv_connector, connector.connector, plan)
         return connector
 

@@ -4,39 +4,32 @@ Every call has a deadline and every failure is a leaf of the error tree.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from grpc import ChannelConnectivity, StatusCode, aio, ssl_channel_credentials
-
 from engine.errors import (
-    AuthenticationError,
     DeadlineExceededError,
     InvalidRequestError,
-    NodeLostError,
-    TandemError,
 )
 from engine.types import GenerateOutput, GenerateRequest
 from serving.rpc import convert
 from serving.rpc.attachment import Attachment, OutputStream
-from serving.rpc.channel import MAX_REQUEST_BYTES, OPTIONS, PROVE_TIMEOUT_S, no_proof
+from serving.rpc.channel import MAX_REQUEST_BYTES, ProvingChannel
 from serving.rpc.messages import NodeInfo
 from serving.rpc.pb import node_pb2 as pb
-from serving.rpc.pb.node_pb2_grpc import IdentityStub, KvControlStub, NodeStub
-from serving.rpc.proof import NOT_NEEDED, CallerProof, Metadata, Proven
-from serving.rpc.status import DETAIL_KEY, error_from_status
+from serving.rpc.pb.node_pb2_grpc import KvControlStub, NodeStub
+from serving.rpc.proof import Proven
 from serving.tls import ClientTls
 
 
 class Patience:
     """Calls `give_up`, once, if a `with` block of it lasts longer than `limit_s` seconds.
 
-    A timer for each wait would cost as much as the wait's own work where every token waits. This
-    one's timer looks, when it ends, since when the present wait lasts, and begins anew.
+    A timer for each wait would cost as much as the wait's own work where every token waits. One
+    timer serves all: when it fires, it checks the age of the present wait and is set again.
     """
 
     __slots__ = ("_give_up", "_limit_s", "_loop", "_since", "_timer", "is_over")
@@ -99,29 +92,19 @@ class StreamDeadlines:
 
 
 class NodeClient:
-    """One channel to one node. Its owner must `close` it.
-
-    With a token, every method first makes the server prove, once per connection, that it knows the
-    token too, and raises `UnprovenPeerError` if it does not.
-    """
+    """The calls of a proxy to one node, over one `ProvingChannel`. Its owner must `close` it."""
 
     def __init__(self, address: str, *, token: str | None, tls: ClientTls | None = None) -> None:
-        self.address = address
-        self._token = token
-        self._proven: Proven | None = None
-        self._proving = asyncio.Lock()
-        self._channel = (
-            aio.insecure_channel(address, options=OPTIONS)
-            if tls is None
-            else aio.secure_channel(
-                address, ssl_channel_credentials(tls.authorities), options=OPTIONS
-            )
-        )
-        self._identity = IdentityStub(self._channel)  # type: ignore[no-untyped-call]
-        self._node = NodeStub(self._channel)  # type: ignore[no-untyped-call]
-        self._control = KvControlStub(self._channel)  # type: ignore[no-untyped-call]
+        self._channel = ProvingChannel(address, token=token, tls=tls)
+        self._node = NodeStub(self._channel.grpc)  # type: ignore[no-untyped-call]
+        self._control = KvControlStub(self._channel.grpc)  # type: ignore[no-untyped-call]
         self._attachment: Attachment | None = None
         self._attaching: asyncio.Task[Attachment] | None = None
+
+    @property
+    def address(self) -> str:
+        """Host and port of its gRPC services."""
+        return self._channel.address
 
     async def close(self) -> None:
         """Cuts off what still runs or waits; its readers get `UnavailableError`."""
@@ -190,131 +173,53 @@ class NodeClient:
         if self._attaching is None or self._attaching.done():
             self._attaching = asyncio.create_task(self._attach_anew())
             self._attaching.add_done_callback(_look_at_error)
-        with self._errors_of_peer():
+        with self._channel.errors_of_peer():
             async with asyncio.timeout(limit_s):
                 return await asyncio.shield(self._attaching)
 
     async def _attach_anew(self) -> Attachment:
         async with asyncio.timeout(ATTACH_TIMEOUT_S):
-            self._attachment = await self._with_proof(self._attach, ATTACH_TIMEOUT_S)
+            self._attachment = await self._channel.with_proof(self._attach, ATTACH_TIMEOUT_S)
             return self._attachment
 
-    async def _attach(self, proof: Metadata) -> Attachment:
-        call = self._node.Attach(metadata=proof)
+    async def _attach(self, proven: Proven) -> Attachment:
+        call = self._node.Attach(metadata=proven.metadata)
         try:
-            with self._errors_of_peer():
+            with self._channel.errors_of_peer():
                 await call.initial_metadata()  # the node's: it has let this call in
                 if call.done():
                     await call.wait_for_connection()  # raises what has ended it
         except BaseException:
             call.cancel()
             raise
-        return Attachment(call, self.address, self._named)
+        return Attachment(call, self.address, self._channel.named)
 
     async def describe(self, timeout_s: float) -> NodeInfo:
-        reply = await self._call(self._node.Describe, pb.DescribeRequest(), timeout_s)
+        reply = await self._channel.call(self._node.Describe, pb.DescribeRequest(), timeout_s)
         return convert.from_pb(reply, NodeInfo)
 
     async def get_tokenizer(self, timeout_s: float) -> Mapping[str, bytes]:
         """File name to content, as the node has them."""
-        reply = await self._call(self._node.GetTokenizer, pb.GetTokenizerRequest(), timeout_s)
+        reply = await self._channel.call(
+            self._node.GetTokenizer, pb.GetTokenizerRequest(), timeout_s
+        )
         return dict(reply.files)
 
     async def reset_prefix_cache(self, timeout_s: float) -> None:
-        """Empties its cache. Raises UnavailableError while requests use it, or as for `_call`."""
+        """Empties its cache. Raises UnavailableError while requests use it."""
         message = pb.ResetPrefixCacheRequest()
-        await self._call(self._node.ResetPrefixCache, message, timeout_s)
+        await self._channel.call(self._node.ResetPrefixCache, message, timeout_s)
 
     async def release(
         self, engine_id: str, request_id: str, *, reason: str, timeout_s: float
     ) -> bool:
         """Gives up a finished prefill that nobody will pull; true when its lease was alive."""
         message = pb.ReleaseRequest(engine_id=engine_id, request_id=request_id, reason=reason)
-        reply = await self._call(self._control.Release, message, timeout_s)
+        reply = await self._channel.call(self._control.Release, message, timeout_s)
         return bool(reply.was_alive)
-
-    async def _call(
-        self, method: Callable[..., Awaitable[_Reply]], request: object, timeout_s: float
-    ) -> _Reply:
-        async def once(proof: Metadata) -> _Reply:
-            with self._errors_of_peer():
-                return await method(request, timeout=timeout_s, metadata=proof)
-
-        return await self._with_proof(once, timeout_s)
-
-    async def _with_proof(
-        self, call: Callable[[Metadata], Awaitable[_Reply]], timeout_s: float
-    ) -> _Reply:
-        """The result of `call`, which gets a second try at a node that has restarted meanwhile."""
-        proven = await self._proof(timeout_s)
-        try:
-            return await call(proven.metadata)
-        except AuthenticationError:
-            if self._token is None:
-                raise
-            # Another call may have proven the new process already: its proof is kept.
-            self._proven = None if self._proven is proven else self._proven
-        return await call((await self._proof(timeout_s)).metadata)
-
-    async def _proof(self, timeout_s: float) -> Proven:
-        """The proof for the present connection; another process may answer on a new one."""
-        if self._token is None:
-            return NOT_NEEDED
-        with self._errors_of_peer():
-            async with asyncio.timeout(min(timeout_s, PROVE_TIMEOUT_S)), self._proving:
-                # A lost connection may come back to another process on the same port.
-                if self._channel.get_state() is not ChannelConnectivity.READY:
-                    self._proven = None
-                if self._proven is None:
-                    self._proven = await self._prove(CallerProof(self._token, self.address))
-                return self._proven
-
-    async def _prove(self, proof: CallerProof) -> Proven:
-        try:
-            reply = await self._identity.Prove(pb.ProveRequest(), metadata=proof.question)
-        except aio.AioRpcError as error:
-            raise no_proof(error.code(), error.details(), self.address) from error
-        return proof.check(reply)
-
-    @contextmanager
-    def _errors_of_peer(self) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError as error:
-            raise DeadlineExceededError(f"node {self.address} sent nothing in time") from error
-        except aio.AioRpcError as error:
-            raise self._named(error) from error
-        except (asyncio.CancelledError, aio.UsageError) as error:
-            # gRPC's answers to reads of a channel that was closed, and to calls on it.
-            if _is_cancelled():
-                raise
-            raise NodeLostError(f"the stream of node {self.address} was cut off") from error
-
-    def _named(self, error: aio.AioRpcError) -> TandemError:
-        text = f"{error.details()} (node {self.address})"
-        named = error_from_status(error.code(), text, error.trailing_metadata() or ())
-        # A node that was lost with the request counts against the request; one that was never
-        # reached does not.
-        # INTERNAL is gRPC's own word where a write met the end of the call.
-        if error.code() in (StatusCode.UNAVAILABLE, StatusCode.INTERNAL) and _was_sent(error):
-            return NodeLostError(str(named))
-        return named
-
-
-def _is_cancelled() -> bool:
-    """True if somebody wants the present task to end."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 def _look_at_error(task: "asyncio.Task[Attachment]") -> None:
     """asyncio logs an error that nobody has looked at: all that waited may have left."""
     if not task.cancelled():
         task.exception()
-
-
-def _was_sent(error: aio.AioRpcError) -> bool:
-    """False where the node refused the call, or gRPC says that it never had a connection."""
-    if any(key == DETAIL_KEY for key, _ in error.trailing_metadata() or ()):
-        return False
-    return not (error.details() or "").startswith("failed to connect to all addresses")

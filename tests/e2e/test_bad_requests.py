@@ -1,7 +1,6 @@
 """Wrong requests to real processes: a typed OpenAI error each, and then all goes on as before."""
 
 from collections.abc import AsyncIterator
-from contextlib import closing
 from typing import Any
 
 import pytest
@@ -128,13 +127,13 @@ async def test_the_nodes_own_doors_open_with_the_cluster_token_only(
     for token in (None, "wrong", API_KEY, CLUSTER_TOKEN):
         address = f"127.0.0.1:{info['grpc_port']}"
         guest = ControlClient(address, token=token, caller_engine_id="a guest", timeout_s=5.0)
-        with closing(guest) as control:
+        async with guest as control:
             if token == CLUSTER_TOKEN:
-                assert control.handshake().engine_id == info["engine_id"]
+                assert (await control.handshake()).engine_id == info["engine_id"]
                 continue
             refusal = AuthenticationError if token is None else UnprovenPeerError
             with pytest.raises(refusal, match="TANDEM_CLUSTER_TOKEN"):
-                control.handshake()
+                await control.handshake()
 
 
 # change to P's answer, code of the error (None: it is not even JSON)

@@ -90,8 +90,14 @@ async def test_a_lease_that_nobody_claims_ends_and_gives_its_memory_back(
     assert not late.last.was_pulled
 
 
-async def test_a_lease_is_renewed_while_its_request_waits(shared: Cluster, model: Path) -> None:
-    """As often as P's lease needs, whatever D would grant; D is full for two leases of P's."""
+@pytest.mark.parametrize("busy_s", [0.0, 0.3])
+async def test_a_lease_is_renewed_while_its_request_waits(
+    shared: Cluster, model: Path, busy_s: float
+) -> None:
+    """As often as P's lease needs, whatever D would grant; D is full for two leases of P's.
+
+    Also where the event loop is busy for half of a lease at a time.
+    """
     p = await shared.start("prefill", model, kv_transfer_config=transfer_config(lease_s=0.6))
     d = await shared.start(
         "decode",
@@ -101,7 +107,9 @@ async def test_a_lease_is_renewed_while_its_request_waits(shared: Cluster, model
     )
     held = await prefill(d, prompt_of(80))
     waiting = asyncio.create_task(hand_over(p, d, prompt_of(50)))
-    await asyncio.sleep(1.2)
+    for _ in range(3):
+        await asyncio.sleep(0.4 - busy_s)
+        time.sleep(busy_s)  # noqa: ASYNC251 - nothing else may run
     assert not waiting.done()
     await end_hold(d, held)
     assert (await waiting).last.was_pulled

@@ -3,8 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
 from pathlib import Path
 
 import msgspec
@@ -76,14 +75,10 @@ async def test_64_decode_nodes_shake_hands_at_once(cluster: Cluster, model: Path
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
     mine = claims_of(d)._peers._identity()
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         registries = [registry_of(stack, mine, number) for number in range(CROWD)]
-        pool = stack.enter_context(ThreadPoolExecutor(CROWD))
-        asked = [
-            pool.submit(registry.acquire, "127.0.0.1", p.rpc.port, p.engine_id)
-            for registry in registries
-        ]
-        found = await asyncio.gather(*map(asyncio.wrap_future, asked))
+        asked = [it.acquire("127.0.0.1", p.rpc.port, p.engine_id) for it in registries]
+        found = await asyncio.gather(*asked)
         assert {peer.engine_id for peer in found} == {p.engine_id}
         assert len({id(peer) for peer in found}) == CROWD
         assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
@@ -93,7 +88,12 @@ async def test_64_decode_nodes_shake_hands_at_once(cluster: Cluster, model: Path
 
 
 def registry_of(
-    stack: ExitStack, mine: Handshake, number: int, timeout_s: float = 30.0, *, kind: str = "shm"
+    stack: AsyncExitStack,
+    mine: Handshake,
+    number: int,
+    timeout_s: float = 30.0,
+    *,
+    kind: str = "shm",
 ) -> PeerRegistry:
     """What a decode node knows its peers by, without the node."""
     name = f"crowd-{number}"
@@ -104,8 +104,9 @@ def registry_of(
     registry = PeerRegistry(
         lambda: mine, transport, cluster_token=None, control_timeout_s=timeout_s
     )
-    for close in (memory.close, transport.close, registry.close):
-        stack.callback(close)
+    stack.callback(memory.close)
+    stack.callback(transport.close)
+    stack.push_async_callback(registry.close)
     return registry
 
 
@@ -218,19 +219,19 @@ async def test_silent_addresses_by_the_dozen_delay_neither_known_peers_nor_a_new
     await account.close()
 
 
-def test_an_address_that_was_silent_is_not_asked_at_once_and_many_are_not_remembered(
+async def test_an_address_that_was_silent_is_not_asked_at_once_and_many_are_not_remembered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(peer_registry, "MAX_ADDRESSES", 4)
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         registry = registry_of(stack, identity(), 0, timeout_s=0.2)
         deaf = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(8)]
         addresses = [server.getsockname() for server in deaf]
         for host, port in addresses:
             with pytest.raises(DeadlineExceededError):
-                registry.acquire(host, port, "p")
+                await registry.acquire(host, port, "p")
             with pytest.raises(UnavailableError, match="did not answer in time a moment ago"):
-                registry.acquire(host, port, "p")
+                await registry.acquire(host, port, "p")
         assert list(registry._entries) == addresses[4:]
 
 
@@ -282,18 +283,18 @@ async def test_a_peer_that_lies_costs_a_recompute_or_a_typed_error(
 async def test_what_a_peer_says_of_hosts_and_times_is_bounded() -> None:
     """Of an address that only a library can read, its devices are the bound."""
     true = msgspec.structs.replace(identity(), transport="zmq")
-    with ExitStack() as stack:
+    async with AsyncExitStack() as stack:
         registry = registry_of(stack, true, 0, kind="zmq")
         honest = decode_address(registry._transport.address, ZmqAddress)
         liar = Liar(true)
         server = await start_server([ControlService(liar)], "127.0.0.1", 0, token=None)
         keeper = RemotePrefills(registry, LEASE_S, TransferMetrics(NodeMetrics("m", "d")))
-        stack.callback(keeper.close)
+        stack.push_async_callback(keeper.close)
 
         async def meet(address: ZmqAddress = honest, lease_s: float = LEASE_S) -> Peer:
             encoded = msgspec.msgpack.encode(address)
             liar.says = msgspec.structs.replace(true, transport_address=encoded, lease_s=lease_s)
-            return await asyncio.to_thread(registry.acquire, "127.0.0.1", server.port, "p")
+            return await registry.acquire("127.0.0.1", server.port, "p")
 
         for host in ("127.0.0.2", "10.1.2.3", "::1"):
             with pytest.raises(TransportError, match=f"says that its memory is at {host}"):
@@ -360,13 +361,11 @@ async def ask_for_a_turn_behind(
 
 async def truth_of(node: NodeServer) -> Handshake:
     """What an honest node says."""
-    client = ControlClient(
-        f"127.0.0.1:{node.rpc.port}", token=None, caller_engine_id="the test", timeout_s=10.0
-    )
-    try:
-        return await asyncio.to_thread(client.handshake)
-    finally:
-        client.close()
+    address = f"127.0.0.1:{node.rpc.port}"
+    async with ControlClient(
+        address, token=None, caller_engine_id="the test", timeout_s=10.0
+    ) as client:
+        return await client.handshake()
 
 
 async def ask_behind(

@@ -142,7 +142,9 @@ async def test_a_p_that_hangs_costs_a_recompute_and_a_client_that_leaves_meanwhi
     await asyncio.gather(leaving, return_exceptions=True)
     await until(lambda: len(running_tasks()) <= tasks)
     p.signal(signal.SIGCONT)
-    release(bodies[0]["kv_transfer_params"])  # what D itself said may have come too late for P
+    await release(
+        bodies[0]["kv_transfer_params"]
+    )  # what D itself said may have come too late for P
     await asyncio.to_thread(p.assert_at_rest)
 
 
@@ -158,13 +160,14 @@ async def pull_from_a_late_peer(d: NodeServer, p: ServerProcess) -> list[int]:
     return answer.token_ids
 
 
-def release(params: dict[str, Any]) -> None:
+async def release(params: dict[str, Any]) -> None:
     """As a decode node that has read what it wanted."""
     address = f"{params['remote_host']}:{params['remote_port']}"
-    control = ControlClient(address, token=None, caller_engine_id="the test", timeout_s=10.0)
-    engine_id, request_id = params["remote_engine_id"], params["remote_request_id"]
-    control.release(engine_id, request_id, reason="read")
-    control.close()
+    client = ControlClient(address, token=None, caller_engine_id="the test", timeout_s=10.0)
+    async with client as control:
+        await control.release(
+            params["remote_engine_id"], params["remote_request_id"], reason="read"
+        )
 
 
 async def until_waiting(node: NodeServer) -> None:

@@ -3,12 +3,7 @@
 A real control client says it. Whatever is said, no lease ends but the one that is meant.
 """
 
-import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
 
@@ -23,31 +18,19 @@ from tests.support.nodes.pairs import GREEDY, hand_over, prefill, prompt_of, req
 
 PROMPT = prompt_of(60, salt=4)
 S = 10.0
-Reply = TypeVar("Reply")
 
 
-@contextmanager
-def control_of(p: NodeServer) -> Iterator[ControlClient]:
+def control_of(p: NodeServer) -> ControlClient:
     """Somebody who may talk to P."""
-    client = ControlClient(
-        f"127.0.0.1:{p.rpc.port}", token=None, caller_engine_id="the test", timeout_s=S
-    )
-    try:
-        yield client
-    finally:
-        client.close()
-
-
-async def said(call: Callable[..., Reply], *arguments: object, **named: object) -> Reply:
-    """A blocking call, off the event loop that answers it."""
-    return await asyncio.to_thread(partial(call, *arguments, **named))
+    address = f"127.0.0.1:{p.rpc.port}"
+    return ControlClient(address, token=None, caller_engine_id="the test", timeout_s=S)
 
 
 async def release(
     client: ControlClient, params: KVTransferParams, request_id: str | None = None
 ) -> bool:
     name = params.remote_request_id if request_id is None else request_id
-    return await said(client.release, params.remote_engine_id, name, reason="test")
+    return await client.release(params.remote_engine_id or "", name or "", reason="test")
 
 
 async def pair_at_rest(cluster: Cluster, model: Path) -> tuple[NodeServer, NodeServer, Account]:
@@ -60,7 +43,7 @@ async def test_a_release_that_comes_twice_frees_once(cluster: Cluster, model: Pa
     p, d, account = await pair_at_rest(cluster, model)
     alone = await generate(p, request_of(PROMPT))
     params, other = [await prefill(p, PROMPT) for _ in range(2)]
-    with control_of(p) as client:
+    async with control_of(p) as client:
         assert [await release(client, params) for _ in range(3)] == [True, False, False]
         assert len(leases_of(p).all_held()) == 1
         pair = await generate(d, request_of(PROMPT, GREEDY, other))
@@ -74,7 +57,7 @@ async def test_a_release_of_nothing_ends_nothing(cluster: Cluster, model: Path) 
     p, d, account = await pair_at_rest(cluster, model)
     params = await prefill(p, PROMPT)
     assert params.remote_request_id == "r-2"
-    with control_of(p) as client:
+    async with control_of(p) as client:
         for name in ("", "r-", "r-0", "unknown", "r-2\n", "r" * 10_000):
             assert not await release(client, params, name)
             assert len(leases_of(p).all_held()) == 1, name
@@ -92,7 +75,7 @@ async def test_a_name_that_begins_another_name_means_itself(cluster: Cluster, mo
     held = [await prefill(p, PROMPT) for _ in range(15)]
     first, last = held[0], held[-1]
     assert (first.remote_request_id, last.remote_request_id) == ("r-2", "r-10")
-    with control_of(p) as client:
+    async with control_of(p) as client:
         assert not await release(client, last, "r-1")
         assert len(leases_of(p).all_held()) == len(held)
         assert await release(client, last)
@@ -118,17 +101,17 @@ async def test_what_was_said_once_has_no_effect_when_it_is_said_again_later(
     question = DigestsQuestion(
         engine_id=engine_id, request_id=name, generation=generation, ranges=()
     )
-    with control_of(p) as client:
+    async with control_of(p) as client:
         with pytest.raises(KVTransferParamsError, match="not held here"):
-            await said(client.claim, engine_id, name)
-        lost = await said(client.renew, engine_id, [name], [generation])
+            await client.claim(engine_id, name)
+        lost = await client.renew(engine_id, [name], [generation])
         assert lost == (name,)
         with pytest.raises(KVTransferParamsError, match="not held here"):
-            await said(client.digests, question)
+            await client.digests(question)
         assert not await release(client, over)
         for stranger in ("", "another-node", f"{engine_id}0"):
             with pytest.raises(KVTransferParamsError, match="that node is gone"):
-                await said(client.release, stranger, living.remote_request_id, reason="test")
+                await client.release(stranger, living.remote_request_id or "", reason="test")
     assert len(leases_of(p).all_held()) == 1
     pair = await generate(d, request_of(PROMPT, GREEDY, living))
     assert pair.last.was_pulled

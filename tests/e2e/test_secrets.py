@@ -1,7 +1,6 @@
 """A secret that is missing, empty or garbled opens no door."""
 
 import asyncio
-from contextlib import closing
 from pathlib import Path
 
 from connector.pd.wire.control_client import ControlClient
@@ -34,14 +33,14 @@ async def refusals(address: str, token: str | None) -> list[BaseException]:
     """What a stranger gets from every method that says or does something."""
     client = NodeClient(address, token=token)
     stranger = ControlClient(address, token=token, caller_engine_id="stranger", timeout_s=S)
-    with closing(stranger) as control:
+    async with stranger as control:
         answers = await asyncio.gather(
             anext(client.generate(REQUEST, StreamDeadlines())),
             client.describe(S),
             client.get_tokenizer(S),
             client.release("e", "r", reason="done", timeout_s=S),
-            asyncio.to_thread(control.handshake),
-            asyncio.to_thread(control.claim, "e", "r"),
+            control.handshake(),
+            control.claim("e", "r"),
             return_exceptions=True,
         )
     await client.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 import ssl
-from contextlib import closing
 from pathlib import Path
 
 import aiohttp
@@ -120,11 +119,9 @@ async def nobody_else_is_trusted(port: int, theirs: Files) -> None:
         await client.close()
     address = f"127.0.0.1:{port}"
     caller = ControlClient(address, token=TOKEN, caller_engine_id="d", timeout_s=S, tls=tls)
-    with (
-        closing(caller) as control,
-        pytest.raises(UnavailableError, match=str(port)),
-    ):
-        await asyncio.to_thread(control.handshake)
+    async with caller as control:
+        with pytest.raises(UnavailableError, match=str(port)):
+            await control.handshake()
 
 
 def doctor(p: str, d: str, files: Files, folder: Path) -> Command:

@@ -13,6 +13,7 @@ Both NIXL readers go without a progress thread, which would spin on a core that 
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,15 @@ import typer
 
 from benchmarks.hand_over.transfer.cases import ARENA_BYTES, Case, prompts, sizes
 from benchmarks.hand_over.transfer.peer import DEADLINE_S, ENGINE_ID, OURS, peer_addresses
-from benchmarks.hand_over.transfer.ways import Baseline, Pull, Read, memcpy_read, raw_nixl_read
+from benchmarks.hand_over.transfer.ways import (
+    Baseline,
+    OnLoop,
+    Pull,
+    Read,
+    event_loop,
+    memcpy_read,
+    raw_nixl_read,
+)
 from benchmarks.support import machine, report
 from benchmarks.support.pairs import Spread, alternate
 from benchmarks.support.plots import grouped_bars
@@ -73,6 +82,7 @@ def ways_of(
     arena: ArenaMemory,
     control: ControlClient,
     *,
+    on_loop: OnLoop,
     records: ArenaMemory,
     plain: Mapping[str, Read],
     ours: Sequence[Transport],
@@ -82,8 +92,9 @@ def ways_of(
     ways = {name: Baseline(arena, case, read) for name, read in plain.items()}
     for transport in ours:
         name = transport.name
-        ways[name] = Pull(arena, records, case, transport, control, verify=False)
-        ways[f"{name}, verified"] = Pull(arena, records, case, transport, control, verify=True)
+        pull = partial(Pull, arena, records, case, transport, control, on_loop)
+        ways[name] = pull(verify=False)
+        ways[f"{name}, verified"] = pull(verify=True)
     return ways
 
 
@@ -127,17 +138,24 @@ def run(cases: Sequence[Case], rounds: int, found: report.Report) -> list[Row]:
             ours[-1].connect(ENGINE_ID, addresses[name])
             if name == "nixl":  # both before ucx, whose other UCX would make them use TCP
                 plain["raw nixl"] = raw_nixl_read(arena, addresses["nixl"])
+        on_loop = stack.enter_context(event_loop())
         total = len(cases) * NUM_WAYS * (rounds + 2)
         tell = stack.enter_context(report.progress(found.console, total))
         for number, case in enumerate(cases):
             address = f"127.0.0.1:{ports[case.name]}"
-            with closing(
-                ControlClient(address, token=None, caller_engine_id="d", timeout_s=DEADLINE_S)
-            ) as control:
-                ways = ways_of(case, arena, control, records=records, plain=plain, ours=ours)
-                until, done = found.share(len(cases) - number), tell(case.name)
-                rows.append(measure(case, ways, rounds, until=until, done=done))
+            control = on_loop(_client_of(address))
+            ways = ways_of(
+                case, arena, control, on_loop=on_loop, records=records, plain=plain, ours=ours
+            )
+            until, done = found.share(len(cases) - number), tell(case.name)
+            rows.append(measure(case, ways, rounds, until=until, done=done))
+            on_loop(control.close())
     return rows
+
+
+async def _client_of(address: str) -> ControlClient:
+    """On the loop that runs this."""
+    return ControlClient(address, token=None, caller_engine_id="d", timeout_s=DEADLINE_S)
 
 
 def speed_cells(row: Row) -> list[str]:

@@ -3,11 +3,13 @@
 Each is timed into zeroed memory, and the bytes are checked after every run.
 """
 
+import asyncio
 import ctypes
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Thread
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
@@ -84,6 +86,23 @@ class Baseline:
             return perf_counter() - started
 
 
+OnLoop = Callable[[Coroutine[Any, Any, Any]], Any]
+
+
+@contextmanager
+def event_loop() -> Iterator[OnLoop]:
+    """An event loop on a thread of its own, as a node has one; waits for what it is given."""
+    loop = asyncio.new_event_loop()
+    thread = Thread(target=loop.run_forever, name="loop")
+    thread.start()
+    try:
+        yield lambda work: asyncio.run_coroutine_threadsafe(work, loop).result(DEADLINE_S)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
 @dataclass(slots=True)
 class Pull:
     """One case as a pull thread reads it: plan, read, and compare with P's digests or not.
@@ -97,6 +116,7 @@ class Pull:
     case: Case
     transport: Transport
     control: ControlClient
+    on_loop: OnLoop
     verify: bool
     reader: PullReader = field(init=False)
 
@@ -116,14 +136,16 @@ class Pull:
         peer = Peer(ENGINE_ID, ENGINE_ID, control, geometry, DEADLINE_S)
         plan = case.pull()
         with emptied(self.arena, plan.spans):
-            claim = control.claim(ENGINE_ID, case.name)
+            claim = self.on_loop(control.claim(ENGINE_ID, case.name))
             sleep(case.nbytes / HASHED_PER_S)
             deadline = monotonic() + DEADLINE_S
             started = perf_counter()
             reading = Reading(peer, case.name, claim.generation, HOLDING, deadline)
             self.reader.read(reading, case.pull())
             seconds = perf_counter() - started
-        control.release(ENGINE_ID, case.name, reason="read", generation=claim.generation)
+        self.on_loop(
+            control.release(ENGINE_ID, case.name, reason="read", generation=claim.generation)
+        )
         return seconds
 
 

@@ -1,11 +1,10 @@
 """Judges `kv_transfer_params` before anything is reserved, then claims what they name.
 
-Runs on the event loop; calls that block run on the threads of `RemotePrefills`.
+Runs on the event loop, as do the calls to peers.
 """
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import msgspec
 import structlog
@@ -35,7 +34,7 @@ log = structlog.get_logger()
 REFUSED_BY_ROLE = {"kv_consumer": "do_remote_decode", "kv_producer": "do_remote_prefill"}
 FAILURES = (TandemError, TimeoutError)
 """Of asking a peer. None is the client's fault: this node can compute every token itself."""
-Question = Callable[[RemotePrefill], Future[None] | None]
+Question = Callable[[RemotePrefill], asyncio.Task[None] | None]
 FAILED_PREFILL = KVTransferParams(do_remote_prefill=True)
 """Replaces an object of which nothing may be used, so that its loss is still counted."""
 
@@ -165,7 +164,8 @@ class PdAdmission(AdmissionConnector):
         try:
             asked = question(prefill)
             if asked is not None:
-                await asyncio.wait_for(asyncio.wrap_future(asked), self._timeout_s)
+                # Shielded: who has left is found once the peer has answered, and then it is told.
+                await asyncio.wait_for(asyncio.shield(asked), self._timeout_s)
         except FAILURES as error:
             return error
         except BaseException:

@@ -9,43 +9,31 @@ Knows neither pulls nor messages.
 import threading
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from engine.errors import OverloadedError
 
-_Result = TypeVar("_Result")
+Call = Callable[[], None]
 
 
 @dataclass(slots=True, frozen=True)
 class PoolLimits:
-    """Calls that may run at once in all and for one peer, and that may wait in all.
-
-    `peers`: how many may have calls that wait; None: any number.
-    """
+    """Calls that may run at once in all and for one peer, and that may wait in all."""
 
     total: int
     per_peer: int
     waiting: int
-    peers: int | None = None
-
-
-@dataclass(slots=True)
-class _Job:
-    peer: str
-    call: Callable[[], Any]
-    future: Future[Any] = field(default_factory=Future)
 
 
 class FairPool:
-    """Owner of its threads; all calls taken run, but for those that are cancelled first."""
+    """Owner of its threads; all calls taken run. A call must not raise."""
 
     def __init__(self, limits: PoolLimits, name: str) -> None:
         self._limits = limits
         self._threads = ThreadPoolExecutor(limits.total, thread_name_prefix=name)
         self._changed = threading.Condition()
-        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # the next peer first
+        self._waiting: OrderedDict[str, deque[Call]] = OrderedDict()  # the next peer first
         self._running: Counter[str] = Counter()
         self._num_waiting = 0
 
@@ -60,24 +48,20 @@ class FairPool:
         with self._changed:
             return self._running.total()
 
-    def submit(self, peer: str, call: Callable[[], _Result]) -> Future[_Result]:
+    def submit(self, peer: str, call: Call) -> None:
         """Runs `call` on a thread when `peer` is next; never waits.
 
-        Raises OverloadedError when too many calls wait already, or calls for too many peers.
+        Raises OverloadedError when too many calls wait already.
         """
         # `_changed` is never held while a call runs or a thread is started.
-        job, most = _Job(peer, call), self._limits.peers
         with self._changed:
-            if most is not None and peer not in self._waiting and len(self._waiting) >= most:
-                raise OverloadedError(f"{most} peers wait already for a first answer")
             if self._num_waiting >= self._limits.waiting:
                 raise OverloadedError(
                     f"{self._num_waiting} calls to peers wait already, {self._limits.waiting} may"
                 )
-            self._waiting.setdefault(peer, deque()).append(job)
+            self._waiting.setdefault(peer, deque()).append(call)
             self._num_waiting += 1
         self._start_ready()
-        return job.future
 
     def close(self) -> None:
         """Returns when every call has ended, the waiting ones too, and stops the threads."""
@@ -87,9 +71,9 @@ class FairPool:
 
     def _start_ready(self) -> None:
         while (job := self._take_next()) is not None:
-            self._threads.submit(self._run, job)
+            self._threads.submit(self._run, *job)
 
-    def _take_next(self) -> _Job | None:
+    def _take_next(self) -> tuple[str, Call] | None:
         """The first call of the first peer that may run one more; the peer goes to the end."""
         with self._changed:
             if self._running.total() >= self._limits.total:
@@ -98,25 +82,21 @@ class FairPool:
             peer = next((it for it in self._waiting if self._running[it] < limit), None)
             if peer is None:
                 return None
-            jobs = self._waiting[peer]
-            job = jobs.popleft()
+            calls = self._waiting[peer]
+            call = calls.popleft()
             # Its turn is over: all other peers that wait come before its next call.
             self._waiting.move_to_end(peer)
-            if not jobs:
+            if not calls:
                 del self._waiting[peer]
             self._num_waiting -= 1
             self._running[peer] += 1
-            return job
+            return peer, call
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, peer: str, call: Call) -> None:
         try:
-            if job.future.set_running_or_notify_cancel():
-                job.future.set_result(job.call())
-        except BaseException as error:
-            job.future.set_exception(error)
-            raise
+            call()
         finally:
-            self._ended(job.peer)
+            self._ended(peer)
             self._start_ready()
 
     def _ended(self, peer: str) -> None:

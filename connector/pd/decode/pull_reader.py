@@ -88,9 +88,8 @@ class Reading:
 
         Raises LateReadError if P has released them.
         """
-        with _late_if_refused():
-            digests = self.peer.control.digests(self._question(plan), self.time_left())
-        return _in_order(digests, plan)
+        with self.asking(plan) as answer:
+            return answer()
 
     @contextmanager
     def asking(self, plan: PullPlan) -> Iterator[Callable[[], list[int]]]:
@@ -98,9 +97,9 @@ class Reading:
         control, question = self.peer.control, self._question(plan)
         with (
             _late_if_refused(),
-            control.asking_digests(question, self.time_left()) as answer,
+            control.asking_digests(question, self.time_left()) as asked,
         ):
-            yield lambda: _in_order(answer(), plan)
+            yield lambda: _in_order(asked.result(), plan)
 
     def _question(self, plan: PullPlan) -> DigestsQuestion:
         return DigestsQuestion(

@@ -5,18 +5,19 @@ need not be asked before they are read, since the record of its lease vouches fo
 back the peer is a D that keeps a turn for nobody in particular: it must be asked (`Claim`) first.
 """
 
+import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import structlog
 
 from connector.pd import causes
-from connector.pd.decode.fair_pool import FairPool, PoolLimits
+from connector.pd.decode.peer_calls import PeerCalls
 from connector.pd.decode.peer_registry import Peer, PeerAddress, PeerRegistry
 from connector.pd.decode.pull_plan import PullPlan
 from connector.pd.metrics import TransferMetrics
@@ -35,11 +36,8 @@ from serving.hand_over_problems import HandOverProblems
 from serving.rpc.address import join_host_port
 
 log = structlog.get_logger()
+Call = Callable[[], Coroutine[Any, Any, None]]
 
-CONTROL_LIMITS = PoolLimits(total=16, per_peer=4, waiting=16_384)
-FIRST_LIMITS = PoolLimits(total=32, per_peer=1, waiting=16_384, peers=32)
-"""For addresses where nobody has answered yet. Silent ones keep these threads and none of those
-that talk to known peers; a new peer waits for two timeouts at most, or is refused at once."""
 RENEWALS_PER_LEASE = 6
 
 
@@ -103,9 +101,9 @@ class RemotePrefill:
         with self.lock:
             self.failure = self.failure or cause
 
-    def release(self, control: ControlClient, reason: str) -> None:
+    async def release(self, control: ControlClient, reason: str) -> None:
         """Ends its lease at the peer. Raises TandemError if the peer does not hear it."""
-        control.release(
+        await control.release(
             self.engine_id, self.remote_request_id, reason=reason, generation=self.generation
         )
 
@@ -134,9 +132,11 @@ class RemotePrefill:
 
 
 class RemotePrefills:
-    """Owner of a node's remote prefills and of the threads that talk to peers about them.
+    """Owner of a node's remote prefills and of the calls to peers about them.
 
-    `_lock` guards the table and nothing else; no other lock is taken under it.
+    Made on the event loop, where calls run. Of its methods `get`, `all`, `end`, `settle`, `failed`,
+    `worked` and `forget` may be called from any thread. `_lock` guards the table and nothing else;
+    no other lock is taken under it.
     """
 
     def __init__(self, peers: PeerRegistry, lease_s: float, metrics: TransferMetrics) -> None:
@@ -146,12 +146,11 @@ class RemotePrefills:
         self._lease_s = lease_s
         self._lock = threading.Lock()
         self._by_request: dict[str, RemotePrefill] = {}
-        self._stopping = threading.Event()
-        self._renew_now = threading.Event()
-        self._control = FairPool(CONTROL_LIMITS, "kv-control")
-        self._first = FairPool(FIRST_LIMITS, "kv-first")
-        self._renewer = threading.Thread(target=self._renew_regularly, name="kv-renew", daemon=True)
-        self._renewer.start()
+        self._is_stopping = False
+        self._renew_now = asyncio.Event()
+        self._calls = PeerCalls()
+        self._loop = asyncio.get_running_loop()
+        self._renewer = self._loop.create_task(self._renew_regularly())
 
     def get(self, request_id: str) -> RemotePrefill | None:
         """The remote prefill of a request, if it has one."""
@@ -163,8 +162,8 @@ class RemotePrefills:
         with self._lock:
             return list(self._by_request.values())
 
-    def claim(self, prefill: RemotePrefill) -> Future[None] | None:
-        """None: it is claimed. Otherwise the peer is asked on a control thread, and may refuse.
+    def claim(self, prefill: RemotePrefill) -> asyncio.Task[None] | None:
+        """None: it is claimed. Otherwise the task asks the peer, which may refuse.
 
         Raises OverloadedError when too many messages to peers wait; `end` it all the same.
         """
@@ -177,10 +176,10 @@ class RemotePrefills:
                 return None
         return self._submit(prefill.address, partial(self._claim, prefill))
 
-    def check(self, prefill: RemotePrefill) -> Future[None]:
+    def check(self, prefill: RemotePrefill) -> asyncio.Task[None]:
         """Shakes hands with its peer, unless that is known, and claims nothing.
 
-        The future raises TransportError if the two nodes do not fit; then the lease is released.
+        The task raises TransportError if the two nodes do not fit; then the lease is released.
         Raises OverloadedError when too many messages to peers wait; `end` it all the same.
         """
         with self._lock:
@@ -210,7 +209,8 @@ class RemotePrefills:
             peer = None if prefill.ended else prefill.peer
             prefill.ended = True
         if peer is not None:
-            self._tell(peer, partial(self._release, prefill, peer, reason))
+            release = partial(self._release, prefill, peer, reason)
+            self._loop.call_soon_threadsafe(self._tell, peer, release)
 
     def failed(self, prefill: RemotePrefill, cause: str, error: BaseException) -> None:
         """It cannot be had: it is computed here, or the request fails.
@@ -233,57 +233,57 @@ class RemotePrefills:
 
     def forget(self, peer: Peer) -> None:
         """Something with `peer` failed: the next claim shakes hands again."""
-        self._peers.forget(peer)
+        self._loop.call_soon_threadsafe(self._peers.forget, peer)
 
-    def close(self) -> None:
-        """Ends all of them and stops the threads."""
-        self._stopping.set()
-        self._renew_now.set()
+    async def close(self) -> None:
+        """Ends all of them, and returns when the peers have heard of it or did not answer."""
+        self._is_stopping = True
+        self._renewer.cancel()
         for prefill in self.all():
             self.end(prefill.request_id)
-        self._renewer.join()
-        self._first.close()
-        self._control.close()
+        # Once around the loop: what threads have asked for has begun.
+        await asyncio.sleep(0)
+        await self._calls.close()
 
-    def _submit(self, address: PeerAddress, call: Callable[[], None]) -> Future[None]:
-        pool = self._control if self._peers.has_met(address) else self._first
-        return pool.submit(join_host_port(*address), call)
+    def _submit(self, address: PeerAddress, call: Call) -> asyncio.Task[None]:
+        is_stranger = not self._peers.has_met(address)
+        return self._calls.start(join_host_port(*address), call, is_stranger=is_stranger)
 
-    def _tell(self, peer: Peer, call: Callable[[], None]) -> None:
-        """Runs `call`, which gives one use of `peer` back, on a control thread.
+    def _tell(self, peer: Peer, call: Call) -> None:
+        """Starts `call`, which gives one use of `peer` back.
 
         If too many wait, only the use is given back: the lease runs out by itself.
         """
         try:
-            self._control.submit(peer.engine_id, call)
+            self._calls.start(peer.engine_id, call)
         except OverloadedError as error:
             self._peers.release(peer)
             log.warning("leases are left to run out", peer=peer.engine_id, error=str(error))
 
-    def _decline(self, prefill: RemotePrefill) -> None:
+    async def _decline(self, prefill: RemotePrefill) -> None:
         """Nobody here will read it: without a word its lease would have to run out."""
         try:
-            with closing(self._peers.control_of(*prefill.address)) as control:
-                prefill.release(control, "refused")
+            async with self._peers.control_of(*prefill.address) as control:
+                await prefill.release(control, "refused")
         except TandemError as error:
             peer = prefill.engine_id
             log.info("a declined prefill is left to its lease", peer=peer, error=str(error))
 
-    def _meet(self, prefill: RemotePrefill) -> Peer:
-        if self._stopping.is_set():
+    async def _meet(self, prefill: RemotePrefill) -> Peer:
+        if self._is_stopping:
             raise UnavailableError("this node is stopping")
         try:
-            return self._peers.acquire(*prefill.address, prefill.engine_id)
+            return await self._peers.acquire(*prefill.address, prefill.engine_id)
         except TransportError:
-            self._decline(prefill)  # the two nodes do not fit: it will never be read
+            await self._decline(prefill)  # the two nodes do not fit: it will never be read
             raise
 
-    def _check(self, prefill: RemotePrefill) -> None:
-        self._peers.release(self._meet(prefill))
+    async def _check(self, prefill: RemotePrefill) -> None:
+        self._peers.release(await self._meet(prefill))
 
-    def _claim(self, prefill: RemotePrefill) -> None:
-        peer = self._meet(prefill)
-        held = self._held_by(peer, prefill) if prefill.block_ids is None else None
+    async def _claim(self, prefill: RemotePrefill) -> None:
+        peer = await self._meet(prefill)
+        held = await self._held_by(peer, prefill) if prefill.block_ids is None else None
         if held is not None:
             prefill.block_ids = held.block_ids
             prefill.generation = prefill.generation or held.generation
@@ -293,7 +293,7 @@ class RemotePrefills:
         if peer.lease_s < self._lease_s:
             self._renew_now.set()  # the renewer may be about to wait for longer than it allows
         if ended:
-            self._release(prefill, peer, "given up")
+            await self._release(prefill, peer, "given up")
         if held is not None and held.num_tokens != prefill.num_tokens:
             raise KVTransferParamsError(
                 f"{prefill.engine_id} holds {held.num_tokens} tokens of "
@@ -301,13 +301,13 @@ class RemotePrefills:
                 code="mismatched_kv_transfer_params",
             )
 
-    def _held_by(self, peer: Peer, prefill: RemotePrefill) -> HeldBlocks | None:
+    async def _held_by(self, peer: Peer, prefill: RemotePrefill) -> HeldBlocks | None:
         """The peer's blocks; None for a prefill that it no longer holds: its pull is too late.
 
         A turn that nobody has claimed may be gone at any time: that is refused at once.
         """
         try:
-            return peer.control.claim(peer.engine_id, prefill.remote_request_id)
+            return await peer.control.claim(peer.engine_id, prefill.remote_request_id)
         except BaseException as error:
             if isinstance(error, KVTransferParamsError) and not prefill.params.is_return_pull:
                 return None
@@ -315,10 +315,10 @@ class RemotePrefills:
             self._peers.release(peer)
             raise
 
-    def _release(self, prefill: RemotePrefill, peer: Peer, reason: str) -> None:
+    async def _release(self, prefill: RemotePrefill, peer: Peer, reason: str) -> None:
         """Best effort: if the peer does not hear it, the lease runs out by itself."""
         try:
-            prefill.release(peer.control, reason)
+            await prefill.release(peer.control, reason)
         except TandemError as error:
             self._metrics.failed_notifications.inc()
             self._forget_if_silent(peer, error)
@@ -330,16 +330,16 @@ class RemotePrefills:
         if isinstance(error, UnavailableError | DeadlineExceededError):
             self._peers.forget(peer)
 
-    def _renew_regularly(self) -> None:
-        """One message per peer and interval, on control threads: a silent peer delays no other.
+    async def _renew_regularly(self) -> None:
+        """One message per peer and interval, each a task: a silent peer delays no other.
 
         A peer that holds nothing for us gets one too: if it has died, its arena is unmapped here.
         """
         while True:
-            self._renew_now.wait(self._interval_s())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._interval_s()):
+                    await self._renew_now.wait()
             self._renew_now.clear()
-            if self._stopping.is_set():
-                return
             for peer, prefills in self._by_peer():
                 if self._peers.hold(peer):
                     self._tell(peer, partial(self._renew, peer, prefills))
@@ -358,11 +358,11 @@ class RemotePrefills:
                 by_peer.setdefault(id(prefill.peer), (prefill.peer, []))[1].append(prefill)
         return by_peer.values()
 
-    def _renew(self, peer: Peer, prefills: list[RemotePrefill]) -> None:
+    async def _renew(self, peer: Peer, prefills: list[RemotePrefill]) -> None:
         ids = [prefill.remote_request_id for prefill in prefills]
         generations = [prefill.generation for prefill in prefills]
         try:
-            lost = set(peer.control.renew(peer.engine_id, ids, generations))
+            lost = set(await peer.control.renew(peer.engine_id, ids, generations))
         except TandemError as error:
             self._metrics.failed_notifications.inc()
             self._peers.forget(peer)

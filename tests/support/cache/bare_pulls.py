@@ -215,7 +215,7 @@ async def pair(digest: Callable[[Digests], Digests] = lambda found: found) -> As
         ours,
         now,
     )
-    control.close()
+    await control.close()
     await server.close()
     for item in (digests, ours, theirs, d, p, d_records, p_records):
         item.close()

@@ -1,7 +1,9 @@
 """Real tiers under an arena without a model: every token's bytes say which prefix it ends."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Self
@@ -39,11 +41,13 @@ class BareTiers:
         self.plan = plan
         self.arena = ArenaMemory(plan.arena_bytes)
         self.metrics = NodeMetrics("tiny", "bare")
+        self.resources = AsyncExitStack()
         node = NodeParts(
             plan,
             self.arena,
             self.metrics,
             wake=lambda: None,
+            resources=self.resources,
             engine_id="bare",
             host="127.0.0.1",
             cluster_token=None,
@@ -167,7 +171,7 @@ class BareTiers:
 
     def __exit__(self, *_: object) -> None:
         self.worker.close()
-        self.tiers.close()
+        asyncio.run(self.resources.aclose())
         self.arena.close()
 
     def _row(self, group: int, blocks: tuple[int, ...], position: int) -> torch.Tensor:

@@ -10,8 +10,9 @@ from typing import Self
 
 from connector.pd.config import PdConnectorConfig
 from connector.pd.connector import PdConnector
+from connector.pd.decode.peer_registry import CONNECTING
 from connector.pd.decode.pull_reader import PullReader
-from connector.pd.decode.remote_prefills import CONTROL_LIMITS, FIRST_LIMITS, RemotePrefills
+from connector.pd.decode.remote_prefills import RemotePrefills
 from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.wire.lease_record import NUM_PLACES, NUM_WORDS
@@ -21,8 +22,7 @@ from tests.support.cache.leases import num_free
 from tests.support.nodes.cluster import all_back, sample, settled, until
 from tests.support.nodes.leaks import Holdings, held_here
 
-CONTROL_THREADS = CONTROL_LIMITS.total + FIRST_LIMITS.total
-THREADS_PER_NODE = 3 + CONTROL_THREADS + 2 * PdConnectorConfig().max_concurrent_pulls
+THREADS_PER_NODE = 3 + CONNECTING + 2 * PdConnectorConfig().max_concurrent_pulls
 STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 
 

@@ -1,5 +1,7 @@
 """A connector that is built, or cannot be, and never serves: it leaves nothing behind."""
 
+from contextlib import AsyncExitStack
+
 import pytest
 
 from connector.pd.connector import PdConnector
@@ -23,12 +25,14 @@ class Unread(NodeMetrics):
             raise ValueError("a reading of that name is there")
 
 
-def build(arena: ArenaMemory, metrics: NodeMetrics) -> None:
+async def build(arena: ArenaMemory, metrics: NodeMetrics) -> None:
+    resources = AsyncExitStack()
     node = NodeParts(
         PLAN,
         arena,
         metrics,
         wake=lambda: None,
+        resources=resources,
         engine_id="p",
         host="127.0.0.1",
         cluster_token=None,
@@ -38,13 +42,14 @@ def build(arena: ArenaMemory, metrics: NodeMetrics) -> None:
         vocab_size=100,
         prefix_hash_seed="",
     )
-    PdConnector.builder(CONFIG)(node).close()
+    async with resources:
+        PdConnector.builder(CONFIG)(node)
 
 
 async def test_what_is_built_and_never_serves_is_closed_whole() -> None:
     arena = ArenaMemory(PLAN.arena_bytes)
     before = held_here()
-    build(arena, NodeMetrics("m", "p"))
+    await build(arena, NodeMetrics("m", "p"))
     assert held_here() == before
     arena.close()
 
@@ -55,9 +60,9 @@ async def test_a_part_that_cannot_be_built_leaves_none_of_those_before_it(part: 
     metrics: NodeMetrics = Unread("m", "p")
     if part == "an early part":
         metrics = NodeMetrics("m", "p")
-        build(arena, metrics)  # from now on its names are taken
+        await build(arena, metrics)  # from now on its names are taken
     before = held_here()
     with pytest.raises(ValueError, match=r"there|Duplicated"):
-        build(arena, metrics)
+        await build(arena, metrics)
     assert held_here() == before
     arena.close()

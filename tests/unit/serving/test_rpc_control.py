@@ -1,4 +1,4 @@
-"""The synchronous client that pull threads use, against a real server."""
+"""The client of a peer's control service, against a real server."""
 
 import asyncio
 import threading
@@ -25,10 +25,8 @@ async def connected(node: ScriptedNode, timeout_s: float = S) -> AsyncIterator[C
             caller_engine_id="d-incarnation",
             timeout_s=timeout_s,
         )
-        try:
+        async with client:
             yield client
-        finally:
-            client.close()
 
 
 RANGES = [
@@ -41,18 +39,16 @@ RANGES = [
 async def test_all_five_verbs() -> None:
     node = ScriptedNode("p", token="secret")
     async with connected(node) as client:
-        handshake = await asyncio.to_thread(client.handshake)
-        claim = await asyncio.to_thread(client.claim, node.engine_id, "r")
-        lost = await asyncio.to_thread(client.renew, node.engine_id, ["a", "lost-b"], [3, 2**63])
+        handshake = await client.handshake()
+        claim = await client.claim(node.engine_id, "r")
+        lost = await client.renew(node.engine_id, ["a", "lost-b"], [3, 2**63])
         question = DigestsQuestion(
             engine_id=node.engine_id, request_id="r", generation=9, ranges=tuple(RANGES)
         )
-        digests = await asyncio.to_thread(client.digests, question)
-        with client.asking_digests(question) as answer:
-            assert await asyncio.to_thread(answer) == digests
-        alive = await asyncio.to_thread(
-            client.release, node.engine_id, "r", reason="done", generation=9
-        )
+        digests = await client.digests(question)
+        with client.asking_digests(question) as asked:  # as a pull thread does
+            assert await asyncio.to_thread(asked.result) == digests
+        alive = await client.release(node.engine_id, "r", reason="done", generation=9)
     assert handshake == node.handshake()
     assert isinstance(handshake, Handshake)
     groups = ((0, 2**63), (), (4096,))
@@ -70,14 +66,14 @@ async def test_a_caller_that_leaves_is_not_worked_for_any_more() -> None:
     async with connected(node) as client:
         question = DigestsQuestion(engine_id="p", request_id="r", generation=9, ranges=())
         with pytest.raises(DeadlineExceededError):
-            await asyncio.to_thread(client.digests, question, 0.2)
+            await client.digests(question, 0.2)
         assert await asyncio.to_thread(node.left.wait, S)
 
 
 async def test_refusal_keeps_its_class_and_code() -> None:
     async with connected(ScriptedNode("p")) as client:
         with pytest.raises(KVTransferParamsError) as caught:
-            await asyncio.to_thread(client.claim, "another", "r")
+            await client.claim("another", "r")
     assert caught.value.code == "foreign"
 
 
@@ -90,11 +86,12 @@ async def test_asynchronous_release_is_the_same_call() -> None:
     assert node.released == [("e", "r", "abort")]
 
 
-def test_absent_peer_is_unavailable() -> None:
-    client = ControlClient("127.0.0.1:1", token=None, caller_engine_id="d", timeout_s=S)
-    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
-        client.handshake()
-    client.close()
+async def test_absent_peer_is_unavailable() -> None:
+    async with ControlClient(
+        "127.0.0.1:1", token=None, caller_engine_id="d", timeout_s=S
+    ) as client:
+        with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:1"):
+            await client.handshake()
 
 
 async def test_a_peer_that_holds_a_lock_is_late_and_streams_go_on() -> None:
@@ -108,6 +105,6 @@ async def test_a_peer_that_holds_a_lock_is_late_and_streams_go_on() -> None:
     node = Locked("p")
     async with connected(node, timeout_s=1.0) as client:
         with pytest.raises(DeadlineExceededError):
-            await asyncio.to_thread(client.handshake)
-        assert await asyncio.to_thread(client.renew, node.engine_id, ["lost"], [1])
+            await client.handshake()
+        assert await client.renew(node.engine_id, ["lost"], [1])
         node.lock.set()

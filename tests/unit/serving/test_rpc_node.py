@@ -23,6 +23,7 @@ from engine.errors import (
 from engine.types import GenerateRequest, SamplingParams
 from serving.rpc import convert
 from serving.rpc.caller_requests import CallerRequests
+from serving.rpc.channel import ProvingChannel
 from serving.rpc.client import NodeClient, StreamDeadlines
 from serving.rpc.pb import node_pb2 as pb
 from serving.rpc.pb.node_pb2_grpc import NodeStub
@@ -364,9 +365,9 @@ async def test_a_taken_port_is_a_config_error() -> None:
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL])
 async def test_a_call_that_the_node_s_end_cut_counts_as_a_lost_node(code: grpc.StatusCode) -> None:
     """INTERNAL is gRPC's word where a write met the end; a node's own errors carry a detail."""
-    client = NodeClient("127.0.0.1:1", token=None)
+    channel = ProvingChannel("127.0.0.1:1", token=None)
     detail = ((DETAIL_KEY, error_to_detail(TandemError("bug")).SerializeToString()),)
     for metadata, is_lost in (((), True), (detail, False)):
         error = aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*metadata), "cut")
-        assert isinstance(client._named(error), NodeLostError) is is_lost
-    await client.close()
+        assert isinstance(channel.named(error), NodeLostError) is is_lost
+    await channel.close()
