@@ -14,8 +14,15 @@ from engine.errors import AuthenticationError, OverloadedError
 from serving.api.choice_text import Delta
 from serving.api.plan import Plan
 from serving.config import ServerConfig
-from serving.http.callers import KeyHolder, KeyHolders, SingleKey, remember, remember_label
-from serving.http.errors import error_response, is_anthropic, preflight_hint
+from serving.http.callers import (
+    KeyHolder,
+    KeyHolders,
+    SingleKey,
+    is_anthropic,
+    remember,
+    remember_label,
+)
+from serving.http.errors import error_response, preflight_hint
 
 MAX_REQUEST_ID_CHARS = 128
 _UNPRINTABLE = re.compile(r"[^\x21-\x7e]")

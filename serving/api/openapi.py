@@ -41,7 +41,8 @@ from serving.api.schema import (
     neutral_values,
 )
 from serving.api.served_model import ServedModel
-from serving.http.errors import AnthropicErrorReply, ErrorReply, is_anthropic
+from serving.http.callers import is_anthropic
+from serving.http.errors import AnthropicErrorReply, ErrorReply
 
 REF: Final = "#/components/schemas/{name}"
 

@@ -14,6 +14,7 @@ from starlette.types import Scope
 from engine.errors import ForbiddenError, InvalidRequestError
 from engine.types import RequestOrigin
 
+ANTHROPIC_PATH: Final = "/v1/messages"
 _HOLDER: Final = "tandem.key_holder"
 _LABEL: Final = "tandem.request_id"
 
@@ -143,6 +144,11 @@ def remember(scope: Scope, holder: KeyHolder) -> None:
 def remember_label(scope: Scope, label: str) -> None:
     """Endpoints find the request's X-Request-Id with `label_of`."""
     scope[_LABEL] = label
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether callers of this path speak Anthropic's protocol, on all others OpenAI's."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
 def holder_of(scope: Scope) -> KeyHolder | None:

@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from engine import errors
 from engine.errors import TandemError
-from serving.http.callers import label_of
+from serving.http.callers import is_anthropic, label_of
 
 MAX_MESSAGE_CHARS = 2000
 MAX_PATH_CHARS = 200
@@ -32,7 +32,6 @@ _STATUSES: tuple[tuple[type[TandemError], int, str], ...] = (
     (TandemError, 500, "server_error"),
 )
 
-ANTHROPIC_PATH: Final = "/v1/messages"
 _ANTHROPIC_TYPES: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -72,11 +71,6 @@ class AnthropicErrorReply(msgspec.Struct, frozen=True, kw_only=True):
     error: AnthropicErrorDetail
     request_id: str | None
     type: str = "error"
-
-
-def is_anthropic(path: str) -> bool:
-    """Whether clients of this path read Anthropic's protocol."""
-    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
 def anthropic_error(status: int, message: str, request_id: str | None = None) -> bytes:

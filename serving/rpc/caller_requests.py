@@ -7,7 +7,7 @@ last of them, since the event loop runs tasks in the order in which they were wo
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Final
 
@@ -39,6 +39,13 @@ class CallerRequests:
         self._has_news = asyncio.Event()
         self._refuses_new = False
         self._is_over = False
+
+    async def take_all(self, commands: AsyncIterator[pb.Command | InvalidRequestError]) -> None:
+        """Takes commands until the caller ends them; raises what stands for an unreadable one."""
+        async for command in commands:
+            if isinstance(command, InvalidRequestError):
+                raise command
+            self.take(command)
 
     def take(self, command: pb.Command) -> None:
         """Starts a request, or aborts one; an unknown one has ended meanwhile."""

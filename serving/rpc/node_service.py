@@ -46,7 +46,7 @@ class NodeService(NodeServicer):
         # The caller sends nothing before it knows that it was let in.
         await context.send_initial_metadata(())
         requests = CallerRequests(self._source)
-        taking = asyncio.create_task(_take_all(commands, requests))
+        taking = asyncio.create_task(requests.take_all(commands))
         writing = asyncio.create_task(requests.write(context.write))
         draining = asyncio.create_task(self._drains.wait())
         tasks = (taking, writing, draining)
@@ -79,12 +79,3 @@ class NodeService(NodeServicer):
             raise ForbiddenError("it was started without --enable-reset-prefix-cache")
         await self._reset()
         return pb.ResetPrefixCacheReply()
-
-
-async def _take_all(
-    commands: AsyncIterator[pb.Command | InvalidRequestError], requests: CallerRequests
-) -> None:
-    async for command in commands:
-        if isinstance(command, InvalidRequestError):
-            raise command
-        requests.take(command)

@@ -9,7 +9,14 @@ import msgspec
 import pytest
 
 from engine.errors import KVLoadError, KVTransferParamsError
-from tests.support.nodes.cluster import Cluster, all_back, generate, settled, transfer_config
+from tests.support.nodes.cluster import (
+    Cluster,
+    all_back,
+    generate,
+    settled,
+    transfer_config,
+    until,
+)
 from tests.support.nodes.hand_over_checks import (
     CHANGES,
     cancel_behind_the_first_token,
@@ -105,8 +112,10 @@ async def test_a_lease_is_renewed_while_its_request_waits(
         kv_transfer_config=transfer_config(lease_s=600.0),
         kv_cache_memory_bytes=arena_for(model, 100),
     )
+    await hand_over(p, d, prompt_of(20))  # the two have met
     held = await prefill(d, prompt_of(80))
     waiting = asyncio.create_task(hand_over(p, d, prompt_of(50)))
+    await until(lambda: d.engine.core.scheduler.num_waiting == 1)
     for _ in range(3):
         await asyncio.sleep(0.4 - busy_s)
         time.sleep(busy_s)  # noqa: ASYNC251 - nothing else may run

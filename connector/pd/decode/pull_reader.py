@@ -12,6 +12,7 @@ Blocks that differ are read once more. Knows nothing of requests and leases but 
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,16 +26,17 @@ import structlog
 
 from connector.pd.decode.peer_registry import Peer
 from connector.pd.decode.pull_plan import Block, PullPlan, coalesce
-from connector.pd.decode.record_places import RecordPlaces
 from connector.pd.digest import ReadBytes, digest, step_back
 from connector.pd.metrics import TransferMetrics
 from connector.pd.wire.lease_record import (
     HEADER_WORDS,
     MAX_DIGESTS,
     NUM_PLACES,
+    NUM_WORDS,
     REGION,
     UNKNOWN,
     WORD_BYTES,
+    RecordHeader,
     start_of,
 )
 from connector.pd.wire.messages import Digests, DigestsQuestion
@@ -123,6 +125,31 @@ def _in_order(digests: Digests, plan: PullPlan) -> list[int]:
     if found != wanted:
         raise TransportError(f"the peer sent {found} digests for {wanted} blocks")
     return [digest for group in digests for digest in group]
+
+
+class RecordPlaces:
+    """Places in the second half of this node's 64-bit `words`, one for each pull at a time."""
+
+    def __init__(self, words: "memoryview[int]") -> None:
+        self._words = words
+        places = range(NUM_WORDS, 2 * NUM_WORDS, HEADER_WORDS + MAX_DIGESTS)
+        self._free = deque(place * WORD_BYTES for place in places)
+
+    @contextmanager
+    def place(self) -> Iterator[int]:
+        """Byte offset of an empty place, which nobody else uses within the block."""
+        place = self._free.popleft()
+        try:
+            self._words[place // WORD_BYTES] = 0
+            yield place
+        finally:
+            self._free.append(place)
+
+    def at(self, place: int, num_words: int) -> tuple[RecordHeader, list[int]]:
+        """The record that has arrived at a place, as far as it was read: its header and digests."""
+        first = place // WORD_BYTES
+        words = self._words[first : first + num_words]
+        return RecordHeader.read(words), words[HEADER_WORDS:].tolist()
 
 
 class PullReader:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from connector.pd.decode.record_places import RecordPlaces
+from connector.pd.decode.pull_reader import RecordPlaces
 from connector.pd.prefill.lease_records import FreeRuns, LeaseRecord, LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.wire.lease_record import (
