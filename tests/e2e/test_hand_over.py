@@ -117,7 +117,7 @@ async def test_a_lease_is_renewed_while_its_request_waits(
     waiting = asyncio.create_task(hand_over(p, d, prompt_of(50)))
     await until(lambda: d.engine.core.scheduler.num_waiting == 1)
     for _ in range(3):
-        await asyncio.sleep(0.4 - busy_s)
+        await asyncio.sleep(0.25)
         time.sleep(busy_s)  # noqa: ASYNC251 - nothing else may run
     assert not waiting.done()
     await end_hold(d, held)
