@@ -7,15 +7,16 @@ instead of in one go (its chunked against its recurrent form), because that is w
 does to these logits.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from benchmarks.support.small_models import widen
 from engine.model_configs.model_config import ModelConfig
@@ -31,19 +32,35 @@ from tests.tiers import everyday
 
 VOCAB = 97
 LENGTH = 300
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "max_position_embeddings": 2048,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ROPE = {"rope_type": "default", "rope_theta": 5e4}
 
 
 @dataclass(slots=True, frozen=True)
 class Case:
     """A random model of a family, and perhaps what to change in the saved folder.
 
+    `kind`: its class where that is not the one that `AutoModelForCausalLM` takes.
     `seed` and `embed` (see `widen`) are chosen so that greedy text wanders instead of looping.
     """
 
-    build: Callable[[], PreTrainedModel]
+    config: PretrainedConfig
     edit: Callable[[Path], None] | None = None
+    kind: type[PreTrainedModel] | None = None
     seed: int = 7
     embed: float = 0.1
+
+    def build(self) -> PreTrainedModel:
+        """With weights drawn anew; `config` stays as it is."""
+        make = AutoModelForCausalLM.from_config if self.kind is None else self.kind
+        return widen(make(copy.deepcopy(self.config)), self.seed, embed=self.embed)
 
 
 @dataclass(slots=True)
@@ -82,16 +99,17 @@ class ParityTests:
         case, folder = cls.CASES[request.param], tmp_path_factory.mktemp("model")
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        widen(case.build(), case.seed, embed=case.embed).save_pretrained(folder)
-        reference = type(case.build()).from_pretrained(folder).eval()
+        model = case.build()
+        model.save_pretrained(folder)
+        reference = type(model).from_pretrained(folder).eval()
         if case.edit is not None:
             case.edit(folder)
-        config, model = load(folder)
+        config, ours = load(folder)
         draw = torch.Generator().manual_seed(1)
         tokens = torch.randint(VOCAB, (LENGTH,), generator=draw).tolist()
         tolerance = 8 * rounding_error(reference, tokens[:100])
         logits = reference_logits(reference, tokens)
-        yield Pair(folder, reference, config, model, tokens, logits, tolerance)
+        yield Pair(folder, reference, config, ours, tokens, logits, tolerance)
         torch.set_num_threads(threads)
 
     def test_the_tolerance_means_something(self, pair: Pair) -> None:

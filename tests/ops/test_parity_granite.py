@@ -2,23 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from safetensors.torch import load_file, save_file
-from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM, PreTrainedModel
+from transformers import GraniteMoeHybridConfig
 
 from engine.models.granite_moe_hybrid import NEW_NAMES
-from tests.ops.parity import VOCAB, Case, ParityTests
+from tests.ops.parity import COMMON, ROPE, Case, ParityTests
 
 MAMBA, ATTENTION = "linear_attention", "full_attention"
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
+GRANITE = COMMON | {
     "intermediate_size": 40,
     "shared_intermediate_size": 96,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "mamba_n_heads": 8,
     "mamba_d_state": 16,
     "embedding_multiplier": 6.0,
@@ -26,67 +21,46 @@ COMMON: dict[str, Any] = {
     "residual_multiplier": 0.6,
     "attention_multiplier": 0.35,
 }
-
-
-def dense() -> PreTrainedModel:
-    """No positions, no experts, two groups of B and C."""
-    return GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(
-            **COMMON,
-            num_local_experts=0,
-            num_hidden_layers=6,
-            layer_types=[MAMBA, MAMBA, ATTENTION, MAMBA, MAMBA, ATTENTION],
-            mamba_n_groups=2,
-        )
-    )
-
-
-def experts() -> PreTrainedModel:
-    return GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(
-            **COMMON,
-            num_local_experts=6,
-            num_experts_per_tok=3,
-            rms_norm_eps=1e-3,
-            num_hidden_layers=4,
-            layer_types=[MAMBA, ATTENTION] * 2,
-            position_embedding_type="rope",
-            rope_parameters={"rope_type": "default", "rope_theta": 5e4},
-            tie_word_embeddings=True,
-        )
-    )
-
-
-def attention_only() -> PreTrainedModel:
-    """As the dense Granite models that are not hybrid; with biases."""
-    return GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(
-            **COMMON,
-            num_local_experts=0,
-            num_hidden_layers=3,
-            layer_types=[ATTENTION] * 3,
-            position_embedding_type="rope",
-            attention_bias=True,
-        )
-    )
-
-
-def biased() -> PreTrainedModel:
-    """Odd sizes; one expert per token; layers that are all Mamba2 but one."""
-    case = COMMON | {"hidden_size": 48, "mamba_n_heads": 6, "mamba_d_state": 24, "mamba_d_conv": 3}
-    return GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(
-            **case,
-            num_local_experts=4,
-            num_experts_per_tok=1,
-            num_hidden_layers=4,
-            layer_types=[MAMBA, MAMBA, MAMBA, ATTENTION],
-            attention_bias=True,
-            mamba_proj_bias=True,
-            mamba_conv_bias=False,
-            mamba_chunk_size=16,
-        )
-    )
+# No positions, no experts, two groups of B and C.
+DENSE = GRANITE | {
+    "num_local_experts": 0,
+    "num_hidden_layers": 6,
+    "layer_types": [MAMBA, MAMBA, ATTENTION] * 2,
+    "mamba_n_groups": 2,
+}
+EXPERTS = GRANITE | {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "rms_norm_eps": 1e-3,
+    "num_hidden_layers": 4,
+    "layer_types": [MAMBA, ATTENTION] * 2,
+    "position_embedding_type": "rope",
+    "rope_parameters": ROPE,
+    "tie_word_embeddings": True,
+}
+# As the dense Granite models that are not hybrid; with biases.
+ATTENTION_ONLY = GRANITE | {
+    "num_local_experts": 0,
+    "num_hidden_layers": 3,
+    "layer_types": [ATTENTION] * 3,
+    "position_embedding_type": "rope",
+    "attention_bias": True,
+}
+# Odd sizes; one expert per token; layers that are all Mamba2 but one.
+BIASED = GRANITE | {
+    "hidden_size": 48,
+    "mamba_n_heads": 6,
+    "mamba_d_state": 24,
+    "mamba_d_conv": 3,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 4,
+    "layer_types": [MAMBA, MAMBA, MAMBA, ATTENTION],
+    "attention_bias": True,
+    "mamba_proj_bias": True,
+    "mamba_conv_bias": False,
+    "mamba_chunk_size": 16,
+}
 
 
 def spell_as_on_the_hub(folder: Path) -> None:
@@ -112,8 +86,8 @@ def name_as_in_memory(folder: Path) -> None:
 
 class TestGranite(ParityTests):
     CASES: ClassVar = {
-        "dense": Case(dense, spell_as_on_the_hub),
-        "experts": Case(experts, seed=4, embed=0.01),
-        "attention-only": Case(attention_only, seed=6),
-        "biased": Case(biased, name_as_in_memory, seed=2),
+        "dense": Case(GraniteMoeHybridConfig(**DENSE), spell_as_on_the_hub),
+        "experts": Case(GraniteMoeHybridConfig(**EXPERTS), seed=4, embed=0.01),
+        "attention-only": Case(GraniteMoeHybridConfig(**ATTENTION_ONLY), seed=6),
+        "biased": Case(GraniteMoeHybridConfig(**BIASED), name_as_in_memory, seed=2),
     }

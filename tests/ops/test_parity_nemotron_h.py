@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import NemotronHConfig, NemotronHForCausalLM
 
-from benchmarks.support.small_models import widen
 from tests.ops.parity import VOCAB, Case, Pair, ParityTests
 from tests.support.nodes.oracle import Runner, load, reference_logits
 
@@ -23,6 +22,7 @@ COMMON = {
     "eos_token_id": None,
     "num_logits_to_keep": 1,
 }
+BIASES = {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "conv_kernel": 3}
 
 
 class Tied(NemotronHForCausalLM):  # type: ignore[misc]
@@ -31,42 +31,23 @@ class Tied(NemotronHForCausalLM):  # type: ignore[misc]
     _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embeddings.weight"}
 
 
-def build(
+def config_of(
     pattern: str,
     hidden: int,
     attention: tuple[int, ...],
     *,
     mamba: tuple[int, ...],
-    kind: type[NemotronHForCausalLM] = NemotronHForCausalLM,
     **changes: Any,
-) -> NemotronHForCausalLM:
+) -> NemotronHConfig:
     """attention = (heads, kv heads, head dim), mamba = (heads, head dim, groups, state size)."""
     names = ("num_attention_heads", "num_key_value_heads", "head_dim")
     mamba_names = ("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size")
     fields = COMMON | {"hybrid_override_pattern": pattern, "hidden_size": hidden}
     fields |= dict(zip(names, attention, strict=True)) | changes
-    return kind(NemotronHConfig(**fields, **dict(zip(mamba_names, mamba, strict=True))))
+    return NemotronHConfig(**fields, **dict(zip(mamba_names, mamba, strict=True)))
 
 
-groups = partial(build, "M-M*M-", 64, (4, 2, 16), mamba=(4, 16, 2, 16))
-odd_sizes = partial(build, "MM*-M*", 48, (3, 1, 20), mamba=(6, 8, 1, 24))
-tied_many_groups = partial(
-    build, "-M*MM-", 64, (4, 4, 16), mamba=(8, 8, 4, 8), kind=Tied, tie_word_embeddings=True
-)
-residual_in_float32 = partial(
-    build, "M*-M", 32, (2, 2, 16), mamba=(2, 16, 1, 8), residual_in_fp32=True
-)
-biases = partial(
-    build,
-    "*MM-",
-    32,
-    (2, 1, 16),
-    mamba=(4, 8, 1, 16),
-    use_bias=True,
-    mlp_bias=True,
-    use_conv_bias=False,
-    conv_kernel=3,
-)
+groups = partial(config_of, "M-M*M-", 64, (4, 2, 16), mamba=(4, 16, 2, 16))
 
 
 def rewrite(folder: Path, changes: dict[str, Any]) -> None:
@@ -79,11 +60,19 @@ named_as_on_the_hub = partial(rewrite, changes={"architectures": ["NemotronHForC
 
 class TestNemotronH(ParityTests):
     CASES: ClassVar = {
-        "groups": Case(groups),
-        "odd-sizes": Case(odd_sizes, seed=21),
-        "tied-many-groups": Case(tied_many_groups, named_as_on_the_hub),
-        "residual-in-float32": Case(residual_in_float32, seed=6),
-        "biases": Case(biases, seed=29, embed=1.0),
+        "groups": Case(groups()),
+        "odd-sizes": Case(config_of("MM*-M*", 48, (3, 1, 20), mamba=(6, 8, 1, 24)), seed=21),
+        "tied-many-groups": Case(
+            config_of("-M*MM-", 64, (4, 4, 16), mamba=(8, 8, 4, 8), tie_word_embeddings=True),
+            named_as_on_the_hub,
+            Tied,
+        ),
+        "residual-in-float32": Case(
+            config_of("M*-M", 32, (2, 2, 16), mamba=(2, 16, 1, 8), residual_in_fp32=True), seed=6
+        ),
+        "biases": Case(
+            config_of("*MM-", 32, (2, 1, 16), mamba=(4, 8, 1, 16), **BIASES), seed=29, embed=1.0
+        ),
     }
 
     @pytest.mark.parametrize("aligned", [False, True])
@@ -101,7 +90,7 @@ class TestNemotronH(ParityTests):
 
 def test_time_steps_stay_within_the_configured_limit(tmp_path: Path) -> None:
     """transformers ignores the limit in this family but clamps from below by `time_step_min`."""
-    theirs = widen(groups(time_step_min=0.5), seed=7)
+    theirs = Case(groups(time_step_min=0.5)).build()
     theirs.save_pretrained(tmp_path)
     rewrite(tmp_path, {"time_step_limit": [0.5, float("inf")]})
     prompt = list(range(VOCAB))

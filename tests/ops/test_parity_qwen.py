@@ -7,64 +7,18 @@ from typing import Any, ClassVar
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    PreTrainedModel,
     Qwen3_5Config,
-    Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
     Qwen3_5TextConfig,
     Qwen3Config,
-    Qwen3ForCausalLM,
 )
 
-from tests.ops.parity import VOCAB, Case, ParityTests
-
-COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "max_position_embeddings": 2048,
-}
-ROPE = {"rope_type": "default", "rope_theta": 5e4}
+from tests.ops.parity import COMMON, ROPE, Case, ParityTests
 
 
-def qwen3_plain() -> PreTrainedModel:
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            **COMMON,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            rope_parameters=ROPE,
-        )
-    )
-
-
-def qwen3_tied() -> PreTrainedModel:
-    """One K/V head, heads wider than hidden / heads, tied embeddings."""
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            **COMMON,
-            num_hidden_layers=4,
-            num_attention_heads=6,
-            num_key_value_heads=1,
-            head_dim=32,
-            tie_word_embeddings=True,
-        )
-    )
-
-
-def qwen3_ungrouped() -> PreTrainedModel:
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            **COMMON,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            head_dim=8,
-            rms_norm_eps=1e-3,
-        )
-    )
+def heads(attention: int, keys: int, size: int) -> dict[str, int]:
+    names = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    return dict(zip(names, (attention, keys, size), strict=True))
 
 
 def delta_heads(keys: int, values: int, key_dim: int, value_dim: int) -> dict[str, int]:
@@ -76,45 +30,31 @@ def delta_heads(keys: int, values: int, key_dim: int, value_dim: int) -> dict[st
     }
 
 
-def qwen3_5_plain() -> PreTrainedModel:
-    return Qwen3_5ForCausalLM(
-        Qwen3_5TextConfig(
-            **COMMON,
-            **delta_heads(2, 4, 16, 32),
-            num_hidden_layers=8,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-        )
-    )
+QWEN3 = {
+    "plain": COMMON | heads(4, 2, 16) | {"num_hidden_layers": 3, "rope_parameters": ROPE},
+    # One K/V head, heads wider than hidden / heads.
+    "tied": COMMON | heads(6, 1, 32) | {"num_hidden_layers": 4, "tie_word_embeddings": True},
+    "ungrouped": COMMON | heads(4, 4, 8) | {"num_hidden_layers": 2, "rms_norm_eps": 1e-3},
+}
+QWEN3_5_PLAIN = COMMON | delta_heads(2, 4, 16, 32) | heads(4, 2, 32) | {"num_hidden_layers": 8}
+# Tied embeddings, half rotary, attention first, no grouping of value heads.
+QWEN3_5_TIED = {
+    **COMMON | delta_heads(4, 4, 32, 32) | heads(4, 1, 16),
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+    "layer_types": ["full_attention", "linear_attention"] * 2,
+    "rope_parameters": ROPE | {"partial_rotary_factor": 0.5},
+}
 
 
-def qwen3_5_tied() -> PreTrainedModel:
-    """Tied embeddings, half rotary, attention first, no grouping of value heads."""
-    return Qwen3_5ForCausalLM(
-        Qwen3_5TextConfig(
-            **COMMON,
-            **delta_heads(4, 4, 32, 32),
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=16,
-            tie_word_embeddings=True,
-            layer_types=["full_attention", "linear_attention"] * 2,
-            rope_parameters=ROPE | {"partial_rotary_factor": 0.5},
-        )
-    )
-
-
-def qwen3_5_wrapped() -> PreTrainedModel:
+def qwen3_5_wrapped() -> Qwen3_5Config:
     """The vision-language wrapper, a short convolution and odd head counts."""
-    text: dict[str, Any] = COMMON | delta_heads(1, 3, 24, 16)
-    text |= {"num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 3}
-    text |= {"head_dim": 16, "linear_conv_kernel_dim": 3}
+    text: dict[str, Any] = COMMON | delta_heads(1, 3, 24, 16) | heads(6, 3, 16)
+    text |= {"num_hidden_layers": 4, "linear_conv_kernel_dim": 3}
     text["rope_parameters"] = ROPE | {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
     vision |= {"out_hidden_size": 64, "num_position_embeddings": 16, "patch_size": 4}
-    return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision))
+    return Qwen3_5Config(text_config=text, vision_config=vision)
 
 
 def add_mtp_head(folder: Path) -> None:
@@ -135,10 +75,10 @@ def spell_the_old_way(folder: Path) -> None:
 
 class TestQwen(ParityTests):
     CASES: ClassVar = {
-        "qwen3-plain": Case(qwen3_plain, spell_the_old_way),
-        "qwen3-tied": Case(qwen3_tied),
-        "qwen3-ungrouped": Case(qwen3_ungrouped),
-        "qwen3_5-plain": Case(qwen3_5_plain),
-        "qwen3_5-tied": Case(qwen3_5_tied),
-        "qwen3_5-wrapped": Case(qwen3_5_wrapped, add_mtp_head),
+        "qwen3-plain": Case(Qwen3Config(**QWEN3["plain"]), spell_the_old_way),
+        "qwen3-tied": Case(Qwen3Config(**QWEN3["tied"])),
+        "qwen3-ungrouped": Case(Qwen3Config(**QWEN3["ungrouped"])),
+        "qwen3_5-plain": Case(Qwen3_5TextConfig(**QWEN3_5_PLAIN)),
+        "qwen3_5-tied": Case(Qwen3_5TextConfig(**QWEN3_5_TIED)),
+        "qwen3_5-wrapped": Case(qwen3_5_wrapped(), add_mtp_head, Qwen3_5ForConditionalGeneration),
     }
