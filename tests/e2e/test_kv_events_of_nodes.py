@@ -1,7 +1,6 @@
 """Real nodes publish what their caches hold, in hash blocks, and say where."""
 
 from collections import Counter
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import zmq
 from engine.kv_cache.listener import CachedBlocks
 from engine.kv_cache.prefix import PrefixDigests
 from serving.config import KVEventsConfig
-from serving.kv_events.wire import SNAPSHOT, AllBlocksCleared, BlockStored, Event, decode
+from serving.kv_events.wire import SNAPSHOT, BlockStored, decode
 from serving.node.server import NodeServer
 from serving.rpc.messages import KVEventsInfo, KVGroupInfo
 from tests.e2e.test_node_description import described
@@ -29,32 +28,31 @@ WAIT_MS = 10_000
 Announced = Counter[tuple[int | None, bytes]]
 
 
-def told(info: KVEventsInfo) -> tuple[int, Announced]:
-    """What a snapshot of the node says: (group, hash), each copy; and the number that it has."""
-    number, events = snapshot_of(info)
+def told(info: KVEventsInfo) -> Announced:
+    """What a snapshot of the node says: (group, hash), each copy."""
     announced: Announced = Counter()
-    apply(events, announced)
-    return number, announced
+    for event in snapshot_of(info):
+        hashes = [digest for digest in event.block_hashes if isinstance(digest, bytes)]
+        announced.update((event.group_idx, digest) for digest in hashes)
+    return announced
 
 
-def snapshot_of(info: KVEventsInfo) -> tuple[int, list[Event]]:
-    """The events of a snapshot, and the number that it has."""
+def snapshot_of(info: KVEventsInfo) -> list[BlockStored]:
+    """The events of a snapshot."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as asker:
         asker.linger, asker.rcvtimeo = 0, WAIT_MS
         assert info.replay_endpoint is not None
         asker.connect(info.replay_endpoint)
         asker.send_multipart([b"", SNAPSHOT])
-        found: list[Event] = []
-        number = -1
+        found: list[BlockStored] = []
         while True:
-            _, topic, sequence, payload = asker.recv_multipart()
+            _, topic, _, payload = asker.recv_multipart()
             if not payload:
-                return number, found
-            number = int.from_bytes(sequence, "big")
+                return found
             assert topic == info.topic.encode()
-            events = decode(payload).events
-            assert all(isinstance(event, BlockStored) for event in events)
-            found += events
+            for event in decode(payload).events:
+                assert isinstance(event, BlockStored)
+                found.append(event)
 
 
 def held(node: NodeServer) -> Announced:
@@ -96,7 +94,7 @@ async def test_a_snapshot_is_what_the_cache_holds(cluster: Cluster, model: Path)
         assert (info.hash_block_size, info.hash_seed, set(info.groups)) == (16, "seed", kinds)
         assert info.model_identity == node.identity.digest
         cache = node.engine.core.scheduler.cache
-        _, announced = told(info)
+        announced = told(info)
         assert announced == held(node)
         attention = info.groups.index(KVGroupInfo("full_attention"))
         for prompt in prompts:
@@ -105,37 +103,7 @@ async def test_a_snapshot_is_what_the_cache_holds(cluster: Cluster, model: Path)
         await run_in_engine(node.engine, partial(evict_all, cache))
         await generate(node, request_of(prompt_of(9), max_tokens=1))
         await settled(node)
-        assert told(info)[1] == held(node)
-
-
-async def test_events_reach_a_subscriber_step_by_step(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
-    node = await cluster.start(
-        "prefill", checkpoints["gemma3"], enable_prefix_caching=True, kv_events_config=PUBLISHES
-    )
-    info = (await described(node)).kv_events
-    assert info is not None and {group.kind for group in info.groups} == {
-        "full_attention",
-        "sliding_window",
-    }
-    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
-        subscriber.linger, subscriber.rcvtimeo = 0, WAIT_MS
-        subscriber.subscribe(b"kv@")
-        subscriber.connect(info.endpoint)
-        number = 0
-        while not subscriber.poll(100):  # the subscription stands when a batch arrives
-            number += 1
-            await generate(node, request_of(prompt_of(100, seed=number)))
-        await settled(node)
-        known, announced = told(info)
-        await generate(node, request_of(prompt_of(100, seed=number + 1)))
-        await settled(node)
-        assert announced != held(node)
-        while announced != held(node):
-            _, sequence, payload = subscriber.recv_multipart()
-            if int.from_bytes(sequence, "big") > known:
-                apply(decode(payload).events, announced)
+        assert told(info) == held(node)
 
 
 async def test_a_connector_hears_what_is_published(
@@ -154,7 +122,7 @@ async def test_a_connector_hears_what_is_published(
     await settled(node)
     info, connector = (await described(node)).kv_events, node.connector
     assert info is not None and isinstance(connector, DictionaryConnector)
-    assert set(told(info)[1]) == connector.scheduler.known | connector.scheduler.new.keys()
+    assert set(told(info)) == connector.scheduler.known | connector.scheduler.new.keys()
 
 
 async def test_batches_that_find_the_queue_full_are_counted(
@@ -176,13 +144,3 @@ async def test_batches_that_find_the_queue_full_are_counted(
     families = {family.name: family for family in node.metrics.registry.collect()}
     (sample,) = families["tandem:kv_event_batches_dropped"].samples
     assert sample.value == events.num_dropped > 0
-
-
-def apply(events: Iterable[Event], announced: Announced) -> None:
-    for event in events:
-        if isinstance(event, AllBlocksCleared):
-            announced.clear()
-            continue
-        hashes = [digest for digest in event.block_hashes if isinstance(digest, bytes)]
-        counts = Counter((event.group_idx, digest) for digest in hashes)
-        announced.update(counts) if isinstance(event, BlockStored) else announced.subtract(counts)

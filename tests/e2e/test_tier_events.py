@@ -10,7 +10,7 @@ import pytest
 from engine.kv_cache.prefix import PrefixDigests
 from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
-from serving.kv_events.wire import CPU, GPU, STORAGE, BlockStored
+from serving.kv_events.wire import CPU, GPU, STORAGE
 from serving.node.server import NodeServer
 from serving.rpc.messages import KVEventsInfo
 from tests.e2e.test_kv_events_of_nodes import PUBLISHES, snapshot_of
@@ -51,8 +51,7 @@ async def info_of(node: NodeServer) -> KVEventsInfo:
 async def announced(node: NodeServer) -> Announced:
     """What a router that comes now hears of the tiers after the arena, each copy."""
     found: Announced = Counter()
-    for event in snapshot_of(await info_of(node))[1]:
-        assert isinstance(event, BlockStored)
+    for event in snapshot_of(await info_of(node)):
         if event.medium != GPU:
             assert len(event.token_ids) in (0, len(event.block_hashes) * event.block_size)
             found.update((event.group_idx, event.medium, own) for own in event.block_hashes)  # type: ignore[misc]
@@ -84,8 +83,7 @@ def held(node: NodeServer, prompts: list[tuple[int, ...]]) -> Announced:
 async def announced_tokens(node: NodeServer) -> dict[bytes, tuple[int, ...]]:
     """By hash in a tier the tokens that its announcement told."""
     told: dict[bytes, tuple[int, ...]] = {}
-    for event in snapshot_of(await info_of(node))[1]:
-        assert isinstance(event, BlockStored)
+    for event in snapshot_of(await info_of(node)):
         if event.medium != GPU:
             size = event.block_size
             for at, own in enumerate(event.block_hashes):
@@ -113,7 +111,7 @@ async def hit(node: NodeServer, prompt: tuple[int, ...]) -> NodeHit:
     """What a proxy that follows the node's events expects of it."""
     info, index = await info_of(node), PrefixIndex()
     index.set_node("node", info)
-    index.apply("node", snapshot_of(info)[1])
+    index.apply("node", snapshot_of(info))
     return index.hits(RoutedPrompt(request_of(prompt))).get("node", NO_HIT)
 
 

@@ -1,11 +1,11 @@
 """What a follower does about one gap, restart or silence, and what a publisher's log keeps."""
 
 import tracemalloc
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from serving.kv_events.event_log import EventLog, NumberedPayload
+from serving.kv_events.event_log import EventLog
 from serving.kv_events.follower import (
     ANSWER_S,
     MAX_WAITING,
@@ -22,7 +22,6 @@ from serving.kv_events.wire import (
     BlockStored,
     Event,
     EventBatch,
-    decode,
     encode,
 )
 from tests.support.cache.announced_cache import HeardBlocks
@@ -209,18 +208,16 @@ def test_a_quiet_question_finds_what_was_lost_at_the_end(synced: Following) -> N
     assert synced.follower.stats.is_synced
 
 
-def test_a_quiet_question_finds_another_life(synced: Following) -> None:
-    synced.answer(4, B, life="two")
-    assert (synced.held, synced.asks) == (b"", SNAPSHOT)
-
-
-def test_a_quiet_question_finds_a_life_with_fewer_batches(synced: Following) -> None:
-    synced.answer(END_SEQUENCE)
-    assert (synced.held, synced.asks) == (b"", SNAPSHOT)
-
-
-def test_a_quiet_question_finds_that_the_buffer_was_too_small(synced: Following) -> None:
-    synced.answer(6, C, life="one")
+@pytest.mark.parametrize(
+    "answer",
+    [(4, "two", B), (END_SEQUENCE, "one"), (6, "one", C)],
+    ids=["another life", "a life with fewer batches", "a buffer that was too small"],
+)
+def test_a_quiet_question_finds_what_only_the_state_repairs(
+    synced: Following, answer: tuple[Any, ...]
+) -> None:
+    number, life, *events = answer
+    synced.answer(number, *events, life=life)
     assert (synced.held, synced.asks) == (b"", SNAPSHOT)
 
 
@@ -232,32 +229,6 @@ def log_of(num_batches: int, *, buffer: int = 9, queue: int = 9) -> EventLog:
     for _ in range(num_batches):
         log.append((A,))
     return log
-
-
-def copies_in(batches: Iterator[NumberedPayload]) -> list[tuple[int, int]]:
-    """Numbers, and how many blocks come with each."""
-    return [(n, len(decode(each).events)) for n, each in batches]
-
-
-def test_a_life_begins_with_a_clear() -> None:
-    first = log_of(1).take()
-    assert first is not None
-    assert (first.sequence, decode(first.payload).events) == (0, (AllBlocksCleared(),))
-
-
-def test_a_snapshot_has_what_was_sent_and_not_what_waits() -> None:
-    log = log_of(3)
-    assert copies_in(log.snapshot()) == [(0, 0)]
-    for _ in range(3):
-        log.take()
-    assert copies_in(log.snapshot()) == [(2, 2)]
-
-
-def test_a_full_queue_gives_up_its_oldest_batch_to_the_state() -> None:
-    log = log_of(4, queue=2)
-    assert (log.num_dropped, copies_in(log.snapshot())) == (3, [(2, 2)])
-    sent = [batch.sequence for batch in iter(log.take, None)]
-    assert (sent, copies_in(log.snapshot())) == ([3, 4], [(4, 4)])
 
 
 def test_only_the_latest_batches_are_repeated() -> None:

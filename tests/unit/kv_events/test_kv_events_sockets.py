@@ -32,7 +32,6 @@ from serving.kv_events.wire import (
     encode,
 )
 from tests.support.cache.announced_cache import AnnouncedCache, HeardBlocks
-from tests.support.network.lossy_cable import LossyCable
 from tests.support.nodes.leaks import excess, held_here
 
 DEADLINE_S = 30.0
@@ -113,28 +112,6 @@ def test_who_comes_early_and_who_comes_late_know_the_same(encoding: str) -> None
         for name in ("early", "late"):
             until(partial(node.agrees_with, subscriber, sink, name))
         assert subscriber.stats("early").num_garbage == 0
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_lossy_cable_changes_nothing_in_the_end(seed: int) -> None:
-    buffer = {"buffer_steps": 20 if seed % 2 else 10_000}
-    random, node = Random(seed), Node(decode_config(buffer, KVEventsConfig, "test"))
-    cable = LossyCable(node.source, seed)
-    try:
-        with running(node) as (subscriber, sink):
-            subscriber.add("node", cable.source)
-            until(lambda: subscriber.stats("node").is_synced)
-            for _ in range(60):
-                node.work(random, 5)
-                time.sleep(0.005)
-            until(lambda: subscriber.stats("node").num_gaps_repaired)
-            cable.heal()
-            node.work(random, 1)
-            until(lambda: agree(node, sink))
-            stats = subscriber.stats("node")
-            assert stats.num_gaps_repaired and stats.num_garbage and not stats.num_gaps_lost
-    finally:
-        cable.close()
 
 
 def test_a_restarted_publisher_begins_with_nothing() -> None:

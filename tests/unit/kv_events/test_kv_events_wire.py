@@ -19,7 +19,6 @@ from serving.kv_events.wire import (
     encode,
 )
 from tests.support.cache.published_events import FORMS, TODAY, PublishedForm
-from tests.support.cache.recorded_events import RECORDED
 
 SIGNED, UNSIGNED = -3, 2**64 - 3
 VALUES: dict[str, Any] = {
@@ -85,21 +84,6 @@ def test_fields_that_are_not_set_are_none(name: str) -> None:
     empty = form.stored(sent, None, [1, 2], 1, **dict.fromkeys(required))
     (event,) = decode(form.encode(empty)).events
     assert event == BlockStored(read, None, (1, 2), 1)
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_recorded_bytes_are_read(name: str) -> None:
-    form, payload = FORMS[name], bytes.fromhex(RECORDED[name])
-    integers = [SIGNED if "sglang" in name else UNSIGNED, 7]
-    sent: list[Any] = [b"a" * 8, b"b" * 8] if form.takes_bytes else integers
-    stored = some_of(form.stored, sent, sent[0], [1, 2, 3, 4], 2)
-    again = form.encode(stored, some_of(form.removed, sent), form.cleared(), rank=3)
-    assert again == payload
-    first, second, _ = decode(payload).events
-    assert isinstance(first, BlockStored) and isinstance(second, BlockRemoved)
-    hashes = (b"a" * 8, b"b" * 8) if form.takes_bytes else (UNSIGNED, 7)
-    assert first.block_hashes == second.block_hashes == hashes
-    assert (first.parent_block_hash, first.token_ids) == (hashes[0], (1, 2, 3, 4))
 
 
 OURS = EventBatch(
