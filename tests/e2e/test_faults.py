@@ -9,12 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import (
-    KVLoadError,
-    KVTransferParamsError,
-    TransportError,
-    UnavailableError,
-)
+from engine.errors import KVLoadError, KVTransferParamsError, TransportError, UnavailableError
 from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.model_configs.registry import read_config
 from engine.types import SamplingParams
@@ -34,14 +29,7 @@ from tests.support.faults.faults import (
 )
 from tests.support.faults.pulls import DIRECTIONS, PROMPT
 from tests.support.nodes.accounts import claims_of, leases_of
-from tests.support.nodes.cluster import (
-    BASE,
-    Cluster,
-    generate,
-    settled,
-    transfer_config,
-    until,
-)
+from tests.support.nodes.cluster import BASE, Cluster, generate, settled, transfer_config, until
 from tests.support.nodes.engine_thread import run_in_engine
 from tests.support.nodes.pairs import (
     GREEDY,

@@ -10,10 +10,7 @@ import pytest
 from engine.types import KVTransferParams
 from serving.node.server import NodeServer
 from tests.support.faults.fault_points import FaultPoint
-from tests.support.faults.faults import (
-    HeldPull,
-    counted,
-)
+from tests.support.faults.faults import HeldPull, counted
 from tests.support.nodes.accounts import at_rest
 from tests.support.nodes.cluster import Cluster, Generation, generate, settled
 from tests.support.nodes.pairs import (

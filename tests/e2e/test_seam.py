@@ -12,10 +12,7 @@ from connector.pd.connector import PdConnector
 from serving.config import KVTransferConfig
 from serving.node.connector import Build, BuilderOf
 from serving.node.server import NodeServer
-from tests.support.cache.dictionary_connector import (
-    DictionaryConnector,
-    DictionaryScheduler,
-)
+from tests.support.cache.dictionary_connector import DictionaryConnector, DictionaryScheduler
 from tests.support.cache.recount import evict_all
 from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, settled, until
 from tests.support.nodes.engine_thread import run_in_engine

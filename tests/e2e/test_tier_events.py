@@ -15,12 +15,7 @@ from serving.node.server import NodeServer
 from serving.rpc.messages import KVEventsInfo
 from tests.e2e.test_kv_events_of_nodes import PUBLISHES, snapshot_of
 from tests.e2e.test_node_description import described
-from tests.e2e.test_prefix_cache import (
-    assert_same,
-    conversation_prompts,
-    request_of,
-    room_for,
-)
+from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of, room_for
 from tests.support.cache.offload import (
     MIB,
     forget,

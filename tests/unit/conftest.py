@@ -16,9 +16,10 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    """A served model of one small tokenizer, without an engine."""
-    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
+    """A served model of one small tokenizer, without an engine, as the module's SERVING says."""
+    changes = getattr(request.module, "SERVING", {})
+    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")), **changes)
 
 
 @pytest.fixture

@@ -82,6 +82,12 @@ def outputs_of(
     return [*steps[:-1], GenerateOutput(**{**final, **ending})]
 
 
+def script_of(served: ServedModel, text: str, **last: object) -> list[GenerateOutput]:
+    """The text, and a token that stops it unless `last` says otherwise."""
+    ids = (*served.tokenizer.encode(text, add_special_tokens=False), 1)
+    return outputs_of(ids, per_step=1, **{"finish_reason": FinishReason.STOP, **last})
+
+
 def _logprob(token: int) -> TokenLogprob:
     return TokenLogprob(token, -0.5, ((token, -0.5), (65, -math.inf)))
 

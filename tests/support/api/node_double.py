@@ -31,6 +31,9 @@ from serving.rpc.node_service import NodeService
 from serving.rpc.server import RpcServer, RpcService, start_server
 
 VOCAB_SIZE = 300
+PROMPT = [5, 6, 7]
+ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
+IDS = {"return_token_ids": True}
 WAIT_S = 10.0
 POLL_S = 0.05
 
@@ -281,6 +284,11 @@ async def client_of(base: str, key: str = "none") -> AsyncIterator[openai.AsyncO
         base_url=f"{base}/v1", api_key=key, max_retries=0, http_client=http
     ) as client:
         yield client
+
+
+def base_of(client: openai.AsyncOpenAI) -> str:
+    """The address of the proxy that a client of `running_cluster` asks."""
+    return str(client.base_url).removesuffix("/v1/")
 
 
 async def fetch(url: str) -> tuple[int, str]:

@@ -9,14 +9,7 @@ from engine.types import GenerateRequest, KVTransferParams
 from serving.node.server import NodeServer
 from tests.support.faults.fault_points import FaultInjector
 from tests.support.nodes.cluster import Cluster, Generation, generate, settled, transfer_config
-from tests.support.nodes.pairs import (
-    GREEDY,
-    assert_equal,
-    end_hold,
-    prefill,
-    prompt_of,
-    request_of,
-)
+from tests.support.nodes.pairs import GREEDY, assert_equal, end_hold, prefill, prompt_of, request_of
 from tests.support.nodes.turns import both_ways, first_turn, next_prompt, pair_of_nodes
 
 PROMPT = prompt_of(100, salt=4)

@@ -13,23 +13,13 @@ import pytest
 from engine.errors import EngineDeadError, UnavailableError
 from serving.api.endpoint import merge
 from serving.api.served_model import ServedModel
-from tests.support.api.api_double import (
-    ScriptedGenerator,
-    outputs_of,
-    running,
-    tiny_serving,
-    tiny_tokenizer,
-)
+from tests.support.api.api_double import ScriptedGenerator, outputs_of, running
 from tests.support.nodes.leaks import running_tasks
 
 pytestmark = pytest.mark.asyncio
+SERVING = {"strict_api": True}
 JSON = {"content-type": "application/json"}
 PATH = "/v1/completions"
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")), strict_api=True)
 
 
 async def fetch(

@@ -26,13 +26,7 @@ from engine.types import (
 )
 from serving.api.served_model import ServedModel
 from serving.api.tokenizer import Tokenizer
-from tests.support.api.api_double import (
-    TEXT,
-    ScriptedGenerator,
-    outputs_of,
-    running,
-    tiny_serving,
-)
+from tests.support.api.api_double import TEXT, ScriptedGenerator, outputs_of, running, tiny_serving
 
 pytestmark = pytest.mark.asyncio
 TURN: list[Any] = [{"role": "user", "content": "hello"}]

@@ -10,21 +10,20 @@ import anthropic
 import pytest
 
 from engine.errors import InvalidRequestError, OverloadedError
-from engine.types import FinishReason, GenerateOutput
+from engine.types import FinishReason
 from serving.api.json_body import decode_body
 from serving.api.messages.request import MessagesRequest, chat_of
 from serving.api.reasoning import SYNTAXES as THOUGHTS
 from serving.api.served_model import ServedModel
 from serving.api.tool_syntaxes import SYNTAXES
-from tests.support.api.api_double import (
-    ScriptedGenerator,
-    outputs_of,
-    running,
-    tiny_serving,
-    tiny_tokenizer,
-)
+from tests.support.api.api_double import ScriptedGenerator, outputs_of, running, script_of
 
 pytestmark = pytest.mark.asyncio
+SERVING = {
+    "tool_calls": SYNTAXES["hermes"],
+    "thoughts": THOUGHTS["qwen3"],
+    "max_model_len": 4096,
+}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 TOOL: Any = {"name": "weather", "input_schema": {"type": "object"}}
 ASKED: dict[str, Any] = {
@@ -50,19 +49,6 @@ HISTORY: list[Any] = [
         ],
     },
 ]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    tokenizer = tiny_tokenizer(tmp_path_factory.mktemp("model"))
-    changes = {"tool_calls": SYNTAXES["hermes"], "thoughts": THOUGHTS["qwen3"]}
-    return tiny_serving(tokenizer, **changes, max_model_len=4096)
-
-
-def script_of(served: ServedModel, text: str, **last: object) -> list[GenerateOutput]:
-    """The text, and a token that stops it unless `last` says otherwise."""
-    ids = (*served.tokenizer.encode(text, add_special_tokens=False), 1)
-    return outputs_of(ids, per_step=1, **{"finish_reason": FinishReason.STOP, **last})
 
 
 @asynccontextmanager

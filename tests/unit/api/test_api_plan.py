@@ -16,8 +16,9 @@ from serving.api.responses.request import ResponsesRequest
 from serving.api.schema import ChatRequest, CompletionRequest
 from serving.api.served_model import SamplingDefaults, ServedModel
 from serving.api.tokenizer import Tokenizer
-from tests.support.api.api_double import tiny_serving, tiny_tokenizer
+from tests.support.api.api_double import tiny_serving
 
+SERVING = {"strict_api": True}
 PROXY_PARAMS = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -45,11 +46,6 @@ TURN = [{"role": "user", "content": "hello"}]
 
 
 OVERFLOW = "^This model's maximum context length is 256 tokens"
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")), strict_api=True)
 
 
 def complete(served: ServedModel, **body: Any) -> Plan:

@@ -8,23 +8,18 @@ import openai
 import pytest
 
 from engine.errors import InvalidRequestError
-from engine.types import FinishReason, GenerateOutput
+from engine.types import FinishReason
 from serving.api.json_body import decode_body
 from serving.api.reasoning import SYNTAXES as THOUGHTS
 from serving.api.responses.request import ResponsesRequest, chat_of
 from serving.api.schema import offer
 from serving.api.served_model import ServedModel
 from serving.api.tool_syntaxes import SYNTAXES
-from tests.support.api.api_double import (
-    ScriptedGenerator,
-    outputs_of,
-    running,
-    tiny_serving,
-    tiny_tokenizer,
-)
+from tests.support.api.api_double import ScriptedGenerator, running, script_of
 from tests.support.api.node_double import client_of
 
 pytestmark = pytest.mark.asyncio
+SERVING = {"tool_calls": SYNTAXES["hermes"], "max_model_len": 4096}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 TOOL: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 HISTORY: list[Any] = [
@@ -38,18 +33,6 @@ HISTORY: list[Any] = [
     {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": "{}"},
     {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
 ]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    tokenizer = tiny_tokenizer(tmp_path_factory.mktemp("model"))
-    return tiny_serving(tokenizer, tool_calls=SYNTAXES["hermes"], max_model_len=4096)
-
-
-def script_of(served: ServedModel, text: str, **last: object) -> list[GenerateOutput]:
-    """The text, and a token that stops it unless `last` says otherwise."""
-    ids = (*served.tokenizer.encode(text, add_special_tokens=False), 1)
-    return outputs_of(ids, per_step=1, **{"finish_reason": FinishReason.STOP, **last})
 
 
 async def test_a_whole_response_has_the_client_s_types(served: ServedModel) -> None:

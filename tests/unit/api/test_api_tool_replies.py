@@ -7,19 +7,14 @@ from typing import Any
 import openai
 import pytest
 
-from engine.types import FinishReason, GenerateOutput
+from engine.types import FinishReason
 from serving.api.served_model import ServedModel
 from serving.api.tool_syntaxes import SYNTAXES, JsonCalls
-from tests.support.api.api_double import (
-    ScriptedGenerator,
-    outputs_of,
-    running,
-    tiny_serving,
-    tiny_tokenizer,
-)
+from tests.support.api.api_double import ScriptedGenerator, running, script_of
 from tests.support.api.node_double import client_of
 
 pytestmark = pytest.mark.asyncio
+SERVING = {"tool_calls": SYNTAXES["hermes"], "max_model_len": 4096}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 TEXT = f"Wait <b>.\n{CALL}\n{CALL}"
 ASKED: dict[str, Any] = {
@@ -27,19 +22,6 @@ ASKED: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hello"}],
     "tools": [{"type": "function", "function": {"name": "weather"}}],
 }
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    tokenizer = tiny_tokenizer(tmp_path_factory.mktemp("model"))
-    return tiny_serving(tokenizer, tool_calls=SYNTAXES["hermes"], max_model_len=4096)
-
-
-def script_of(served: ServedModel, text: str, **last: object) -> list[GenerateOutput]:
-    """The text, and a token that stops it unless `last` says otherwise."""
-    ids = (*served.tokenizer.encode(text, add_special_tokens=False), 1)
-    ending = {"finish_reason": FinishReason.STOP, **last}
-    return outputs_of(ids, per_step=1, **ending)
 
 
 async def ask(served: ServedModel, text: str, **body: Any) -> Any:

@@ -10,14 +10,10 @@ from engine.errors import InvalidRequestError, PromptTooLongError
 from serving.api.plan import Plan, plan_chat, plan_completion
 from serving.api.served_model import ServedModel
 from serving.api.tokenizer import load_tokenizer
-from tests.support.api.api_double import tiny_serving, tiny_tokenizer, write_model_folder
+from tests.support.api.api_double import tiny_serving, write_model_folder
 
+SERVING = {"strict_api": True}
 TURN = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
-    return tiny_serving(tiny_tokenizer(tmp_path_factory.mktemp("model")), strict_api=True)
 
 
 def complete(served: ServedModel, **body: Any) -> Plan:

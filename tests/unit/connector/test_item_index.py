@@ -14,12 +14,7 @@ from connector.offload.items import STATES, Item, Place
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.coverage import longest_joint
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.spec import (
-    FullAttentionSpec,
-    KVCacheGroup,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, SlidingWindowSpec
 from tests.support.cache.cache_model import longest_start
 
 Tokens = tuple[int, ...]

@@ -7,25 +7,16 @@ import pytest
 
 from connector.pd.prefill.lease_table import LeaseTable
 from tests.support.cache.leases import HOLDING, lease_table
+from tests.support.nodes.clock import Clock
 
 LEASE_S = 30.0
 TTL_S = 480.0
 OFFSETS = ((0,),)
 
 
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

@@ -13,12 +13,7 @@ import structlog
 from connector.pd.config import PdConnectorConfig
 from connector.transports.auto import AutoAddress, AutoTransport
 from connector.transports.base import SpanPair
-from connector.transports.choose import (
-    TRANSPORTS,
-    choose_transports,
-    is_installed,
-    open_transport,
-)
+from connector.transports.choose import TRANSPORTS, choose_transports, is_installed, open_transport
 from connector.transports.shm import ShmAddress
 from connector.transports.zmq import ZmqTransport
 from connector.transports.zmq_owner import ZmqAddress

@@ -9,12 +9,7 @@ from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix import PrefixDigests
-from engine.kv_cache.spec import (
-    FullAttentionSpec,
-    KVCacheGroup,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, SlidingWindowSpec
 from engine.kv_cache.tables import BlockTables
 from serving.config import NodeConfig
 from tests.support.cache.recount import check_cache, evict_all

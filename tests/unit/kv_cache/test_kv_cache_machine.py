@@ -21,12 +21,7 @@ from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.mamba_states import Checkpoint
 from engine.kv_cache.manager import KVCacheManager, Pin
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
-from engine.kv_cache.spec import (
-    FullAttentionSpec,
-    KVCacheGroup,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup, MambaSpec, SlidingWindowSpec
 from engine.kv_cache.tables import NULL_BLOCK
 from tests.support.cache.cache_model import (
     Contents,

@@ -14,21 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from serving.kv_events.event_log import EventLog, NumberedPayload
-from serving.kv_events.follower import (
-    ANSWER_S,
-    QUIET_S,
-    RETRY_S,
-    Request,
-    SourceFollower,
-)
-from serving.kv_events.wire import (
-    END_SEQUENCE,
-    SNAPSHOT,
-    Event,
-    EventBatch,
-    Form,
-    encode,
-)
+from serving.kv_events.follower import ANSWER_S, QUIET_S, RETRY_S, Request, SourceFollower
+from serving.kv_events.wire import END_SEQUENCE, SNAPSHOT, Event, EventBatch, Form, encode
 from tests.support.cache.announced_cache import FULL, WINDOW, AnnouncedCache, HeardBlocks
 
 TEXTS = st.lists(st.integers(1, 2), min_size=1, max_size=9).map(tuple)

@@ -8,20 +8,11 @@ import pytest
 
 from engine.errors import EngineGenerateError, OverloadedError, TandemError
 from proxy.cluster.breaker import MAX_FAILURES, MAX_PAUSE_S, MIN_PAUSE_S, Breaker
-from tests.support.api.node_double import ScriptedNode, metric, running_cluster
+from tests.support.api.node_double import ScriptedNode, base_of, metric, running_cluster
+from tests.support.nodes.clock import Clock
 
 ASK: dict[str, Any] = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4}
 ROUNDS = 2 * MAX_FAILURES + 4
-
-
-class Clock:
-    """Stands still until it is told."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_pauses_double_and_each_ends_with_one_trial() -> None:
@@ -84,7 +75,7 @@ async def test_a_node_that_fails_each_request_is_left_alone(kind: str) -> None:
     async with running_cluster(ps, ds, routing_policy="round_robin") as client:
         for _ in range(ROUNDS):
             await client.completions.create(**ASK)
-        base = str(client.base_url).removesuffix("/v1/")
+        base = base_of(client)
         assert await metric(base, "tandem_proxy_resting_nodes", kind=kind) == [1]
     assert len(bad.requests) == MAX_FAILURES
     assert len(good.requests) == ROUNDS
@@ -106,7 +97,7 @@ async def test_full_nodes_and_requests_that_break_do_not_count(error: TandemErro
         for _ in range(ROUNDS):
             with pytest.raises(openai.APIStatusError):
                 await client.completions.create(**ASK)
-        base = str(client.base_url).removesuffix("/v1/")
+        base = base_of(client)
         assert await metric(base, "tandem_proxy_resting_nodes", kind="decode") == [0]
 
 
@@ -126,7 +117,7 @@ async def test_answers_that_end_at_a_stop_string_are_good_ones(
             for _ in range(2):
                 answer = await client.completions.create(**asked, stop=text[3:5])
                 assert answer.choices[0].finish_reason == "stop"
-        base = str(client.base_url).removesuffix("/v1/")
+        base = base_of(client)
         assert await metric(base, "tandem_proxy_resting_nodes", kind="decode") == [0]
 
 
@@ -138,5 +129,5 @@ async def test_the_only_decode_node_is_tried_all_the_same() -> None:
         assert all(isinstance(error, openai.APIStatusError) for error in failed)
         d.error = None
         assert (await client.completions.create(**ASK)).usage is not None
-        base = str(client.base_url).removesuffix("/v1/")
+        base = base_of(client)
         assert await metric(base, "tandem_proxy_resting_nodes", kind="decode") == [0]

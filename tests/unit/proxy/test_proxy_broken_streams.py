@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from typing import Any
 
 import aiohttp
 import openai
@@ -11,9 +10,13 @@ import pytest
 from engine.errors import TandemError
 from proxy.server import ProxyServer
 from tests.support.api.node_double import (
+    ASK,
+    IDS,
     POLL_S,
+    PROMPT,
     WAIT_S,
     ScriptedNode,
+    base_of,
     cluster_config,
     fetch,
     metric,
@@ -24,14 +27,6 @@ from tests.support.api.node_double import (
     until_status,
     until_used,
 )
-
-PROMPT = [5, 6, 7]
-ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
-IDS = {"return_token_ids": True}
-
-
-def base_of(client: openai.AsyncOpenAI) -> str:
-    return str(client.base_url).removesuffix("/v1/")
 
 
 async def first_events(reply: aiohttp.ClientResponse, count: int) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-from typing import Any
 
 import msgspec
 import pytest
@@ -16,10 +15,8 @@ from proxy.routing.prefix_index import PrefixIndex
 from proxy.routing.prompt import NodeHit, RoutedPrompt
 from serving.kv_events.wire import GPU, BlockStored
 from serving.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
-from tests.support.api.node_double import ScriptedNode, metric, running_cluster, until
+from tests.support.api.node_double import ASK, ScriptedNode, base_of, metric, running_cluster, until
 
-PROMPT = [5, 6, 7]
-ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
 EVENTS = KVEventsInfo(
     endpoint="tcp://127.0.0.1:1",
     topic="",
@@ -27,10 +24,6 @@ EVENTS = KVEventsInfo(
     hash_seed="",
     groups=(KVGroupInfo(kind="full_attention"),),
 )
-
-
-def base_of(client: Any) -> str:
-    return str(client.base_url).removesuffix("/v1/")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from serving.config import KVEventsConfig
 from serving.kv_events.publisher import EventPublisher
 from serving.kv_events.wire import GPU, BlockRemoved, BlockStored
 from serving.rpc.messages import KVEventsInfo, KVGroupInfo
-from tests.support.api.node_double import ScriptedNode, metric, running_cluster, until
+from tests.support.api.node_double import ScriptedNode, base_of, metric, running_cluster, until
 
 SIZE = 4
 PROMPT = list(range(40))
@@ -69,12 +69,12 @@ async def test_a_proxy_that_comes_late_learns_what_nodes_hold_and_what_changes()
         # Two proxies, of which the second starts when the events are long past.
         for _ in range(2):
             async with running_cluster([], [d1, d2], enable_routing_details=True) as client:
-                base = str(client.base_url).removesuffix("/v1/")
+                base = base_of(client)
                 await until_entries(base, "d0", 5)
                 await until_entries(base, "d1", 10)
                 assert await routed_to(client, PROMPT) == (d2.url, "prefix", 36)
         async with running_cluster([], [d1, d2], enable_routing_details=True) as client:
-            base = str(client.base_url).removesuffix("/v1/")
+            base = base_of(client)
             await until_entries(base, "d1", 10)
             second.publish([BlockRemoved(stored(PROMPT).block_hashes, GPU, 0)])
             await until_entries(base, "d1", 0)
@@ -87,7 +87,7 @@ async def test_a_restarted_node_is_known_anew_within_seconds() -> None:
     async with publishing(d) as (old,):
         old.publish([stored(PROMPT)])
         async with running_cluster([], [d], enable_routing_details=True) as client:
-            base = str(client.base_url).removesuffix("/v1/")
+            base = base_of(client)
             await until_entries(base, "d0", 10)
             # As a new process on the same HTTP port, with other ports for its events.
             old.close()

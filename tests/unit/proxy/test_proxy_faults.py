@@ -23,7 +23,10 @@ from engine.errors import (
 from engine.types import GenerateOutput, GenerateRequest
 from proxy.server import ProxyServer
 from tests.support.api.node_double import (
+    ASK,
+    PROMPT,
     ScriptedNode,
+    base_of,
     client_of,
     cluster_config,
     metric,
@@ -35,8 +38,6 @@ from tests.support.api.node_double import (
     until_used,
 )
 
-PROMPT = [5, 6, 7]
-ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
 NODE_FAULTS = [
     UnavailableError("draining"),
     OverloadedError("full"),
@@ -47,10 +48,6 @@ ENGINE_FAULTS = [EngineDeadError("IndexError()"), EngineGenerateError("IndexErro
 
 def prefiller(name: str, **options: Any) -> ScriptedNode:
     return ScriptedNode(name, "prefill", **options)
-
-
-def base_of(client: openai.AsyncOpenAI) -> str:
-    return str(client.base_url).removesuffix("/v1/")
 
 
 async def ask(client: openai.AsyncOpenAI) -> list[int]:

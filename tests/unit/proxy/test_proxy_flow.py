@@ -9,7 +9,11 @@ import pytest
 
 from engine.types import KVTransferParams
 from tests.support.api.node_double import (
+    ASK,
+    IDS,
+    PROMPT,
     ScriptedNode,
+    base_of,
     client_of,
     cluster_config,
     fetch,
@@ -21,10 +25,6 @@ from tests.support.api.node_double import (
     until,
     until_status,
 )
-
-PROMPT = [5, 6, 7]
-ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
-IDS = {"return_token_ids": True}
 
 
 async def token_ids(client: Any, **changes: Any) -> list[int]:
@@ -146,7 +146,7 @@ async def test_latencies_and_outcomes_are_counted() -> None:
     p, d = ScriptedNode("p", "prefill"), ScriptedNode("d")
     async with running_cluster([p], [d]) as client:
         await token_ids(client)
-        base = str(client.base_url).removesuffix("/v1/")
+        base = base_of(client)
         assert await metric(base, "vllm:time_to_first_token_seconds_count") == [1]
         assert await metric(base, "vllm:inter_token_latency_seconds_count") == [3]
         assert await metric(base, "vllm:e2e_request_latency_seconds_count") == [1]
@@ -161,7 +161,7 @@ async def test_latencies_and_outcomes_are_counted() -> None:
 
 
 async def until_first_token(client: openai.AsyncOpenAI) -> None:
-    base = str(client.base_url).removesuffix("/v1/")
+    base = base_of(client)
 
     async def has_come() -> bool:
         return await metric(base, "vllm:time_to_first_token_seconds_count") == [1]
@@ -195,7 +195,7 @@ async def test_a_client_that_leaves_frees_both_nodes(stage: str) -> None:
 async def test_a_client_that_leaves_the_queue_is_never_on_a_node() -> None:
     d = ScriptedNode("d", hang_at=1)
     async with running_cluster([], [d], max_concurrent_requests=1) as client:
-        base = str(client.base_url).removesuffix("/v1/")
+        base = base_of(client)
 
         async def has_waiting(count: int) -> bool:
             return await metric(base, "tandem_proxy_waiting_requests") == [count]

@@ -17,15 +17,7 @@ from proxy.routing.prompt import NO_HIT, HashKey, NodeHit, RoutedPrompt
 from proxy.routing.router import LONG_PROMPT, Router
 from serving.kv_events.wire import GPU, BlockStored
 from tests.support.api.routed_prompts import EVENTS, SIZE, names, node, prompt, with_events
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.nodes.clock import Clock
 
 
 def test_what_is_under_way_is_expected_until_some_seconds_after_its_end() -> None:

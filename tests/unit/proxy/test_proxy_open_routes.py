@@ -10,6 +10,7 @@ import pytest
 from proxy.config import ProxyConfig
 from tests.support.api.node_double import (
     ScriptedNode,
+    base_of,
     fetch,
     running_cluster,
     running_nodes,
@@ -53,7 +54,7 @@ def check(asked: dict[str, str]) -> None:
 
 async def test_a_cluster_at_work() -> None:
     async with running_cluster([ScriptedNode("p")], [ScriptedNode("d")]) as client:
-        base = str(client.base_url).removesuffix("/v1/")
+        base = base_of(client)
         asked = await replies(base)
         check(asked)
         metrics = (await fetch(f"{base}/metrics"))[1]

@@ -10,26 +10,17 @@ from engine.errors import KVTransferParamsError
 from engine.types import HandOverProblem
 from serving.hand_over_problems import HandOverProblems
 from tests.support.api.node_double import (
+    ASK,
+    PROMPT,
     ScriptedNode,
+    base_of,
     fetch,
     metric,
     running_cluster,
     tokens_of,
     until,
 )
-
-PROMPT = [5, 6, 7]
-ASK: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4}
-
-
-class Clock:
-    """Time that a test moves."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.nodes.clock import Clock
 
 
 def fail(problems: HandOverProblems, engine_id: str = "p-1", *, lasting: bool = False) -> None:
@@ -103,10 +94,6 @@ async def ready(base: str) -> dict[str, Any]:
     assert status == 200
     answer: dict[str, Any] = json.loads(text)
     return answer
-
-
-def base_of(client: openai.AsyncOpenAI) -> str:
-    return str(client.base_url).removesuffix("/v1/")
 
 
 async def test_a_pair_that_d_calls_broken_is_not_used_until_d_says_otherwise() -> None:
