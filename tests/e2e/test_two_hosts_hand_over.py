@@ -5,14 +5,14 @@ that nobody takes, types that do not fit.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from tests.support.network.two_hosts import TwoHosts, transfers, two_hosts
+from tests.support.network.two_hosts import TwoHosts, transfers
 from tests.support.nodes.cluster import generate
 from tests.support.nodes.hand_over_checks import (
     CHANGES,
@@ -26,14 +26,6 @@ from tests.support.nodes.hand_over_checks import (
 from tests.support.nodes.pairs import GREEDY, prefill, prompt_of, request_of
 from tests.support.nodes.processes import ServerProcess
 from tests.support.nodes.remote_node import RemoteNode, remote_node
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    """One pair of hosts for all pairs of nodes."""
-    with two_hosts() as made:
-        yield made
-
 
 # A hybrid over every transport; the other families move the same kinds of bytes.
 PAIRS = [pytest.param("qwen3_5", "nixl")]

@@ -5,26 +5,18 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.network.two_hosts import Host, TwoHosts, two_hosts
+from tests.support.network.two_hosts import Host, TwoHosts
 from tests.support.nodes.asking import question
 from tests.support.nodes.pairs import prompt_of
 from tests.support.nodes.processes import API_KEY, SECRETS, ServerProcess
 
 ANYWHERE = ("--host", "0.0.0.0")
 ASKED = [question(list(prompt_of(100, salt=salt))) for salt in range(4)]
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[TwoHosts]:
-    """Both have one address beside loopback, and a kernel of their own."""
-    with two_hosts() as made:
-        yield made
 
 
 def ready(server: ServerProcess) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import tempfile
 import time
 import urllib.request
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,12 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from tests.support.network.netns import End, cable, enter, namespaces, skip_if_impossible
 from tests.support.network.relay import Relay
 from tests.support.nodes.asking import REMOTE_DECODE, question
+from tests.support.nodes.pairs import arena_for
 from tests.support.nodes.processes import API_KEY, NODE_FLAGS, SECRETS, ServerProcess, kill_all
 
 ANSWER_S = 60.0
+MAX_TOKENS = 120
 MID_PULL_BYTES = 20_000  # more than all control messages of a hand-over, less than its blocks
 Made = TypeVar("Made")
 
@@ -173,6 +177,13 @@ def two_hosts() -> Iterator[TwoHosts]:
         yield hosts
 
 
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[TwoHosts]:
+    """One pair of hosts for all tests of a module."""
+    with two_hosts() as made:
+        yield made
+
+
 @dataclass(slots=True)
 class HandOvers:
     """From `p` of host `p` to `d` of host `d`, over HTTP."""
@@ -182,11 +193,10 @@ class HandOvers:
     d: ServerProcess
 
     @classmethod
-    def between(
-        cls, hosts: TwoHosts, model: Path, logs: Path, *, config: str, d_flags: Sequence[str]
-    ) -> "HandOvers":
-        """A new pair of nodes."""
-        return cls(hosts, *hosts.start_pair(model, logs, config, *d_flags))
+    def between(cls, hosts: TwoHosts, model: Path, logs: Path, config: str) -> "HandOvers":
+        """A new pair of nodes, of which D has room for one request of `MAX_TOKENS`."""
+        arena = ("--kv-cache-memory-bytes", str(arena_for(model, MAX_TOKENS)))
+        return cls(hosts, *hosts.start_pair(model, logs, config, *arena))
 
     def alone(self, prompt: list[int], **changes: object) -> list[int]:
         """The tokens of D alone."""
