@@ -28,7 +28,7 @@ from tests.support.faults.faults import (
     swap,
 )
 from tests.support.faults.pulls import DIRECTIONS, PROMPT
-from tests.support.nodes.accounts import claims_of, leases_of
+from tests.support.nodes.accounts import claims_of, leases_of, peers_of
 from tests.support.nodes.cluster import BASE, Cluster, generate, settled, transfer_config, until
 from tests.support.nodes.engine_thread import run_in_engine
 from tests.support.nodes.pairs import (
@@ -307,7 +307,7 @@ async def test_a_p_that_cannot_be_asked_is_met_anew(shared: Cluster, model: Path
     assert_equal(await hand_over(p, d, PROMPT), alone)
     assert recomputed(d) == {"transfer_failed": len(PROMPT)}
     await settled(p)
-    assert claims_of(d)._peers.known() == []
+    assert peers_of(d).known() == []
 
 
 @EACH_TRANSPORT

@@ -38,7 +38,7 @@ from tests.support.faults.liars import (
     elsewhere,
     give_up,
 )
-from tests.support.nodes.accounts import Account, at_rest, claims_of, forget_peers
+from tests.support.nodes.accounts import Account, at_rest, claims_of, forget_peers, identity_of
 from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, transfer_config, until
 from tests.support.nodes.pairs import (
     GREEDY,
@@ -74,7 +74,7 @@ async def test_64_decode_nodes_shake_hands_at_once(cluster: Cluster, model: Path
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
-    mine = claims_of(d)._peers._identity()
+    mine = identity_of(d)
     async with AsyncExitStack() as stack:
         registries = [registry_of(stack, mine, number) for number in range(CROWD)]
         asked = [it.acquire("127.0.0.1", p.rpc.port, p.engine_id) for it in registries]

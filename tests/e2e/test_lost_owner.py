@@ -12,7 +12,7 @@ from connector.transports.nixl_server import OwnerProcess
 from serving.node.server import NodeServer
 from tests.support.faults.fault_points import FaultPoint
 from tests.support.faults.faults import HeldPull
-from tests.support.nodes.accounts import Account, claims_of
+from tests.support.nodes.accounts import Account, peers_of
 from tests.support.nodes.cluster import Cluster, generate, transfer_config, until
 from tests.support.nodes.pairs import GREEDY, hand_over, prefill, prompt_of, request_of
 
@@ -48,7 +48,7 @@ async def test_an_aborted_owner_costs_at_most_a_recompute(
 
 async def abort_owner(p: NodeServer) -> None:
     """Returns when another one serves."""
-    transport = claims_of(p)._peers._transport
+    transport = peers_of(p)._transport
     assert isinstance(transport, NixlTransport)
     owner, before = transport._server, transport.address
     assert isinstance(owner, OwnerProcess)

@@ -8,7 +8,13 @@ import pytest
 
 from serving.node.server import NodeServer
 from tests.e2e.test_doctor import ask_doctor, only_wrong
-from tests.support.cache.offload import MIB, start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.support.cache.offload import (
+    MIB,
+    start_with_tiers,
+    stats_of,
+    tier_config,
+    tiers_settled,
+)
 from tests.support.nodes.cluster import Cluster, generate, sample, transfer_config
 from tests.support.nodes.pairs import hand_over, prompt_of, request_of
 
@@ -65,4 +71,4 @@ async def test_a_folder_of_another_config_is_not_read(
     await tiers_settled(after)
     assert await answers(after) == await answers(plain)
     assert after.engine.core.scheduler.stats.external_hits == 0
-    assert tiers_of(after).scheduler._stats.bad_files["foreign"]
+    assert stats_of(after).bad_files["foreign"]

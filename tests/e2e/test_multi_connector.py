@@ -17,7 +17,7 @@ from serving.node.server import NodeServer
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts
 from tests.e2e.test_seam import start
 from tests.support.cache.dictionary_connector import DictionaryConnector, DictionaryScheduler
-from tests.support.cache.offload import MIB, forget, tiers_of, tiers_settled
+from tests.support.cache.offload import MIB, forget, stats_of, tiers_settled
 from tests.support.faults.faults import counted
 from tests.support.nodes.cluster import Cluster, generate, sample, settled
 from tests.support.nodes.pairs import hand_over, moved, prompt_of, request_of
@@ -134,7 +134,7 @@ async def test_a_tier_answers_while_no_peer_is_named(
         if number % 4 == 3:
             await forget(d)
     assert min(by_child(d, "hits").values()) > 0
-    assert not tiers_of(d).scheduler._stats.failed_loads
+    assert not stats_of(d).failed_loads
     check_counts(d)
     await tiers_settled(d)
     await settled(p)

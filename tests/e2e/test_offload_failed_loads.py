@@ -11,12 +11,13 @@ from connector.offload.items import STATES, Key
 from engine.errors import TandemError
 from engine.kv_cache.prefix import PrefixDigests
 from serving.node.server import NodeServer
-from tests.e2e.test_offload_faults import files_of, nothing_left, stats_of
+from tests.e2e.test_offload_faults import files_of, nothing_left
 from tests.e2e.test_prefix_cache import assert_same, request_of, room_for
 from tests.support.cache.offload import (
     MIB,
     forget,
     start_with_tiers,
+    stats_of,
     tier_config,
     tiers_of,
     tiers_settled,

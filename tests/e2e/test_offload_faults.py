@@ -13,10 +13,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from connector.offload import worker
-from connector.offload.stats import OffloadStats
 from serving.node.server import NodeServer
 from tests.e2e.test_prefix_cache import assert_same, conversation_prompts, request_of, room_for
-from tests.support.cache.offload import start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.support.cache.offload import (
+    start_with_tiers,
+    stats_of,
+    tier_config,
+    tiers_of,
+    tiers_settled,
+)
 from tests.support.faults.faulty_files import FaultyFiles
 from tests.support.nodes.cluster import Cluster, Generation, generate
 from tests.tiers import everyday, l_shape
@@ -80,10 +85,6 @@ def files_of(node: NodeServer) -> FaultyFiles:
     folder = tiers_of(node).worker._folder
     assert folder is not None and isinstance(folder.files, FaultyFiles)
     return folder.files
-
-
-def stats_of(node: NodeServer) -> OffloadStats:
-    return tiers_of(node).scheduler._stats
 
 
 def loaded(node: NodeServer) -> int:

@@ -15,7 +15,13 @@ from tests.e2e.test_prefix_cache import (
     request_of,
     room_for,
 )
-from tests.support.cache.offload import MIB, start_with_tiers, tier_config, tiers_of, tiers_settled
+from tests.support.cache.offload import (
+    MIB,
+    start_with_tiers,
+    stats_of,
+    tier_config,
+    tiers_settled,
+)
 from tests.support.nodes.cluster import Cluster, generate
 from tests.tiers import l_shape
 
@@ -59,7 +65,7 @@ async def test_one_by_one(
     on = await start_with_tiers(cluster, model, config, **sizes)
     off = await cluster.start("prefill", model)
     loaded = await compare_one_by_one(on, off)
-    print(f"{family}, {name}: {loaded} tokens came from tiers; {tiers_of(on).scheduler._stats}")
+    print(f"{family}, {name}: {loaded} tokens came from tiers; {stats_of(on)}")
     assert loaded
     await tiers_settled(on)
 
@@ -73,7 +79,7 @@ async def compare_one_by_one(on: NodeServer, off: NodeServer) -> int:
         found = await generate(on, request_of(asked))
         assert_same(found, await generate(off, request_of(asked)))
         answered = (*asked, *found.token_ids)
-    assert not tiers_of(on).scheduler._stats.failed_loads
+    assert not stats_of(on).failed_loads
     return on.engine.core.scheduler.stats.external_hits
 
 

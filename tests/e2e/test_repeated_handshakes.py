@@ -12,7 +12,7 @@ from connector.transports.base import SpanPair
 from engine.errors import TransportError
 from serving.node.server import NodeServer
 from tests.e2e.test_handshakes import registry_of
-from tests.support.nodes.accounts import claims_of
+from tests.support.nodes.accounts import identity_of
 from tests.support.nodes.cluster import Cluster, until
 
 
@@ -22,7 +22,7 @@ async def test_an_old_use_that_ends_while_the_next_handshake_connects_leaves_it_
     p = await cluster.start("prefill", model)
     connected, go = threading.Event(), threading.Event()
     async with AsyncExitStack() as stack:
-        registry = registry_of(stack, claims_of(p)._peers._identity(), 0)
+        registry = registry_of(stack, identity_of(p), 0)
         first = await met(registry, p)
         connect = registry._transport.connect
 
@@ -48,7 +48,7 @@ async def test_the_last_use_of_a_mapping_closes_it_in_whatever_order(
 ) -> None:
     p = await cluster.start("prefill", model)
     async with AsyncExitStack() as stack:
-        registry = registry_of(stack, claims_of(p)._peers._identity(), 0)
+        registry = registry_of(stack, identity_of(p), 0)
         first = await met(registry, p)
         registry.forget(first)
         second = await met(registry, p)

@@ -11,6 +11,7 @@ from connector.multi.connector import MultiConnector
 from connector.offload.connector import OffloadConnector
 from connector.offload.host_slots import HostSlots
 from connector.offload.index import ItemIndex
+from connector.offload.stats import OffloadStats
 from connector.offload.tiers.files import Files
 from serving.config import KVTransferConfig
 from serving.node.server import NodeServer
@@ -52,6 +53,11 @@ def tiers_of(node: NodeServer) -> OffloadConnector:
         connector = connector.children["OffloadConnector"]
     assert isinstance(connector, OffloadConnector)
     return connector
+
+
+def stats_of(node: NodeServer) -> OffloadStats:
+    """What the node's tiers have counted."""
+    return tiers_of(node).scheduler._stats
 
 
 async def tiers_settled(node: NodeServer) -> None:

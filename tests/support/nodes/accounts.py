@@ -6,16 +6,15 @@ threads until a node closes: those are in the account of the cluster fixture.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 from connector.pd.config import PdConnectorConfig
 from connector.pd.connector import PdConnector
-from connector.pd.decode.peer_registry import CONNECTING
-from connector.pd.decode.pull_reader import PullReader
+from connector.pd.decode.peer_registry import CONNECTING, PeerRegistry
 from connector.pd.decode.remote_prefills import RemotePrefills
-from connector.pd.prefill.lease_records import LeaseRecords
 from connector.pd.prefill.lease_table import LeaseTable
 from connector.pd.wire.lease_record import NUM_PLACES, NUM_WORDS
+from connector.pd.wire.messages import Handshake
 from engine.arena import ArenaMemory
 from serving.node.server import NodeServer
 from tests.support.cache.leases import num_free
@@ -42,19 +41,44 @@ def claims_of(node: NodeServer) -> RemotePrefills:
     return pd_of(node).remote
 
 
-def records_of(node: NodeServer) -> LeaseRecords:
-    """The lease records that readers see."""
-    return leases_of(node)._records
+def peers_of(node: NodeServer) -> PeerRegistry:
+    """The nodes that this one pulls from."""
+    return claims_of(node)._peers
 
 
-def reader_of(node: NodeServer) -> PullReader:
-    """The reader that fills the node's blocks from its peers'."""
-    return pd_of(node).reader
+def identity_of(node: NodeServer) -> Handshake:
+    """What the node says of itself in a handshake."""
+    return peers_of(node)._identity()
 
 
 def arena_of(node: NodeServer) -> ArenaMemory:
     """The memory that peers read and that pulls fill."""
-    return reader_of(node)._arena
+    return pd_of(node).reader._arena
+
+
+class Holding(NamedTuple):
+    """How much hand-overs hold on a node; `words`: of lease records, `places`: for records read."""
+
+    leases: int = 0
+    claims: int = 0
+    words: int = 0
+    places: int = 0
+    pulls: float = 0.0
+    peers_in_use: int = 0
+
+
+def holdings(node: NodeServer) -> Holding:
+    """What hand-overs hold now, beside the units of the arena, which `settled` looks at."""
+    leases, claims = leases_of(node), claims_of(node)
+    stages = (sample(node, "vllm:num_requests_kv_fetch_by_stage", stage=name) for name in STAGES)
+    return Holding(
+        leases=len(leases.all_held()),
+        claims=len(claims.all()),
+        words=NUM_WORDS - num_free(leases._records.free),
+        places=NUM_PLACES - len(pd_of(node).reader._places._free),
+        pulls=sum(stages),
+        peers_in_use=sum(bool(peer.users) for peer in peers_of(node).known()),
+    )
 
 
 @dataclass(slots=True)
@@ -82,7 +106,7 @@ class Account:
 
 def forget_peers(node: NodeServer) -> None:
     """The next claim shakes hands again, at once even where there was silence until now."""
-    peers = claims_of(node)._peers
+    peers = peers_of(node)
     for peer in peers.known():
         peers.forget(peer)
     for entry in peers._entries.values():
@@ -92,10 +116,5 @@ def forget_peers(node: NodeServer) -> None:
 async def at_rest(node: NodeServer) -> None:
     """All units free, no request, lease, record, claim or pull, and no peer's mapping in use."""
     await settled(node)
-    peers = claims_of(node)._peers
-    await until(lambda: not any(peer.users for peer in peers.known()))
-    assert (leases_of(node).all_held(), claims_of(node).all()) == ([], [])
-    assert num_free(records_of(node).free) == NUM_WORDS
-    assert len(reader_of(node)._places._free) == NUM_PLACES
-    stages = (sample(node, "vllm:num_requests_kv_fetch_by_stage", stage=name) for name in STAGES)
-    assert sum(stages) == 0
+    await until(lambda: not holdings(node).peers_in_use)
+    assert holdings(node) == Holding()
