@@ -66,44 +66,22 @@ FAILURES = (
 )
 
 
-async def test_a_handshake_that_fails_costs_a_recompute_and_the_next_one_pulls(
-    shared: Cluster, model: Path
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+async def test_a_handshake_that_fails_costs_a_recompute_or_an_error_and_the_next_one_pulls(
+    shared: Cluster, model: Path, policy: str
 ) -> None:
     faults = Armed()
-    p, d = await shared.pair(
-        model, transfer_config(lease_s=0.6), on_p=faults, d={"stage_bytes": STAGE_BYTES}
-    )
+    config = transfer_config(policy=policy, lease_s=0.6)
+    p, d = await shared.pair(model, config, on_p=faults, d={"stage_bytes": STAGE_BYTES})
     alone = await generate(p, request_of(PROMPT))
     await hand_over(p, d, PROMPT)
     account = await Account.open(p, d)
     for kind in FAILURES:
         forget_peers(d)
         refusing = faults.nth(FaultPoint.BEFORE_HANDSHAKE, raising(kind))
-        assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=False)
+        await recompute_or_fail(hand_over(p, d, PROMPT), alone, policy, told="refused by the test")
         assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
         assert refusing.passed == 2
-    await account.close()
-
-
-async def test_a_handshake_that_fails_is_a_typed_error_where_nothing_may_be_recomputed(
-    shared: Cluster, model: Path
-) -> None:
-    faults = Armed()
-    p, d = await shared.pair(
-        model,
-        transfer_config(policy="fail", lease_s=0.6),
-        on_p=faults,
-        d={"stage_bytes": STAGE_BYTES},
-    )
-    alone = await generate(p, request_of(PROMPT))
-    await hand_over(p, d, PROMPT)
-    account = await Account.open(p, d)
-    for kind in FAILURES:
-        forget_peers(d)
-        faults.nth(FaultPoint.BEFORE_HANDSHAKE, raising(kind))
-        with pytest.raises(KVLoadError, match="refused by the test"):
-            await hand_over(p, d, PROMPT)
-        assert_equal(await hand_over(p, d, PROMPT), alone, was_pulled=True)
     await account.close()
 
 
@@ -149,25 +127,20 @@ async def test_a_read_that_fails_at_any_stage_costs_a_recompute(
 
 
 @EACH_TRANSPORT
-async def test_blocks_that_p_uses_again_after_the_nth_stage_reach_no_answer(
-    shared: Cluster, model: Path, transport: str
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+async def test_blocks_that_p_uses_again_reach_no_answer(
+    shared: Cluster, model: Path, transport: str, verify: bool
 ) -> None:
     """What was read before may be right: only the record of the lease tells."""
     faults = Armed()
-    p, d = await tight_pair(shared, model, transfer_config(transport), faults)
-    for nth in range(1, NUM_STAGES + 1):
-        cause = await read_while_p_uses_the_blocks_again(p, d, faults, FaultPoint.AFTER_READ, nth)
+    p, d = await tight_pair(shared, model, transfer_config(transport, verify=verify), faults)
+    held_at = [(point, 1) for point in (FaultPoint.BEFORE_READ, FaultPoint.BEFORE_CONFIRM)]
+    # Without verification a read has one stage.
+    last = NUM_STAGES if verify else 1
+    held_at += [(FaultPoint.AFTER_READ, nth) for nth in range(1, last + 1)]
+    for point, nth in held_at:
+        cause = await read_while_p_uses_the_blocks_again(p, d, faults, point, nth)
         assert cause == "late_read"
-
-
-@EACH_TRANSPORT
-async def test_blocks_that_p_uses_again_reach_no_answer_without_verification_either(
-    shared: Cluster, model: Path, transport: str
-) -> None:
-    faults, config = Armed(), transfer_config(transport, verify=False)
-    p, d = await tight_pair(shared, model, config, faults)
-    for point in (FaultPoint.BEFORE_READ, FaultPoint.AFTER_READ, FaultPoint.BEFORE_CONFIRM):
-        assert await read_while_p_uses_the_blocks_again(p, d, faults, point, 1) == "late_read"
 
 
 async def tight_pair(
@@ -274,12 +247,18 @@ def failed_notifications(node: NodeServer, count: int) -> bool:
     return counted(node, "vllm:nixl_num_failed_notifications") == count
 
 
-async def recompute_or_fail(asked: Awaitable[Generation], alone: Generation, policy: str) -> None:
+async def recompute_or_fail(
+    asked: Awaitable[Generation],
+    alone: Generation,
+    policy: str,
+    *,
+    told: str = "could not be loaded: transfer_failed",
+) -> None:
     """What becomes of a pull that failed."""
     if policy == "recompute":
         assert_equal(await asked, alone, was_pulled=False)
         return
-    with pytest.raises(KVLoadError, match="could not be loaded: transfer_failed"):
+    with pytest.raises(KVLoadError, match=told):
         await asked
 
 
