@@ -8,7 +8,7 @@ import pytest
 from benchmarks.support.small_models import VOCABULARY
 from connector.pd.wire.control_client import ControlClient
 from engine.errors import AuthenticationError, UnprovenPeerError
-from tests.support.nodes.asking import ask, get, prefill_over_http, question
+from tests.support.nodes.asking import ask, get, question
 from tests.support.nodes.cluster import CONTEXT
 from tests.support.nodes.pairs import prompt_of
 from tests.support.nodes.processes import API_KEY, CLUSTER_TOKEN, ServedCluster
@@ -134,81 +134,6 @@ async def test_the_nodes_own_doors_open_with_the_cluster_token_only(
             refusal = AuthenticationError if token is None else UnprovenPeerError
             with pytest.raises(refusal, match="TANDEM_CLUSTER_TOKEN"):
                 await control.handshake()
-
-
-# change to P's answer, code of the error (None: it is not even JSON)
-CHANGES: list[tuple[dict[str, object], str | None]] = [
-    ({"remote_engine_id": None}, "partial_kv_transfer_params"),
-    ({"remote_request_id": None}, "partial_kv_transfer_params"),
-    ({"remote_host": None}, "partial_kv_transfer_params"),
-    ({"remote_port": None}, "partial_kv_transfer_params"),
-    ({"remote_num_tokens": None}, "partial_kv_transfer_params"),
-    ({"first_token_ids": None}, "partial_kv_transfer_params"),
-    ({"signature": None}, "partial_kv_transfer_params"),
-    ({"remote_num_tokens": 89}, "mismatched_kv_transfer_params"),
-    ({"remote_engine_id": "prefill-0123456789abcdef"}, "foreign_kv_transfer_params"),
-    ({"remote_request_id": "cmpl-other"}, "foreign_kv_transfer_params"),
-    ({"remote_host": "10.1.2.3"}, "foreign_kv_transfer_params"),
-    ({"remote_port": 1}, "foreign_kv_transfer_params"),
-    ({"first_token_ids": [3]}, "foreign_kv_transfer_params"),
-    ({"remote_block_ids": [[0]]}, "foreign_kv_transfer_params"),
-    ({"signature": "0" * 64}, "foreign_kv_transfer_params"),
-    ({"signature": "\u00e9"}, "foreign_kv_transfer_params"),
-    ({"signature": "\ud800"}, None),
-    ({"do_remote_decode": True}, "invalid_kv_transfer_params"),
-    ({"do_remote_prefill": False}, "invalid_kv_transfer_params"),
-    ({"do_remote_prefill": "yes"}, "invalid_kv_transfer_params"),
-    ({"do_remote_prefill": 1}, "invalid_kv_transfer_params"),
-    ({"remote_engine_id": 7}, "invalid_kv_transfer_params"),
-    ({"remote_engine_id": ""}, "invalid_kv_transfer_params"),
-    ({"remote_host": "h" * 10_000}, "invalid_kv_transfer_params"),
-    ({"remote_port": "8100"}, "invalid_kv_transfer_params"),
-    ({"remote_port": 70_000}, "invalid_kv_transfer_params"),
-    ({"remote_port": -1}, "invalid_kv_transfer_params"),
-    ({"remote_num_tokens": 2**40}, "invalid_kv_transfer_params"),
-    ({"remote_block_ids": [[-1]]}, "invalid_kv_transfer_params"),
-    ({"remote_block_ids": "all"}, "invalid_kv_transfer_params"),
-    ({"tp_size": 2}, "invalid_kv_transfer_params"),
-    ({"first_token_ids": []}, "invalid_kv_transfer_params"),
-    ({"first_token_ids": [1, 2]}, "invalid_kv_transfer_params"),
-    ({"first_token_logprobs": [[1, "high"]]}, "invalid_kv_transfer_params"),
-    ({"unknown": 1}, "invalid_kv_transfer_params"),
-]
-
-
-async def test_changed_kv_transfer_params_are_refused_and_the_true_ones_still_work(
-    served: ServedCluster,
-) -> None:
-    alone = (await ask(served.d.url, question(PROMPT))).token_ids
-    params = await prefill_over_http(served.p.url, PROMPT)
-    for change, code in CHANGES:
-        body = question(PROMPT, kv_transfer_params={**params, **change})
-        error = (await ask(served.d.url, body)).error(400)
-        assert code in (None, error["code"]), change
-        assert (error["param"] == "kv_transfer_params") == (code is not None), change
-    body = question(PROMPT, kv_transfer_params=params)
-    pulled = await ask(served.d.url, body)
-    assert pulled.token_ids == alone
-    assert pulled.body["usage"]["kv_transfer"]["state_bytes"] > 0
-    again = await ask(served.d.url, body)
-    assert again.token_ids == alone
-    assert again.body["usage"].get("kv_transfer") is None
-
-
-@pytest.mark.parametrize("params", [[], "x", 1, True, {"do_remote_prefill": True}])
-async def test_kv_transfer_params_of_a_wrong_shape_are_refused_by_nodes(
-    served: ServedCluster, params: object
-) -> None:
-    for node in (served.p, served.d):
-        error = (await ask(node.url, question(PROMPT, kv_transfer_params=params))).error(400)
-        assert error["param"] == "kv_transfer_params"
-
-
-async def test_kv_transfer_params_describe_one_sequence(served: ServedCluster) -> None:
-    params = {"do_remote_decode": True}
-    for prompt, n in ((PROMPT, 2), ([PROMPT, PROMPT], 1)):
-        body = question(prompt, n=n, kv_transfer_params=params)
-        assert (await ask(served.p.url, body)).error(400)["param"] == "kv_transfer_params"
 
 
 async def test_a_proxy_takes_no_kv_transfer_params_from_clients(served: ServedCluster) -> None:

@@ -9,27 +9,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from grpc import aio
-
-from serving.rpc.channel import OPTIONS
-from serving.rpc.pb import node_pb2 as pb
-from serving.rpc.pb.node_pb2_grpc import IdentityStub, NodeStub
-from serving.rpc.proof import CallerProof, Metadata
 from tests.support.faults.hostile_params import NO_PROMPT_NEEDS, hostile_params, outdated_params
-from tests.support.nodes.asking import ask, get, prefill_over_http, question
+from tests.support.nodes.asking import ask, prefill_over_http, question
 from tests.support.nodes.pairs import prompt_of
 from tests.support.nodes.processes import CLUSTER_TOKEN, ServedCluster, ServerProcess
 
 PROMPT = list(prompt_of(90))
 OTHER = list(prompt_of(60, salt=3))
 AT_LEAST = 200
-TOO_LARGE = 10 << 20  # refused by size, before anything is made of it
 MAX_GROWTH = 256 << 20
 
 
-async def test_each_variant_is_a_400_that_names_the_object_over_http(
-    served: ServedCluster,
-) -> None:
+async def test_each_variant_is_a_400_that_names_the_object_(served: ServedCluster) -> None:
     valid, variants, alone = await prepare(served)
     statuses: Counter[object] = Counter()
     async with others_go_on(served.d):
@@ -44,23 +35,6 @@ async def test_each_variant_is_a_400_that_names_the_object_over_http(
             statuses[error["code"]] += 1
     assert statuses.total() >= AT_LEAST
     assert len(statuses) >= 5, statuses
-    await still_pulls(served, valid, alone)
-
-
-async def test_each_variant_is_an_invalid_argument_over_grpc(served: ServedCluster) -> None:
-    valid, variants, alone = await prepare(served)
-    info = (await get(served.d.url, "/node_info", key=None)).body
-    address = f"127.0.0.1:{info['grpc_port']}"
-    async with others_go_on(served.d), aio.insecure_channel(address, options=OPTIONS) as channel:
-        proof = CallerProof(CLUSTER_TOKEN, address)
-        identity = IdentityStub(channel)  # type: ignore[no-untyped-call]
-        proven = proof.check(await identity.Prove(pb.ProveRequest(), metadata=proof.question))
-        node = NodeStub(channel)  # type: ignore[no-untyped-call]
-        for data in variants:
-            detail = await refused(node, data, proven.metadata)
-            assert detail.param == "kv_transfer_params", (data[:300], detail)
-            assert len(data) < TOO_LARGE or "bytes, " in detail.message
-    assert len(variants) >= AT_LEAST
     await still_pulls(served, valid, alone)
 
 
@@ -132,22 +106,6 @@ def is_json(data: bytes) -> bool:
     except (ValueError, RecursionError):
         return False
     return b"NaN" not in data and b"Infinity" not in data and b"\\ud8" not in data
-
-
-async def refused(node: NodeStub, data: bytes, proven: Metadata) -> pb.ErrorDetail:
-    """What a node says to a call with these very bytes."""
-    sampling = pb.SamplingParams(max_tokens=4, top_p=1.0, repetition_penalty=1.0)
-    message = pb.GenerateRequest(
-        request_id="r", prompt_token_ids=PROMPT, sampling=sampling, kv_transfer_params=data
-    )
-    call = node.Attach(timeout=30.0, metadata=proven)
-    await call.write(pb.Command(number=1, request=message.SerializeToString()))
-    news = await call.read()
-    call.cancel()
-    (happened,) = news.happened
-    assert happened.HasField("error"), f"accepted: {data[:300]!r}: {happened}"
-    error: pb.ErrorDetail = happened.error
-    return error
 
 
 def peak_bytes(node: ServerProcess) -> int:

@@ -1,4 +1,4 @@
-"""Many requests in an arena for few: they wait, are preempted, and their tokens stay the same."""
+"""Many requests on a node for few: who is next, who is preempted, and tokens that stay the same."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine.types import SamplingParams
 from serving.node.server import NodeServer
-from tests.support.nodes.cluster import Cluster, Generation, generate
+from tests.support.nodes.cluster import Cluster, Generation, generate, until
 from tests.support.nodes.pairs import (
     FAMILIES,
     GREEDY,
@@ -68,3 +69,28 @@ async def test_a_prefill_node_full_of_leases_goes_on_when_they_end(
     expected = [await hand_over(p, d, prompt) for prompt in PROMPTS]
     together = await hand_over_all(p, d, PROMPTS, GREEDY)
     count_near_ties(expected, together)
+
+
+async def test_the_most_urgent_is_next_and_then_who_came_first(
+    shared: Cluster, checkpoints: dict[str, Path]
+) -> None:
+    """One seat, and four that wait for it."""
+    node = await shared.start(
+        "decode", checkpoints["qwen3"], scheduling_policy="priority", max_num_seqs=1
+    )
+    long = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+    seated = asyncio.create_task(generate(node, request_of(prompt_of(9), long)))
+    ended: list[tuple[int, int]] = []
+
+    async def wait_for_a_seat(number: int, priority: int) -> None:
+        request = msgspec.structs.replace(request_of(prompt_of(5 + number)), priority=priority)
+        await generate(node, request)
+        ended.append((number, priority))
+
+    waiting = []
+    for number, priority in enumerate((0, 5, -5, 0)):
+        waiting.append(asyncio.create_task(wait_for_a_seat(number, priority)))
+        await until(lambda: node.engine.core.scheduler.num_waiting == len(waiting) or seated.done())
+    assert not seated.done()
+    await asyncio.gather(seated, *waiting)
+    assert ended == [(2, -5), (0, 0), (3, 0), (1, 5)]

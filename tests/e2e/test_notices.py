@@ -1,7 +1,4 @@
-"""What others may say to a prefill node about its leases: twice, too late, to nobody, to another.
-
-A real control client says it. Whatever is said, no lease ends but the one that is meant.
-"""
+"""What others say to a prefill node about leases that are over: no lease ends that is not meant."""
 
 from pathlib import Path
 
@@ -37,55 +34,6 @@ async def pair_at_rest(cluster: Cluster, model: Path) -> tuple[NodeServer, NodeS
     p, d = await cluster.pair(model)
     await hand_over(p, d, PROMPT)
     return p, d, await Account.open(p, d)
-
-
-async def test_a_release_that_comes_twice_frees_once(cluster: Cluster, model: Path) -> None:
-    p, d, account = await pair_at_rest(cluster, model)
-    alone = await generate(p, request_of(PROMPT))
-    params, other = [await prefill(p, PROMPT) for _ in range(2)]
-    async with control_of(p) as client:
-        assert [await release(client, params) for _ in range(3)] == [True, False, False]
-        assert len(leases_of(p).all_held()) == 1
-        pair = await generate(d, request_of(PROMPT, GREEDY, other))
-        assert not await release(client, other)
-    assert pair.last.was_pulled
-    assert (pair.token_ids, pair.logprobs) == (alone.token_ids, alone.logprobs)
-    await account.close()
-
-
-async def test_a_release_of_nothing_ends_nothing(cluster: Cluster, model: Path) -> None:
-    p, d, account = await pair_at_rest(cluster, model)
-    params = await prefill(p, PROMPT)
-    assert params.remote_request_id == "r-2"
-    async with control_of(p) as client:
-        for name in ("", "r-", "r-0", "unknown", "r-2\n", "r" * 10_000):
-            assert not await release(client, params, name)
-            assert len(leases_of(p).all_held()) == 1, name
-        pair = await generate(d, request_of(PROMPT, GREEDY, params))
-        assert pair.last.was_pulled
-        params = await prefill(p, PROMPT)
-        assert not await release(client, params, "r")
-        assert not leases_of(p).all_held()  # the label is that of a caller who left early
-    await account.close()
-
-
-async def test_a_name_that_begins_another_name_means_itself(cluster: Cluster, model: Path) -> None:
-    """`r-1` and `r-10`, as node and label; generations alone could not tell them apart."""
-    p, d, account = await pair_at_rest(cluster, model)
-    held = [await prefill(p, PROMPT) for _ in range(15)]
-    first, last = held[0], held[-1]
-    assert (first.remote_request_id, last.remote_request_id) == ("r-2", "r-10")
-    async with control_of(p) as client:
-        assert not await release(client, last, "r-1")
-        assert len(leases_of(p).all_held()) == len(held)
-        assert await release(client, last)
-        assert not await release(client, last, "r-1")
-        assert len(leases_of(p).all_held()) == len(held) - 1
-        for params in held[1:-1]:
-            assert await release(client, params)
-    pair = await generate(d, request_of(PROMPT, GREEDY, first))
-    assert pair.last.was_pulled
-    await account.close()
 
 
 async def test_what_was_said_once_has_no_effect_when_it_is_said_again_later(

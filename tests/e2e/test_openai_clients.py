@@ -11,12 +11,11 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.support.api.node_double import client_of
-from tests.support.nodes.asking import ask, question
+from tests.support.nodes.asking import question
 from tests.support.nodes.pairs import prompt_of
 from tests.support.nodes.processes import API_KEY, ServedCluster, ServerProcess
 
 PROMPT = list(prompt_of(70, salt=9))
-TEXT = "the quick brown fox jumps"
 GREEDY: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
 IDS: dict[str, Any] = {"return_token_ids": True, "ignore_eos": True}
 CHAT: list[ChatCompletionMessageParam] = [
@@ -37,14 +36,6 @@ def ids_of(choice: Any) -> list[int]:
     return list(choice.model_extra.get("token_ids") or ())
 
 
-def counts_of(usage: openai.types.CompletionUsage | None) -> tuple[int, int, int | None]:
-    """Tokens of the prompt, of the answer, and cached; the total must be their sum."""
-    assert usage is not None and usage.prompt_tokens_details is not None
-    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
-    cached = usage.prompt_tokens_details.cached_tokens
-    return usage.prompt_tokens, usage.completion_tokens, cached
-
-
 async def test_models_are_listed_and_described(
     served: ServedCluster, client: openai.AsyncOpenAI
 ) -> None:
@@ -56,82 +47,6 @@ async def test_models_are_listed_and_described(
         assert (card.id, card.to_dict()["root"]) == ("tiny", str(served.model))
     with pytest.raises(openai.NotFoundError):
         await client.models.retrieve("other")
-
-
-async def test_a_completion_is_that_of_one_node_and_was_pulled(
-    served: ServedCluster, client: openai.AsyncOpenAI
-) -> None:
-    pulls = served.d.metrics()[PULLS]
-    reply = await client.completions.create(prompt=PROMPT, **GREEDY, extra_body=IDS)
-    assert served.d.metrics()[PULLS] == pulls + 1
-    alone = await ask(served.d.url, question(PROMPT, max_tokens=12))
-    assert ids_of(reply.choices[0]) == alone.token_ids
-    assert reply.choices[0].text == alone.body["choices"][0]["text"]
-    assert reply.choices[0].finish_reason == "length"
-    assert counts_of(reply.usage) == (70, 12, 0)
-
-
-async def test_a_streamed_completion_has_the_same_tokens_text_and_usage(
-    client: openai.AsyncOpenAI,
-) -> None:
-    whole = await client.completions.create(prompt=TEXT, **GREEDY, logprobs=2, extra_body=IDS)
-    stream = await client.completions.create(
-        prompt=TEXT,
-        **GREEDY,
-        logprobs=2,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body=IDS,
-    )
-    chunks = [chunk async for chunk in stream]
-    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
-    assert [token for choice in choices for token in ids_of(choice)] == ids_of(whole.choices[0])
-    assert "".join(choice.text for choice in choices) == whole.choices[0].text
-    expected = whole.choices[0].logprobs
-    assert expected is not None
-    found = [value for c in choices if c.logprobs for value in c.logprobs.token_logprobs or ()]
-    assert found == expected.token_logprobs
-    assert counts_of(chunks[-1].usage) == counts_of(whole.usage)
-    assert [choice.finish_reason for choice in choices][-1] == "length"
-
-
-async def test_a_chat_is_the_same_streamed_or_not(client: openai.AsyncOpenAI) -> None:
-    whole = await client.chat.completions.create(messages=CHAT, **GREEDY, extra_body=IDS)
-    message = whole.choices[0].message
-    assert message.role == "assistant" and message.content
-    stream = await client.chat.completions.create(
-        messages=CHAT,
-        **GREEDY,
-        stream=True,
-        stream_options={"include_usage": True},
-        extra_body=IDS,
-    )
-    chunks = [chunk async for chunk in stream]
-    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
-    assert deltas[0].role == "assistant"
-    assert "".join(delta.content or "" for delta in deltas) == message.content
-    assert counts_of(chunks[-1].usage) == counts_of(whole.usage)
-    assert counts_of(whole.usage)[1:] == (12, 0)
-
-
-async def test_a_turn_with_calls_and_results_goes_through_the_proxy(
-    client: openai.AsyncOpenAI,
-) -> None:
-    """The tiny model calls nothing; what it reads of tools is the template's affair."""
-    call: Any = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    turns: list[ChatCompletionMessageParam] = [
-        *CHAT,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "sunny"},
-    ]
-    tools: list[Any] = [{"type": "function", "function": {"name": "f"}}]
-    asked: dict[str, Any] = {**GREEDY, "messages": turns, "tools": tools, "extra_body": IDS}
-    whole = await client.chat.completions.create(**asked)
-    plain = await client.chat.completions.create(messages=CHAT, **GREEDY)
-    assert counts_of(whole.usage)[0] > counts_of(plain.usage)[0] + 10
-    stream = await client.chat.completions.create(**asked, stream=True)
-    text = "".join([c.choices[0].delta.content or "" async for c in stream])
-    assert text == whole.choices[0].message.content
 
 
 @pytest.mark.parametrize("server", ["proxy", "p", "d"])
@@ -219,17 +134,6 @@ async def test_a_client_that_leaves_before_the_answer_cancels_too(
 
 async def long_completion(client: openai.AsyncOpenAI) -> None:
     await client.completions.create(prompt=PROMPT, model="tiny", max_tokens=300, extra_body=IDS)
-
-
-async def test_errors_have_the_clients_own_classes(served: ServedCluster) -> None:
-    async with client_of(served.proxy.url, API_KEY) as client:
-        with pytest.raises(openai.BadRequestError, match="token id 512"):
-            await client.completions.create(prompt=[512], **GREEDY)
-        with pytest.raises(openai.NotFoundError, match="'gpt-4' is not served"):
-            await client.completions.create(prompt=[5], **{**GREEDY, "model": "gpt-4"})
-    async with client_of(served.proxy.url, "wrong") as client:
-        with pytest.raises(openai.AuthenticationError):
-            await client.completions.create(prompt=[5], **GREEDY)
 
 
 async def curl(*arguments: str) -> tuple[int, str]:

@@ -6,6 +6,7 @@ from connector.pd.prefill.control_handler import ControlHandler
 from connector.pd.prefill.lease_table import MAX_HOLD_S
 from connector.pd.wire.messages import ANY_GENERATION
 from engine.errors import KVTransferParamsError
+from engine.request import unique_id
 from tests.support.cache.leases import HOLDING, LEASE_S, identity, lease_table
 
 REMOTE = ((0,), (4096, 8192))
@@ -58,3 +59,20 @@ def test_no_renewal_keeps_a_lease_for_ever() -> None:
         now[0] += LEASE_S / 3
     assert now[0] == pytest.approx(LEASE_S + MAX_HOLD_S, abs=LEASE_S)
     assert leases.take_ended() == ("r",)
+
+
+def test_a_label_ends_the_leases_of_its_requests_and_confirms_none() -> None:
+    """`cmpl-1` is no beginning of `cmpl-12`; what is said twice, or of nothing, ends nothing."""
+    leases = lease_table(LEASE_S, lambda: 0.0)
+    control = ControlHandler("p", lambda *_: IDENTITY, leases, wake=lambda: None)
+    mine, other = unique_id("cmpl-1", 10), unique_id("cmpl-12", 11)
+    for request_id in (mine, other):
+        leases.grant(request_id, ((0,),), 16, holding=HOLDING)
+    for name in ("", "cmpl", "cmpl-", "unknown", f"{other}\n", "r" * 10_000):
+        assert not control.release("p", name, "abort", generation=0)
+        assert leases.take_ended() == (), name
+    assert not control.release("p", "cmpl-1", "abort", generation=0)
+    assert leases.take_ended() == (mine,)
+    assert control.release("p", other, "read", generation=0)
+    assert leases.take_ended() == (other,)
+    assert not control.release("p", other, "read", generation=0)

@@ -99,6 +99,7 @@ async def test_a_stuck_p_is_given_up_and_told() -> None:
     async with running_cluster([p], [d], first_token_timeout=0.2) as client:
         assert await ask(client) == tokens_of(PROMPT, 4)
     assert p.num_cut == 1
+    assert p.released == [(p.engine_id, p.requests[0].request_id, "abort")]
     assert d.requests[0].kv_transfer_params is None
 
 

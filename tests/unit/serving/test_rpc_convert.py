@@ -10,6 +10,7 @@ import pytest
 from connector.pd.wire.messages import BlockRange, DigestsQuestion, Handshake
 from engine.errors import InvalidRequestError, KVTransferParamsError, TandemError
 from engine.types import (
+    MAX_KV_TRANSFER_PARAMS_BYTES,
     FinishReason,
     GenerateOutput,
     GenerateRequest,
@@ -220,6 +221,7 @@ def test_request_without_a_label_is_refused() -> None:
         b'{"remote_block_ids": [[-1]]}',
         b'{"surprise": true}',
         b'{"remote_host": "' + b"h" * 300 + b'"}',
+        b"{" + b" " * MAX_KV_TRANSFER_PARAMS_BYTES + b"}",
     ],
 )
 def test_hostile_transfer_params_are_refused(data: bytes) -> None:
