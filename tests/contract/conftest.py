@@ -99,6 +99,14 @@ def transport(
     opened.close()
 
 
+@pytest.fixture
+def peer(start: StartPeer, transport: Transport) -> Peer:
+    """One peer, `p`, that the transport is connected to."""
+    opened = start()
+    transport.connect("p", opened.address)
+    return opened
+
+
 @pytest.fixture(scope="session", autouse=True)
 def far_host() -> Iterator[Road | None]:
     """Behind two cables and a switch: this process stays where it is, its peers live over there.

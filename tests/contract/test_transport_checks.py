@@ -7,13 +7,12 @@ from connector.transports.base import SpanPair, Transport
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 from tests.support.network.reads import ODD_LENGTHS, StartPeer, expected, pull
-from tests.support.network.transport_peer import ARENA_BYTES, ONCE_EACH
+from tests.support.network.transport_peer import ARENA_BYTES, ONCE_EACH, Peer
 
 pytestmark = pytest.mark.parametrize("kind", ONCE_EACH, indirect=True)
 
 
-def test_no_spans_is_done_at_once(start: StartPeer, transport: Transport) -> None:
-    transport.connect("p", start().address)
+def test_no_spans_is_done_at_once(peer: Peer, transport: Transport) -> None:
     transfer = transport.read("p", [])
     assert transfer.poll()
     transfer.wait(0)
@@ -21,9 +20,8 @@ def test_no_spans_is_done_at_once(start: StartPeer, transport: Transport) -> Non
 
 
 def test_a_bad_span_is_named_and_nothing_is_written(
-    start: StartPeer, transport: Transport, arena: ArenaMemory
+    peer: Peer, transport: Transport, arena: ArenaMemory
 ) -> None:
-    transport.connect("p", start().address)
     for bad in (
         SpanPair(ARENA_BYTES - 10, 0, 11),
         SpanPair(0, ARENA_BYTES - 10, 11),
@@ -54,11 +52,9 @@ def test_a_transport_has_one_arena(transport: Transport, arena: ArenaMemory) -> 
 
 
 def test_a_garbage_address_is_a_typed_error(
-    start: StartPeer, transport: Transport, arena: ArenaMemory
+    peer: Peer, transport: Transport, arena: ArenaMemory
 ) -> None:
     """And costs no connection that works."""
-    peer = start()
-    transport.connect("p", peer.address)
     for junk in (b"", b"\xff" * 64, b"\x80", bytes(200_000)):
         with pytest.raises(TransportError, match=r"Address|limit"):
             transport.connect("p", junk)

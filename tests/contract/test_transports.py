@@ -33,6 +33,7 @@ from tests.support.network.transport_peer import (
     KINDS,
     MIB,
     SECOND_BYTES,
+    Peer,
     Road,
 )
 
@@ -44,10 +45,8 @@ READS = ([SpanPair(0, 0, ARENA_BYTES)], permuted_blocks(), ODD_LENGTHS, A_BYTE_A
 
 @EVERYWHERE
 def test_exactly_the_named_bytes_arrive(
-    start: StartPeer, transport: Transport, arena: ArenaMemory
+    peer: Peer, transport: Transport, arena: ArenaMemory
 ) -> None:
-    peer = start()
-    transport.connect("p", peer.address)
     for spans in READS:
         arena.tensor.zero_()
         pull(transport, "p", spans)
@@ -55,10 +54,8 @@ def test_exactly_the_named_bytes_arrive(
 
 
 def test_a_region_is_read_into_the_region_of_the_same_number(
-    start: StartPeer, transport: Transport, arena: ArenaMemory, second: ArenaMemory
+    peer: Peer, transport: Transport, arena: ArenaMemory, second: ArenaMemory
 ) -> None:
-    peer = start()
-    transport.connect("p", peer.address)
     transport.read("p", [SpanPair(100, 7, 4000)], 1).wait(DEADLINE_S)
     assert torch.equal(second.tensor[7:4007], peer.second[100:4100])
     assert not second.tensor[:7].any()
@@ -147,10 +144,8 @@ def forge(kind: str, address: bytes) -> list[bytes]:
 
 
 def test_a_killed_peer_is_an_error_or_the_right_bytes(
-    start: StartPeer, transport: Transport, arena: ArenaMemory
+    peer: Peer, transport: Transport, arena: ArenaMemory
 ) -> None:
-    peer = start()
-    transport.connect("p", peer.address)
     pull(transport, "p", [SpanPair(0, 0, 8)])
     spans = [SpanPair(0, 0, ARENA_BYTES)]
     peer.kill()
@@ -175,10 +170,8 @@ def test_a_peer_killed_before_connect_is_an_error(start: StartPeer, transport: T
 
 @EVERYWHERE
 def test_a_peer_killed_while_it_owes_bytes_is_an_error(
-    start: StartPeer, transport: Transport, arena: ArenaMemory
+    peer: Peer, transport: Transport, arena: ArenaMemory
 ) -> None:
-    peer = start()
-    transport.connect("p", peer.address)
     pull(transport, "p", [SpanPair(0, 0, 8)])
     peer.signal(signal.SIGSTOP)
     transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
@@ -209,10 +202,8 @@ def test_one_dead_peer_leaves_the_others_readable(
 
 @EVERYWHERE
 def test_a_cancelled_read_writes_nothing_later(
-    start: StartPeer, transport: Transport, arena: ArenaMemory
+    peer: Peer, transport: Transport, arena: ArenaMemory
 ) -> None:
-    peer = start()
-    transport.connect("p", peer.address)
     pull(transport, "p", [SpanPair(0, 0, 8)])
     peer.signal(signal.SIGSTOP)  # over TCP the read cannot finish
     try:
@@ -232,10 +223,8 @@ def test_a_cancelled_read_writes_nothing_later(
 
 
 def test_the_first_bytes_can_be_waited_for(
-    start: StartPeer, transport: Transport, arena: ArenaMemory
+    peer: Peer, transport: Transport, arena: ArenaMemory
 ) -> None:
-    peer = start()
-    transport.connect("p", peer.address)
     for spans, share in product(READS, (0.01, 0.5, 1.0)):
         arena.tensor.zero_()
         transfer = transport.read("p", spans)
@@ -250,10 +239,8 @@ def test_the_first_bytes_can_be_waited_for(
 
 
 def test_the_rest_of_a_read_does_not_come_once_it_is_cancelled(
-    start: StartPeer, transport: Transport, arena: ArenaMemory
+    peer: Peer, transport: Transport, arena: ArenaMemory
 ) -> None:
-    peer = start()
-    transport.connect("p", peer.address)
     transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])
     transfer.wait(DEADLINE_S, 1)
     transfer.cancel()
@@ -275,9 +262,7 @@ def beginning(spans: list[SpanPair], nbytes: int) -> list[SpanPair]:
     return found
 
 
-def test_a_stopped_peer_is_a_timeout_or_done(start: StartPeer, transport: Transport) -> None:
-    peer = start()
-    transport.connect("p", peer.address)
+def test_a_stopped_peer_is_a_timeout_or_done(peer: Peer, transport: Transport) -> None:
     peer.signal(signal.SIGSTOP)
     try:
         transfer = transport.read("p", [SpanPair(0, 0, ARENA_BYTES)])

@@ -12,7 +12,7 @@ import torch
 from connector.transports.base import SpanPair, Transfer, Transport
 from engine.arena import ArenaMemory
 from engine.errors import TransferTimeoutError
-from tests.support.network.reads import StartPeer, expected, pull, pull_in_the_end
+from tests.support.network.reads import expected, pull, pull_in_the_end
 from tests.support.network.transport_peer import (
     ARENA_BYTES,
     DEADLINE_S,
@@ -40,7 +40,6 @@ def wire(road: Road) -> Iterator[Wire]:
 
 def read_up_to_a_pulled_cable(transport: Transport, peer: Peer, wire: Wire) -> Transfer:
     """A read that has some of its bytes; the rest cannot come."""
-    transport.connect("p", peer.address)
     pull(transport, "p", [SpanPair(0, 0, 8)])
     wire.relay.hold_behind(MIB)
     transfer = transport.read("p", WHOLE)
@@ -54,10 +53,8 @@ def read_up_to_a_pulled_cable(transport: Transport, peer: Peer, wire: Wire) -> T
 
 
 def test_every_byte_crosses_the_cable(
-    start: StartPeer, transport: Transport, arena: ArenaMemory, wire: Wire
+    peer: Peer, transport: Transport, arena: ArenaMemory, wire: Wire
 ) -> None:
-    peer = start()
-    transport.connect("p", peer.address)
     before = wire.relay.count_passed()
     pull(transport, "p", WHOLE)
     assert wire.relay.count_passed() - before >= ARENA_BYTES
@@ -65,9 +62,8 @@ def test_every_byte_crosses_the_cable(
 
 
 def test_a_read_outlives_a_cable_that_was_out_for_a_moment(
-    start: StartPeer, transport: Transport, arena: ArenaMemory, wire: Wire
+    peer: Peer, transport: Transport, arena: ArenaMemory, wire: Wire
 ) -> None:
-    peer = start()
     transfer = read_up_to_a_pulled_cable(transport, peer, wire)
     time.sleep(0.3)
     wire.plug.set_link("up")
@@ -76,9 +72,8 @@ def test_a_read_outlives_a_cable_that_was_out_for_a_moment(
 
 
 def test_a_read_gives_up_on_a_pulled_cable_and_a_later_one_arrives(
-    start: StartPeer, transport: Transport, arena: ArenaMemory, wire: Wire
+    peer: Peer, transport: Transport, arena: ArenaMemory, wire: Wire
 ) -> None:
-    peer = start()
     transfer = read_up_to_a_pulled_cable(transport, peer, wire)
     with pytest.raises(TransferTimeoutError):
         transfer.wait(0.3)
