@@ -19,7 +19,7 @@ from tests.e2e.test_prefix_cache_pd import hand_over, prompt_of
 from tests.support.cache.cache_model import walk
 from tests.support.cache.dictionary_connector import DictionaryConnector
 from tests.support.cache.recount import evict_all
-from tests.support.nodes.cluster import BASE, Cluster, generate, settled
+from tests.support.nodes.cluster import Cluster, generate, settled
 from tests.support.nodes.engine_thread import run_in_engine
 from tests.support.nodes.pairs import moved
 
@@ -109,15 +109,9 @@ async def test_a_snapshot_is_what_the_cache_holds(cluster: Cluster, model: Path)
 async def test_a_connector_hears_what_is_published(
     cluster: Cluster, checkpoints: dict[str, Path]
 ) -> None:
-    config = msgspec.structs.replace(
-        BASE,
-        model=str(checkpoints["qwen3"]),
-        enable_prefix_caching=True,
-        kv_events_config=PUBLISHES,
-    )
-    node = NodeServer(config, "prefill", DictionaryConnector.builder)
-    await node.start()
-    cluster.nodes.append(node)
+    options = {"enable_prefix_caching": True, "kv_events_config": PUBLISHES}
+    build = DictionaryConnector.builder
+    node = await cluster.start_with(build, "prefill", checkpoints["qwen3"], **options)
     await generate(node, request_of(prompt_of(100)))
     await settled(node)
     info, connector = (await described(node)).kv_events, node.connector

@@ -1,8 +1,13 @@
-"""Nodes that die behind a real proxy: the same tokens or a clear error, and then as before."""
+"""Nodes that die or hang behind a real proxy: the same tokens or a clear error, and then as before.
+
+SIGSTOP makes a process that keeps its connections and answers nothing.
+"""
 
 import asyncio
 import json
-from typing import Any
+import signal
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 from tests.support.api.node_double import client_of
 from tests.support.nodes.asking import (
@@ -21,6 +26,10 @@ from tests.support.nodes.processes import Launcher, ServerProcess
 PROMPT = list(prompt_of(100, salt=6))
 BLOCKER = list(prompt_of(100, salt=7))
 QUESTION = question(PROMPT)
+HANGS = question(list(prompt_of(100, salt=8)), max_tokens=280)
+SHORT = question(list(prompt_of(60, salt=9)), max_tokens=4)
+T = TypeVar("T")
+SOON_S = 20.0
 USABLE = "tandem_proxy_available_nodes"
 WAITING = "vllm:num_requests_waiting"
 PULLS = "vllm:nixl_bytes_transferred_count"
@@ -108,6 +117,33 @@ async def test_clients_that_leave_end_their_requests_on_d(real: Launcher) -> Non
     p.assert_at_rest()
 
 
+async def test_hung_nodes_cost_seconds_and_nobody_waits_for_their_timeouts(real: Launcher) -> None:
+    p, d, d2 = (real.launch(f"{kind}_node") for kind in ("prefill", "decode", "decode"))
+    for node in (p, d, d2):
+        node.wait_until_serving()
+    proxy = real.proxy(p, d, "--decode", d2.url)
+    proxy.wait_for(USABLE, 3)
+    expected = (await ask(proxy.url, HANGS)).token_ids
+    short = (await ask(proxy.url, SHORT)).token_ids
+    streaming = asyncio.create_task(stream(proxy.url, {**HANGS, "stream": True}))
+    hung = await node_at_work(d, d2)
+    hung.signal(signal.SIGSTOP)
+    # In turn: one of them on the node that hangs.
+    answers = await soon(ask(proxy.url, SHORT), ask(proxy.url, SHORT))
+    assert [answer.token_ids for answer in answers] == [short, short]
+    (chunks,) = await soon(streaming)
+    assert streamed_ids(chunks) == expected
+    assert proxy.metrics()["tandem_proxy_broken_streams_total"] == 1
+    p.signal(signal.SIGSTOP)
+    (answer,) = await soon(ask(proxy.url, SHORT))
+    assert answer.token_ids == short
+    for node in (p, hung):
+        node.signal(signal.SIGCONT)
+    proxy.wait_for(USABLE, 3)
+    for node in (p, d, d2):
+        node.assert_at_rest()
+
+
 def small_arena(real: Launcher) -> tuple[str, ...]:
     """Room for one sequence; what D itself holds stays as long as the test."""
     arena = ("--kv-cache-memory-bytes", str(arena_for(real.model, 120)))
@@ -134,3 +170,18 @@ def assert_tells_nothing_inside(answer: Answer) -> None:
     assert "no decode node is available" in error["message"]
     assert "127.0.0.1" not in error["message"]
     assert int(answer.headers["Retry-After"]) >= 1
+
+
+async def node_at_work(*nodes: ServerProcess) -> ServerProcess:
+    """The one that runs a request."""
+    while True:
+        for node in nodes:
+            if node.metrics()["vllm:num_requests_running"]:
+                return node
+        await asyncio.sleep(0)
+
+
+async def soon(*asked: Awaitable[T]) -> list[T]:
+    """Both answers, long before any timeout of a request."""
+    async with asyncio.timeout(SOON_S):
+        return await asyncio.gather(*asked)

@@ -4,7 +4,6 @@ import asyncio
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from connector.multi.connector import MultiConnector
@@ -14,7 +13,7 @@ from serving.node.connector import Build, BuilderOf
 from serving.node.server import NodeServer
 from tests.support.cache.dictionary_connector import DictionaryConnector, DictionaryScheduler
 from tests.support.cache.recount import evict_all
-from tests.support.nodes.cluster import BASE, Cluster, Generation, generate, settled, until
+from tests.support.nodes.cluster import Cluster, Generation, generate, settled, until
 from tests.support.nodes.engine_thread import run_in_engine
 from tests.support.nodes.pairs import GREEDY, count_near_ties, prefill, prompt_of, request_of
 from tests.tiers import everyday
@@ -24,11 +23,7 @@ PROMPT = prompt_of(150)
 
 
 async def start(cluster: Cluster, kind: str, model: Path, builder_of: BuilderOf) -> NodeServer:
-    config = msgspec.structs.replace(BASE, model=str(model), enable_prefix_caching=True)
-    node = NodeServer(config, kind, builder_of)
-    await node.start()
-    cluster.nodes.append(node)
-    return node
+    return await cluster.start_with(builder_of, kind, model, enable_prefix_caching=True)
 
 
 def both(config: KVTransferConfig) -> Build:

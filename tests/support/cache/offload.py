@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from connector.multi.connector import MultiConnector
 from connector.offload.connector import OffloadConnector
 from connector.offload.host_slots import HostSlots
@@ -16,7 +14,7 @@ from connector.offload.tiers.files import Files
 from serving.config import KVTransferConfig
 from serving.node.server import NodeServer
 from tests.support.cache.recount import evict_all
-from tests.support.nodes.cluster import BASE, Cluster, settled, until
+from tests.support.nodes.cluster import Cluster, settled, until
 from tests.support.nodes.engine_thread import run_in_engine
 
 MIB = 1 << 20
@@ -38,12 +36,8 @@ async def start_with_tiers(
 ) -> NodeServer:
     """A node whose calls to the file system are those of `open_files`."""
     options = {"enable_prefix_caching": True, "kv_transfer_config": config, **changes}
-    node_config = msgspec.structs.replace(BASE, model=str(model), **options)
-
-    node = NodeServer(node_config, kind, partial(OffloadConnector.builder, open_files=open_files))
-    await node.start()
-    cluster.nodes.append(node)
-    return node
+    build = partial(OffloadConnector.builder, open_files=open_files)
+    return await cluster.start_with(build, kind, model, **options)
 
 
 def tiers_of(node: NodeServer) -> OffloadConnector:

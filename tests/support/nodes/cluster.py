@@ -23,6 +23,7 @@ from connector.pd.decode.pull_reader import STAGE_BYTES
 from connector.registry import builder_of
 from engine.types import GenerateOutput, GenerateRequest, PromptLogprobs, TokenLogprob
 from serving.config import KVTransferConfig, NodeConfig
+from serving.node.connector import BuilderOf
 from serving.node.server import NodeServer
 from tests.support.api.api_double import write_model_folder
 from tests.support.cache.recount import check_scheduler
@@ -115,11 +116,17 @@ class Cluster:
         **changes: object,
     ) -> NodeServer:
         """One more node; `changes` are NodeConfig fields."""
-        config = msgspec.structs.replace(BASE, model=str(model), **changes)
-        node = NodeServer(config, kind, builder_of)
+        build = builder_of
         if faults is not NO_FAULTS or stage_bytes != STAGE_BYTES:
             build = partial(faulty_builder, faults=faults, stage_bytes=stage_bytes)
-            node = NodeServer(config, kind, build)
+        return await self.start_with(build, kind, model, **changes)
+
+    async def start_with(
+        self, build: BuilderOf, kind: str, model: Path, **changes: object
+    ) -> NodeServer:
+        """One more node, whose connector is built by `build`."""
+        config = msgspec.structs.replace(BASE, model=str(model), **changes)
+        node = NodeServer(config, kind, build)
         await node.start()
         self.nodes.append(node)
         return node

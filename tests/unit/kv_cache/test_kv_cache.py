@@ -1,5 +1,9 @@
 """Units, states and blocks: the shapes that matter; random work is test_kv_cache_machine.py's."""
 
+import sys
+import threading
+from collections.abc import Iterator
+
 import pytest
 
 from engine.errors import ConfigError
@@ -101,3 +105,41 @@ def test_a_private_block_cannot_be_pinned() -> None:
 def test_too_little_memory_names_what_is_needed() -> None:
     with pytest.raises(ConfigError, match="give at least"):
         plan_arena(HYBRID, 16, 1000)
+
+
+@pytest.fixture
+def switch_often() -> Iterator[None]:
+    """Threads change at every chance, as they would in hours of work."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("switch_often")
+def test_a_scrape_never_meets_a_half_changed_cache() -> None:
+    """Gauges are read from another thread while the engine allocates and frees."""
+    num_requests, num_rounds = 40, 300
+    cache = KVCacheManager(plan_arena(form_groups(((MAMBA,), (ATTENTION,))), 16, 4 << 20))
+    done = threading.Event()
+    seen: list[int] = []
+    failures: list[RuntimeError] = []
+
+    def scrape() -> None:
+        try:
+            while not done.is_set():
+                seen.append(cache.states.num_used)
+        except RuntimeError as error:
+            failures.append(error)
+
+    scraper = threading.Thread(target=scrape)
+    scraper.start()
+    for _ in range(num_rounds):
+        tables = [reserve(cache, 20) for _ in range(num_requests)]
+        for own in tables:
+            assert own is not None
+            cache.free(own)
+    done.set()
+    scraper.join()
+    assert not failures
+    assert 0 <= min(seen) <= max(seen) <= num_requests

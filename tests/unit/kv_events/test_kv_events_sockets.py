@@ -224,72 +224,57 @@ def test_requests_that_are_none_get_no_answer() -> None:
 
 
 def test_rubbish_is_counted_and_passed_over() -> None:
-    sink = HeardBlocks()
-    subscriber = EventSubscriber(sink)
-    with raw(zmq.PUB) as told:
+    with running() as (subscriber, sink), raw(zmq.PUB) as told:
         port = told.bind_to_random_port("tcp://127.0.0.1")
         subscriber.add("node", EventSource(f"tcp://127.0.0.1:{port}"))
-        try:
-            good = encode(EventBatch(1.0, (AllBlocksCleared(),)))
-            until(lambda: told.send_multipart([b"", bytes(8), good]) or (
-                subscriber.stats("node").is_synced
-            ))  # fmt: skip
-            for frames in (
-                [b""], [b"", b"1", good], [b"", END, good], [b"", (1).to_bytes(8, "big"), b"\xc1"],
-                [b"", b"", b"", b"", b""], [b"", (2).to_bytes(8, "big"), bytes(1 << 20)],
-            ):  # fmt: skip
-                told.send_multipart(frames)
-            stored = BlockStored((b"a",), None, (1,), 1)
-            told.send_multipart([b"", (3).to_bytes(8, "big"), encode(EventBatch(2.0, (stored,)))])
-            until(lambda: sink.held["node"].total() == 1)
-            assert subscriber.stats("node").num_garbage == 6
-        finally:
-            subscriber.close()
+        good = encode(EventBatch(1.0, (AllBlocksCleared(),)))
+        until(lambda: told.send_multipart([b"", bytes(8), good]) or (
+            subscriber.stats("node").is_synced
+        ))  # fmt: skip
+        for frames in (
+            [b""], [b"", b"1", good], [b"", END, good], [b"", (1).to_bytes(8, "big"), b"\xc1"],
+            [b"", b"", b"", b"", b""], [b"", (2).to_bytes(8, "big"), bytes(1 << 20)],
+        ):  # fmt: skip
+            told.send_multipart(frames)
+        stored = BlockStored((b"a",), None, (1,), 1)
+        told.send_multipart([b"", (3).to_bytes(8, "big"), encode(EventBatch(2.0, (stored,)))])
+        until(lambda: sink.held["node"].total() == 1)
+        assert subscriber.stats("node").num_garbage == 6
 
 
 def test_a_message_that_is_too_long_ends_its_connection_and_a_new_one_comes() -> None:
-    sink = HeardBlocks()
-    subscriber = EventSubscriber(sink)
-    with raw(zmq.PUB) as told:
+    with running() as (subscriber, sink), raw(zmq.PUB) as told:
         port = told.bind_to_random_port("tcp://127.0.0.1")
         subscriber.add("node", EventSource(f"tcp://127.0.0.1:{port}"))
-        try:
-            number = 0
+        number = 0
 
-            def tell() -> bool:
-                nonlocal number
-                number += 1
-                stored = BlockStored((b"%d" % number,), None, (1,), 1)
-                payload = encode(EventBatch(float(number), (stored,)))
-                told.send_multipart([b"", number.to_bytes(8, "big"), payload])
-                return True
+        def tell() -> bool:
+            nonlocal number
+            number += 1
+            stored = BlockStored((b"%d" % number,), None, (1,), 1)
+            payload = encode(EventBatch(float(number), (stored,)))
+            told.send_multipart([b"", number.to_bytes(8, "big"), payload])
+            return True
 
-            until(lambda: tell() and sink.held["node"].total())
-            told.send_multipart([b"", bytes(8), bytes(MAX_MESSAGE_BYTES)])
-            heard = subscriber.stats("node").num_events + 3
-            until(lambda: tell() and subscriber.stats("node").num_events > heard)
-            assert subscriber.stats("node").num_garbage == 1
-        finally:
-            subscriber.close()
+        until(lambda: tell() and sink.held["node"].total())
+        told.send_multipart([b"", bytes(8), bytes(MAX_MESSAGE_BYTES)])
+        heard = subscriber.stats("node").num_events + 3
+        until(lambda: tell() and subscriber.stats("node").num_events > heard)
+        assert subscriber.stats("node").num_garbage == 1
 
 
 def test_old_answers_without_a_topic_are_read() -> None:
-    sink = HeardBlocks()
-    subscriber = EventSubscriber(sink)
-    with raw(zmq.ROUTER) as asked, raw(zmq.PUB) as told:
+    with running() as (subscriber, sink), raw(zmq.ROUTER) as asked, raw(zmq.PUB) as told:
         ports = [each.bind_to_random_port("tcp://127.0.0.1") for each in (told, asked)]
         addresses = [f"tcp://127.0.0.1:{port}" for port in ports]
         subscriber.add("node", EventSource(addresses[0], addresses[1]))
-        try:
-            stored = encode(EventBatch(1.0, (BlockStored((b"a",), None, (1,), 1),)))
-            for batches in ([], [[bytes(8), stored]]):
-                asker, _, _ = asked.recv_multipart()
-                for each in (*batches, [END, b""]):
-                    asked.send_multipart([asker, b"", *each])
-            until(lambda: subscriber.stats("node").is_synced)
-            assert sink.held["node"].total() == 1
-        finally:
-            subscriber.close()
+        stored = encode(EventBatch(1.0, (BlockStored((b"a",), None, (1,), 1),)))
+        for batches in ([], [[bytes(8), stored]]):
+            asker, _, _ = asked.recv_multipart()
+            for each in (*batches, [END, b""]):
+                asked.send_multipart([asker, b"", *each])
+        until(lambda: subscriber.stats("node").is_synced)
+        assert sink.held["node"].total() == 1
 
 
 def test_slow_readers_delay_neither_the_engine_nor_others() -> None:

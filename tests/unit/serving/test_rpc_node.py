@@ -2,13 +2,14 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 from grpc import aio
+from structlog.testing import capture_logs
 
 from engine.errors import (
     AuthenticationError,
@@ -20,11 +21,12 @@ from engine.errors import (
     UnavailableError,
     UnprovenPeerError,
 )
-from engine.types import GenerateRequest, SamplingParams
+from engine.types import GenerateOutput, GenerateRequest, SamplingParams
 from serving.rpc import convert
 from serving.rpc.caller_requests import CallerRequests
 from serving.rpc.channel import ProvingChannel
 from serving.rpc.client import NodeClient, StreamDeadlines
+from serving.rpc.node_service import NodeService
 from serving.rpc.pb import node_pb2 as pb
 from serving.rpc.pb.node_pb2_grpc import NodeStub
 from serving.rpc.server import start_server
@@ -371,3 +373,38 @@ async def test_a_call_that_the_node_s_end_cut_counts_as_a_lost_node(code: grpc.S
         error = aio.AioRpcError(code, aio.Metadata(), aio.Metadata(*metadata), "cut")
         assert isinstance(channel.named(error), NodeLostError) is is_lost
     await channel.close()
+
+
+class LateSource:
+    """Writes once more although its call was cancelled."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
+        try:
+            yield GenerateOutput(token_ids=(1,))
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                yield GenerateOutput(token_ids=(2,))
+        finally:
+            self.closed.set()
+
+
+@pytest.mark.filterwarnings("error")
+async def test_a_late_write_to_a_cancelled_call_ends_it_quietly() -> None:
+    """A caller that leaves is no fault of the node, whatever gRPC makes of the write."""
+    source = LateSource()
+    service = NodeService(source, ScriptedNode("d").describe, {})
+    server = await start_server([service], "127.0.0.1", 0, token=None)
+    client = NodeClient(f"127.0.0.1:{server.port}", token=None)
+    with capture_logs() as logs:
+        stream = client.generate(REQUEST, RELAXED)
+        await anext(stream)
+        await stream.aclose()
+        async with asyncio.timeout(10):
+            await source.closed.wait()
+        await client.close()
+        await server.close()
+    assert not logs

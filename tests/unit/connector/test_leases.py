@@ -1,15 +1,22 @@
-"""What P's control service makes of leases: generations keep readers of one request apart."""
+"""What P makes of leases: generations keep readers of one request apart, spare ones go first.
+
+A spare lease is for a next turn that may never come: it lasts longer, and goes first when memory is
+short. A claimed one is like any other, and is never taken back.
+"""
 
 import pytest
 
 from connector.pd.prefill.control_handler import ControlHandler
-from connector.pd.prefill.lease_table import MAX_HOLD_S
+from connector.pd.prefill.lease_table import MAX_HOLD_S, LeaseTable
 from connector.pd.wire.messages import ANY_GENERATION
 from engine.errors import KVTransferParamsError
 from engine.request import unique_id
 from tests.support.cache.leases import HOLDING, LEASE_S, identity, lease_table
+from tests.support.nodes.clock import Clock
 
 REMOTE = ((0,), (4096, 8192))
+TTL_S = 480.0
+OFFSETS = ((0,),)
 IDENTITY = identity()
 
 
@@ -52,12 +59,12 @@ def test_renewals_name_a_generation_each() -> None:
 
 
 def test_no_renewal_keeps_a_lease_for_ever() -> None:
-    now = [0.0]
-    leases = lease_table(LEASE_S, lambda: now[0])
+    clock = Clock()
+    leases = lease_table(LEASE_S, clock)
     leases.grant("r", REMOTE, 64, holding=HOLDING)
     while not leases.renew([("r", ANY_GENERATION)]):
-        now[0] += LEASE_S / 3
-    assert now[0] == pytest.approx(LEASE_S + MAX_HOLD_S, abs=LEASE_S)
+        clock.now += LEASE_S / 3
+    assert clock.now == pytest.approx(LEASE_S + MAX_HOLD_S, abs=LEASE_S)
     assert leases.take_ended() == ("r",)
 
 
@@ -76,3 +83,70 @@ def test_a_label_ends_the_leases_of_its_requests_and_confirms_none() -> None:
     assert control.release("p", other, "read", generation=0)
     assert leases.take_ended() == (other,)
     assert not control.release("p", other, "read", generation=0)
+
+
+# --- spare leases --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock(100.0)
+
+
+@pytest.fixture
+def leases(clock: Clock) -> LeaseTable:
+    """One for a decode, and three for a next turn, five seconds apart."""
+    table = lease_table(LEASE_S, clock)
+    table.grant("prefill", OFFSETS, 16, holding=HOLDING)
+    for name in ("first", "second", "third"):
+        table.grant(name, OFFSETS, 16, holding=HOLDING, spare_s=TTL_S)
+        clock.now += 5.0
+    return table
+
+
+def test_a_spare_lease_lasts_its_own_time(leases: LeaseTable, clock: Clock) -> None:
+    clock.now = 100.0 + TTL_S - 0.5
+    assert leases.take_ended() == ("prefill",)
+    clock.now += 1.0
+    assert leases.take_ended() == ("first",)
+    assert leases.num_expired == 2
+    assert leases.claim("first") is None
+
+
+def test_a_claimed_one_lasts_as_long_as_its_reader_renews_it(
+    leases: LeaseTable, clock: Clock
+) -> None:
+    lease = leases.claim("third")
+    assert lease is not None and lease.num_tokens == 16
+    clock.now += LEASE_S - 1.0
+    assert leases.renew([("third", lease.generation)]) == []
+    clock.now += LEASE_S / 2
+    assert leases.held("third", lease.generation) is lease
+    clock.now += LEASE_S
+    assert "third" in leases.take_ended()
+
+
+def test_a_claim_never_makes_a_lease_shorter_than_its_reader_s_pace(clock: Clock) -> None:
+    table = lease_table(LEASE_S, clock)
+    table.grant("r", OFFSETS, 16, holding=HOLDING, spare_s=1.0)
+    lease = table.claim("r")
+    assert lease is not None
+    clock.now += LEASE_S / 2
+    assert table.renew([("r", lease.generation)]) == []
+
+
+def test_the_oldest_that_nobody_has_claimed_goes_first(leases: LeaseTable) -> None:
+    claimed = leases.claim("first")
+    assert claimed is not None
+    assert [leases.take_back() for _ in range(3)] == ["second", "third", None]
+    assert leases.num_taken_back == 2
+    assert leases.take_ended() == (), "its owner frees it, once"
+    assert leases.claim("second") is None
+    assert leases.release("first", claimed.generation)
+    assert leases.release("prefill")
+
+
+def test_one_that_has_ended_is_not_taken_back_as_well(leases: LeaseTable) -> None:
+    leases.release("first")
+    assert leases.take_back() == "second"
+    assert leases.take_ended() == ("first",)
