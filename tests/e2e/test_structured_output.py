@@ -5,13 +5,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import openai
 import pytest
 
-from tests.support.api.node_double import client_of
 from tests.support.nodes.asking import CHAT, ask, question
 from tests.support.nodes.pairs import prompt_of
-from tests.support.nodes.processes import API_KEY, ServedCluster
+from tests.support.nodes.processes import ServedCluster
 
 PROMPT = list(prompt_of(40, salt=3))
 SCHEMA = {
@@ -59,22 +57,6 @@ async def test_the_output_keeps_to_the_grammar_as_on_one_node(
         assert pair.body["choices"][0]["finish_reason"] == "stop"
         assert fits(pair.body["choices"][0]["text"])
         assert pair.token_ids[-1] not in pair.token_ids[:-1], "the end comes once"
-
-
-async def test_the_openai_client_streams_an_object(served: ServedCluster) -> None:
-    async with client_of(served.proxy.url, API_KEY) as client:
-        stream = await client.chat.completions.create(
-            model="tiny",
-            messages=[{"role": "user", "content": "hello"}],
-            response_format={
-                "type": "json_schema",
-                "json_schema": {"name": "light", "schema": SCHEMA, "strict": True},
-            },
-            stream=True,
-            max_tokens=200,
-        )
-        parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
-    assert is_schema("".join(parts))
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
@@ -130,14 +112,6 @@ async def test_a_chat_without_bounds_is_unchanged(served: ServedCluster) -> None
     plain = await ask(served.proxy.url, chat, path=CHAT)
     neutral = {**chat, "response_format": {"type": "text"}, "logit_bias": {}}
     assert (await ask(served.proxy.url, neutral, path=CHAT)).token_ids == plain.token_ids
-
-
-async def test_the_client_raises_what_the_server_refuses(served: ServedCluster) -> None:
-    async with client_of(served.proxy.url, API_KEY) as client:
-        with pytest.raises(openai.BadRequestError, match="unclosed group"):
-            await client.completions.create(
-                model="tiny", prompt="hello", extra_body={"guided_regex": "(a"}
-            )
 
 
 async def test_bad_words_never_come_on_either_node(served: ServedCluster) -> None:
