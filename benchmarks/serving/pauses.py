@@ -13,7 +13,6 @@ memory, before and a second after.
 import http.client
 import itertools
 import math
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,12 +28,12 @@ import typer
 from rich.console import Console
 
 from benchmarks.support import machine, report
+from benchmarks.support.cluster import cluster
 from benchmarks.support.model_folders import DEMO_MODEL
 from benchmarks.support.pairs import Spread
 from benchmarks.support.plots import grouped_bars
-from benchmarks.support.processes import Server, processes
+from benchmarks.support.processes import Server
 
-NAME = "bench"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 JSON = {"Content-Type": "application/json"}
@@ -207,15 +206,9 @@ def run(
 
     Those that would begin after `until` (monotonic) are left out.
     """
-    arguments = (model, "--port", "0", "--served-model-name", NAME, "--dtype", "float32", *flags)
-    nodes = [(kind, *arguments) for kind in ("prefill_node", "decode_node")]
-    with tempfile.TemporaryDirectory() as folder, processes(Path(folder), *nodes) as (p, d):
-        proxy = ("proxy", "--prefill", p.url(), "--decode", d.url(), "--port", "0")
-        with (
-            processes(Path(folder), proxy) as (front,),
-            _streaming(front.url()) as stream,
-        ):
-            return _rows({"proxy": front, "D": d}, stream, cases, console=console, until=until)
+    with cluster(Path(model), *flags) as up, _streaming(up.proxy) as stream:
+        _, d, proxy = up.servers
+        return _rows({"proxy": proxy, "D": d}, stream, cases, console=console, until=until)
 
 
 def _rows(

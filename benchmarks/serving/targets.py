@@ -2,20 +2,19 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import msgspec
 
 from benchmarks.serving.options import ServingOptions
+from benchmarks.support.cluster import FLAGS, NAME, cluster
 from benchmarks.support.model_folders import DEMO_MODEL
 from benchmarks.support.processes import servers
 from engine.errors import ConfigError
 
 PAIR, ALONE, REFERENCE = "proxy, P and D", "one node", "reference"
-SERVED_NAME = "bench"
-DTYPE = "float32"
 UNCACHED = "--no-enable-prefix-caching"
 
 
@@ -34,17 +33,16 @@ def targets_of(options: ServingOptions) -> Iterator[tuple[list[Target], Target]]
     if options.target:
         yield _given(options)
         return
-    model = options.model or str(DEMO_MODEL)
-    flags = (model, "--port", "0", "--served-model-name", SERVED_NAME, "--dtype", DTYPE, UNCACHED)
-    nodes = [(kind, *flags) for kind in ("prefill_node", "decode_node", "decode_node")]
-    with TemporaryDirectory() as folder, servers(Path(folder), *nodes) as (p, d, alone):
-        proxy = ("proxy", "--prefill", p, "--decode", d, "--port", "0")
-        with servers(Path(folder), proxy) as (front,):
-            made = [
-                Target(PAIR, front, SERVED_NAME, _cores(options)),
-                Target(ALONE, alone, SERVED_NAME, _cores(options)),
-            ]
-            yield made, made[-1]
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        model = Path(options.model) if options.model else DEMO_MODEL
+        up = stack.enter_context(cluster(model, UNCACHED))
+        node = ("decode_node", str(model), *FLAGS, UNCACHED)
+        (alone,) = stack.enter_context(servers(Path(folder), node))
+        made = [
+            Target(name, url, NAME, _cores(options))
+            for name, url in ((PAIR, up.proxy), (ALONE, alone))
+        ]
+        yield made, made[-1]
 
 
 def _given(options: ServingOptions) -> tuple[list[Target], Target]:

@@ -1,7 +1,7 @@
 """A cluster on this machine for a benchmark: nodes and a proxy as processes, until a block ends."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.support.processes import servers
+from benchmarks.support.processes import Server, processes
 
 NAME = "bench"
 METRICS_S = 10.0
@@ -19,11 +19,15 @@ FLAGS = ("--port", "0", "--served-model-name", NAME, "--dtype", "float32",
 
 @dataclass(slots=True, frozen=True)
 class Cluster:
-    """Base URLs. Without a prefill node every decode node prefills its own prompts."""
+    """Base URLs, and the processes: prefill nodes, decode nodes, the proxy.
+
+    Without a prefill node every decode node prefills its own prompts.
+    """
 
     proxy: str
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
+    servers: tuple[Server, ...]
 
     def counted(self) -> dict[str, float]:
         """The counters of all nodes, by metric and role: `vllm:prefix_cache_hits P`."""
@@ -36,21 +40,24 @@ class Cluster:
 
 
 @contextmanager
-def cluster(model: Path, *flags: str, prefill: int = 1, decode: int = 1) -> Iterator[Cluster]:
-    """All nodes start at once with equal `flags`, then the proxy."""
+def cluster(
+    model: Path, *flags: str, prefill: int = 1, decode: int = 1, of_proxy: Sequence[str] = ()
+) -> Iterator[Cluster]:
+    """All nodes start at once with equal `flags`, then the proxy with `of_proxy`."""
     kinds = ["prefill_node"] * prefill + ["decode_node"] * decode
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         commands = [(kind, str(model), *FLAGS, *flags) for kind in kinds]
-        urls = stack.enter_context(servers(folder, *commands))
+        nodes = stack.enter_context(processes(folder, *commands))
+        urls = tuple(node.url() for node in nodes)
         named = [
             word
             for kind, url in zip(kinds, urls, strict=True)
             for word in (f"--{kind.removesuffix('_node')}", url)
         ]
-        front = ("proxy", *named, "--port", "0", "--enable-prompt-tokens-details")
-        (url,) = stack.enter_context(servers(folder, front))
-        yield Cluster(url, tuple(urls[:prefill]), tuple(urls[prefill:]))
+        front = ("proxy", *named, "--port", "0", "--enable-prompt-tokens-details", *of_proxy)
+        (proxy,) = stack.enter_context(processes(folder, front))
+        yield Cluster(proxy.url(), urls[:prefill], urls[prefill:], (*nodes, proxy))
 
 
 def _counters(url: str) -> Iterator[tuple[str, float]]:

@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -24,10 +23,10 @@ import typer
 from benchmarks.robustness.attacks.acts import ACTS, Heard
 from benchmarks.robustness.attacks.neighbour import Seen, observe
 from benchmarks.support import machine, report
+from benchmarks.support.cluster import Cluster, cluster
 from benchmarks.support.model_folders import DEMO_MODEL
 from benchmarks.support.pairs import Spread
 from benchmarks.support.plots import grouped_bars
-from benchmarks.support.processes import Server, processes
 
 SECONDS = (1200, 280)
 ACT_S, QUICK_ACT_S = 6.0, 1.5
@@ -81,12 +80,12 @@ def main(
     names = act or (QUICK_ACTS if quick else tuple(ACTS))
     seconds = QUICK_ACT_S if quick else ACT_S
     rows: list[Row] = []
-    with _cluster() as (servers, url), report.progress(found.console, len(names)) as describe:
-        asyncio.run(observe(url, "alice-has-this-key-here", 2.0))  # first requests are slower
-        quiet = asyncio.run(observe(url, "alice-has-this-key-here", seconds))
+    with _cluster() as up, report.progress(found.console, len(names)) as describe:
+        asyncio.run(observe(up.proxy, "alice-has-this-key-here", 2.0))  # first requests are slower
+        quiet = asyncio.run(observe(up.proxy, "alice-has-this-key-here", seconds))
         for name in names:
             done = describe(name)
-            row, quiet = _row(name, servers, url, quiet=quiet, seconds=seconds)
+            row, quiet = _row(name, up, quiet=quiet, seconds=seconds)
             rows.append(row)
             done()
     note = (
@@ -104,46 +103,30 @@ def main(
 
 
 @contextmanager
-def _cluster() -> Iterator[tuple[list[Server], str]]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        keys = folder / "keys.yaml"
-        keys.write_text(KEYS)
-        keys.chmod(0o600)
-        flags = (
-            str(DEMO_MODEL),
-            "--port",
-            "0",
-            "--served-model-name",
-            "bench",
-            "--dtype",
-            "float32",
-        )
-        with processes(folder, ("prefill_node", *flags), ("decode_node", *flags)) as nodes:
-            p, d = (node.url() for node in nodes)
-            front = ("proxy", "--prefill", p, "--decode", d, "--port", "0", "--api-keys-file",
-                     str(keys), "--max-concurrent-requests", str(PLACES))  # fmt: skip
-            with processes(folder, front) as (proxy,):
-                yield [*nodes, proxy], proxy.url()
+def _cluster() -> Iterator[Cluster]:
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as keys:  # only its owner may read it
+        keys.write(KEYS)
+        keys.flush()
+        limits = ("--api-keys-file", keys.name, "--max-concurrent-requests", str(PLACES))
+        with cluster(DEMO_MODEL, of_proxy=limits) as up:
+            yield up
 
 
-def _row(
-    name: str, servers: list[Server], url: str, *, quiet: Seen, seconds: float
-) -> tuple[Row, Seen]:
+def _row(name: str, up: Cluster, *, quiet: Seen, seconds: float) -> tuple[Row, Seen]:
     """The act's row, and the quiet time after it."""
-    before = _memory(servers)
-    command = [sys.executable, "-m", "benchmarks.robustness.attacks.acts", name, url]
+    before = _memory(up)
+    command = [sys.executable, "-m", "benchmarks.robustness.attacks.acts", name, up.proxy]
     command += ["bob-has-another-one-here", str(seconds + 1.0)]
     attacker = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         time.sleep(1.0)  # it starts
-        beside = asyncio.run(observe(url, "alice-has-this-key-here", seconds))
+        beside = asyncio.run(observe(up.proxy, "alice-has-this-key-here", seconds))
         told, _ = attacker.communicate(timeout=seconds + 2 * SETTLE_S)
     finally:
         attacker.kill()
         attacker.wait()
-    memory = _settled(servers, before)
-    after = asyncio.run(observe(url, "alice-has-this-key-here", seconds / 2))
+    memory = _settled(up, before)
+    after = asyncio.run(observe(up.proxy, "alice-has-this-key-here", seconds / 2))
     around = Seen(
         (quiet.tokens_per_s + after.tokens_per_s) / 2,
         quiet.plain_s + after.plain_s,
@@ -153,18 +136,18 @@ def _row(
     return Row(name, around, beside, memory, msgspec.json.decode(told, type=Heard)), after
 
 
-def _settled(servers: list[Server], before: int) -> int:
+def _settled(up: Cluster, before: int) -> int:
     """Bytes kept once the act has ended, as soon as they are few, or else after a while."""
     end = time.monotonic() + SETTLE_S
-    while (more := _memory(servers) - before) > 50 * MIB and time.monotonic() < end:
+    while (more := _memory(up) - before) > 50 * MIB and time.monotonic() < end:
         time.sleep(0.5)
     return more
 
 
-def _memory(servers: list[Server]) -> int:
+def _memory(up: Cluster) -> int:
     """Private bytes of the servers and of the processes that they have."""
     total = 0
-    for server in servers:
+    for server in up.servers:
         own = psutil.Process(server.process.pid)
         for process in (own, *own.children(recursive=True)):
             try:

@@ -5,10 +5,13 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
-import aiohttp
 import msgspec
+
+from benchmarks.load.client import Client
+from benchmarks.load.request import GREEDY, Request
+from benchmarks.support.cluster import NAME
 
 STREAM_TOKENS: Final = 200
 PAUSE_S: Final = 0.25
@@ -39,32 +42,29 @@ async def observe(url: str, key: str, seconds: float) -> Seen:
     """What the client sees for `seconds`; requests under way then are waited for."""
     numbers, end = itertools.count(), time.monotonic() + seconds
     errors: list[str] = []
-    tokens = [0, 0.0]
-    headers = {"Authorization": f"Bearer {key}"}
-    timeout = aiohttp.ClientTimeout(total=REQUEST_S)
-    async with aiohttp.ClientSession(url, headers=headers, timeout=timeout) as session:
-        plain_s, grammar_s, _ = await asyncio.gather(
-            _often(session, _plain, numbers, end=end, errors=errors),
-            _often(session, _with_grammar, numbers, end=end, errors=errors),
-            _streams(session, numbers, end, tokens=tokens),
+    async with Client(url, NAME, api_key=key, timeout_s=REQUEST_S) as client:
+        plain_s, grammar_s, rate = await asyncio.gather(
+            _often(client, _plain, numbers, end=end, errors=errors),
+            _often(client, _with_grammar, numbers, end=end, errors=errors),
+            _streams(client, numbers, end),
         )
-    rate = tokens[0] / tokens[1] if tokens[1] else 0.0
     return Seen(rate, plain_s, grammar_s, errors)
 
 
-def _plain(number: int) -> dict[str, Any]:
-    return {"model": "bench", "prompt": f"Question {number}", "max_tokens": 4, "temperature": 0}
+def _plain(number: int) -> Request:
+    return Request(prompt=f"Question {number}", max_tokens=4, sampling={"temperature": 0})
 
 
-def _with_grammar(number: int) -> dict[str, Any]:
+def _with_grammar(number: int) -> Request:
     schema = {"type": "object", "properties": {f"n{number}": {"enum": ["a", "b"]}},
               "required": [f"n{number}"], "additionalProperties": False}  # fmt: skip
-    return {**_plain(number), "max_tokens": 12, "structured_outputs": {"json": schema}}
+    sampling = {"temperature": 0, "structured_outputs": {"json": schema}}
+    return msgspec.structs.replace(_plain(number), max_tokens=12, sampling=sampling)
 
 
 async def _often(
-    session: aiohttp.ClientSession,
-    body: Callable[[int], dict[str, Any]],
+    client: Client,
+    made: Callable[[int], Request],
     numbers: Iterator[int],
     *,
     end: float,
@@ -72,29 +72,20 @@ async def _often(
 ) -> list[float]:
     taken = []
     while time.monotonic() < end:
-        began = time.monotonic()
-        try:
-            async with session.post("/v1/completions", json=body(next(numbers))) as reply:
-                said = f"{reply.status}: {(await reply.text())[:200]}"
-        except (aiohttp.ClientError, TimeoutError) as error:
-            said = repr(error)
-        errors += [] if said.startswith("200") else [said]
-        taken.append(time.monotonic() - began)
+        reply = await client.send(made(next(numbers)))
+        errors += [reply.error] if reply.error else []
+        taken.append(reply.ended - reply.sent)
         await asyncio.sleep(PAUSE_S)
     return taken
 
 
-async def _streams(
-    session: aiohttp.ClientSession, numbers: Iterator[int], end: float, *, tokens: list[float]
-) -> None:
-    """One answer after the other; counts tokens, and seconds from first to last token of each."""
+async def _streams(client: Client, numbers: Iterator[int], end: float) -> float:
+    """Tokens per second, from first to last token of one answer after the other."""
+    num_tokens, seconds = 0, 0.0
     while time.monotonic() < end:
-        body = {**_plain(next(numbers)), "max_tokens": STREAM_TOKENS, "stream": True,
-                "ignore_eos": True}  # fmt: skip
-        async with session.post("/v1/completions", json=body) as reply:
-            times = [
-                time.monotonic() async for line in reply.content if line.startswith(b"data: {")
-            ]
-        if times:
-            tokens[0] += len(times) - 1
-            tokens[1] += times[-1] - times[0]
+        request = _plain(next(numbers))
+        request = msgspec.structs.replace(request, max_tokens=STREAM_TOKENS, sampling=GREEDY)
+        chunks = (await client.send(request)).chunks
+        num_tokens += max(0, len(chunks) - 1)
+        seconds += chunks[-1] - chunks[0] if chunks else 0.0
+    return num_tokens / seconds if seconds else 0.0
