@@ -85,24 +85,3 @@ async def test_proxy_and_node_read_calls_and_check_keys_as_their_own_options_say
     async with client_of(node.url) as client:
         await assert_called(client, is_read=True)
     assert (await ask(node.url, question([5, 6], top_pp=0.5))).error(400)["param"] == "top_pp"
-
-
-async def test_what_a_tool_answered_goes_back_to_the_model(
-    cluster: Cluster, checkpoints: dict[str, Path]
-) -> None:
-    node = await cluster.start(
-        "decode", checkpoints["qwen3"], served_model_name=("tiny",), tool_call_parser="hermes"
-    )
-    async with client_of(node.url) as client:
-        first = await client.chat.completions.create(**ASKED)
-        said = first.choices[0].message
-        assert said.tool_calls
-        answered = {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "sunny"}
-        # The client's own reply object, as agents send it back.
-        turns = [*ASKED["messages"], said, answered]
-        second = await client.chat.completions.create(
-            **{**ASKED, "messages": turns, "tool_choice": "none", "max_tokens": 4, "extra_body": {}}
-        )
-        assert first.usage and second.usage
-        assert second.usage.prompt_tokens > first.usage.prompt_tokens
-        await assert_forced(client)

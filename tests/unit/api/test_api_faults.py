@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +13,7 @@ from engine.errors import EngineDeadError, UnavailableError
 from serving.api.endpoint import merge
 from serving.api.served_model import ServedModel
 from tests.support.api.api_double import ScriptedGenerator, outputs_of, running
+from tests.support.nodes.cluster import until
 from tests.support.nodes.leaks import running_tasks
 
 pytestmark = pytest.mark.asyncio
@@ -38,12 +38,6 @@ async def fetch(
             json.loads(text) if is_json else text,
             {name.lower(): value for name, value in reply.headers.items()},
         )
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - tasks of the server have no event to wait for
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -32,18 +32,12 @@ from serving.kv_events.wire import (
     encode,
 )
 from tests.support.cache.announced_cache import AnnouncedCache, HeardBlocks
+from tests.support.network.reads import until
 from tests.support.nodes.leaks import excess, held_here
 
 DEADLINE_S = 30.0
 END = END_SEQUENCE.to_bytes(8, "big", signed=True)
 Socket = zmq.Socket[bytes]
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class Node:
