@@ -28,18 +28,11 @@ from tests.support.nodes.turns import both_ways, skipped
 AT_LEAST = 200
 
 
-async def two_nodes(cluster: Cluster, model: Path) -> list[NodeServer]:
+async def two_nodes(cluster: Cluster, model: Path) -> tuple[NodeServer, NodeServer]:
     config = both_ways(kv_recompute_threshold=1, decoder_kv_blocks_ttl=60.0)
-    return [
-        await cluster.start(
-            kind,
-            model,
-            kv_transfer_config=config,
-            cluster_token=CLUSTER_TOKEN,
-            served_model_name=("tiny",),
-        )
-        for kind in ("prefill", "decode")
-    ]
+    return await cluster.pair(
+        model, config, cluster_token=CLUSTER_TOKEN, served_model_name=("tiny",)
+    )
 
 
 async def kept_turn(p: NodeServer, d: NodeServer) -> tuple[list[int], dict[str, Any]]:
