@@ -55,8 +55,13 @@ class EventsMachine(RuleBasedStateMachine):
     is_foreign = False
 
     @initialize(form=st.sampled_from(["map", "array"]), buffer=st.integers(1, 6),
-                queue=st.integers(1, 3), late=st.booleans())  # fmt: skip
-    def begin(self, form: Form, buffer: int, queue: int, late: bool) -> None:
+                queue=st.integers(1, 3), late=st.booleans(),
+                is_known=st.booleans(), ends_in_silence=st.booleans())  # fmt: skip
+    def begin(
+        self, form: Form, buffer: int, queue: int, *,
+        late: bool, is_known: bool, ends_in_silence: bool,
+    ) -> None:  # fmt: skip
+        self.ends_in_silence = ends_in_silence
         self.form, self.buffer, self.queue = form, buffer, queue
         self.num_lives = 0
         self.live: list[NumberedPayload] = []
@@ -72,6 +77,8 @@ class EventsMachine(RuleBasedStateMachine):
                 self.send()
         self.live = []
         self.follower = SourceFollower("node", self.sink, True, now=self.now)
+        if is_known:
+            self.be_answered()
 
     # --- the publisher -----------------------------------------------------------------------
 
@@ -186,6 +193,13 @@ class EventsMachine(RuleBasedStateMachine):
             self.follower.answered(message.sequence, message.payload, self.now)
             self.look_at_request()
 
+    @rule()
+    def be_answered(self) -> None:
+        """A question is most often answered at once and as a whole."""
+        self.look_at_request()
+        self.ask()
+        self.deliver_answer(FAR)
+
     @rule(kept=st.integers(0, 3))
     def lose_the_answer(self, kept: int) -> None:
         del self.answer[kept:]
@@ -207,6 +221,8 @@ class EventsMachine(RuleBasedStateMachine):
     def heal(self) -> None:
         """Nothing is lost any more; questions are answered, and silence is asked about."""
         self.send()
+        if self.ends_in_silence:  # no later number tells that the last ones are lost
+            self.live.clear()
         self.deliver_next(FAR)
         for _ in range(12):
             self.wait(0.0)
