@@ -7,8 +7,7 @@ from typing import Annotated, Any, Self
 from msgspec import Meta
 from msgspec.structs import asdict
 
-from connector.multi.scheduler import MultiScheduler
-from connector.multi.stats import COUNTERS, GAUGES, MultiStats
+from connector.multi.scheduler import COUNTERS, GAUGES, MultiScheduler, MultiStats
 from connector.multi.worker import MultiWorker
 from engine.errors import ConfigError
 from engine.kv_connector import AdmissionConnector, Connector, LocalAdmission

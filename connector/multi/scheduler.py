@@ -1,9 +1,10 @@
 """The scheduler side of several connectors: asks all, and gives each a part of a load."""
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
-from connector.multi.stats import MultiStats
 from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.coverage import Coverage
 from engine.kv_cache.listener import CacheListeners
@@ -11,6 +12,35 @@ from engine.kv_cache.spec import MambaSpec
 from engine.kv_connector import FinishDecision, Match, SchedulerConnector
 from engine.request import Request
 from engine.step import BlockLoad, BlockSave, ConnectorMeta, ConnectorOutput, ScheduledRequest
+from serving.metrics import Table
+
+
+class MultiStats:
+    """Numbers by child; `queries` = `hits` + `misses` once all requests have ended.
+
+    `queries`: prompts that a child was asked about. `hits`: those to whose load it gave a part.
+    `hit_tokens`: the tokens that it filled in, each of one child only. `pending_loads`: loads under
+    way.
+    """
+
+    def __init__(self, children: Iterable[str]) -> None:
+        nothing = dict.fromkeys(children, 0)
+        self.queries = Counter(nothing)
+        self.hits = Counter(nothing)
+        self.misses = Counter(nothing)
+        self.hit_tokens = Counter(nothing)
+        self.pending_loads = Counter(nothing)
+
+
+COUNTERS: Final[Table] = {
+    "vllm:kv_connector_queries": ("queries", "Prompts that a connector was asked.", "connector"),
+    "vllm:kv_connector_hits": ("hits", "Prompts that it loaded a part of.", "connector"),
+    "vllm:kv_connector_misses": ("misses", "Prompts that it loaded nothing of.", "connector"),
+    "vllm:kv_connector_hit_tokens": ("hit_tokens", "Prompt tokens that it loaded.", "connector"),
+}
+GAUGES: Final[Table] = {
+    "vllm:kv_connector_pending_loads": ("pending_loads", "Loads under way.", "connector"),
+}
 
 
 class MultiScheduler(SchedulerConnector):

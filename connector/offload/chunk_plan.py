@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from connector.offload.items import STATES, Item, Key, Place
+from connector.offload.messages import STATES, Item, Key, Place
 from engine.errors import ConfigError
 from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates

@@ -10,12 +10,17 @@ import structlog
 from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.config import OffloadConfig
 from connector.offload.host_slots import HostSlots
-from connector.offload.metrics import COUNTERS, FOLDER_GAUGES, INDEX_GAUGES, SLOT_GAUGES
+from connector.offload.metrics import (
+    COUNTERS,
+    FOLDER_GAUGES,
+    INDEX_GAUGES,
+    SLOT_GAUGES,
+    OffloadStats,
+)
 from connector.offload.scheduler import OffloadScheduler
-from connector.offload.stats import OffloadStats
 from connector.offload.tiers.arena_items import ArenaItems
-from connector.offload.tiers.files import Files
 from connector.offload.tiers.folder import Folder
+from connector.offload.tiers.tier_file import Files
 from connector.offload.worker import OffloadWorker
 from engine.arena import ArenaMemory
 from engine.errors import ConfigError

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.index import Entry, ItemIndex
-from connector.offload.items import STATES, Item, Key, Place
-from connector.offload.messages import FileWrite
+from connector.offload.messages import STATES, FileWrite, Item, Key, Place
 from engine.step import BlockSave
 
 MAX_WRITES = 2

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from connector.offload.items import Key
+from connector.offload.messages import Key
 
 ALIGNMENT = 64
 """Bytes: a cache line, so that copies of neighbours do not share one."""

@@ -12,8 +12,7 @@ from functools import partial
 from itertools import chain, compress, takewhile
 
 from connector.offload.chunk_plan import ChunkPlan
-from connector.offload.items import STATES, Item, Key, Place
-from connector.offload.messages import FileRange
+from connector.offload.messages import STATES, FileRange, Item, Key, Place
 from engine.kv_cache.coverage import Coverage, Longest, longest_joint
 from engine.kv_cache.listener import TierListener
 from engine.kv_cache.prefix import PrefixDigests

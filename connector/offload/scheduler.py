@@ -12,19 +12,22 @@ from connector.offload.config import OffloadConfig
 from connector.offload.file_writes import FileWrites
 from connector.offload.host_slots import HostSlots
 from connector.offload.index import Entry, ItemIndex
-from connector.offload.items import STATES, Item, Key, Place
 from connector.offload.messages import (
+    STATES,
     FileItems,
     FileRange,
     FileWrite,
     HostCopy,
-    Load,
+    Item,
+    Key,
     LoadPart,
     Orders,
+    Place,
     Report,
+    TierLoad,
     WriteDone,
 )
-from connector.offload.stats import OffloadStats
+from connector.offload.metrics import OffloadStats
 from engine.kv_cache.coverage import longest_joint
 from engine.kv_cache.listener import Cached, CachedBlocks, CachedStates, TierListener
 from engine.kv_cache.prefix import PrefixDigests
@@ -88,11 +91,6 @@ class OffloadScheduler(SchedulerConnector):
     def cache_listener(self) -> "OffloadScheduler":  # type: ignore[override]
         """Itself: it knows what the arena can find."""
         return self
-
-    @property
-    def num_loads(self) -> int:
-        """Loads whose threads have not ended."""
-        return len(self._loads)
 
     # --- the cache's listener ----------------------------------------------------------------
 
@@ -259,7 +257,7 @@ class OffloadScheduler(SchedulerConnector):
 
     # --- parts of a load ---------------------------------------------------------------------
 
-    def _order(self, number: int, targets: Sequence[tuple[Entry, Place]]) -> Load:
+    def _order(self, number: int, targets: Sequence[tuple[Entry, Place]]) -> TierLoad:
         """Says where each item is now, and pins what this step has put into the host tier."""
         load = self._loads[number]
         parts = tuple(LoadPart(entry.item, place, _source(entry)) for entry, place in targets)
@@ -267,7 +265,7 @@ class OffloadScheduler(SchedulerConnector):
         for offset in late:
             self.slots.pin(offset)
         load.slots.update(late)
-        return Load(number, load.request_id, parts)
+        return TierLoad(number, load.request_id, parts)
 
     def _targets(self, request: Request, load: BlockLoad) -> Iterator[tuple[Entry, Place]]:
         """The items of a load, and where they go. Those of one group are in token order."""

@@ -1,6 +1,8 @@
 """The worker side of the OffloadConnector: moves the bytes between the arena and the tiers."""
 
 import errno
+import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -12,12 +14,18 @@ import torch
 import xxhash
 
 from connector.offload.config import OffloadConfig
-from connector.offload.items import STATES, Place
-from connector.offload.messages import FileItems, FileWrite, Orders, Report, WriteDone
-from connector.offload.stats import OffloadStats
+from connector.offload.messages import (
+    STATES,
+    FileItems,
+    FileWrite,
+    Orders,
+    Place,
+    Report,
+    WriteDone,
+)
+from connector.offload.metrics import OffloadStats
 from connector.offload.tiers.arena_items import ArenaItems
 from connector.offload.tiers.folder import Folder
-from connector.offload.tiers.io_threads import IoThreads
 from connector.offload.tiers.load_job import LoadJob
 from connector.offload.tiers.tier_file import Header, encode, ranges_of
 from engine.arena import ArenaMemory
@@ -33,6 +41,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """After a write has failed; doubled each time."""
 FILES_PER_STEP = 64
 END_OF_THREADS_S = 1.0
+Job = Callable[[], None]
 
 
 class OffloadWorker(WorkerConnector):
@@ -286,3 +295,42 @@ class OffloadWorker(WorkerConnector):
         except OSError as error:
             self._stats.bad_files["io"] += 1
             log.warning("the offload folder cannot be read", why=str(error))
+
+
+class IoThreads:
+    """`count` daemon threads, bounded queue: a disk that hangs keeps no node from ending.
+
+    They run jobs in order. A job reports its own failures and never raises.
+    """
+
+    def __init__(self, name: str, count: int, max_waiting: int) -> None:
+        self._jobs: queue.Queue[Job | None] = queue.Queue(max_waiting + count)
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True)
+            for number in range(count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: Job) -> bool:
+        """False, and nothing done, while too many jobs wait."""
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            return False
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        """Ends the threads after the jobs that wait; False if they have not ended in time."""
+        for _ in self._threads:
+            try:
+                self._jobs.put(None, timeout=timeout_s)
+            except queue.Full:
+                return False
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()

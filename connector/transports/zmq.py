@@ -190,9 +190,14 @@ class ZmqTransfer(PolledTransfer):
     """A read over a connection of its own, a window of requests at a time."""
 
     def __init__(
-        self, source: _Peer, link: Link, spans: Sequence[SpanPair], *, local: ArenaMemory,
+        self,
+        source: _Peer,
+        link: Link,
+        spans: Sequence[SpanPair],
+        *,
+        local: ArenaMemory,
         region: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(source.name, sum(span.length for span in spans), threading.Lock())
         self._source = source
         self._link = link

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from connector.offload.items import STATES, Key
+from connector.offload.messages import STATES, Key
 from engine.errors import TandemError
 from engine.kv_cache.prefix import PrefixDigests
 from serving.node.server import NodeServer

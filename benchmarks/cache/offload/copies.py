@@ -24,13 +24,12 @@ import xxhash
 
 from benchmarks.support.pairs import Spread, Way, alternate, share
 from connector.offload.chunk_plan import ChunkPlan
-from connector.offload.items import Item, Place
-from connector.offload.messages import FileRange, Load, LoadPart
-from connector.offload.stats import OffloadStats
+from connector.offload.messages import FileRange, Item, LoadPart, Place, TierLoad
+from connector.offload.metrics import OffloadStats
 from connector.offload.tiers.arena_items import ArenaItems
-from connector.offload.tiers.files import Files
 from connector.offload.tiers.folder import Folder
 from connector.offload.tiers.load_job import LoadJob
+from connector.offload.tiers.tier_file import Files
 from engine.arena import ArenaMemory
 from engine.kv_cache.arena_plan import ArenaPlan, plan_arena
 from engine.kv_cache.spec import FullAttentionSpec, KVCacheGroup
@@ -84,7 +83,7 @@ class Bench:
     def read_items(self, *, verify: bool, cold: bool) -> float:
         """Seconds; files to arena."""
         self._forget(cold)
-        job = LoadJob(Load(next(self._loads), "bench", self._parts), NO_DEADLINE)
+        job = LoadJob(TierLoad(next(self._loads), "bench", self._parts), NO_DEADLINE)
         seconds = _seconds(lambda: job.run(self.items, self.host, self.folder, verify=verify))
         assert job.end("error") is None
         return seconds

@@ -22,8 +22,8 @@ from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.config import OffloadConfig
 from connector.offload.connector import slots_of
 from connector.offload.messages import FileItems, FileRange, FileWrite, Orders, Report, WriteDone
+from connector.offload.metrics import OffloadStats
 from connector.offload.scheduler import OffloadScheduler
-from connector.offload.stats import OffloadStats
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_connector import SchedulerConnector
 from engine.request import Request

@@ -10,11 +10,10 @@ from time import perf_counter
 from typing import Final
 
 from benchmarks.support.pairs import Spread, alternate
-from connector.offload.items import Item
-from connector.offload.stats import OffloadStats
-from connector.offload.tiers.files import Files
+from connector.offload.messages import Item
+from connector.offload.metrics import OffloadStats
 from connector.offload.tiers.folder import Folder
-from connector.offload.tiers.tier_file import Header, encode
+from connector.offload.tiers.tier_file import Files, Header, encode
 
 HEADERS: Final = ("files", "scan, ms", "listing, ms", "µs per file")
 GEOMETRY: Final = "0123456789abcdef"

@@ -12,7 +12,7 @@ from math import gcd
 import torch
 
 from connector.offload.chunk_plan import ChunkPlan
-from connector.offload.items import STATES, Item, Place
+from connector.offload.messages import STATES, Item, Place
 from engine.arena import ArenaMemory
 
 WORD = 16

@@ -14,9 +14,8 @@ from functools import cached_property
 import structlog
 
 from connector.offload.messages import FileItems
-from connector.offload.stats import OffloadStats
-from connector.offload.tiers.files import Files, FoundFile
-from connector.offload.tiers.tier_file import TierFileError, read_items
+from connector.offload.metrics import OffloadStats
+from connector.offload.tiers.tier_file import Files, FoundFile, TierFileError, read_items
 
 log = structlog.get_logger()
 

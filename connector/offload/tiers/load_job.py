@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from connector.offload.items import STATES, Item
-from connector.offload.messages import FileRange, Load, LoadPart
+from connector.offload.messages import STATES, FileRange, Item, LoadPart, TierLoad
 from connector.offload.tiers.arena_items import ArenaItems
 from connector.offload.tiers.folder import Folder
 from connector.offload.tiers.tier_file import TierFileError, check
@@ -29,7 +28,7 @@ class LoadJob:
     somebody else's. `failed`: by group, the cause and the first token that is bad.
     """
 
-    load: Load
+    load: TierLoad
     deadline: float
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
@@ -123,9 +122,14 @@ class LoadJob:
                 folder.files.read_ahead(first.name, first.offset, nbytes)
 
     def _read(
-        self, numbers: Sequence[int], items: ArenaItems, folder: Folder, *,
-        buffer: torch.Tensor, verify: bool,
-    ) -> None:  # fmt: skip
+        self,
+        numbers: Sequence[int],
+        items: ArenaItems,
+        folder: Folder,
+        *,
+        buffer: torch.Tensor,
+        verify: bool,
+    ) -> None:
         sources = [self._part(number).source for number in numbers]
         ranges = [source for source in sources if isinstance(source, FileRange)]
         name, first = ranges[0].name, ranges[0].offset

@@ -26,7 +26,6 @@ import structlog
 
 from connector.pd.decode.peer_registry import Peer
 from connector.pd.decode.pull_plan import Block, PullPlan, coalesce
-from connector.pd.digest import ReadBytes, digest, step_back
 from connector.pd.metrics import TransferMetrics
 from connector.pd.wire.lease_record import (
     HEADER_WORDS,
@@ -36,8 +35,11 @@ from connector.pd.wire.lease_record import (
     REGION,
     UNKNOWN,
     WORD_BYTES,
+    ReadBytes,
     RecordHeader,
+    digest,
     start_of,
+    step_back,
 )
 from connector.pd.wire.messages import Digests, DigestsQuestion
 from connector.transports.base import SpanPair, Transport

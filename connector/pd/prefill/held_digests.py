@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from connector.pd.digest import ReadBytes, digest, step_back
 from connector.pd.layout import Piece, SequenceBlocks, blocks_announced
 from connector.pd.wire.geometry import geometry_of
+from connector.pd.wire.lease_record import ReadBytes, digest, step_back
 from connector.pd.wire.messages import BlockIds, BlockRange, Digests
 from engine.errors import TransportError
 from engine.kv_cache.arena_plan import ArenaPlan

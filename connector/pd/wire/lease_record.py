@@ -18,8 +18,13 @@ other bytes, so a record costs no message to P, nor any of its time:
               0                             NUM_WORDS                                 2 * NUM_WORDS
 """
 
+import os
 import struct
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import NamedTuple
+
+import xxhash
 
 REGION = 1
 """Its number for the transport; region 0 is the arena."""
@@ -34,6 +39,10 @@ MAX_DIGESTS = NUM_WORDS // NUM_PLACES - HEADER_WORDS
 """In one record; of a longer lease P must be asked."""
 UNKNOWN = 0
 """Instead of a digest: P has not hashed this block yet."""
+COPY_BYTES = 8 << 20
+"""Most bytes that are read at once: from a device each read is a copy on the host."""
+ReadBytes = Callable[[int, int], memoryview]
+"""Offset and length -> bytes on the host (`engine.arena.ArenaMemory.read`)."""
 _HEADER = struct.Struct("=QQ32s")
 
 
@@ -57,3 +66,21 @@ class RecordHeader(NamedTuple):
 def start_of(generation: int) -> int:
     """The first word of the record of a lease, in the region of its node."""
     return generation % NUM_WORDS
+
+
+def step_back() -> None:
+    """Run this thread with SCHED_BATCH, so that hashing does not preempt threads that serve."""
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+
+def digest(read: ReadBytes, pieces: Iterable[tuple[int, int]]) -> int:
+    """xxh3-64 of one block or state, given the offset and length of each of its pieces.
+
+    Finds damage and mix-ups on the way, not forgery: peers are authenticated.
+    """
+    hashed = xxhash.xxh3_64()
+    for offset, length in pieces:
+        for start in range(offset, offset + length, COPY_BYTES):
+            hashed.update(read(start, min(COPY_BYTES, offset + length - start)))
+    return hashed.intdigest()

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from connector.offload.connector import OffloadConnector
-from connector.offload.tiers.files import Files
+from connector.offload.tiers.tier_file import Files
 from engine.arena import ArenaMemory
 from engine.kv_cache.arena_plan import ArenaPlan
 from engine.kv_cache.listener import CachedBlocks, CachedStates

@@ -9,8 +9,8 @@ from connector.multi.connector import MultiConnector
 from connector.offload.connector import OffloadConnector
 from connector.offload.host_slots import HostSlots
 from connector.offload.index import ItemIndex
-from connector.offload.stats import OffloadStats
-from connector.offload.tiers.files import Files
+from connector.offload.metrics import OffloadStats
+from connector.offload.tiers.tier_file import Files
 from serving.config import KVTransferConfig
 from serving.node.server import NodeServer
 from tests.support.cache.recount import evict_all

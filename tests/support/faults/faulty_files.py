@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Event
 from typing import cast
 
-from connector.offload.tiers.files import Files
+from connector.offload.tiers.tier_file import Files
 
 SLOW_S = 0.05
 HANG_S = 60.0

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from connector.offload.host_slots import ALIGNMENT, HostSlots
-from connector.offload.items import STATES, Key
+from connector.offload.messages import STATES, Key
 
 UNIT = 4096
 SIZES = {0: 4096, 1: 1000, 2: 64, STATES: 1500}

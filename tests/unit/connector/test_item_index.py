@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.index import Entry, ItemIndex
-from connector.offload.items import STATES, Item, Place
+from connector.offload.messages import STATES, Item, Place
 from engine.kv_cache.arena_plan import plan_arena
 from engine.kv_cache.coverage import longest_joint
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher

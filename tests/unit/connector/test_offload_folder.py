@@ -8,12 +8,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from connector.offload.connector import open_folder
-from connector.offload.items import Item
-from connector.offload.messages import FileItems
-from connector.offload.stats import OffloadStats
-from connector.offload.tiers.files import Files
+from connector.offload.messages import FileItems, Item
+from connector.offload.metrics import OffloadStats
 from connector.offload.tiers.folder import Folder
-from connector.offload.tiers.tier_file import Header, encode
+from connector.offload.tiers.tier_file import Files, Header, encode
 
 GEOMETRY = "0123456789abcdef"
 NUM_BAD = 50

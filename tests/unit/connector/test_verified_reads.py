@@ -11,12 +11,12 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.pd import digest as digest_module
 from connector.pd.decode.pull_reader import in_stages
-from connector.pd.digest import digest
 from connector.pd.layout import blocks_announced
 from connector.pd.prefill.held_digests import HeldDigests
+from connector.pd.wire import lease_record
 from connector.pd.wire.geometry import describe_spec, geometry_of
+from connector.pd.wire.lease_record import digest
 from connector.pd.wire.messages import BlockRange, Digests, DigestsQuestion
 from connector.transports.base import SpanPair
 from engine.arena import ArenaMemory
@@ -263,7 +263,7 @@ def test_a_digest_is_that_of_the_bytes_in_however_many_pieces(
     pieces = [(start, end - start) for start, end in pairwise(places)]
     with closing(ArenaMemory(len(content) + 1)) as arena, pytest.MonkeyPatch.context() as patch:
         arena.host_bytes()[: len(content)] = content
-        patch.setattr(digest_module, "COPY_BYTES", most)
+        patch.setattr(lease_record, "COPY_BYTES", most)
         for device in (None, 0):
             arena.device_index = device
             assert digest(arena.read, pieces) == xxhash.xxh3_64_intdigest(content)
