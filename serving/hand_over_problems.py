@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import structlog
 
 from engine.types import HandOverProblem
+from serving.breaker import Breaker
 
-MIN_FAILURES = 2  # in a row make a problem, unless the first one says that it will last
+MAX_FAILURES = 2
+"""In a row make a problem, unless the first one says that it will last."""
 LOG_AGAIN_S = 60.0
 FORGET_S = 300.0
-RETRY_MIN_S, RETRY_MAX_S = 5.0, 60.0
 MAX_PEERS = 64
 MAX_DETAIL = 500
 
@@ -27,17 +28,11 @@ class _Failures:
     """Failures in a row with one incarnation of a peer, at `address`; times in seconds."""
 
     address: str
+    breaker: Breaker
     since: float
     last: float
-    count: int = 0
-    lasting: bool = False
     cause: str = ""
     detail: str = ""
-
-    @property
-    def retry_at(self) -> float:
-        """The pause is as long as the failures have lasted: it doubles while every try fails."""
-        return self.last + min(max(self.last - self.since, RETRY_MIN_S), RETRY_MAX_S)
 
 
 @dataclass(slots=True)
@@ -66,10 +61,10 @@ class HandOverProblems:
             self._forget(now)
             # Bounded: whoever makes up peers fills this table, not the memory.
             if engine_id in self._failures or len(self._failures) < MAX_PEERS:
-                found = self._failures.setdefault(engine_id, _Failures(address, now, now))
-                found.last, found.count = now, found.count + 1
-                found.lasting |= lasting
-                found.cause, found.detail = cause, detail[:MAX_DETAIL]
+                breaker = Breaker(self._clock, MAX_FAILURES)
+                found = self._failures.setdefault(engine_id, _Failures(address, breaker, now, now))
+                found.breaker.failed(lasting=lasting)
+                found.last, found.cause, found.detail = now, cause, detail[:MAX_DETAIL]
         self.note(cause, detail, engine_id=engine_id, address=address)
 
     def note(self, cause: str, detail: str, *, engine_id: str = "", address: str = "") -> None:
@@ -112,12 +107,12 @@ class HandOverProblems:
                     address=found.address,
                     cause=found.cause,
                     detail=found.detail,
-                    count=found.count,
+                    count=found.breaker.num_failures,
                     since_s=now - found.since,
-                    retry_in_s=max(0.0, found.retry_at - now),
+                    retry_in_s=found.breaker.rest_s,
                 )
                 for engine_id, found in self._failures.items()
-                if found.lasting or found.count >= MIN_FAILURES
+                if found.breaker.is_suspect
             )
 
     def _forget(self, now: float) -> None:

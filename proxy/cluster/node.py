@@ -10,9 +10,9 @@ from typing import Final
 import structlog
 
 from engine.errors import DeadlineExceededError, TandemError, UnavailableError
-from proxy.cluster.breaker import Breaker
 from proxy.cluster.prefill_queue import PrefillQueue
 from proxy.errors import is_node_failure
+from serving.breaker import Breaker
 from serving.rpc.client import NodeClient
 from serving.rpc.messages import NodeInfo
 from serving.rpc.node_http import NodeUrl, resolve_grpc_address
@@ -88,7 +88,7 @@ class Node:
     @property
     def rests(self) -> bool:
         """True while its requests fail in a row, whatever it says of itself."""
-        return self._breaker.rests
+        return self._breaker.rest_s > 0
 
     @property
     def client(self) -> NodeClient:

@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from engine.errors import EngineGenerateError, OverloadedError, TandemError
-from proxy.cluster.breaker import MAX_FAILURES, MAX_PAUSE_S, MIN_PAUSE_S, Breaker
+from serving.breaker import MAX_FAILURES, MAX_PAUSE_S, MIN_PAUSE_S, Breaker
 from tests.support.api.node_double import ScriptedNode, base_of, metric, running_cluster
 from tests.support.nodes.clock import Clock
 
@@ -19,23 +19,23 @@ def test_pauses_double_and_each_ends_with_one_trial() -> None:
     clock = Clock()
     breaker = Breaker(clock)
     for number in range(MAX_FAILURES):
-        assert not breaker.rests
+        assert not breaker.rest_s
         assert breaker.failed() == (number == MAX_FAILURES - 1)
     assert not any(breaker.failed() for _ in range(50))  # they had begun before it rested
     pause = MIN_PAUSE_S
     for _ in range(6):
         clock.now += pause - 0.1
-        assert breaker.rests
+        assert breaker.rest_s
         clock.now += 0.2
-        assert not breaker.rests
+        assert not breaker.rest_s
         breaker.began()
-        assert breaker.rests  # for all others
+        assert breaker.rest_s  # for all others
         assert breaker.failed()
         pause = min(2 * pause, MAX_PAUSE_S)
     clock.now += MAX_PAUSE_S
     breaker.began()
     breaker.worked()
-    assert not breaker.rests
+    assert not breaker.rest_s
 
 
 def test_a_trial_that_never_ends_is_followed_by_another() -> None:
@@ -46,7 +46,7 @@ def test_a_trial_that_never_ends_is_followed_by_another() -> None:
     clock.now += MIN_PAUSE_S
     breaker.began()
     clock.now += MAX_PAUSE_S
-    assert not breaker.rests
+    assert not breaker.rest_s
 
 
 def test_a_trial_that_says_nothing_of_the_node_is_followed_by_another_at_once() -> None:
@@ -55,14 +55,14 @@ def test_a_trial_that_says_nothing_of_the_node_is_followed_by_another_at_once() 
     for _ in range(MAX_FAILURES):
         breaker.failed()
     breaker.unjudged()  # it had begun before the node rested
-    assert breaker.rests
+    assert breaker.rest_s
     clock.now += MIN_PAUSE_S
     breaker.began()
-    assert breaker.rests
+    assert breaker.rest_s
     breaker.unjudged()
-    assert not breaker.rests
+    assert not breaker.rest_s
     breaker.began()
-    assert breaker.failed() and breaker.rests
+    assert breaker.failed() and breaker.rest_s
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
