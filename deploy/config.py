@@ -24,7 +24,7 @@ Amount = Annotated[float, Meta(ge=0.0)]
 
 
 @dataclass(slots=True, frozen=True)
-class Place:
+class MemberSpec:
     """One member of the cluster: its name, and what it takes of a machine, in Ray's terms."""
 
     name: str
@@ -76,21 +76,21 @@ class ClusterConfig(Config, frozen=True):
         default_factory=lambda: secrets.token_urlsafe(32)
     )
 
-    def places(self) -> tuple[Place, ...]:
+    def member_specs(self) -> tuple[MemberSpec, ...]:
         """All members: prefill nodes, then decode nodes, then the proxy."""
         groups = {"prefill": self.prefill, "decode": self.decode}
         nodes = [
-            Place(f"{kind}-{index}", group.bundle())
+            MemberSpec(f"{kind}-{index}", group.bundle())
             for kind, group in groups.items()
             for index in range(group.replicas)
         ]
-        return (*nodes, Place("proxy", self._proxy_placement().bundle()))
+        return (*nodes, MemberSpec("proxy", self._proxy_placement().bundle()))
 
     def resources(self) -> dict[str, float]:
         """The sum over all members."""
         total: Counter[str] = Counter()
-        for place in self.places():
-            total.update(place.bundle)
+        for spec in self.member_specs():
+            total.update(spec.bundle)
         return dict(total)
 
     def node(self, kind: str) -> NodeConfig:
@@ -113,7 +113,7 @@ class ClusterConfig(Config, frozen=True):
         if self.node("prefill").prefix_hash_seed != self.node("decode").prefix_hash_seed:
             raise ConfigError("prefix_hash_seed differs between nodes; give it once, in config")
         self.proxy_config((), ())
-        self.places()
+        self.member_specs()
         if self.decode.replicas < 1:
             raise ConfigError("decode.replicas must be at least 1")
 

@@ -18,7 +18,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.actors import CLOSE_S, PORTS, START_S, Member, NodeActor, ProxyActor
-from deploy.config import ClusterConfig, Place
+from deploy.config import ClusterConfig, MemberSpec
 from deploy.process import ignore_signals, signals_held, wait_gone
 from engine.errors import ConfigError, DeadlineExceededError, TandemError, UnavailableError
 from serving.rpc.address import is_loopback
@@ -107,8 +107,8 @@ def stop_cluster(progress: Progress) -> None:
 
 
 def _start(config: ClusterConfig, progress: Progress) -> list[Member]:
-    *nodes, proxy = config.places()
-    progress("placing " + ", ".join(place.name for place in (*nodes, proxy)))
+    *nodes, proxy = config.member_specs()
+    progress("placing " + ", ".join(spec.name for spec in (*nodes, proxy)))
     group = _reserve([*nodes, proxy])
     progress(f"loading {config.model}")
     members = _start_nodes(config, nodes, group)
@@ -126,36 +126,36 @@ def _start(config: ClusterConfig, progress: Progress) -> list[Member]:
     return members
 
 
-def _reserve(places: Sequence[Place]) -> PlacementGroup:
-    group = placement_group([place.bundle for place in places], name=GROUP, lifetime="detached")
+def _reserve(specs: Sequence[MemberSpec]) -> PlacementGroup:
+    group = placement_group([spec.bundle for spec in specs], name=GROUP, lifetime="detached")
     if not group.wait(PLACE_S):
-        wanted = ", ".join(f"{place.name} {place.bundle}" for place in places)
+        wanted = ", ".join(f"{spec.name} {spec.bundle}" for spec in specs)
         raise UnavailableError(f"the Ray cluster has no room for: {wanted}")
     return group
 
 
 def _start_nodes(
-    config: ClusterConfig, places: Sequence[Place], group: PlacementGroup
+    config: ClusterConfig, specs: Sequence[MemberSpec], group: PlacementGroup
 ) -> list[Member]:
     actors = [
-        _create(NodeActor, place, group, index=index, runtime_env=config.runtime_env)(
-            place.kind, config.node(place.kind)
+        _create(NodeActor, spec, group, index=index, runtime_env=config.runtime_env)(
+            spec.kind, config.node(spec.kind)
         )
-        for index, place in enumerate(places)
+        for index, spec in enumerate(specs)
     ]
     return _get([actor.start.remote() for actor in actors], START_S, "nodes to start")
 
 
 def _create(
-    kind: type, place: Place, group: PlacementGroup, *, index: int, runtime_env: dict[str, Any]
+    kind: type, spec: MemberSpec, group: PlacementGroup, *, index: int, runtime_env: dict[str, Any]
 ) -> Any:
     """Call it with what `kind` is made of."""
-    custom = {name: amount for name, amount in place.bundle.items() if name != "CPU"}
+    custom = {name: amount for name, amount in spec.bundle.items() if name != "CPU"}
     options = ray.remote(kind).options(
-        name=place.name,
+        name=spec.name,
         lifetime="detached",
         max_restarts=MAX_RESTARTS,
-        num_cpus=place.bundle["CPU"],
+        num_cpus=spec.bundle["CPU"],
         resources=custom,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
         runtime_env=runtime_env,

@@ -200,7 +200,7 @@ class RequestOrigin(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int = 1
 
     def __post_init__(self) -> None:
-        """A `traceparent` that is none is as good as no one."""
+        """An invalid `traceparent` is ignored."""
         if self.traceparent and not _TRACEPARENT.fullmatch(self.traceparent):
             force_setattr(self, "traceparent", "")
 

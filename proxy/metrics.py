@@ -126,7 +126,7 @@ class KeyMetrics:
 
 
 class EventMetrics(Collector):
-    """What is known of the nodes' KV events, read at each scrape.
+    """Counts of the nodes' KV events, read at each scrape.
 
     `label_of`: a node's label by its name, which is an address and not for everybody.
     """

@@ -1,4 +1,4 @@
-"""What one request has been through, and what may be tried next. Pure but for the clock."""
+"""The attempts of one request, and what may be tried next. Pure but for the clock."""
 
 import asyncio
 from dataclasses import dataclass, field

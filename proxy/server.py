@@ -128,7 +128,7 @@ class ProxyServer:
         return self._queue.num_waiting
 
     def missing(self) -> tuple[str, ...]:
-        """What the proxy waits for before it can use every node of its options, in words."""
+        """The reasons, in words, why the proxy cannot use every node of its options yet."""
         problems = (f"{it.name}: {it.problem}" for it in self._pool.nodes if not it.is_available)
         return (*problems, *(() if self._metrics.model_name else ("a model",)))
 

@@ -1,6 +1,6 @@
 """The state of the cluster, as the page at / shows it: a page without secrets, a JSON behind a key.
 
-Nothing is counted for it: a look costs its reader's poll, and nobody's poll costs nothing.
+Nothing is counted for it: it costs something only while somebody looks.
 """
 
 import base64

@@ -85,7 +85,7 @@ class MultiConnector(NodeConnector):
         return any(child.is_awaited() for child in self.children.values())
 
     def link_bytes_per_s(self) -> float:
-        """Of the fastest child."""
+        """The speed of the fastest child."""
         return max(child.link_bytes_per_s() for child in self.children.values())
 
 

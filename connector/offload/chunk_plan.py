@@ -74,7 +74,7 @@ class ChunkPlan:
     def items_of(
         self, cached: Cached, parent: bytes, before: tuple[bytes, ...] = ()
     ) -> Iterator[tuple[Item, Place]]:
-        """What has become findable, as items.
+        """The items that have become findable.
 
         `parent`: digest at `cached.start`, or at the last hash boundary before a checkpoint's end.
         `before`: digests from the start of the chunk to before `cached.start`, if that is inside.

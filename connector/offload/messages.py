@@ -135,7 +135,7 @@ class WriteDone(_Message, frozen=True):
 
 
 class Report(_Message, frozen=True):
-    """What happened since the last step.
+    """Events since the last step.
 
     `written`: the ends of writes. `found`: new files of others, and at start all. `gone`: files
     that are there no longer. `bad`: items that turned out to be missing or damaged, by file.

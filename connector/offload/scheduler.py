@@ -286,7 +286,7 @@ class OffloadScheduler(SchedulerConnector):
             yield states, Place(tuple(load.tables[group][0] for group in arena.state_groups))
 
     def _attention(self, prefix: PrefixDigests, start: int, end: int) -> list[Entry]:
-        """What a load of the attention of tokens `start` to `end` would read."""
+        """The entries that a load of the attention of tokens `start` to `end` would read."""
         entries: list[Entry] = []
         for group in self._chunks.chunk_tokens:
             first = max(start, self.index.first_needed(group, end))

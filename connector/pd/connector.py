@@ -93,7 +93,7 @@ class PdConnector(NodeConnector):
         return any(not lease.is_spare for lease in self.leases.all_held())
 
     def link_bytes_per_s(self) -> float:
-        """Of pulls by this node."""
+        """The speed of pulls by this node."""
         return self.transfers.link.per_s
 
     @classmethod

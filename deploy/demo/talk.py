@@ -153,7 +153,7 @@ def _choice_cells(exchange: Exchange, names: Mapping[str, str]) -> list[str]:
 
 
 def _extra(exchange: Exchange, name: str) -> dict[str, Any]:
-    """What Tandem adds to OpenAI's `usage`."""
+    """A field that Tandem adds to OpenAI's `usage`."""
     return (exchange.usage.model_extra or {}).get(name) or {}
 
 

@@ -91,7 +91,7 @@ class GrammarCompiler:
 
     @property
     def num_processes(self) -> int:
-        """Those that follow a grammar, or wait for their next sequence."""
+        """Processes that follow a grammar, or wait for their next sequence."""
         return len(self._processes)
 
     @property
@@ -101,7 +101,7 @@ class GrammarCompiler:
 
     @property
     def num_bytes(self) -> int:
-        """What all processes take; from any thread."""
+        """Memory of all processes; from any thread."""
         return sum(it.num_bytes for it in self._processes.copy().values())
 
     async def compile(
@@ -224,7 +224,7 @@ class GrammarCompiler:
             process.end()
 
     def _end_largest(self) -> None:
-        """Of the tenant whose grammars take the most memory."""
+        """Ends the largest process of the tenant whose grammars take the most memory."""
         by_tenant: dict[str, list[GrammarProcess]] = defaultdict(list)
         for process in self._processes.values():
             by_tenant[process.tenant].append(process)

@@ -1,4 +1,4 @@
-"""What the engine sees of one sequence of a grammar: the mask for its next token."""
+"""One sequence that follows a grammar, for the engine: the mask for its next token."""
 
 import threading
 import time

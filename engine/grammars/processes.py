@@ -27,7 +27,7 @@ from engine.types import TokenId
 START_S: Final = 60.0
 SEND_S: Final = 10.0
 LEAST_BYTES: Final = 4 * 2**20
-"""What the smallest process takes of its own."""
+"""Memory of the smallest process."""
 
 
 class GrammarProcess:

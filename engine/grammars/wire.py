@@ -56,7 +56,7 @@ def compile_message(limit_s: float, *, gives_way: bool) -> Message:
 
 
 def compile_limits(payload: bytes) -> tuple[float, bool]:
-    """What `compile_message` was given."""
+    """The limits that `compile_message` was given."""
     limit_s, gives_way = _COMPILE.unpack(payload)
     return limit_s, gives_way
 

@@ -19,7 +19,7 @@ ENOUGH_EVICTED = 16
 TRY_EVERY = 8
 """Chances between two tries of a reason that does not pay, so that it can prove itself again."""
 MEMORY = 0.98
-"""What remains of older experience with each new one: about fifty of them count."""
+"""The weight of older experience shrinks so with each new one: about fifty count."""
 
 
 class Reason(StrEnum):

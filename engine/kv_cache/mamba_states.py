@@ -177,7 +177,7 @@ class MambaStates:
             self.policy.evicted_unread(kept[0])
 
     def forget_unread(self) -> None:
-        """What goes now goes unread for another reason than that nobody wanted it."""
+        """States that go now count as read: it is not that nobody wanted them."""
         self._unread.clear()
 
     def trim(self) -> None:

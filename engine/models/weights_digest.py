@@ -38,7 +38,7 @@ TICK_NS: Final = 2_000_000_000
 
 
 class FileStat(NamedTuple):
-    """What tells a file from another, and from itself before it was written again.
+    """Marks of a file that differ from another's, and change when it is written again.
 
     `changed_ns` is set by the kernel alone: a copy that keeps `mtime_ns` does not keep this one.
     """
@@ -64,7 +64,7 @@ class _Known(msgspec.Struct, frozen=True):
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What is written; `check` is the digest of the rest."""
+    """The file of known digests; `check` is the digest of the rest."""
 
     version: int
     files: tuple[_Known, ...]

@@ -33,7 +33,7 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """What is left now; negative after more was taken than was left."""
+        """The amount left now; negative after more was taken than was left."""
         now = self._clock()
         self._level = min(self._limit, self._level + (now - self._at) * self._limit / MINUTE_S)
         self._at = now

@@ -193,7 +193,7 @@ class FairQueue:
         last.is_first = False  # it is counted no more
 
     def _give_up(self, waiting: _Waiting) -> None:
-        """What was not served does not count as the tenant's."""
+        """Takes back the places of a request that was not served."""
         waiting.turn.cancel()
         self._num_firsts[waiting.tenant] -= waiting.is_first
         place = (waiting.priority, waiting.tenant)

@@ -80,7 +80,7 @@ class NodePool:
         return self._by_name[name]
 
     def label_of(self, name: str) -> str:
-        """What everybody may know a node by."""
+        """The name by which everybody may know a node."""
         return self._by_name[name].label
 
     async def wait_for_news(self, timeout_s: float) -> None:

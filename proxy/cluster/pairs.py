@@ -27,7 +27,7 @@ class Pairs:
         self._logged: set[tuple[str, str]] = set()
 
     def fitting(self, prefill: Sequence[NodeView], decode: NodeView) -> tuple[NodeView, ...]:
-        """Those of `prefill` whose hand-overs to `decode` work, as far as is known.
+        """The nodes of `prefill` whose hand-overs to `decode` work, as far as is known.
 
         `decode` would refuse those of another model, such as one with other weights of one name.
         """

@@ -39,7 +39,7 @@ share a prefix should meet there; half of the value did best in replays of publi
 
 
 class Rates:
-    """What a node counts with that has not measured it: the means of those nodes that have.
+    """Rates for a node that has measured none: the means of the nodes that have.
 
     Each is computed when the first node lacks it, which few do for long.
     """
@@ -50,7 +50,7 @@ class Rates:
 
     @cached_property
     def prefill_tokens_per_s(self) -> float:
-        """Of prefill nodes; where none of them knows, of decode nodes."""
+        """The mean of prefill nodes; where none of them knows, of decode nodes."""
         of_decode = _mean(
             (node.info.prefill_tokens_per_s for node in self._decode), PREFILL_TOKENS_PER_S
         )
@@ -118,7 +118,7 @@ def queued_tokens(node: NodeView) -> int:
 
 
 def _rate(own: float, mean: float, alike: float = ALIKE) -> float:
-    """What to count with; a node that has measured nothing says 0."""
+    """The rate to count with; a node that has measured nothing says 0."""
     is_alike = mean / alike <= own <= mean * alike
     return mean if is_alike or not own else own
 

@@ -16,7 +16,7 @@ from serving.kv_events.wire import CPU, GPU, STORAGE
 from serving.rpc.messages import KVEventsInfo, KVGroupInfo
 
 TIERS: Final = {GPU: 1.0, CPU: 0.8, STORAGE: 0.5}
-"""What a token in each tier saves, beside one in the first; loads from slower ones take time."""
+"""Worth of a token in each tier, beside one in the first; loads from slower ones take time."""
 SLIDING_WINDOW, MAMBA = "sliding_window", "mamba"
 EVERY_NODE: Final = -1
 START: Final = b""
@@ -28,7 +28,7 @@ Lengths = list[tuple[int, int]]
 
 
 class Layout(NamedTuple):
-    """What nodes must have in common for one lookup to serve them all."""
+    """Properties that nodes share if one lookup serves them all."""
 
     key: HashKey
     groups: tuple[KVGroupInfo, ...]

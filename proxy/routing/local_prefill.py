@@ -14,7 +14,7 @@ from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
 
 Threshold = int | Literal["auto"]
 HAND_OVER_S: Final = 0.005
-"""What a hand-over takes beside P's computing and the bytes."""
+"""Time of a hand-over beside P's computing and the bytes."""
 INTERFERENCE: Final = 2.0
 """A prefill on D also delays the answers that D makes, so its time counts so many times."""
 

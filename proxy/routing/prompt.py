@@ -11,7 +11,7 @@ from serving.rpc.messages import KVEventsInfo
 
 
 class HashKey(NamedTuple):
-    """What the digests of a node's blocks are made with, beside tokens and salt."""
+    """The inputs of a node's digests of blocks, beside tokens and salt."""
 
     hash_block_size: int
     hash_seed: str
@@ -72,7 +72,7 @@ class RoutedPrompt:
         return self._prefix(key).digest_at(num_tokens)
 
     def hit(self, name: str) -> NodeHit:
-        """What the node `name` holds."""
+        """The part that the node `name` holds."""
         return self.hits.get(name, NO_HIT)
 
     def drop_digests(self) -> None:

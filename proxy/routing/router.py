@@ -57,7 +57,7 @@ class Router:
 
 
 def _of_pulls(hits: Mapping[str, NodeHit], decode: Sequence[NodeView]) -> dict[str, NodeHit]:
-    """What `decode` nodes hold, without the states that nobody resumes from."""
+    """The hits of `decode` nodes, without the states that nobody resumes from."""
     names = {node.name for node in decode}
     return {
         name: NodeHit(hit.attention, attention_discount=hit.attention_discount)

@@ -35,7 +35,7 @@ EXPOSED_HEADERS: Final = (
         for kind in ("requests", "tokens")
     ),
 )
-"""What scripts of allowed pages may read besides the body."""
+"""Headers that scripts of allowed pages may read."""
 
 
 def create_app(

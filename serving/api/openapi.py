@@ -49,7 +49,7 @@ REF: Final = "#/components/schemas/{name}"
 
 @dataclass(slots=True, frozen=True)
 class Described:
-    """What is read and written under one path; `reply` is a type, or a media type, or nothing."""
+    """The bodies of one path; `reply` is a type, or a media type, or nothing."""
 
     summary: str
     reply: type[msgspec.Struct] | str | None = None

@@ -143,7 +143,7 @@ class Offer(NamedTuple):
 
 
 def offer(tools: Sequence[Tool] | None, choice: object) -> Offer:
-    """What `tools` and `tool_choice` mean; `"none"` offers none.
+    """The meaning of `tools` and `tool_choice`; `"none"` offers none.
 
     Raises InvalidRequestError for a choice that is none of OpenAI's, or whose tool is not there.
     """
@@ -362,7 +362,7 @@ class SamplingFields(_Unsupported, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def sampling_fields(fields: SamplingFields) -> dict[str, Any]:
-    """Those that every kind of request has, to make one of another kind."""
+    """The fields that every kind of request has, to make one of another kind."""
     return {name: getattr(fields, name) for name in SamplingFields.__struct_fields__}
 
 

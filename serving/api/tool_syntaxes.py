@@ -142,7 +142,7 @@ def _referred(schema: Mapping[str, Any], root: Mapping[str, Any]) -> object:
 
 
 def _target(reference: object, root: Mapping[str, Any]) -> object:
-    """What a local reference such as `#/$defs/Address` stands for; None for any other."""
+    """The target of a local reference such as `#/$defs/Address`; None for any other."""
     if not isinstance(reference, str) or len(reference) > MAX_REFERENCE_CHARS:
         return None
     start, *keys = [

@@ -89,7 +89,7 @@ class ModelFolder:
     tokenizer: Tokenizer
     defaults: SamplingDefaults
     files: Mapping[str, bytes]
-    """What a proxy is sent of it."""
+    """The files that a proxy is sent."""
 
     @classmethod
     def read(cls, options: NodeConfig) -> "ModelFolder":

@@ -21,7 +21,7 @@ AttachCall: TypeAlias = aio.StreamStreamCall[pb.Command, pb.News]
 
 
 class OutputStream:
-    """What arrives for one request, for one reader; the tokens of the request bound its length.
+    """The outputs of one request, for one reader; the request's tokens bound its length.
 
     Leaner than an `asyncio.Queue`, since each token passes here.
     """

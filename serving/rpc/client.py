@@ -77,7 +77,7 @@ class Patience:
 ATTACH_TIMEOUT_S: Final = 30.0
 """For all that wait for it; a request that may take less gives up sooner."""
 COMMAND_BYTES: Final = 256
-"""What a message has beside the request itself."""
+"""Bytes of a message beside the request itself."""
 
 _Reply = TypeVar("_Reply")
 

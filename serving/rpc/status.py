@@ -60,7 +60,7 @@ def status_code(error: TandemError) -> StatusCode:
 
 
 def error_to_detail(error: TandemError) -> pb.ErrorDetail:
-    """What a peer is told of `error`; long messages are cut, since peers bound metadata."""
+    """The part of `error` that a peer is told; long messages are cut, as peers bound metadata."""
     return pb.ErrorDetail(
         error=next(cls.__name__ for cls in type(error).__mro__ if cls.__name__ in _BY_NAME),
         message=str(error)[:_MAX_MESSAGE_CHARS],

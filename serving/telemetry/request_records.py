@@ -1,4 +1,4 @@
-"""What happened to each request: where it went, when, and how it ended. Holds no text and no token.
+"""Each request's way: where it went, when, and how it ended. Holds no text and no token.
 
     arrival |-- prefill on P --|-- on D: pull --|-- decode --------| end
 

@@ -140,8 +140,9 @@ async def test_a_p_that_hangs_costs_a_recompute_and_a_client_that_leaves_meanwhi
     assert not leaving.done()
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    await until(lambda: len(running_tasks()) <= tasks)
+    # Before a ping tells that P is gone: what its peers say to it now would be lost.
     p.signal(signal.SIGCONT)
+    await until(lambda: len(running_tasks()) <= tasks)
     await release(
         bodies[0]["kv_transfer_params"]
     )  # what D itself said may have come too late for P

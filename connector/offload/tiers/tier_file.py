@@ -39,7 +39,7 @@ class TierFileError(Exception):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What a file says of itself. `geometry`: see `ChunkPlan.geometry`.
+    """A file's description of itself. `geometry`: see `ChunkPlan.geometry`.
 
     `offsets[i]`, `digests[i]`: of `items[i]`, bytes from the start of the data, and xxh3-64.
     """
@@ -200,11 +200,11 @@ class Files:
             raise
 
     def touch(self, name: str) -> None:
-        """It is used now."""
+        """Marks a file as used now."""
         os.utime(self.folder / name)
 
     def remove(self, name: str) -> None:
-        """It goes; it may have gone already."""
+        """Removes a file, which may have gone already."""
         (self.folder / name).unlink(missing_ok=True)
 
 

@@ -97,7 +97,7 @@ class Reading:
 
     @contextmanager
     def asking(self, plan: PullPlan) -> Iterator[Callable[[], list[int]]]:
-        """The same, of a P that hashes while D reads: the call for the answer waits."""
+        """Asks while D reads, since P has yet to hash: the call for the answer waits."""
         control, question = self.peer.control, self._question(plan)
         with (
             _late_if_refused(),
@@ -231,7 +231,7 @@ class PullReader:
         return found, reading.ask(plan) if UNKNOWN in expected else expected
 
     def _read_and_ask(self, reading: Reading, plan: PullPlan) -> tuple[list[int], list[int]]:
-        """The same, where P's record has nothing to compare with: P hashes while D reads."""
+        """Asks P itself, whose record has no digests: P hashes while D reads."""
         with reading.asking(plan) as answer:
             found = self._read_blocks(reading, plan.blocks, plan.spans)
             self._confirm(reading)

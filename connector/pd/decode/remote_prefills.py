@@ -97,7 +97,7 @@ class RemotePrefill:
         return not self.ended and self.failure is None
 
     def fail(self, cause: str) -> None:
-        """It will not be pulled. The first cause stays."""
+        """Marks it as not to be pulled. The first cause stays."""
         with self.lock:
             self.failure = self.failure or cause
 
@@ -195,7 +195,7 @@ class RemotePrefills:
         return prefill
 
     def decline(self, prefill: RemotePrefill) -> None:
-        """It will not be claimed: the peer's lease ends now, in the background."""
+        """Ends the peer's lease in the background, since nobody will claim it."""
         try:
             self._submit(prefill.address, partial(self._decline, prefill))
         except OverloadedError as error:
@@ -228,7 +228,7 @@ class RemotePrefills:
             self.problems.failed(**about, cause=cause, detail=str(error), lasting=lasting)
 
     def worked(self, prefill: RemotePrefill) -> None:
-        """It was pulled: earlier failures with this peer are forgotten."""
+        """Forgets earlier failures with this peer, since a pull has worked."""
         self.problems.worked(prefill.engine_id, join_host_port(*prefill.address))
 
     def forget(self, peer: Peer) -> None:

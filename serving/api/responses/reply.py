@@ -154,7 +154,7 @@ class ResponseFormat:
         return ResponseWriter(self, plan, counter)
 
     def logprobs(self, plan: Plan, delta: Delta) -> list[ContentLogprob]:
-        """Those of the delta's tokens; empty unless asked for."""
+        """Log-probabilities of the delta's tokens; empty unless asked for."""
         found = self._logprobs.chat(plan, delta)
         return [] if found is None else found.content
 

@@ -103,7 +103,7 @@ def test_places_and_what_they_take_together(tmp_path: Path) -> None:
         proxy={"resources": {"edge": 0.25}, "num_cpus": 1},
     )
     config = load_cluster(file)
-    places = [place.name for place in config.places()]
+    places = [spec.name for spec in config.member_specs()]
     assert places == ["prefill-0", "prefill-1", "decode-0", "proxy"]
     assert config.resources() == {"CPU": pytest.approx(2.1), "big": 2, "edge": 0.25}
 
