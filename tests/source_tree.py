@@ -107,7 +107,7 @@ def comments_and_code(text: str) -> tuple[int, int]:
 
 
 def listed(folder: Path, *, deep: bool = False) -> Iterator[Path]:
-    """What a reader sees in `folder`: no hidden, generated or empty files of Python's own."""
+    """Yields the paths in `folder` that a reader sees: no hidden, generated or marker files."""
     for path in sorted(folder.iterdir()):
         name = path.name
         if name.startswith((".", "__pycache__")) or name.endswith((".egg-info", ".pyc")):

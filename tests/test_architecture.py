@@ -186,7 +186,7 @@ def test_files_are_named_for_their_subject() -> None:
 
 
 def test_names_are_the_field_s() -> None:
-    """Those of files, and every name in them; HandOver and hand_over are the same words."""
+    """Checks names of files and all names in them; HandOver and hand_over are the same words."""
     found = set()
     for file, text in sources(*NODES, "deploy").items():
         tokens = tokenize.generate_tokens(StringIO(text).readline)

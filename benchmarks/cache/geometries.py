@@ -12,7 +12,7 @@ BLOCK_SIZE = 16
 
 @dataclass(slots=True, frozen=True)
 class Geometry:
-    """What the layers of one model keep, in bfloat16 with float32 temporal states."""
+    """K/V and states that one model's layers keep, in bfloat16 with float32 temporal states."""
 
     attention: FullAttentionSpec
     num_attention: int

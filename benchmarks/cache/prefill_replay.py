@@ -21,7 +21,7 @@ CHUNK = 2048  # a node's default max_num_batched_tokens
 
 @dataclass(slots=True, frozen=True)
 class Arrival:
-    """What a checkpoint policy knows when a prompt starts."""
+    """Facts that a checkpoint policy knows when a prompt starts."""
 
     num_hit_tokens: int
     branch_point: int

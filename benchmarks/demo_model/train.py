@@ -81,7 +81,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What a finished run has to say about itself; `loss` is the smoothed weighted loss."""
+    """Facts about a finished run; `loss` is the smoothed weighted loss."""
 
     seed: int
     minutes: float

@@ -47,7 +47,7 @@ class Far:
     client: NodeClient
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[GenerateOutput, None]:
-        """As an engine's."""
+        """Generates as an engine does."""
         return self.client.generate(request, StreamDeadlines())
 
 
@@ -96,7 +96,7 @@ def _pair(sheet: Sheet, setting: Setting, family: str, *, transport: str, d_devi
 
 
 def _large(sheet: Sheet, setting: Setting, transport: str) -> None:
-    """What a pull of some hundred megabytes takes, verified."""
+    """Measures a pull of some hundred megabytes, verified."""
     from benchmarks.support.models import WIDE, save_random
 
     folder = setting.models / WIDE
@@ -199,7 +199,7 @@ async def _damage(sheet: Sheet, setting: Setting) -> None:
 
 
 def _counted(server: NodeServer) -> float:
-    """Pulls that found blocks that differ."""
+    """The number of pulls that found blocks that differ."""
     return sum(
         sample.value
         for family in server.metrics.registry.collect()

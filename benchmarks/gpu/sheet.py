@@ -1,4 +1,4 @@
-"""What a phase has found, written down at once: a phase that hangs keeps all it has told."""
+"""Findings of a phase, written down at once: a phase that hangs keeps all it has told."""
 
 import traceback
 from collections.abc import Callable, Iterator

@@ -109,7 +109,7 @@ async def _pull_all(pair: Pair, held: Sequence[Prefilled]) -> Window:
 
 
 def _steps(moments: Moments, start: float, end: float) -> tuple[float, ...]:
-    """Those that end between `start` and `end`."""
+    """Seconds of each decode step that ends between `start` and `end`."""
     steps = pairwise(moments.all("executed"))
     return tuple(later - earlier for earlier, later in steps if start <= later <= end)
 

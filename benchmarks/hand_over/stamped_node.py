@@ -40,7 +40,7 @@ STOP_S = 30.0
 
 
 class Stamp(NamedTuple):
-    """What happened, when (monotonic seconds), and P's name of the prefill where it is known."""
+    """An event, its time (monotonic seconds), and P's name of the prefill where it is known."""
 
     name: str
     at: float
@@ -54,11 +54,11 @@ class Stamps:
         self._noted: list[Stamp] = []
 
     def note(self, name: str, request_id: str = "") -> None:
-        """`name` happened now."""
+        """Notes that `name` happens now."""
         self._noted.append(Stamp(name, monotonic(), request_id))
 
     def take(self) -> list[Stamp]:
-        """What was noted since the last call."""
+        """Takes the stamps noted since the last call."""
         taken, self._noted = self._noted, []
         return taken
 
@@ -207,7 +207,7 @@ class NodeProcess:
     pipe: Connection
 
     def take(self) -> list[Stamp]:
-        """What the node noted since the last call."""
+        """Takes the stamps that the node noted since the last call."""
         self.pipe.send("take")
         if not self.pipe.poll(STOP_S):
             raise RuntimeError("the node's process does not answer")

@@ -119,7 +119,7 @@ def with_margins(request: Request) -> Request:
 
 
 class Reference:
-    """What one server answers when it is asked one request at a time."""
+    """Answers of one server that is asked one request at a time."""
 
     def __init__(self) -> None:
         """Knows no answer yet."""

@@ -27,7 +27,7 @@ class Send(Protocol):
     """Sends one request that is due at a time of `perf_counter`."""
 
     async def __call__(self, request: Request, due: float | None = None) -> Reply:
-        """Its answer; raises nothing that a server may cause."""
+        """Returns the reply; raises nothing that a server may cause."""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +49,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What was sent, in the order of the load, and what came; seconds of wall time."""
+    """Requests as sent, in the order of the load, and their replies; seconds of wall time."""
 
     requests: tuple[Request, ...]
     replies: tuple[Reply, ...]

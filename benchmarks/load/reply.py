@@ -1,4 +1,4 @@
-"""What came of one request: its times, its tokens, its text, or its error."""
+"""The reply to one request: its times, its tokens, its text, or its error."""
 
 import itertools
 from typing import Any, Self

@@ -23,7 +23,7 @@ _Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What to send and when: a text or token ids to complete, or the messages of a chat.
+    """A request and its time: a text or token ids to complete, or the messages of a chat.
 
     Requests of one `session` follow each other in the order of the load: each is sent `think_s`
     seconds after the answer to the one before, and not before its own `arrival_s` (seconds from

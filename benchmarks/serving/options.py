@@ -20,7 +20,7 @@ _Count = Annotated[int, Meta(ge=1)]
 
 
 class ServingOptions(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is measured, and with which load."""
+    """Options of one measurement: the targets and their load."""
 
     target: Annotated[
         tuple[str, ...],
@@ -119,15 +119,15 @@ class ServingOptions(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError("--rate 0 needs a --workload with times")
 
     def objectives(self) -> Goodput:
-        """Those given; own servers have some by default."""
+        """The objectives given; own servers have some by default."""
         return Goodput.parse(self.goodput or (() if self.target else OWN_OBJECTIVES))
 
     def concurrencies(self) -> tuple[int, ...]:
-        """Of the closed loops: those given; some by default, unless there are rates."""
+        """Concurrencies of closed loops: those given; some by default, unless there are rates."""
         if self.concurrency or (self.rate and not self.quick):
             return self.concurrency
         return QUICK_CONCURRENCY if self.quick else CONCURRENCY
 
     def rates(self) -> tuple[float, ...]:
-        """Of the open loops: those given; one by default for own servers."""
+        """Rates of the open loops: those given; one by default for own servers."""
         return self.rate or (() if self.target else OWN_RATES)

@@ -57,7 +57,7 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What one case did at one server; seconds and bytes."""
+    """The effect of one case at one server; seconds and bytes."""
 
     case: str
     statuses: tuple[int, ...]

@@ -66,7 +66,7 @@ HEADERS = ("trace", "requests", "failed", "ideal hits", "hits that came", "TTFT 
 
 
 class ReplayOptions(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is replayed, how small, and where."""
+    """Options of a replay: which trace, how small, and where."""
 
     trace: Annotated[
         str,
@@ -94,7 +94,7 @@ class ReplayOptions(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     )
 
     def check(self) -> None:
-        """Raises ConfigError for a reference of nothing."""
+        """Raises ConfigError for a reference without a target."""
         if self.reference and not self.target:
             raise ConfigError("--reference is for --target; an own cluster has its decode node")
 
@@ -174,7 +174,7 @@ class Targets(msgspec.Struct, frozen=True):
 
 @contextmanager
 def targets_of(options: ReplayOptions) -> Iterator[Targets]:
-    """Those given, or an own cluster and its decode node, which end with the block."""
+    """The targets given, or an own cluster and its decode node, which end with the block."""
     if options.target:
         yield Targets(options.target, options.reference or options.target)
         return
@@ -185,7 +185,7 @@ def targets_of(options: ReplayOptions) -> Iterator[Targets]:
 
 
 class Played(msgspec.Struct, frozen=True):
-    """What came and how it was sent, and how it compares with the reference's answers."""
+    """A finished run, how it was sent, and how its answers compare with the reference's."""
 
     run: Run
     pace: Pace

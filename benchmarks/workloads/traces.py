@@ -35,7 +35,7 @@ class TraceError(ValueError):
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request. Equal `segments` (id, tokens) behind equal ones are equal text.
+    """One request. Equal `segments` (id, tokens) after equal ones are equal text.
 
     `parent`: the line, from 0 on, of the session's turn before. `think_time`: ms from that one on.
     """
@@ -170,7 +170,7 @@ class TokenTable:
 
 
 class BlockIds:
-    """Names 512-token blocks: equal ids for equal text behind equal prefixes, and no others."""
+    """Names 512-token blocks: equal ids for equal text after equal prefixes, and no others."""
 
     def __init__(self) -> None:
         self._ids: dict[tuple[int | str | None, Content], int] = {}

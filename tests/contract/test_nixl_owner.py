@@ -1,6 +1,6 @@
 """The process that serves a host arena over NIXL: its life, and what its death costs.
 
-UCX aborts it where a reader left that it owed bytes to; here it is a signal.
+UCX aborts the process when a reader leaves that it still owes bytes; here a signal kills it.
 """
 
 import os
@@ -75,7 +75,7 @@ def test_only_the_address_of_the_node_listens(owner: tuple[Peer, int]) -> None:
 def test_nobody_who_knows_the_address_can_write_the_arena(
     owner: tuple[Peer, int], transport: Transport, arena: ArenaMemory
 ) -> None:
-    """At worst it ends the process that serves, which is the next one's beginning."""
+    """At worst the write ends the process that serves, and the next one starts."""
     peer, _ = owner
     before = peer.address_now()
     with closing(ArenaMemory(ARENA_BYTES)) as noise:
@@ -86,7 +86,7 @@ def test_nobody_who_knows_the_address_can_write_the_arena(
 
 
 def write(peer: NixlAddress, noise: ArenaMemory) -> None:
-    """What a program of somebody else would do, for as long as it is not stopped."""
+    """Tries to write into the peer's arena, as a foreign program would, until it is stopped."""
     region = NixlRegion(noise.data_ptr, noise.nbytes, "DRAM", 0)
     with closing(NixlAgent("intruder", [region], progress_thread=False, devices="lo")) as agent:
         bindings, ours = agent._nixl, (noise.data_ptr, noise.nbytes, 0)
@@ -127,7 +127,7 @@ def test_a_read_of_one_that_is_gone_is_an_error_and_writes_nothing(
 def test_memory_of_a_device_is_served_by_the_node_itself(
     transport: Transport, arena: ArenaMemory
 ) -> None:
-    """In the same way as any other, which this host memory stands for."""
+    """The node serves it like any other memory; here host memory stands for a device's."""
     with closing(ArenaMemory(ARENA_BYTES)) as served:
         served.tensor.random_(256)
         region = NixlRegion(served.data_ptr, served.nbytes, "DRAM", 0)

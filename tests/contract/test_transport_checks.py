@@ -1,4 +1,4 @@
-"""What a reader decides before a byte moves, so on one host as on two."""
+"""Checks that a reader makes before a byte moves: the same on one host as on two."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_a_transport_has_one_arena(transport: Transport, arena: ArenaMemory) -> 
 def test_a_garbage_address_is_a_typed_error(
     peer: Peer, transport: Transport, arena: ArenaMemory
 ) -> None:
-    """And costs no connection that works."""
+    """A garbage address costs no connection that works."""
     for junk in (b"", b"\xff" * 64, b"\x80", bytes(200_000)):
         with pytest.raises(TransportError, match=r"Address|limit"):
             transport.connect("p", junk)

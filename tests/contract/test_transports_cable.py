@@ -79,6 +79,6 @@ def test_a_read_gives_up_on_a_pulled_cable_and_a_later_one_arrives(
         transfer.wait(0.3)
     arena.tensor.zero_()
     wire.plug.set_link("up")
-    spans = [SpanPair(MIB, 0, 64)]  # behind everything that the peer still had to send
+    spans = [SpanPair(MIB, 0, 64)]  # after everything that the peer still had to send
     pull_in_the_end(transport, peer, spans)
     assert torch.equal(arena.tensor, expected(peer, spans))

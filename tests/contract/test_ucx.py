@@ -1,4 +1,4 @@
-"""What only the ucx transport has to hold: its frames, its tokens, its connections."""
+"""Promises of the ucx transport alone: its frames, its tokens, its connections."""
 
 import os
 import re

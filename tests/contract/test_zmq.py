@@ -1,4 +1,4 @@
-"""What only zmq has to withstand: hostile frames, hostile owners, readers that take nothing."""
+"""Threats to zmq alone: hostile frames, hostile owners, readers that take nothing."""
 
 import socket
 import threading

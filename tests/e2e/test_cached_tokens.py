@@ -1,6 +1,6 @@
-"""What clients read about cached tokens is what P and D did not compute or pull; numbers by hand.
+"""Cached tokens, as clients read them, are those that P and D did not compute or pull.
 
-A prompt of 70 tokens, the same again, and one that goes on behind its answer of 12:
+By hand: a prompt of 70 tokens, the same again, and one that goes on after its answer of 12:
 
     P     computed 70, and kept its state at 64 and at 70
     D     pulled 70, kept that state, and decoded up to 81 (the last token is never computed)

@@ -40,7 +40,7 @@ PULLS = "vllm:nixl_bytes_transferred_count"
 USAGE = {"stream_options": {"include_usage": True}}
 ENDS = {"ignore_eos": False, "max_tokens": 60}
 LIVES = ("id", "created", "kv_transfer", "prompt_tokens_details", "root")
-"""What tells of one request and how it was served; `root` is the folder that a proxy has not."""
+"""Keys that tell of one request and how it was served; a proxy has no folder for `root`."""
 
 
 def text(**changes: Any) -> tuple[str, dict[str, Any]]:
@@ -152,7 +152,7 @@ class Reply:
     text: str
 
     def comparable(self) -> tuple[int, Mapping[str, str], Any]:
-        """What two servers must have in common."""
+        """The parts of the reply that two servers must have in common."""
         is_json = self.headers.get("content-type") == "application/json"
         # A proxy and a node serve other paths besides, which a 404 lists.
         body, listed = self.text, self.text.partition("; what is: ")
@@ -161,7 +161,7 @@ class Reply:
         return self.status, self.headers, without(json.loads(body)) if is_json else body
 
     def events(self) -> list[dict[str, Any]]:
-        """Of a stream that came to its end."""
+        """The events of a stream that came to its end."""
         *events, done = self.text.strip().split("\n\n")
         assert (self.status, done) == (200, "data: [DONE]"), self.text
         return [json.loads(event.removeprefix("data: ")) for event in events]

@@ -67,8 +67,8 @@ class ParsedError(Exception):
 
 
 def parsed(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the program of `module` reads from `words`; raises what it would say of wrong ones."""
-    # What parses in no way that is known here would run.
+    """Options that the program of `module` reads from `words`; raises its error for wrong ones."""
+    # A program that parses its arguments in no way known here would run.
     assert (ROOT / module.partition(".")[0]).is_dir()
     apps: list[typer.Typer] = []
     # Instead of running, the program leaves its parser here.

@@ -1,4 +1,4 @@
-"""What computing one request can do wrong ends that request with a typed error, and no other."""
+"""Failures in computing one request end that request with a typed error, and no other."""
 
 import asyncio
 import itertools

@@ -131,7 +131,7 @@ async def test_a_read_that_fails_at_any_stage_costs_a_recompute(
 async def test_blocks_that_p_uses_again_reach_no_answer(
     shared: Cluster, model: Path, transport: str, verify: bool
 ) -> None:
-    """What was read before may be right: only the record of the lease tells."""
+    """Blocks that were read before may be right: only the record of the lease tells."""
     faults = Armed()
     p, d = await tight_pair(shared, model, transfer_config(transport, verify=verify), faults)
     held_at = [(point, 1) for point in (FaultPoint.BEFORE_READ, FaultPoint.BEFORE_CONFIRM)]
@@ -160,7 +160,7 @@ async def tight_pair(
 async def read_while_p_uses_the_blocks_again(
     p: NodeServer, d: NodeServer, faults: Armed, point: FaultPoint, nth: int
 ) -> str:
-    """P's next sequence lies where D is reading. Says why D has recomputed."""
+    """P's next sequence takes the blocks that D is reading; returns why D recomputed."""
     alone, before = await generate(p, request_of(PROMPT)), recomputed(d)
     holding = faults.hold(point, nth)
     params = await prefill(p, PROMPT)
@@ -182,7 +182,7 @@ async def read_while_p_uses_the_blocks_again(
 async def test_p_killed_after_the_nth_stage_costs_a_recompute_and_no_token(
     cluster: Cluster, real: Launcher, transport: str
 ) -> None:
-    """Not even a recompute over shm, if P has vouched before: its memory outlives it as it was."""
+    """Over shm no recompute either, if P has vouched before: its memory outlives it unchanged."""
     p = real.node("prefill_node", *transport_flag(transport), UCX_TLS="tcp")
     config = transfer_config(transport, control_s=30.0)
     faults = AtNth(FaultPoint.AFTER_READ, lambda scene: p.kill(), NUM_STAGES // 2)
@@ -254,7 +254,7 @@ async def recompute_or_fail(
     *,
     told: str = "could not be loaded: transfer_failed",
 ) -> None:
-    """What becomes of a pull that failed."""
+    """Asserts that a failed pull ends as `policy` says: recomputed and equal, or KVLoadError."""
     if policy == "recompute":
         assert_equal(await asked, alone, was_pulled=False)
         return

@@ -95,7 +95,7 @@ def registry_of(
     *,
     kind: str = "shm",
 ) -> PeerRegistry:
-    """What a decode node knows its peers by, without the node."""
+    """The registry of peers of a decode node, without the node."""
     name = f"crowd-{number}"
     memory = ArenaMemory(4096)
     transport = open_transport(kind, name)
@@ -342,7 +342,7 @@ async def test_a_peer_that_lies_about_the_turn_before_costs_a_recompute(
 async def ask_for_a_turn_behind(
     lie: Callable[[Groups], Groups], p: NodeServer, d: NodeServer, request: GenerateRequest
 ) -> Generation:
-    """A request on P for a turn that D holds, and of which a liar says where it lies."""
+    """Asks P for a turn that D holds, while a liar says in which blocks the turn lies."""
     kept = request.kv_transfer_params
     assert kept is not None
     claims = HeldBlocks(
@@ -360,7 +360,7 @@ async def ask_for_a_turn_behind(
 
 
 async def truth_of(node: NodeServer) -> Handshake:
-    """What an honest node says."""
+    """The handshake of an honest node."""
     address = f"127.0.0.1:{node.rpc.port}"
     async with ControlClient(
         address, token=None, caller_engine_id="the test", timeout_s=10.0
@@ -371,9 +371,9 @@ async def truth_of(node: NodeServer) -> Handshake:
 async def ask_behind(
     liar: Liar | None, p: NodeServer, d: NodeServer, alone: Generation, **changes: object
 ) -> None:
-    """A request on D whose prefill the liar claims to have; None: no node, but it speaks gRPC.
+    """Asks D for a prompt whose prefill the liar claims to have; None: a gRPC server, but no node.
 
-    What the liar lost is counted.
+    Asserts that D counts the tokens that it recomputes because of the lie.
     """
     services = [] if liar is None else [ControlService(liar)]
     server = await start_server(services, "127.0.0.1", 0, token=None)

@@ -36,7 +36,7 @@ async def two_nodes(cluster: Cluster, model: Path) -> tuple[NodeServer, NodeServ
 
 
 async def kept_turn(p: NodeServer, d: NodeServer) -> tuple[list[int], dict[str, Any]]:
-    """What was said, with a new question, and D's answer for P."""
+    """The tokens of a first turn with a new question, and the parameters that D returns for P."""
     prompt = list(prompt_of(60))
     params = await prefill_over_http(p.url, prompt)
     answer = await ask(d.url, question(prompt, kv_transfer_params=params))

@@ -1,4 +1,4 @@
-"""Rounding behind a hit stays rounding: 500 tokens decoded from cached blocks and states."""
+"""Rounding after a hit stays rounding: 500 tokens decoded from cached blocks and states."""
 
 from pathlib import Path
 from statistics import mean

@@ -69,7 +69,7 @@ async def labels_by_metric(urls: list[str]) -> dict[str, set[str]]:
 
 @pytest.fixture
 async def known(cluster: Cluster, model: Path, tmp_path: Path) -> dict[str, set[str]]:
-    """What a real P, a real D with tiers, and a proxy tell after one request."""
+    """Metrics and labels of a real P, a real D with tiers, and a proxy, after one request."""
     children = [
         {"kv_connector": "PdConnector"},
         {

@@ -46,7 +46,7 @@ def by_child(node: NodeServer, what: str) -> dict[str, float]:
 
 
 def check_counts(node: NodeServer) -> None:
-    """What both children and all sources add up to, with nothing under way."""
+    """Checks that the counts of both children and of all sources add up, with nothing under way."""
     queries, hits, misses = (by_child(node, what) for what in ("queries", "hits", "misses"))
     assert {child: hits[child] + misses[child] for child in CHILDREN} == queries
     for child in CHILDREN:

@@ -1,4 +1,4 @@
-"""What others say to a prefill node about leases that are over: no lease ends that is not meant."""
+"""Messages to a prefill node about leases that are over: no lease ends that is not meant."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ async def pair_at_rest(cluster: Cluster, model: Path) -> tuple[NodeServer, NodeS
 async def test_what_was_said_once_has_no_effect_when_it_is_said_again_later(
     cluster: Cluster, model: Path
 ) -> None:
-    """Every message of a hand-over that is over, while another one lives."""
+    """Repeats every message of a hand-over that is over, while another one lives."""
     p, d, account = await pair_at_rest(cluster, model)
     over, living = [await prefill(p, PROMPT) for _ in range(2)]
     await generate(d, request_of(PROMPT, GREEDY, over))

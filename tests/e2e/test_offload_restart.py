@@ -1,4 +1,4 @@
-"""What one node has computed another finds in the folder, after its end and after a kill -9."""
+"""A node finds in the folder what an earlier node computed, which ended or got a kill -9."""
 
 import json
 import os
@@ -89,7 +89,7 @@ def loaded(node: ServerProcess) -> float:
 
 
 def await_writes(node: ServerProcess) -> None:
-    """Until nothing more is written early."""
+    """Waits until nothing more is written early."""
     seen, last = -1.0, 0.0
     while not last or seen != last:
         time.sleep(0.3)
@@ -97,6 +97,6 @@ def await_writes(node: ServerProcess) -> None:
 
 
 def await_scan(node: ServerProcess, folder: Path) -> None:
-    """Until the node knows the files."""
+    """Waits until the node knows the files."""
     assert [name for name in folder.iterdir() if re.fullmatch(r"tandem-.*\.kv", name.name)]
     node.wait_for_at_least("tandem:kv_offload_items", len(SYSTEM) // 16)

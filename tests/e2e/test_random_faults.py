@@ -110,7 +110,7 @@ class Chaos:
             raise AssertionError(told) from error
 
     async def _hand_over(self, lane: Lane, plan: Plan) -> str:
-        """What became of one request; asserts that it may have become that."""
+        """The outcome of one request; asserts that this outcome is allowed."""
         prompt = draw_prompt(plan, lane.kind)
         async with self.turn:  # batches would round otherwise
             if prompt not in self.alone:

@@ -127,7 +127,7 @@ class Up:
         )
 
     def wait_until_up(self) -> str:
-        """What it said by then."""
+        """Waits until the cluster is up; returns its output until then."""
         deadline = time.monotonic() + START_S
         while "Ctrl-C stops" not in (said := self.log.read_text()):
             assert self.process.poll() is None, said
@@ -186,7 +186,7 @@ def test_up_status_and_down(up: Up) -> None:
 def test_make_serve_is_seen_and_a_signal_to_all_its_processes_ends_it_cleanly(
     tmp_path: Path,
 ) -> None:
-    """What service managers do: everybody gets SIGTERM at the same time."""
+    """All processes get SIGTERM at the same time, as service managers send it."""
     log = tmp_path / "log"
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     with log.open("wb") as file:

@@ -211,7 +211,7 @@ async def test_nothing_is_kept_that_nobody_heard_of_or_asked_for(
 async def test_a_pull_that_saves_too_little_is_not_made(
     shared: Cluster, model: Path, threshold: int, causes: dict[str, float]
 ) -> None:
-    """P has the state behind its 90 tokens; D's is 19 further."""
+    """P has the state after its 90 tokens; D's is 19 further."""
     config = both_ways(kv_recompute_threshold=threshold)
     p, d = await pair_of_nodes(shared, model, config)
     off = await shared.start("decode", model, enable_prefix_caching=True)

@@ -30,7 +30,7 @@ async def test_an_api_key_without_a_cluster_token_closes_the_grpc_port(real: Lau
 
 
 async def refusals(address: str, token: str | None) -> list[BaseException]:
-    """What a stranger gets from every method that says or does something."""
+    """Errors that a stranger gets from every method that says or does something."""
     client = NodeClient(address, token=token)
     stranger = ControlClient(address, token=token, caller_engine_id="stranger", timeout_s=S)
     async with stranger as control:

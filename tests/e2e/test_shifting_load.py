@@ -45,7 +45,7 @@ class Phase:
         return int(plan.num_units / sum(shares))
 
     def run(self, engine: BareEngine) -> None:
-        """Without a pause behind the phase before: its requests still run and wait."""
+        """Runs without a pause after the phase before, whose requests still run and wait."""
         requests, mine, steps_alone = self.requests(), set[str](), 0
         while steps_alone < STEADY_STEPS:
             while engine.scheduler.num_waiting < self.num_queued:

@@ -44,7 +44,7 @@ async def info_of(node: NodeServer) -> KVEventsInfo:
 
 
 async def announced(node: NodeServer) -> Announced:
-    """What a router that comes now hears of the tiers after the arena, each copy."""
+    """Counts the copies in tiers after the arena, as a router that comes now hears of them."""
     found: Announced = Counter()
     for event in snapshot_of(await info_of(node)):
         if event.medium != GPU:
@@ -76,7 +76,7 @@ def held(node: NodeServer, prompts: list[tuple[int, ...]]) -> Announced:
 
 
 async def announced_tokens(node: NodeServer) -> dict[bytes, tuple[int, ...]]:
-    """By hash in a tier the tokens that its announcement told."""
+    """The tokens that the announcement of each hash in a tier told, by hash."""
     told: dict[bytes, tuple[int, ...]] = {}
     for event in snapshot_of(await info_of(node)):
         if event.medium != GPU:
@@ -103,7 +103,7 @@ def remove_files(folder: Path) -> None:
 
 
 async def hit(node: NodeServer, prompt: tuple[int, ...]) -> NodeHit:
-    """What a proxy that follows the node's events expects of it."""
+    """The hit that a proxy which follows the node's events expects of it."""
     info, index = await info_of(node), PrefixIndex()
     index.set_node("node", info)
     index.apply("node", snapshot_of(info))

@@ -26,7 +26,7 @@ S = 10.0
 
 
 class Files:
-    """What an operator has for one authority: its certificate, and a server's with key."""
+    """Files of an operator for one authority: its certificate, and a server's with its key."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()

@@ -1,4 +1,4 @@
-"""What nodes count of hand-overs, under the names that dashboards made for vLLM look for."""
+"""Metrics of hand-overs, under the names that dashboards made for vLLM look for."""
 
 import asyncio
 from pathlib import Path
@@ -29,7 +29,7 @@ STAGES = ("waiting_to_start", "in_progress", "completed_waiting")
 async def test_a_pull_is_in_every_histogram_and_in_no_counter_of_failures(
     shared: Cluster, model: Path
 ) -> None:
-    """Once, in however many stages it was read."""
+    """The pull counts once, in however many stages it was read."""
     p, d = await shared.pair(model, d={"stage_bytes": SMALL_STAGE})
     done = await hand_over(p, d, PROMPT)
     moved = done.last.kv_transfer
@@ -94,7 +94,7 @@ async def test_a_release_that_comes_too_late_is_counted(shared: Cluster, model: 
 async def test_a_lease_whose_bytes_cannot_be_verified_ends_at_once(
     shared: Cluster, model: Path
 ) -> None:
-    """Not with the request that computes its prompt again."""
+    """The lease ends before the end of the request that computes its prompt again."""
     faults = DamagedReads(lambda memory, spans: flip(memory, spans[0][1]), times=2)
     p, d = await shared.pair(model, on_d=faults)
     params = await prefill(p, PROMPT)

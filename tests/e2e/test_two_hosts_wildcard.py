@@ -31,7 +31,7 @@ def proxy_on(host: Host, log: Path, p: ServerProcess, d: ServerProcess) -> Serve
 
 
 def doctor(host: Host, p: ServerProcess, d: ServerProcess) -> str:
-    """What it says on a host."""
+    """The doctor's output on a host."""
     keys = ("--cluster-token", SECRETS[3], "--api-key", API_KEY)
     inside = ("ip", "netns", "exec", host.name, sys.executable, "-m", "connector.doctor")
     done = subprocess.run(

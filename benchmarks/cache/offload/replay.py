@@ -1,4 +1,4 @@
-"""What tiers add to the hits of a trace: the real scheduler, cache and offload decisions, ids only.
+"""Hits that tiers add on a trace: the real scheduler, cache and offload decisions, ids only.
 
 One prefill node with the sizes of Qwen3.5-4B serves prompts one after another. No byte moves and
 nothing takes time: a copy, a write or a load has ended when its step ends, so these are the hits
@@ -148,7 +148,7 @@ class Node:
 
     @property
     def served(self) -> Served:
-        """Of all prompts so far."""
+        """The sums over all prompts so far."""
         stats = self._scheduler.stats
         written = self._tiers.written if self._tiers else 0
         tokens = stats.prefix_queries + self._refused

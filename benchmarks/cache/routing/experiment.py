@@ -1,4 +1,4 @@
-"""What is simulated: every policy on every workload at an equal load, event delays, and targets."""
+"""Simulations: every policy on every workload at an equal load, event delays, and targets."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
     @property
     def is_met(self) -> bool:
-        """At most that."""
+        """Whether `found` is at most `most`."""
         return self.found <= self.most
 
 

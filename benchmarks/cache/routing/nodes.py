@@ -26,7 +26,7 @@ TOKEN_S = 0.02
 
 @dataclass(slots=True, frozen=True)
 class Hardware:
-    """What every node is: its model, memory, rates, and answers that it decodes at once."""
+    """The hardware of every node: model, memory, rates, and answers that it decodes at once."""
 
     geometry: Geometry
     memory_bytes: int
@@ -44,7 +44,7 @@ class Hardware:
         return EventRecorder([AnnouncedGroup(kind) for kind in GROUPS], self.hash_block_size)
 
     def describe(self, name: str) -> NodeInfo:
-        """What a node says of itself, its queue apart."""
+        """The description that a node gives of itself, its queue apart."""
         return NodeInfo(
             engine_id=name,
             kind="",
@@ -61,7 +61,7 @@ class Hardware:
         )
 
     def events(self) -> KVEventsInfo:
-        """What a node says of its events."""
+        """The description that a node gives of its events."""
         return KVEventsInfo(
             endpoint="inproc://none",
             topic="",
@@ -92,7 +92,7 @@ class Prefiller:
 
     @property
     def num_requests(self) -> int:
-        """Waiting, or computed now."""
+        """Requests that wait or are computed now."""
         return len(self._waiting) + self._is_busy
 
     @property
@@ -165,7 +165,7 @@ class Decoder:
 
 
 class KnownNode:
-    """What the proxy knows of a node: its own counts at once, the node's words when it polls."""
+    """The proxy's view of a node: its own counts at once, the node's reports when it polls."""
 
     def __init__(self, name: str, hardware: Hardware, agenda: Agenda) -> None:
         self.info = hardware.describe(name)
@@ -173,7 +173,7 @@ class KnownNode:
         self._num_in_flight = 0
 
     def hear(self, *, num_requests: int, num_waiting_tokens: int) -> None:
-        """The node has said what waits there."""
+        """Takes the node's report of what waits there."""
         self.info = msgspec.structs.replace(
             self.info, num_requests_waiting=num_requests, num_waiting_tokens=num_waiting_tokens
         )
@@ -187,6 +187,6 @@ class KnownNode:
         self._num_in_flight -= 1
 
     def view(self) -> NodeView:
-        """For a policy."""
+        """The node as a policy sees it now."""
         left = self._prompts.num_tokens_left(self.info.prefill_tokens_per_s)
         return NodeView(self.info.engine_id, self.info, self._num_in_flight, left)

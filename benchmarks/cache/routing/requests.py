@@ -1,4 +1,4 @@
-"""What the simulated proxy receives: records of a workload, hashed once, at their own times."""
+"""Requests of the simulated proxy: records of a workload, hashed once, at their own times."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

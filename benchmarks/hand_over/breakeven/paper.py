@@ -45,7 +45,7 @@ class Heads(msgspec.Struct):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """What decides when a published model's prompts are worth a hand-over."""
+    """Numbers of a published model that decide when its prompts are worth a hand-over."""
 
     name: str
     token_bytes: int
@@ -56,7 +56,7 @@ class Model(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, name: str) -> Self:
-        """From its config.json."""
+        """Reads the model's config.json."""
         folder = PUBLISHED_MODELS / name
         plan = plan_arena(read_config(folder).groups, BLOCK_SIZE, ARENA_BYTES)
         heads = msgspec.json.decode((folder / "config.json").read_bytes(), type=Heads)
@@ -79,7 +79,7 @@ class Model(msgspec.Struct, frozen=True):
         return 2 * (self.active * tokens + pairs) / flops
 
     def path_s(self, tokens: int, bytes_per_s: float, fixed_s: float) -> float:
-        """Seconds to hand it over."""
+        """Seconds to hand a prompt over."""
         return fixed_s + (self.state_bytes + self.token_bytes * tokens) / bytes_per_s
 
     def breakeven(self, bytes_per_s: float, *, fixed_s: float, flops: float) -> int | None:

@@ -39,7 +39,7 @@ class Case:
     num_tokens: int
 
     def pull(self) -> PullPlan:
-        """What a pull thread plans."""
+        """The plan that a pull thread makes."""
         plan, tokens = self.plan, self.num_tokens
         remote = blocks_announced(plan, geometry_of(plan), self.remote, num_tokens=tokens)
         return plan_pull(

@@ -39,7 +39,7 @@ class Seen(msgspec.Struct, frozen=True):
 
 
 async def observe(url: str, key: str, seconds: float) -> Seen:
-    """What the client sees for `seconds`; requests under way then are waited for."""
+    """Measures as the client for `seconds`; requests under way then are waited for."""
     numbers, end = itertools.count(), time.monotonic() + seconds
     errors: list[str] = []
     async with Client(url, NAME, api_key=key, timeout_s=REQUEST_S) as client:

@@ -46,7 +46,7 @@ from benchmarks.support.processes import servers
 
 NUM_QUESTIONS, QUICK_QUESTIONS = 72, 12
 MORE_MINUTES = 6.0
-"""What reference, start and settling take at most."""
+"""Minutes that reference, start and settling take at most."""
 QUICK_S, QUICK_MINUTES, QUICK_STREAMS = 120.0, 0.1, 2
 QUICK_WARM_REQUESTS = 2
 SEED = 0

@@ -1,4 +1,4 @@
-"""What servers hold when nothing is asked of them any more, beside what they held once warm."""
+"""Resources of servers after their last request, beside those that they held once warm."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ ANSWER: Final = aiohttp.ClientTimeout(total=5.0)
 
 @dataclass(slots=True)
 class Baselines:
-    """What each life of a server held once it had finished `num_requests`.
+    """Resources that each life of a server held once it had finished `num_requests`.
 
     A younger life is still growing into its libraries, so it is not judged.
     """
@@ -33,7 +33,7 @@ class Baselines:
     taken: dict[tuple[str, int], Holdings] = field(default_factory=dict)
 
     async def take(self, members: list[Member]) -> None:
-        """Takes those of the lives that are warm by now and have none yet."""
+        """Takes the baselines of lives that are warm by now and have none yet."""
         for member in members:
             life = (member.name, member.lives)
             if life in self.taken or not member.is_up:
@@ -46,17 +46,17 @@ class Baselines:
                 self.taken[life] = held
 
     def judged(self, members: list[Member]) -> list[Member]:
-        """Those whose present life has a baseline."""
+        """Members whose present life has a baseline."""
         return [each for each in members if (each.name, each.lives) in self.taken]
 
     def excess(self, member: Member) -> str:
-        """What its present life, which is judged, holds beyond its baseline."""
+        """Resources that a judged member's present life holds beyond its baseline, in words."""
         now = holdings(member)
         return "" if now is None else now.excess(self.taken[member.name, member.lives])
 
 
 async def left(up: Cluster, baselines: Baselines) -> list[str]:
-    """What a member holds that it should not hold at rest."""
+    """Lists, in words, all that members hold and should not hold at rest."""
     found = []
     for member in baselines.judged(up.members):
         if excess := baselines.excess(member):
@@ -69,7 +69,7 @@ async def left(up: Cluster, baselines: Baselines) -> list[str]:
 
 
 def _files(up: Cluster) -> list[str]:
-    """What kills have left in the folder of the tier, or beyond its bound."""
+    """Files that kills left in the folder of the tier, and its size if beyond the bound."""
     files = [file for file in up.folder.rglob("*") if file.is_file()]
     found = [f"{file.name} is in the folder of the tier" for file in files if is_partial(file)]
     if (size := sum(file.stat().st_size for file in files)) > FOLDER_BYTES:
@@ -94,7 +94,7 @@ def unjudged(up: Cluster, baselines: Baselines) -> list[str]:
 
 
 async def values(url: str, start: str) -> list[float]:
-    """Those of the metrics whose lines begin with `start`; none of a server that is away."""
+    """Values of the metrics whose lines begin with `start`; none of a server that is away."""
     try:
         async with (
             aiohttp.ClientSession(url, timeout=ANSWER) as http,

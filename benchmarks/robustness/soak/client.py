@@ -37,7 +37,7 @@ class Verdict(StrEnum):
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request; seconds are those in which the client waited for bytes.
+    """The outcome of one request; seconds are those in which the client waited for bytes.
 
     `asked_at` and `first_at`, that of the first token, are monotonic.
     """

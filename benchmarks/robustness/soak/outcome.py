@@ -1,4 +1,4 @@
-"""What a soak has seen: its rows, and the promises that were broken."""
+"""The outcome of a soak: its rows, and the promises that were broken."""
 
 import math
 import statistics

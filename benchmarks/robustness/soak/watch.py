@@ -18,7 +18,7 @@ MEGABYTE = 2**20
 
 
 class Holdings(msgspec.Struct, frozen=True):
-    """What one server holds at one moment; its children's memory counts as its own.
+    """Resources of one server at one moment; its children's memory counts as its own.
 
     `shared` bytes are arenas, its own and those of peers that it has mapped.
     """
@@ -29,7 +29,7 @@ class Holdings(msgspec.Struct, frozen=True):
     threads: int
 
     def excess(self, before: "Holdings") -> str:
-        """What is held beyond `before` and some slack, in words; empty when all came back."""
+        """Resources held beyond `before` and some slack, in words; empty when all came back."""
         found = {
             "MB": (self.private - before.private - SLACK_BYTES) // MEGABYTE,
             "MB shared": (self.shared - before.shared - SLACK_SHARED_BYTES) // MEGABYTE,
@@ -79,7 +79,7 @@ class Watch:
 
 
 def holdings(member: Member) -> Holdings | None:
-    """None for a member that has just ended."""
+    """Resources of a member now; None if it has just ended."""
     try:
         process = member.process
         memory = [each.memory_info() for each in (process, *process.children(recursive=True))]

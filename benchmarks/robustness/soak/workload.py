@@ -116,7 +116,7 @@ def _question(draw: random.Random, number: int, kind: str) -> Question:
 
 
 def said_by(choice: Mapping[str, Any]) -> Said:
-    """What one choice of a whole reply, or of an event of a stream, says."""
+    """Tokens, text and end of one choice of a whole reply, or of an event of a stream."""
     message = choice.get("message") or choice.get("delta") or {}
     text = choice.get("text") or message.get("content") or ""
     for call in message.get("tool_calls") or ():

@@ -1,4 +1,4 @@
-"""What stands behind both sides of `proxy_cost`: two nodes without a model, and an HTTP server.
+"""Servers behind both sides of `proxy_cost`: two nodes without a model, and an HTTP server.
 
 All three answer the same tokens at the same pace; the HTTP server writes them as the proxy does.
 """
@@ -96,7 +96,7 @@ class ScriptedNode:
             )
 
     def _params(self, request: GenerateRequest, token: int) -> KVTransferParams:
-        """As long as those of a real P."""
+        """Parameters as long as those of a real P."""
         return KVTransferParams(
             do_remote_prefill=True,
             remote_engine_id=self.kind,
@@ -137,7 +137,7 @@ class HttpServer:
         return Response([body async for body in bodies][-1], media_type="application/json")
 
     async def _bodies(self, count: int) -> AsyncIterator[bytes]:
-        """One for each token."""
+        """One body for each token."""
         name, created = f"cmpl-{next(self._numbers):032d}", int(time.time())
         async for _, text, is_last in self._script.tokens(count):
             reason = FinishReason.LENGTH if is_last else None

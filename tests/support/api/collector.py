@@ -32,7 +32,7 @@ class Seen:
 
 @dataclass(slots=True)
 class Collector(TraceServiceServicer):
-    """What arrived; `raw` holds the messages as they were on the wire."""
+    """Collects all spans that arrive; `raw` holds the messages as they were on the wire."""
 
     grpc_url: str = ""
     http_url: str = ""

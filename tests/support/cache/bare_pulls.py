@@ -73,13 +73,13 @@ class Pair:
 
     @property
     def lease(self) -> Lease:
-        """The one that P has granted."""
+        """The lease that P has granted."""
         (lease,) = self.leases.all_held()
         return lease
 
     @property
     def generation(self) -> int:
-        """Of that lease."""
+        """The generation of that lease."""
         return self.lease.generation
 
     async def hash_ahead(self) -> None:
@@ -137,7 +137,7 @@ class Pair:
 
 
 class ChangedDigests(ArenaDigests):
-    """What P found, changed before it answers; `num_asked` times it was asked.
+    """Changes the digests that P found before it answers; `num_asked` counts the questions.
 
     Hashes ahead when a test says so.
     """
@@ -154,7 +154,7 @@ class ChangedDigests(ArenaDigests):
 
 
 class ChangedAnswers(HeldDigests):
-    """Those of one lease."""
+    """The changed digests of one lease."""
 
     def __init__(self, held: SequenceBlocks, owner: ChangedDigests, put: PutDigest) -> None:
         super().__init__(held, owner.read, put)

@@ -134,7 +134,7 @@ class BareTiers:
         return self.poll()
 
     def poll(self) -> ConnectorOutput:
-        """What ended since the last time."""
+        """Takes the reports of the worker side since the last call, and adds them to `ended`."""
         output = self.worker.get_finished()
         self.scheduler.update(output)
         self.ended = ConnectorOutput(
@@ -143,7 +143,7 @@ class BareTiers:
         return output
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Steps until threads have done what is waited for."""
+        """Steps until threads have made `condition` true."""
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             assert time.monotonic() < deadline

@@ -39,7 +39,7 @@ Item = tuple[int, bytes, int, int]  # group, digest, physical block, its first t
 
 
 class Message(msgspec.Struct, array_like=True):
-    """What the scheduler side tells the worker side."""
+    """Saves and loads that the scheduler side orders from the worker side."""
 
     saves: list[tuple[str, list[Item]]]
     loads: list[tuple[str, list[Item]]]

@@ -11,7 +11,7 @@ from connector.pd.wire.messages import BlockIds, Handshake
 
 LEASE_S = 30.0
 HOLDING = bytes(range(32))
-"""What all of its leases hold, they say."""
+"""The `holding` that tests name for all of their leases."""
 
 
 class NoDigests(ArenaDigests):
@@ -34,12 +34,12 @@ def lease_table(duration_s: float, clock: Callable[[], float]) -> LeaseTable:
 
 
 def num_free(runs: FreeRuns) -> int:
-    """Places in all runs."""
+    """The number of free places in all runs."""
     return sum(length for _, length in runs._runs)
 
 
 def identity(wanted: Sequence[str] = ()) -> Handshake:
-    """Of a node called p."""
+    """The handshake of a node called p."""
     return Handshake(
         engine_id="p",
         transport="shm",

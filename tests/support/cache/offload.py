@@ -50,7 +50,7 @@ def tiers_of(node: NodeServer) -> OffloadConnector:
 
 
 def stats_of(node: NodeServer) -> OffloadStats:
-    """What the node's tiers have counted."""
+    """The counts of the node's tiers."""
     return tiers_of(node).scheduler._stats
 
 
@@ -67,7 +67,7 @@ async def tiers_settled(node: NodeServer) -> None:
 
 
 async def forget(node: NodeServer) -> None:
-    """Only the tiers remember."""
+    """Empties the arena's cache, so that only the tiers remember."""
     await tiers_settled(node)
     await run_in_engine(node.engine, partial(evict_all, node.engine.core.scheduler.cache))
     node.engine.wake()

@@ -28,7 +28,7 @@ class PublishedForm(NamedTuple):
         return msgspec.msgpack.encode(self.batch(1.5, list(events), rank))
 
     def decode(self, payload: bytes) -> Any:
-        """What this version makes of a batch."""
+        """The batch as this version reads it."""
         return msgspec.msgpack.decode(payload, type=self.batch)
 
 

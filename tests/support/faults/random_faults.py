@@ -50,7 +50,7 @@ class Step:
 
 @dataclass(slots=True)
 class Plan:
-    """What happens to one hand-over; `fired` is what did, in order."""
+    """Faults that are planned for one hand-over; `fired`: those that happened, in order."""
 
     rng: Random
     steps: tuple[Step, ...]
@@ -68,7 +68,7 @@ class Plan:
 
     @property
     def names(self) -> list[str]:
-        """What was done, whatever the point."""
+        """Names of the acts that were done, whatever the point."""
         return [step.act for step in self.fired]
 
     @property

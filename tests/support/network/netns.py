@@ -38,7 +38,7 @@ def skip_if_impossible() -> None:
 
 @cache
 def obstacle() -> str:
-    """What forbids namespaces and cables here; empty where nothing does."""
+    """The reason why namespaces and cables are impossible here; empty where they are possible."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("unshare") is None:
         return "not root, or no ip or unshare command"
     probe = ("unshare", "--net", "--mount", "ip", "link", "add", "type", "veth")
@@ -119,7 +119,7 @@ def move_in(namespace: str) -> None:
 
 
 def received_bytes(device: str) -> int:
-    """What has come in through a device of the namespace in which this process lives."""
+    """Bytes that came in through a device of the namespace in which this process lives."""
     return int(Path(f"/sys/class/net/{device}/statistics/rx_bytes").read_text())
 
 

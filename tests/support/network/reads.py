@@ -45,7 +45,7 @@ def until(condition: Callable[[], object]) -> None:
 
 
 def pull_in_the_end(transport: Transport, peer: Peer, spans: Sequence[SpanPair]) -> None:
-    """What went wrong before may cost reads more, and the peer its address, but never a byte."""
+    """Reads until one succeeds: earlier faults may cost reads or the peer's address, not a byte."""
     deadline = time.monotonic() + DEADLINE_S
     while True:
         transport.connect("p", peer.address_now())

@@ -159,7 +159,7 @@ class Relay:
         return self._has_spoken(patience_s) and self._hear() == HOLDING
 
     def go_on(self) -> None:
-        """What was held leaves."""
+        """Ends the hold: frames that were held leave."""
         self._tell("go")
 
     def count_passed(self) -> int:

@@ -44,14 +44,14 @@ HERE = Place()
 
 
 class Wire(NamedTuple):
-    """What joins two hosts: the far end of it can be pulled out, the relay can stop and lose."""
+    """The cable between two hosts: its far end can be pulled out, its relay can stop and lose."""
 
     plug: End
     relay: Relay
 
 
 class Road(NamedTuple):
-    """From the process that reads to its peers; only another host has a wire."""
+    """The way from the process that reads to its peers; only another host has a wire."""
 
     near: Place = HERE
     far: Place = HERE

@@ -66,11 +66,11 @@ class Host:
         return self._inside.submit(self._post, f"{server.url}/v1/completions", body)
 
     def do(self, action: Callable[..., Made], *arguments: object) -> Made:
-        """What an action that talks to servers of this host returns."""
+        """Runs an action that talks to servers of this host; returns its result."""
         return self._inside.submit(action, *arguments).result()
 
     def remember_start_values(self) -> None:
-        """What the servers hold now is what they may hold at rest."""
+        """Records what the servers hold now, which is all that they may hold at rest."""
         for server in self.servers:
             self.do(server.remember_start_value)
 
@@ -133,7 +133,7 @@ class TwoHosts:
         self.p.stop_servers()
 
     def remember_start_values(self) -> None:
-        """What the servers hold now is what they may hold at rest."""
+        """Records what the servers hold now, which is all that they may hold at rest."""
         self.p.remember_start_values()
         self.d.remember_start_values()
 

@@ -47,7 +47,7 @@ def peers_of(node: NodeServer) -> PeerRegistry:
 
 
 def identity_of(node: NodeServer) -> Handshake:
-    """What the node says of itself in a handshake."""
+    """The node's description of itself in a handshake."""
     return peers_of(node)._identity()
 
 
@@ -68,7 +68,7 @@ class Holding(NamedTuple):
 
 
 def holdings(node: NodeServer) -> Holding:
-    """What hand-overs hold now, beside the units of the arena, which `settled` looks at."""
+    """Counts what hand-overs hold now, but for units of the arena, which `settled` looks at."""
     leases, claims = leases_of(node), claims_of(node)
     stages = (sample(node, "vllm:num_requests_kv_fetch_by_stage", stage=name) for name in STAGES)
     return Holding(

@@ -108,7 +108,7 @@ def _descriptors(pid: int) -> list[str]:
 
 
 def _kind(path: str) -> str | None:
-    """What a descriptor is, without the number that tells it from others of its kind.
+    """The kind of a descriptor, without the number that tells it from others of its kind.
 
     None: it has been closed since it was listed.
     """

@@ -69,13 +69,13 @@ async def hand_over_all(
 
 
 def moved(done: Generation) -> KVTransferStats:
-    """What a hand-over moved for this answer."""
+    """Statistics of the hand-over that served this answer."""
     assert done.last.kv_transfer is not None
     return done.last.kv_transfer
 
 
 def assert_equal(pair: Generation, alone: Generation, *, was_pulled: bool | None = None) -> None:
-    """Bit by bit, and whether D pulled it where that is given."""
+    """Compares bit by bit, and checks whether D pulled it where that is given."""
     assert pair.token_ids == alone.token_ids
     assert pair.logprobs == alone.logprobs
     assert was_pulled in (None, pair.last.was_pulled)

@@ -154,7 +154,7 @@ class ServerProcess:
             time.sleep(POLL_S)
 
     def remember_start_value(self) -> None:
-        """What it holds after an answer is what it may hold at rest."""
+        """Records what the process holds after an answer, which is all that it may hold at rest."""
         self.metrics()  # the first HTTP connection makes libuv keep one spare descriptor
         self.start_value = held_by(self.process.pid)
 

@@ -29,7 +29,7 @@ class RemoteEngine:
 
 @dataclass(slots=True, frozen=True)
 class RemoteNode:
-    """What tests of the hand-over need of a node."""
+    """The part of a node that tests of the hand-over need."""
 
     engine: RemoteEngine
 
@@ -59,7 +59,7 @@ class Door:
     pumps: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection; its other half is made by a thread inside, and so leads there."""
+        """Passes one connection on; a thread of the other host opens the half that leads there."""
         address = (self.host.address, self.port)
         made = await asyncio.to_thread(self.host.do, socket.create_connection, address)
         inner_reader, inner_writer = await asyncio.open_connection(sock=made)

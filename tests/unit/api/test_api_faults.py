@@ -1,4 +1,4 @@
-"""What clients do wrong or leave undone: broken bodies, wrong keys, odd labels, early goodbyes."""
+"""Faults and omissions of clients: broken bodies, wrong keys, odd labels, early disconnects."""
 
 import asyncio
 import json

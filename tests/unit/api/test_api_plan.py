@@ -415,7 +415,7 @@ OBJECTS = (
 
 @pytest.mark.parametrize("one", OBJECTS, ids=repr)
 def test_objects_are_counted_before_they_are_built_however_they_are_spelt(one: bytes) -> None:
-    """Those in texts do not count, but for a brace at the very end of one."""
+    """Braces in texts do not count as objects, but for one at the very end of a text."""
     key = b"tool_calls" if b"function" in one else b"content"
     for name, kind in (("messages", ChatRequest), ("input", ResponsesRequest)):
         many = b",".join([one] * (MAX_OBJECTS + 1))
@@ -444,7 +444,7 @@ def test_texts_are_bounded_before_they_are_tokenized(served: ServedModel, is_cut
 def test_cache_boundaries_travel_with_each_sequence(
     served: ServedModel, named: list[int] | None
 ) -> None:
-    """Behind the prompt or twice, they are hints."""
+    """Boundaries past the prompt, or named twice, are accepted: all are hints."""
     plan = complete(served, prompt=[[5], [6]], n=2, cache_boundaries=named)
     assert [it.cache_boundaries for it in plan.requests] == [tuple(named or ())] * 4
 

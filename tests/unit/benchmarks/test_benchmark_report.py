@@ -1,4 +1,4 @@
-"""What a benchmark makes of its measurements: a file, a page that stands alone, ratios, lines."""
+"""Reports that a benchmark makes of its measurements: a file, one whole page, ratios, lines."""
 
 import re
 from pathlib import Path

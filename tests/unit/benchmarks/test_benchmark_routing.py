@@ -73,7 +73,7 @@ def test_a_third_prompt_waits_for_the_shorter_of_two() -> None:
     requests = stream((0.0, ((1, 2000),)), (0.0, ((2, 1000),)), (0.5, ((3, 100),)))
     in_turn, aware = served("round_robin", requests)[2], served("prefix_aware", requests)[2]
     assert (in_turn.prefill, aware.prefill) == ("p0", "p1")
-    # The first prompt's pull takes longer than the third's prefill behind it.
+    # The first prompt's pull takes longer than the third's prefill after it.
     assert in_turn.ttft_s == pytest.approx(2.0 - 0.5 + pull_s(2000) + pull_s(100))
     assert aware.ttft_s == pytest.approx(1.0 - 0.5 + 0.1 + pull_s(100))
 
@@ -89,7 +89,7 @@ def test_an_answer_waits_for_a_slot() -> None:
 def test_a_trap_catches_the_longest_prefix_alone() -> None:
     """On each node the second prompt finds no state where it parts from the first, later ones do.
 
-    One node computes 8 at once behind the first, or two nodes compute 4 each.
+    One node computes 8 at once after the first, or two nodes compute 4 each.
     """
     shared = (1, 512)
     prompts = [(10.0 * (n > 0), (shared, (n + 2, 512))) for n in range(9)]

@@ -205,7 +205,7 @@ def test_turns_think_or_come_at_their_own_times() -> None:
 
 
 def test_a_target_gets_only_ids_that_its_model_has() -> None:
-    """Those of a tokenizer, or few enough for any; the demo's model has 832."""
+    """The ids of a tokenizer, or so few that any model has them; the demo's model has 832."""
     demo = str(DEMO_MODEL)
     known = ids_of(ReplayOptions(target="http://one", tokenizer=demo))
     assert 600 < len(known) <= max(known) + 1 <= 832

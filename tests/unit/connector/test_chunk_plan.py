@@ -20,7 +20,7 @@ PREFIX = PrefixDigests(PrefixHasher(HASH_BLOCK, "seed"), list(range(3, 203)), No
 
 
 def stored(start: int, end: int) -> CachedBlocks:
-    """What the cache says when it holds more of its blocks: from a hash boundary on."""
+    """The cache's report that it holds more of its blocks: from a hash boundary on."""
     boundaries = PREFIX.boundaries()[start // HASH_BLOCK + 1 : end // HASH_BLOCK + 1]
     blocks = tuple(range(start // BLOCK, -(-end // BLOCK)))
     tail = PREFIX.digest_at(end) if end % HASH_BLOCK else None

@@ -102,7 +102,7 @@ class Model:
 
 
 def check(model: Model, tokens: Tokens, limit: int) -> None:
-    """What the index says of one prompt is what the search finds."""
+    """Asserts that the index says of one prompt what the search finds."""
     prefix = model.prefix(tokens)
     coverage = model.index.coverage(prefix)
     reach = coverage.attention(limit)

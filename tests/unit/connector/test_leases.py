@@ -1,4 +1,4 @@
-"""What P makes of leases: generations keep readers of one request apart, spare ones go first.
+"""Leases on P: generations keep readers of one request apart, and spare leases go first.
 
 A spare lease is for a next turn that may never come: it lasts longer, and goes first when memory is
 short. A claimed one is like any other, and is never taken back.

@@ -1,4 +1,4 @@
-"""What two nodes must have in common, and what may differ; refusals name both values."""
+"""Properties that two nodes must share, and others that may differ; refusals name both values."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What P and D check before they believe a word of `kv_transfer_params`."""
+"""Checks that P and D make before they believe a word of `kv_transfer_params`."""
 
 import pytest
 from msgspec.structs import replace

@@ -101,7 +101,7 @@ def _pages(
 
 
 def announced(plan: ArenaPlan, tables: list[list[int]], num_tokens: int) -> SequenceBlocks:
-    """What P says: no blocks behind a window."""
+    """Blocks that P announces: none that the sliding window has passed."""
     block_ids = []
     for number, blocks in enumerate(tables):
         spec, size = plan.groups[number].spec, plan.block_size_of(number)

@@ -133,7 +133,7 @@ def test_a_second_cluster_is_refused_and_the_first_still_shown(tmp_path: Path) -
 
 
 def left_behind(file: Path, folder: Path) -> None:
-    """What a killed owner leaves: a state file that nobody holds."""
+    """Writes what a killed owner leaves: a state file that nobody holds."""
     file.write_bytes(msgspec.json.encode(ClusterState(pid=os.getpid(), folder=str(folder))))
 
 

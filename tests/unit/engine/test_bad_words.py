@@ -1,4 +1,4 @@
-"""What a step may not choose, and what it may: the same as by definition, at a bounded cost."""
+"""Tokens that a step may and may not choose: the same as by definition, at a bounded cost."""
 
 import random
 from collections import Counter
@@ -100,7 +100,7 @@ def test_seen_tokens_grow_with_the_request() -> None:
 @pytest.mark.parametrize("ids", [(0,), (3, 8, 8), (15, 2), tuple(range(16))])
 @pytest.mark.parametrize("forbidden", [frozenset[int](), frozenset({3, 99}), frozenset({0})])
 def test_only_allowed_tokens_are_drawn(ids: tuple[int, ...], forbidden: frozenset[int]) -> None:
-    """What is forbidden may come where nothing else is allowed."""
+    """Forbidden tokens may come where no others are allowed."""
     request = request_with((1,), allowed_token_ids=ids)
     mask = request.allowed_tokens()
     assert np.flatnonzero(

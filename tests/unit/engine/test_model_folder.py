@@ -1,4 +1,4 @@
-"""What a model folder says besides its tensors: where it is, how text ends, how it is sampled."""
+"""Facts of a model folder besides its tensors: where it is, how text ends, how it is sampled."""
 
 import json
 import os

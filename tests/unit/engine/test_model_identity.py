@@ -1,4 +1,4 @@
-"""What makes two models one: every field of a config and every byte of the weights that counts."""
+"""The identity of a model: every field of a config and every byte of the weights that counts."""
 
 import dataclasses
 import enum
@@ -78,7 +78,7 @@ def parsed(architecture: str, dtype: str | None = None, /, **changes: Any) -> Mo
 
 
 def every_field(config: Any) -> Iterator[tuple[str, Any]]:
-    """By `Class.field`, what becomes of a config in which one field, at any depth, is another."""
+    """Yields `Class.field` and the config with another value there, for fields at any depth."""
     hints = get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

@@ -131,7 +131,7 @@ def test_states_are_kept_while_decoding_only_when_asked_for(interval: int, kept:
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("units", [6, 7, 8, 10])
 def test_recomputed_tokens_are_those_that_were_computed_again(units: int, caching: bool) -> None:
-    """What a later hit saves is not computed again, and what nobody computed is not counted."""
+    """Tokens that a later hit saves are not computed again; tokens nobody computed do not count."""
     scheduler = scheduler_of(units, caching=caching)
     prompts = [tokens(40 + 7 * number, 100 * number) for number in range(6)]
     requests = [
@@ -204,7 +204,7 @@ def attention_shared(cached: list[int], prompt: list[int]) -> int:
 
 def test_a_state_is_kept_where_the_caller_says_that_prompts_part() -> None:
     scheduler = scheduler_of()
-    named = (100, 40, 100, 500, 1)  # in any order, twice, behind the prompt, before a hash block
+    named = (100, 40, 100, 500, 1)  # in any order, twice, past the prompt, before a hash block
     add(scheduler, "first", tokens(130), boundaries=named)
     saves = [
         save.num_tokens for out in run(scheduler) for one in out.scheduled for save in one.saves

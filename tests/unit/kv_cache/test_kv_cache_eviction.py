@@ -1,4 +1,4 @@
-"""What goes first when room is needed, seen from outside: by what can still be found."""
+"""The order of eviction when room is needed, seen from outside: by what can still be found."""
 
 from itertools import count
 from random import Random

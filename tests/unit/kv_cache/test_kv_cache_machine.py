@@ -158,7 +158,7 @@ class CacheMachine(RuleBasedStateMachine):
         return units + missing <= self.plan.num_units
 
     def hit_blocks(self, hit: PrefixHit, group: int) -> set[int]:
-        """What of one group is used when a request starts from this hit."""
+        """Blocks of one group that are in use when a request starts from this hit."""
         part = hit.states if self.contents.is_state(group) else hit.attention[group]
         blocks = {block for block in part.blocks if block != NULL_BLOCK}
         if part.source is None:

@@ -1,4 +1,4 @@
-"""What the checkpoint policy and the two-level allocator promise, request by request."""
+"""Promises of the checkpoint policy and the two-level allocator, request by request."""
 
 from collections.abc import Sequence
 from hashlib import sha256

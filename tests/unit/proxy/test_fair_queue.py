@@ -14,7 +14,7 @@ from proxy.access.fair_queue import FairQueue, Places, Share
 
 @asynccontextmanager
 async def place(queue: FairQueue, share: Share, cost: float) -> AsyncIterator[None]:
-    """That of a request with one sequence."""
+    """Waits for the place of a request with one sequence, and holds it."""
     places = Places(queue, share, cost)
     async with places.waited_for(), places.place():
         yield

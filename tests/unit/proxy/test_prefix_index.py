@@ -76,7 +76,7 @@ def digests_of(text: Text, seed: str = "") -> PrefixDigests:
 
 
 class Model:
-    """What each node holds, as counted texts; the index must find the same."""
+    """Counts the texts that each node holds; the index must find the same."""
 
     def __init__(self, mix: Sequence[str]) -> None:
         self.groups = [GROUPS[name] for name in mix]

@@ -1,4 +1,4 @@
-"""What prompts under way add to what nodes have announced, and who hashes them."""
+"""Prefixes of prompts under way count beside announced ones; a thread hashes long prompts."""
 
 import threading
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""What everybody may read of a proxy, in good times and in bad, names no address, host or path."""
+"""Replies of a proxy that all may read, in good times and bad, name no address, host or path."""
 
 import re
 import socket

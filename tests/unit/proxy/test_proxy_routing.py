@@ -1,4 +1,4 @@
-"""What each policy chooses, from plain snapshots."""
+"""Choices of each routing policy, from plain snapshots of nodes."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -238,7 +238,7 @@ async def test_what_nobody_reads_is_bounded_for_all_readers_together() -> None:
 
 
 def received(reader: socket.socket) -> bytes:
-    """What comes next; nothing at the end, or once the server has broken the connection."""
+    """The bytes that come next; none at the end, or once the server has broken the connection."""
     try:
         return reader.recv(2**20)
     except ConnectionError:
