@@ -37,7 +37,7 @@ test-long: $(STAMP) ## the same promises crossed, repeated and slow
 check: $(STAMP) ## lint, types, architecture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy engine serving connector prefill_node decode_node proxy deploy benchmarks tests
+	$(BIN)/mypy engine serving connector prefill_node decode_node proxy deploy benchmarks examples tests
 	$(BIN)/lint-imports
 
 tree: $(STAMP) ## write docs/TREE.md from docstrings, docs/options.md from options
@@ -45,7 +45,7 @@ tree: $(STAMP) ## write docs/TREE.md from docstrings, docs/options.md from optio
 	$(BIN)/python -m tests.options_page
 
 proto: $(STAMP) ## regenerate serving/rpc/pb from proto/node.proto
-	$(BIN)/python -m grpc_tools.protoc -Iengine/rpc/pb=proto --python_out=. --pyi_out=. \
+	$(BIN)/python -m grpc_tools.protoc -Iserving/rpc/pb=proto --python_out=. --pyi_out=. \
 		--grpc_python_out=. proto/node.proto
 
 model: $(STAMP) ## train the small model that the demo serves, half an hour

@@ -1,6 +1,8 @@
-"""`kv_connector` by name: which connectors a node can be started with."""
+"""`kv_connector` by name: which connectors a node can be started with.
 
-from collections.abc import Mapping
+A program may add its own to `CONNECTORS` before it starts a node: `examples/own_connector.py`.
+"""
+
 from typing import Final
 
 from connector.multi.connector import MultiConnector
@@ -10,7 +12,7 @@ from engine.errors import ConfigError
 from serving.config import KVTransferConfig
 from serving.node.connector import Build, NodeConnector
 
-CONNECTORS: Final[Mapping[str, type[NodeConnector]]] = {
+CONNECTORS: Final[dict[str, type[NodeConnector]]] = {
     "PdConnector": PdConnector,
     "OffloadConnector": OffloadConnector,
     "MultiConnector": MultiConnector,

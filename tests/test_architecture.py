@@ -298,6 +298,17 @@ def test_docstrings_begin_with_one_line() -> None:
     assert_only(ragged, {})
 
 
+def test_docstrings_begin_with_their_subject() -> None:
+    vague = [
+        f"{name}: {text.splitlines()[0]}"
+        for name, tree in trees(*PRODUCT, "tests").items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | Function)
+        and (text := ast.get_docstring(node) or "").startswith(("What ", "That ", "Those "))
+    ]
+    assert_only(vague, {})
+
+
 def test_public_names_are_explained() -> None:
     bare = [
         f"{name}::{node.name}"

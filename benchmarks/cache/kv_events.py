@@ -89,7 +89,7 @@ def main(
     quick: report.Quick = False,
     out: report.Out = report.RESULTS,
 ) -> None:
-    """What events cost by parts, and what they cost the steps of an engine."""
+    """The cost of events by parts, and to the steps of an engine."""
     found = report.Report("kv_events", out, SECONDS, cpu=cpu, quick=quick)
     warmups = load.WARMUPS
     if quick:

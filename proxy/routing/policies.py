@@ -1,9 +1,10 @@
 """Routing policies: each chooses P and D of one request together, and says why.
 
 Plain functions of a prompt and of snapshots of nodes; none waits, measures or asks anybody.
+A program may add its own to `POLICIES` before it starts a proxy: `examples/own_routing_policy.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
@@ -162,7 +163,7 @@ def _route(
     return Route(prefill, decode, reason, prefill_hit, prompt.hit(decode.name))
 
 
-POLICIES: Final[Mapping[str, Callable[[], RoutingPolicy]]] = {
+POLICIES: Final[dict[str, Callable[[], RoutingPolicy]]] = {
     "least_loaded": LeastLoaded,
     "prefix_aware": PrefixAware,
     "round_robin": RoundRobin,

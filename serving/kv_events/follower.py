@@ -43,7 +43,7 @@ class EventSource(msgspec.Struct, frozen=True):
 
 
 class EventSink(Protocol):
-    """What follows the caches of many publishers. Called from one thread, briefly."""
+    """The follower of the caches of many publishers. Called from one thread, briefly."""
 
     def apply(self, name: str, events: Sequence[Event]) -> None:
         """Changes of the cache of `name`, in order; removals of unknown blocks are possible."""
@@ -69,7 +69,7 @@ class SourceStats(msgspec.Struct, frozen=True):
 
 
 class Asking(Enum):
-    """What a request is for."""
+    """The aim of a request."""
 
     REPLAY = auto()  # batches from the last one on, which is there to be compared
     SNAPSHOT = auto()  # the state
@@ -261,7 +261,7 @@ class SourceFollower:
             self._waiting_bytes += len(payload)
 
     def _take_waiting(self) -> Iterator[tuple[int, EventBatch, bytes]]:
-        """What was kept, in order, and no longer is; each is decoded when its turn comes."""
+        """Takes the kept batches, in order; each is decoded when its turn comes."""
         waiting, self._waiting, self._waiting_bytes = self._waiting, {}, 0
         return ((number, decode(waiting[number]), waiting[number]) for number in sorted(waiting))
 

@@ -62,7 +62,7 @@ def reachable(endpoint: str, host: str) -> str:
 
 @dataclass(slots=True)
 class _Answer:
-    """What one asker has not been sent yet; `next` is the message that it did not take."""
+    """Messages for one asker that were not sent yet; `next` is the one that it did not take."""
 
     asker: bytes
     rest: Iterator[NumberedPayload]

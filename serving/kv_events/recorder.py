@@ -37,7 +37,7 @@ class EventRecorder:
         self._num_in_tiers = 0
 
     def take(self) -> list[Event]:
-        """What has changed since the last call, in its order."""
+        """The changes since the last call, in their order."""
         events, self._events = self._events, []
         return events
 

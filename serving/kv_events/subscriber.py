@@ -87,7 +87,7 @@ class _Connection:
 
     @property
     def channels(self) -> list[Channel]:
-        """Those to be read."""
+        """The connections to be read."""
         return [each for each in (self.live, self.answers) if each and not each.socket.closed]
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ Announced = Counter[tuple[int | None, bytes]]
 
 
 def told(info: KVEventsInfo) -> Announced:
-    """What a snapshot of the node says: (group, hash), each copy."""
+    """The (group, hash) of each copy that a snapshot of the node names."""
     announced: Announced = Counter()
     for event in snapshot_of(info):
         hashes = [digest for digest in event.block_hashes if isinstance(digest, bytes)]
@@ -56,7 +56,7 @@ def snapshot_of(info: KVEventsInfo) -> list[BlockStored]:
 
 
 def held(node: NodeServer) -> Announced:
-    """What the node's cache can find, walked through by brute force."""
+    """All that the node's cache can find, walked through by brute force."""
     pool = node.engine.core.scheduler.cache.pool
     states = pool.plan.state_groups
     by_tail = [pool.trees[group].partial.values() for group in pool.plan.attention_groups]

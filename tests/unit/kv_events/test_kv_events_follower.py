@@ -1,4 +1,4 @@
-"""What a follower does about one gap, restart or silence, and what a publisher's log keeps."""
+"""A follower after one gap, restart or silence, and the batches that a publisher's log keeps."""
 
 import tracemalloc
 from typing import Any
