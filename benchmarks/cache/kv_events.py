@@ -17,8 +17,8 @@ from benchmarks.support import machine, report
 from benchmarks.support.pairs import Spread, alternate
 from benchmarks.support.plots import grouped_bars
 from engine.kv_cache.listener import CachedBlocks, CachedStates
+from serving.kv_events.event_log import CacheMirror
 from serving.kv_events.recorder import AnnouncedGroup, EventRecorder
-from serving.kv_events.snapshot import CacheMirror
 from serving.kv_events.wire import EventBatch, decode, encode
 
 SECONDS = (240, 45)

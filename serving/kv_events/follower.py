@@ -1,6 +1,6 @@
 """One publisher as a subscriber follows it: which batch is next, and how what is lost comes back.
 
-Knows no sockets: messages and times come in, calls of the sink and one wanted request come out.
+Knows no sockets: messages and times come in, calls of the sink and one wanted question come out.
 """
 
 import time
@@ -24,12 +24,12 @@ from serving.kv_events.wire import (
 
 MAX_WAITING = 10_000
 MAX_WAITING_BYTES = 8 * 2**20
-"""Batches, and their bytes, that are kept while a request is answered; later ones count as lost.
+"""Batches, and their bytes, that are kept while a question is answered; later ones count as lost.
 They are kept as they came, since decoded ones may take many times as much."""
 ANSWER_S = 5.0
 """The longest wait for the next message of an answer."""
 RETRY_S = 5.0
-"""From a request that failed to the next one."""
+"""From a question that failed to the next one."""
 QUIET_S = 2.0
 """Silence after which a publisher is asked whether its last batch is the one that came last."""
 
@@ -69,15 +69,15 @@ class SourceStats(msgspec.Struct, frozen=True):
 
 
 class Asking(Enum):
-    """The aim of a request."""
+    """The aim of a question."""
 
     REPLAY = auto()  # batches from the last one on, which is there to be compared
     SNAPSHOT = auto()  # the state
     EVERYTHING = auto()  # all batches from 0 on, of a publisher that knows no snapshots
 
 
-class Request(msgspec.Struct, eq=False):
-    """One question to a replay endpoint, to be sent over a connection of its own.
+class Question(msgspec.Struct, eq=False):
+    """A request to a replay endpoint, to be sent over a connection of its own.
 
     `word`: its 8 bytes. `deadline`: monotonic seconds for the next message of the answer. `next`:
     the batch that was missing when it was made.
@@ -93,13 +93,13 @@ class Request(msgspec.Struct, eq=False):
 class SourceFollower:
     """Calls `sink` with every batch of one publisher once and in order, or begins anew.
 
-    `request`: what shall be asked now, or None; another object is another question. The sink knows
+    `question`: what shall be asked now, or None; another object is another question. The sink knows
     nothing that the publisher had not announced, and nothing that it was heard to take back.
     """
 
     def __init__(self, name: str, sink: EventSink, has_replay: bool, *, now: float) -> None:
         self.name = name
-        self.request: Request | None = None
+        self.question: Question | None = None
         self._sink = sink
         self._has_replay = has_replay
         self._now = now
@@ -135,8 +135,8 @@ class SourceFollower:
     @property
     def next_at(self) -> float:
         """Monotonic seconds at which `tick` has something to do; infinite for never."""
-        if self.request is not None:
-            return self.request.deadline
+        if self.question is not None:
+            return self.question.deadline
         if not self._has_replay:
             return inf
         return min(self._quiet_since + QUIET_S, self._retry_at)
@@ -158,32 +158,32 @@ class SourceFollower:
         self._follow(sequence, batch, payload)
 
     def answered(self, sequence: int, payload: bytes, now: float) -> None:
-        """A message that answers `request` has come."""
+        """A message that answers `question` has come."""
         self._now = now
-        request = self.request
-        if request is None:
+        question = self.question
+        if question is None:
             return
         if sequence == END_SEQUENCE:
-            self._end(request)
+            self._end(question)
             return
-        request.deadline = now + ANSWER_S
+        question.deadline = now + ANSWER_S
         batch = self._decoded(payload)
         if batch is None:
             # A batch that cannot be read may be passed over by the state after it.
-            self._start_over() if request.kind is Asking.REPLAY else self._fail()
+            self._start_over() if question.kind is Asking.REPLAY else self._fail()
         elif not self._is_new and batch.incarnation != self._incarnation:
             self._restart(batch.incarnation)
         else:
             self._is_new, self._incarnation = False, batch.incarnation
-            take = self._load if request.kind is Asking.SNAPSHOT else self._repeat
-            take(request, sequence, batch)
+            take = self._load if question.kind is Asking.SNAPSHOT else self._repeat
+            take(question, sequence, batch)
 
     def tick(self, now: float) -> None:
         """Time has passed: gives up what takes too long, and asks what is due."""
         self._now = now
         if now < self.next_at:
             return
-        if self.request is not None:
+        if self.question is not None:
             self._fail()
         elif now >= self._retry_at or self._next is None:
             self._ask(Asking.SNAPSHOT)
@@ -218,14 +218,14 @@ class SourceFollower:
         self._has_gap = False
         self._take_waiting()
         self._forget()
-        self.request = None
+        self.question = None
         if self._has_replay:
             self._ask(Asking.SNAPSHOT)
 
     def _follow(self, sequence: int, batch: EventBatch, payload: bytes) -> None:
         """Apply a batch now, or keep it until an answer is complete; `payload` is its bytes."""
         is_next = sequence == self._next
-        if self.request is not None and self.request.kind is not Asking.REPLAY:
+        if self.question is not None and self.question.kind is not Asking.REPLAY:
             # The state may prove older than this batch, or never come, and then it is needed.
             self._keep(sequence, payload)
             if is_next:
@@ -248,7 +248,7 @@ class SourceFollower:
         self._has_gap = True
         if not self._has_replay:
             self._go_on()
-        elif self.request is None:
+        elif self.question is None:
             self._ask(Asking.REPLAY)
 
     def _keep(self, sequence: int, payload: bytes) -> None:
@@ -287,21 +287,21 @@ class SourceFollower:
         # From the last batch on: if it differs from ours, so does the publisher.
         start = max(0, (self._next or 0) - 1) if kind is Asking.REPLAY else 0
         word = SNAPSHOT if kind is Asking.SNAPSHOT else start.to_bytes(SEQUENCE_BYTES, "big")
-        self.request = Request(kind, word, self._now + ANSWER_S, self._next)
+        self.question = Question(kind, word, self._now + ANSWER_S, self._next)
         self._quiet_since = self._now
         if kind is Asking.SNAPSHOT:
             self._retry_at = inf
 
-    def _repeat(self, request: Request, sequence: int, batch: EventBatch) -> None:
+    def _repeat(self, question: Question, sequence: int, batch: EventBatch) -> None:
         """A batch of a replay."""
-        if request.kind is Asking.EVERYTHING:
+        if question.kind is Asking.EVERYTHING:
             if sequence != 0:
                 # Who names its incarnation knows snapshots: it had no state yet when it was asked.
                 self._refuse() if batch.incarnation is None else self._fail()
                 return
             # All from the beginning is as good as a state, and goes on as any replay.
             self._forget()
-            self._next, request.kind = 0, Asking.REPLAY
+            self._next, question.kind = 0, Asking.REPLAY
         assert self._next is not None
         is_last = sequence == self._next - 1
         if is_last and self._last_ts is not None and batch.ts != self._last_ts:
@@ -309,40 +309,40 @@ class SourceFollower:
         elif sequence > self._next:
             self._start_over()  # what is missing has left the publisher's buffer
         else:
-            request.is_answered = True
+            question.is_answered = True
             if sequence == self._next:
                 self._follow(sequence, batch, b"")  # applied at once, so never kept
 
-    def _load(self, request: Request, sequence: int, batch: EventBatch) -> None:
+    def _load(self, question: Question, sequence: int, batch: EventBatch) -> None:
         """A part of a snapshot."""
-        if not request.is_answered:
+        if not question.is_answered:
             self._forget()
-            request.is_answered, self._snapshot_at = True, sequence
+            question.is_answered, self._snapshot_at = True, sequence
         if sequence == self._snapshot_at:
             self._hand_over(batch)
         else:
             self._fail()
 
-    def _end(self, request: Request) -> None:
+    def _end(self, question: Question) -> None:
         """The answer is complete, or there is none."""
-        if request.kind is Asking.SNAPSHOT and not request.is_answered:
+        if question.kind is Asking.SNAPSHOT and not question.is_answered:
             self._ask(Asking.EVERYTHING)
             return
-        if request.kind is Asking.REPLAY:
-            is_unknown = not request.is_answered and self._next != 0
-            is_stuck = bool(self._waiting) and self._next == request.next
+        if question.kind is Asking.REPLAY:
+            is_unknown = not question.is_answered and self._next != 0
+            is_stuck = bool(self._waiting) and self._next == question.next
             if is_unknown or is_stuck:
                 self._start_over()
                 return
         else:
             # A publisher without any batch has announced nothing yet.
-            if not request.is_answered:
+            if not question.is_answered:
                 self._forget()
-            self._next = self._snapshot_at + 1 if request.is_answered else 0
+            self._next = self._snapshot_at + 1 if question.is_answered else 0
             self._is_complete = True
         self._num_repaired += self._has_gap
         self._has_gap = False
-        self.request = None
+        self.question = None
         for waiting in self._take_waiting():
             self._follow(*waiting)
 
@@ -354,12 +354,12 @@ class SourceFollower:
 
     def _refuse(self) -> None:
         """The publisher knows no snapshot, and its buffer no beginning."""
-        self.request = None
+        self.question = None
         self._go_on_if_lost()
 
     def _fail(self) -> None:
         """No answer, or none that can be read."""
-        self.request = None
+        self.question = None
         self._retry_at = self._now + RETRY_S
         self._is_complete = False
         self._go_on_if_lost()

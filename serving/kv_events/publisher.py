@@ -46,9 +46,11 @@ _CLOSE_S = 10.0
 
 def listens(endpoint: str) -> bool:
     """True if a publisher binds to the address, by vLLM's rule; else it connects to a collector."""
-    return any(sign in endpoint for sign in ("*", "::")) or endpoint.startswith("ipc://") or (
-        endpoint.endswith(":0")
-    )  # fmt: skip
+    return (
+        any(sign in endpoint for sign in ("*", "::"))
+        or endpoint.startswith("ipc://")
+        or (endpoint.endswith(":0"))
+    )
 
 
 def reachable(endpoint: str, host: str) -> str:

@@ -50,16 +50,21 @@ class EventRecorder:
         cache_salt: str | None,
     ) -> None:
         start = cached.end - len(token_ids)
+        groups: tuple[int, ...]
+        digests: tuple[bytes, ...]
+        if isinstance(cached, CachedStates):
+            digests, groups, size = (cached.digest,), cached.groups, len(token_ids)
+        elif _is_announced(cached):
+            digests, groups, size = cached.digests, (cached.group,), self._hash_block_size
+        else:
+            return
         # A prompt's first block has no parent, and alone names the salt, as in vLLM.
         known = None if start == 0 else parent
         salt = cache_salt if start == 0 else None
-        if isinstance(cached, CachedStates):
-            for group in cached.groups:
-                self._store(group, (cached.digest,), known, token_ids=token_ids, salt=salt)
-        elif _is_announced(cached):
-            # Tokens after the last boundary stay: they are no hash block yet.
-            whole = token_ids[: len(cached.digests) * self._hash_block_size]
-            self._store(cached.group, cached.digests, known, token_ids=whole, salt=salt)
+        # Tokens after the last boundary stay: they are no hash block yet.
+        whole = token_ids[: len(digests) * size]
+        for group in groups:
+            self._announce(group, digests, known, token_ids=whole, block_size=size, salt=salt)
 
     def cleared(self) -> None:
         """The arena was emptied: one event for all, unless tiers still have something."""
@@ -93,9 +98,8 @@ class EventRecorder:
         salt = cache_salt if start == 0 and whole else None
         for group in groups if digests else ():
             self._announce(
-                group, digests, known, token_ids=whole, block_size=size, medium=tier,
-                extra_keys=_extra_keys(salt, len(digests)),
-            )  # fmt: skip
+                group, digests, known, token_ids=whole, block_size=size, salt=salt, medium=tier
+            )
 
     def removed_from(self, tier: str, cached: Cached) -> None:
         """See `engine.kv_cache.listener.TierListener`."""
@@ -109,25 +113,20 @@ class EventRecorder:
         elif _is_announced(cached):
             self._events.append(BlockRemoved(cached.digests, medium, cached.group))
 
-    def _store(
-        self, group: int, digests: tuple[bytes, ...], parent: bytes | None, *,
-        token_ids: tuple[TokenId, ...], salt: str | None,
-    ) -> None:  # fmt: skip
-        self._announce(
-            group,
-            digests,
-            parent,
-            token_ids=token_ids,
-            block_size=len(token_ids) // len(digests),
-            extra_keys=_extra_keys(salt, len(digests)),
-        )
-
     def _announce(
-        self, group: int, digests: tuple[bytes, ...], parent: bytes | None, *,
-        block_size: int, token_ids: tuple[TokenId, ...] = (),
-        extra_keys: tuple[tuple[str] | None, ...] | None = None, medium: str = GPU,
-    ) -> None:  # fmt: skip
+        self,
+        group: int,
+        digests: tuple[bytes, ...],
+        parent: bytes | None,
+        *,
+        token_ids: tuple[TokenId, ...],
+        block_size: int,
+        salt: str | None,
+        medium: str = GPU,
+    ) -> None:
         kind, window = self._groups[group]
+        # The salt went into the first block's hash alone.
+        extra_keys = None if salt is None else ((salt,), *[None] * (len(digests) - 1))
         self._events.append(
             BlockStored(
                 digests,
@@ -152,8 +151,3 @@ def _is_announced(cached: CachedBlocks) -> bool:
     router that hears of both would take the two for one block.
     """
     return bool(cached.digests) and not cached.filled_from
-
-
-def _extra_keys(salt: str | None, num_blocks: int) -> tuple[tuple[str] | None, ...] | None:
-    """The salt went into the first block's hash alone."""
-    return None if salt is None else ((salt,), *[None] * (num_blocks - 1))

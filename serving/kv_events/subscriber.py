@@ -9,7 +9,7 @@ from contextlib import suppress
 import zmq
 
 from engine.errors import ConfigError, KVEventError
-from serving.kv_events.follower import EventSink, EventSource, Request, SourceFollower, SourceStats
+from serving.kv_events.follower import EventSink, EventSource, Question, SourceFollower, SourceStats
 from serving.kv_events.wire import END_SEQUENCE, MAX_PAYLOAD_BYTES, SEQUENCE_BYTES
 from serving.kv_events.zmtp import Channel, Context, Kind, Socket, encoded
 
@@ -37,7 +37,7 @@ class _Connection:
         self._context = context
         self._source = source
         self._topic = source.topic.encode()
-        self._asked: Request | None = None
+        self._asked: Question | None = None
         self.live = self._listen()
         if source.replay_endpoint is not None:  # refuse it now, not when a batch is lost
             try:
@@ -53,15 +53,15 @@ class _Connection:
 
         The channel of the last question is closed then.
         """
-        request = self.follower.request
-        if request is self._asked:
+        question = self.follower.question
+        if question is self._asked:
             return
         if self.answers is not None:
             self.answers.close()
-        self._asked, self.answers = request, None
-        if request is not None and self._source.replay_endpoint is not None:
-            question = encoded(b"", request.word)
-            self.answers = self._open("DEALER", self._source.replay_endpoint, question)
+        self._asked, self.answers = question, None
+        if question is not None and self._source.replay_endpoint is not None:
+            asked = encoded(b"", question.word)
+            self.answers = self._open("DEALER", self._source.replay_endpoint, asked)
 
     def listen_anew(self) -> None:
         """Replace a channel for live batches that has ended, or is silent for long."""

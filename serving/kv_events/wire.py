@@ -18,7 +18,7 @@ from engine.errors import KVEventError
 Form = Literal["map", "array"]
 BlockHash = Annotated[bytes, Meta(max_length=64)] | int
 MAX_PAYLOAD_BYTES = 4 * 2**20
-"""Of one batch that is read, twice what is published (`batches.py`). Its objects take 14 times as
+"""Of one batch that is read, twice what is published (`event_log.py`). Its objects take 14 times as
 much at most, where its tokens and hashes are short."""
 MAX_EVENTS = 2**17
 """Of one batch that is read: an event that nobody knows may be three bytes long."""

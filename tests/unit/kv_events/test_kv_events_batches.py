@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from serving.kv_events.batches import MAX_BATCH_BYTES, batches
-from serving.kv_events.event_log import EventLog
+from serving.kv_events.event_log import MAX_BATCH_BYTES, EventLog, batches
 from serving.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, decode
 from tests.support.cache.announced_cache import AnnouncedCache, Blocks, count
 

@@ -46,7 +46,7 @@ class Following:
 
     @property
     def asks(self) -> bytes | None:
-        return None if self.follower.request is None else self.follower.request.word
+        return None if self.follower.question is None else self.follower.question.word
 
     @property
     def held(self) -> bytes:
@@ -168,7 +168,7 @@ def test_a_number_from_nowhere_costs_one_snapshot() -> None:
     node.answer(END_SEQUENCE)
     node.answer(4, A, life="one")  # of a snapshot
     node.answer(END_SEQUENCE)
-    assert (node.held, node.follower.request, node.follower.stats.is_synced) == (b"a", None, True)
+    assert (node.held, node.follower.question, node.follower.stats.is_synced) == (b"a", None, True)
 
 
 def test_no_answer_keeps_what_is_sure_and_is_asked_for_again() -> None:
@@ -181,7 +181,7 @@ def test_no_answer_keeps_what_is_sure_and_is_asked_for_again() -> None:
     node.hear(4, B, ts=1, life="one")  # goes on while the next question is open
     assert (node.held, node.asks) == (b"ab", SNAPSHOT)
     node.follower.tick(2 * ANSWER_S + RETRY_S)
-    assert (node.held, node.follower.request) == (b"ab", None)
+    assert (node.held, node.follower.question) == (b"ab", None)
     node.follower.tick(2 * ANSWER_S + 2 * RETRY_S)
     node.answer(4, A, B, C, life="one")
     node.answer(END_SEQUENCE)
@@ -204,7 +204,7 @@ def test_a_quiet_question_finds_what_was_lost_at_the_end(synced: Following) -> N
     synced.answer(4, A, life="one")
     synced.answer(5, B, life="one")
     synced.answer(END_SEQUENCE)
-    assert (synced.held, synced.follower.request) == (b"ab", None)
+    assert (synced.held, synced.follower.question) == (b"ab", None)
     assert synced.follower.stats.is_synced
 
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from serving.kv_events.event_log import EventLog, NumberedPayload
-from serving.kv_events.follower import ANSWER_S, QUIET_S, RETRY_S, Request, SourceFollower
+from serving.kv_events.follower import ANSWER_S, QUIET_S, RETRY_S, Question, SourceFollower
 from serving.kv_events.wire import END_SEQUENCE, SNAPSHOT, Event, EventBatch, Form, encode
 from tests.support.cache.announced_cache import FULL, WINDOW, AnnouncedCache, HeardBlocks
 
@@ -68,7 +68,7 @@ class EventsMachine(RuleBasedStateMachine):
         self.past: list[NumberedPayload] = []
         self.now = 0.0
         self.sink = HeardBlocks()
-        self.asked: Request | None = None
+        self.asked: Question | None = None
         self.answer: list[NumberedPayload] = []
         self.restart()
         if late:
@@ -173,8 +173,8 @@ class EventsMachine(RuleBasedStateMachine):
 
     def look_at_request(self) -> None:
         """Another question goes over another connection: what was on its way is gone."""
-        if self.follower.request is not self.asked:
-            self.asked, self.answer = self.follower.request, []
+        if self.follower.question is not self.asked:
+            self.asked, self.answer = self.follower.question, []
 
     @rule()
     def ask(self) -> None:

@@ -6,9 +6,8 @@ from random import Random
 import pytest
 
 from engine.kv_cache.listener import CachedBlocks, CachedStates
-from serving.kv_events.event_log import SNAPSHOT_BYTES
+from serving.kv_events.event_log import SNAPSHOT_BYTES, CacheMirror
 from serving.kv_events.recorder import EventRecorder
-from serving.kv_events.snapshot import CacheMirror
 from serving.kv_events.wire import BlockRemoved, BlockStored, Event
 from tests.support.cache.announced_cache import (
     FULL,
