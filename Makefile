@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Three for two cores: nearly half of the tests' time is spent waiting for other processes.
 WORKERS := $(shell echo $$(($$(nproc) < 4 ? ($$(nproc) * 3 + 1) / 2 : 6)))
+SITE := $(BIN)/python -m sphinx --quiet --fail-on-warning --conf-dir docs . docs/_build
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
-.PHONY: help setup demo serve test test-long check tree proto model bench clean
+.PHONY: help setup demo serve test test-long check tree proto docs model bench clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -34,15 +35,20 @@ test: $(STAMP) ## every promise once: minutes on two cores
 test-long: $(STAMP) ## the same promises crossed, repeated and slow
 	$(PYTEST) --durations 15 -m long
 
-check: $(STAMP) ## lint, types, architecture
+check: $(STAMP) ## lint, types, architecture, links of documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy engine serving connector prefill_node decode_node proxy deploy benchmarks examples tests
 	$(BIN)/lint-imports
+	$(SITE)
 
 tree: $(STAMP) ## write docs/TREE.md from docstrings, docs/options.md from options
 	$(BIN)/python -m tests.tree
 	$(BIN)/python -m tests.options_page
+
+docs: $(STAMP) ## the site in docs/_build, from the documents and what servers declare
+	$(SITE)
+	@echo "docs/_build/docs/index.html"
 
 proto: $(STAMP) ## regenerate serving/rpc/pb from proto/node.proto
 	$(BIN)/python -m grpc_tools.protoc -Iserving/rpc/pb=proto --python_out=. --pyi_out=. \
