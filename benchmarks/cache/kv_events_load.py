@@ -23,8 +23,14 @@ from serving.kv_events.follower import EventSource
 from serving.kv_events.subscriber import EventSubscriber
 from serving.rpc.messages import KVEventsInfo
 
-HEADERS: Final = ("load", "step, ms", "with events", "ratio by the clock", "on the CPU",
-                  "threads beside the engine's")  # fmt: skip
+HEADERS: Final = (
+    "load",
+    "step, ms",
+    "with events",
+    "ratio by the clock",
+    "on the CPU",
+    "threads beside the engine's",
+)
 ARENA_BYTES: Final = 48 << 20
 """Small enough that it is full after the first rounds: each block stored is another one removed."""
 LOADS: Final = {"decode, 32 at once": (32, 16, 48), "prefill, 2,048 tokens": (1, 2048, 1)}

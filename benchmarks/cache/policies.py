@@ -35,10 +35,23 @@ SIZES = "0.02,0.1,0.25,0.5,1"
 LEAST_OF_IDEAL = 0.98
 MOST_WRITES = 2.0
 DEFAULT = "default"
-HEADERS = ("case", "requests", "hit %", "of the ideal", "writes per request", "lost per request",
-           "98 % at <= 2")  # fmt: skip
-ADVERSARIAL_HEADERS = ("case", "prompts", "ideal tokens", "hit tokens", "worst loss",
-                       "at most one block")  # fmt: skip
+HEADERS = (
+    "case",
+    "requests",
+    "hit %",
+    "of the ideal",
+    "writes per request",
+    "lost per request",
+    "98 % at <= 2",
+)
+ADVERSARIAL_HEADERS = (
+    "case",
+    "prompts",
+    "ideal tokens",
+    "hit tokens",
+    "worst loss",
+    "at most one block",
+)
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -37,8 +37,15 @@ PROMPT_TOKENS = 64
 STEPS = 8
 STEP = "step"
 WARM_STEPS = 10
-HEADERS = ("case", "step us", "outside torch ops us", "share", "at most us",
-           "torch ops us", "ops per step")  # fmt: skip
+HEADERS = (
+    "case",
+    "step us",
+    "outside torch ops us",
+    "share",
+    "at most us",
+    "torch ops us",
+    "ops per step",
+)
 
 
 class Sample(msgspec.Struct, frozen=True):

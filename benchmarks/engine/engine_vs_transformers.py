@@ -36,8 +36,15 @@ PROMPT_TOKENS = 64
 DECODE_TOKENS = 96
 PREFILL_TOKENS = 2048
 TARGETS = {"decode": 1.5, "prefill": 1.0}
-HEADERS = ("case", "Tandem tok/s", "transformers tok/s", "ratio (min-max)", "target", "floor tok/s",
-           "of the floor")  # fmt: skip
+HEADERS = (
+    "case",
+    "Tandem tok/s",
+    "transformers tok/s",
+    "ratio (min-max)",
+    "target",
+    "floor tok/s",
+    "of the floor",
+)
 
 
 class Case(msgspec.Struct, frozen=True):

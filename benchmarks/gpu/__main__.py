@@ -26,10 +26,16 @@ from benchmarks.support import report
 # Seconds that each may take.
 LIMITS = MappingProxyType(
     {
-        "card": 60, "ipc": 45, "operators": 60, "parity": 120, "transports": 120,
-        "pairs": 200, "speed": 170, "kernels": 90,
+        "card": 60,
+        "ipc": 45,
+        "operators": 60,
+        "parity": 120,
+        "transports": 120,
+        "pairs": 200,
+        "speed": 170,
+        "kernels": 90,
     }
-)  # fmt: skip
+)
 NEED_GPU = frozenset({"ipc", "speed", "kernels"})
 
 

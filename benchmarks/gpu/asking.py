@@ -21,8 +21,9 @@ from serving.node.connector import BuilderOf
 from serving.node.server import NodeServer
 
 GREEDY = SamplingParams(max_tokens=32, temperature=0.0, logprobs=3, ignore_eos=True)
-SAMPLED = SamplingParams(max_tokens=32, temperature=0.9, top_p=0.95, seed=11, logprobs=3,
-                         ignore_eos=True)  # fmt: skip
+SAMPLED = SamplingParams(
+    max_tokens=32, temperature=0.9, top_p=0.95, seed=11, logprobs=3, ignore_eos=True
+)
 LENGTHS = (1, 17, 65, 200, 700)
 VOCABULARY = 510
 NEAR_TIE = 1e-3

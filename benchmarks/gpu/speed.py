@@ -60,8 +60,9 @@ async def _measure(sheet: Sheet, setting: Setting, folder: Path, *, weights: int
 
 
 def _copy_rate(setting: Setting) -> float:
-    source = torch.empty(64 << 20 if setting.quick else 2 << 30, dtype=torch.uint8,
-                         device=setting.device)  # fmt: skip
+    source = torch.empty(
+        64 << 20 if setting.quick else 2 << 30, dtype=torch.uint8, device=setting.device
+    )
     target = torch.empty_like(source)
     return 2 * source.nbytes / setting.seconds(lambda: target.copy_(source))
 
@@ -120,8 +121,9 @@ async def _profile(sheet: Sheet, setting: Setting, server: NodeServer) -> None:
     """The kernels of decode steps at batch 1, by time; a prefill's are few beside them."""
     await _follow(server, 1, 2)
     kinds = [ProfilerActivity.CUDA] if setting.on_gpu else [ProfilerActivity.CPU]
-    short = request_of(prompt_of(1), SamplingParams(max_tokens=PROFILED_TOKENS, temperature=0.0,
-                                                    ignore_eos=True))  # fmt: skip
+    short = request_of(
+        prompt_of(1), SamplingParams(max_tokens=PROFILED_TOKENS, temperature=0.0, ignore_eos=True)
+    )
     with profile(activities=kinds) as found:
         await ask(server.engine, short)
         setting.synchronize()

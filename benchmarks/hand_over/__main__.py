@@ -38,8 +38,16 @@ TRANSPORTS = ("shm", "nixl")
 TARGET_MS = 5.0
 P_BYTES, D_BYTES = 512 << 20, 1_200 << 20
 CONTROL_HEADERS = ("case", "control", "p99", *PARTS, "<= 5 ms")
-OVERLAP_HEADERS = ("case", "MB", "step ms", "step, with pulls / without", "slowest step, same",
-                   "pull ms", "pull, with decode / without", "serial / together")  # fmt: skip
+OVERLAP_HEADERS = (
+    "case",
+    "MB",
+    "step ms",
+    "step, with pulls / without",
+    "slowest step, same",
+    "pull ms",
+    "pull, with decode / without",
+    "serial / together",
+)
 
 
 class Size(NamedTuple):

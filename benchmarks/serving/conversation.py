@@ -37,8 +37,17 @@ THINK_SIGMA = 1.1
 ARENA_BYTES = 1 << 30
 MOVED = "tandem:kv_transfer_bytes D"
 RESERVE_S = 15.0
-HEADERS = ("turn", "prompt", "new", "TTFT ms p50", "TPOT ms p50", "P hit", "D hit",
-           "MB pulled", "of it states")  # fmt: skip
+HEADERS = (
+    "turn",
+    "prompt",
+    "new",
+    "TTFT ms p50",
+    "TPOT ms p50",
+    "P hit",
+    "D hit",
+    "MB pulled",
+    "of it states",
+)
 
 
 class Turn(msgspec.Struct, frozen=True):

@@ -61,8 +61,17 @@ ARENA_BYTES = 1 << 30
 RESERVE_S = 15.0
 # The rest is for the reference, which is asked one request at a time.
 RUN_SHARE = 0.6
-HEADERS = ("trace", "requests", "failed", "ideal hits", "hits that came", "TTFT ms p50", "p99",
-           "TPOT ms p50", "tok/s")  # fmt: skip
+HEADERS = (
+    "trace",
+    "requests",
+    "failed",
+    "ideal hits",
+    "hits that came",
+    "TTFT ms p50",
+    "p99",
+    "TPOT ms p50",
+    "tok/s",
+)
 
 
 class ReplayOptions(Config, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -12,8 +12,17 @@ from benchmarks.serving.points import Measured, Point, Rounds
 from benchmarks.support.pairs import Spread
 from benchmarks.support.plots import curves
 
-HEADERS = ("case", "TTFT ms p50", "p99", "TPOT ms", "ITL ms p99", "tok/s", "tok/s, ratio",
-           "good requests/s", "failed")  # fmt: skip
+HEADERS = (
+    "case",
+    "TTFT ms p50",
+    "p99",
+    "TPOT ms",
+    "ITL ms p99",
+    "tok/s",
+    "tok/s, ratio",
+    "good requests/s",
+    "failed",
+)
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -13,8 +13,15 @@ from benchmarks.support.processes import Server, processes
 
 NAME = "bench"
 METRICS_S = 10.0
-FLAGS = ("--port", "0", "--served-model-name", NAME, "--dtype", "float32",
-         "--enable-prompt-tokens-details")  # fmt: skip
+FLAGS = (
+    "--port",
+    "0",
+    "--served-model-name",
+    NAME,
+    "--dtype",
+    "float32",
+    "--enable-prompt-tokens-details",
+)
 
 
 @dataclass(slots=True, frozen=True)

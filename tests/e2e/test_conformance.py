@@ -4,6 +4,7 @@ Ids, times and what a hand-over or a cache did may differ. A stream adds up to t
 """
 
 import asyncio
+import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -283,10 +284,10 @@ async def test_the_openai_client_gets_the_same_of_both(
     served: ServedCluster, kind: str, stream: bool
 ) -> None:
     _, body = ASKED["seeded" if kind == "completions" else "chat, seeded"]
-    own = {"model", "prompt", "messages", "max_tokens", "temperature", "seed", "top_p", "logprobs",
-           "top_logprobs", "presence_penalty", "frequency_penalty"}  # fmt: skip
-    asked = {key: value for key, value in body.items() if key in own}
-    asked["extra_body"] = {key: value for key, value in body.items() if key not in own}
+    api = openai.resources if kind == "completions" else openai.resources.chat
+    known = inspect.signature(api.Completions.create).parameters
+    asked = {key: value for key, value in body.items() if key in known}
+    asked["extra_body"] = {key: value for key, value in body.items() if key not in known}
     if stream:
         asked |= {"stream": True, **USAGE}
     replies = []

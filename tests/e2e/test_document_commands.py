@@ -143,6 +143,10 @@ def test_the_policies_of_a_trace_are_compared(tmp_path: Path) -> None:
     words = ["policies", "--trace", str(trace), "--quick", "--scale", "1", "--out", str(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.cache", *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=QUICK_S, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=QUICK_S,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -125,8 +125,12 @@ def main(
     found = report.Report("offload", out, SECONDS, cpu="all", quick=quick)
     bench = Bench(found, 1 if quick else rounds, quick=quick)
     chosen = section or list(Section)
-    for name, measure in ((Section.TTFT, bench.ttft), (Section.COPIES, bench.copies),
-                          (Section.STEPS, bench.steps), (Section.SCAN, bench.scan)):  # fmt: skip
+    for name, measure in (
+        (Section.TTFT, bench.ttft),
+        (Section.COPIES, bench.copies),
+        (Section.STEPS, bench.steps),
+        (Section.SCAN, bench.scan),
+    ):
         if name in chosen:
             measure()
     if Section.REPLAY in chosen:

@@ -45,8 +45,9 @@ class Bench:
     """`num_bytes` in items of `item_bytes`, once in scattered blocks of an arena, once dense."""
 
     def __init__(self, item_bytes: int, num_bytes: int, folder: Path) -> None:
-        spec = FullAttentionSpec(num_kv_heads=1, head_dim=item_bytes // BLOCK // 2 // 4,
-                                 dtype="float32")  # fmt: skip
+        spec = FullAttentionSpec(
+            num_kv_heads=1, head_dim=item_bytes // BLOCK // 2 // 4, dtype="float32"
+        )
         plan: ArenaPlan = plan_arena(
             (KVCacheGroup(spec, (0,)),), BLOCK, num_bytes + (64 << 20), hash_block_size=BLOCK
         )
@@ -155,8 +156,10 @@ def measure(
                 took = alternate(ways, rounds, until=share(until, left), done=told)
                 left -= 1
                 plain = [num_bytes / 1e9 / one for one in took.pop(PLAIN)]
-                rates = {f"{label}, {name}": [num_bytes / 1e9 / one for one in seconds]
-                         for name, seconds in took.items()}  # fmt: skip
+                rates = {
+                    f"{label}, {name}": [num_bytes / 1e9 / one for one in seconds]
+                    for name, seconds in took.items()
+                }
                 rows += [[f"{size >> 10} KiB", *_cells(way, rates[way], plain)] for way in rates]
     return rows
 

@@ -30,14 +30,26 @@ from engine.request import Request
 from engine.sched.scheduler import Scheduler, SchedulerConfig
 from engine.step import ConnectorOutput, ModelRunnerOutput, SampledToken, SchedulerOutput
 
-HEADERS: Final = ("trace", "arena", "without", "host", "disk", "both", "ideal",
-                  "tokens per MB on disk")  # fmt: skip
+HEADERS: Final = (
+    "trace",
+    "arena",
+    "without",
+    "host",
+    "disk",
+    "both",
+    "ideal",
+    "tokens per MB on disk",
+)
 GEOMETRY: Final = GEOMETRIES["Qwen3.5-4B"]
 SHARES: Final = (0.03, 0.1, 0.3)
 LEAST_ARENA: Final = 1 << 30
 HOST_TIMES, DISK_TIMES = 4, 16
-TIERS: Final = {"without": (0, 0), "host": (HOST_TIMES, 0), "disk": (0, DISK_TIMES),
-                "both": (HOST_TIMES, DISK_TIMES)}  # fmt: skip
+TIERS: Final = {
+    "without": (0, 0),
+    "host": (HOST_TIMES, 0),
+    "disk": (0, DISK_TIMES),
+    "both": (HOST_TIMES, DISK_TIMES),
+}
 NO_SAMPLE: Final = SampledToken(0, None)
 
 

@@ -24,8 +24,13 @@ SECONDS = (240, 40)
 LENGTHS, QUICK_LENGTHS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096), (16, 128, 512)
 GBITS = (10.0, 25.0, 100.0, 400.0)
 HEADERS = ("prompt", "prefill ms", "path ms", "prefill / path", "MB moved")
-LINE_HEADERS = ("lines", "prefill us per token", "path us per token", "path, fixed ms",
-                "PD pays from")  # fmt: skip
+LINE_HEADERS = (
+    "lines",
+    "prefill us per token",
+    "path us per token",
+    "path, fixed ms",
+    "PD pays from",
+)
 
 
 def point_cells(lines: Lines) -> list[list[str]]:
@@ -115,8 +120,12 @@ def main(
     found.publish("Measured", headers=HEADERS, rows=point_cells(lines), note=note)
     found.publish("Lines", headers=LINE_HEADERS, rows=[line_cells(lines)], note=note)
     by_model = paper(gbits, path_ms=path_ms, tflops=tflops)
-    headers = ("tokens from which PD pays", "KiB per token", "state, MB",
-               *(f"{speed:g} Gbit/s" for speed in gbits))  # fmt: skip
+    headers = (
+        "tokens from which PD pays",
+        "KiB per token",
+        "state, MB",
+        *(f"{speed:g} Gbit/s" for speed in gbits),
+    )
     rows = [paper_cells(name, tokens) for name, tokens in by_model.items()]
     note = f"{path_ms:g} ms beside the bytes, {tflops:g} TFLOP/s; bfloat16, float32 states"
     found.publish("On paper", headers=headers, rows=rows, note=note)

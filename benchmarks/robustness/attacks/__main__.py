@@ -92,11 +92,13 @@ def main(
         f"{seconds:g} s each; rate of a stream beside an act to that of quiet times, times of new "
         f"requests alike; {PLACES} places; {machine.describe(found.host)}"
     )
-    found.publish("A neighbour beside attacks", headers=HEADERS,
-                  rows=[row.cells() for row in rows], note=note)  # fmt: skip
+    found.publish(
+        "A neighbour beside attacks", headers=HEADERS, rows=[row.cells() for row in rows], note=note
+    )
     bars = {"rate kept": [Spread.of([row.kept]) for row in rows]}
-    grouped_bars(found.plot(), [row.name for row in rows], bars, ylabel="of the quiet rate",
-                 marks=(0.5,))  # fmt: skip
+    grouped_bars(
+        found.plot(), [row.name for row in rows], bars, ylabel="of the quiet rate", marks=(0.5,)
+    )
     found.save(rows)
     if problems := [error for row in rows for error in row.beside.errors]:
         found.console.print(f"the neighbour got errors: {problems[:5]}")

@@ -105,8 +105,13 @@ def _stops(number: int) -> Body:
 
 
 def _biases(_: int) -> Body:
-    return _ask(logit_bias={str(n): 1.0 for n in range(300)}, logprobs=5, max_tokens=400,
-                repetition_penalty=1.1, ignore_eos=True)  # fmt: skip
+    return _ask(
+        logit_bias={str(n): 1.0 for n in range(300)},
+        logprobs=5,
+        max_tokens=400,
+        repetition_penalty=1.1,
+        ignore_eos=True,
+    )
 
 
 ACTS: Mapping[str, Act] = MappingProxyType(
@@ -115,40 +120,77 @@ ACTS: Mapping[str, Act] = MappingProxyType(
         "products": Act("grammars", 3, _products),
         "slow masks": Act("grammars", 2, _slow_masks),
         "many keys": Act("grammars", 4, _keys),
-        "no end": Act("grammars", 6, lambda n: _ask(
-            structured_outputs={"grammar": f'start: "a" start | "{n}" start'})),
+        "no end": Act(
+            "grammars",
+            6,
+            lambda n: _ask(structured_outputs={"grammar": f'start: "a" start | "{n}" start'}),
+        ),
         "many readings": Act("grammars", 8, _readings),
-        "other schemas": Act("grammars", 14, lambda n: _bound(
-            {"type": "object", "properties": {f"p{n}": {"type": "string"}}})),
-        "no attack, as busy": Act("honest", 14, lambda n: _ask(
-            prompt=f"{n}", max_tokens=400, ignore_eos=True)),
-        "nothing is read": Act("places", 4, lambda n: _ask(
-            n=8, max_tokens=1900, logprobs=5, stream=True, ignore_eos=True),
-            manner="reads nothing"),
-        "little is read": Act("places", 8, lambda n: _ask(
-            n=2, max_tokens=1900, logprobs=5, stream=True, ignore_eos=True),
-            manner="reads little"),
+        "other schemas": Act(
+            "grammars",
+            14,
+            lambda n: _bound({"type": "object", "properties": {f"p{n}": {"type": "string"}}}),
+        ),
+        "no attack, as busy": Act(
+            "honest", 14, lambda n: _ask(prompt=f"{n}", max_tokens=400, ignore_eos=True)
+        ),
+        "nothing is read": Act(
+            "places",
+            4,
+            lambda n: _ask(n=8, max_tokens=1900, logprobs=5, stream=True, ignore_eos=True),
+            manner="reads nothing",
+        ),
+        "little is read": Act(
+            "places",
+            8,
+            lambda n: _ask(n=2, max_tokens=1900, logprobs=5, stream=True, ignore_eos=True),
+            manner="reads little",
+        ),
         "convoy": Act("places", 8, lambda n: _ask(prompt=f"{n}", n=16, max_tokens=1)),
-        "many prompts": Act("places", 8, lambda n: _ask(
-            prompt=[f"{n} {it}" for it in range(64)], max_tokens=4)),
-        "left at once": Act("places", 16, lambda n: _ask(
-            prompt=f"{n}", max_tokens=1000, stream=True), manner="leaves"),
-        "large bodies": Act("bodies", 40, lambda n: _ask(
-            prompt=f"{n} " + "word " * 300_000, truncate_prompt_tokens=16, max_tokens=1)),
-        "one word": Act("bodies", 8, lambda n: _ask(
-            prompt=f"{n}" + "a" * 60_000, truncate_prompt_tokens=16, max_tokens=1)),
-        "packed": Act("bodies", 8, lambda n: _ask(
-            prompt=f"{n}" + " " * 8_000_000, truncate_prompt_tokens=16, max_tokens=1),
-            packed=True),
+        "many prompts": Act(
+            "places", 8, lambda n: _ask(prompt=[f"{n} {it}" for it in range(64)], max_tokens=4)
+        ),
+        "left at once": Act(
+            "places",
+            16,
+            lambda n: _ask(prompt=f"{n}", max_tokens=1000, stream=True),
+            manner="leaves",
+        ),
+        "large bodies": Act(
+            "bodies",
+            40,
+            lambda n: _ask(
+                prompt=f"{n} " + "word " * 300_000, truncate_prompt_tokens=16, max_tokens=1
+            ),
+        ),
+        "one word": Act(
+            "bodies",
+            8,
+            lambda n: _ask(prompt=f"{n}" + "a" * 60_000, truncate_prompt_tokens=16, max_tokens=1),
+        ),
+        "packed": Act(
+            "bodies",
+            8,
+            lambda n: _ask(
+                prompt=f"{n}" + " " * 8_000_000, truncate_prompt_tokens=16, max_tokens=1
+            ),
+            packed=True,
+        ),
         "deep": Act("bodies", 8, _deep),
         "stop strings and bad words": Act("text", 14, _stops),
         "biases and penalties": Act("text", 14, _biases),
         "many messages": Act("text", 8, lambda _: _chat(16_000), path=CHAT),
-        "tokens counted": Act("text", 8, lambda n: {
-            "model": "bench", "messages": [{"role": "user", "content": f"{n}" + "é" * 900_000}]},
-            path=MESSAGES),
+        "tokens counted": Act(
+            "text",
+            8,
+            lambda n: {
+                "model": "bench",
+                "messages": [{"role": "user", "content": f"{n}" + "é" * 900_000}],
+            },
+            path=MESSAGES,
+        ),
     }
-)  # fmt: skip
+)
 
 
 async def attack(act: Act, url: str, key: str, *, seconds: float) -> Heard:

@@ -56,8 +56,12 @@ def _plain(number: int) -> Request:
 
 
 def _with_grammar(number: int) -> Request:
-    schema = {"type": "object", "properties": {f"n{number}": {"enum": ["a", "b"]}},
-              "required": [f"n{number}"], "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {f"n{number}": {"enum": ["a", "b"]}},
+        "required": [f"n{number}"],
+        "additionalProperties": False,
+    }
     sampling = {"temperature": 0, "structured_outputs": {"json": schema}}
     return msgspec.structs.replace(_plain(number), max_tokens=12, sampling=sampling)
 

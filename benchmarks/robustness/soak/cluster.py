@@ -235,10 +235,14 @@ def _keys(logs: Path) -> Path:
     """The file of keys: JSON is YAML."""
     file = logs / "keys.yaml"
     keys = [
-        {"name": key.rpartition("-")[2], "key": key, "tenant": tenant,
-         "isolate_cache": tenant == ISOLATED}
+        {
+            "name": key.rpartition("-")[2],
+            "key": key,
+            "tenant": tenant,
+            "isolate_cache": tenant == ISOLATED,
+        }
         for key, tenant in TENANTS.items()
-    ]  # fmt: skip
+    ]
     file.touch(mode=0o600)
     file.write_text(json.dumps({"keys": keys}))
     return file

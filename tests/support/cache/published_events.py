@@ -33,9 +33,14 @@ class PublishedForm(NamedTuple):
 
 
 def _form(
-    block_hash: Any, stored: list[Any], removed: list[Any], *,
-    is_array: bool, rank: str = "data_parallel_rank", batch_is_array: bool = True,
-) -> PublishedForm:  # fmt: skip
+    block_hash: Any,
+    stored: list[Any],
+    removed: list[Any],
+    *,
+    is_array: bool,
+    rank: str = "data_parallel_rank",
+    batch_is_array: bool = True,
+) -> PublishedForm:
     options: dict[str, Any] = dict(array_like=is_array, omit_defaults=True, gc=False, tag=True)
     hashes = ("block_hashes", list[block_hash])
     first = [hashes, ("parent_block_hash", block_hash | None), ("token_ids", list[int])]
@@ -64,9 +69,7 @@ _KIND: list[Any] = [
 ]
 _PLACE: list[Any] = [("locality", str | None, None), ("ownership", str | None, None)]
 _SESSION: list[Any] = [("session_id", str | None, None)]
-_SGLANG: list[Any] = [
-    ("medium", str | None, None), ("cache_salt", str | None, None), *_SESSION,
-]  # fmt: skip
+_SGLANG: list[Any] = [("medium", str | None, None), ("cache_salt", str | None, None), *_SESSION]
 
 _NAMED = [*_LORA, *_MEDIUM, *_NAME]
 _WITH_KIND = [*_NAMED, *_EXTRA, *_GROUP, *_KIND]

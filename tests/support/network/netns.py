@@ -92,8 +92,8 @@ class End:
 def cable(one: End, other: End) -> Iterator[None]:
     """Joins two namespaces; both ends are down at first, and both go when one goes."""
     assert other.namespace is not None
-    run(*one.inside, "link", "add", one.device, "type", "veth",
-        *("peer", other.device, "netns", other.namespace))  # fmt: skip
+    peer = ("peer", other.device, "netns", other.namespace)
+    run(*one.inside, "link", "add", one.device, "type", "veth", *peer)
     try:
         yield
     finally:

@@ -30,8 +30,16 @@ USERS = 3
 def reply(*chunks: float, text: str = "", ids: tuple[int, ...] = (), error: str = "") -> Reply:
     """Sent at 0; one token per chunk, ten of the prompt."""
     usage = {"prompt_tokens": 10, "completion_tokens": len(chunks)}
-    return Reply(due=0.0, sent=0.0, ended=max(chunks, default=0.0), chunks=chunks, text=text,
-                 token_ids=ids, usage=usage, error=error)  # fmt: skip
+    return Reply(
+        due=0.0,
+        sent=0.0,
+        ended=max(chunks, default=0.0),
+        chunks=chunks,
+        text=text,
+        token_ids=ids,
+        usage=usage,
+        error=error,
+    )
 
 
 def alone(count: int) -> list[Request]:
@@ -136,8 +144,9 @@ async def test_the_deadline_ends_what_is_under_way_and_sends_no_more() -> None:
     echo = Echo(seconds=30.0)
     run = await drive(echo, alone(3), Pace(at_once=1, deadline_s=0.1))
     assert [reply.error.split(":")[0] for reply in run.replies] == [
-        "given up", "not sent within 0.1 s", "not sent within 0.1 s",
-    ]  # fmt: skip
+        "given up",
+        *["not sent within 0.1 s"] * 2,
+    ]
     assert len(echo.sent) == 1 and echo.under_way == 0
 
 
@@ -223,10 +232,11 @@ def test_a_trace_is_a_load_too(tmp_path: Path) -> None:
         file,
         [
             Record(0, 32, 7, (0,), session_id=1, segments=(shared, new), cache_salt="a"),
-            Record(2000, 29, 8, (1,), session_id=1, parent=0, think_time=500,
-                   segments=(shared, other)),
+            Record(
+                2000, 29, 8, (1,), session_id=1, parent=0, think_time=500, segments=(shared, other)
+            ),
         ],
-    )  # fmt: skip
+    )
     first, turn = salted(load_of(ServingOptions(workload=str(file)), 9), "run 1")
     assert isinstance(first.prompt, tuple) and isinstance(turn.prompt, tuple)
     assert (len(first.prompt), len(turn.prompt)) == (32, 29)

@@ -69,9 +69,12 @@ def test_what_needs_an_extra_says_so_and_still_has_a_help(name: str, tmp_path: P
 def test_what_programs_read_is_packaged() -> None:
     data = PROJECT["tool"]["setuptools"]["package-data"]
     packaged = {
-        path for name, globs in data.items() if name != "*" for each in globs
+        path
+        for name, globs in data.items()
+        if name != "*"
+        for each in globs
         for path in (ROOT / name.replace(".", "/")).glob(each)
-    }  # fmt: skip
+    }
     needed = {DEMO_CLUSTER, *Path(load_cluster().model).iterdir()}
     assert needed <= packaged
     typed = {path.parent.name for path in ROOT.glob("*/py.typed")}

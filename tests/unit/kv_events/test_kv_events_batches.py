@@ -12,9 +12,16 @@ from tests.support.cache.announced_cache import AnnouncedCache, Blocks, count
 
 HASHES = tuple(b"%032d" % number for number in range(7))
 SALTED = BlockStored(
-    HASHES, None, tuple(range(14)), 2, medium="GPU", extra_keys=(("s",), *[None] * 6), group_idx=3,
-    kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=5,
-)  # fmt: skip
+    HASHES,
+    None,
+    tuple(range(14)),
+    2,
+    medium="GPU",
+    extra_keys=(("s",), *[None] * 6),
+    group_idx=3,
+    kv_cache_spec_kind="sliding_window",
+    kv_cache_spec_sliding_window=5,
+)
 
 
 def flat(parts: Sequence[Sequence[Event]]) -> list[Event]:
@@ -46,9 +53,8 @@ def test_a_chain_is_cut_between_its_blocks_and_each_part_names_its_parent() -> N
 
 def test_of_a_chain_that_is_cut_the_children_go_first() -> None:
     parts = flat(list(batches([BlockRemoved(HASHES, "GPU", 1)], 2048 + 150)))
-    assert [part.block_hashes for part in parts if isinstance(part, BlockRemoved)] == [
-        HASHES[5:], HASHES[3:5], HASHES[1:3], HASHES[:1]
-    ]  # fmt: skip
+    removed = [part.block_hashes for part in parts if isinstance(part, BlockRemoved)]
+    assert removed == [HASHES[5:], HASHES[3:5], HASHES[1:3], HASHES[:1]]
 
 
 @pytest.mark.parametrize("most", [1, 2300, 5000, 20_000])
@@ -68,10 +74,9 @@ def test_a_step_of_any_size_is_published_in_batches_that_consumers_take() -> Non
     hashes = tuple(b"%032d" % number for number in range(count_))
     extra = (("\U0001f300" * 256,), *[None] * (count_ - 1))
     log = EventLog("one", form="map", buffer_steps=1, max_queue_size=99)
-    log.append([
-        BlockStored(hashes, None, (2**31,) * (size * count_), size, extra_keys=extra, group_idx=0),
-        BlockRemoved(hashes, "GPU", 0),
-    ])  # fmt: skip
+    ids = (2**31,) * (size * count_)
+    stored = BlockStored(hashes, None, ids, size, extra_keys=extra, group_idx=0)
+    log.append([stored, BlockRemoved(hashes, "GPU", 0)])
     sent = list(iter(log.take, None))
     assert [each.sequence for each in sent] == list(range(len(sent)))
     assert max(len(each.payload) for each in sent) <= MAX_BATCH_BYTES

@@ -54,13 +54,24 @@ class EventsMachine(RuleBasedStateMachine):
 
     is_foreign = False
 
-    @initialize(form=st.sampled_from(["map", "array"]), buffer=st.integers(1, 6),
-                queue=st.integers(1, 3), late=st.booleans(),
-                is_known=st.booleans(), ends_in_silence=st.booleans())  # fmt: skip
+    @initialize(
+        form=st.sampled_from(["map", "array"]),
+        buffer=st.integers(1, 6),
+        queue=st.integers(1, 3),
+        late=st.booleans(),
+        is_known=st.booleans(),
+        ends_in_silence=st.booleans(),
+    )
     def begin(
-        self, form: Form, buffer: int, queue: int, *,
-        late: bool, is_known: bool, ends_in_silence: bool,
-    ) -> None:  # fmt: skip
+        self,
+        form: Form,
+        buffer: int,
+        queue: int,
+        *,
+        late: bool,
+        is_known: bool,
+        ends_in_silence: bool,
+    ) -> None:
         self.ends_in_silence = ends_in_silence
         self.form, self.buffer, self.queue = form, buffer, queue
         self.num_lives = 0
@@ -102,8 +113,12 @@ class EventsMachine(RuleBasedStateMachine):
         self.restart()
         self.answer = []
 
-    @rule(text=TEXTS, start=st.integers(0, 8), group=st.sampled_from([FULL, WINDOW]),
-          salt=st.sampled_from([None, "s"]))  # fmt: skip
+    @rule(
+        text=TEXTS,
+        start=st.integers(0, 8),
+        group=st.sampled_from([FULL, WINDOW]),
+        salt=st.sampled_from([None, "s"]),
+    )
     def store(self, text: tuple[int, ...], start: int, group: int, salt: str | None) -> None:
         self.cache.store(text, min(start, len(text) - 1), group=group, salt=salt)
         self.publish()

@@ -23,8 +23,12 @@ BLOCK_BYTES = 64 + 4 * SIZE
 D = [b"%032d" % n for n in range(8)]
 
 
-def stored_in(cached: CachedBlocks | CachedStates, parent: bytes, tokens: tuple[int, ...],
-              salt: str | None = None) -> list[Event]:  # fmt: skip
+def stored_in(
+    cached: CachedBlocks | CachedStates,
+    parent: bytes,
+    tokens: tuple[int, ...],
+    salt: str | None = None,
+) -> list[Event]:
     recorder = EventRecorder(GROUPS, SIZE)
     recorder.stored(cached, parent, tokens, cache_salt=salt)
     return recorder.take()
@@ -33,9 +37,15 @@ def stored_in(cached: CachedBlocks | CachedStates, parent: bytes, tokens: tuple[
 def test_blocks_are_announced_by_hash_block_with_their_tokens() -> None:
     (event,) = stored_in(CachedBlocks(2, 4, 8, (D[1], D[2]), (7,)), D[0], (1, 2, 3, 4))
     assert event == BlockStored(
-        (D[1], D[2]), D[0], (1, 2, 3, 4), 2, None, "GPU", None,
-        group_idx=2, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=5,
-    )  # fmt: skip
+        (D[1], D[2]),
+        D[0],
+        (1, 2, 3, 4),
+        2,
+        medium="GPU",
+        group_idx=2,
+        kv_cache_spec_kind="sliding_window",
+        kv_cache_spec_sliding_window=5,
+    )
 
 
 def test_the_first_block_of_a_prompt_has_no_parent_and_names_the_salt() -> None:

@@ -222,9 +222,8 @@ def test_rubbish_is_counted_and_passed_over() -> None:
         port = told.bind_to_random_port("tcp://127.0.0.1")
         subscriber.add("node", EventSource(f"tcp://127.0.0.1:{port}"))
         good = encode(EventBatch(1.0, (AllBlocksCleared(),)))
-        until(lambda: told.send_multipart([b"", bytes(8), good]) or (
-            subscriber.stats("node").is_synced
-        ))  # fmt: skip
+        stats = subscriber.stats
+        until(lambda: told.send_multipart([b"", bytes(8), good]) or stats("node").is_synced)
         for frames in (
             [b""], [b"", b"1", good], [b"", END, good], [b"", (1).to_bytes(8, "big"), b"\xc1"],
             [b"", b"", b"", b"", b""], [b"", (2).to_bytes(8, "big"), bytes(1 << 20)],

@@ -69,9 +69,8 @@ def test_every_published_form_is_read(name: str, number: int) -> None:
     wanted = as_ours(
         BlockStored, stored, block_hashes=read, parent_block_hash=read[0], token_ids=(1, 2, 3, 4)
     )
-    assert batch.events == (
-        wanted, as_ours(BlockRemoved, removed, block_hashes=read), AllBlocksCleared()
-    )  # fmt: skip
+    gone = as_ours(BlockRemoved, removed, block_hashes=read)
+    assert batch.events == (wanted, gone, AllBlocksCleared())
     assert (batch.ts, batch.incarnation, batch.num_unknown) == (1.5, None, 0)
     assert batch.data_parallel_rank == 3
 
@@ -90,18 +89,30 @@ OURS = EventBatch(
     2.5,
     (
         BlockStored(
-            (b"a" * 32, b"b" * 32), None, (1, 2), 1, None, "GPU", None,
-            extra_keys=(("s",), None), group_idx=0, kv_cache_spec_kind="full_attention",
+            (b"a" * 32, b"b" * 32),
+            None,
+            (1, 2),
+            1,
+            medium="GPU",
+            extra_keys=(("s",), None),
+            group_idx=0,
+            kv_cache_spec_kind="full_attention",
         ),
         BlockStored(
-            (b"c" * 32,), b"b" * 32, (3,), 1, None, "GPU", None,
-            group_idx=2, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=64,
+            (b"c" * 32,),
+            b"b" * 32,
+            (3,),
+            1,
+            medium="GPU",
+            group_idx=2,
+            kv_cache_spec_kind="sliding_window",
+            kv_cache_spec_sliding_window=64,
         ),
         BlockRemoved((b"a" * 32,), "GPU", 1),
         AllBlocksCleared(),
     ),
     incarnation="decode-1",
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +123,11 @@ def test_every_published_decoder_reads_ours(name: str) -> None:
     batch = form.decode(encode(OURS, "array" if form.is_array else "map"))
     assert batch.ts == 2.5
     assert [type(event).__name__ for event in batch.events] == [
-        "BlockStored", "BlockStored", "BlockRemoved", "AllBlocksCleared"
-    ]  # fmt: skip
+        "BlockStored",
+        "BlockStored",
+        "BlockRemoved",
+        "AllBlocksCleared",
+    ]
     for theirs, ours in zip(batch.events, OURS.events, strict=True):
         for field in set(theirs.__struct_fields__) & set(ours.__struct_fields__):
             mine, their = getattr(ours, field), getattr(theirs, field)
@@ -175,12 +189,14 @@ def test_a_fourth_element_of_others_is_no_incarnation(fourth: object) -> None:
         (msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved"}]]), "`block_hashes`"),
         (msgspec.msgpack.encode([1.0, [{"type": 5}]]), "Expected `str`"),
         (msgspec.msgpack.encode([1.0, [[]]]), "length"),
-        (msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [b"x" * 65]}]]),
-         "length <= 64"),
+        (
+            msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [b"x" * 65]}]]),
+            "length <= 64",
+        ),
         (b"\x91" * 100_000, "no batch of KV events"),
         (bytes(MAX_PAYLOAD_BYTES + 1), "exceeds"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_batch_is_refused_by_name(payload: bytes, told: str) -> None:
     with pytest.raises(KVEventError, match=told):
         decode(payload)

@@ -124,8 +124,11 @@ def test_a_process_ends_as_it_would_and_says_its_last_words_if_it_can(redirectio
     command = f'exec "$@" {redirection}'
     done = subprocess.run(
         ["sh", "-c", command, "sh", sys.executable, "-c", ENDS],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1
     said = done.stderr.splitlines()
     assert (len(said) > 1 and "last words" in said[0] and said[-1] == "ValueError: a bug") or (
