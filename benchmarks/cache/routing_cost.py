@@ -36,9 +36,7 @@ HEADERS = ("case", "hashing", "index", "decision")
 INDEX_HEADERS = ("events", "block events per second", "index, MB")
 INFO = KVEventsInfo(
     endpoint="inproc://none",
-    topic="",
     hash_block_size=SIZE,
-    hash_seed="",
     groups=(KVGroupInfo(kind="full_attention"), KVGroupInfo(kind="mamba")),
 )
 

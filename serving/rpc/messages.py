@@ -48,9 +48,9 @@ class KVEventsInfo(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     endpoint: str
-    topic: str
+    topic: str = ""
     hash_block_size: Annotated[int, Meta(ge=1)]
-    hash_seed: str
+    hash_seed: str = ""
     # Without a group there is nothing that a node could lack of a prompt.
     groups: Annotated[tuple[KVGroupInfo, ...], Meta(min_length=1)]
     replay_endpoint: str | None = None

@@ -121,12 +121,8 @@ def assert_as_alone(events: list[dict[str, Any]], alone: list[dict[str, Any]], n
         assert ids == choice["token_ids"], name
         assert "".join(chunk["text"] for chunk in chunks) == choice["text"], name
         assert chunks[-1]["finish_reason"] == choice["finish_reason"], name
-        logprobs = [
-            it
-            for chunk in chunks
-            if chunk["logprobs"]
-            for it in chunk["logprobs"]["token_logprobs"]
-        ]
+        told = (chunk["logprobs"] or {"token_logprobs": []} for chunk in chunks)
+        logprobs = [it for each in told for it in each["token_logprobs"]]
         assert logprobs == pytest.approx(choice["logprobs"]["token_logprobs"], abs=NEAR), name
     usage = events[-1]["usage"]
     assert usage["completion_tokens"] == sum(len(choice["token_ids"]) for choice in alone)

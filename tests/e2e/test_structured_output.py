@@ -107,12 +107,8 @@ async def test_a_wrong_rule_names_key_and_cause(
 
 
 async def test_a_chat_without_bounds_is_unchanged(served: ServedCluster) -> None:
-    chat = {
-        "messages": [{"role": "user", "content": "hello"}],
-        "max_tokens": 5,
-        "temperature": 0,
-        "return_token_ids": True,
-    }
+    messages = [{"role": "user", "content": "hello"}]
+    chat = {"messages": messages, "max_tokens": 5, "temperature": 0, "return_token_ids": True}
     plain = await ask(served.proxy.url, chat, path=CHAT)
     neutral = {**chat, "response_format": {"type": "text"}, "logit_bias": {}}
     assert (await ask(served.proxy.url, neutral, path=CHAT)).token_ids == plain.token_ids

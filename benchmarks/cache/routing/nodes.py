@@ -64,9 +64,7 @@ class Hardware:
         """The description that a node gives of its events."""
         return KVEventsInfo(
             endpoint="inproc://none",
-            topic="",
             hash_block_size=self.hash_block_size,
-            hash_seed="",
             groups=tuple(KVGroupInfo(kind=kind) for kind in GROUPS),
         )
 

@@ -11,13 +11,8 @@ from proxy.routing.prompt import NodeHit, RoutedPrompt
 from serving.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 
 SIZE = 16
-EVENTS = KVEventsInfo(
-    endpoint="inproc://none",
-    topic="",
-    hash_block_size=SIZE,
-    hash_seed="",
-    groups=(KVGroupInfo(kind="full_attention"), KVGroupInfo(kind="mamba")),
-)
+GROUPS = (KVGroupInfo(kind="full_attention"), KVGroupInfo(kind="mamba"))
+EVENTS = KVEventsInfo(endpoint="none", hash_block_size=SIZE, groups=GROUPS)
 
 
 def node(

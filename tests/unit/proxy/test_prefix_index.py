@@ -57,13 +57,8 @@ class Step(NamedTuple):
 
 
 def info_of(mix: Sequence[str], seed: str = "") -> KVEventsInfo:
-    return KVEventsInfo(
-        endpoint="inproc://none",
-        topic="",
-        hash_block_size=SIZE,
-        hash_seed=seed,
-        groups=tuple(GROUPS[name] for name in mix),
-    )
+    groups = tuple(GROUPS[name] for name in mix)
+    return KVEventsInfo(endpoint="none", hash_block_size=SIZE, hash_seed=seed, groups=groups)
 
 
 def prompt_of(text: Text) -> RoutedPrompt:

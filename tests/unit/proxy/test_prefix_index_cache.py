@@ -39,13 +39,8 @@ class Announcer(EventRecorder):
 
 
 def info_of(plan: ArenaPlan) -> KVEventsInfo:
-    return KVEventsInfo(
-        endpoint="inproc://none",
-        topic="",
-        hash_block_size=plan.hash_block_size,
-        hash_seed="",
-        groups=tuple(KVGroupInfo(*announced(group.spec)) for group in plan.groups),
-    )
+    groups = tuple(KVGroupInfo(*announced(group.spec)) for group in plan.groups)
+    return KVEventsInfo(endpoint="none", hash_block_size=plan.hash_block_size, groups=groups)
 
 
 class IndexedCacheMachine(CacheMachine):

@@ -18,11 +18,7 @@ from serving.rpc.messages import KVEventsInfo, KVGroupInfo, NodeInfo
 from tests.support.api.node_double import ASK, ScriptedNode, base_of, metric, running_cluster, until
 
 EVENTS = KVEventsInfo(
-    endpoint="tcp://127.0.0.1:1",
-    topic="",
-    hash_block_size=4,
-    hash_seed="",
-    groups=(KVGroupInfo(kind="full_attention"),),
+    endpoint="tcp://127.0.0.1:1", hash_block_size=4, groups=(KVGroupInfo(kind="full_attention"),)
 )
 
 

@@ -35,9 +35,7 @@ def info_of(publisher: EventPublisher) -> KVEventsInfo:
     return KVEventsInfo(
         endpoint=publisher.endpoint,
         replay_endpoint=publisher.replay_endpoint,
-        topic="",
         hash_block_size=SIZE,
-        hash_seed="",
         groups=(KVGroupInfo(kind="full_attention"),),
     )
 
