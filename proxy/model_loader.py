@@ -78,5 +78,4 @@ def _build_serving(
             tokenizer=load_tokenizer(folder, chat_template, content_format),
             defaults=load_sampling_defaults(folder),
             root=info.root or info.model_names[0],
-            has_tokenizer_info=config.enable_tokenizer_info_endpoint,
         )

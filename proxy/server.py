@@ -34,8 +34,6 @@ from serving.api.access import Access
 from serving.api.app import create_app, middleware_of
 from serving.api.chat_template import given_template
 from serving.api.operations import HEALTH_PATHS, PROBE_PATHS, metrics, reset_route
-from serving.api.reasoning import choose_thoughts
-from serving.api.tool_syntaxes import choose_syntax
 from serving.http.connection import ConnectionLimits
 from serving.http.errors import ERROR_HANDLERS
 from serving.http.server import HttpServer
@@ -200,16 +198,7 @@ class ProxyServer:
     async def _open(self) -> None:
         """Serves as soon as the model is known; follows the longest context of the decode nodes."""
         loaded = await load_serving(self._pool, self._config, self._template)
-        parser, template = self._config.tool_call_parser, loaded.tokenizer.tool_template
-        served = replace(
-            loaded,
-            enable_prompt_tokens_details=self._config.enable_prompt_tokens_details,
-            tool_calls=choose_syntax(parser, template),
-            thoughts=choose_thoughts(self._config.reasoning_parser, loaded.tokenizer),
-            grammar_binds_thoughts=self._config.structured_outputs_config.enable_in_reasoning,
-            strict_api=self._config.strict_api,
-            sse_keep_alive_interval=self._config.sse_keep_alive_interval,
-        )
+        served = loaded.with_options(self._config)
         of_model = self._metrics.of_model(served.model_name)
         of_model.read(self, gauges=REQUEST_GAUGES)
         self._telemetry.records.readers.append(RequestMetrics(of_model))

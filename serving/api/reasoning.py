@@ -169,7 +169,7 @@ class ThoughtReader:
             self.phase, self._is_new, self._num_feeds = Phase.OVER, True, 0
             return Split(thoughts, text[at + len(mark) :])
         # text:  0 .. visible: no mark can begin here | visible .. end: held
-        visible = len(text) - max(_overlap(text, mark) for mark in self._syntax.ends)
+        visible = len(text) - max(overlap(text, mark) for mark in self._syntax.ends)
         self._held = text[visible:]
         return Split(self._shown(text[:visible]), "")
 
@@ -193,7 +193,7 @@ def marks_are_special(thoughts: Thoughts, tokenizer: Tokenizer) -> bool:
     return any(token is not None and token.is_special for token in tokens)
 
 
-def _overlap(text: str, mark: str) -> int:
+def overlap(text: str, mark: str) -> int:
     """Characters at the end of `text` that begin `mark`."""
     sizes = range(min(len(text), len(mark) - 1), 0, -1)
     return next((size for size in sizes if text.endswith(mark[:size])), 0)

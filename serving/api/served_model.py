@@ -1,6 +1,6 @@
 """The model that a server serves: names, limits, sampling defaults and tokenizer."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +11,10 @@ from engine.distribution import VERSION
 from engine.errors import CheckpointError
 from engine.model_files import read_bytes
 from engine.types import SamplingParams
-from serving.api.reasoning import ThoughtSyntax
+from serving.api.reasoning import ThoughtSyntax, choose_thoughts
 from serving.api.tokenizer import MAX_COMPOSED, TextLimit, Tokenizer
-from serving.api.tool_syntaxes import ToolCallSyntax
+from serving.api.tool_syntaxes import ToolCallSyntax, choose_syntax
+from serving.config import ServerConfig
 
 MAX_BODY_BYTES = 16_777_216  # four million tokens of four bytes
 OTHER_BYTES = 1_048_576
@@ -59,6 +60,19 @@ class ServedModel:
     root: str = ""
     has_tokenizer_info: bool = False
     version: str = VERSION
+
+    def with_options(self, config: ServerConfig) -> "ServedModel":
+        """The same model, served as the options say."""
+        return replace(
+            self,
+            enable_prompt_tokens_details=config.enable_prompt_tokens_details,
+            tool_calls=choose_syntax(config.tool_call_parser, self.tokenizer.tool_template),
+            thoughts=choose_thoughts(config.reasoning_parser, self.tokenizer),
+            grammar_binds_thoughts=config.structured_outputs_config.enable_in_reasoning,
+            strict_api=config.strict_api,
+            sse_keep_alive_interval=config.sse_keep_alive_interval,
+            has_tokenizer_info=config.enable_tokenizer_info_endpoint,
+        )
 
     @property
     def model_name(self) -> str:

@@ -9,6 +9,7 @@ from llguidance import LLMatcher
 
 from engine.errors import InvalidRequestError
 from engine.types import MAX_GRAMMAR_CHARS
+from serving.api.reasoning import overlap
 from serving.api.structured_output import closed
 from serving.api.tokenizer import Tokenizer
 from serving.api.tool_syntaxes import Parameters, ToolCall, ToolCallSyntax, lookup
@@ -141,7 +142,7 @@ class ToolCallReader:
 
     def _num_possible(self, text: str) -> int:
         """Characters at the end of a text that may begin a marker."""
-        size = _overlap(text, self._rules.syntax.start)
+        size = overlap(text, self._rules.syntax.start)
         at = text.rfind("<", -MAX_NAME_CHARS - len(self._bare.start)) if self._bare else -1
         if self._bare is None or at < 0:
             return size
@@ -254,12 +255,6 @@ class _Lines:
 def _pieces(text: str) -> list[str]:
     """The text in pieces, the first one last."""
     return [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)][::-1]
-
-
-def _overlap(text: str, marker: str) -> int:
-    """Characters at the end of `text` that begin `marker`."""
-    sizes = range(min(len(text), len(marker) - 1), 0, -1)
-    return next((size for size in sizes if text.endswith(marker[:size])), 0)
 
 
 def forced_grammar(

@@ -36,10 +36,8 @@ from serving.api.access import access_of
 from serving.api.app import create_app
 from serving.api.chat_template import given_template
 from serving.api.operations import reset_route
-from serving.api.reasoning import choose_thoughts
 from serving.api.served_model import SamplingDefaults, ServedModel, load_sampling_defaults
 from serving.api.tokenizer import Tokenizer, load_tokenizer
-from serving.api.tool_syntaxes import choose_syntax
 from serving.config import NodeConfig
 from serving.hosts import addresses_here, advertised_host
 from serving.http.connection import ConnectionLimits
@@ -322,16 +320,9 @@ class NodeServer:
             vocab_size=model.config.vocab_size,
             tokenizer=model.tokenizer,
             defaults=model.defaults,
-            enable_prompt_tokens_details=self.config.enable_prompt_tokens_details,
             accept_kv_transfer_params=True,
-            tool_calls=choose_syntax(self.config.tool_call_parser, model.tokenizer.tool_template),
-            thoughts=choose_thoughts(self.config.reasoning_parser, model.tokenizer),
-            grammar_binds_thoughts=self.config.structured_outputs_config.enable_in_reasoning,
-            strict_api=self.config.strict_api,
-            sse_keep_alive_interval=self.config.sse_keep_alive_interval,
             root=self.config.model,
-            has_tokenizer_info=self.config.enable_tokenizer_info_endpoint,
-        )
+        ).with_options(self.config)
         app = create_app(
             self.engine,
             served,
