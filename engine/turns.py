@@ -1,4 +1,4 @@
-"""A few at once, and tenants in turn: whoever sends more waits for its own, not for others'."""
+"""A few turns at once, tenants one after another: a busy tenant delays only itself."""
 
 import asyncio
 from collections import Counter, OrderedDict, deque

@@ -35,7 +35,7 @@ class Prefilled:
         return self.output.kv_transfer_params
 
     def release(self) -> None:
-        """Tells P that nobody will pull it."""
+        """Tells P in the background that nobody will pull this prefill."""
         if self.params is None:
             return
         engine_id, request_id = self.params.remote_engine_id, self.params.remote_request_id
@@ -78,7 +78,7 @@ class RequestState:
     _on_wire: bytes | None = None
 
     def __post_init__(self) -> None:
-        """Hashes nothing yet."""
+        """Makes the prompt for routing; its digests are computed when a policy asks for them."""
         self.prompt = RoutedPrompt(self.request)
 
     @property
@@ -154,7 +154,7 @@ class RequestState:
         return self.request.sampling.max_tokens == len(self.request.output_token_ids) + 1
 
     def decode_request(self) -> GenerateRequest:
-        """The request for D: with what P has said of its prefill, and without what it has told."""
+        """The request for D: with P's `kv_transfer_params`, without what P has answered already."""
         if self.prefilled is None:
             return self.request
         sampling = structs.replace(self.request.sampling, prompt_logprobs=None)

@@ -92,7 +92,7 @@ class ItemIndex:
         return entry
 
     def boundaries_before(self, key: Key) -> tuple[bytes, ...]:
-        """Of an item that ends as `key` says, or before the next hash boundary: those before it."""
+        """The hash boundaries of an item that ends at `key`, or short of the next boundary."""
         if (entry := self.get(key)) is not None:
             return entry.item.boundaries
         for named in self._ends[key.group].get(key.digest, {}).values():

@@ -177,7 +177,7 @@ class MambaStates:
             self.policy.evicted_unread(kept[0])
 
     def forget_unread(self) -> None:
-        """States that go now count as read: it is not that nobody wanted them."""
+        """States evicted from now on count as read: their loss says nothing about the policy."""
         self._unread.clear()
 
     def trim(self) -> None:

@@ -41,7 +41,7 @@ class PrefillQueue:
             del self._tokens[number]
 
     def num_tokens_left(self, tokens_per_s: float) -> int:
-        """At that rate; no prompt after the oldest is taken as begun, however late that one is."""
+        """Prompt tokens left at that rate; only the oldest prompt counts as begun, even if late."""
         if not self._tokens:
             return 0
         oldest = next(iter(self._tokens.values()))

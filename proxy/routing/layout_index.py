@@ -28,7 +28,7 @@ Lengths = list[tuple[int, int]]
 
 
 class Layout(NamedTuple):
-    """Properties that nodes share if one lookup serves them all."""
+    """The cache geometry of a node: nodes with an equal one are looked up together."""
 
     key: HashKey
     groups: tuple[KVGroupInfo, ...]

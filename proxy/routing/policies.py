@@ -35,7 +35,7 @@ class Route:
 
 
 class RoutingPolicy(Protocol):
-    """Runs on the event loop and must not wait."""
+    """Chooses the nodes of one attempt, on the event loop: it must not wait."""
 
     def choose(
         self, prompt: RoutedPrompt, prefill: Sequence[NodeView], decode: Sequence[NodeView]

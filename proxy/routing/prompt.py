@@ -11,7 +11,7 @@ from serving.rpc.messages import KVEventsInfo
 
 
 class HashKey(NamedTuple):
-    """The inputs of a node's digests of blocks, beside tokens and salt."""
+    """The inputs of block digests besides tokens and salt: equal on nodes with equal digests."""
 
     hash_block_size: int
     hash_seed: str

@@ -49,7 +49,7 @@ class RpcService(Protocol):
         """Called once, before the server starts."""
 
     def drain(self) -> None:
-        """No call may be begun any more: those that wait for more to do end."""
+        """New calls are refused from now on; calls that only wait for more to do end."""
 
 
 class CallBorder(aio.ServerInterceptor):

@@ -160,7 +160,7 @@ class Folder:
         return None
 
     def _tell_of_others(self, new: Sequence[FoundFile]) -> None:
-        """One line in this folder's life: it may be shared, or a config or the weights changed."""
+        """Logs once that the folder has other files: of other nodes, weights or configurations."""
         others = sum(not self._is_own(file.name) for file in new)
         if others and not self._told_of_others:
             self._told_of_others = True

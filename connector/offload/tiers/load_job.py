@@ -15,7 +15,7 @@ from engine.arena import ArenaMemory
 from engine.step import LoadFailure
 
 AHEAD = 8
-"""Reads that the kernel is told of in advance, so that the disk works while bytes are hashed."""
+"""Reads announced to the kernel in advance, so that the disk works while bytes are hashed."""
 READ_BYTES = 2 << 20
 """Most bytes of one read: they are hashed and copied while they are in the processor's cache."""
 

@@ -33,7 +33,7 @@ log = structlog.get_logger()
 # A return pull comes with do_remote_decode: a node that may produce may start from what D keeps.
 REFUSED_BY_ROLE = {"kv_consumer": "do_remote_decode", "kv_producer": "do_remote_prefill"}
 FAILURES = (TandemError, TimeoutError)
-"""Of asking a peer. None is the client's fault: this node can compute every token itself."""
+"""Errors of asking a peer. The client never sees them: this node can compute all tokens itself."""
 Question = Callable[[RemotePrefill], asyncio.Task[None] | None]
 FAILED_PREFILL = KVTransferParams(do_remote_prefill=True)
 """Replaces an object of which nothing may be used, so that its loss is still counted."""

@@ -63,7 +63,7 @@ class PeerCalls:
             await asyncio.wait(self._tasks)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Looks at the error, as who asked may have left: a peer's is no bug."""
+        """Logs what is a bug and no peer's error: the caller, who would see it, may have left."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, TandemError):
