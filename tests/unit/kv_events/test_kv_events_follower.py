@@ -1,11 +1,7 @@
-"""A follower after one gap, restart or silence, and the batches that a publisher's log keeps."""
+"""A follower after one gap, restart or silence: what it forgets at once, asks for and bounds."""
 
 import tracemalloc
-from typing import Any
 
-import pytest
-
-from serving.kv_events.event_log import EventLog
 from serving.kv_events.follower import (
     ANSWER_S,
     MAX_WAITING,
@@ -188,53 +184,11 @@ def test_no_answer_keeps_what_is_sure_and_is_asked_for_again() -> None:
     assert (node.held, node.follower.stats.is_synced) == (b"abc", True)
 
 
-@pytest.fixture
-def synced() -> Following:
-    """It knows block a, from a snapshot of batch 4, and asks for what came after that."""
+def test_a_question_after_silence_finds_another_life() -> None:
     node = Following(has_replay=True)
     node.answer(4, A, life="one")
     node.answer(END_SEQUENCE)
-    assert (node.held, node.follower.stats.is_synced) == (b"a", True)
     node.follower.tick(QUIET_S)
-    assert node.asks == (4).to_bytes(8, "big")
-    return node
-
-
-def test_a_quiet_question_finds_what_was_lost_at_the_end(synced: Following) -> None:
-    synced.answer(4, A, life="one")
-    synced.answer(5, B, life="one")
-    synced.answer(END_SEQUENCE)
-    assert (synced.held, synced.follower.question) == (b"ab", None)
-    assert synced.follower.stats.is_synced
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [(4, "two", B), (END_SEQUENCE, "one"), (6, "one", C)],
-    ids=["another life", "a life with fewer batches", "a buffer that was too small"],
-)
-def test_a_quiet_question_finds_what_only_the_state_repairs(
-    synced: Following, answer: tuple[Any, ...]
-) -> None:
-    number, life, *events = answer
-    synced.answer(number, *events, life=life)
-    assert (synced.held, synced.asks) == (b"", SNAPSHOT)
-
-
-# --- the log -----------------------------------------------------------------------------------
-
-
-def log_of(num_batches: int, *, buffer: int = 9, queue: int = 9) -> EventLog:
-    log = EventLog("one", form="map", buffer_steps=buffer, max_queue_size=queue)
-    for _ in range(num_batches):
-        log.append((A,))
-    return log
-
-
-def test_only_the_latest_batches_are_repeated() -> None:
-    log = log_of(6, buffer=3)
-    while log.take():
-        pass
-    assert [each.sequence for each in log.replay(0)] == [4, 5, 6]
-    assert [each.sequence for each in log.replay(6)] == [6]
-    assert list(log.replay(7)) == []
+    assert (node.held, node.asks) == (b"a", (4).to_bytes(8, "big"))
+    node.answer(4, B, life="two")
+    assert (node.held, node.asks) == (b"", SNAPSHOT)
