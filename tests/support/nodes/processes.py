@@ -7,6 +7,7 @@ from outside.
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -53,9 +54,14 @@ AT_REST = (
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    """A port that nobody listens on now, nor is given by chance until a server takes it.
+
+    Below those that the kernel gives for port 0 and to clients, above those of Ray's workers.
+    """
+    while True:
+        port = secrets.choice(range(20_000, 32_000))
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 @dataclass(slots=True)
