@@ -38,9 +38,9 @@ WAYS: Final[dict[str, tuple[tuple[str, ...], int]]] = {
         ),
         30,
     ),
-    "hand-over": (("connector/pd/", "connector/transports/", *SEAM), 31),
-    "tier": (("connector/offload/", *SEAM), 15),
-    "event": (("serving/kv_events/", "serving/node/", "proxy/routing/", "proxy/node_choice"), 20),
+    "hand-over": (("connector/pd/", "connector/transports/", *SEAM), 30),
+    "tier": (("connector/offload/", *SEAM), 14),
+    "event": (("serving/kv_events/", "serving/node/", "proxy/routing/", "proxy/node_choice"), 18),
 }
 
 
