@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import shutil
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from tests.support.faults.fault_points import NO_FAULTS, FaultInjector, faulty_b
 from tests.support.nodes.engine_thread import run_in_engine
 from tests.support.nodes.forks import forks
 from tests.support.nodes.leaks import Holdings, excess, held_here, running_tasks
+from tests.support.nodes.processes import SETTLE_S
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
 
@@ -245,11 +247,12 @@ def warm(checkpoints: dict[str, Path]) -> None:
 
 async def all_back(before: Holdings) -> None:
     """Asserts that this process holds no more than before."""
-    for _ in range(400):
-        more = excess(before, held_here())
-        if not more:
-            return
+    # By the clock: each look collects garbage, which takes longer than the sleep.
+    deadline = time.monotonic() + SETTLE_S
+    while (more := excess(before, held_here())) and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
+    if not more:
+        return
     raise AssertionError(f"still held: {more} {running_tasks() if more['task'] else ''}")
 
 

@@ -12,6 +12,7 @@ from serving.log_writer import LOSSES
 from serving.metrics import NO_ROWS, NodeMetrics, Table
 from serving.node.connector import NodeParts
 from tests.support.cache.bare_pulls import PLAN
+from tests.support.nodes.cluster import all_back
 from tests.support.nodes.leaks import held_here
 
 CONFIG = KVTransferConfig(kv_connector_extra_config={"transport": "shm"})
@@ -50,7 +51,7 @@ async def test_what_is_built_and_never_serves_is_closed_whole() -> None:
     arena = ArenaMemory(PLAN.arena_bytes)
     before = held_here()
     await build(arena, NodeMetrics("m", "p"))
-    assert held_here() == before
+    await all_back(before)
     arena.close()
 
 
@@ -64,5 +65,5 @@ async def test_a_part_that_cannot_be_built_leaves_none_of_those_before_it(part: 
     before = held_here()
     with pytest.raises(ValueError, match=r"there|Duplicated"):
         await build(arena, metrics)
-    assert held_here() == before
+    await all_back(before)
     arena.close()
