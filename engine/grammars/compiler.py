@@ -136,7 +136,8 @@ class GrammarCompiler:
         """The process of `grammar`; all who ask meanwhile wait for the same one."""
         if (starting := self._starting.get(key)) is None:
             work = asyncio.ensure_future(self._start(key, grammar))
-            work.add_done_callback(_look)
+            # Looked at, since asyncio logs an error that nobody hears where nobody waits any more.
+            work.add_done_callback(lambda done: done.cancelled() or done.exception())
             starting = self._starting[key] = _Starting(work)
         starting.num_waiting += 1
         try:
@@ -157,7 +158,9 @@ class GrammarCompiler:
                     f"{MEMORY_BYTES >> 20} MiB to compile: make it smaller"
                 )
         except GrammarError as error:
-            self._refuse(key.digest, str(error))
+            self._refused[key.digest] = str(error)
+            if len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
             raise
         process.on_news = lambda told: self._on_news(key, told)
         self._processes[key] = process
@@ -165,25 +168,16 @@ class GrammarCompiler:
 
     async def _compiled(self, key: _Key, grammar: str, limit_s: float) -> GrammarProcess | None:
         """None where it takes longer than `limit_s` of a core, or too much memory."""
-        lane = self._quick if limit_s == QUICK_S else self._slow
+        gives_way = limit_s > QUICK_S
+        lane = self._slow if gives_way else self._quick
         try:
             async with lane.turn(key.tenant, TURN_S):
                 process = (await self._fork_server()).fork(key.tenant)
-                return await self._compiled_by(process, grammar, limit_s)
+                async with asyncio.timeout(CLOCK_S):
+                    is_done = await process.compile(grammar, limit_s=limit_s, gives_way=gives_way)
+                return process if is_done else None
         except (TimeoutError, OverloadedError) as error:
             raise GrammarBusyError("other grammars are being compiled: try again") from error
-
-    async def _compiled_by(
-        self, process: GrammarProcess, grammar: str, limit_s: float
-    ) -> GrammarProcess | None:
-        gives_way = limit_s > QUICK_S
-        try:
-            async with asyncio.timeout(CLOCK_S):
-                is_compiled = await process.compile(grammar, limit_s=limit_s, gives_way=gives_way)
-        except BaseException:
-            process.end()
-            raise
-        return process if is_compiled else None
 
     async def _fork_server(self) -> ForkServer:
         """Started with the first grammar, and again should it have died."""
@@ -206,8 +200,14 @@ class GrammarCompiler:
         elif not process.num_sequences:
             self._processes.move_to_end(key)
         self._end_idle()
-        if self.num_bytes > MAX_BYTES:
-            self._end_largest()
+        if self.num_bytes <= MAX_BYTES:
+            return
+        # The largest process of the tenant whose grammars take the most memory.
+        by_tenant: dict[str, list[GrammarProcess]] = defaultdict(list)
+        for other in self._processes.values():
+            by_tenant[other.tenant].append(other)
+        most = max(by_tenant.values(), key=lambda them: sum(it.num_bytes for it in them))
+        max(most, key=lambda it: it.num_bytes).end()
 
     def _end_idle(self) -> None:
         """The longest idle ones go first."""
@@ -222,22 +222,3 @@ class GrammarCompiler:
                 return
             num_bytes -= process.num_bytes
             process.end()
-
-    def _end_largest(self) -> None:
-        """Ends the largest process of the tenant whose grammars take the most memory."""
-        by_tenant: dict[str, list[GrammarProcess]] = defaultdict(list)
-        for process in self._processes.values():
-            by_tenant[process.tenant].append(process)
-        most = max(by_tenant.values(), key=lambda them: sum(it.num_bytes for it in them))
-        max(most, key=lambda it: it.num_bytes).end()
-
-    def _refuse(self, digest: bytes, reason: str) -> None:
-        self._refused[digest] = reason
-        if len(self._refused) > MAX_REFUSED:
-            self._refused.popitem(last=False)
-
-
-def _look(work: "asyncio.Task[GrammarProcess]") -> None:
-    """asyncio logs an error that nobody has looked at, as where nobody waits any more."""
-    if not work.cancelled():
-        work.exception()

@@ -15,14 +15,18 @@ from contextlib import contextmanager
 from typing import Final
 
 import llguidance
+from msgspec import structs
 
-from engine.grammars.wire import MAX_PACKET_BYTES, Kind, Message, compile_limits, tokens_of
+from engine.grammars.wire import MAX_PACKET_BYTES, Kind, Message, read_packet
 
 MEMORY_BYTES: Final = 512 * 2**20
 OUTPUT_S: Final = 10.0
 TOKEN_S: Final = 1.0
 SLOW_TOKEN_S: Final = 0.02
 _NICE: Final = 5
+# Columns of /proc/self/statm.
+_MAPPED: Final = 0
+_HELD: Final = 1
 
 _LIMITS: Final = llguidance.LLParserLimits(
     max_items_in_row=200_000,
@@ -46,66 +50,66 @@ class Follower:
     def __init__(self, tokenizer: llguidance.LLTokenizer, node: socket.socket) -> None:
         self._tokenizer = tokenizer
         self._node = node
-        self._text: list[bytes] = []
+        self._text = ""
         self._grammar: llguidance.LLMatcher | None = None
         self._sequences: dict[int, llguidance.LLMatcher] = {}
         self._gives_way = False
-        self._pages_at_start = _pages()
-        _limit_memory()
+        self._bytes_at_start = _memory(_HELD)
+        most = _memory(_MAPPED) + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def serve(self) -> None:
         """Returns when the node is gone or wants no more."""
         while packet := self._node.recv(MAX_PACKET_BYTES):
-            message = Message.of(packet)
+            message = read_packet(packet)
             try:
                 self._handle(message)
             except Refused as error:
                 self._sequences.pop(message.sequence, None)
-                self._tell(Kind.REFUSED, message.sequence, str(error).encode())
+                self._tell(Message(Kind.REFUSED, message.sequence, str(error)))
 
     def _handle(self, message: Message) -> None:
         sequence = message.sequence
+        matcher = self._sequences.get(sequence)  # None: it was refused before
         match message.kind:
             case Kind.GRAMMAR:
-                self._text.append(message.payload)
+                self._text += message.text
             case Kind.COMPILE:
-                self._compile(*compile_limits(message.payload))
+                self._compile(message)
             case Kind.OPEN if self._grammar is not None:
                 self._sequences[sequence] = self._grammar.deep_copy()
-            case Kind.TOKENS:
+            case Kind.TOKENS if matcher is not None:
                 with _within(OUTPUT_S):
-                    self._consume(sequence, tokens_of(message.payload))
-            case Kind.NEXT:
-                self._next(sequence, tokens_of(message.payload))
+                    is_allowed = matcher.consume_tokens(message.token_ids)
+                if not is_allowed:
+                    del self._sequences[sequence]
+                    self._tell(Message(Kind.NOT_ALLOWED, sequence))
+            case Kind.NEXT if matcher is not None:
+                self._tell(
+                    Message(Kind.MASK, sequence, mask=self._next(matcher, message.token_ids))
+                )
             case Kind.CLOSE:
                 self._sequences.pop(sequence, None)
 
-    def _compile(self, limit_s: float, gives_way: bool) -> None:
-        if gives_way:
+    def _compile(self, message: Message) -> None:
+        if message.gives_way:
             self._give_way()
-        text = b"".join(self._text).decode()
-        with _within(limit_s):
-            grammar = llguidance.LLMatcher(self._tokenizer, text, log_level=0, limits=_LIMITS)
+        with _within(message.limit_s):
+            grammar = llguidance.LLMatcher(self._tokenizer, self._text, log_level=0, limits=_LIMITS)
             if grammar.is_error():
                 raise Refused(grammar.get_error().strip())
             # The first token costs the most, and tells a grammar that nothing can follow.
             ahead = grammar.deep_copy()
-            ahead.consume_token(_first(_mask(ahead)))
+            bits = int.from_bytes(_mask(ahead), "little")
+            ahead.consume_token((bits & -bits).bit_length() - 1)
             if ahead.is_error():
                 raise Refused(_TOO_COMPLEX)
         self._grammar = grammar
-        self._tell(Kind.READY)
+        self._tell(Message(Kind.READY))
 
-    def _consume(self, sequence: int, token_ids: list[int]) -> None:
-        matcher = self._sequences.get(sequence)
-        if matcher is not None and not matcher.consume_tokens(token_ids):
-            del self._sequences[sequence]
-            self._tell(Kind.NOT_ALLOWED, sequence)
-
-    def _next(self, sequence: int, token_ids: list[int]) -> None:
-        matcher = self._sequences.get(sequence)
-        if matcher is None:  # it was refused before
-            return
+    def _next(self, matcher: llguidance.LLMatcher, token_ids: list[int]) -> bytes:
+        """The mask after one more token, or none."""
         started = time.process_time()
         with _within(TOKEN_S):
             # Once the grammar has ended only the end of text is left.
@@ -114,7 +118,7 @@ class Follower:
             mask = _mask(matcher)
         if time.process_time() - started > SLOW_TOKEN_S:
             self._give_way()
-        self._tell(Kind.MASK, sequence, mask)
+        return mask
 
     def _give_way(self) -> None:
         """The model's threads go first from now on."""
@@ -122,9 +126,9 @@ class Follower:
             self._gives_way = True
             os.nice(_NICE)
 
-    def _tell(self, kind: Kind, sequence: int = 0, payload: bytes = b"") -> None:
-        num_bytes = max(0, _pages() - self._pages_at_start) * resource.getpagesize()
-        self._node.sendall(Message(kind, sequence, payload, num_bytes).packed())
+    def _tell(self, message: Message) -> None:
+        num_bytes = max(0, _memory(_HELD) - self._bytes_at_start)
+        self._node.sendall(structs.replace(message, num_bytes=num_bytes).packed())
 
 
 def _mask(matcher: llguidance.LLMatcher) -> bytes:
@@ -140,12 +144,6 @@ def _mask(matcher: llguidance.LLMatcher) -> bytes:
     return mask
 
 
-def _first(mask: bytes) -> int:
-    """The first token that `mask` allows."""
-    place, bits = next((place, bits) for place, bits in enumerate(mask) if bits)
-    return 8 * place + (bits & -bits).bit_length() - 1
-
-
 @contextmanager
 def _within(seconds: float) -> Iterator[None]:
     """The system ends this process once the block has had a core for so long.
@@ -159,15 +157,7 @@ def _within(seconds: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
 
 
-def _limit_memory() -> None:
+def _memory(column: int) -> int:
+    """Bytes that this process maps or holds, those that it shares with its parent included."""
     with open("/proc/self/statm") as statm:
-        size = int(statm.read().split()[0]) * resource.getpagesize()
-    most = size + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
-def _pages() -> int:
-    """Pages of memory that this process holds, those that it shares with its parent included."""
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1])
+        return int(statm.read().split()[column]) * resource.getpagesize()

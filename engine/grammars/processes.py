@@ -13,15 +13,7 @@ from typing import Final
 from engine.errors import GrammarError, InvalidRequestError, UnavailableError
 from engine.grammars.fork_server import FORK, KILL, READY
 from engine.grammars.matcher import MaskNews, Matcher
-from engine.grammars.wire import (
-    MAX_PACKET_BYTES,
-    Kind,
-    Message,
-    compile_message,
-    next_message,
-    text_messages,
-    token_messages,
-)
+from engine.grammars.wire import MAX_PACKET_BYTES, Kind, Message, in_pieces, read_packet
 from engine.types import TokenId
 
 START_S: Final = 60.0
@@ -57,12 +49,16 @@ class GrammarProcess:
     async def compile(self, grammar: str, *, limit_s: float, gives_way: bool) -> bool:
         """False where the process ended: the grammar takes more than the limits allow.
 
-        Raises GrammarError for a grammar that llguidance refuses.
+        Raises GrammarError for a grammar that llguidance refuses; then the process ends too.
         """
-        for message in text_messages(grammar):
-            await self._send_all(message)
-        await self._send_all(compile_message(limit_s, gives_way=gives_way))
-        await self._ready
+        try:
+            for piece in in_pieces(grammar):
+                await self._send_all(Message(Kind.GRAMMAR, text=piece))
+            await self._send_all(Message(Kind.COMPILE, limit_s=limit_s, gives_way=gives_way))
+            await self._ready
+        except BaseException:
+            self.end()
+            raise
         return not self.is_ended
 
     async def open(self, output: Sequence[TokenId], news: MaskNews) -> Matcher:
@@ -80,9 +76,9 @@ class GrammarProcess:
         self._matchers[number], self._opening[number] = matcher, opening
         try:
             await self._send_all(Message(Kind.OPEN, number))
-            for message in token_messages(number, output):
-                await self._send_all(message)
-            await self._send_all(next_message(number, ()))
+            for piece in in_pieces(list(output)):
+                await self._send_all(Message(Kind.TOKENS, number, token_ids=piece))
+            await self._send_all(Message(Kind.NEXT, number))
             await opening
         except BaseException:
             self._forget(number)
@@ -100,7 +96,7 @@ class GrammarProcess:
     def _ask(self, number: int, token_id: TokenId) -> None:
         """From the engine's thread. A process that takes no more is full of slow sequences."""
         try:
-            self._node.send(next_message(number, (token_id,)).packed())
+            self._node.send(Message(Kind.NEXT, number, token_ids=[token_id]).packed())
         except OSError:
             if (matcher := self._matchers.get(number)) is not None:
                 matcher.error = _too_much()
@@ -128,7 +124,7 @@ class GrammarProcess:
         except OSError:
             packet = b""
         if packet:
-            self._take(Message.of(packet))
+            self._take(read_packet(packet))
         else:
             self._on_end()
 
@@ -140,17 +136,18 @@ class GrammarProcess:
             case Kind.READY:
                 _settle(self._ready)
             case Kind.REFUSED if not message.sequence:
-                reason = message.payload.decode()
-                _settle(self._ready, GrammarError(f"the grammar cannot be compiled: {reason}"))
+                refusal = GrammarError(f"the grammar cannot be compiled: {message.text}")
+                _settle(self._ready, refusal)
             case Kind.MASK if matcher is not None:
-                matcher.arrived(message.payload)
+                matcher.arrived(message.mask)
                 _settle(opening)
             case Kind.REFUSED if matcher is not None:
-                reason = message.payload.decode()
-                matcher.error = GrammarError(f"the grammar cannot be followed: {reason}")
+                matcher.error = GrammarError(f"the grammar cannot be followed: {message.text}")
                 _settle(opening, matcher.error)
             case Kind.NOT_ALLOWED:
-                _settle(opening, _not_allowed())
+                field = "output_token_ids"
+                text = f"{field}: the request's grammar does not allow them"
+                _settle(opening, InvalidRequestError(text, param=field))
         if matcher is not None:
             matcher.news.ring()
         self.on_news(self)
@@ -255,12 +252,6 @@ def _launch(
 
 def _too_much() -> GrammarError:
     return GrammarError("the grammar took too much time or memory to be followed: make it simpler")
-
-
-def _not_allowed() -> InvalidRequestError:
-    return InvalidRequestError(
-        "output_token_ids: the request's grammar does not allow them", param="output_token_ids"
-    )
 
 
 def _settle(

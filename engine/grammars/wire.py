@@ -4,16 +4,17 @@ A packet arrives whole or not at all, so that two threads may send on one socket
 outputs travel in pieces, since the system bounds a packet.
 """
 
-import struct
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final, TypeVar
 
-PIECE_BYTES: Final = 65_536
+import msgspec
+
+PIECE: Final = 16_384
+"""Characters or tokens in one packet."""
 MAX_PACKET_BYTES: Final = 2**20
-_HEADER: Final = struct.Struct("<BIQ")
-_COMPILE: Final = struct.Struct("<d?")
+
+_Whole = TypeVar("_Whole", str, list[int])
 
 
 class Kind(IntEnum):
@@ -31,55 +32,32 @@ class Kind(IntEnum):
     NOT_ALLOWED = 10  # the sequence has tokens that the grammar does not allow
 
 
-class Message(NamedTuple):
-    """One packet. `sequence`: 0 for the grammar itself. `num_bytes`: what the process has taken."""
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """One packet. `sequence`: 0 for the grammar itself. `num_bytes`: what the process has taken.
+
+    `text`: of a grammar, or why it is refused. `limit_s`: seconds of one core to compile it in.
+    `gives_way`: to all that is more urgent on this machine.
+    """
 
     kind: Kind
     sequence: int = 0
-    payload: bytes = b""
+    text: str = ""
+    token_ids: list[int] = []
+    mask: bytes = b""
     num_bytes: int = 0
+    limit_s: float = 0.0
+    gives_way: bool = False
 
     def packed(self) -> bytes:
         """The packet's bytes."""
-        return _HEADER.pack(self.kind, self.sequence, self.num_bytes) + self.payload
-
-    @classmethod
-    def of(cls, packet: bytes) -> "Message":
-        """The message in a packet."""
-        kind, sequence, num_bytes = _HEADER.unpack_from(packet)
-        return cls(Kind(kind), sequence, packet[_HEADER.size :], num_bytes)
+        return msgspec.msgpack.encode(self)
 
 
-def compile_message(limit_s: float, *, gives_way: bool) -> Message:
-    """`limit_s`: seconds of one core. `gives_way`: to all that is more urgent on this machine."""
-    return Message(Kind.COMPILE, payload=_COMPILE.pack(limit_s, gives_way))
+read_packet: Final = msgspec.msgpack.Decoder(Message).decode
+"""The message in a packet."""
 
 
-def compile_limits(payload: bytes) -> tuple[float, bool]:
-    """The limits that `compile_message` was given."""
-    limit_s, gives_way = _COMPILE.unpack(payload)
-    return limit_s, gives_way
-
-
-def text_messages(text: str) -> Iterator[Message]:
-    """A grammar's text in pieces."""
-    data = text.encode()
-    for start in range(0, len(data), PIECE_BYTES):
-        yield Message(Kind.GRAMMAR, payload=data[start : start + PIECE_BYTES])
-
-
-def token_messages(sequence: int, token_ids: Sequence[int]) -> Iterator[Message]:
-    """An output in pieces."""
-    data = array("I", token_ids).tobytes()
-    for start in range(0, len(data), PIECE_BYTES):
-        yield Message(Kind.TOKENS, sequence, data[start : start + PIECE_BYTES])
-
-
-def next_message(sequence: int, token_ids: Sequence[int]) -> Message:
-    """One token or none, and the question what may follow."""
-    return Message(Kind.NEXT, sequence, array("I", token_ids).tobytes())
-
-
-def tokens_of(payload: bytes) -> list[int]:
-    """The tokens of a message."""
-    return array("I", payload).tolist()
+def in_pieces(whole: _Whole) -> Iterator[_Whole]:
+    """A text or an output in parts that fit a packet."""
+    for start in range(0, len(whole), PIECE):
+        yield whole[start : start + PIECE]
