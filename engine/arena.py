@@ -39,8 +39,7 @@ class ArenaMemory:
         self.fd: int | None = None
         self._tensor: torch.Tensor | None = None
         if torch.device(device).type == "cpu":
-            self.fd = _sealed_memfd(self.label, nbytes)
-            self._tensor = _map(self.fd, nbytes, prefault=prefault)
+            self.fd, self._tensor = _sealed_memfd(self.label, nbytes, prefault=prefault)
         else:
             self._tensor = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         # -1 on the host. `_host` is made once: a view costs microseconds, and hashing asks often.
@@ -114,22 +113,14 @@ def available_host_bytes() -> int:
     return free if allowed == "max" else min(free, int(allowed))
 
 
-def _sealed_memfd(label: str, nbytes: int) -> int:
+def _sealed_memfd(label: str, nbytes: int, *, prefault: bool) -> tuple[int, torch.Tensor]:
+    """The tensor owns the mapping: unmapping it by hand would leave torch's views dangling."""
     fd = os.memfd_create(label, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
     try:
         os.ftruncate(fd, nbytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _map(fd: int, nbytes: int, *, prefault: bool) -> torch.Tensor:
-    """The tensor owns the mapping: unmapping it by hand would leave torch's views dangling."""
-    flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if prefault else 0)
-    try:
-        return torch.frombuffer(mmap.mmap(fd, nbytes, flags=flags), dtype=torch.uint8)
+        return fd, torch.frombuffer(mmap.mmap(fd, nbytes, flags=flags), dtype=torch.uint8)
     except OSError:
         os.close(fd)
         raise

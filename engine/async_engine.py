@@ -76,11 +76,6 @@ class _Unobserved:
         pass
 
 
-def unrecorded(request: GenerateRequest) -> AbstractContextManager[OutputObserver]:
-    """The recording of an engine whose requests nobody counts."""
-    return nullcontext(_Unobserved())
-
-
 class AsyncEngine:
     """Owner of the engine thread; start and close it on the event loop that calls `generate`."""
 
@@ -90,7 +85,7 @@ class AsyncEngine:
         admission: AdmissionConnector,
         limits: EngineLimits,
         *,
-        recording: Recording = unrecorded,
+        recording: Recording = lambda _: nullcontext(_Unobserved()),
     ) -> None:
         self.core = core
         self.limits = limits
@@ -165,8 +160,7 @@ class AsyncEngine:
                 error = raised
             self._on_loop(lambda: None if done.done() else done.set_result(error))
 
-        if not self.is_alive:
-            raise _dead_engine()
+        await self.check_health()
         self._inbox.put(guarded)
         try:
             error = await asyncio.wait_for(done, BETWEEN_STEPS_S)
@@ -258,19 +252,17 @@ class AsyncEngine:
                 matcher = await self.limits.grammars.compile(
                     sampling.grammar, request.output_token_ids, tenant=request.tenant
                 )
-            return await self._admit(request), matcher
+            # Callers' ids are labels: two callers may use the same one at the same time.
+            self._counter += 1
+            unique = unique_id(request.request_id, self._counter)
+            own = structs.replace(request, request_id=unique)
+            return await self._admission.admit(own), matcher
         except BaseException:
             if matcher is not None:
                 matcher.close()
             raise
         finally:
             self._num_admitting -= 1
-
-    async def _admit(self, request: GenerateRequest) -> Admitted:
-        # Callers' ids are labels: two callers may use the same one at the same time.
-        self._counter += 1
-        unique = unique_id(request.request_id, self._counter)
-        return await self._admission.admit(structs.replace(request, request_id=unique))
 
     def _submit(self, admitted: Admitted, matcher: Matcher | None) -> None:
         origin, first = admitted.request, admitted.first_token
@@ -319,18 +311,14 @@ class AsyncEngine:
             self._on_loop(self._ended.set)
 
     def _wait_for_inbox(self) -> None:
+        """Until a call comes or the next lease ends, and not for long while requests wait."""
+        deadline = self.core.next_deadline()
+        seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
-            call = self._inbox.get(timeout=self._idle_seconds())
+            call = self._inbox.get(timeout=IDLE_POLL_S if self.core.scheduler.has_work else seconds)
         except queue.Empty:
             return
         call()
-
-    def _idle_seconds(self) -> float | None:
-        """Seconds until the next lease ends, or fewer while requests wait; None: no limit."""
-        if self.core.scheduler.has_work:
-            return IDLE_POLL_S
-        deadline = self.core.next_deadline()
-        return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def _emit(self, news: StepNews) -> None:
         if news.outputs or news.errors:

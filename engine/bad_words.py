@@ -62,10 +62,8 @@ class _Automaton:
         return frozenset(found)
 
 
-@lru_cache(maxsize=32)
-def _automaton_of(words: tuple[BadWord, ...]) -> _Automaton:
-    """Shared by the choices of a request, which arrive one by one."""
-    return _Automaton(words)
+# Shared by the choices of a request, which arrive one by one.
+_automaton_of = lru_cache(maxsize=32)(_Automaton)
 
 
 class BadWordMatcher:

@@ -90,23 +90,21 @@ def weight_files(folder: Path) -> list[Path]:
     if content is None:
         return [folder / SINGLE_FILE]
     try:
-        names = msgspec.json.decode(content, type=_ShardIndex).weight_map.values()
+        weight_map = msgspec.json.decode(content, type=_ShardIndex).weight_map
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{index} has no weight_map of file names: {error}") from error
-    return [folder / _plain_name(index, name) for name in sorted(set(names))]
+    names = sorted(set(weight_map.values()))
+    # The index comes with the model: a name with slashes would read any file of this machine.
+    for name in names:
+        if Path(name).name != name:
+            raise CheckpointError(f"{index} names a shard outside the folder: {name!r}")
+    return [folder / name for name in names]
 
 
 class _ShardIndex(msgspec.Struct, frozen=True):
     """The part of the index that says in which file a tensor is."""
 
     weight_map: dict[str, str]
-
-
-def _plain_name(index: Path, name: str) -> str:
-    # The index comes with the model: a name with slashes would read any file of this machine.
-    if Path(name).name != name:
-        raise CheckpointError(f"{index} names a shard outside the folder: {name!r}")
-    return name
 
 
 # Weights only as safetensors; tokenizer and chat template in any of their files.

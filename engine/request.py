@@ -5,7 +5,7 @@ Torch-free. The table `TRANSITIONS` lists every legal change of status.
 
 import time
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain
@@ -258,13 +258,20 @@ class Request:
 
     def allowed_tokens(self) -> bytes:
         """A bit per token that may come next, least significant first; empty: all may."""
-        if self.sampling.allowed_token_ids and not self._allowed:
-            self._allowed = _mask(self.sampling.allowed_token_ids)
+        wanted = self.sampling.allowed_token_ids
+        if wanted and not self._allowed:
+            bits = bytearray(max(wanted) // 8 + 1)
+            for token in wanted:
+                bits[token >> 3] |= 1 << (token & 7)
+            self._allowed = bytes(bits)
         if self.matcher is None:
             return self._allowed
         allowed = self.matcher.mask
         assert allowed is not None, "a request whose mask is missing is in no step"
-        return _both(allowed, self._allowed) if self._allowed else allowed
+        if not self._allowed:
+            return allowed
+        both = int.from_bytes(allowed, "little") & int.from_bytes(self._allowed, "little")
+        return both.to_bytes(len(allowed), "little")
 
     def _take_prompt_logprobs(self) -> PromptLogprobs | None:
         """The whole prompt's log-probabilities, which then belong to the caller."""
@@ -287,15 +294,3 @@ class Request:
             self.stop_token = token_id
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total_tokens else None
-
-
-def _mask(token_ids: Sequence[TokenId]) -> bytes:
-    bits = bytearray(max(token_ids) // 8 + 1)
-    for token in token_ids:
-        bits[token >> 3] |= 1 << (token & 7)
-    return bytes(bits)
-
-
-def _both(some: bytes, others: bytes) -> bytes:
-    bits = int.from_bytes(some, "little") & int.from_bytes(others, "little")
-    return bits.to_bytes(len(some), "little")

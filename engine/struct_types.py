@@ -12,6 +12,7 @@ import msgspec
 
 _Kind = TypeVar("_Kind")
 _learning: Final = Lock()
+_learn: Final = cache(msgspec.json.Decoder)
 
 
 def learned(kind: _Kind) -> _Kind:
@@ -19,8 +20,3 @@ def learned(kind: _Kind) -> _Kind:
     with _learning:
         _learn(kind)
     return kind
-
-
-@cache
-def _learn(kind: object) -> None:
-    msgspec.json.Decoder(kind)

@@ -53,7 +53,20 @@ class Turns:
     async def take(self, tenant: str, timeout_s: float) -> None:
         """As `turn`, until `give_back`."""
         async with asyncio.timeout(timeout_s):
-            await self._wait(tenant)
+            queue = self._waiting.setdefault(tenant, deque())
+            if len(queue) >= self._max_waiting:
+                raise OverloadedError(f"{len(queue)} requests of this tenant wait: try again")
+            coming: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            queue.append(coming)
+            self._let_in()
+            try:
+                await coming
+            except asyncio.CancelledError:
+                if coming.done() and not coming.cancelled():  # it came in the very moment
+                    self.give_back(tenant)
+                else:
+                    self._forget(tenant, coming)
+                raise
 
     def give_back(self, tenant: str) -> None:
         """Ends a turn that was taken."""
@@ -63,24 +76,11 @@ class Turns:
             del self._taken[tenant]
         self._let_in()
 
-    async def _wait(self, tenant: str) -> None:
-        queue = self._waiting.setdefault(tenant, deque())
-        if len(queue) >= self._max_waiting:
-            raise OverloadedError(f"{len(queue)} requests of this tenant wait: try again")
-        coming: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(coming)
-        self._let_in()
-        try:
-            await coming
-        except asyncio.CancelledError:
-            if coming.done() and not coming.cancelled():  # it came in the very moment
-                self.give_back(tenant)
-            else:
-                self._forget(tenant, coming)
-            raise
-
     def _let_in(self) -> None:
-        while self._free and (tenant := self._next_tenant()) is not None:
+        while self._free:
+            tenant = next(filter(self._may_have_another, self._waiting), None)
+            if tenant is None:
+                return
             coming = self._waiting[tenant][0]
             self._waiting.move_to_end(tenant)
             self._forget(tenant, coming)
@@ -89,9 +89,6 @@ class Turns:
             self._free -= 1
             self._taken[tenant] += 1
             coming.set_result(None)
-
-    def _next_tenant(self) -> str | None:
-        return next(filter(self._may_have_another, self._waiting), None)
 
     def _may_have_another(self, tenant: str) -> bool:
         return not tenant or self._taken[tenant] < self._per_tenant
