@@ -286,7 +286,11 @@ class Scheduler:
         self._waiting.pop()
         self._begin(request, tables, start)
         if start.needs_load:
-            self._start_load(request, start)
+            request.num_loading_tokens = start.hit.num_tokens
+            request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
+            load = start.block_load(request.request_id, tables)
+            num_parts = self._connector.start_load(request, load)
+            self.loads[request.request_id] = Load(request, num_parts)
             return 0
         if start.match is not None:
             if start.match.lost is not None:
@@ -379,14 +383,6 @@ class Scheduler:
         self._free(request)
         request.num_computed_tokens = 0
         self._waiting.push(request)
-
-    def _start_load(self, request: Request, start: Start) -> None:
-        assert request.blocks is not None
-        request.num_loading_tokens = start.hit.num_tokens
-        request.move(RequestStatus.WAITING_FOR_REMOTE_KVS)
-        load = start.block_load(request.request_id, request.blocks)
-        num_parts = self._connector.start_load(request, load)
-        self.loads[request.request_id] = Load(request, num_parts)
 
     def _load_ended(self, request_id: str, failure: LoadFailure | None = None) -> None:
         """Counts the end of one part of a load; acts when the last part has ended."""

@@ -37,8 +37,8 @@ class SchedulerStats:
     external_queries: int = 0
     external_hits: int = 0
     checkpoint_hits: int = 0
-    checkpoints_written: dict[str, int] = field(default_factory=dict)
-    recomputed_tokens: dict[str, int] = field(default_factory=dict)
+    checkpoints_written: Counter[str] = field(default_factory=Counter)
+    recomputed_tokens: Counter[str] = field(default_factory=Counter)
     tokens_lost_to_state: int = 0
     prompt_tokens: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SOURCES, 0)))
 
@@ -64,7 +64,8 @@ class SchedulerStats:
         """Counts the next `num_tokens` of a request; call before `request` counts them."""
         start, prompt = request.num_computed_tokens, request.num_prompt_tokens
         if start < request.num_known_tokens:
-            self._recomputed(request, num_tokens)
+            num_known = request.num_known_tokens - start
+            self.recomputed_tokens[request.recompute_cause] += min(num_tokens, num_known)
         if start + num_tokens < prompt or request.is_counted:
             return
         request.is_counted = True
@@ -76,14 +77,10 @@ class SchedulerStats:
 
     def wrote(self, request: Request, positions: Iterable[int]) -> None:
         """Counts states of `request` kept after `positions` tokens, by phase."""
-        for position in positions:
-            phase = "decode" if position > request.num_prompt_tokens else "prefill"
-            self.checkpoints_written[phase] = self.checkpoints_written.get(phase, 0) + 1
-
-    def _recomputed(self, request: Request, num_tokens: int) -> None:
-        num_known = request.num_known_tokens - request.num_computed_tokens
-        cause, again = request.recompute_cause, min(num_tokens, num_known)
-        self.recomputed_tokens[cause] = self.recomputed_tokens.get(cause, 0) + again
+        prompt = request.num_prompt_tokens
+        self.checkpoints_written.update(
+            "decode" if position > prompt else "prefill" for position in positions
+        )
 
 
 STEP_BUCKETS: Final = (1, *(2**power for power in range(3, 15)))

@@ -8,6 +8,7 @@ Knows the plan, but no weights.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import add
 
 import numpy as np
@@ -36,7 +37,7 @@ class InputBatcher:
     def __init__(self, plan: ArenaPlan, device: torch.device) -> None:
         self._plan = plan
         self._device = device
-        self._rows = tuple(_all_rows(plan, group) for group in range(len(plan.groups)))
+        self._rows = {group: _all_rows(plan, group) for group in plan.attention_groups}
         self._state_groups = plan.state_groups
 
     def order(self, scheduled: Sequence[ScheduledRequest]) -> list[ScheduledRequest]:
@@ -48,7 +49,8 @@ class InputBatcher:
         query_lens = [len(item.token_ids) for item in ordered]
         context_lens = [item.num_computed_tokens for item in ordered]
         lens = SequenceLens(query_lens.count(1), query_lens, context_lens)
-        positions = _positions(lens)
+        positions, ends = _positions(lens), np.cumsum(query_lens, dtype=np.int64)
+        token_ids = chain.from_iterable(item.token_ids for item in ordered)
         indexes = (
             self._state_index(group, ordered, lens)
             if group in self._state_groups
@@ -56,11 +58,11 @@ class InputBatcher:
             for group in range(len(self._plan.groups))
         )
         return ForwardBatch(
-            token_ids=self._tensor(_token_ids(ordered)),
+            token_ids=self._tensor(np.fromiter(token_ids, np.int64, sum(query_lens))),
             positions=self._tensor(positions),
             lens=lens,
             group_index=tuple(indexes),
-            logits_rows=self._tensor(_logits_rows(ordered, query_lens)),
+            logits_rows=self._tensor(ends[[item.sampling is not None for item in ordered]] - 1),
         )
 
     def _place(self, item: ScheduledRequest) -> tuple[bool, int]:
@@ -71,7 +73,11 @@ class InputBatcher:
         self, group: int, ordered: Sequence[ScheduledRequest], lens: SequenceLens
     ) -> StateIndex:
         units = [item.tables[group][0] for item in ordered]
-        run = _run_of(units[: lens.num_decodes])
+        # Consecutive decodes are a slice; `order` sorts by the first group only.
+        decodes = units[: lens.num_decodes]
+        run = slice(decodes[0], decodes[0] + len(decodes)) if decodes else None
+        if run is not None and decodes != list(range(run.start, run.stop)):
+            run = None
         exports = _state_exports(group, ordered[lens.num_decodes :])
         return StateIndex(self._tensor(np.asarray(units, np.int64)), run, lens, exports)
 
@@ -120,18 +126,8 @@ class InputBatcher:
 
 
 def _all_rows(plan: ArenaPlan, group: int) -> IntArray:
-    if isinstance(plan.groups[group].spec, MambaSpec):
-        return np.zeros(0, np.int64)
     count = plan.num_units * plan.blocks_per_unit[group]
     return np.fromiter((page_row(plan, group, block) for block in range(count)), np.int64, count)
-
-
-def _run_of(units: list[int]) -> slice | None:
-    """The slice equal to `units`, if they are consecutive; `order` sorts by one group only."""
-    if not units:
-        return None
-    run = slice(units[0], units[0] + len(units))
-    return run if units == list(range(run.start, run.stop)) else None
 
 
 def _positions(lens: SequenceLens) -> IntArray:
@@ -143,19 +139,6 @@ def _positions(lens: SequenceLens) -> IntArray:
         for start, length in zip(lens.context_lens, lens.query_lens, strict=True)
     ]
     return np.concatenate(runs)
-
-
-def _token_ids(ordered: Sequence[ScheduledRequest]) -> IntArray:
-    tokens: list[int] = []
-    for item in ordered:
-        tokens += item.token_ids
-    return np.asarray(tokens, np.int64)
-
-
-def _logits_rows(ordered: Sequence[ScheduledRequest], query_lens: list[int]) -> IntArray:
-    ends = np.cumsum(query_lens, dtype=np.int64) - 1
-    rows: IntArray = ends[[item.sampling is not None for item in ordered]]
-    return rows
 
 
 def _state_exports(group: int, segments: Sequence[ScheduledRequest]) -> tuple[StateExport, ...]:

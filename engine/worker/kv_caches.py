@@ -23,13 +23,9 @@ def layer_caches(arena: Tensor, plan: ArenaPlan) -> LayerCaches:
 
 def page_row(plan: ArenaPlan, group: int, block: int) -> int:
     """Row of `block` in `AttentionCache.k_pages` of every layer of attention group `group`."""
-    return plan.block_offset(group, block) // (_page_bytes(plan, group) // 2)
-
-
-def _page_bytes(plan: ArenaPlan, group: int) -> int:
     spec = plan.groups[group].spec
     assert isinstance(spec, AttentionSpec)
-    return spec.page_bytes(plan.block_size_of(group))
+    return plan.block_offset(group, block) // (spec.page_bytes(plan.block_size_of(group)) // 2)
 
 
 def _view(arena: Tensor, plan: ArenaPlan, group: int, *, place: int) -> LayerCache:

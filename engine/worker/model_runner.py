@@ -3,8 +3,6 @@
 Owns the views of the arena and the weights; knows no queues, peers or text.
 """
 
-from collections.abc import Mapping
-
 import structlog
 import torch
 from torch import Tensor
@@ -14,7 +12,6 @@ from engine.errors import EngineGenerateError
 from engine.kv_cache.arena_plan import ArenaPlan
 from engine.models.loader import CausalLM
 from engine.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from engine.types import PromptLogprobs
 from engine.worker.input_batch import InputBatcher
 from engine.worker.kv_caches import layer_caches
 from engine.worker.sampler import prompt_logprobs, sample
@@ -55,7 +52,11 @@ class ModelRunner:
         ordered = self._batcher.order(output.scheduled)
         sampling = {item.request_id: item.sampling for item in ordered if item.sampling}
         try:
-            logits, found = self._forward(ordered)
+            batch = self._batcher.build(ordered)
+            hidden = self._model.forward(batch, self._caches)
+            self._keep_final_states(ordered)
+            found = prompt_logprobs(hidden, ordered, self._model.logits)
+            logits = self._model.logits(hidden[batch.logits_rows])  # of those that sample
             self._num_failed = 0
         except Exception:
             # Broad on purpose: torch raises many types, and none says which request was the cause.
@@ -68,16 +69,6 @@ class ModelRunner:
         result = sample(logits, sampling) if sampling else ModelRunnerOutput()
         result.prompt_logprobs.update(found)
         return result
-
-    def _forward(
-        self, ordered: list[ScheduledRequest]
-    ) -> tuple[Tensor, Mapping[str, PromptLogprobs]]:
-        """float32 logits of those that sample, [requests, vocab], and log-probs of prompts."""
-        batch = self._batcher.build(ordered)
-        hidden = self._model.forward(batch, self._caches)
-        self._keep_final_states(ordered)
-        found = prompt_logprobs(hidden, ordered, self._model.logits)
-        return self._model.logits(hidden[batch.logits_rows]), found
 
     def _keep_final_states(self, ordered: list[ScheduledRequest]) -> None:
         """Copies checkpoints at a chunk's end; the layers have written those inside the chunk."""

@@ -13,7 +13,6 @@ from math import isfinite, isnan
 import numpy as np
 import structlog
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import EngineGenerateError, InvalidRequestError
@@ -41,11 +40,14 @@ def sample(logits: Tensor, inputs: Mapping[str, SamplingInput]) -> ModelRunnerOu
             log.error("a request failed", request_id=name, cause=str(error))
             output.failed[name] = error
             continue
-        if _is_greedy(item) and item.params.logprobs is None:
+        is_greedy, count = _is_greedy(item), item.params.logprobs
+        if is_greedy and count is None:
             output.sampled[name] = SampledToken(greedy[row], None)
             continue
         try:
-            output.sampled[name] = _sample_one(logits[row], item, greedy=greedy[row])
+            token = greedy[row] if is_greedy else _choose(logits[row], item)
+            logprob = None if count is None else _token_logprob(logits[row], token, count)
+            output.sampled[name] = SampledToken(token, logprob)
         except InvalidRequestError as error:
             output.failed[name] = error
         # Broad on purpose: one request's values must not end the others of its step.
@@ -69,19 +71,12 @@ def _is_greedy(item: SamplingInput) -> bool:
     return not (params.temperature > 0.0 or is_bound or item.seen or item.counts)
 
 
-def _sample_one(row: Tensor, item: SamplingInput, *, greedy: int) -> SampledToken:
-    token = greedy if _is_greedy(item) else _choose(row, item)
-    count = item.params.logprobs
-    return SampledToken(token, None if count is None else _token_logprob(row, token, count))
-
-
 def _choose(row: Tensor, item: SamplingInput) -> int:
     scores = row.to(torch.float64, copy=True)
     params = item.params
     if bias := params.logit_bias:
         # All at once: one by one a thousand entries would take longer than the step.
-        tokens = torch.from_numpy(_ids(bias.keys())).to(scores.device)
-        scores[tokens] += torch.from_numpy(_floats(bias.values())).to(scores.device)
+        scores[_ids(bias.keys(), scores)] += _floats(bias.values(), scores)
     _penalise(scores, item)
     if item.forbidden or item.allowed:
         scores[_blocked(item, scores.numel()).to(scores.device)] = -torch.inf
@@ -99,7 +94,7 @@ def _blocked(item: SamplingInput, vocab_size: int) -> Tensor:
         bits = np.unpackbits(np.frombuffer(item.allowed, np.uint8), bitorder="little")[:vocab_size]
         allowed[: len(bits)], allowed[len(bits) :] = bits, False
     without_ends = allowed.copy()
-    forbidden = _ids(item.forbidden)
+    forbidden = np.fromiter(item.forbidden, np.int64, len(item.forbidden))
     without_ends[forbidden[forbidden < vocab_size]] = False
     # Where a grammar allows nothing but the end, it ends before `min_tokens`.
     allowed = without_ends if without_ends.any() else allowed
@@ -111,27 +106,23 @@ def _blocked(item: SamplingInput, vocab_size: int) -> Tensor:
     return torch.from_numpy(~allowed)
 
 
-def _ids(token_ids: Set[TokenId]) -> NDArray[np.int64]:
-    return np.fromiter(token_ids, np.int64, len(token_ids))
+def _ids(token_ids: Set[TokenId], like: Tensor) -> Tensor:
+    return torch.from_numpy(np.fromiter(token_ids, np.int64, len(token_ids))).to(like.device)
 
 
-def _floats(values: ValuesView[float]) -> NDArray[np.float64]:
-    return np.fromiter(values, np.float64, len(values))
+def _floats(values: ValuesView[float], like: Tensor) -> Tensor:
+    return torch.from_numpy(np.fromiter(values, np.float64, len(values))).to(like.device)
 
 
 def _penalise(scores: Tensor, item: SamplingInput) -> None:
     """Applies OpenAI's two penalties to the output, the repetition penalty to all tokens."""
     params = item.params
     if item.seen:
-        seen = torch.from_numpy(_ids(item.seen)).to(scores.device)
+        seen, penalty = _ids(item.seen, scores), params.repetition_penalty
         values = scores[seen]
-        scaled = torch.where(
-            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-        )
-        scores[seen] = scaled
+        scores[seen] = torch.where(values > 0, values / penalty, values * penalty)
     if item.counts:
-        tokens = torch.from_numpy(_ids(item.counts.keys())).to(scores.device)
-        counts = torch.from_numpy(_floats(item.counts.values())).to(scores.device)
+        tokens, counts = _ids(item.counts.keys(), scores), _floats(item.counts.values(), scores)
         scores[tokens] -= params.frequency_penalty * counts + params.presence_penalty
 
 
