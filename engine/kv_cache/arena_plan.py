@@ -124,26 +124,37 @@ def plan_arena(
     largest one up to 16 that divides the blocks of every attention group. Raises ConfigError when
     not even two units fit, or for a hash block that does not divide them.
     """
-    hash_block_size = _hash_block_size(groups, block_size, hash_block_size)
+    hash_tokens = _hash_block_size(groups, block_size, hash_block_size)
     is_state = [isinstance(group.spec, MambaSpec) for group in groups]
     sizes = [group.block_bytes(block_size) for group in groups]
+
+    def of_units(unit_bytes: int) -> ArenaPlan:
+        num_units, pairs = memory_bytes // unit_bytes, zip(sizes, is_state, strict=True)
+        per_unit = tuple(1 if state else unit_bytes // size for size, state in pairs)
+        return ArenaPlan(groups, block_size, hash_tokens, unit_bytes, num_units, per_unit)
+
+    def worst_waste(plan: ArenaPlan) -> float:
+        return max(map(plan.waste, range(len(groups))))
+
     half_pages = (
         group.spec.page_bytes(group.block_size or block_size) // 2
         for group in groups
         if not isinstance(group.spec, MambaSpec)
     )
     step = lcm(STATE_ALIGNMENT, *half_pages)
-    unit_bytes = _least_waste(sizes, is_state, step)
-    num_units = memory_bytes // unit_bytes
-    if num_units < 2:
+    smallest = round_up(max(sizes), step)
+    if any(is_state):
+        # Up to one more of the largest block.
+        candidates = {smallest, *(round_up(round_up(smallest, size), step) for size in sizes)}
+        plan = min(map(of_units, sorted(candidates)), key=worst_waste)
+    else:
+        plan = of_units(round_up(smallest * MIN_BLOCKS_PER_UNIT, step))
+    if plan.num_units < 2:
         raise ConfigError(
-            f"kv_cache_memory_bytes={memory_bytes} holds {num_units} units of {unit_bytes} bytes; "
-            f"give at least {2 * unit_bytes}"
+            f"kv_cache_memory_bytes={memory_bytes} holds {plan.num_units} units of "
+            f"{plan.unit_bytes} bytes; give at least {2 * plan.unit_bytes}"
         )
-    per_unit = (
-        1 if state else unit_bytes // size for size, state in zip(sizes, is_state, strict=True)
-    )
-    return ArenaPlan(groups, block_size, hash_block_size, unit_bytes, num_units, tuple(per_unit))
+    return plan
 
 
 def _hash_block_size(groups: Sequence[KVCacheGroup], block_size: int, asked: int | None) -> int:
@@ -160,19 +171,3 @@ def _hash_block_size(groups: Sequence[KVCacheGroup], block_size: int, asked: int
             f"tokens; --hash-block-size {works} does"
         )
     return works
-
-
-def _least_waste(sizes: Sequence[int], is_state: Sequence[bool], step: int) -> int:
-    """Among unit sizes up to one more of the largest block, the one with the least worst waste."""
-    smallest = round_up(max(sizes), step)
-    if not any(is_state):
-        return round_up(smallest * MIN_BLOCKS_PER_UNIT, step)
-
-    def worst_waste(unit_bytes: int) -> float:
-        return max(
-            1.0 - size * (1 if state else unit_bytes // size) / unit_bytes
-            for size, state in zip(sizes, is_state, strict=True)
-        )
-
-    candidates = {smallest, *(round_up(round_up(smallest, size), step) for size in sizes)}
-    return min(sorted(candidates), key=worst_waste)

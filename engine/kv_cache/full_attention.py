@@ -8,7 +8,6 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.prefix import PrefixDigests
 from engine.kv_cache.radix_tree import TreeNode
 from engine.kv_cache.tables import GroupHit, GroupTable, Lookup
-from engine.kv_cache.unit_allocator import Allocated
 
 
 class FullAttentionLookup(Lookup):
@@ -76,9 +75,12 @@ class FullAttentionTable(GroupTable):
             self._pool.complete(self._partial, digests[:stride], prefix)
             self._pool.release(self._last)
             self._last, self._partial, num_known = self._partial, None, 1
-        if first + num_known < end:
-            new = self._private(first + num_known, end)
-            digests = digests[num_known * stride :]
+        if (start := first + num_known) < end:
+            # Mostly the newest ones, whose units are known.
+            blocks, (newest, units) = self.blocks[start:end], self._newest
+            if start != newest or end != len(self.blocks):
+                units = self._pool.units.units_of(self._group, blocks)
+            new, digests = (blocks, units), digests[num_known * stride :]
             self._last = self._pool.append(self._last, new, digests, prefix=prefix)
         self.num_published = self._num_settled = end
 
@@ -97,13 +99,6 @@ class FullAttentionTable(GroupTable):
     def held(self) -> tuple[list[TreeNode], list[int]]:
         nodes = [self._last] if self._partial is None else [self._last, self._partial]
         return nodes, self.blocks[self._num_settled :]
-
-    def _private(self, start: int, end: int) -> Allocated:
-        """Private blocks by index. Mostly the newest ones, whose units are known."""
-        blocks, (newest, units) = self.blocks[start:end], self._newest
-        if start != newest or end != len(self.blocks):
-            units = self._pool.units.units_of(self._group, blocks)
-        return blocks, units
 
     def _follow(self, node: TreeNode, end: int) -> None:
         """Somebody published equal blocks first: the request goes on with those."""

@@ -5,7 +5,7 @@ its bytes are complete. A shared one is never written: a request that extends it
 Torch-free.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.kv_cache.arena_plan import ArenaPlan
@@ -17,8 +17,8 @@ from engine.kv_cache.listener import CacheListener
 from engine.kv_cache.mamba_states import Checkpoint, MambaStates
 from engine.kv_cache.prefix import PrefixDigests, PrefixHasher
 from engine.kv_cache.radix_tree import TreeNode
-from engine.kv_cache.tables import BlockCopy, BlockTables, GroupTable
-from engine.kv_cache.unit_allocator import Allocated, NewBlocks
+from engine.kv_cache.tables import BlockCopy, BlockTables
+from engine.kv_cache.unit_allocator import NewBlocks
 
 Pin = tuple[TreeNode, ...]  # cached blocks and states that stay where they are until `unpin`
 
@@ -102,7 +102,11 @@ class KVCacheManager:
 
     def start(self, hit: PrefixHit, num_tokens: int) -> BlockTables | None:
         """Tables of a new request that starts from `hit` and holds `num_tokens` tokens, or None."""
-        needed = self._new_blocks(hit, num_tokens)
+        needed = dict(self.states.one_set)
+        for group, part in hit.attention.items():
+            count = self.plan.blocks_for(group, num_tokens) - len(part.blocks)
+            # After the last shared block, so that neighbours in the sequence are neighbours here.
+            needed[group] = count, part.blocks[-1] if part.shares and part.blocks else None
         if not (self.pool.units.can_allocate(needed) or self.pool.fits(needed, hit.needs)):
             return None
         # All hits are in use before anything is allocated, so that none is evicted for the rest.
@@ -116,7 +120,16 @@ class KVCacheManager:
         sources = [self.pool.share(*part.source) for part in parts if part.source is not None]
         new = self.pool.allocate(needed)
         assert new is not None
-        tables = self._tables(attention, new, hit)
+        groups: list[list[int]] = [[] for _ in self.plan.groups]
+        for group, table in attention.items():
+            table.take(new[group])
+            groups[group] = table.blocks
+        has_states = hit.states.source is not None
+        state = self.states.begin(new, is_new=not has_states)
+        for group, unit in zip(self.states.groups, state.blocks if state else (), strict=True):
+            groups[group] = [unit]
+        num_checkpointed = hit.num_tokens if has_states else hit.num_local
+        tables = BlockTables(tuple(groups), attention, state, num_checkpointed, hit.num_tokens)
         self._pending += [_Pending(source, new[source.group][0], tables) for source in sources]
         return tables
 
@@ -239,7 +252,14 @@ class KVCacheManager:
 
     def copies(self) -> tuple[BlockCopy, ...]:
         """The copies that the worker makes before it computes; call `copies_done` after that."""
-        return tuple(copy for pending in self._pending for copy in self._copies_of(pending))
+        copies: list[BlockCopy] = []
+        for pending in self._pending:
+            source, targets = pending.source, pending.targets
+            if source.group in self._attention:
+                copies.append(BlockCopy(source.group, source.blocks[-1], targets[0]))
+            else:
+                copies += map(BlockCopy, self.states.groups, source.blocks, targets)
+        return tuple(copies)
 
     def copies_done(self) -> None:
         """All copies are complete: sources are let go, and pulled states become checkpoints."""
@@ -288,34 +308,3 @@ class KVCacheManager:
         for table in tables.attention.values():
             if self._caches_prefixes:
                 table.publish_partial(prefix, num_tokens)
-
-    def _new_blocks(self, hit: PrefixHit, num_tokens: int) -> NewBlocks:
-        """The new blocks and states that a request needs beside `hit`."""
-        new = dict(self.states.one_set)
-        for group, part in hit.attention.items():
-            count = self.plan.blocks_for(group, num_tokens) - len(part.blocks)
-            # After the last shared block, so that neighbours in the sequence are neighbours here.
-            new[group] = count, part.blocks[-1] if part.shares and part.blocks else None
-        return new
-
-    def _tables(
-        self, attention: dict[int, GroupTable], new: dict[int, Allocated], hit: PrefixHit
-    ) -> BlockTables:
-        groups: list[list[int]] = [[] for _ in self.plan.groups]
-        for group, table in attention.items():
-            table.take(new[group])
-            groups[group] = table.blocks
-        has_states = hit.states.source is not None
-        state = self.states.begin(new, is_new=not has_states)
-        if state is not None:
-            for group, unit in zip(self.states.groups, state.blocks, strict=True):
-                groups[group] = [unit]
-        num_checkpointed = hit.num_tokens if has_states else hit.num_local
-        return BlockTables(tuple(groups), attention, state, num_checkpointed, hit.num_tokens)
-
-    def _copies_of(self, pending: _Pending) -> Iterator[BlockCopy]:
-        source, targets = pending.source, pending.targets
-        if source.group in self._attention:
-            yield BlockCopy(source.group, source.blocks[-1], targets[0])
-        else:
-            yield from map(BlockCopy, self.states.groups, source.blocks, targets)

@@ -55,16 +55,15 @@ class SlidingWindowLookup(Lookup):
         """
         key = index, max(needed, index * self._size)
         if key not in self._found:
-            self._found[key] = self._look_up(*key)
+            end, node = (index + 1) * self._size, None
+            if end <= self._prefix.num_tokens:
+                digests = self._tree.digests(self._prefix, index, index + 1)
+                node = self._tree.whole.get(digests[-1])
+            if node is not None and node.filled_from <= key[1]:
+                self._found[key] = end, node
+            else:
+                self._found[key] = self._tree.longest_inside(self._prefix, *key)
         return self._found[key]
-
-    def _look_up(self, index: int, needed: int) -> tuple[int, TreeNode] | None:
-        if (end := (index + 1) * self._size) <= self._prefix.num_tokens:
-            digests = self._tree.digests(self._prefix, index, index + 1)
-            node = self._tree.whole.get(digests[-1])
-            if node is not None and node.filled_from <= needed:
-                return end, node
-        return self._tree.longest_inside(self._prefix, index, needed)
 
     def _node(self, index: int, needed: int) -> TreeNode:
         found = self._find(index, needed)
