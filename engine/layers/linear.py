@@ -25,8 +25,10 @@ class Linear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         outputs, inputs = weight.shape
         self.bias = bias
-        self._packed = _pack(weight)
-        if self._packed is not None:
+        self._packed: Tensor | None = None
+        is_suited = weight.device.type == "cpu" and weight.dtype == torch.float32
+        if is_suited and torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_HINT)
             # Looked up once: finding the overload anew costs a microsecond per product.
             self._product = torch.ops.mkldnn._linear_pointwise.default
             self._product_and_sum = torch.ops.mkldnn._linear_pointwise.binary
@@ -92,12 +94,3 @@ def per_output(runs: list[tuple[float, int]], device: torch.device) -> float | T
     if len(scales) == 1:
         return scales.pop()
     return torch.cat([torch.full((outputs,), scale, device=device) for scale, outputs in runs])
-
-
-def _pack(weight: Tensor) -> Tensor | None:
-    """`weight` in oneDNN's blocked layout, or None where torch's own product is better."""
-    suited = weight.device.type == "cpu" and weight.dtype == torch.float32
-    if not suited or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return None
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_HINT)
-    return packed

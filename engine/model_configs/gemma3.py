@@ -9,7 +9,6 @@ from engine.errors import CheckpointError
 from engine.model_configs.config_reader import ConfigReader
 from engine.model_configs.mixers import (
     FULL,
-    AttentionConfig,
     RopeConfig,
     read_attention,
     read_layer_types,
@@ -41,7 +40,12 @@ def read(reader: ConfigReader) -> ModelConfig:
     given = {key: value for key, value in text.fields.items() if value is not None}
     text = ConfigReader(DEFAULTS | given, text.source)
     _check(text)
-    full = _attention(text)
+    attention = read_attention(text)
+    scalar: float = text.require("query_pre_attn_scalar", float)
+    if scalar <= 0.0:
+        raise CheckpointError(f"{text.source}: 'query_pre_attn_scalar' is {scalar}, not positive")
+    rope = _rope(text, FULL, attention.head_dim)
+    full = replace(attention, scale=scalar**-0.5, rope=rope, qk_norm=True)
     local_rope = _rope(text, SLIDING, full.head_dim)
     near = replace(full, rope=local_rope, window=text.require("sliding_window", int))
     mixers = {FULL: (full,), SLIDING: (near,)}
@@ -68,16 +72,6 @@ def _check(text: ConfigReader) -> None:
         raise CheckpointError(f"{text.source}: 'sliding_window' must be positive")
     if text.get("final_logit_softcapping", float, 1.0) <= 0.0:
         raise CheckpointError(f"{text.source}: 'final_logit_softcapping' must be positive")
-
-
-def _attention(text: ConfigReader) -> AttentionConfig:
-    """The settings of full-attention layers."""
-    attention = read_attention(text)
-    scalar: float = text.require("query_pre_attn_scalar", float)
-    if scalar <= 0.0:
-        raise CheckpointError(f"{text.source}: 'query_pre_attn_scalar' is {scalar}, not positive")
-    rope = _rope(text, FULL, attention.head_dim)
-    return replace(attention, scale=scalar**-0.5, rope=rope, qk_norm=True)
 
 
 def _rope(text: ConfigReader, kind: str, head_dim: int) -> RopeConfig:

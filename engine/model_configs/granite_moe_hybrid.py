@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from engine.errors import CheckpointError
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mixers import AttentionConfig, read_attention, read_mamba2
+from engine.model_configs.mixers import read_attention, read_mamba2
 from engine.model_configs.model_config import (
     ExpertsConfig,
     MixerConfig,
@@ -23,9 +23,16 @@ def read(reader: ConfigReader) -> ModelConfig:
     `residual_multiplier` multiplies what mixers and feed-forward blocks add to the residual.
     """
     _check(reader)
-    is_mamba = _mamba_layers(reader)
+    count = reader.require("num_hidden_layers", int)
+    names = reader.get("layers_block_type", list, [MAMBA[0]] * count)
+    is_mamba = [name in MAMBA for name in reader.layer_types(names, (*MAMBA, *ATTENTION))]
     scale = reader.get("residual_multiplier", float, 1.0)
-    attention = _attention(reader, scale)
+    rotated = reader.get("position_embedding_type", str, "nope") == "rope"
+    attention = replace(
+        read_attention(reader, rotary=1.0 if rotated else None),
+        scale=reader.get("attention_multiplier", float, 1.0),
+        output_scale=scale,
+    )
     # A model without Mamba layers need not name sizes of them.
     mamba: MixerConfig = attention
     if any(is_mamba):
@@ -52,21 +59,6 @@ def _check(reader: ConfigReader) -> None:
     reader.require_one_of("partial_rotary_factor", [1.0])
     if reader.get("logits_scaling", float, 1.0) == 0.0:
         raise CheckpointError(f"{reader.source}: 'logits_scaling' is 0; logits are divided by it")
-
-
-def _mamba_layers(reader: ConfigReader) -> tuple[bool, ...]:
-    count = reader.require("num_hidden_layers", int)
-    names = reader.get("layers_block_type", list, [MAMBA[0]] * count)
-    return tuple(name in MAMBA for name in reader.layer_types(names, (*MAMBA, *ATTENTION)))
-
-
-def _attention(reader: ConfigReader, residual_scale: float) -> AttentionConfig:
-    rotated = reader.get("position_embedding_type", str, "nope") == "rope"
-    return replace(
-        read_attention(reader, rotary=1.0 if rotated else None),
-        scale=reader.get("attention_multiplier", float, 1.0),
-        output_scale=residual_scale,
-    )
 
 
 def _experts(reader: ConfigReader, scale: float) -> ExpertsConfig | None:

@@ -26,7 +26,10 @@ def read_rope(reader: ConfigReader, head_dim: int, partial: float = 1.0) -> Rope
     `partial` is the family's default for `partial_rotary_factor`. Raises CheckpointError for any
     rope type but "default".
     """
-    settings = _settings(reader)
+    # transformers 5 writes the first, 4 wrote the second, and before that the fields stood alone.
+    keys = ("rope_parameters", "rope_scaling")
+    nested = (reader.section(key) for key in keys if reader.get(key, dict, None) is not None)
+    settings = next(nested, reader)
     require_rope_type(settings, ["default", "mrope"])
     theta = settings.get("rope_theta", float, reader.get("rope_theta", float, 10000.0))
     partial = reader.get("partial_rotary_factor", float, partial)
@@ -49,14 +52,6 @@ def require_rope_type(settings: ConfigReader, supported: list[str]) -> str:
             f"supported: {', '.join(supported)}"
         )
     return kind
-
-
-def _settings(reader: ConfigReader) -> ConfigReader:
-    # transformers 5 writes the first, 4 wrote the second, and before that the fields stood alone.
-    for key in ("rope_parameters", "rope_scaling"):
-        if reader.get(key, dict, None) is not None:
-            return reader.section(key)
-    return reader
 
 
 FULL = "full_attention"
@@ -199,10 +194,11 @@ def read_mamba2(reader: ConfigReader, inner_key: str | None = None) -> Mamba2Con
     reader.require_divisor(("mamba_n_heads", heads), ("mamba_n_groups", groups))
     channels = inner_key or "mamba_expand * hidden_size"
     reader.require_divisor((channels, inner), ("mamba_n_heads", heads))
+    reader.require_one_of("mamba_d_head", ["auto", inner // heads])
     bias = reader.get("mamba_proj_bias", bool, False)
     return Mamba2Config(
         num_heads=heads,
-        head_dim=_head_dim(reader, inner // heads),
+        head_dim=inner // heads,
         state_size=reader.get("mamba_d_state", int, 256),
         n_groups=groups,
         conv_kernel=reader.get("mamba_d_conv", int, 4),
@@ -212,11 +208,6 @@ def read_mamba2(reader: ConfigReader, inner_key: str | None = None) -> Mamba2Con
         time_step_limit=read_time_step_limit(reader, "time_step_limit"),
         temporal_dtype=read_temporal_dtype(reader),
     )
-
-
-def _head_dim(reader: ConfigReader, implied: int) -> int:
-    reader.require_one_of("mamba_d_head", ["auto", implied])
-    return implied
 
 
 def read_temporal_dtype(reader: ConfigReader) -> str:

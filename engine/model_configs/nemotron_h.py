@@ -38,12 +38,16 @@ def read(reader: ConfigReader) -> ModelConfig:
         ATTENTION: (read_attention(reader),),
         MLP: (),
     }
+    # Hub files of different ages spell it in three ways; transformers reads the last of these.
+    eps: float = 1e-5
+    for key in ("norm_eps", "rms_norm_eps", "layer_norm_epsilon"):
+        eps = reader.get(key, float, eps)
     return read_model(
         reader,
         family="nemotron_h",
         positions=4096,
-        eps=1e-5,
-        rms_norm_eps=_norm_eps(reader),
+        eps=eps,
+        rms_norm_eps=eps,
         mixers=tuple(mixers[kind] for kind in kinds),
         mlp=MLPConfig(
             intermediate_size=reader.require("intermediate_size", int) if MLP in kinds else 0,
@@ -99,11 +103,3 @@ def _mamba(reader: ConfigReader) -> Mamba2Config:
     )
     reader.require_divisor(("mamba_num_heads", config.num_heads), ("n_groups", config.n_groups))
     return config
-
-
-def _norm_eps(reader: ConfigReader) -> float:
-    """Hub files of different ages spell it in three ways; transformers reads the first."""
-    eps: float = 1e-5
-    for key in ("norm_eps", "rms_norm_eps", "layer_norm_epsilon"):
-        eps = reader.get(key, float, eps)
-    return eps

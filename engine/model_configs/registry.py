@@ -46,23 +46,19 @@ def read_config(folder: Path, dtype: str | None = None, *, device: str = "cpu") 
 
 def config_of(reader: ConfigReader, dtype: str | None, *, device: str = "cpu") -> ModelConfig:
     """As `read_config`, from a config.json that is read already."""
-    config = _read(reader)
+    names = reader.require("architectures", list)
+    read = next((ARCHITECTURES[name] for name in map(str, names) if name in ARCHITECTURES), None)
+    if read is None:
+        raise CheckpointError(
+            f"{reader.source}: architectures {names!r} are not supported; "
+            f"supported: {', '.join(sorted(ARCHITECTURES))}"
+        )
+    config = read(reader)
     if dtype == "auto":
         dtype = "float32" if config.dtype == "float16" and device == "cpu" else None
     config = replace(config, dtype=dtype or config.dtype)
     _check(config, reader.source)
     return config
-
-
-def _read(reader: ConfigReader) -> ModelConfig:
-    names = reader.require("architectures", list)
-    for name in map(str, names):
-        if name in ARCHITECTURES:
-            return ARCHITECTURES[name](reader)
-    raise CheckpointError(
-        f"{reader.source}: architectures {names!r} are not supported; "
-        f"supported: {', '.join(sorted(ARCHITECTURES))}"
-    )
 
 
 def _check(config: ModelConfig, source: str) -> None:

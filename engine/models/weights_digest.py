@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -76,10 +76,11 @@ class DigestCache:
 
     def __init__(self, folder: Path) -> None:
         own = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
-        cache = _user_cache()
         self._places = [folder / BESIDE]
-        if cache is not None:
-            self._places.append(cache / f"weights-{own}.json")
+        # As the XDG Base Directory Specification says: relative paths do not count.
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if os.path.isabs(home):
+            self._places.append(Path(home) / "tandem" / f"weights-{own}.json")
 
     def find(self, stats: Mapping[str, FileStat]) -> dict[str, str]:
         """By name the digests of those files that are as they were; the others are left out."""
@@ -133,19 +134,9 @@ def _write(place: Path, content: bytes) -> None:
             temporary.unlink(missing_ok=True)
         raise
     if place.name != BESIDE:
-        for old in list(_oldest(place.parent))[:-MAX_RECORDS]:
+        found = ((path.stat().st_mtime_ns, path) for path in place.parent.glob("weights-*.json"))
+        for _, old in sorted(found)[:-MAX_RECORDS]:
             old.unlink(missing_ok=True)
-
-
-def _oldest(cache: Path) -> Iterator[Path]:
-    dated = [(path.stat().st_mtime_ns, path) for path in cache.glob("weights-*.json")]
-    return (path for _, path in sorted(dated))
-
-
-def _user_cache() -> Path | None:
-    """As the XDG Base Directory Specification says: relative paths do not count."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(home) / "tandem" if os.path.isabs(home) else None
 
 
 THREADS: Final = 4

@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from math import log
 
 import torch
 from torch import Tensor
 
 CHUNK = 64
+# Decays are powers of 2: on CPU torch's exp is 20 to 60 times slower where results underflow.
+LOG2_E = 1.0 / log(2.0)
 
 
 @dataclass(slots=True, frozen=True)
@@ -107,11 +110,21 @@ def _grid(
     query_lens: tuple[int, ...], device: torch.device, exports: tuple[tuple[int, int], ...]
 ) -> ChunkGrid:
     cuts = _cuts(query_lens, exports)
-    starts = [_chunk_starts(n, own) for n, own in zip(query_lens, cuts, strict=True)]
+    # Every CHUNK tokens, counted anew from each cut.
+    starts = [
+        [start for pair in pairwise(sorted({0, *own, n})) for start in range(*pair, CHUNK)]
+        for n, own in zip(query_lens, cuts, strict=True)
+    ]
     # Most chunks first: at every step of a scan the segments still running are a prefix.
     order = sorted(range(len(starts)), key=lambda one: (-len(starts[one]), -query_lens[one]))
     active = [sum(len(own) > step for own in starts) for step in range(len(starts[order[0]]))]
-    chunks = _places(starts, order, active)
+    first_chunk = list(accumulate(active, initial=0))
+    rank = {segment: place for place, segment in enumerate(order)}
+    # For each segment: start of a chunk -> its number on the grid.
+    chunks = [
+        {start: first_chunk[step] + rank[segment] for step, start in enumerate(own)}
+        for segment, own in enumerate(starts)
+    ]
     of_tokens = _token_rows(query_lens, chunks)
     return ChunkGrid(
         sum(query_lens),
@@ -133,22 +146,6 @@ def _cuts(query_lens: Sequence[int], exports: Sequence[tuple[int, int]]) -> list
             )
         cuts[segment].append(offset)
     return cuts
-
-
-def _chunk_starts(length: int, cuts: list[int]) -> list[int]:
-    """Every CHUNK tokens, counted anew from each cut."""
-    pieces = pairwise(sorted({0, *cuts, length}))
-    return [start for begin, end in pieces for start in range(begin, end, CHUNK)]
-
-
-def _places(starts: list[list[int]], order: list[int], active: list[int]) -> list[dict[int, int]]:
-    """For each segment: start of a chunk -> its number on the grid."""
-    first_chunk = list(accumulate(active, initial=0))
-    rank = {segment: place for place, segment in enumerate(order)}
-    return [
-        {start: first_chunk[step] + rank[segment] for step, start in enumerate(own)}
-        for segment, own in enumerate(starts)
-    ]
 
 
 def _token_rows(query_lens: Sequence[int], chunks: list[dict[int, int]]) -> Tensor | None:

@@ -46,19 +46,16 @@ def move_states(
 def _decode(
     rows: Sequence[Tensor], pool: Tensor, index: StateIndex, step: Step, *, wide: bool
 ) -> Tensor:
-    if index.decode_run is not None:
-        # Consecutive units are a view: their states are updated where they lie.
-        kept = pool[index.decode_run]
-        used = kept.float() if wide else kept
-        y = step(rows, used)
-        if used is not kept:
-            kept.copy_(used)
-        return y
-    units = index.units[: index.lens.num_decodes]
-    kept = _gather(pool, units)
+    # Consecutive units are a view: their states are updated where they lie.
+    run = index.decode_run
+    units = index.units[: index.lens.num_decodes] if run is None else None
+    kept = pool[run] if units is None else _gather(pool, units)
     used = kept.float() if wide else kept
     y = step(rows, used)
-    pool.index_copy_(0, units, used.to(pool.dtype))
+    if units is not None:
+        pool.index_copy_(0, units, used.to(pool.dtype))
+    elif used is not kept:
+        kept.copy_(used)
     return y
 
 

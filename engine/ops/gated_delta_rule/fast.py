@@ -7,19 +7,15 @@ short scan carries the state.
 
 from collections.abc import Sequence
 from functools import cache
-from math import log
 
 import torch
 from torch import Tensor
 
 from engine.forward import StateIndex
-from engine.ops.chunk_grid import ChunkGrid
+from engine.ops.chunk_grid import LOG2_E, ChunkGrid
 from engine.ops.gated_delta_rule.naive import NORM_EPS
 from engine.ops.scratch import Scratch
 from engine.ops.state_pool import move_states
-
-# Decays are powers of 2: on CPU torch's exp is 20 to 60 times slower where results underflow.
-LOG2_E = 1.0 / log(2.0)
 
 
 def gated_delta_rule(

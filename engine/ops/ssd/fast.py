@@ -6,17 +6,13 @@ decomposition of Dao & Gu 2024, section 6: products inside chunks, a short recur
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import log
 
 import torch
 from torch import Tensor
 
 from engine.forward import StateIndex
-from engine.ops.chunk_grid import ChunkGrid
+from engine.ops.chunk_grid import LOG2_E, ChunkGrid
 from engine.ops.state_pool import move_states
-
-# Decays are powers of 2: on CPU torch's exp is 20 to 60 times slower where results underflow.
-LOG2_E = 1.0 / log(2.0)
 
 
 def ssd(
