@@ -69,7 +69,10 @@ class _Children:
         waiting.register(self._control, select.POLLIN)
         while True:
             is_news = waiting.poll(_REAP_MS)
-            self._reap()
+            # Forgotten once they have ended: only then may the system give their ids to others.
+            for number, pid in list(self._pids.items()):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    del self._pids[number]
             if not is_news:
                 continue
             packet, files, _, _ = socket.recv_fds(self._control, 64, 1)
@@ -104,12 +107,6 @@ class _Children:
             status = 0
         finally:
             os._exit(status)
-
-    def _reap(self) -> None:
-        """Forgets processes that have ended: only then may the system give their ids to others."""
-        for number, pid in list(self._pids.items()):
-            if os.waitpid(pid, os.WNOHANG)[0]:
-                del self._pids[number]
 
 
 def _tokenizer(text: str, vocab_size: int, eos_token_ids: list[int]) -> llguidance.LLTokenizer:

@@ -55,10 +55,9 @@ def plan_labels(plan: ArenaPlan) -> dict[str, int]:
     `block_size` times `num_gpu_blocks`: tokens of the longest sequence that fits alone, wherever
     the arena lies.
     """
-    num_blocks = plan.longest_sequence(MANY_TOKENS) // plan.block_size
     return {
         "block_size": plan.block_size,
-        "num_gpu_blocks": num_blocks,
+        "num_gpu_blocks": plan.longest_sequence(MANY_TOKENS) // plan.block_size,
         "hash_block_size": plan.hash_block_size,
     }
 

@@ -3,13 +3,7 @@
 from dataclasses import replace
 
 from engine.model_configs.config_reader import ConfigReader
-from engine.model_configs.mixers import (
-    AttentionConfig,
-    Gating,
-    Mamba2Config,
-    read_attention,
-    read_mamba2,
-)
+from engine.model_configs.mixers import Gating, Mamba2Config, read_attention, read_mamba2
 from engine.model_configs.model_config import ModelConfig, read_mlp, read_model
 
 
@@ -18,7 +12,15 @@ def read(reader: ConfigReader) -> ModelConfig:
     reader.require_one_of("hidden_act", ["silu"])
     reader.require_one_of("mamba_use_mlp", [True])
     reader.require_one_of("partial_rotary_factor", [1.0])
-    both = (_attention(reader), _mamba(reader))
+    attention = read_attention(reader, rotary=1.0)
+    attention = replace(
+        attention,
+        # Keys are multiplied by it before they are rotated; scores can be, just as well.
+        scale=attention.scale * reader.get("key_multiplier", float, 1.0),
+        input_scale=reader.get("attention_in_multiplier", float, 1.0),
+        output_scale=reader.get("attention_out_multiplier", float, 1.0),
+    )
+    both = (attention, _mamba(reader))
     gate, output = reader.numbers("mlp_multipliers", 2, 1.0)
     return read_model(
         reader,
@@ -50,14 +52,3 @@ def _gating(reader: ConfigReader) -> Gating:
     if reader.get("mamba_norm_before_gate", bool, True):
         return Gating.NORM_THEN_GATE
     return Gating.GATE_THEN_NORM
-
-
-def _attention(reader: ConfigReader) -> AttentionConfig:
-    attention = read_attention(reader, rotary=1.0)
-    return replace(
-        attention,
-        # Keys are multiplied by it before they are rotated; scores can be, just as well.
-        scale=attention.scale * reader.get("key_multiplier", float, 1.0),
-        input_scale=reader.get("attention_in_multiplier", float, 1.0),
-        output_scale=reader.get("attention_out_multiplier", float, 1.0),
-    )

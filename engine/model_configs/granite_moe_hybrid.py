@@ -22,7 +22,13 @@ def read(reader: ConfigReader) -> ModelConfig:
 
     `residual_multiplier` multiplies what mixers and feed-forward blocks add to the residual.
     """
-    _check(reader)
+    reader.require_one_of("hidden_act", ["silu"])
+    reader.require_one_of("normalization_function", ["rmsnorm"])
+    reader.require_one_of("position_embedding_type", ["nope", "rope"])
+    reader.require_one_of("partial_rotary_factor", [1.0])
+    divisor: float = reader.get("logits_scaling", float, 1.0)
+    if divisor == 0.0:
+        raise CheckpointError(f"{reader.source}: 'logits_scaling' is 0; logits are divided by it")
     count = reader.require("num_hidden_layers", int)
     names = reader.get("layers_block_type", list, [MAMBA[0]] * count)
     is_mamba = [name in MAMBA for name in reader.layer_types(names, (*MAMBA, *ATTENTION))]
@@ -48,17 +54,8 @@ def read(reader: ConfigReader) -> ModelConfig:
         ),
         experts=_experts(reader, scale),
         embedding_scale=reader.get("embedding_multiplier", float, 1.0),
-        logits_scale=1.0 / reader.get("logits_scaling", float, 1.0),
+        logits_scale=1.0 / divisor,
     )
-
-
-def _check(reader: ConfigReader) -> None:
-    reader.require_one_of("hidden_act", ["silu"])
-    reader.require_one_of("normalization_function", ["rmsnorm"])
-    reader.require_one_of("position_embedding_type", ["nope", "rope"])
-    reader.require_one_of("partial_rotary_factor", [1.0])
-    if reader.get("logits_scaling", float, 1.0) == 0.0:
-        raise CheckpointError(f"{reader.source}: 'logits_scaling' is 0; logits are divided by it")
 
 
 def _experts(reader: ConfigReader, scale: float) -> ExpertsConfig | None:

@@ -70,19 +70,15 @@ def _layer_kinds(reader: ConfigReader) -> tuple[str, ...]:
         raise CheckpointError(
             f"{reader.source}: 'num_hidden_layers' is {stated}, but {len(names)} layers are listed"
         )
-    return tuple(_layer_kind(reader, index, name) for index, name in enumerate(names))
-
-
-def _layer_kind(reader: ConfigReader, index: int, name: str) -> str:
-    if name in MOE_NAMES:
-        raise CheckpointError(
-            f"{reader.source}: layer {index} is a mixture of experts ({name!r}): not supported"
-        )
-    if str(name) not in LAYER_NAMES:
-        raise CheckpointError(
-            f"{reader.source}: layer {index} is {name!r}, expected one of {', '.join(LAYER_NAMES)}"
-        )
-    return LAYER_NAMES[str(name)]
+    for index, name in enumerate(names):
+        if name in MOE_NAMES:
+            raise CheckpointError(
+                f"{reader.source}: layer {index} is a mixture of experts ({name!r}): not supported"
+            )
+        if str(name) not in LAYER_NAMES:
+            expected = f"expected one of {', '.join(LAYER_NAMES)}"
+            raise CheckpointError(f"{reader.source}: layer {index} is {name!r}, {expected}")
+    return tuple(LAYER_NAMES[str(name)] for name in names)
 
 
 def _mamba(reader: ConfigReader) -> Mamba2Config:
