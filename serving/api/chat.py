@@ -35,9 +35,15 @@ class ChatFormat:
         self._logprobs = LogprobFormat(tokenizer)
 
     def reply(self, plan: Plan, choices: Sequence[Delta], counter: UsageCounter) -> ChatReply:
+        made = []
+        for choice in choices:
+            calls = _calls(choice, in_chunks=False)
+            text = None if (calls or choice.reasoning) and not choice.text else choice.text
+            message = ChatMessage(content=text, tool_calls=calls or UNSET, **_thoughts(choice))
+            made.append(ChatChoice(**self._fields(plan, choice), message=message))
         return ChatReply(
             **plan.envelope("chat.completion", counter.kv_transfer_params),
-            choices=[ChatChoice(**self._fields(plan, it), message=_message(it)) for it in choices],
+            choices=made,
             usage=counter.usage(),
             prompt_token_ids=plan.if_asked(plan.prompt_of(0)),
             prompt_logprobs=UNSET
@@ -86,12 +92,6 @@ class ChatFormat:
             "stop_reason": delta.stop_reason,
             "token_ids": plan.if_asked(delta.token_ids),
         }
-
-
-def _message(choice: Delta) -> ChatMessage:
-    calls = _calls(choice, in_chunks=False)
-    content = None if (calls or choice.reasoning) and not choice.text else choice.text
-    return ChatMessage(content=content, tool_calls=calls or UNSET, **_thoughts(choice))
 
 
 def _thoughts(delta: Delta) -> dict[str, str]:

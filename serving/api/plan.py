@@ -46,7 +46,7 @@ from serving.api.schema import (
 from serving.api.served_model import ServedModel
 from serving.api.structured_output import grammar_param
 from serving.api.tool_calls import ToolCallRules, forced_grammar
-from serving.api.tool_syntaxes import SYNTAXES, ToolCallSyntax
+from serving.api.tool_syntaxes import SYNTAXES
 from serving.http.callers import Caller
 
 COMPLETION_MAX_TOKENS = 16
@@ -195,7 +195,10 @@ def plan_of_chat(
 ) -> Plan:
     """Plan of a chat, in whichever protocol it was asked for; raises InvalidRequestError leaves."""
     check_model(fields.model, served)
-    logprobs = _chat_logprobs(fields)
+    if fields.top_logprobs and not fields.logprobs:
+        raise InvalidRequestError(
+            f"top_logprobs={fields.top_logprobs} needs logprobs=true", param="top_logprobs"
+        )
     tools, must_call, is_named = offer(fields.tools, fields.tool_choice)
     (prompt,) = cut_prompts(
         fields, [encode_chat(fields, fields.messages, served, tools=tools)], served
@@ -205,14 +208,20 @@ def plan_of_chat(
     syntax = served.tool_calls or (SYNTAXES["hermes"] if must_call else None)
     rules = thoughts = None
     if tools and syntax is not None and reads_text:
-        rules = _tool_call_rules(syntax, tools, parallel=fields.parallel_tool_calls)
+        # Without parallel calls only the first one counts, as in vLLM.
+        rules = ToolCallRules(
+            syntax,
+            parameters={tool.function.name: tool.function.parameters or {} for tool in tools},
+            max_calls=1 if fields.parallel_tool_calls is False else None,
+        )
     grammar, param = asked_grammar(fields, served), grammar_param(fields)
     if must_call:
         grammar = _forced_calls(grammar, rules, must_call, is_named=is_named, served=served)
         param = "tools"
     marks_are_shown = False
     if served.thoughts is not None and reads_text:
-        goes_on = _last_text(fields) if fields.continue_final_message else None
+        last = fields.messages[-1]
+        goes_on = str(last.for_template()["content"]) if fields.continue_final_message else None
         thoughts = thoughts_of(served.thoughts, prompt, served.tokenizer, goes_on=goes_on)
         marks_are_shown = marks_are_special(thoughts, served.tokenizer)
         if grammar and not served.grammar_binds_thoughts:
@@ -221,7 +230,7 @@ def plan_of_chat(
         id_prefix,
         [prompt],
         default_max_tokens=served.defaults.max_new_tokens,
-        logprobs=logprobs,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         grammar=grammar,
         grammar_param=param,
         tool_calls=rules,
@@ -232,10 +241,6 @@ def plan_of_chat(
         repeated=repeated,
     )
     return _plan(fields, wanted, caller, served=served)
-
-
-def _last_text(fields: ChatRequest) -> str:
-    return str(fields.messages[-1].for_template()["content"])
 
 
 def _forced_calls(
@@ -262,17 +267,6 @@ def _forced_calls(
     )
 
 
-def _tool_call_rules(
-    syntax: ToolCallSyntax, tools: Sequence[Tool], *, parallel: bool | None
-) -> ToolCallRules:
-    """Without parallel calls only the first one counts, as in vLLM."""
-    return ToolCallRules(
-        syntax,
-        parameters={tool.function.name: tool.function.parameters or {} for tool in tools},
-        max_calls=1 if parallel is False else None,
-    )
-
-
 def encode_chat(
     fields: ChatRequest | TokenizeRequest,
     messages: Sequence[Message],
@@ -290,12 +284,12 @@ def encode_chat(
             "continue_final_message and add_generation_prompt exclude each other: give one",
             param="continue_final_message",
         )
-    extra = {
-        "tools": None,
-        **_reasoning(fields, served),
-        **(fields.chat_template_kwargs or {}),
-        **offered,
-    }
+    extra: dict[str, Any] = {"tools": None}
+    if isinstance(fields, ChatRequest) and (effort := fields.reasoning_effort) is not None:
+        # As in vLLM. Whether to think at all has another name in each family's template.
+        switches = {"enable_thinking", "thinking"} & served.tokenizer.template_names
+        extra |= {"reasoning_effort": effort, **dict.fromkeys(switches, effort != "none")}
+    extra |= {**(fields.chat_template_kwargs or {}), **offered}
     is_cut = isinstance(fields, ChatRequest) and fields.truncate_prompt_tokens is not None
     return served.tokenizer.encode_chat(
         [message.for_template() for message in messages],
@@ -304,25 +298,6 @@ def encode_chat(
         extra=extra,
         limit=served.text_limit(must_fit=not is_cut),
     )
-
-
-def _reasoning(fields: ChatRequest | TokenizeRequest, served: ServedModel) -> dict[str, Any]:
-    """Template variables for `reasoning_effort`, as in vLLM; most templates read none.
-
-    Whether to think at all has another name in each family; templates take what they know.
-    """
-    effort = fields.reasoning_effort if isinstance(fields, ChatRequest) else None
-    if effort is None:
-        return {}
-    switches = {"enable_thinking", "thinking"} & served.tokenizer.template_names
-    return {"reasoning_effort": effort, **dict.fromkeys(switches, effort != "none")}
-
-
-def _kv_params(fields: SamplingFields, served: ServedModel) -> KVTransferParams | None:
-    """None unless accepted: a proxy throws away unread what clients send under that key."""
-    if not served.accept_kv_transfer_params:
-        return None
-    return decode_kv_transfer_params(fields.kv_transfer_params)
 
 
 def check_model(name: str | None, served: ServedModel) -> None:
@@ -390,24 +365,19 @@ def _split_prompts(prompt: str | list[str | int | list[int]]) -> Sequence[str | 
     return [tuple(item) if isinstance(item, list) else str(item) for item in prompt]
 
 
-def _chat_logprobs(fields: ChatRequest) -> int | None:
-    if fields.logprobs:
-        return fields.top_logprobs or 0
-    if fields.top_logprobs:
-        raise InvalidRequestError(
-            f"top_logprobs={fields.top_logprobs} needs logprobs=true", param="top_logprobs"
-        )
-    return None
-
-
 def _plan(fields: SamplingFields, wanted: _Wanted, caller: Caller, *, served: ServedModel) -> Plan:
-    prompts, n, kv_params = wanted.prompts, fields.n or 1, _kv_params(fields, served)
+    prompts, n, kv_params = wanted.prompts, fields.n or 1, None
+    if served.accept_kv_transfer_params:  # a proxy throws away unread what clients send there
+        kv_params = decode_kv_transfer_params(fields.kv_transfer_params)
     # The engine checks the same at its border; here a proxy refuses before any node computes.
     for prompt in prompts:
         check_prompt(prompt, vocab_size=served.vocab_size, max_model_len=served.max_model_len)
     _check_num_sequences(n, len(prompts), kv_params)
     remote_decode = kv_params is not None and kv_params.do_remote_decode
-    options = _stream_options(fields, remote_decode=remote_decode)
+    # A PD proxy leaves the client's options beside its own stream=false.
+    if fields.stream_options is not None and not fields.stream and not remote_decode:
+        raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
+    options = fields.stream_options or StreamOptions()
     longest = max(map(len, prompts))
     max_tokens = resolve_max_tokens(
         fields, served, longest, default=wanted.default_max_tokens, remote_decode=remote_decode
@@ -468,6 +438,9 @@ def _requests(
     """The one place where requests are built. Choices of one prompt lie together."""
     n = fields.n or 1
     sequences = [(prompt, offset) for prompt in prompts for offset in range(n)]
+    # The header's label, else one of the body's.
+    labels = (caller.session_id, fields.prompt_cache_key, fields.user)
+    session_id = next((it for it in labels if isinstance(it, str) and it), None)
     return tuple(
         GenerateRequest(
             request_id=request_id if len(sequences) == 1 else f"{request_id}-{index}",
@@ -476,26 +449,13 @@ def _requests(
             kv_transfer_params=kv_params,
             cache_salt=caller.cache_salt(fields.cache_salt),
             priority=caller.priority(fields.priority or 0),
-            session_id=_session_id(fields, caller),
+            session_id=session_id and session_id[:MAX_SESSION_CHARS],
             tenant=caller.tenant,
             cache_boundaries=tuple(fields.cache_boundaries or ()),
             origin=caller.origin(num_choices=0 if offset else n),
         )
         for index, (prompt, offset) in enumerate(sequences)
     )
-
-
-def _stream_options(fields: SamplingFields, *, remote_decode: bool) -> StreamOptions:
-    # A PD proxy leaves the client's options beside its own stream=false.
-    if fields.stream_options is not None and not fields.stream and not remote_decode:
-        raise InvalidRequestError("stream_options needs stream=true", param="stream_options")
-    return fields.stream_options or StreamOptions()
-
-
-def _session_id(fields: SamplingFields, caller: Caller) -> str | None:
-    """The header's label, else one of the body's."""
-    labels = (caller.session_id, fields.prompt_cache_key, fields.user)
-    return next((it[:MAX_SESSION_CHARS] for it in labels if isinstance(it, str) and it), None)
 
 
 def _check_num_sequences(n: int, prompts: int, kv_params: KVTransferParams | None) -> None:

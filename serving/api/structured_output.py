@@ -52,8 +52,21 @@ def loosened(schema: Any) -> Any:
         return [loosened(it) for it in schema]
     if not isinstance(schema, Mapping):
         return schema
-    kept = {key: it for key, it in schema.items() if not _is_left_out(key, it)}
-    return {key: _loosened_value(key, it) for key, it in kept.items()}
+    made: dict[Any, Any] = {}
+    for key, value in schema.items():
+        is_text = isinstance(value, str)
+        if key == "uniqueItems" and isinstance(value, bool):
+            continue
+        if key == "format" and is_text and value not in KNOWN_FORMATS:
+            continue
+        # Names of properties are no keys of a schema, and values of an enum are no schemas.
+        if key in _MAPS and isinstance(value, Mapping):
+            made[key] = {name: loosened(it) for name, it in value.items()}
+        elif key == "pattern" and is_text:
+            made[key] = ascii_classes(_LOOK_AROUND.sub("", value))
+        else:
+            made[key] = value if key in _DATA else loosened(value)
+    return made
 
 
 def closed(schema: Any) -> Any:
@@ -103,21 +116,6 @@ def _names_all(schema: Mapping[str, Any]) -> bool:
         and isinstance(required, Sequence)
         and all(isinstance(it, str) and it in named for it in required)
     )
-
-
-def _is_left_out(key: str, value: object) -> bool:
-    if key == "format":
-        return isinstance(value, str) and value not in KNOWN_FORMATS
-    return key == "uniqueItems" and isinstance(value, bool)
-
-
-def _loosened_value(key: str, value: Any) -> Any:
-    # Names of properties are no keys of a schema, and values of an enum are no schemas.
-    if key in _MAPS and isinstance(value, Mapping):
-        return {name: loosened(it) for name, it in value.items()}
-    if key == "pattern" and isinstance(value, str):
-        return ascii_classes(_LOOK_AROUND.sub("", value))
-    return value if key in _DATA else loosened(value)
 
 
 Text = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]

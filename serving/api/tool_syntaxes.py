@@ -90,7 +90,11 @@ def lookup(schema: object, root: Mapping[str, Any], key: str) -> Any:
             return None
         if key in schema:
             return schema[key]
-        schema = _referred(schema, root)
+        match schema.get("allOf"):
+            case [part]:
+                schema = part
+            case _:
+                schema = _target(schema.get("$ref"), root)
     return None
 
 
@@ -132,13 +136,6 @@ def _parts(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterable[objec
     for key in ("anyOf", "oneOf", "allOf"):
         options = schema.get(key)
         yield from options if isinstance(options, list) else ()
-
-
-def _referred(schema: Mapping[str, Any], root: Mapping[str, Any]) -> object:
-    match schema.get("allOf"):
-        case [part]:
-            return part
-    return _target(schema.get("$ref"), root)
 
 
 def _target(reference: object, root: Mapping[str, Any]) -> object:
@@ -282,19 +279,15 @@ def _value_rule(rule: str, schema: object, root: Mapping[str, Any]) -> str:
     """A text without tags, or JSON for a value that cannot be a text; and the tag that ends it."""
     types = types_of(schema, root)
     if not isinstance(schema, Mapping) or not types or "string" in types:
-        if texts := _texts(schema, root):
+        # The texts that the schema lists, if it lists nothing else.
+        listed = lookup(schema, root, "enum")
+        texts = listed if isinstance(listed, list) else [lookup(schema, root, "const")]
+        if texts and all(isinstance(text, str) for text in texts):
             return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {PARAMETER_END}"
         # One expression: of two, the first would take the line feed that the second begins with.
         return f"{rule}: " + r"/([^<]|<[^\/])*\n<\/parameter>\n/"
     value = json_rule(f"{rule}_json", {**schema, **definitions_of(root)})
     return f"{rule}: {rule}_json {PARAMETER_END}\n{value}"
-
-
-def _texts(schema: object, root: Mapping[str, Any]) -> list[str]:
-    """The texts that a schema lists, if it lists nothing else."""
-    listed = lookup(schema, root, "enum")
-    values = listed if isinstance(listed, list) else [lookup(schema, root, "const")]
-    return values if all(isinstance(value, str) for value in values) else []
 
 
 def _arguments(

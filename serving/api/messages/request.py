@@ -250,9 +250,21 @@ def chat_of(fields: CountTokensRequest) -> ChatRequest:
     """The same request as a chat; raises InvalidRequestError for what does not fit together."""
     config = fields.output_config or OutputConfig()
     user_id = fields.metadata.get("user_id") if isinstance(fields.metadata, dict) else None
-    choice = fields.tool_choice
+    choice, thinking = fields.tool_choice, fields.thinking
     messages = _messages(fields)
-    thinking = fields.thinking
+    # The answer goes on with the assistant's own last text, as Anthropic's does.
+    is_prefill = False
+    match messages[-1]:
+        case Message(role="assistant", tool_calls=None, content=str(text)):
+            is_prefill = bool(text)
+    # The names under which chat templates ask whether to think; left to them if nobody says.
+    switches: dict[str, Any] = {}
+    if thinking is not None and thinking.type != "between_tools":
+        switches = dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled")
+    response_format = fields.response_format
+    if (schema := config.format or fields.output_format) is not None:
+        wrapped = JsonSchema(schema_=schema.schema_)
+        response_format = ResponseFormat(type="json_schema", json_schema=wrapped)
     return ChatRequest(
         **{
             **sampling_fields(fields),
@@ -261,37 +273,15 @@ def chat_of(fields: CountTokensRequest) -> ChatRequest:
             "tool_choice": _choice(fields),
             "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
             "stop": fields.stop_sequences or fields.stop,
-            "response_format": _format(config.format or fields.output_format)
-            or fields.response_format,
+            "response_format": response_format,
             "reasoning_effort": config.effort,
             "include_reasoning": thinking is None or thinking.display != "omitted",
-            "chat_template_kwargs": {**_switches(thinking), **(fields.chat_template_kwargs or {})},
-            "continue_final_message": _is_prefill(messages[-1]),
+            "chat_template_kwargs": {**switches, **(fields.chat_template_kwargs or {})},
+            "continue_final_message": is_prefill,
             # The label of a session, as OpenAI's clients give it.
             "user": fields.user or user_id,
         }
     )
-
-
-def _is_prefill(last: Message) -> bool:
-    """Whether the answer goes on with the assistant's own last text, as Anthropic's does."""
-    match last:
-        case Message(role="assistant", tool_calls=None, content=str(text)):
-            return bool(text)
-    return False
-
-
-def _switches(thinking: Thinking | None) -> dict[str, Any]:
-    """The names under which chat templates ask whether to think; left to them if nobody says."""
-    if thinking is None or thinking.type == "between_tools":
-        return {}
-    return dict.fromkeys(("enable_thinking", "thinking"), thinking.type != "disabled")
-
-
-def _format(asked: OutputFormat | None) -> ResponseFormat | None:
-    if asked is None:
-        return None
-    return ResponseFormat(type="json_schema", json_schema=JsonSchema(schema_=asked.schema_))
 
 
 def _tool(tool: CustomTool) -> Tool:
@@ -366,13 +356,8 @@ def _add_other(turns: Turns, path: str, role: Any, *, blocks: Sequence[Block]) -
         if texts:
             turns.add(Message(role=role, content=texts))
             texts = []
-        place = f"{path}[{index}].tool_use_id"
-        turns.result(place, block.tool_use_id, _returned(block.content))
+        told = block.content or ""
+        parts = told if isinstance(told, str) else [TextPart(text=it.text) for it in told]
+        turns.result(f"{path}[{index}].tool_use_id", block.tool_use_id, parts)
     if texts or not blocks:
         turns.add(Message(role=role, content=texts))
-
-
-def _returned(content: str | Sequence[TextBlock] | None) -> str | list[TextPart]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return [TextPart(text=it.text) for it in content]
