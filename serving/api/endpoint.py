@@ -23,7 +23,7 @@ from serving.api.access import Admission
 from serving.api.choice_text import ChoiceText, Delta, joined
 from serving.api.plan import Plan
 from serving.api.served_model import ServedModel, max_body_bytes
-from serving.api.streams import KEEP_ALIVE, ReplyFormat, UsageCounter, with_pauses
+from serving.api.streams import KEEP_ALIVE, ReplyFormat, UsageCounter, next_of, with_pauses
 from serving.api.tokenizer import Tokenizer
 from serving.generator import Generator
 from serving.http.callers import Caller, caller_of, holder_of
@@ -90,7 +90,7 @@ def follow(
 async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_T, None]:
     """Items of all streams as they come, at most one ahead each; the first error ends all."""
     # One task for each stream that has not ended, the one that was read last at the end.
-    reading = {_read(stream): stream for stream in streams}
+    reading = {asyncio.create_task(next_of(stream)): stream for stream in streams}
     try:
         while reading:
             task = next((task for task in reading if task.done()), None)
@@ -100,24 +100,13 @@ async def merge(streams: Sequence[AsyncGenerator[_T, None]]) -> AsyncGenerator[_
             stream = reading.pop(task)
             for item in task.result():
                 yield item
-                reading[_read(stream)] = stream
+                reading[asyncio.create_task(next_of(stream))] = stream
     finally:
         # Tasks end before their streams are closed: a generator that runs cannot be closed.
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
         await asyncio.gather(*(stream.aclose() for stream in streams), return_exceptions=True)
-
-
-def _read(stream: AsyncGenerator[_T, None]) -> asyncio.Task[tuple[_T, ...]]:
-    """A task that ends with the next item alone, or with nothing when the stream has ended."""
-
-    async def read() -> tuple[_T, ...]:
-        async for item in stream:
-            return (item,)
-        return ()
-
-    return asyncio.create_task(read())
 
 
 LONG_REPLY: Final = 4096  # tokens, or values of log-probabilities: 10 ms

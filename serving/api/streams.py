@@ -36,7 +36,7 @@ async def with_pauses(
             yield item
         return
     while True:
-        coming = asyncio.create_task(_next(items))
+        coming = asyncio.create_task(next_of(items))
         try:
             # Waiting cancels nothing: a pause must not end what it waits for.
             while not (await asyncio.wait({coming}, timeout=interval_s))[0]:
@@ -51,7 +51,8 @@ async def with_pauses(
         yield came[0]
 
 
-async def _next(items: AsyncIterator[_T]) -> tuple[()] | tuple[_T]:
+async def next_of(items: AsyncIterator[_T]) -> tuple[()] | tuple[_T]:
+    """The next item alone, or nothing when there is none."""
     async for item in items:
         return (item,)
     return ()
