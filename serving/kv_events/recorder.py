@@ -49,22 +49,7 @@ class EventRecorder:
         *,
         cache_salt: str | None,
     ) -> None:
-        start = cached.end - len(token_ids)
-        groups: tuple[int, ...]
-        digests: tuple[bytes, ...]
-        if isinstance(cached, CachedStates):
-            digests, groups, size = (cached.digest,), cached.groups, len(token_ids)
-        elif _is_announced(cached):
-            digests, groups, size = cached.digests, (cached.group,), self._hash_block_size
-        else:
-            return
-        # A prompt's first block has no parent, and alone names the salt, as in vLLM.
-        known = None if start == 0 else parent
-        salt = cache_salt if start == 0 else None
-        # Tokens after the last boundary stay: they are no hash block yet.
-        whole = token_ids[: len(digests) * size]
-        for group in groups:
-            self._announce(group, digests, known, token_ids=whole, block_size=size, salt=salt)
+        self._announce(GPU, cached, parent=parent, token_ids=token_ids, cache_salt=cache_salt)
 
     def cleared(self) -> None:
         """The arena was emptied: one event for all, unless tiers still have something."""
@@ -85,21 +70,7 @@ class EventRecorder:
     ) -> None:
         """See `engine.kv_cache.listener.TierListener`."""
         self._num_in_tiers += 1
-        if isinstance(cached, CachedStates):
-            # The tokens since the last hash boundary before its end, as in the arena.
-            size = (cached.end - 1) % self._hash_block_size + 1
-            start, groups = cached.end - size, cached.groups
-            digests: tuple[bytes, ...] = (cached.digest,)
-        else:
-            size, start = self._hash_block_size, cached.start
-            digests, groups = cached.digests, (cached.group,)
-        known = None if start == 0 else parent
-        whole = token_ids[: len(digests) * size]
-        salt = cache_salt if start == 0 and whole else None
-        for group in groups if digests else ():
-            self._announce(
-                group, digests, known, token_ids=whole, block_size=size, salt=salt, medium=tier
-            )
+        self._announce(tier, cached, parent=parent, token_ids=token_ids, cache_salt=cache_salt)
 
     def removed_from(self, tier: str, cached: Cached) -> None:
         """See `engine.kv_cache.listener.TierListener`."""
@@ -115,33 +86,45 @@ class EventRecorder:
 
     def _announce(
         self,
-        group: int,
-        digests: tuple[bytes, ...],
-        parent: bytes | None,
+        medium: str,
+        cached: Cached,
         *,
+        parent: bytes,
         token_ids: tuple[TokenId, ...],
-        block_size: int,
-        salt: str | None,
-        medium: str = GPU,
+        cache_salt: str | None,
     ) -> None:
-        kind, window = self._groups[group]
-        # The salt went into the first block's hash alone.
-        extra_keys = None if salt is None else ((salt,), *[None] * (len(digests) - 1))
-        self._events.append(
-            BlockStored(
-                digests,
-                parent,
-                token_ids,
-                block_size,
-                lora_id=None,
-                medium=medium,
-                lora_name=None,
-                extra_keys=extra_keys,
-                group_idx=group,
-                kv_cache_spec_kind=kind,
-                kv_cache_spec_sliding_window=window,
+        groups: tuple[int, ...]
+        digests: tuple[bytes, ...]
+        if isinstance(cached, CachedStates):
+            # The tokens since the last hash boundary before its end.
+            size = (cached.end - 1) % self._hash_block_size + 1
+            start, digests, groups = cached.end - size, (cached.digest,), cached.groups
+        elif _is_announced(cached):
+            size, start = self._hash_block_size, cached.start
+            digests, groups = cached.digests, (cached.group,)
+        else:
+            return
+        # Tokens after the last boundary stay: they are no hash block yet.
+        whole = token_ids[: len(digests) * size]
+        # A prompt's first block has no parent, and alone names the salt, as in vLLM.
+        extra_keys = None
+        if start == 0 and whole and cache_salt is not None:
+            extra_keys = ((cache_salt,), *[None] * (len(digests) - 1))
+        for group in groups:
+            kind, window = self._groups[group]
+            self._events.append(
+                BlockStored(
+                    digests,
+                    None if start == 0 else parent,
+                    whole,
+                    size,
+                    medium=medium,
+                    extra_keys=extra_keys,
+                    group_idx=group,
+                    kv_cache_spec_kind=kind,
+                    kv_cache_spec_sliding_window=window,
+                )
             )
-        )
 
 
 def _is_announced(cached: CachedBlocks) -> bool:
