@@ -99,8 +99,7 @@ class KVEventsConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         EventCount, Meta(description="Batches kept before they are sent.")
     ] = 100_000
     topic: Annotated[
-        str,
-        Meta(max_length=256, description="For consumers that read it, as `kv@POD@MODEL`."),
+        str, Meta(max_length=256, description="For consumers that read it, as `kv@POD@MODEL`.")
     ] = ""
     encoding: Annotated[
         Literal["map", "array"],
@@ -325,7 +324,7 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
         Positive | None,
         Meta(
             description="Tokens per digest, the step of prefix hits and KV events; divides all "
-            "attention blocks. Default: the largest such number up to 16.",
+            "attention blocks. Default: the largest such number up to 16."
         ),
     ] = None
     kv_cache_memory_bytes: Annotated[Positive, Meta(description="Size of the KV arena.")] = (

@@ -63,12 +63,7 @@ def create_app(
     )
     for path, planner, reply_format in formats:
         endpoint = GenerateEndpoint(
-            generator,
-            served,
-            reply_format,
-            plan=planner,
-            bodies=bodies,
-            admission=access.admission,
+            generator, served, reply_format, plan=planner, bodies=bodies, admission=access.admission
         )
         endpoints.append(endpoint)
         generating.append(Route(path, endpoint, methods=["POST"]))

@@ -148,11 +148,7 @@ def _tojson(
 ) -> str:
     """JSON without the HTML escapes of Jinja's own filter; the options are transformers'."""
     return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
@@ -284,11 +280,13 @@ class ChatTemplate:
 
 
 MAX_TEMPLATE_BYTES: Final = 1 << 20
-TEMPLATE_FILE: Final = "chat_template.jinja"
-TOOLS_FILE: Final = "additional_chat_templates/tool_use.jinja"
-DEFAULT_FILE: Final = "additional_chat_templates/default.jinja"
 DEFAULT: Final = "default"
 TOOL_USE: Final = "tool_use"
+_FILES: Final = (
+    (DEFAULT, "chat_template.jinja"),
+    (DEFAULT, "additional_chat_templates/default.jinja"),
+    (TOOL_USE, "additional_chat_templates/tool_use.jinja"),
+)
 _OF_JINJA: Final = frozenset("{}\n")
 
 
@@ -300,11 +298,7 @@ def template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """
     of_files = {
         name: text
-        for name, file in (
-            (DEFAULT, TEMPLATE_FILE),
-            (DEFAULT, DEFAULT_FILE),
-            (TOOL_USE, TOOLS_FILE),
-        )
+        for name, file in _FILES
         if (text := read_text(folder / file, MAX_TEMPLATE_BYTES)) is not None
     }
     if DEFAULT in of_files:
@@ -343,7 +337,8 @@ def given_template(option: str | None) -> str | None:
 def _given_text(option: str) -> str:
     try:
         # Not every text can be a path: its names may be too long, or it may hold a NUL.
-        found = read_text(Path(option), MAX_TEMPLATE_BYTES) if _may_be_path(option) else None
+        may_be_path = "\0" not in option and len(os.fsencode(option)) < 4096
+        found = read_text(Path(option), MAX_TEMPLATE_BYTES) if may_be_path else None
     except CheckpointError as error:
         if not _OF_JINJA.intersection(option):
             raise ConfigError(f"--chat-template: {error}") from error
@@ -356,17 +351,9 @@ def _given_text(option: str) -> str:
         )
     if len(option) > MAX_TEMPLATE_BYTES:
         raise ConfigError(f"--chat-template is longer than {MAX_TEMPLATE_BYTES} characters")
-    return _unescaped(option)
-
-
-def _may_be_path(option: str) -> bool:
-    return "\0" not in option and len(os.fsencode(option)) < 4096
-
-
-def _unescaped(text: str) -> str:
-    r"""The text with \n and the like as the characters they stand for, as a shell cannot."""
     try:
-        return text.encode("latin-1", "backslashreplace").decode("unicode_escape")
+        # A shell cannot write the characters that \n and the like stand for.
+        return option.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError as error:
         raise ConfigError(f"--chat-template has a broken escape: {error}") from error
 

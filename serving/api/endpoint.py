@@ -124,7 +124,8 @@ Planner = Callable[[bytes, ServedModel, Caller], Plan]
 class GenerateEndpoint:
     """ASGI app of one path that generates.
 
-    `plan` reads a request's body, in a thread, and raises InvalidRequestError leaves.
+    `plan` reads a request's body, in a thread, and raises InvalidRequestError leaves. `num_open`:
+    requests from their first byte to the last one of their reply.
     """
 
     def __init__(
@@ -145,30 +146,22 @@ class GenerateEndpoint:
         self._served = served
         self._bodies = bodies
         self._max_bytes = max_body_bytes(served, num_prompts=reply_format.max_prompts)
-        self._num_open = 0
-
-    @property
-    def num_open(self) -> int:
-        """Requests from their first byte to the last one of their reply."""
-        return self._num_open
+        self.num_open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._num_open += 1
+        self.num_open += 1
         try:
-            await self._answer(scope, receive, send)
+            caller = caller_of(scope)
+            plan = await self._bodies.process(
+                scope,
+                receive,
+                lambda body: self._plan(body, self._served, caller),
+                max_bytes=self._max_bytes,
+            )
+            with suppress(ClientDisconnect):
+                await run_while_connected(receive, self._serve(plan, scope, receive, send=send))
         finally:
-            self._num_open -= 1
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller = caller_of(scope)
-        plan = await self._bodies.process(
-            scope,
-            receive,
-            lambda body: self._plan(body, self._served, caller),
-            max_bytes=self._max_bytes,
-        )
-        with suppress(ClientDisconnect):
-            await run_while_connected(receive, self._serve(plan, scope, receive, send=send))
+            self.num_open -= 1
 
     async def _serve(self, plan: Plan, scope: Scope, receive: Receive, *, send: Send) -> None:
         async with self._admission.admitting(plan, holder_of(scope)) as admitted:

@@ -134,19 +134,14 @@ def decode_body(
             field = _FIELD.match(str(error))
             if strict or field is None or field["what"] != "contains unknown":
                 raise
-            return _decode_leniently(body, kind, field["name"])
+        # Nearly all bodies have no unknown keys: they are decoded once and by the strict type.
+        values: _Body = _decode(body, lenient(kind))
+        known = {it.encode_name for it in msgspec.structs.fields(kind)}
+        on_top = decode_json(body, dict[str, Raw]).keys() - known
+        warnings.warn(sorted({field["name"], *on_top}))
+        return values
     except msgspec.ValidationError as error:
         raise _explained(error, decode_json(body, dict[str, Raw])) from error
-
-
-def _decode_leniently(body: bytes, kind: type[_Body], unknown: str) -> _Body:
-    """Decode a second time, without looking at unknown keys; warn of the first and all on top."""
-    # Bodies without unknown keys, which are nearly all, are decoded once and by the strict type.
-    values: _Body = _decode(body, lenient(kind))
-    known = {field.encode_name for field in msgspec.structs.fields(kind)}
-    on_top = decode_json(body, dict[str, Raw]).keys() - known
-    warnings.warn(sorted({unknown, *on_top}))
-    return values
 
 
 def decode_json(text: bytes | Raw, kind: type[_T]) -> _T:

@@ -114,7 +114,7 @@ class Operations:
         template = tokenizer.chat_template
         info = {
             **tokenizer.config,
-            **tokenizer.special_tokens(),
+            **tokenizer.special_tokens,
             **({} if template is None else {"chat_template": template}),
         }
         # Not msgspec: an unlimited `model_max_length` is written as an integer of 100 bits.

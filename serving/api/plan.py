@@ -5,7 +5,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -137,21 +137,14 @@ class Plan:
 
 @dataclass(slots=True, frozen=True)
 class _Wanted:
-    """The part of a plan that depends on the protocol; `shows_special_tokens` if anybody asks."""
+    """The part of a plan that its protocol computes; `shows_special_tokens` if anybody asks."""
 
     id_prefix: str
     prompts: Sequence[TokenIds]
     default_max_tokens: int | None
     logprobs: int | None
     grammar: str
-    grammar_param: str | None
-    tool_calls: ToolCallRules | None = None
-    thoughts: Thoughts | None = None
     shows_special_tokens: bool = False
-    shows_thoughts: bool = True
-    echo: tuple[str, ...] = ()
-    is_echo_only: bool = False
-    repeated: Mapping[str, Any] = field(default_factory=dict)
 
 
 def plan_completion(body: bytes, served: ServedModel, caller: Caller = NOBODY) -> Plan:
@@ -164,19 +157,17 @@ def plan_completion(body: bytes, served: ServedModel, caller: Caller = NOBODY) -
         # The engine ends with a token; P computes it with the prompt, and nobody sees it.
         fields = structs.replace(fields, max_tokens=1)
     texts = _completion_prompts(fields, served)
-    prompts = cut_prompts(fields, texts, served)
     wanted = _Wanted(
         "cmpl-",
-        prompts,
+        cut_prompts(fields, texts, served),
         # As in vLLM: 16 where the key is absent, all the room where it is null.
         default_max_tokens=None if fields.max_tokens is None else COMPLETION_MAX_TOKENS,
         logprobs=fields.logprobs,
         grammar=asked_grammar(fields, served),
-        grammar_param=grammar_param(fields),
-        echo=_echoed(fields, texts, served) if fields.echo else (),
-        is_echo_only=is_echo_only,
     )
-    return _plan(fields, wanted, caller, served=served)
+    echo = _echoed(fields, texts, served) if fields.echo else ()
+    plan = _plan(fields, wanted, caller, served=served)
+    return replace(plan, grammar_param=grammar_param(fields), echo=echo, is_echo_only=is_echo_only)
 
 
 def plan_chat(body: bytes, served: ServedModel, caller: Caller = NOBODY) -> Plan:
@@ -232,15 +223,17 @@ def plan_of_chat(
         default_max_tokens=served.defaults.max_new_tokens,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
         grammar=grammar,
+        # As in vLLM: markers are special tokens in some tokenizers and must be seen.
+        shows_special_tokens=rules is not None or marks_are_shown,
+    )
+    return replace(
+        _plan(fields, wanted, caller, served=served),
         grammar_param=param,
         tool_calls=rules,
         thoughts=thoughts,
-        # As in vLLM: markers are special tokens in some tokenizers and must be seen.
-        shows_special_tokens=rules is not None or marks_are_shown,
         shows_thoughts=fields.include_reasoning is not False,
         repeated=repeated,
     )
-    return _plan(fields, wanted, caller, served=served)
 
 
 def _forced_calls(
@@ -254,8 +247,7 @@ def _forced_calls(
     """The grammar that allows nothing but calls of these tools."""
     if rules is None:
         raise InvalidRequestError(
-            "a tool_choice that forces a call needs text: leave detokenize out",
-            param="tool_choice",
+            "a tool_choice that forces a call needs text: leave detokenize out", param="tool_choice"
         )
     if grammar:
         raise InvalidRequestError(
@@ -412,17 +404,10 @@ def _plan(fields: SamplingFields, wanted: _Wanted, caller: Caller, *, served: Se
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
         return_token_ids=bool(fields.return_token_ids),
         prompt_tokens_details=served.enable_prompt_tokens_details,
-        tool_calls=wanted.tool_calls,
-        thoughts=wanted.thoughts,
-        shows_thoughts=wanted.shows_thoughts,
         hides_cache=caller.terms.hides_cached_tokens,
-        echo=wanted.echo,
-        is_echo_only=wanted.is_echo_only,
         num_prompt_logprobs=fields.prompt_logprobs,
         tokens_as_ids=bool(fields.return_tokens_as_token_ids),
         detokenize=fields.detokenize is not False,
-        grammar_param=wanted.grammar_param,
-        repeated=wanted.repeated,
     )
 
 

@@ -287,7 +287,9 @@ class LogprobFormat:
         ids, offsets = [entry.token_id for entry in known], list(delta.text_offsets)
         # No log-probability is known of the first token of a prompt: its entry is null.
         if echoed is not None:
-            known = [*_prompt_rows(echoed, num_top or 0), *known]
+            most = num_top or 0
+            rows = [TokenLogprob(it.token_id, it.logprob, it.top[:most]) for it, _ in echoed.rows()]
+            known = [*rows, *known]
             prompt = plan.prompt_of(delta.index)
             first, ids = [None], [*prompt, *ids]
             offsets = [*self._offsets(prompt, plan.echo_of(delta.index)), *offsets]
@@ -361,8 +363,3 @@ class LogprobFormat:
         return (
             f"token_id:{token_id}" if plan.tokens_as_ids else self._tokenizer.token_text(token_id)
         )
-
-
-def _prompt_rows(found: PromptLogprobs, num_top: int) -> Iterator[TokenLogprob]:
-    for row, _ in found.rows():
-        yield TokenLogprob(row.token_id, row.logprob, row.top[:num_top])

@@ -476,10 +476,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fiel
     """POST /v1/chat/completions."""
 
     _SERVED = frozenset(
-        {
-            *("tools", "tool_choice", "parallel_tool_calls"),
-            "continue_final_message",
-        }
+        {*("tools", "tool_choice", "parallel_tool_calls"), "continue_final_message"}
     )
 
     messages: Messages

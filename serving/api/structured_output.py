@@ -103,19 +103,13 @@ def _closed(schema: Any) -> Any:
         else _closed(it)
         for key, it in schema.items()
     }
-    if _names_all(schema) and schema.keys().isdisjoint(_OTHERS):
-        made["additionalProperties"] = False
-    return made
-
-
-def _names_all(schema: Mapping[str, Any]) -> bool:
-    """Whether properties are named, and all that must be there are among them."""
     named, required = schema.get("properties"), schema.get("required") or ()
-    return (
-        isinstance(named, Mapping)
-        and isinstance(required, Sequence)
-        and all(isinstance(it, str) and it in named for it in required)
-    )
+    # Where properties are named, and all that must be there are among them.
+    if isinstance(named, Mapping) and isinstance(required, Sequence):
+        names_all = all(isinstance(it, str) and it in named for it in required)
+        if names_all and schema.keys().isdisjoint(_OTHERS):
+            made["additionalProperties"] = False
+    return made
 
 
 Text = Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)]

@@ -21,14 +21,8 @@ from serving.api.chat_template import (
 )
 from serving.config import ContentFormat
 
-STANDARD_NAMES: Final = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
+STANDARD_NAMES: Final = tuple(
+    f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 _FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -226,13 +220,15 @@ class Tokenizer:
     config: Mapping[str, Any] = MappingProxyType({})
     """tokenizer_config.json."""
 
+    special_tokens: Mapping[str, str] = MappingProxyType({})
+    """Texts of special tokens by name, such as `eos_token`."""
+
+    template_names: frozenset[str] = frozenset()
+    """Variables that the chat template reads."""
+
     def to_json(self) -> str | None:
         """As a tokenizer.json with all tokens, those of other files too; None: there is none."""
         return None
-
-    def special_tokens(self) -> Mapping[str, str]:
-        """Texts of special tokens by name, such as `eos_token`."""
-        return {}
 
     def encode(
         self, text: str, *, add_special_tokens: bool, limit: TextLimit | None = None
@@ -284,11 +280,6 @@ class Tokenizer:
         token = self.added_token(text)
         return json.dumps(text) if token is None else f"<[{token.token_id}]>"
 
-    @property
-    def template_names(self) -> frozenset[str]:
-        """Variables that the chat template reads."""
-        return frozenset()
-
     def require_text(self, what: str) -> None:
         """Raise InvalidRequestError when `what` needs text and there is none."""
         raise _no_tokenizer(what)
@@ -311,12 +302,14 @@ class TextTokenizer(Tokenizer):
         core.no_truncation()
         core.no_padding()
         self._core = core
-        self._named = named
+        self.special_tokens = named
         self.config = config
         self._template = templates.get(DEFAULT)
         self._with_tools = templates.get(TOOL_USE, self._template)
         self.chat_template = None if self._template is None else self._template.source
         self.tool_template = None if self._with_tools is None else self._with_tools.source
+        read = (it.names for it in (self._template, self._with_tools) if it is not None)
+        self.template_names = frozenset().union(*read)
         if "eos_token" in named:
             self.eos_token_id = core.token_to_id(named["eos_token"])
         self._added = {key: it.content for key, it in core.get_added_tokens_decoder().items()}
@@ -328,9 +321,6 @@ class TextTokenizer(Tokenizer):
 
     def to_json(self) -> str | None:
         return str(self._core.to_str())
-
-    def special_tokens(self) -> Mapping[str, str]:
-        return self._named
 
     def encode(
         self, text: str, *, add_special_tokens: bool, limit: TextLimit | None = None
@@ -419,11 +409,6 @@ class TextTokenizer(Tokenizer):
     def added_token(self, text: str) -> SingleToken | None:
         found = self._core.get_added_tokens_decoder().items()
         return next((SingleToken(key, it.special) for key, it in found if it.content == text), None)
-
-    @property
-    def template_names(self) -> frozenset[str]:
-        found = (self._template, self._with_tools)
-        return frozenset().union(*(it.names for it in found if it is not None))
 
     def require_text(self, what: str) -> None:
         pass

@@ -47,8 +47,8 @@ class ToolCallReader:
     """
 
     __slots__ = (
-        *("_begun", "_body", "_bare", "_ends", "_held", "_is_text", "_lines", "_num_calls"),
-        *("_num_inner", "_rules", "_space", "_starts", "_text", "_calls", "_was_bare"),
+        *("_begun", "_body", "_bare", "_ends", "_held", "_is_text", "_lines", "_num_inner"),
+        *("_rules", "_space", "_starts", "_text", "_calls", "_was_bare", "num_calls"),
     )
 
     def __init__(self, rules: ToolCallRules) -> None:
@@ -65,15 +65,10 @@ class ToolCallReader:
         self._lines = _Lines()
         self._space: list[str] = []
         self._is_text = False  # more than white space since the last call
-        self._num_calls = 0
+        self.num_calls = 0  # without those beyond `max_calls`
         self._num_inner = 0  # end markers inside values of the present call
         self._text: list[str] = []
         self._calls: list[ToolCall] = []
-
-    @property
-    def num_calls(self) -> int:
-        """Calls read so far, without those beyond `max_calls`."""
-        return self._num_calls
 
     def feed(self, text: str) -> Reading:
         """Add text; returns what it completes."""
@@ -88,7 +83,7 @@ class ToolCallReader:
                 break
             self._read(self._end_call("".join(self._body)))
         self._show("".join(self._body or ()) or self._held)
-        if not self._num_calls:
+        if not self.num_calls:
             self._text += self._space
         self._held, self._body, self._space = "", None, []
         return self._take()
@@ -112,9 +107,13 @@ class ToolCallReader:
         for marker in self._starts.finditer(text):
             self._lines.follow(text[at : marker.start()])
             at = marker.start()
-            if marker[0] == self._rules.syntax.start or self._is_bare(marker[1]):
-                self._show(text[: marker.start()])
-                self._begin_call(marker[0])
+            syntax = self._rules.syntax
+            bare = None if marker[0] == syntax.start else self._bare
+            is_apart = self._lines.is_blank and not self._lines.is_fenced
+            if bare is None or (is_apart and marker[1].strip() in self._rules.parameters):
+                self._show(text[:at])
+                self._body, self._begun = [marker[0]], None if bare is None else ""
+                self._ends = (syntax.end,) if bare is None else (bare.end, syntax.end)
                 return text[marker.end() :]
         # text:  0 .. visible: no marker can begin here | visible .. end: held
         visible = len(text) - self._num_possible(text)
@@ -136,10 +135,6 @@ class ToolCallReader:
         self._was_bare, self._space = False, []
         return rest[len(end) :]
 
-    def _is_bare(self, name: str) -> bool:
-        is_apart = self._lines.is_blank and not self._lines.is_fenced
-        return is_apart and name.strip() in self._rules.parameters
-
     def _num_possible(self, text: str) -> int:
         """Characters at the end of a text that may begin a marker."""
         size = overlap(text, self._rules.syntax.start)
@@ -150,19 +145,16 @@ class ToolCallReader:
         is_open = begins and not re.search(r"[>\n]", text[at:])
         return max(size, len(text) - at) if is_open else size
 
-    def _begin_call(self, marker: str) -> None:
-        self._body, self._begun = [marker], None
-        self._ends = (self._rules.syntax.end,)
-        if self._bare is not None and marker != self._rules.syntax.start:
-            self._begun = ""
-            self._ends = (self._bare.end, *self._ends)
-
     def _inside(self, body: list[str], text: str) -> str:
         """Collect text up to an end marker; returns what follows it, nothing if there is none."""
         if self._bare is not None and self._begun is not None:
             self._begun = (self._begun + text).lstrip()[:MAX_NAME_CHARS]
             if not any(it.startswith(self._begun[: len(it)]) for it in self._bare.follows):
-                return self._end_bare_prose("".join(body), text)
+                # The marker is not that of a call: it is text, and the rest is read as any other.
+                start, self._body = "".join(body), None
+                self._lines.follow(start)
+                self._show(start)
+                return text
             if any(self._begun.startswith(it) for it in self._bare.follows):
                 self._begun = None
         # Searched with the few characters before it, since bodies may be long.
@@ -184,13 +176,6 @@ class ToolCallReader:
             return whole[after:]
         return self._end_call(whole[:after]) + whole[after:]
 
-    def _end_bare_prose(self, start: str, text: str) -> str:
-        """The marker is not that of a call: it is text, and what follows is read as any other."""
-        self._body = None
-        self._lines.follow(start)
-        self._show(start)
-        return text
-
     def _end_call(self, call: str) -> str:
         """Read the call's text; returns what follows the calls in it."""
         self._body, self._held, self._num_inner = None, "", 0
@@ -201,8 +186,8 @@ class ToolCallReader:
             return ""
         self._was_bare = not call.startswith(self._rules.syntax.start)
         most = self._rules.max_calls
-        taken = calls if most is None else calls[: max(0, most - self._num_calls)]
-        self._num_calls += len(taken)
+        taken = calls if most is None else calls[: max(0, most - self.num_calls)]
+        self.num_calls += len(taken)
         self._calls += taken
         self._space, self._is_text = [], False
         self._lines.begin()

@@ -115,11 +115,6 @@ def types_of(schema: object, root: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def definitions_of(root: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a schema that references to `root` need."""
-    return {key: root[key] for key in _DEFINITIONS if key in root}
-
-
 def _own_types(schema: Mapping[str, Any]) -> Iterator[str]:
     named = schema.get("type")
     if named is None:
@@ -286,7 +281,8 @@ def _value_rule(rule: str, schema: object, root: Mapping[str, Any]) -> str:
             return f"{rule}: ({' | '.join(map(json.dumps, texts))}) {PARAMETER_END}"
         # One expression: of two, the first would take the line feed that the second begins with.
         return f"{rule}: " + r"/([^<]|<[^\/])*\n<\/parameter>\n/"
-    value = json_rule(f"{rule}_json", {**schema, **definitions_of(root)})
+    definitions = {key: root[key] for key in _DEFINITIONS if key in root}
+    value = json_rule(f"{rule}_json", {**schema, **definitions})
     return f"{rule}: {rule}_json {PARAMETER_END}\n{value}"
 
 

@@ -111,10 +111,7 @@ class Caller:
     def origin(self, num_choices: int) -> RequestOrigin:
         """For logs and traces; `num_choices` as there."""
         return RequestOrigin(
-            label=self.label,
-            key=self.key,
-            traceparent=self.traceparent,
-            num_choices=num_choices,
+            label=self.label, key=self.key, traceparent=self.traceparent, num_choices=num_choices
         )
 
     def priority(self, asked: int) -> int:

@@ -11,12 +11,7 @@ from typing import Any, Final, TypeVar
 import grpc
 from grpc import aio
 
-from engine.errors import (
-    AuthenticationError,
-    DeadlineExceededError,
-    NodeLostError,
-    TandemError,
-)
+from engine.errors import AuthenticationError, DeadlineExceededError, NodeLostError, TandemError
 from serving.rpc.pb import node_pb2 as pb
 from serving.rpc.pb.node_pb2_grpc import IdentityStub
 from serving.rpc.proof import NOT_NEEDED, CallerProof, Proven, unproven

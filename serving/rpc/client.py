@@ -10,10 +10,7 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from engine.errors import (
-    DeadlineExceededError,
-    InvalidRequestError,
-)
+from engine.errors import DeadlineExceededError, InvalidRequestError
 from engine.types import GenerateOutput, GenerateRequest
 from serving.rpc import convert
 from serving.rpc.attachment import Attachment, OutputStream

@@ -145,14 +145,17 @@ class MessageWriter:
     def __init__(self, plan: Plan, counter: UsageCounter) -> None:
         self._plan = plan
         self._counter = counter
-        self._is_started = False
         self._num_blocks = 0  # closed ones: the index of the open one
         self._open: type[TextReply | ThinkingReply] | None = None
         self._last: Delta | None = None
 
     def delta(self, delta: Delta) -> bytes:
+        events: list[bytes] = []
+        if self._last is None:
+            plan, usage = self._plan, _usage(self._counter)
+            message = MessageReply(id=plan.id, model=plan.model, content=[], usage=usage)
+            events.append(_event("message_start", message=message))
         self._last = delta
-        events = [] if self._is_started else self._start()
         if delta.reasoning:
             piece = {"type": "thinking_delta", "thinking": delta.reasoning}
             events += self._go_on(ThinkingReply(thinking="", signature=""), piece)
@@ -161,7 +164,10 @@ class MessageWriter:
             events += self._go_on(TextReply(text=""), piece)
         # A call is known when it is whole: its input comes in one piece.
         for call in delta.tool_calls:
-            events += [*self._close(), *self._call(call)]
+            events += self._close()
+            block = structs.replace(_tool_use(call), input=Raw(b"{}"))
+            piece = {"type": "input_json_delta", "partial_json": call.arguments}
+            events += [self._block_start(block), self._piece(piece), self._stop()]
         return b"".join(events)
 
     def end(self) -> bytes:
@@ -177,13 +183,6 @@ class MessageWriter:
     def failed(self, error: TandemError) -> bytes:
         return named_event("error", Raw(anthropic_failure(error)))
 
-    def _start(self) -> list[bytes]:
-        self._is_started = True
-        plan = self._plan
-        usage = _usage(self._counter)
-        message = MessageReply(id=plan.id, model=plan.model, content=[], usage=usage)
-        return [_event("message_start", message=message)]
-
     def _go_on(self, block: TextReply | ThinkingReply, piece: dict[str, str]) -> list[bytes]:
         """Add a piece to the open block, or to a new one, `block`, if that is of the other kind."""
         events = []
@@ -193,7 +192,7 @@ class MessageWriter:
 
     def _begin(self, block: TextReply | ThinkingReply) -> list[bytes]:
         self._open = type(block)
-        return [_event("content_block_start", index=self._num_blocks, content_block=block)]
+        return [self._block_start(block)]
 
     def _close(self) -> list[bytes]:
         """End the open block, if there is one."""
@@ -204,11 +203,8 @@ class MessageWriter:
         self._open = None
         return [*events, self._stop()]
 
-    def _call(self, call: ToolCall) -> list[bytes]:
-        block = structs.replace(_tool_use(call), input=Raw(b"{}"))
-        piece = {"type": "input_json_delta", "partial_json": call.arguments}
-        start = _event("content_block_start", index=self._num_blocks, content_block=block)
-        return [start, self._piece(piece), self._stop()]
+    def _block_start(self, block: ReplyBlock) -> bytes:
+        return _event("content_block_start", index=self._num_blocks, content_block=block)
 
     def _piece(self, piece: dict[str, str]) -> bytes:
         return _event("content_block_delta", index=self._num_blocks, delta=piece)

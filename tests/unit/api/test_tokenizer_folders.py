@@ -113,7 +113,7 @@ def test_tokens_of_all_files_are_those_of_transformers(
         decoded = oracle.decode(ids, skip_special_tokens=skips)
         assert ours.decode(ids, skip_special_tokens=skips) == decoded
     assert "<|im_end|>" not in ours.decode(ids)
-    assert ours.special_tokens() == oracle.special_tokens_map
+    assert ours.special_tokens == oracle.special_tokens_map
     assert ours.eos_token_id == oracle.eos_token_id
     # Grammars see the same tokens.
     core = tokenizers.Tokenizer.from_str(ours.to_json() or "")
