@@ -98,7 +98,13 @@ def command_app(
         command(lambda: load_config(kind, config, given, defaults=defaults))
 
     parameters = [
-        _parameter(field, defaults.get(name, field.default)) for name, field in fields.items()
+        Parameter(
+            name,
+            Parameter.KEYWORD_ONLY,
+            default=_info(field, _shown(defaults.get(name, field.default)), None),
+            annotation=_flag_type(_kind(field)) | None,
+        )
+        for name, field in fields.items()
     ]
     # typer makes the flags of a function's signature.
     config = Parameter("config", Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFile)
@@ -155,15 +161,6 @@ def _one_value_per_flag(words: Sequence[str], fields: Mapping[str, inspect.Field
     for flag, *values in groups:
         made += chain.from_iterable((flag, value) for value in values) if values else [flag]
     return made
-
-
-def _parameter(field: inspect.Field, default: object) -> Parameter:
-    return Parameter(
-        field.name,
-        Parameter.KEYWORD_ONLY,
-        default=_info(field, _shown(default), None),
-        annotation=_flag_type(_kind(field)) | None,
-    )
 
 
 def _flag_type(kind: inspect.Type) -> Any:

@@ -422,7 +422,11 @@ def load_config(
     fields |= {key: _listed(value) for key, value in flags.items() if value is not None}
     for field in msgspec.structs.fields(kind):
         if isinstance(field.default, Config) and isinstance(text := flags.get(field.name), str):
-            fields[field.name] = _json_object(text, field.name)
+            try:
+                fields[field.name] = msgspec.json.decode(text, type=dict[str, Any])
+            except (msgspec.DecodeError, UnicodeError) as error:
+                flag = "--" + field.name.replace("_", "-")
+                raise ConfigError(f"{flag} must be a JSON object: {error}; got {text!r}") from error
     config = decode_config(fields, kind, str(file) if file else "flags")
     config.check()
     return config
@@ -434,14 +438,6 @@ def _listed(value: object) -> object:
         with suppress(msgspec.DecodeError, UnicodeError):
             return msgspec.json.decode(value[0], type=list[str])
     return value
-
-
-def _json_object(text: str, field: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError) as error:
-        flag = "--" + field.replace("_", "-")
-        raise ConfigError(f"{flag} must be a JSON object: {error}; got {text!r}") from error
 
 
 def read_yaml(file: Path) -> dict[Any, Any]:

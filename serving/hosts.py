@@ -3,6 +3,7 @@
 import fcntl
 import socket
 import struct
+from contextlib import suppress
 
 import structlog
 
@@ -81,8 +82,10 @@ def _own_address(host: str) -> str:
     """
     families = (socket.AF_INET, socket.AF_INET6) if host == "::" else (socket.AF_INET,)
     for family in families:
-        if (address := _address_towards(family)) is not None:
-            return address
+        # This machine's address on the way out; connecting a datagram socket sends nothing.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.connect((_ELSEWHERE[family], _DISCARD_PORT))
+            return str(probe.getsockname()[0])
     others = _addresses_beyond_loopback()
     if len(others) > 1:
         raise ConfigError(
@@ -97,16 +100,6 @@ def _own_address(host: str) -> str:
             advertised=LOOPBACK,
         )
     return others[0] if others else LOOPBACK
-
-
-def _address_towards(family: socket.AddressFamily) -> str | None:
-    """This machine's address on the way out; connecting a datagram socket sends nothing."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((_ELSEWHERE[family], _DISCARD_PORT))
-        except OSError:
-            return None
-        return str(probe.getsockname()[0])
 
 
 def _addresses_beyond_loopback() -> list[str]:

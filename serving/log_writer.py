@@ -11,6 +11,7 @@ import stat
 import sys
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Final, TextIO
 
 MAX_WAITING_BYTES: Final = 4 << 20
@@ -46,7 +47,9 @@ class LogWriter(io.TextIOBase):
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
-        self._descriptor = _descriptor_of(stream)
+        self._descriptor: int | None = None
+        with suppress(OSError, ValueError):  # no file, or a closed one
+            self._descriptor = None if stream is None else stream.fileno()
         self._is_terminal = self._descriptor is not None and os.isatty(self._descriptor)
         self._is_cut = False  # the last write stopped inside its text
         self._waiting: deque[bytes] = deque()
@@ -152,13 +155,6 @@ def fill_standard_descriptors() -> None:
             opened = os.open(os.devnull, os.O_RDWR)
             assert opened <= number
             os.set_inheritable(opened, True)
-
-
-def _descriptor_of(stream: TextIO | None) -> int | None:
-    try:
-        return None if stream is None else stream.fileno()
-    except (OSError, ValueError):  # no file, or a closed one
-        return None
 
 
 def _has_a_reader(descriptor: int) -> bool:

@@ -57,7 +57,6 @@ class ChatFormat:
     def chunks(
         self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None
     ) -> Sequence[ChatChunk]:
-        """Chunks of one delta; `first` is true once per choice. Each chunk carries `usage`."""
         calls = _calls(delta, in_chunks=True)
         text = UNSET if (calls or delta.reasoning) and not delta.text else delta.text
         content = ChatDelta(content=text, tool_calls=calls or UNSET, **_thoughts(delta))
@@ -79,7 +78,6 @@ class ChatFormat:
         return [opening, chunk]
 
     def usage_chunk(self, plan: Plan, counter: UsageCounter) -> ChatChunk:
-        """The extra chunk that has usage and no choices."""
         envelope = plan.envelope(_CHUNK, counter.kv_transfer_params)
         return ChatChunk(**envelope, choices=[], usage=counter.usage())
 

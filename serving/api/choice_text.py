@@ -18,9 +18,9 @@ from engine.types import (
     TokenLogprob,
 )
 from serving.api.plan import Plan
-from serving.api.reasoning import Phase, Split, ThoughtReader
+from serving.api.reasoning import Phase, ThoughtReader
 from serving.api.tokenizer import Tokenizer
-from serving.api.tool_calls import Reading, ToolCallReader
+from serving.api.tool_calls import ToolCallReader
 from serving.api.tool_syntaxes import ToolCall
 
 _REPLACEMENT = "\ufffd"
@@ -260,9 +260,14 @@ class ChoiceText:
         if not self._is_echo_only:
             text, num_used, stop = self._read(output, offsets)
         finish_reason = output.finish_reason if stop is None else FinishReason.STOP
-        first_call = 0 if self._calls is None else self._calls.num_calls
-        thoughts, text = self._without_thoughts(text, ended=finish_reason is not None)
-        text, calls = self._without_calls(text, ended=finish_reason is not None)
+        ended = finish_reason is not None
+        thoughts, first_call = "", 0
+        calls: tuple[ToolCall, ...] = ()
+        if self._thoughts is not None:
+            thoughts, text = self._thoughts.feed(text, ended=ended)
+        if self._calls is not None:
+            first_call = self._calls.num_calls
+            text, calls = self._calls.feed(text, ended=ended)
         text, self._echo = self._echo + text, ""
         logprobs = (output.logprobs or ()) if self._wants_logprobs else ()
         # An answer that was cut off stays cut off, whatever it called before.
@@ -290,26 +295,6 @@ class ChoiceText:
     @property
     def _is_thinking(self) -> bool:
         return self._thoughts is not None and self._thoughts.phase is Phase.THINKING
-
-    def _without_thoughts(self, text: str, *, ended: bool) -> Split:
-        """Thoughts and answer of new text; where no thoughts are read all of it is answer."""
-        if self._thoughts is None:
-            return Split("", text)
-        found = self._thoughts.feed(text)
-        if not ended:
-            return found
-        last = self._thoughts.flush()
-        return Split(found.thoughts + last.thoughts, found.answer + last.answer)
-
-    def _without_calls(self, text: str, *, ended: bool) -> Reading:
-        """Content and tool calls of new text; where calls are not read all of it is content."""
-        if self._calls is None:
-            return Reading(text, ())
-        found = self._calls.feed(text)
-        if not ended:
-            return found
-        last = self._calls.flush()
-        return Reading(found.text + last.text, found.calls + last.calls)
 
     def _read(self, output: GenerateOutput, offsets: list[int]) -> tuple[str, int, str | None]:
         """Text of the output, number of tokens used, and the stop string that cut them.

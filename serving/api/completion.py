@@ -35,7 +35,6 @@ class CompletionFormat:
     def chunks(
         self, plan: Plan, delta: Delta, *, first: bool, usage: Usage | UnsetType | None
     ) -> Sequence[CompletionReply]:
-        """Chunks of one delta; `first` is true once per choice. Each chunk carries `usage`."""
         envelope = plan.envelope(_OBJECT, delta.kv_transfer_params)
         choice = self._choice(plan, delta, first=first)
         return [CompletionReply(**envelope, choices=[choice], usage=usage)]

@@ -125,8 +125,8 @@ class ThoughtReader:
         self._num_feeds = 0  # line feeds at the end of the thoughts so far: perhaps their last
         self._is_new = self.phase is Phase.THINKING  # the line feeds that come next are left out
 
-    def feed(self, text: str) -> Split:
-        """Add text; returns what it settles."""
+    def feed(self, text: str, *, ended: bool = False) -> Split:
+        """Add text; returns what it settles, and what was held back if the text has `ended`."""
         thoughts, text = "", self._held + text
         self._held = ""
         if self.phase is Phase.MAY_OPEN:
@@ -136,7 +136,8 @@ class ThoughtReader:
         if self._is_new and self.phase is Phase.OVER:
             text = text.lstrip("\n")
             self._is_new = not text
-        return Split(thoughts, text)
+        last = self.flush() if ended else Split("", "")
+        return Split(thoughts + last.thoughts, text + last.answer)
 
     def flush(self) -> Split:
         """Return what was held back: the text has ended."""

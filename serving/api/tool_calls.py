@@ -70,10 +70,10 @@ class ToolCallReader:
         self._text: list[str] = []
         self._calls: list[ToolCall] = []
 
-    def feed(self, text: str) -> Reading:
-        """Add text; returns what it completes."""
+    def feed(self, text: str, *, ended: bool = False) -> Reading:
+        """Add text; returns what it completes, and what was held back if the text has `ended`."""
         self._read(text)
-        return self._take()
+        return self.flush() if ended else self._take()
 
     def flush(self) -> Reading:
         """Return what was held back; a call without its end marker counts if it is complete."""

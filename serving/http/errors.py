@@ -117,15 +117,22 @@ def error_response(error: TandemError, scope: Scope) -> Response:
     if isinstance(error, errors.AuthenticationError):
         headers["www-authenticate"] = "Bearer"
     status, body = status_and_body(error)
-    body = _in_shape_of(scope, status, str(error)[:MAX_MESSAGE_CHARS], body=body)
+    message = str(error)[:MAX_MESSAGE_CHARS]
+    return _response(scope, status, message, body=body, headers=headers)
+
+
+def _response(
+    scope: Scope,
+    status: int,
+    message: str,
+    *,
+    body: bytes,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """An error as the clients of this path read it; `body` is OpenAI's."""
+    if is_anthropic(scope["path"]):
+        body = anthropic_error(status, message, label_of(scope) or None)
     return Response(body, status, headers, media_type="application/json")
-
-
-def _in_shape_of(scope: Scope, status: int, message: str, *, body: bytes) -> bytes:
-    """The body of an error as the clients of this path read it; `body` is OpenAI's."""
-    if not is_anthropic(scope["path"]):
-        return body
-    return anthropic_error(status, message, label_of(scope) or None)
 
 
 async def on_tandem_error(request: Request, error: Exception) -> Response:
@@ -147,9 +154,8 @@ async def on_http_error(request: Request, error: Exception) -> Response:
         methods = (error.headers or {}).get("Allow", "another method")
         message = f"{asked}: Method Not Allowed, use {methods}"
         message += preflight_hint(request.headers)
-    openai_body = error_body(status, message, kind)
-    body = _in_shape_of(request.scope, status, message, body=openai_body)
-    return Response(body, status, error.headers, media_type="application/json")
+    body = error_body(status, message, kind)
+    return _response(request.scope, status, message, body=body, headers=error.headers)
 
 
 def preflight_hint(headers: Mapping[str, str]) -> str:
@@ -167,8 +173,7 @@ async def on_disconnect(request: Request, error: Exception) -> Response:
 async def on_unexpected(request: Request, error: Exception) -> Response:
     """Starlette handler for bugs: the client learns nothing, the server logs the traceback."""
     body = error_body(500, "internal error", "server_error")
-    body = _in_shape_of(request.scope, 500, "internal error", body=body)
-    return Response(body, 500, media_type="application/json")
+    return _response(request.scope, 500, "internal error", body=body)
 
 
 ERROR_HANDLERS: Final[Mapping[Any, Callable[[Request, Exception], Awaitable[Response]]]] = {

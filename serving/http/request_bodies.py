@@ -79,20 +79,16 @@ class Unpacker:
                 raise InvalidRequestError(f"more bytes follow the end of the {self._coding} body")
             self._stream = None
         if self._stream is None and len(step) >= 2:
-            self._stream = zlib.decompressobj(self._window_bits(step))
+            # RFC 9110 means zlib's format by "deflate"; some clients send the bare stream.
+            is_zlib = step[0] & 15 == zlib.DEFLATED and int.from_bytes(step[:2]) % 31 == 0
+            bits = _ZLIB_BITS if is_zlib else -_ZLIB_BITS
+            self._stream = zlib.decompressobj(_GZIP_BITS if self._coding == "gzip" else bits)
         return self._stream
 
     def finish(self) -> None:
         """Raises InvalidRequestError if the stream has not ended."""
         if self._stream is None or not self._stream.eof:
             raise InvalidRequestError(f"the {self._coding} body is cut off")
-
-    def _window_bits(self, data: bytes) -> int:
-        if self._coding == "gzip":
-            return _GZIP_BITS
-        # RFC 9110 means zlib's format by "deflate"; some clients send the bare stream.
-        is_zlib = data[0] & 15 == zlib.DEFLATED and int.from_bytes(data[:2]) % 31 == 0
-        return _ZLIB_BITS if is_zlib else -_ZLIB_BITS
 
 
 def unpacker_of(request: Request) -> Unpacker | None:

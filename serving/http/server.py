@@ -40,8 +40,10 @@ class _Server(uvicorn.Server):
         self.accepting = asyncio.Event()
         self._listening = listening
         self._limits = limits
-        limit = limits.max_connections or _room_for_connections()
-        self._connections = Connections(limit, self.server_state)
+        # A part of the descriptors is left for everything else in the process.
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        room = max(1, min(MAX_CONNECTIONS, soft - max(OTHER_DESCRIPTORS, soft // 4)))
+        self._connections = Connections(limits.max_connections or room, self.server_state)
         self._accept_task: asyncio.Task[None] | None = None
         self._next_warning = 0.0
 
@@ -175,9 +177,3 @@ def _listen(host: str, port: int) -> socket.socket:
     # would set it, but does not recognise sockets whose protocol is left at 0.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
-
-
-def _room_for_connections() -> int:
-    """Number of connections that leaves descriptors for everything else in the process."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(1, min(MAX_CONNECTIONS, soft - max(OTHER_DESCRIPTORS, soft // 4)))

@@ -46,11 +46,8 @@ _CLOSE_S = 10.0
 
 def listens(endpoint: str) -> bool:
     """True if a publisher binds to the address, by vLLM's rule; else it connects to a collector."""
-    return (
-        any(sign in endpoint for sign in ("*", "::"))
-        or endpoint.startswith("ipc://")
-        or (endpoint.endswith(":0"))
-    )
+    has_wildcard = any(sign in endpoint for sign in ("*", "::"))
+    return has_wildcard or endpoint.startswith("ipc://") or endpoint.endswith(":0")
 
 
 def reachable(endpoint: str, host: str) -> str:
@@ -142,7 +139,9 @@ class EventPublisher:
         poller.register(self._woken, zmq.POLLIN)
         poller.register(self._replay, zmq.POLLIN)
         while True:
-            ready = dict(poller.poll(int(1000 * self._pause_s())))
+            is_busy = not self._log.is_empty or (self._answers and not self._is_stuck)
+            pause_s = 0.0 if is_busy else _RETRY_S if self._answers else _POLL_S
+            ready = dict(poller.poll(int(1000 * pause_s)))
             with suppress(BlockingIOError):
                 while self._woken.recv(4096):
                     pass
@@ -157,11 +156,6 @@ class EventPublisher:
     @property
     def _is_late(self) -> bool:
         return time.monotonic() >= self._close_by
-
-    def _pause_s(self) -> float:
-        if not self._log.is_empty or (self._answers and not self._is_stuck):
-            return 0.0
-        return _RETRY_S if self._answers else _POLL_S
 
     def _send_live(self) -> None:
         for _ in range(_ROUND):

@@ -49,7 +49,7 @@ class EventRecorder:
         *,
         cache_salt: str | None,
     ) -> None:
-        self._announce(GPU, cached, parent=parent, token_ids=token_ids, cache_salt=cache_salt)
+        self.stored_in(GPU, cached, parent=parent, token_ids=token_ids, cache_salt=cache_salt)
 
     def cleared(self) -> None:
         """The arena was emptied: one event for all, unless tiers still have something."""
@@ -57,7 +57,7 @@ class EventRecorder:
             self._events = [AllBlocksCleared()]
 
     def removed(self, cached: Cached) -> None:
-        self._remove(GPU, cached)
+        self.removed_from(GPU, cached)
 
     def stored_in(
         self,
@@ -69,30 +69,7 @@ class EventRecorder:
         cache_salt: str | None,
     ) -> None:
         """See `engine.kv_cache.listener.TierListener`."""
-        self._num_in_tiers += 1
-        self._announce(tier, cached, parent=parent, token_ids=token_ids, cache_salt=cache_salt)
-
-    def removed_from(self, tier: str, cached: Cached) -> None:
-        """See `engine.kv_cache.listener.TierListener`."""
-        self._num_in_tiers -= 1
-        self._remove(tier, cached)
-
-    def _remove(self, medium: str, cached: Cached) -> None:
-        if isinstance(cached, CachedStates):
-            gone = [BlockRemoved((cached.digest,), medium, g) for g in cached.groups]
-            self._events.extend(gone)
-        elif _is_announced(cached):
-            self._events.append(BlockRemoved(cached.digests, medium, cached.group))
-
-    def _announce(
-        self,
-        medium: str,
-        cached: Cached,
-        *,
-        parent: bytes,
-        token_ids: tuple[TokenId, ...],
-        cache_salt: str | None,
-    ) -> None:
+        self._num_in_tiers += tier != GPU
         groups: tuple[int, ...]
         digests: tuple[bytes, ...]
         if isinstance(cached, CachedStates):
@@ -118,13 +95,22 @@ class EventRecorder:
                     None if start == 0 else parent,
                     whole,
                     size,
-                    medium=medium,
+                    medium=tier,
                     extra_keys=extra_keys,
                     group_idx=group,
                     kv_cache_spec_kind=kind,
                     kv_cache_spec_sliding_window=window,
                 )
             )
+
+    def removed_from(self, tier: str, cached: Cached) -> None:
+        """See `engine.kv_cache.listener.TierListener`."""
+        self._num_in_tiers -= tier != GPU
+        if isinstance(cached, CachedStates):
+            gone = [BlockRemoved((cached.digest,), tier, g) for g in cached.groups]
+            self._events.extend(gone)
+        elif _is_announced(cached):
+            self._events.append(BlockRemoved(cached.digests, tier, cached.group))
 
 
 def _is_announced(cached: CachedBlocks) -> bool:

@@ -226,7 +226,9 @@ def _is_array(raw: bytes) -> bool:
 def _plain_event(event: Event) -> Event:
     """One class for each type, whatever its form was, and one integer for each integer hash."""
     if isinstance(event, _StoredMap | _StoredArray):
-        event = _stored(event)
+        values = list(msgspec.structs.astuple(event))
+        values[_EXTRA_KEYS] = None
+        event = BlockStored(*values)
     elif isinstance(event, _RemovedArray):
         event = BlockRemoved(*msgspec.structs.astuple(event))
     elif isinstance(event, AllBlocksCleared):
@@ -238,12 +240,6 @@ def _plain_event(event: Event) -> Event:
         return msgspec.structs.replace(event, block_hashes=hashes)
     parent = None if event.parent_block_hash is None else _unsigned(event.parent_block_hash)
     return msgspec.structs.replace(event, block_hashes=hashes, parent_block_hash=parent)
-
-
-def _stored(event: _StoredMap | _StoredArray) -> BlockStored:
-    values = list(msgspec.structs.astuple(event))
-    values[_EXTRA_KEYS] = None
-    return BlockStored(*values)
 
 
 def _unsigned(block_hash: BlockHash) -> BlockHash:

@@ -202,9 +202,7 @@ class Channel:
             return False
         if chunk:
             self._reader.feed(chunk)
-        elif (
-            not self._is_there
-        ):  # libzmq tells with empty chunks that a peer comes, and that it goes
+        elif not self._is_there:  # libzmq tells by empty chunks that a peer comes, and that it goes
             self._is_there = True
             self._send(self._opening)
         else:

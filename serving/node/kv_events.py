@@ -17,16 +17,16 @@ log = structlog.get_logger()
 class NodeEvents:
     """Owner of a node's recorder and publisher, for one `incarnation` of it.
 
-    `recorder` listens to the cache. `info`: where to subscribe; None if the publisher connects to a
-    collector. `host`: the address that others are told.
+    `recorder` listens to the cache, `publisher` tells of it. `info`: where to subscribe; None if
+    the publisher connects to a collector. `host`: the address that others are told.
     """
 
     def __init__(self, config: NodeConfig, plan: ArenaPlan, incarnation: str, *, host: str) -> None:
         """Raises ConfigError for an address that cannot be listened on."""
         groups = [announced(group.spec) for group in plan.groups]
         self.recorder = EventRecorder(groups, plan.hash_block_size)
-        self._publisher = EventPublisher(config.kv_events_config, incarnation, config.host)
-        endpoint, replay = self._publisher.endpoint, self._publisher.replay_endpoint
+        self.publisher = EventPublisher(config.kv_events_config, incarnation, config.host)
+        endpoint, replay = self.publisher.endpoint, self.publisher.replay_endpoint
         replay = None if replay is None else reachable(replay, host)
         self.info: KVEventsInfo | None = None
         if endpoint is None:
@@ -49,19 +49,14 @@ class NodeEvents:
         if self.info is not None:
             self.info = structs.replace(self.info, model_identity=model_identity)
 
-    @property
-    def num_dropped(self) -> int:
-        """Batches that found the queue full, since the publisher was slower than the engine."""
-        return self._publisher.num_dropped
-
     def publish(self) -> None:
         """Hands over what the cache has recorded; at the end of each step, on the engine thread."""
         if events := self.recorder.take():
-            self._publisher.publish(events)
+            self.publisher.publish(events)
 
     def close(self) -> None:
         """Ends the publisher's thread, after the engine's."""
-        self._publisher.close()
+        self.publisher.close()
 
 
 def announced(spec: LayerSpec) -> AnnouncedGroup:

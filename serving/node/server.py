@@ -5,7 +5,7 @@ The same for every kind of node; what a kind adds is its name and its connector.
 
 import asyncio
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,11 +166,17 @@ class NodeServer:
         model = await asyncio.to_thread(ModelFolder.read, self.config)
         self.metrics = NodeMetrics(model.names[0], self.kind)
         # Before the weights: a wrong collector must not cost the time to load them.
-        self._telemetry = self._make_telemetry()
+        requests = EngineRequestMetrics(self.metrics)
+        self._telemetry = Telemetry(self.config, requests, role=self.kind, instance=self.engine_id)
+        self._resources.push_async_callback(self._telemetry.close)
         plan, limits = self._plan_arena(model)
         arena = ArenaMemory(plan.arena_bytes, device=self.config.device)
         self._resources.callback(arena.close)
-        self.events = self._publish_events(plan)
+        self.events: NodeEvents | None = None
+        if self.config.kv_events_config.is_published:
+            self.events = NodeEvents(self.config, plan, self.engine_id, host=self.host)
+            self._resources.callback(self.events.close)
+            self.metrics.read(self.events.publisher, counters=EVENT_COUNTERS)
         # Before the weights: a missing transport must not cost the time to load them.
         self.connector = self._connect(model, plan, arena, max_model_len=limits.max_model_len)
         weights, self.identity = await asyncio.to_thread(
@@ -245,28 +251,17 @@ class NodeServer:
         check_groups(self.config.kv_transfer_config.kv_connector, connector.connector, plan)
         return connector
 
-    def _publish_events(self, plan: ArenaPlan) -> NodeEvents | None:
-        if not self.config.kv_events_config.is_published:
-            return None
-        events = NodeEvents(self.config, plan, self.engine_id, host=self.host)
-        self._resources.callback(events.close)
-        self.metrics.read(events, counters=EVENT_COUNTERS)
-        return events
-
-    def _cache_listener(self) -> CacheListener | None:
-        heard = (self.connector.connector.scheduler.cache_listener,)
-        every = [*heard, self.events.recorder] if self.events else heard
-        listeners = [listener for listener in every if listener is not None]
-        return CacheListeners(listeners) if len(listeners) > 1 else next(iter(listeners), None)
-
     def _start_engine(self, plan: ArenaPlan, runner: ModelRunner, limits: EngineLimits) -> None:
         config, connector = self.config, self.connector.connector
+        recorder = self.events.recorder if self.events else None
+        every: Sequence[CacheListener | None] = (connector.scheduler.cache_listener, recorder)
+        heard_by = [listener for listener in every if listener is not None]
         cache = KVCacheManager(
             plan,
             hash_seed=config.prefix_hash_seed,
             prefix_caching=config.enable_prefix_caching,
             checkpoint_share=config.mamba_checkpoint_share,
-            listener=self._cache_listener(),
+            listener=CacheListeners(heard_by) if len(heard_by) > 1 else next(iter(heard_by), None),
         )
         scheduler = Scheduler(scheduler_config(config), cache, connector.scheduler)
         self.metrics.read(scheduler, gauges=SCHEDULER_GAUGES, counters=SCHEDULER_COUNTERS)
@@ -275,21 +270,6 @@ class NodeServer:
         self.metrics.read_counts(
             "vllm:iteration_tokens_total", "Tokens of a step.", STEP_BUCKETS, read=core.rates.sizes
         )
-        self._start_telemetry(scheduler)
-        # Known before it starts: its connector may wake it from then on.
-        self.engine = AsyncEngine(
-            core, connector.admission, limits, recording=self._telemetry.records.recording
-        )
-        self.engine.start()
-        self._resources.push_async_callback(self.engine.close)
-
-    def _make_telemetry(self) -> Telemetry:
-        requests = EngineRequestMetrics(self.metrics)
-        telemetry = Telemetry(self.config, requests, role=self.kind, instance=self.engine_id)
-        self._resources.push_async_callback(telemetry.close)
-        return telemetry
-
-    def _start_telemetry(self, scheduler: Scheduler) -> None:
         self._telemetry.start(
             lambda: {
                 "num_requests_running": scheduler.num_running,
@@ -297,9 +277,15 @@ class NodeServer:
                 "kv_cache_usage": round(scheduler.cache.usage, 3),
             }
         )
+        # Known before it starts: its connector may wake it from then on.
+        self.engine = AsyncEngine(
+            core, connector.admission, limits, recording=self._telemetry.records.recording
+        )
+        self.engine.start()
+        self._resources.push_async_callback(self.engine.close)
 
     async def _start_rpc(self, model: ModelFolder) -> RpcServer:
-        reset = self._reset_cache if self._resets else None
+        reset = self._reset_cache if self.config.enable_reset_prefix_cache else None
         node = NodeService(self.engine, lambda: self._describe(model), model.files, reset=reset)
         rpc = await start_server(
             [node, *self.connector.services()],
@@ -314,6 +300,7 @@ class NodeServer:
         return rpc
 
     async def _start_http(self, model: ModelFolder) -> HttpServer:
+        config = self.config
         served = ServedModel(
             served_model_names=model.names,
             max_model_len=self.engine.limits.max_model_len,
@@ -321,17 +308,16 @@ class NodeServer:
             tokenizer=model.tokenizer,
             defaults=model.defaults,
             accept_kv_transfer_params=True,
-            root=self.config.model,
-        ).with_options(self.config)
+            root=config.model,
+        ).with_options(config)
         app = create_app(
             self.engine,
             served,
-            access=access_of(self.config),
+            access=access_of(config),
             metrics_registry=self.metrics.registry,
-            routes=[reset_route(self._reset_cache)] if self._resets else [],
+            routes=[reset_route(self._reset_cache)] if config.enable_reset_prefix_cache else [],
             open_routes=[Route("/node_info", self._node_info)],
         )
-        config = self.config
         http = HttpServer(
             app,
             config.host,
@@ -343,10 +329,6 @@ class NodeServer:
         await http.start()
         self._resources.push_async_callback(http.close)
         return http
-
-    @property
-    def _resets(self) -> bool:
-        return self.config.enable_reset_prefix_cache
 
     async def _reset_cache(self) -> None:
         """Raises UnavailableError while some of the cache is in use."""

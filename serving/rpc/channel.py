@@ -117,8 +117,10 @@ class ProvingChannel:
         except aio.AioRpcError as error:
             raise self.named(error) from error
         except (asyncio.CancelledError, aio.UsageError) as error:
-            # gRPC's answers to reads of a channel that was closed, and to calls on it.
-            if _is_cancelled():
+            # gRPC's answers to reads of a channel that was closed, and to calls on it; unless
+            # somebody wants the present task to end.
+            task = asyncio.current_task()
+            if task is None or task.cancelling() > 0:
                 raise
             raise NodeLostError(f"the stream of node {self.address} was cut off") from error
 
@@ -158,12 +160,6 @@ class ProvingChannel:
             cause = f"{error.code().name}: {error.details()}"
             raise unproven(self.address, cause) from error
         return proof.check(reply)
-
-
-def _is_cancelled() -> bool:
-    """True if somebody wants the present task to end."""
-    task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
 
 
 def _was_sent(error: aio.AioRpcError) -> bool:

@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Final, Self, TypeVar
 
 from engine.errors import DeadlineExceededError, InvalidRequestError
@@ -45,12 +44,7 @@ class Patience:
             self._timer = self._loop.call_later(self._limit_s, self._look)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._since = None
 
     def close(self) -> None:

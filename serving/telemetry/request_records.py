@@ -172,7 +172,17 @@ class RequestRecords:
             record.ended = record.age
             record.outcome = record.outcome or LEFT
             del self.open[id(record)]
-            self._end(record)
+            self.num_ended += 1
+            self.num_prompt_tokens += record.num_prompt_tokens
+            self.num_cached_tokens += record.num_cached_tokens
+            self.num_tokens += record.num_tokens
+            for reader in self.readers:
+                reader.ended(record)
+            # Prompts may be long, and a record outlives its request.
+            record.request = GenerateRequest(
+                request_id=request.request_id, prompt_token_ids=(), origin=request.origin
+            )
+            self.recent.append(record)
 
     def tokens_so_far(self) -> tuple[int, int]:
         """Prompt tokens whose first output has come, and generated tokens, since the start."""
@@ -180,20 +190,3 @@ class RequestRecords:
         prompts = sum(it.num_prompt_tokens for it in under_way if it.first_output is not None)
         tokens = sum(it.num_tokens for it in under_way)
         return self.num_prompt_tokens + prompts, self.num_tokens + tokens
-
-    def _end(self, record: RequestRecord) -> None:
-        self.num_ended += 1
-        self.num_prompt_tokens += record.num_prompt_tokens
-        self.num_cached_tokens += record.num_cached_tokens
-        self.num_tokens += record.num_tokens
-        for reader in self.readers:
-            reader.ended(record)
-        # Prompts may be long, and a record outlives its request.
-        record.request = _without_prompt(record.request)
-        self.recent.append(record)
-
-
-def _without_prompt(request: GenerateRequest) -> GenerateRequest:
-    return GenerateRequest(
-        request_id=request.request_id, prompt_token_ids=(), origin=request.origin
-    )

@@ -183,11 +183,10 @@ def ended(
 def _usage(counter: UsageCounter) -> ResponseUsage:
     usage = counter.usage()
     cached = usage.prompt_tokens_details
+    num_cached = cached.cached_tokens if cached else 0
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(
-            cached_tokens=cached.cached_tokens if cached else 0
-        ),
+        input_tokens_details=InputTokensDetails(cached_tokens=num_cached),
         output_tokens=usage.completion_tokens,
         output_tokens_details=OutputTokensDetails(reasoning_tokens=counter.reasoning_tokens),
         total_tokens=usage.total_tokens,
@@ -203,9 +202,6 @@ def _call_item(call: ToolCall) -> FunctionCallItem:
     return FunctionCallItem(
         id=_new_id("fc"), call_id=call_id, name=call.name, arguments=call.arguments
     )
-
-
-_CALL_STARTED: Final = {"arguments": "", "status": "in_progress"}
 
 
 class ResponseWriter:
@@ -260,12 +256,8 @@ class ResponseWriter:
             completed_at=None,
             error={"code": code, "message": message},
         )
-        return b"".join(
-            [
-                self._event("error", code=code, message=message, param=None),
-                self._event("response.failed", response=reply),
-            ]
-        )
+        event = self._event("error", code=code, message=message, param=None)
+        return event + self._event("response.failed", response=reply)
 
     def _start(self) -> list[bytes]:
         # Usage is null until all is counted.
@@ -327,7 +319,7 @@ class ResponseWriter:
         name = "response.function_call_arguments"
         place = {"output_index": len(self._output)}
         told = {"item_id": item.id, **place}
-        started = structs.replace(item, **_CALL_STARTED)
+        started = structs.replace(item, arguments="", status="in_progress")
         return [
             self._event("response.output_item.added", **place, item=started),
             self._event(f"{name}.delta", **told, delta=call.arguments),

@@ -50,8 +50,8 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Raise ValueError for anything but text."""
         if self.type not in (*_TEXTS, "refusal"):
             raise ValueError(f"type={self.type[:80]!r}: this model reads text only")
-        if (self.refusal if self.type == "refusal" else self.text) is None:
-            name = "refusal" if self.type == "refusal" else "text"
+        name = "refusal" if self.type == "refusal" else "text"
+        if getattr(self, name) is None:
             raise ValueError(f"Object missing required field `{name}`")
 
     @property
