@@ -16,10 +16,7 @@ MAX_FAILURES: Final = 3
 
 
 class Breaker:
-    """The failures of one peer, `max_failures` of which in a row are too many. `clock` in seconds.
-
-    `num_failures`: in a row.
-    """
+    """One peer's `num_failures` in a row; `max_failures` are too many. `clock` in seconds."""
 
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, max_failures: int = MAX_FAILURES

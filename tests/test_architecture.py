@@ -78,7 +78,7 @@ BROAD_EXCEPTS = {
     "serving/rpc/server.py::call": "border of every gRPC call",
 }
 LOCAL_IMPORTS = {
-    "serving/telemetry/telemetry.py::_traces": "opentelemetry is optional and slow to import",
+    "serving/telemetry/telemetry.py::__init__": "opentelemetry is optional and slow to import",
     "engine/model_files.py::_download": "huggingface_hub is optional and slow to import",
 }
 ROLE_PLACES = {

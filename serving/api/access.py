@@ -132,10 +132,7 @@ class Admission(Protocol):
     def admitting(
         self, plan: Plan, holder: KeyHolder | None
     ) -> AbstractAsyncContextManager[Admitted]:
-        """Returns when it is the turn of the request's first sequence.
-
-        Raises OverloadedError where it cannot wait.
-        """
+        """Waits for the first sequence's turn; raises OverloadedError where it cannot wait."""
         ...
 
 

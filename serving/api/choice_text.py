@@ -140,10 +140,7 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str, *, armed: bool = True) -> Matched:
-        """Add text; a match that ends in it counts only while `armed`.
-
-        The matcher must not be fed after a match.
-        """
+        """Add text; a match at its end counts only while `armed`. No call may follow a match."""
         begin, text = len(self._held), self._held + text
         found = ((it.feed(text, begin, armed=armed), it.stop) for it in self._followers)
         ends = [(end, -len(stop), stop) for end, stop in found if end is not None]

@@ -53,10 +53,7 @@ SYNTAXES: Final[Mapping[ReasoningParser, ThoughtSyntax | None]] = {
 
 
 def choose_thoughts(name: ReasoningParser, tokenizer: Tokenizer) -> ThoughtSyntax | None:
-    """The syntax of that name; with `auto` the one of the chat template, or else of the tokens.
-
-    None finds no thoughts.
-    """
+    """The syntax of that name; with `auto` of the chat template, else of the tokens, if any."""
     if name != "auto":
         return SYNTAXES[name]
     template = tokenizer.chat_template or ""

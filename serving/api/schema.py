@@ -402,10 +402,7 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     type: Literal["text", "refusal"] = "text"
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a part without its text.
-
-        It is also Python between any two parts: other threads go on while millions are decoded.
-        """
+        """Raise ValueError for a part without its text; Python in between, as in `Message`."""
         if self.written is None:
             raise ValueError(f"Object missing required field `{self.type}`")
 

@@ -157,10 +157,7 @@ class ChunkFormat(Protocol):
 
 
 class ChunkWriter:
-    """Nameless events with a chunk each, then usage if asked for, then [DONE].
-
-    An error is the last event, and no [DONE] follows.
-    """
+    """Nameless events with a chunk each, then usage if asked for, then [DONE]; or an error last."""
 
     def __init__(self, reply_format: ChunkFormat, plan: Plan, counter: UsageCounter) -> None:
         self._format = reply_format

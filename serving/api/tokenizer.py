@@ -286,10 +286,7 @@ class Tokenizer:
 
 
 class TextTokenizer(Tokenizer):
-    """A tokenizer.json and, for chats, the model's chat templates by name.
-
-    `named`: special tokens by name, which `core` has.
-    """
+    """A tokenizer.json, chat templates by name, and `named` special tokens, which `core` has."""
 
     def __init__(
         self,

@@ -67,30 +67,25 @@ class KeyHolders(Protocol):
         ...
 
 
-class Unlimited:
-    """The one client of a server with a single key."""
+class SingleKey:
+    """One key for everybody, without limits: its holder is the one client of the server."""
 
     name = "api-key"
     tenant = ""
     is_operator = True
     terms = Terms()
 
+    def __init__(self, api_key: str) -> None:
+        self._expected = api_key.encode()
+
+    def find(self, key: bytes) -> KeyHolder | None:
+        return self if hmac.compare_digest(key, self._expected) else None
+
     def entering(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def headers(self) -> Mapping[str, str]:
         return MappingProxyType({})
-
-
-class SingleKey:
-    """One key for everybody, without limits."""
-
-    def __init__(self, api_key: str) -> None:
-        self._expected = api_key.encode()
-        self._holder = Unlimited()
-
-    def find(self, key: bytes) -> KeyHolder | None:
-        return self._holder if hmac.compare_digest(key, self._expected) else None
 
 
 @dataclass(slots=True, frozen=True)
@@ -123,10 +118,7 @@ class Caller:
         return asked
 
     def cache_salt(self, asked: str | None) -> str | None:
-        """The salt of this caller's prefixes: a digest of its world's name and of its own salt.
-
-        A digest, so that no client can name the salt of another world.
-        """
+        """The salt of this caller's prefixes: a digest, so no client can name another world's."""
         world = self.terms.cache_world
         if world is None or (not world and asked is None):
             return asked

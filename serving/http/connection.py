@@ -14,7 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import httptools
 import uvicorn
@@ -27,22 +27,6 @@ from serving.http.errors import error_body
 _FRAMING: Final = (b"content-length", b"transfer-encoding")
 
 
-class Requests(Protocol):
-    """Listener to the requests of one connection, in the order of their bytes."""
-
-    def on_message_begin(self) -> None: ...
-
-    def on_url(self, url: bytes) -> None: ...
-
-    def on_header(self, name: bytes, value: bytes) -> None: ...
-
-    def on_headers_complete(self) -> None: ...
-
-    def on_body(self, body: bytes) -> None: ...
-
-    def on_message_complete(self) -> None: ...
-
-
 class RequestParser:
     """Tells `requests` what the bytes of a connection say; has the methods that uvicorn calls.
 
@@ -50,7 +34,7 @@ class RequestParser:
     one parser                  | the next parser reads on, after a head of framing alone
     """
 
-    def __init__(self, requests: Requests) -> None:
+    def __init__(self, requests: HttpToolsProtocol) -> None:
         self._requests = requests
         self._framing: list[bytes] = []
         self._repeats_head = False

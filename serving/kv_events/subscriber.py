@@ -49,10 +49,7 @@ class _Connection:
         self.follower = SourceFollower(name, sink, has_replay, now=time.monotonic())
 
     def ask(self) -> None:
-        """Send the follower's question over a connection that carries no older answer.
-
-        The channel of the last question is closed then.
-        """
+        """Send the follower's question over a new connection, which carries no older answer."""
         question = self.follower.question
         if question is self._asked:
             return

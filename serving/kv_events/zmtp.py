@@ -184,10 +184,7 @@ class Channel:
             raise ConfigError(f"cannot subscribe to {endpoint}: {error}") from error
 
     def next(self) -> list[bytes] | None:
-        """The next message of the bytes that were received; None when these are used up.
-
-        Raises KVEventError for a peer that breaks the protocol or a bound.
-        """
+        """As `MessageReader.next`, of the bytes that were received; sends the answers."""
         message = self._reader.next()
         if self._reader.answers:
             answers, self._reader.answers = self._reader.answers, b""

@@ -83,19 +83,15 @@ class StreamDeadlines:
 
 
 class NodeClient:
-    """The calls of a proxy to one node, over one `ProvingChannel`. Its owner must `close` it."""
+    """The calls of a proxy to the node at `address`, over one channel. Its owner `close`s it."""
 
     def __init__(self, address: str, *, token: str | None, tls: ClientTls | None = None) -> None:
+        self.address = address
         self._channel = ProvingChannel(address, token=token, tls=tls)
         self._node = NodeStub(self._channel.grpc)  # type: ignore[no-untyped-call]
         self._control = KvControlStub(self._channel.grpc)  # type: ignore[no-untyped-call]
         self._attachment: Attachment | None = None
         self._attaching: asyncio.Task[Attachment] | None = None
-
-    @property
-    def address(self) -> str:
-        """Host and port of its gRPC services."""
-        return self._channel.address
 
     async def close(self) -> None:
         """Cuts off what still runs or waits; its readers get `UnavailableError`."""

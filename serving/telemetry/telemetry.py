@@ -5,16 +5,12 @@ The owner of the records that feed them; the same for a proxy and for a node.
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from engine.distribution import how_to_install
 from engine.errors import ConfigError
 from serving.config import ServerConfig
 from serving.telemetry.request_log import RequestLog, log_throughput
 from serving.telemetry.request_records import RecordReader, RequestRecords
-
-if TYPE_CHECKING:
-    from serving.telemetry.traces import Traces
 
 
 class Telemetry:
@@ -29,8 +25,15 @@ class Telemetry:
         """Raises `ConfigError` where traces are wanted and cannot be had."""
         self._traces = None
         self.records = RequestRecords(RequestLog(), *readers)
-        if config.otlp_traces_endpoint is not None:
-            self._traces = _traces(config.otlp_traces_endpoint, f"tandem-{role}", instance)
+        if (endpoint := config.otlp_traces_endpoint) is not None:
+            try:
+                from serving.telemetry.traces import Traces
+            except ImportError as error:
+                raise ConfigError(
+                    "--otlp-traces-endpoint needs OpenTelemetry: "
+                    f"{how_to_install('otel')} ({error})"
+                ) from error
+            self._traces = Traces(endpoint, service=f"tandem-{role}", instance=instance)
             self.records.readers.append(self._traces)
         self._task: asyncio.Task[None] | None = None
 
@@ -45,13 +48,3 @@ class Telemetry:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._traces is not None:
             await self._traces.close()
-
-
-def _traces(endpoint: str, service: str, instance: str) -> "Traces":
-    try:
-        from serving.telemetry.traces import Traces
-    except ImportError as error:
-        raise ConfigError(
-            f"--otlp-traces-endpoint needs OpenTelemetry: {how_to_install('otel')} ({error})"
-        ) from error
-    return Traces(endpoint, service=service, instance=instance)

@@ -130,11 +130,11 @@ async def test_batches_that_find_the_queue_full_are_counted(
     assert events is not None
 
     def flood() -> None:
-        while not events.num_dropped:
+        while not events.publisher.num_dropped:
             events.recorder.removed(CachedBlocks(0, 0, 16, (bytes(32),), (0,)))
             events.publish()
 
     await run_in_engine(node.engine, flood)
     families = {family.name: family for family in node.metrics.registry.collect()}
     (sample,) = families["tandem:kv_event_batches_dropped"].samples
-    assert sample.value == events.num_dropped > 0
+    assert sample.value == events.publisher.num_dropped > 0

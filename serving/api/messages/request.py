@@ -81,10 +81,7 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     source: Raw = msgspec.field(default_factory=Raw)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for other types and for blocks without their parts.
-
-        It is also Python between two blocks: other threads go on while millions are decoded.
-        """
+        """Raise ValueError for other types and lacking parts; Python in between, as `Message`."""
         needed = _NEEDED.get(self.type)
         if needed is None:
             served = ", ".join(_NEEDED)
@@ -183,10 +180,7 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class CountTokensRequest(SamplingFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/messages/count_tokens; it has all keys of a message, of which no token is made.
-
-    vLLM's sampling keys are taken too.
-    """
+    """POST /v1/messages/count_tokens, with all keys of a message; vLLM's sampling keys too."""
 
     _SERVED = frozenset({"tools", "tool_choice"})
 

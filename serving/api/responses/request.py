@@ -81,10 +81,7 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     namespace: Raw = msgspec.field(default_factory=Raw)
 
     def __post_init__(self) -> None:
-        """Raise ValueError for other types and for items without their parts.
-
-        It is also Python between two items: other threads go on while millions are decoded.
-        """
+        """Raise ValueError for other types and lacking parts; Python in between, as `Message`."""
         needed = _NEEDED.get(self.type)
         if self.type == "item_reference":
             raise ValueError(_HISTORY)
