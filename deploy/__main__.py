@@ -3,8 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +15,7 @@ from rich.table import Table
 
 from deploy.config import DEMO_CLUSTER, load_cluster
 from deploy.process import stop_on_signals, wait_gone
-from deploy.session import ClusterState, Session, embedded_cluster, read_state, state_file
+from deploy.session import Session, embedded_cluster, read_state, state_file
 from engine.errors import TandemError, UnavailableError
 
 if TYPE_CHECKING:
@@ -72,41 +71,36 @@ def status(address: Address = None) -> None:
 @app.command()
 def down(address: Address = None) -> None:
     """Stop the cluster: the proxy first, then decode, then prefill nodes."""
-    if address is None:
-        _stop_owner(read_state(_state_file()))
+    if address is not None:
+        with _connected(address):
+            from deploy.ray_cluster import stop_cluster
+
+            stop_cluster(_say)
         return
-    with _connected(address):
-        from deploy.ray_cluster import stop_cluster
-
-        stop_cluster(_say)
-
-
-@contextmanager
-def _connected(address: str) -> Iterator[None]:
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    if os.environ.get("RAY_AUTH_MODE") != "token":
-        console.print("[yellow]warning:[/] Ray runs without RAY_AUTH_MODE=token")
-    from deploy.ray_cluster import connected
-
-    with connected(address):
-        yield
-
-
-def _state_file() -> Path:
-    return state_file(os.environ.get("XDG_RUNTIME_DIR"))
-
-
-def _stop_owner(state: ClusterState) -> None:
-    """Returns when the process of `up` has ended, and with it all that it started."""
+    state = read_state(_state_file())
     try:
         owner = psutil.Process(state.pid)
         owner.terminate()
         _say(f"waiting for process {state.pid} to stop the cluster")
     except psutil.NoSuchProcess as error:
         raise UnavailableError("the cluster ended by itself") from error
-    # Not `owner.wait`: that waits for a zombie until its parent has asked for it.
+    # Its end is that of all it has started. Not `owner.wait`: that waits for a zombie until its
+    # parent has asked for it.
     if wait_gone([owner], DOWN_S):
         raise UnavailableError(f"process {state.pid} did not stop within {DOWN_S:g} s")
+
+
+def _connected(address: str) -> AbstractContextManager[None]:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        console.print("[yellow]warning:[/] Ray runs without RAY_AUTH_MODE=token")
+    from deploy.ray_cluster import connected
+
+    return connected(address)
+
+
+def _state_file() -> Path:
+    return state_file(os.environ.get("XDG_RUNTIME_DIR"))
 
 
 def _say(text: str) -> None:

@@ -120,7 +120,6 @@ class NodeActor(ServerActor):
 
     def start(self) -> Member:
         member = super().start()
-        # Peers and the proxy know these ports, so the actor takes them again after a restart.
         _keep_ports(port=self._node.http.port, grpc_port=self._node.rpc.port)
         return member
 
@@ -173,7 +172,7 @@ def _kept_ports() -> dict[str, int]:
 
 
 def _keep_ports(**ports: int) -> None:
-    """The proxy knows a node by its address, so the next life must have the same."""
+    """Peers and the proxy know these ports, so the next life must have the same."""
     _internal_kv_put(_name(), msgspec.json.encode(ports), namespace=PORTS)
 
 

@@ -84,7 +84,9 @@ class ClusterConfig(Config, frozen=True):
             for kind, group in groups.items()
             for index in range(group.replicas)
         ]
-        return (*nodes, MemberSpec("proxy", self._proxy_placement().bundle()))
+        fields = {key: self.proxy[key] for key in PLACEMENT_KEYS if key in self.proxy}
+        proxy = decode_config(fields, Placement, "proxy")
+        return (*nodes, MemberSpec("proxy", proxy.bundle()))
 
     def resources(self) -> dict[str, float]:
         """The sum over all members."""
@@ -100,7 +102,14 @@ class ClusterConfig(Config, frozen=True):
         """
         group = self.prefill if kind == "prefill" else self.decode
         # The group's own fields win over those of all nodes.
-        fields = _publishing({**self._shared_fields(), **group.config})
+        fields = {**self._shared_fields(), **group.config}
+        # The proxy routes by KV events. They carry prompts in clear text, so a node that others
+        # can reach has to be asked for them; without a prefix cache there is nothing to announce.
+        events, host = fields.get("kv_events_config", {}), str(fields.get("host", "127.0.0.1"))
+        # A wrong value is named where it is decoded.
+        caches = fields.get("enable_prefix_caching", True)
+        if caches and is_loopback(host) and isinstance(events, dict):
+            fields["kv_events_config"] = {"enable_kv_cache_events": True, **events}
         config = decode_config(fields, NodeConfig, f"{kind}.config")
         _check_drain(config.drain_timeout, f"{kind}.config")
         if group.replicas > 1 and (config.port or config.grpc_port):
@@ -129,10 +138,6 @@ class ClusterConfig(Config, frozen=True):
         given = {"model": self.model, "port": 0, "cluster_token": self.cluster_token}
         return {**given, **self.config}
 
-    def _proxy_placement(self) -> Placement:
-        fields = {key: self.proxy[key] for key in PLACEMENT_KEYS if key in self.proxy}
-        return decode_config(fields, Placement, "proxy")
-
 
 def load_cluster(file: Path = DEMO_CLUSTER) -> ClusterConfig:
     """One cluster file. Raises ConfigError naming the file and the key."""
@@ -144,19 +149,6 @@ def load_cluster(file: Path = DEMO_CLUSTER) -> ClusterConfig:
         raise ConfigError(f"{file}: {error}") from error
     folder = (file.parent / config.model).resolve()
     return msgspec.structs.replace(config, model=str(folder)) if folder.is_dir() else config
-
-
-def _publishing(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a node on loopback that publishes KV events, which the proxy routes by.
-
-    Events carry prompts in clear text, so a node that others can reach has to be asked for them.
-    """
-    given, host = fields.get("kv_events_config", {}), str(fields.get("host", "127.0.0.1"))
-    # Without a prefix cache there is nothing to announce, and a wrong value is named elsewhere.
-    caches = fields.get("enable_prefix_caching", True)
-    if not caches or not is_loopback(host) or not isinstance(given, dict):
-        return fields
-    return {**fields, "kv_events_config": {"enable_kv_cache_events": True, **given}}
 
 
 def _check_drain(seconds: float, source: str) -> None:

@@ -6,7 +6,7 @@ Knows no command line and reads no environment; Ray reads its own when this is i
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 import psutil
 import ray
 from ray.experimental.internal_kv import _internal_kv_del
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy.actors import CLOSE_S, PORTS, START_S, Member, NodeActor, ProxyActor
-from deploy.config import ClusterConfig, MemberSpec
+from deploy.config import ClusterConfig
 from deploy.process import ignore_signals, signals_held, wait_gone
 from engine.errors import ConfigError, DeadlineExceededError, TandemError, UnavailableError
 from serving.rpc.address import is_loopback
@@ -36,23 +36,20 @@ CANNOT_IMPORT = "failed to import on the worker"  # Ray's words
 Progress = Callable[[str], None]
 
 
-@contextmanager
-def connected(address: str) -> Iterator[None]:
+def connected(address: str) -> AbstractContextManager[None]:
     """A connection to a running Ray. Raises UnavailableError when none answers or lets us in."""
-    with _ray(f"no Ray at {address}, or another token", address=address):
-        yield
+    return _ray(f"no Ray at {address}, or another token", address=address)
 
 
 @contextmanager
 def embedded(folder: Path, resources: dict[str, float]) -> Iterator[str]:
     """A Ray of our own that ends with the block, its files below `folder`; yields its address."""
-    custom = {name: amount for name, amount in resources.items() if name != "CPU"}
     with _ray(
         "Ray did not start",
         address="local",
         include_dashboard=False,
         num_cpus=max(1, math.ceil(resources.get("CPU", 0.0))),
-        resources=custom,
+        resources=_custom(resources),
         object_store_memory=OBJECT_STORE_BYTES,
         _temp_dir=str(folder),
     ):
@@ -91,7 +88,15 @@ def cluster_members() -> list[Member]:
     calls = {name: actor.describe.remote() for name, actor in _actors().items()}
     if calls:
         ray.wait(list(calls.values()), num_returns=len(calls), timeout=CALL_S)
-    return [_member(name, call) for name, call in calls.items()]
+    members = []
+    for name, call in calls.items():
+        try:
+            members.append(ray.get(call, timeout=0))
+        except ray.exceptions.GetTimeoutError:
+            members.append(Member(name, url="does not answer"))
+        except ray.exceptions.RayError:
+            members.append(Member(name, url="restarts"))
+    return members
 
 
 def stop_cluster(progress: Progress) -> None:
@@ -107,18 +112,35 @@ def stop_cluster(progress: Progress) -> None:
 
 
 def _start(config: ClusterConfig, progress: Progress) -> list[Member]:
-    *nodes, proxy = config.member_specs()
-    progress("placing " + ", ".join(spec.name for spec in (*nodes, proxy)))
-    group = _reserve([*nodes, proxy])
+    *nodes, _ = specs = config.member_specs()
+    progress("placing " + ", ".join(spec.name for spec in specs))
+    group = placement_group([spec.bundle for spec in specs], name=GROUP, lifetime="detached")
+    if not group.wait(PLACE_S):
+        wanted = ", ".join(f"{spec.name} {spec.bundle}" for spec in specs)
+        raise UnavailableError(f"the Ray cluster has no room for: {wanted}")
     progress(f"loading {config.model}")
-    members = _start_nodes(config, nodes, group)
+    options = [
+        {
+            "name": spec.name,
+            "lifetime": "detached",
+            "max_restarts": MAX_RESTARTS,
+            "num_cpus": spec.bundle["CPU"],
+            "resources": _custom(spec.bundle),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
+            "runtime_env": config.runtime_env,
+        }
+        for index, spec in enumerate(specs)
+    ]
+    actors = [
+        ray.remote(NodeActor).options(**options[index]).remote(spec.kind, config.node(spec.kind))
+        for index, spec in enumerate(nodes)
+    ]
+    members = _get([actor.start.remote() for actor in actors], START_S, "nodes to start")
+    # The proxy gets the nodes' bound ports, so it starts after them.
     progress("starting the proxy")
     urls = {kind: tuple(m.rpc_url for m in members if m.kind == kind) for kind in STOP_ORDER}
     proxy_config = config.proxy_config(urls["prefill"], urls["decode"])
-    actor = _create(ProxyActor, proxy, group, index=len(nodes), runtime_env=config.runtime_env)(
-        proxy_config
-    )
-    # The proxy gets the nodes' bound ports, so it starts after them.
+    actor = ray.remote(ProxyActor).options(**options[-1]).remote(proxy_config)
     members += _get([actor.start.remote()], START_S, "the proxy to start")
     _refuse_loopback_between_machines(members)
     progress("waiting until the proxy can use every node")
@@ -126,41 +148,8 @@ def _start(config: ClusterConfig, progress: Progress) -> list[Member]:
     return members
 
 
-def _reserve(specs: Sequence[MemberSpec]) -> PlacementGroup:
-    group = placement_group([spec.bundle for spec in specs], name=GROUP, lifetime="detached")
-    if not group.wait(PLACE_S):
-        wanted = ", ".join(f"{spec.name} {spec.bundle}" for spec in specs)
-        raise UnavailableError(f"the Ray cluster has no room for: {wanted}")
-    return group
-
-
-def _start_nodes(
-    config: ClusterConfig, specs: Sequence[MemberSpec], group: PlacementGroup
-) -> list[Member]:
-    actors = [
-        _create(NodeActor, spec, group, index=index, runtime_env=config.runtime_env)(
-            spec.kind, config.node(spec.kind)
-        )
-        for index, spec in enumerate(specs)
-    ]
-    return _get([actor.start.remote() for actor in actors], START_S, "nodes to start")
-
-
-def _create(
-    kind: type, spec: MemberSpec, group: PlacementGroup, *, index: int, runtime_env: dict[str, Any]
-) -> Any:
-    """Call it with what `kind` is made of."""
-    custom = {name: amount for name, amount in spec.bundle.items() if name != "CPU"}
-    options = ray.remote(kind).options(
-        name=spec.name,
-        lifetime="detached",
-        max_restarts=MAX_RESTARTS,
-        num_cpus=spec.bundle["CPU"],
-        resources=custom,
-        scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
-        runtime_env=runtime_env,
-    )
-    return options.remote
+def _custom(bundle: dict[str, float]) -> dict[str, float]:
+    return {name: amount for name, amount in bundle.items() if name != "CPU"}
 
 
 def _refuse_loopback_between_machines(members: Sequence[Member]) -> None:
@@ -194,15 +183,6 @@ def _get(calls: list[Any], seconds: float, what: str) -> list[Any]:
         raise UnavailableError(f"waiting for {what}: {error}") from error
 
 
-def _member(name: str, call: Any) -> Member:
-    try:
-        return ray.get(call, timeout=0)  # type: ignore[no-any-return]
-    except ray.exceptions.GetTimeoutError:
-        return Member(name, url="does not answer")
-    except ray.exceptions.RayError:
-        return Member(name, url="restarts")
-
-
 def _actors() -> dict[str, Any]:
     """Handles of our living actors, ordered by name."""
     found = {}
@@ -217,19 +197,16 @@ def _stop(actors: list[Any]) -> None:
     """Ray kills without waiting; on this machine we see for ourselves that processes ended."""
     calls = [actor.close.remote() for actor in actors]
     done, _ = ray.wait(calls, num_returns=len(calls), timeout=CLOSE_S)
-    processes = [process for call in done if (process := _process_here(call))]
+    processes = []
+    for call in done:
+        # What an actor raises that ended before it could answer, and a process that is gone.
+        with suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
+            machine, pid = ray.get(call)
+            if machine == ray.util.get_node_ip_address():
+                processes.append(psutil.Process(pid))
     for actor in actors:
         ray.kill(actor)
     wait_gone(processes, CALL_S)
-
-
-def _process_here(call: Any) -> psutil.Process | None:
-    """The actor's process; None: it runs on another machine, or ended before it could answer."""
-    try:
-        machine, pid = ray.get(call)
-        return psutil.Process(pid) if machine == ray.util.get_node_ip_address() else None
-    except (ray.exceptions.RayError, psutil.NoSuchProcess):
-        return None
 
 
 def _forget() -> None:

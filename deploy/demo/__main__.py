@@ -6,8 +6,8 @@ import threading
 from time import perf_counter
 from typing import Annotated
 
-import msgspec
 import typer
+from msgspec import structs
 from rich.console import Console
 
 from deploy.config import ClusterConfig, load_cluster
@@ -56,7 +56,17 @@ def show(console: Console, config: ClusterConfig) -> bool:
     console.print(table_of(pair))
     if max(config.prefill.replicas, config.decode.replicas) > 1:
         console.print(choices_of(pair, {member.rpc_url: member.name for member in members}))
-    return _compare(pair, alone, console)
+    differing = [
+        left.name
+        for left, right in zip(pair, alone, strict=True)
+        if left.token_ids != right.token_ids or not left.token_ids
+    ]
+    if differing:
+        console.print(f"[bold red]Tokens differ from those of one node in:[/] {differing}")
+    else:
+        count = sum(len(exchange.token_ids) for exchange in pair)
+        console.print(f"[bold green]All {count} tokens equal those of a single kv_both node.[/]")
+    return not differing
 
 
 def keep(console: Console, config: ClusterConfig) -> None:
@@ -66,17 +76,6 @@ def keep(console: Console, config: ClusterConfig) -> None:
         text = EXAMPLES.format(url=members[-1].url, name=NAME, question=TURNS[0])
         console.print(text, highlight=False, soft_wrap=True)
         threading.Event().wait()
-
-
-def _cluster(port: int, *, prefill: int, decode: int) -> ClusterConfig:
-    """The demo's cluster with so many nodes."""
-    config = load_cluster()
-    return msgspec.structs.replace(
-        config,
-        prefill=msgspec.structs.replace(config.prefill, replicas=prefill),
-        decode=msgspec.structs.replace(config.decode, replicas=decode),
-        proxy={**config.proxy, "port": port},
-    )
 
 
 async def _run(url: str, console: Console) -> list[Exchange]:
@@ -104,20 +103,6 @@ async def _alone() -> list[Exchange]:
         await node.close()
 
 
-def _compare(pair: list[Exchange], alone: list[Exchange], console: Console) -> bool:
-    differing = [
-        left.name
-        for left, right in zip(pair, alone, strict=True)
-        if left.token_ids != right.token_ids or not left.token_ids
-    ]
-    if differing:
-        console.print(f"[bold red]Tokens differ from those of one node in:[/] {differing}")
-    else:
-        count = sum(len(exchange.token_ids) for exchange in pair)
-        console.print(f"[bold green]All {count} tokens equal those of a single kv_both node.[/]")
-    return not differing
-
-
 def main(
     stay: Annotated[
         bool, typer.Option("--keep", help="Stay up and print how to talk to it.")
@@ -131,7 +116,13 @@ def main(
     stop_on_signals()
     configure_logging("warning")
     console = Console()
-    config = _cluster(port if stay else 0, prefill=prefill, decode=decode)
+    config = load_cluster()
+    config = structs.replace(
+        config,
+        prefill=structs.replace(config.prefill, replicas=prefill),
+        decode=structs.replace(config.decode, replicas=decode),
+        proxy={**config.proxy, "port": port if stay else 0},
+    )
     try:
         if stay:
             keep(console, config)

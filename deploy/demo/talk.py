@@ -39,7 +39,6 @@ COLUMNS = (
     "TTFT\nms",
     "ITL\nms",
 )
-
 CHOICE_COLUMNS = ("expected\non P", "hit\non P", "expected\non D", "hit\non D")
 
 
@@ -65,18 +64,16 @@ class Talk:
 
     async def run(self) -> list[Exchange]:
         """A completion, a chat, a conversation of three turns; chats share the system prompt."""
-        exchanges = [await self._complete(), await self._chat("chat", [SYSTEM], CHAT)]
-        messages = [SYSTEM]
-        for number, question in enumerate(TURNS, start=1):
-            exchanges.append(await self._chat(f"turn {number} of 3", messages, question))
-        return exchanges
-
-    async def _complete(self) -> Exchange:
         self._show("prompt", STORY)
         sent = self._client.completions.create(
             model=self._model, prompt=STORY, max_tokens=48, **OPTIONS
         )
-        return await self._follow("completion", sent)
+        exchanges = [await self._follow("completion", sent)]
+        exchanges.append(await self._chat("chat", [SYSTEM], CHAT))
+        messages = [SYSTEM]
+        for number, question in enumerate(TURNS, start=1):
+            exchanges.append(await self._chat(f"turn {number} of 3", messages, question))
+        return exchanges
 
     async def _chat(self, name: str, messages: list[Any], question: str) -> Exchange:
         """Adds the question and its answer to `messages`."""
@@ -100,27 +97,32 @@ class Talk:
             exchange.usage = chunk.usage or exchange.usage
             for choice in chunk.choices:
                 arrivals.append(perf_counter())
-                self._add(exchange, choice)
+                piece = choice.text if "text" in choice.model_fields else choice.delta.content
+                exchange.text += piece or ""
+                exchange.token_ids += (choice.model_extra or {}).get("token_ids") or []
+                self._console.print(piece or "", end="", highlight=False, markup=False)
         self._console.print()
         exchange.ttft_ms = 1e3 * (arrivals[1] - arrivals[0])
         exchange.itl_ms = 1e3 * (arrivals[-1] - arrivals[1]) / max(1, len(arrivals) - 2)
         return exchange
 
-    def _add(self, exchange: Exchange, choice: Any) -> None:
-        piece = choice.text if "text" in choice.model_fields else choice.delta.content
-        exchange.text += piece or ""
-        exchange.token_ids += (choice.model_extra or {}).get("token_ids") or []
-        self._console.print(piece or "", end="", highlight=False, markup=False)
-
 
 def table_of(exchanges: Iterable[Exchange]) -> Table:
     """One row per request; bytes and transfer time are what D reports of its pull."""
-    table = Table(title="What moved from P to D", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("request", no_wrap=True)
-    for column in COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _empty_table("What moved from P to D", ("request",), COLUMNS)
     for exchange in exchanges:
-        table.add_row(exchange.name, *_cells(exchange))
+        usage, moved = exchange.usage, _extra(exchange, "kv_transfer")
+        table.add_row(
+            exchange.name,
+            str(usage.prompt_tokens),
+            str(moved.get("prefill_cached_tokens", 0)),
+            str(moved.get("decode_cached_tokens", 0)),
+            f"{moved.get('attention_bytes', 0):,}",
+            f"{moved.get('state_bytes', 0):,}",
+            f"{moved.get('transfer_ms', 0.0):.1f}",
+            f"{exchange.ttft_ms:.1f}",
+            f"{exchange.itl_ms:.2f}",
+        )
     return table
 
 
@@ -129,43 +131,30 @@ def choices_of(exchanges: Iterable[Exchange], names: Mapping[str, str]) -> Table
 
     `names`: the nodes' own, by URL.
     """
-    table = Table(title="What the router chose", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("request", "P", "D", "reason"):
-        table.add_column(column, no_wrap=True)
-    for column in CHOICE_COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = _empty_table("What the router chose", ("request", "P", "D", "reason"), CHOICE_COLUMNS)
     for exchange in exchanges:
-        table.add_row(exchange.name, *_choice_cells(exchange, names))
+        choice, moved = _extra(exchange, "routing"), _extra(exchange, "kv_transfer")
+        table.add_row(
+            exchange.name,
+            *(names.get(choice.get(kind) or "", "-") for kind in ("prefill", "decode")),
+            choice.get("reason", "-"),
+            str(choice.get("prefill_hit_tokens", 0)),
+            str(moved.get("prefill_cached_tokens", "-")),
+            str(choice.get("decode_hit_tokens", 0)),
+            str(moved.get("decode_cached_tokens", "-")),
+        )
     return table
 
 
-def _choice_cells(exchange: Exchange, names: Mapping[str, str]) -> list[str]:
-    choice, moved = _extra(exchange, "routing"), _extra(exchange, "kv_transfer")
-    nodes = [names.get(choice.get(kind) or "", "-") for kind in ("prefill", "decode")]
-    return [
-        *nodes,
-        choice.get("reason", "-"),
-        str(choice.get("prefill_hit_tokens", 0)),
-        str(moved.get("prefill_cached_tokens", "-")),
-        str(choice.get("decode_hit_tokens", 0)),
-        str(moved.get("decode_cached_tokens", "-")),
-    ]
+def _empty_table(title: str, texts: Iterable[str], numbers: Iterable[str]) -> Table:
+    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in texts:
+        table.add_column(column, no_wrap=True)
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
 
 
 def _extra(exchange: Exchange, name: str) -> dict[str, Any]:
     """A field that Tandem adds to OpenAI's `usage`."""
     return (exchange.usage.model_extra or {}).get(name) or {}
-
-
-def _cells(exchange: Exchange) -> list[str]:
-    usage, moved = exchange.usage, _extra(exchange, "kv_transfer")
-    return [
-        str(usage.prompt_tokens),
-        str(moved.get("prefill_cached_tokens", 0)),
-        str(moved.get("decode_cached_tokens", 0)),
-        f"{moved.get('attention_bytes', 0):,}",
-        f"{moved.get('state_bytes', 0):,}",
-        f"{moved.get('transfer_ms', 0.0):.1f}",
-        f"{exchange.ttft_ms:.1f}",
-        f"{exchange.itl_ms:.2f}",
-    ]
