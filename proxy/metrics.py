@@ -100,29 +100,24 @@ class ProxyMetrics:
 
 
 class KeyMetrics:
-    """Requests and tokens by API key; the names of keys are no secrets."""
+    """Requests and tokens by API key; the names of keys are no secrets.
+
+    `outcome`: admitted, queue, or the name of a limit. `kind`: prompt or generated.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._requests = Counter(
+        self.requests = Counter(
             "tandem_proxy_key_requests",
             "Requests by key: admitted, or refused by the limit that was reached.",
             ("key", "outcome"),
             registry=registry,
         )
-        self._tokens = Counter(
+        self.tokens = Counter(
             "tandem_proxy_key_tokens",
             "Tokens by key, of prompts and generated ones.",
             ("key", "kind"),
             registry=registry,
         )
-
-    def count(self, key: str, outcome: str) -> None:
-        """`outcome`: admitted, queue, or the name of a limit."""
-        self._requests.labels(key, outcome).inc()
-
-    def count_tokens(self, key: str, kind: str, count: int) -> None:
-        """`kind`: prompt or generated."""
-        self._tokens.labels(key, kind).inc(count)
 
 
 class EventMetrics(Collector):

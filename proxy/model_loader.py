@@ -57,11 +57,7 @@ async def _load_from(
 
 
 def _build_serving(
-    files: Mapping[str, bytes],
-    info: NodeInfo,
-    config: ServerConfig,
-    *,
-    chat_template: str | None,
+    files: Mapping[str, bytes], info: NodeInfo, config: ServerConfig, *, chat_template: str | None
 ) -> ServedModel:
     with TemporaryDirectory(prefix="tandem-tokenizer-") as name:
         folder = Path(name)

@@ -25,12 +25,7 @@ from engine.types import FinishReason, GenerateOutput, GenerateRequest, RequestO
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_pool import NodePool
 from proxy.cluster.pairs import Pairs
-from proxy.errors import (
-    NoDecodeNodeError,
-    as_client_sees_it,
-    is_final,
-    outcome_of,
-)
+from proxy.errors import NoDecodeNodeError, as_client_sees_it, is_final, outcome_of
 from proxy.metrics import ProxyMetrics
 from proxy.node_choice import NodeChoice, routing_details
 from proxy.request_state import Prefilled, RequestState, prefill_request

@@ -34,14 +34,6 @@ class Prefilled:
     def params(self) -> KVTransferParams | None:
         return self.output.kv_transfer_params
 
-    def release(self) -> None:
-        """Tells P in the background that nobody will pull this prefill."""
-        if self.params is None:
-            return
-        engine_id, request_id = self.params.remote_engine_id, self.params.remote_request_id
-        if engine_id is not None and request_id is not None:
-            self.node.release(engine_id, request_id)
-
 
 @dataclass(slots=True)
 class RequestState:
@@ -126,10 +118,12 @@ class RequestState:
             self.use_prefill = True
 
     def release_prefill(self) -> None:
-        """Nobody will pull what P has computed in this attempt."""
-        if self.prefilled is not None:
-            self.prefilled.release()
-            self.prefilled = None
+        """Tells P in the background that nobody will pull what it has computed in this attempt."""
+        prefilled, self.prefilled = self.prefilled, None
+        if prefilled is None or (params := prefilled.params) is None:
+            return
+        if params.remote_engine_id is not None and params.remote_request_id is not None:
+            prefilled.node.release(params.remote_engine_id, params.remote_request_id)
 
     def note_failure(self, engine_id: str, error: TandemError) -> None:
         """This life of a node failed the request."""

@@ -203,14 +203,17 @@ class ProxyServer:
         of_model.read(self, gauges=REQUEST_GAUGES)
         self._telemetry.records.readers.append(RequestMetrics(of_model))
         log.info("proxy serves", url=self.url)
+        routes = [self._status.status_route]
+        if self._config.enable_reset_prefix_cache:
+            routes.append(reset_route(self._pool.reset_prefix_caches))
         while True:
             self._app = create_app(
                 self._flow,
                 served,
                 metrics_registry=self._metrics.registry,
                 access=self._access(),
-                routes=[self._status.status_route(), *self._reset_routes()],
-                open_routes=[self._status.page_route()],
+                routes=routes,
+                open_routes=[self._status.page_route],
             )
             # The app holds `max_model_len`, so a new one is made when a decode node changes it.
             context = served.max_model_len
@@ -218,10 +221,6 @@ class ProxyServer:
                 await self._pool.wait_for_news(POLL_INTERVAL_S)
                 context = self._pool.max_model_len or context
             served = replace(served, max_model_len=context)
-
-    def _reset_routes(self) -> list[Route]:
-        is_served = self._config.enable_reset_prefix_cache
-        return [reset_route(self._pool.reset_prefix_caches)] if is_served else []
 
     def _waiting_app(self) -> Starlette:
         """The HTTP app before the model is known: alive and measured, but not ready."""
@@ -232,13 +231,13 @@ class ProxyServer:
         async def not_yet(request: Request) -> Response:
             raise UnavailableError("no node has answered yet, so the model is not known")
 
-        page = self._status.page_route()
+        page = self._status.page_route
         return Starlette(
             routes=[
                 *(Route(path, alive) for path in HEALTH_PATHS),
                 Route("/metrics", partial(metrics, self._metrics.registry)),
                 page,
-                self._status.status_route(),
+                self._status.status_route,
                 Route("/{path:path}", not_yet, methods=ANY_METHOD),
             ],
             middleware=middleware_of(self._access(), {*PROBE_PATHS, page.path}),

@@ -50,14 +50,10 @@ class ClusterStatus:
         self._started = time.time()
         self._page = PAGE.read_bytes()
         self._headers = _headers_for(self._page.decode())
-
-    def page_route(self) -> Route:
-        """The page itself holds no secret and needs no key."""
-        return Route("/", self._show_page)
-
-    def status_route(self) -> Route:
-        """For operators: requests of all clients are in it."""
-        return Route("/status", self._show_status)
+        # The page itself holds no secret and needs no key. The status is for operators: requests
+        # of all clients are in it.
+        self.page_route = Route("/", self._show_page)
+        self.status_route = Route("/status", self._show_status)
 
     async def _show_page(self, request: Request) -> Response:
         return Response(self._page, headers=self._headers, media_type="text/html")

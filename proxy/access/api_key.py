@@ -60,7 +60,7 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         """The same without the text of the key, which nobody needs any more."""
         if self.key is None:
             return self
-        return structs.replace(self, key=None, sha256=_sha256(self.key.encode()).hex())
+        return structs.replace(self, key=None, sha256=hashlib.sha256(self.key.encode()).hexdigest())
 
 
 class _KeyList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -84,8 +84,12 @@ def parse_keys(data: bytes, source: str) -> tuple[ApiKey, ...]:
         where = f" at {line[0]}" if line else ""
         raise ConfigError(f"{source} is no YAML or JSON{where}") from None
     keys = tuple(key.hashed() for key in keys)
-    _check_once([key.name for key in keys], f"{source}: name", keys)
-    _check_once([key.sha256 or "" for key in keys], f"{source}: key", keys)
+    for field, what in (("name", "name"), ("sha256", "key")):
+        first: dict[str, ApiKey] = {}
+        for key in keys:
+            other = first.setdefault(getattr(key, field), key)
+            if other is not key:
+                raise ConfigError(f"{source}: {what} of {key.name!r} is that of {other.name!r} too")
     return keys
 
 
@@ -101,14 +105,6 @@ def _check_depth(data: bytes, source: str) -> None:
                 raise ConfigError(f"{source} is nested deeper than {MAX_DEPTH} levels")
 
 
-def _check_once(values: Sequence[str], what: str, keys: Sequence[ApiKey]) -> None:
-    first: dict[str, str] = {}
-    for value, key in zip(values, keys, strict=True):
-        if value in first:
-            raise ConfigError(f"{what} of {key.name!r} is that of {first[value]!r} too")
-        first[value] = key.name
-
-
 class KeyTable:
     """Finds keys by their text, in a time that says nothing about other keys.
 
@@ -121,11 +117,7 @@ class KeyTable:
 
     def find(self, text: bytes) -> str | None:
         """The name of the key with this text."""
-        return self._names.get(self._digest(_sha256(text)))
+        return self._names.get(self._digest(hashlib.sha256(text).digest()))
 
     def _digest(self, sha256: bytes) -> bytes:
         return hmac.digest(self._secret, sha256, "sha256")
-
-
-def _sha256(text: bytes) -> bytes:
-    return hashlib.sha256(text).digest()

@@ -100,11 +100,17 @@ class FairQueue:
             async with asyncio.timeout(self._timeout_s if is_first else None):
                 await waiting.turn
         except BaseException as error:
-            # The turn may have come in the very moment in which the caller left.
-            if _has_come(waiting.turn):
+            turn = waiting.turn
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                # It has come in the very moment in which the caller left.
                 self.give_back(share)
             else:
-                self._give_up(waiting)
+                # It takes nothing of the tenant's share.
+                turn.cancel()
+                self._num_firsts[share.tenant] -= waiting.is_first
+                place = (share.priority, share.tenant)
+                if place in self._ends:
+                    self._ends[place] -= waiting.length
                 self._let_in()
             if isinstance(error, TimeoutError):
                 raise OverloadedError(
@@ -141,13 +147,9 @@ class FairQueue:
         self._num_firsts[share.tenant] += is_first
         # Those that gave up stay until their turn: not many more of them than of others.
         if len(queue) > 2 * sum(not it.turn.done() for it in queue[:SPARE]) + 2 * SPARE:
-            self._forget_done(share.tenant)
+            queue[:] = [it for it in queue if not it.turn.done()]
+            heapq.heapify(queue)
         return waiting
-
-    def _forget_done(self, tenant: str) -> None:
-        queue = [it for it in self._waiting[tenant] if not it.turn.done()]
-        heapq.heapify(queue)
-        self._waiting[tenant] = queue
 
     def _let_in(self) -> None:
         """The first in order goes first, of the tenants that may have another place."""
@@ -192,14 +194,6 @@ class FairQueue:
         self._num_firsts[tenant] -= 1
         last.is_first = False  # it is counted no more
 
-    def _give_up(self, waiting: _Waiting) -> None:
-        """Takes back the places of a request that was not served."""
-        waiting.turn.cancel()
-        self._num_firsts[waiting.tenant] -= waiting.is_first
-        place = (waiting.priority, waiting.tenant)
-        if place in self._ends:
-            self._ends[place] -= waiting.length
-
 
 class Places:
     """The places of one request, one for each sequence; `cost` is that of a sequence."""
@@ -231,7 +225,3 @@ class Places:
             yield
         finally:
             self._queue.give_back(self._share)
-
-
-def _has_come(turn: "asyncio.Future[None]") -> bool:
-    return turn.done() and not turn.cancelled() and turn.exception() is None

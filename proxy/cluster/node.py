@@ -139,10 +139,18 @@ class Node:
         try:
             # A node with a problem may have restarted on another port: resolve its address again.
             if self._client is None or self.problem is not None:
-                await self._connect(timeout_s)
+                address = await resolve_grpc_address(self._url, timeout_s=timeout_s, tls=self._tls)
+                # The same address keeps its channel: streams may still run on it.
+                if self._client is None or self._client.address != address:
+                    await self._disconnect()
+                    self._client = NodeClient(address, token=self._token, tls=self._tls)
             info = await self.client.describe(timeout_s)
         except DeadlineExceededError as error:
-            self._on_late_answer(error)
+            self._num_late += 1
+            # One late answer is no absence, but a node that never answered was never there.
+            if self._num_late >= MAX_LATE_ANSWERS or self.info is UNKNOWN:
+                self.set_problem(str(error))
+                self.cut_off()
             return None
         except TandemError as error:
             self.set_problem(str(error))
@@ -203,18 +211,3 @@ class Node:
         if self._client is not None:
             await self._client.close()
             self._client = None
-
-    async def _connect(self, timeout_s: float) -> None:
-        # The same address keeps its channel: streams may still run on it.
-        address = await resolve_grpc_address(self._url, timeout_s=timeout_s, tls=self._tls)
-        if self._client is not None and self._client.address == address:
-            return
-        await self._disconnect()
-        self._client = NodeClient(address, token=self._token, tls=self._tls)
-
-    def _on_late_answer(self, error: DeadlineExceededError) -> None:
-        self._num_late += 1
-        # One late answer does not mean absence, but a node that never answered was never there.
-        if self._num_late >= MAX_LATE_ANSWERS or self.info is UNKNOWN:
-            self.set_problem(str(error))
-            self.cut_off()

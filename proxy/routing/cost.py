@@ -39,7 +39,7 @@ share a prefix should meet there; half of the value did best in replays of publi
 
 
 class Rates:
-    """Rates for a node that has measured none: the means of the nodes that have.
+    """Rates for a node that has measured none: the means of the decode nodes that have.
 
     Each is computed when the first node lacks it, which few do for long.
     """
@@ -50,7 +50,7 @@ class Rates:
 
     @cached_property
     def prefill_tokens_per_s(self) -> float:
-        """The mean of prefill nodes; where none of them knows, of decode nodes."""
+        """Of prefill nodes; where none of them knows, of decode nodes."""
         of_decode = _mean(
             (node.info.prefill_tokens_per_s for node in self._decode), PREFILL_TOKENS_PER_S
         )
@@ -58,17 +58,14 @@ class Rates:
 
     @cached_property
     def decode_tokens_per_s(self) -> float:
-        """Of decode nodes."""
         return _mean((node.info.decode_tokens_per_s for node in self._decode), DECODE_TOKENS_PER_S)
 
     @cached_property
     def link_bytes_per_s(self) -> float:
-        """Of decode nodes."""
         return _mean((node.info.link_bytes_per_s for node in self._decode), LINK_BYTES_PER_S)
 
     @cached_property
     def kv_bytes_per_token(self) -> float:
-        """Of decode nodes."""
         return _mean((node.info.kv_bytes_per_token for node in self._decode), KV_BYTES_PER_TOKEN)
 
     def queue_s(self, node: NodeView) -> float:

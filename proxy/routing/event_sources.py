@@ -5,7 +5,6 @@ one: what it held is forgotten at once, before its own events say so.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import structlog
 
@@ -18,12 +17,6 @@ from serving.rpc.messages import KVEventsInfo, NodeInfo
 log = structlog.get_logger()
 
 
-@dataclass(slots=True, frozen=True)
-class _Told:
-    engine_id: str
-    info: KVEventsInfo
-
-
 class EventSources:
     """Owns the one subscriber of a proxy; belongs to the event loop.
 
@@ -34,19 +27,24 @@ class EventSources:
         self._index = index
         self._on_loss = on_loss
         self._subscriber = EventSubscriber(index)
-        self._told: dict[str, _Told] = {}  # by node, what it said last
+        self._told: dict[str, tuple[str, KVEventsInfo]] = {}  # by node, what it said last
         self._followed: set[str] = set()
 
     def follow(self, name: str, info: NodeInfo) -> None:
         """Node `name` has described itself."""
-        told = None if info.kv_events is None else _Told(info.engine_id, info.kv_events)
+        told = None if info.kv_events is None else (info.engine_id, info.kv_events)
         if told == self._told.get(name):
             return
         if name in self._told:
-            self._leave(name)
+            del self._told[name]
+            self._followed.discard(name)
+            self._subscriber.remove(name)
+            # After `remove`, so that nothing of the old incarnation comes later.
+            self._index.remove_node(name)
+            self._on_loss(name)
         if told is not None:
             self._told[name] = told
-            self._join(name, told.info)
+            self._join(name, told[1])
 
     def stats(self) -> dict[str, SourceStats]:
         """By node what was received since it was followed."""
@@ -69,11 +67,3 @@ class EventSources:
             return
         self._followed.add(name)
         log.info("node's KV events are followed", node=name, endpoint=info.endpoint)
-
-    def _leave(self, name: str) -> None:
-        del self._told[name]
-        self._followed.discard(name)
-        self._subscriber.remove(name)
-        # After `remove`, so that nothing of the old incarnation comes later.
-        self._index.remove_node(name)
-        self._on_loss(name)

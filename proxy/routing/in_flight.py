@@ -25,16 +25,12 @@ MAX_ENDED: Final = 4096
 
 @dataclass(slots=True, eq=False)
 class _Expectation:
-    """The prefixes that a node will hold: `marks` of attention, and `end`, where it keeps states.
-
-    `is_over`: it counts no longer.
-    """
+    """Prefixes that a node will hold: `marks` of attention, and `end`, where it keeps states."""
 
     name: str
     key: HashKey
     marks: tuple[bytes, ...]
     end: tuple[bytes, ...]
-    is_over: bool = False
 
 
 class InFlight:
@@ -49,7 +45,7 @@ class InFlight:
         self._names: dict[int, str] = {}  # by the number of the bit
         self._marks: dict[HashKey, BlockTable] = {}
         self._ends = BlockTable()
-        self._living: dict[str, set[_Expectation]] = {}
+        self._living: dict[str, set[_Expectation]] = {}  # by node, those that count
         self._ended: deque[tuple[float, _Expectation]] = deque()
 
     @contextmanager
@@ -85,12 +81,18 @@ class InFlight:
         States stand where a prompt under way has its last hash block before its last token: they
         count only if all of it is the beginning of this prompt.
         """
-        self._expire()
+        now = self._clock()
+        while self._ended and self._ended[0][0] <= now:
+            self._end(self._ended.popleft()[1])
         hits = dict(prompt.hits)
         for key, marks in self._marks.items():
             if not marks.nodes:
                 continue
-            digests = _shared(marks, prompt, key)
+            digests = prompt.boundaries(key)[1 : (prompt.num_tokens - 1) // key.hash_block_size + 1]
+            # Whatever reaches a boundary has a mark at each regular one before it, so what follows
+            # the first one without a mark is left out: mostly nearly all.
+            regular = takewhile(marks.nodes.__contains__, digests[MARK_EVERY - 1 :: MARK_EVERY])
+            digests = digests[: (len(list(regular)) + 1) * MARK_EVERY]
             ends = self._find(self._ends, digests, key)
             for name, attention in self._find(marks, digests, key).items():
                 known, resumable = hits.get(name), ends.get(name, 0)
@@ -107,30 +109,22 @@ class InFlight:
         marks = tuple({*boundaries[MARK_EVERY::MARK_EVERY], *last})
         has_states = any(group.kind == MAMBA for group in info.groups)
         expectation = _Expectation(name, key, marks, last if has_states else marks)
-        bit = self._bit(name)
+        if name not in self._bits:
+            self._bits[name] = 1 << len(self._names)
+            self._names[len(self._names)] = name
+        bit = self._bits[name]
         self._marks.setdefault(key, BlockTable()).store(bit, marks)
         self._ends.store(bit, expectation.end)
         self._living.setdefault(name, set()).add(expectation)
         return expectation
 
-    def _bit(self, name: str) -> int:
-        if name not in self._bits:
-            self._bits[name] = 1 << len(self._names)
-            self._names[len(self._names)] = name
-        return self._bits[name]
-
     def _end(self, expectation: _Expectation) -> None:
-        if not expectation.is_over:
-            expectation.is_over = True
+        living = self._living[expectation.name]
+        if expectation in living:
             bit = self._bits[expectation.name]
             self._marks[expectation.key].remove(bit, expectation.marks)
             self._ends.remove(bit, expectation.end)
-            self._living[expectation.name].remove(expectation)
-
-    def _expire(self) -> None:
-        now = self._clock()
-        while self._ended and self._ended[0][0] <= now:
-            self._end(self._ended.popleft()[1])
+            living.remove(expectation)
 
     def _find(self, table: BlockTable, digests: Sequence[bytes], key: HashKey) -> dict[str, int]:
         size, every = key.hash_block_size, (1 << len(self._bits)) - 1
@@ -138,12 +132,3 @@ class InFlight:
         places = reversed(list(known))
         lengths = longest((((k + 1) * size, table.nodes[digests[k]]) for k in places), every)
         return by_name(lengths, self._names)
-
-
-def _shared(marks: BlockTable, prompt: RoutedPrompt, key: HashKey) -> list[bytes]:
-    """The digests of the prompt up to the first mark that nothing under way has, mostly few."""
-    digests = prompt.boundaries(key)[1 : (prompt.num_tokens - 1) // key.hash_block_size + 1]
-    regular = digests[MARK_EVERY - 1 :: MARK_EVERY]
-    # Whatever reaches a boundary has a mark at each regular one before it.
-    num_marks = len(list(takewhile(marks.nodes.__contains__, regular)))
-    return digests[: (num_marks + 1) * MARK_EVERY]

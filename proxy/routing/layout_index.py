@@ -154,7 +154,9 @@ class LayoutIndex:
         """For each digest the nodes that hold it in one of `tiers`."""
         tables = [self._tables[group, tier] for tier in tiers if (group, tier) in self._tables]
         columns: list[Column] = [map(it.nodes.get, digests, repeat(0)) for it in tables]
-        return reduce(_either, columns) if columns else repeat(0, len(digests))
+        if not columns:
+            return repeat(0, len(digests))
+        return reduce(lambda one, other: map(or_, one, other), columns)
 
 
 class _Window:
@@ -216,7 +218,3 @@ def _joint(column: list[int], width: int) -> list[int]:
 
 def _both(one: Column, other: Column) -> Column:
     return map(and_, one, other)
-
-
-def _either(one: Column, other: Column) -> Column:
-    return map(or_, one, other)

@@ -7,7 +7,6 @@ D has in its cache, is sooner done on D.
 from dataclasses import replace
 from typing import Final, Literal
 
-from proxy.cluster.node import NodeView
 from proxy.routing.cost import Rates
 from proxy.routing.policies import Route
 from proxy.routing.prompt import NO_HIT, NodeHit, RoutedPrompt
@@ -29,23 +28,19 @@ class LocalPrefill:
         """`route`, or the same D without P."""
         if route.prefill is None or not self._threshold:
             return route
+        p, d, num_tokens = route.prefill, route.decode, prompt.num_tokens
         if self._threshold == "auto":
-            is_local, reason = _is_sooner(route, route.prefill, prompt.num_tokens), "sooner_on_d"
+            rates = Rates((p,), (d,))
+            on_p = rates.queue_s(p) + rates.prefill_s(p, _sure(route.prefill_hit), num_tokens)
+            on_d = rates.queue_s(d) + rates.prefill_s(d, _sure(route.decode_hit), num_tokens)
+            pull = HAND_OVER_S + rates.transfer_s(d, route.decode_hit, num_tokens)
+            is_local, reason = INTERFERENCE * on_d <= on_p + pull, "sooner_on_d"
         else:
-            uncached = prompt.num_tokens - route.decode_hit.resumable
+            uncached = num_tokens - route.decode_hit.resumable
             is_local, reason = uncached < self._threshold, "below_threshold"
         if not is_local:
             return route
         return replace(route, prefill=None, prefill_hit=NO_HIT, reason=reason)
-
-
-def _is_sooner(route: Route, p: NodeView, num_tokens: int) -> bool:
-    d = route.decode
-    rates = Rates((p,), (d,))
-    on_p = rates.queue_s(p) + rates.prefill_s(p, _sure(route.prefill_hit), num_tokens)
-    on_d = rates.queue_s(d) + rates.prefill_s(d, _sure(route.decode_hit), num_tokens)
-    pull = HAND_OVER_S + rates.transfer_s(d, route.decode_hit, num_tokens)
-    return INTERFERENCE * on_d <= on_p + pull
 
 
 def _sure(hit: NodeHit) -> NodeHit:

@@ -59,7 +59,6 @@ class PrefixIndex:
             index = self._layouts.setdefault(layout := Layout.of(info), LayoutIndex(layout))
             slot = self._slots.get(name)
             if slot is None or slot.index is not index:
-                self._retire(name)
                 self._begin(name, index)
 
     def remove_node(self, name: str) -> None:
@@ -72,7 +71,6 @@ class PrefixIndex:
         with self._lock:
             slot = self._slots.get(name)
             if slot is not None and slot.num_entries:
-                self._retire(name)
                 self._begin(name, slot.index)
 
     def apply(self, name: str, events: Sequence[Event]) -> None:
@@ -83,7 +81,12 @@ class PrefixIndex:
             else:
                 self._apply(name, event)
         with self._lock:
-            self._sweep()
+            # One slice of what is left to do for slots that have ended.
+            if self._sweeps:
+                try:
+                    next(self._sweeps[0])
+                except StopIteration:
+                    self._sweeps.popleft()
 
     def hits(self, prompt: RoutedPrompt) -> dict[str, NodeHit]:
         """By node what it holds of the prompt; nodes that hold nothing are left out.
@@ -120,8 +123,16 @@ class PrefixIndex:
         # First what the fastest tier alone gives, then what each slower one adds to it.
         for number, tier in enumerate(tiers[1:], 2):
             longer = _by_name(*index.find(prompt, tiers[:number]), self._names)
+            discount = 1.0 - TIERS[tier]
             for name, hit in longer.items():
-                found[name] = _with_tier(found.get(name, NO_HIT), hit, discount=1.0 - TIERS[tier])
+                known = found.get(name, NO_HIT)
+                # Only what this tier adds counts less.
+                found[name] = NodeHit(
+                    hit.attention,
+                    hit.resumable,
+                    known.attention_discount + discount * (hit.attention - known.attention),
+                    known.resumable_discount + discount * (hit.resumable - known.resumable),
+                )
         return found
 
     def _apply(self, name: str, event: BlockStored | BlockRemoved) -> None:
@@ -139,6 +150,7 @@ class PrefixIndex:
                     slot.num_entries += _store(slot, table, event, digests=part)
 
     def _begin(self, name: str, index: LayoutIndex) -> None:
+        self._retire(name)
         number = self._free.pop() if self._free else next(self._numbers)
         slot = self._slots[name] = _Slot(number, 1 << number, index)
         self._names[number] = name
@@ -169,14 +181,6 @@ class PrefixIndex:
         if not slot.index.nodes and self._layouts.get(layout) is slot.index:
             del self._layouts[layout]
 
-    def _sweep(self) -> None:
-        """One slice of what is left to do for slots that have ended."""
-        if self._sweeps:
-            try:
-                next(self._sweeps[0])
-            except StopIteration:
-                self._sweeps.popleft()
-
 
 def _store(
     slot: _Slot, table: BlockTable, event: BlockStored, *, digests: Sequence[BlockHash]
@@ -199,13 +203,3 @@ def _by_name(
     # Inside a block a window may begin later than at the boundary before it.
     hits.update((name, NodeHit(0, tokens)) for name, tokens in states.items())
     return hits
-
-
-def _with_tier(known: NodeHit, hit: NodeHit, *, discount: float) -> NodeHit:
-    """`hit`, which is `known` and one tier more; only what that tier adds counts less."""
-    return NodeHit(
-        hit.attention,
-        hit.resumable,
-        known.attention_discount + discount * (hit.attention - known.attention),
-        known.resumable_discount + discount * (hit.resumable - known.resumable),
-    )

@@ -1,7 +1,7 @@
 """Routes requests: what nodes hold of a prompt, what they soon will, and a policy's choice."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Final
 
@@ -40,11 +40,16 @@ class Router:
         self, prompt: RoutedPrompt, prefill: Sequence[NodeView], decode: Sequence[NodeView]
     ) -> Route:
         """The policy's choice, with prompts under way counted at this moment; perhaps without P."""
-        hits = self._in_flight.hits(prompt)
+        prompt.hits = self._in_flight.hits(prompt)
         if prompt.request.sampling.prompt_logprobs is not None:
-            # Who computes the prompt reads no cached prefix; a D that pulls still has attention.
-            hits = _of_pulls(hits, decode) if prefill else {}
-        prompt.hits = hits
+            # Who computes the prompt reads no cached prefix; a D that pulls still has attention,
+            # and nobody resumes from states.
+            pulling = {node.name for node in decode} if prefill else ()
+            prompt.hits = {
+                name: NodeHit(hit.attention, attention_discount=hit.attention_discount)
+                for name, hit in prompt.hits.items()
+                if name in pulling
+            }
         return self._local.applied(prompt, self._policy.choose(prompt, prefill, decode))
 
     def expecting(self, prompt: RoutedPrompt, node: NodeView) -> AbstractContextManager[None]:
@@ -54,13 +59,3 @@ class Router:
     def forget(self, name: str) -> None:
         """A node has restarted: what was expected of it will not come."""
         self._in_flight.forget(name)
-
-
-def _of_pulls(hits: Mapping[str, NodeHit], decode: Sequence[NodeView]) -> dict[str, NodeHit]:
-    """The hits of `decode` nodes, without the states that nobody resumes from."""
-    names = {node.name for node in decode}
-    return {
-        name: NodeHit(hit.attention, attention_discount=hit.attention_discount)
-        for name, hit in hits.items()
-        if name in names
-    }
