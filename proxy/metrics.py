@@ -76,7 +76,17 @@ class ProxyMetrics:
         self.waiting_requests = Gauge(
             "tandem_proxy_waiting_requests", "Requests that wait for their turn.", registry=registry
         )
-        self.keys = KeyMetrics(registry)
+        # The names of keys are no secrets. `outcome`: admitted, queue, or the name of a limit.
+        self.key_requests = self._counter(
+            "tandem_proxy_key_requests",
+            "Requests by key: admitted, or refused by the limit that was reached.",
+            *("key", "outcome"),
+        )
+        self.key_tokens = self._counter(
+            "tandem_proxy_key_tokens",
+            "Tokens by key, of prompts and generated ones.",
+            *("key", "kind"),
+        )
         self.resting_nodes = Gauge(
             "tandem_proxy_resting_nodes",
             "Those of them whose requests failed in a row, so that others are preferred.",
@@ -97,27 +107,6 @@ class ProxyMetrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
-
-
-class KeyMetrics:
-    """Requests and tokens by API key; the names of keys are no secrets.
-
-    `outcome`: admitted, queue, or the name of a limit. `kind`: prompt or generated.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
-            "tandem_proxy_key_requests",
-            "Requests by key: admitted, or refused by the limit that was reached.",
-            ("key", "outcome"),
-            registry=registry,
-        )
-        self.tokens = Counter(
-            "tandem_proxy_key_tokens",
-            "Tokens by key, of prompts and generated ones.",
-            ("key", "kind"),
-            registry=registry,
-        )
 
 
 class EventMetrics(Collector):

@@ -9,7 +9,6 @@ from typing import Final
 import structlog
 
 from engine.errors import TandemError
-from proxy.cluster.node import Node
 from proxy.cluster.node_pool import NodePool
 from serving.api.served_model import ServedModel, load_sampling_defaults
 from serving.api.tokenizer import load_tokenizer
@@ -23,7 +22,7 @@ FETCH_TIMEOUT_S: Final = 30.0
 
 
 async def load_serving(
-    pool: NodePool, config: ServerConfig, chat_template: str | None = None
+    pool: NodePool, config: ServerConfig, chat_template: str | None
 ) -> ServedModel:
     """Waits, without limit, until a usable node, D before P, has sent its tokenizer.
 
@@ -31,29 +30,22 @@ async def load_serving(
     """
     while True:
         for node in pool.nodes:
-            if (served := await _load_from(node, config, chat_template)) is not None:
-                return served
+            # Taken now: what a node in use has said is checked, and it may say something else
+            # meanwhile.
+            info = node.info
+            if not node.is_available:
+                continue
+            try:
+                files = await node.client.get_tokenizer(FETCH_TIMEOUT_S)
+                served = await asyncio.to_thread(
+                    _build_serving, files, info, config, chat_template=chat_template
+                )
+            except TandemError as error:
+                log.warning("no tokenizer from node", node=node.name, problem=str(error))
+                continue
+            log.info("model is known", model=served.model_name, tokenizer_of=node.name)
+            return served
         await pool.wait_for_news(RETRY_INTERVAL_S)
-
-
-async def _load_from(
-    node: Node, config: ServerConfig, chat_template: str | None
-) -> ServedModel | None:
-    """None from a node that is out of use or has no tokenizer to give."""
-    # Taken now: what a node in use has said is checked, and it may say something else meanwhile.
-    info = node.info
-    if not node.is_available:
-        return None
-    try:
-        files = await node.client.get_tokenizer(FETCH_TIMEOUT_S)
-        served = await asyncio.to_thread(
-            _build_serving, files, info, config, chat_template=chat_template
-        )
-    except TandemError as error:
-        log.warning("no tokenizer from node", node=node.name, problem=str(error))
-        return None
-    log.info("model is known", model=served.model_name, tokenizer_of=node.name)
-    return served
 
 
 def _build_serving(

@@ -202,8 +202,9 @@ class PdFlow:
                 output = _checked(await anext(outputs), node)
                 # P ends by length after its one token; only a stop, or a client that wanted one
                 # token, makes that the whole answer.
+                is_all = request.sampling.max_tokens == state.request.sampling.max_tokens
                 whole = output.finish_reason is FinishReason.STOP or (
-                    output.finish_reason is not None and state.wants_one_token
+                    output.finish_reason is not None and is_all
                 )
                 if output.kv_transfer_params is None and not whole:
                     raise TandemError(f"node {node.name} prefilled without kv_transfer_params")

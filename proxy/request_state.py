@@ -142,11 +142,6 @@ class RequestState:
             return self.num_continuations < MAX_CONTINUATIONS
         return self.num_attempts < MAX_ATTEMPTS
 
-    @property
-    def wants_one_token(self) -> bool:
-        """True if the next token is the last."""
-        return self.request.sampling.max_tokens == len(self.request.output_token_ids) + 1
-
     def decode_request(self) -> GenerateRequest:
         """The request for D: with P's `kv_transfer_params`, without what P has answered already."""
         if self.prefilled is None:

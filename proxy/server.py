@@ -90,7 +90,7 @@ class ProxyServer:
         self._queue = queue = FairQueue(
             config.max_concurrent_requests, config.queue_size, timeout_s=config.queue_timeout
         )
-        self._gate = Gate(config.api_key, queue, self._metrics.keys)
+        self._gate = Gate(config.api_key, queue, self._metrics)
         self._metrics.waiting_requests.set_function(lambda: queue.num_waiting)
         self._status = ClusterStatus(
             self._pool,

@@ -8,14 +8,14 @@ from engine.errors import OverloadedError
 from proxy.access.api_key import ApiKey
 from proxy.access.bucket import Bucket
 from proxy.access.fair_queue import Share
-from proxy.metrics import KeyMetrics
+from proxy.metrics import ProxyMetrics
 from serving.http.callers import Terms
 
 
 class Client:
     """Lives as long as its key's name is in the file; `policy` is what the file says now."""
 
-    def __init__(self, policy: ApiKey, metrics: KeyMetrics) -> None:
+    def __init__(self, policy: ApiKey, metrics: ProxyMetrics) -> None:
         self._metrics = metrics
         self._num_open = 0
         self._requests: Bucket | None = None
@@ -68,7 +68,7 @@ class Client:
             if seconds := self._requests.seconds_until(1):
                 raise self._refusal("requests_per_minute", self._requests.limit, seconds)
             self._requests.take(1)
-        self._metrics.requests.labels(self.name, "admitted").inc()
+        self._metrics.key_requests.labels(self.name, "admitted").inc()
         self._num_open += 1
         try:
             yield
@@ -95,13 +95,13 @@ class Client:
         except BaseException as error:
             self._take(-num_prompt_tokens)
             if isinstance(error, OverloadedError):
-                self._metrics.requests.labels(self.name, "queue").inc()
+                self._metrics.key_requests.labels(self.name, "queue").inc()
             raise
-        self._metrics.tokens.labels(self.name, "prompt").inc(num_prompt_tokens)
+        self._metrics.key_tokens.labels(self.name, "prompt").inc(num_prompt_tokens)
 
     def on_tokens(self, count: int) -> None:
         """Takes tokens that were generated."""
-        self._metrics.tokens.labels(self.name, "generated").inc(count)
+        self._metrics.key_tokens.labels(self.name, "generated").inc(count)
         self._take(count)
 
     def _require_tokens(self) -> None:
@@ -114,7 +114,7 @@ class Client:
             self._tokens.take(count)
 
     def _refusal(self, limit: str, value: float, seconds: float) -> OverloadedError:
-        self._metrics.requests.labels(self.name, limit).inc()
+        self._metrics.key_requests.labels(self.name, limit).inc()
         return OverloadedError(
             f"{limit} of key {self.name!r} is {value:.0f}: try again in {seconds:.0f} s",
             retry_after_s=max(1, math.ceil(seconds)),

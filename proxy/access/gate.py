@@ -7,7 +7,7 @@ from typing import Final
 from proxy.access.api_key import ApiKey, KeyTable
 from proxy.access.client import Client
 from proxy.access.fair_queue import FairQueue, Places, Share
-from proxy.metrics import KeyMetrics
+from proxy.metrics import ProxyMetrics
 from serving.api.access import Admitted
 from serving.api.plan import Plan
 from serving.http.callers import KeyHolder, SingleKey
@@ -22,7 +22,7 @@ class Gate:
     such key.
     """
 
-    def __init__(self, api_key: str | None, queue: FairQueue, metrics: KeyMetrics) -> None:
+    def __init__(self, api_key: str | None, queue: FairQueue, metrics: ProxyMetrics) -> None:
         self._single = None if api_key is None else SingleKey(api_key)
         self._queue = queue
         self._metrics = metrics
@@ -55,14 +55,11 @@ class Gate:
     async def admitting(self, plan: Plan, holder: KeyHolder | None) -> AsyncIterator[Admitted]:
         """Waits for the turn of the holder's tenant. See `Client` and `FairQueue` for refusals."""
         client = holder if isinstance(holder, Client) else None
-        places = Places(self._queue, client.share if client else NOBODY, cost(plan))
+        # Tokens that a sequence may take: its part of the prompts, and as much as it may generate.
+        generated = sum(it.sampling.max_tokens for it in plan.requests)
+        cost = (plan.num_prompt_tokens + generated) / len(plan.requests)
+        places = Places(self._queue, client.share if client else NOBODY, cost)
         async with AsyncExitStack() as stack:
             with client.waiting(plan.num_prompt_tokens) if client else nullcontext():
                 await stack.enter_async_context(places.waited_for())
             yield Admitted(client.on_tokens if client else None, places.place)
-
-
-def cost(plan: Plan) -> float:
-    """Tokens that a sequence may take: its part of the prompts, and as much as it may generate."""
-    generated = sum(it.sampling.max_tokens for it in plan.requests)
-    return (plan.num_prompt_tokens + generated) / len(plan.requests)

@@ -11,7 +11,6 @@ from engine.errors import ConfigError
 from proxy.access.api_key import ApiKey, parse_keys
 
 MAX_BYTES: Final = 4 * 2**20
-POLL_S: Final = 1.0
 
 log = structlog.get_logger()
 
@@ -19,7 +18,7 @@ log = structlog.get_logger()
 class KeyFile:
     """`read` it at the start; then `watch` gives each new list of keys to `on_change`."""
 
-    def __init__(self, path: Path, poll_s: float = POLL_S) -> None:
+    def __init__(self, path: Path, poll_s: float) -> None:
         self._path = path
         self._poll_s = poll_s
         self._known = b""

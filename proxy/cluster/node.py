@@ -122,16 +122,14 @@ class Node:
     @contextmanager
     def carrying(self, num_tokens: int = 0) -> Iterator[None]:
         """Counts one request of this proxy, and prompt tokens to compute, as in flight here."""
-        self._add_in_flight(1)
+        self._num_in_flight += 1
+        self._view = None
         try:
             with self._prompts.carrying(num_tokens):
                 yield
         finally:
-            self._add_in_flight(-1)
-
-    def _add_in_flight(self, num_requests: int) -> None:
-        self._num_in_flight += num_requests
-        self._view = None
+            self._num_in_flight -= 1
+            self._view = None
 
     async def refresh(self, timeout_s: float) -> NodeInfo | None:
         """Asks the node what it is; None, with `problem` set, when it is away or not ready."""

@@ -32,7 +32,8 @@ class EventSources:
 
     def follow(self, name: str, info: NodeInfo) -> None:
         """Node `name` has described itself."""
-        told = None if info.kv_events is None else (info.engine_id, info.kv_events)
+        events = info.kv_events
+        told = None if events is None else (info.engine_id, events)
         if told == self._told.get(name):
             return
         if name in self._told:
@@ -42,9 +43,20 @@ class EventSources:
             # After `remove`, so that nothing of the old incarnation comes later.
             self._index.remove_node(name)
             self._on_loss(name)
-        if told is not None:
-            self._told[name] = told
-            self._join(name, told[1])
+        if events is None:
+            return
+        self._told[name] = info.engine_id, events
+        # The index knows the node before its first event comes.
+        self._index.set_node(name, events)
+        source = EventSource(events.endpoint, events.replay_endpoint, events.topic)
+        try:
+            self._subscriber.add(name, source)
+        except ConfigError as error:
+            # What a node says of itself must not end the proxy: it is routed to by its load.
+            log.error("node's KV events cannot be followed", node=name, problem=str(error))
+            return
+        self._followed.add(name)
+        log.info("node's KV events are followed", node=name, endpoint=events.endpoint)
 
     def stats(self) -> dict[str, SourceStats]:
         """By node what was received since it was followed."""
@@ -54,16 +66,3 @@ class EventSources:
         """Ends the subscriber's thread."""
         self._followed.clear()
         self._subscriber.close()
-
-    def _join(self, name: str, info: KVEventsInfo) -> None:
-        # The index knows the node before its first event comes.
-        self._index.set_node(name, info)
-        source = EventSource(info.endpoint, info.replay_endpoint, info.topic)
-        try:
-            self._subscriber.add(name, source)
-        except ConfigError as error:
-            # What a node says of itself must not end the proxy: it is routed to by its load.
-            log.error("node's KV events cannot be followed", node=name, problem=str(error))
-            return
-        self._followed.add(name)
-        log.info("node's KV events are followed", node=name, endpoint=info.endpoint)

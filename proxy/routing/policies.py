@@ -81,15 +81,12 @@ class Session:
     choose alike. Load does not count. A request without a session goes to the least loaded nodes.
     """
 
-    def __init__(self) -> None:
-        self._without = LeastLoaded()
-
     def choose(
         self, prompt: RoutedPrompt, prefill: Sequence[NodeView], decode: Sequence[NodeView]
     ) -> Route:
         session = prompt.request.session_id
         if session is None:
-            return self._without.choose(prompt, prefill, decode)
+            return LeastLoaded().choose(prompt, prefill, decode)
 
         def weight(node: NodeView) -> bytes:
             return blake2b(f"{session}\0{node.name}".encode(), digest_size=8).digest()
