@@ -72,8 +72,7 @@ async def examine(
         probe("P", nodes[0], cluster_token), probe("D", nodes[1], cluster_token)
     )
     findings = [*p.findings, *d.findings, *compare(p, d)]
-    is_well = all(finding.verdict is not Verdict.WRONG for finding in findings)
-    if with_canary and is_well:
+    if with_canary and all(finding.verdict is not Verdict.WRONG for finding in findings):
         findings.append(await fly(p, d, api_key))
     return findings
 

@@ -9,7 +9,6 @@ from connector.doctor.findings import DoctorError, Finding, good, wrong
 from connector.doctor.probe import NodeReport
 from engine.errors import TandemError
 from engine.types import KVTransferStats
-from serving.rpc.messages import NodeInfo
 
 SUBJECT = "canary P to D"
 PATH = "/v1/completions"
@@ -38,7 +37,11 @@ class _Reply(msgspec.Struct, frozen=True):
 async def fly(p: NodeReport, d: NodeReport, api_key: str | None) -> Finding:
     """Prefills on P, decodes on D, and repeats on D alone: the tokens must be equal."""
     assert p.info is not None and d.info is not None
-    prompt = _prompt(p.info, d.info)
+    # A random prompt, which no cache has, as long as both contexts allow, up to a bound.
+    length = min(PROMPT_TOKENS, min(p.info.max_model_len, d.info.max_model_len) // 2)
+    highest = min(p.info.vocab_size, d.info.vocab_size)
+    lowest = min(NO_TOKEN, highest - 1)
+    prompt = [lowest + secrets.randbelow(highest - lowest) for _ in range(max(1, length))]
     try:
         # P and D name one salt, or D refuses the hand-over; nobody else has it, so nothing hits.
         salt = secrets.token_hex(8)
@@ -82,14 +85,6 @@ def _rate(moved: KVTransferStats) -> str:
         f"{moved.attention_bytes} B of attention and {moved.state_bytes} B of state in "
         f"{moved.transfer_ms:.2f} ms, {rate}"
     )
-
-
-def _prompt(p: NodeInfo, d: NodeInfo) -> list[int]:
-    """A random prompt, which no cache has, as long as both contexts allow, up to a bound."""
-    length = min(PROMPT_TOKENS, min(p.max_model_len, d.max_model_len) // 2)
-    highest = min(p.vocab_size, d.vocab_size)
-    lowest = min(NO_TOKEN, highest - 1)
-    return [lowest + secrets.randbelow(highest - lowest) for _ in range(max(1, length))]
 
 
 def _body(

@@ -35,12 +35,21 @@ def compare(p: NodeReport, d: NodeReport) -> list[Finding]:
         return [*findings, wrong("P and D", "both URLs lead to one process", fix)]
     differing = _differing(differences(p.handshake, d.handshake))
     try:
-        apart = _apart(p, d)
+        here = host_behind(p.handshake.transport, p.handshake.transport_address)
+        there = host_behind(d.handshake.transport, d.handshake.transport_address)
     except TransportError as error:
         return [*findings, wrong("transport", f"no address: {error}", FIXES["protocol"])]
+    # The reason why they cannot share memory; None if they can, or if none is known.
+    apart = None if p.http.host == d.http.host else "their URLs name two hosts"
+    if here is not None and there is not None:
+        apart = why_out_of_reach(there, here)
     # Two transports that differ make no way, so either the differences or what was agreed.
     agreed = [*_agreed(p.handshake, d.handshake), _way(p.handshake, d.handshake, apart)]
-    return [*findings, *(differing or agreed), *_address(p, apart)]
+    findings += differing or agreed
+    if apart is not None and is_loopback(p.host):
+        text = f"P tells its peers {p.host}, which leads nowhere but to their own host"
+        findings.append(wrong("address of P", text, ADVERTISE))
+    return findings
 
 
 def _kind(node: NodeReport) -> list[Finding]:
@@ -65,16 +74,6 @@ def _agreed(p: Handshake, d: Handshake) -> list[Finding]:
     ]
 
 
-def _apart(p: NodeReport, d: NodeReport) -> str | None:
-    """The reason why they cannot share memory; None if they can, or if none is known."""
-    assert p.handshake is not None and d.handshake is not None
-    here = host_behind(p.handshake.transport, p.handshake.transport_address)
-    there = host_behind(d.handshake.transport, d.handshake.transport_address)
-    if here is not None and there is not None:
-        return why_out_of_reach(there, here)
-    return None if p.http.host == d.http.host else "their URLs name two hosts"
-
-
 def _way(p: Handshake, d: Handshake, apart: str | None) -> Finding:
     """The transport that will move bytes from P to D, if both say what is true."""
     offered = offered_by(d.transport, d.transport_address)
@@ -91,30 +90,18 @@ def _way(p: Handshake, d: Handshake, apart: str | None) -> Finding:
     return wrong("transport", "no transport is installed on both", INSTALL)
 
 
-def _address(p: NodeReport, apart: str | None) -> list[Finding]:
-    """A finding if P advertises loopback to a D on another host."""
-    if apart is None or not is_loopback(p.host):
-        return []
-    text = f"P tells its peers {p.host}, which leads nowhere but to their own host"
-    return [wrong("address of P", text, ADVERTISE)]
-
-
 def _differing(found: list[Difference]) -> list[Finding]:
     """The findings; all layers that differ in the same way share one."""
     subjects: dict[str, list[str]] = {}
     for one in found:
-        subjects.setdefault(_difference(one), []).append(one.key)
+        # Both values; of long ones only the words that differ, such as `head_dim=64`.
+        here, there = one.here.split(), one.there.split()
+        of_p = " ".join([word for word in here if word not in there] or here)
+        of_d = " ".join([word for word in there if word not in here] or there)
+        subjects.setdefault(f"{of_p!r} on P and {of_d!r} on D", []).append(one.key)
     findings = []
     for text, keys in subjects.items():
         more = f" and {len(keys) - 1} more" if len(keys) > 1 else ""
         other = OF_MODELS if keys[0].startswith(MODEL_PREFIX) else OF_LAYERS
         findings.append(wrong(f"{keys[0]}{more}", text, FIXES.get(keys[0], other)))
     return findings
-
-
-def _difference(found: Difference) -> str:
-    """Both values; of long ones only the words that differ, such as `head_dim=64`."""
-    here, there = found.here.split(), found.there.split()
-    of_p = [word for word in here if word not in there] or here
-    of_d = [word for word in there if word not in here] or there
-    return f"{' '.join(of_p)!r} on P and {' '.join(of_d)!r} on D"

@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from connector.multi.scheduler import COUNTERS, GAUGES, MultiScheduler, MultiStats
 from connector.multi.worker import MultiWorker
 from engine.errors import ConfigError
-from engine.kv_connector import AdmissionConnector, Connector, LocalAdmission
+from engine.kv_connector import Connector, LocalAdmission
 from serving.config import Config, KVTransferConfig, decode_config
 from serving.node.connector import Build, BuilderOf, NodeConnector, NodeParts, check_groups
 from serving.rpc.server import RpcService
@@ -67,8 +67,13 @@ class MultiConnector(NodeConnector):
         node.metrics.read(stats, gauges=GAUGES, counters=COUNTERS)
         sides = {name: child.connector for name, child in children.items()}
         schedulers = {name: side.scheduler for name, side in sides.items()}
+        # Transfer parameters are for one connector: that which talks to peers, if there is one.
+        admissions = (side.admission for side in sides.values())
+        judges = [it for it in admissions if not isinstance(it, LocalAdmission)]
+        if len(judges) > 1:
+            raise ConfigError(f"{SOURCE}: two connectors take kv_transfer_params; leave one out")
         made = Connector(
-            _admission([side.admission for side in sides.values()]),
+            judges[0] if judges else LocalAdmission(),
             MultiScheduler(node.plan, schedulers, stats),
             MultiWorker({name: side.worker for name, side in sides.items()}),
         )
@@ -87,11 +92,3 @@ class MultiConnector(NodeConnector):
     def link_bytes_per_s(self) -> float:
         """The speed of the fastest child."""
         return max(child.link_bytes_per_s() for child in self.children.values())
-
-
-def _admission(children: Sequence[AdmissionConnector]) -> AdmissionConnector:
-    """Transfer parameters are for one connector: that which talks to peers, if there is one."""
-    judges = [child for child in children if not isinstance(child, LocalAdmission)]
-    if len(judges) > 1:
-        raise ConfigError(f"{SOURCE}: two connectors take kv_transfer_params; leave one out")
-    return judges[0] if judges else LocalAdmission()

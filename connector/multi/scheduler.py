@@ -174,7 +174,9 @@ class MultiScheduler(SchedulerConnector):
                     ranges[having[0]][group] = (start, end)
                 continue
             for name in known:
-                stop = self._stop(matches[name].coverage.attention(end), end)
+                covered = matches[name].coverage.attention(end)
+                # Two children never write into one block: between them, whole blocks only.
+                stop = end if covered >= end else covered - covered % self._plan.joint_block_size
                 if start < stop:
                     ranges[name][group] = (start, stop)
                     start = stop
@@ -189,7 +191,3 @@ class MultiScheduler(SchedulerConnector):
         kinds = zip(part.ranges, self._plan.groups, strict=True)
         attention = (ends for ends, group in kinds if not isinstance(group.spec, MambaSpec))
         return max((end - start for start, end in attention), default=0)
-
-    def _stop(self, covered: int, end: int) -> int:
-        """Two children never write into one block: between them, whole blocks only."""
-        return end if covered >= end else covered - covered % self._plan.joint_block_size

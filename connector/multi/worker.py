@@ -1,6 +1,6 @@
 """The worker side of several connectors: each gets its own message, and reports under its name."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from engine.kv_connector import WorkerConnector
@@ -25,13 +25,19 @@ class MultiWorker(WorkerConnector):
         """The children's reports, joined; `message` has them apart, for the scheduler side."""
         outputs = {name: child.get_finished() for name, child in self._children.items()}
         every = outputs.values()
+        filled_from: dict[str, tuple[int, ...]] = {}
+        # Where several have filled in parts of a request, only what comes after all starts is sure.
+        for output in every:
+            for request_id, starts in output.filled_from.items():
+                known = filled_from.get(request_id, starts)
+                filled_from[request_id] = tuple(map(max, known, starts))
         return ConnectorOutput(
             tuple(item for output in every for item in output.loaded),
             tuple(item for output in every for item in output.failed),
             tuple(item for output in every for item in output.released),
             tuple(f"{name}/{item}" for name, output in outputs.items() for item in output.saved),
             outputs,
-            _joined(output.filled_from for output in every),
+            filled_from,
         )
 
     def next_deadline(self) -> float | None:
@@ -42,13 +48,3 @@ class MultiWorker(WorkerConnector):
     def close(self) -> None:
         for child in self._children.values():
             child.close()
-
-
-def _joined(reports: Iterable[Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-    """Where several have filled in parts of a request, only what comes after all starts is sure."""
-    joined: dict[str, tuple[int, ...]] = {}
-    for report in reports:
-        for request_id, starts in report.items():
-            known = joined.get(request_id, starts)
-            joined[request_id] = tuple(map(max, known, starts))
-    return joined

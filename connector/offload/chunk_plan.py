@@ -95,10 +95,13 @@ class ChunkPlan:
             boundaries = (digest,) if end % chunk == 0 else (*boundaries, digest)
         if cached.tail is not None:
             ends.append((cached.end, cached.tail, boundaries))
+        size = self.arena.block_size_of(cached.group)
         for end, digest, boundaries in ends:
-            item, place = self._item(cached, end, digest, boundaries=boundaries)
-            if item.start >= cached.filled_from:
-                yield item, place
+            start = (end - 1) // chunk * chunk
+            if start >= cached.filled_from:
+                block = cached.blocks[start // size - cached.start // size]
+                item = Item(cached.group, start, end, digest, boundaries)
+                yield item, Place((block,), start % size)
 
     def cached(self, item: Item) -> tuple[Cached, bytes]:
         """An item as what is findable in a tier, by its whole hash blocks; and its parent."""
@@ -118,18 +121,6 @@ class ChunkPlan:
             return None
         inside = cached.start % self.chunk_tokens[cached.group]
         return Key(cached.group, parent) if inside else None
-
-    def _item(
-        self, cached: CachedBlocks, end: int, digest: bytes, *, boundaries: tuple[bytes, ...]
-    ) -> tuple[Item, Place]:
-        chunk, size = (
-            self.chunk_tokens[cached.group],
-            self.arena.block_size_of(cached.group),
-        )
-        start = (end - 1) // chunk * chunk
-        block = cached.blocks[start // size - cached.start // size]
-        item = Item(cached.group, start, end, digest, boundaries)
-        return item, Place((block,), start % size)
 
     def rows(self, group: int) -> tuple[int, int]:
         """Rows of tokens in a block (layers x K|V x heads), and the bytes of one token in a row."""

@@ -61,7 +61,10 @@ class HostSlots:
         if not free:
             if not self._free_units:
                 return None
-            self._start(self._free_units.pop(), key.group)
+            number = self._free_units.pop()
+            self._units[number] = _Unit(key.group)
+            # Taken in ascending order: neighbours are copied as one.
+            free += reversed(self._slots(number, key.group))
         offset = free.pop()
         number = offset // self.unit_bytes
         self._units[number].keys[offset] = key
@@ -126,11 +129,6 @@ class HostSlots:
     def is_read(self, number: int) -> bool:
         """True while a load reads from the unit."""
         return self._units[number].readers > 0
-
-    def _start(self, number: int, group: int) -> None:
-        self._units[number] = _Unit(group)
-        # Taken in ascending order: neighbours are copied as one.
-        self._free[group] += reversed(self._slots(number, group))
 
     def _slots(self, number: int, group: int) -> range:
         first, size = number * self.unit_bytes, self._slot_bytes[group]

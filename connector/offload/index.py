@@ -20,10 +20,6 @@ from engine.kv_cache.spec import SlidingWindowSpec
 from serving.kv_events.wire import CPU, STORAGE
 
 
-def _no_tokens() -> "array[int]":
-    return array("I")
-
-
 @dataclass(slots=True, eq=False)
 class Entry:
     """One item and all its copies.
@@ -37,7 +33,7 @@ class Entry:
     places: list[Place] = field(default_factory=list)
     host: int | None = None
     file: FileRange | None = None
-    token_ids: "array[int]" = field(default_factory=_no_tokens)
+    token_ids: "array[int]" = field(default_factory=lambda: array("I"))
     cache_salt: str | None = None
 
     @property
@@ -104,7 +100,7 @@ class ItemIndex:
         named = [key.digest, *chain(*self._ends[key.group].get(key.digest, {}).values())]
         entries = (self._entries[key.group].get(digest) for digest in named)
         known = (entry.token_ids[:num_tokens] for entry in entries if entry is not None)
-        return next((tokens for tokens in known if len(tokens) == num_tokens), _no_tokens())
+        return next((tokens for tokens in known if len(tokens) == num_tokens), array("I"))
 
     def put_host(self, entry: Entry, offset: int | None) -> None:
         """The entry is at `offset` of the host tier from now on, or there no longer."""

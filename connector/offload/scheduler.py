@@ -4,7 +4,7 @@ Decides and never waits; the bytes are the worker side's. Torch-free.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from connector.offload.chunk_plan import ChunkPlan
@@ -217,12 +217,9 @@ class OffloadScheduler(SchedulerConnector):
         for file in report.found:
             self._found(file)
         for name in report.gone:
-            self._lost(name)
+            self._lost(name, self._files.pop(name, ()))
         for name, item in report.bad:
-            entry = self.index.get(item.key)
-            if entry is not None and entry.file is not None and entry.file.name == name:
-                self.index.put_file(entry, None)
-                self.index.drop_if_gone(entry)
+            self._lost(name, (item.key,))
 
     def forget_evicted(self) -> None:
         """The arena is emptied: what it had alone does not go down a tier."""
@@ -368,8 +365,9 @@ class OffloadScheduler(SchedulerConnector):
                 self.index.put_file(entry, found)
                 keys.append(item.key)
 
-    def _lost(self, name: str) -> None:
-        for key in self._files.pop(name, ()):
+    def _lost(self, name: str, keys: Iterable[Key]) -> None:
+        """These items are no longer in file `name`."""
+        for key in keys:
             entry = self.index.get(key)
             if entry is not None and entry.file is not None and entry.file.name == name:
                 self.index.put_file(entry, None)

@@ -118,7 +118,9 @@ class OffloadWorker(WorkerConnector):
     def get_finished(self) -> ConnectorOutput:
         """Loads, saves and files that ended, and loads that ran out of time."""
         now = time.monotonic()
-        self._scan_regularly(now)
+        if self._scanner is not None and now >= self._next_scan:
+            self._next_scan = now + RESCAN_S
+            self._scanner.submit(self._scan)
         ended = [self._ended.popleft() for _ in range(len(self._ended))]
         late = [job for job in self._jobs.values() if not job.is_over and now >= job.deadline]
         loaded: list[str] = []
@@ -277,11 +279,6 @@ class OffloadWorker(WorkerConnector):
     def _write_in_time(self, write: FileWrite, deadline: float) -> None:
         if time.monotonic() < deadline:
             self._write(write)
-
-    def _scan_regularly(self, now: float) -> None:
-        if self._scanner is not None and now >= self._next_scan:
-            self._next_scan = now + RESCAN_S
-            self._scanner.submit(self._scan)
 
     def _scan(self) -> None:
         assert self._folder is not None

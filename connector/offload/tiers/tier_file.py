@@ -11,6 +11,7 @@ import os
 import secrets
 import struct
 from collections.abc import Callable, Sequence
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -105,13 +106,10 @@ def _decode(name: str, nbytes: int, geometry: str, *, body: memoryview, digest: 
         raise TierFileError("foreign", f"geometry {header.geometry}, not {geometry}")
     if not all(item.boundaries and 0 <= item.start <= item.end for item in header.items):
         raise TierFileError("corrupt", "an item has no tokens")
-    if _end(files.ranges) > nbytes:
-        raise TierFileError("short", f"{nbytes} bytes of {_end(files.ranges)}")
+    end = max((one.offset + one.nbytes for one in files.ranges), default=0)
+    if end > nbytes:
+        raise TierFileError("short", f"{nbytes} bytes of {end}")
     return files
-
-
-def _end(ranges: Sequence[FileRange]) -> int:
-    return max((one.offset + one.nbytes for one in ranges), default=0)
 
 
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
@@ -167,33 +165,27 @@ class Files:
 
     def read(self, name: str, offset: int, target: memoryview) -> int:
         """Fills `target` from byte `offset` on; returns the bytes read, fewer at the end."""
-        file = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            num_read = 0
+        num_read = 0
+        with open(self.folder / name, "rb", buffering=0) as file:
             while num_read < len(target):
-                more = os.preadv(file, [target[num_read:]], offset + num_read)
+                more = os.preadv(file.fileno(), [target[num_read:]], offset + num_read)
                 if not more:
                     break
                 num_read += more
-            return num_read
-        finally:
-            os.close(file)
+        return num_read
 
     def read_ahead(self, name: str, offset: int, nbytes: int) -> None:
         """Tells the kernel to begin to read so many bytes, for a `read` that comes soon."""
-        file = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(file, offset, nbytes, os.POSIX_FADV_WILLNEED)
-        finally:
-            os.close(file)
+        with open(self.folder / name, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def write(self, name: str, parts: Sequence[memoryview]) -> None:
         """A new file of these bytes, under its name only once it is whole."""
         temporary = self.folder / f"{name}.tmp"
         try:
-            with open(temporary, "xb", buffering=0, opener=_for_this_user) as file:
+            with open(temporary, "xb", buffering=0, opener=partial(os.open, mode=FILE_MODE)) as out:
                 for part in parts:
-                    _write_all(file, part)
+                    _write_all(out, part)
             temporary.rename(self.folder / name)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -206,10 +198,6 @@ class Files:
     def remove(self, name: str) -> None:
         """Removes a file, which may have gone already."""
         (self.folder / name).unlink(missing_ok=True)
-
-
-def _for_this_user(path: str, flags: int) -> int:
-    return os.open(path, flags, FILE_MODE)
 
 
 def _write_all(file: FileIO, content: memoryview) -> None:

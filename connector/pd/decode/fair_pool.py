@@ -96,12 +96,9 @@ class FairPool:
         try:
             call()
         finally:
-            self._ended(peer)
+            with self._changed:
+                self._running[peer] -= 1
+                if not self._running[peer]:
+                    del self._running[peer]
+                self._changed.notify_all()
             self._start_ready()
-
-    def _ended(self, peer: str) -> None:
-        with self._changed:
-            self._running[peer] -= 1
-            if not self._running[peer]:
-                del self._running[peer]
-            self._changed.notify_all()

@@ -123,11 +123,8 @@ class PeerRegistry:
         with self._entry(host, port) as entry:
             async with entry.lock:
                 # Under the entry's lock: another task may have met the peer meanwhile.
-                current = self.at_hand(host, port, engine_id)
-                if current is None:
-                    current = await self._meet(entry, host, port, engine_id=engine_id)
-                    self._replace(entry, current)
-                return current
+                known = self.at_hand(host, port, engine_id)
+                return known or await self._meet(entry, host, port, engine_id=engine_id)
 
     def has_met(self, address: PeerAddress) -> bool:
         """True if a peer has answered there and is remembered."""
@@ -200,17 +197,16 @@ class PeerRegistry:
         if started < entry.silent_until:
             raise UnavailableError(f"{host}:{port} did not answer in time a moment ago")
         try:
-            return await self._handshake(host, port, engine_id)
+            peer = await self._handshake(host, port, engine_id)
         except DeadlineExceededError:
             ended = time.monotonic()
             if ended - started > self._timeout_s / 2:  # else the peer has told of its own deadline
                 entry.silent_until = ended + SILENCE_S
             raise
-
-    def _replace(self, entry: _Entry, peer: Peer) -> None:
         old, entry.peer = entry.peer, peer
         if old is not None:
             self.forget(old)
+        return peer
 
     async def _handshake(self, host: str, port: int, engine_id: str) -> Peer:
         control = self.control_of(host, port)
@@ -222,7 +218,12 @@ class PeerRegistry:
                     code="foreign_kv_transfer_params",
                 )
             check_geometry(self._identity(), reply)
-            groups, lease_s = groups_of(reply), self._bounded(reply.lease_s)
+            groups, lease_s = groups_of(reply), reply.lease_s
+            if not math.isfinite(lease_s) or lease_s <= 0:
+                raise TransportError(f"a peer's leases last {lease_s} s; it must be a time above 0")
+            # Leases shorter than this are only believed of peers that are set up as this node is.
+            least = min(LEASE_S[0], self._identity().lease_s)
+            lease_s = min(max(lease_s, least), LEASE_S[1])
             link = f"{engine_id} at {control.address}"
             await self._link(link, control, host, reply=reply)
         except BaseException:
@@ -280,18 +281,17 @@ class PeerRegistry:
     def _check_host(self, host: str, address: bytes, engine_id: str) -> None:
         """Raises TransportError unless its memory is on `host`: a peer could name any host."""
         named = self._transport.listens_at(address)
-        if named is not None and named not in _addresses_of(host):
+        if named is None:
+            return
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise TransportError(f"no address of {host!r} is known: {error}") from error
+        if named not in {str(ipaddress.ip_address(address[0])) for *_, address in found}:
             raise TransportError(
                 f"{engine_id} answers at {host} and says that its memory is at {named}; "
                 "let it advertise the address that its transport listens on"
             )
-
-    def _bounded(self, lease_s: float) -> float:
-        """Leases shorter than this are only believed of peers that are set up as this node is."""
-        least, most = LEASE_S
-        if not math.isfinite(lease_s) or lease_s <= 0:
-            raise TransportError(f"a peer's leases last {lease_s} s; it must be a time above 0")
-        return min(max(lease_s, min(least, self._identity().lease_s)), most)
 
     def _drop_unused(self, peer: Peer) -> None:
         if peer.is_gone and not peer.users and not peer.is_dropped:
@@ -303,12 +303,3 @@ class PeerRegistry:
     async def _drop(self, peer: Peer) -> None:
         await self._unlink(peer.link)
         await peer.control.close()
-
-
-def _addresses_of(host: str) -> set[str]:
-    """As transports spell them. Raises TransportError for a name that nobody knows."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise TransportError(f"no address of {host!r} is known: {error}") from error
-    return {str(ipaddress.ip_address(address[0])) for *_, address in found}

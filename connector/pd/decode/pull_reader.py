@@ -98,28 +98,17 @@ class Reading:
     @contextmanager
     def asking(self, plan: PullPlan) -> Iterator[Callable[[], list[int]]]:
         """Asks while D reads, since P has yet to hash: the call for the answer waits."""
-        control, question = self.peer.control, self._question(plan)
-        with (
-            _late_if_refused(),
-            control.asking_digests(question, self.time_left()) as asked,
-        ):
-            yield lambda: _in_order(asked.result(), plan)
-
-    def _question(self, plan: PullPlan) -> DigestsQuestion:
-        return DigestsQuestion(
+        question = DigestsQuestion(
             engine_id=self.peer.engine_id,
             request_id=self.request_id,
             generation=self.generation,
             ranges=tuple(group.asked for group in plan.groups),
         )
-
-
-@contextmanager
-def _late_if_refused() -> Iterator[None]:
-    try:
-        yield
-    except KVTransferParamsError as error:
-        raise LateReadError(f"the peer no longer holds what was read: {error}") from error
+        try:
+            with self.peer.control.asking_digests(question, self.time_left()) as asked:
+                yield lambda: _in_order(asked.result(), plan)
+        except KVTransferParamsError as error:
+            raise LateReadError(f"the peer no longer holds what was read: {error}") from error
 
 
 def _in_order(digests: Digests, plan: PullPlan) -> list[int]:
@@ -224,18 +213,15 @@ class PullReader:
         """Digests of the bytes that arrived and of those at P, block by block."""
         numbers, num_held = plan.numbers_at_p(), plan.remote.num_blocks
         if numbers is None or num_held > MAX_DIGESTS:
-            return self._read_and_ask(reading, plan)
+            # P itself is asked, whose record has no digests: P hashes while D reads.
+            with reading.asking(plan) as answer:
+                found = self._read_blocks(reading, plan.blocks, plan.spans)
+                self._confirm(reading)
+                return found, answer()
         found = self._read_blocks(reading, plan.blocks, plan.spans)
         recorded = self._confirm(reading, num_held)
         expected = [recorded[number] for number in numbers] if recorded else [UNKNOWN]
         return found, reading.ask(plan) if UNKNOWN in expected else expected
-
-    def _read_and_ask(self, reading: Reading, plan: PullPlan) -> tuple[list[int], list[int]]:
-        """Asks P itself, whose record has no digests: P hashes while D reads."""
-        with reading.asking(plan) as answer:
-            found = self._read_blocks(reading, plan.blocks, plan.spans)
-            self._confirm(reading)
-            return found, answer()
 
     def _differing(
         self, plan: PullPlan, expected: Sequence[int], found: Iterable[tuple[int, int]]
@@ -327,9 +313,8 @@ def in_stages(blocks: Iterable[Block], limit: int) -> Iterator[Stage]:
 
 def _hash_as_they_come(read: ReadBytes, come: "SimpleQueue[Stage | None]") -> list[int]:
     """Digests of all blocks of all stages, until None comes."""
-    stages = iter(come.get, None)
     return [
         digest(read, [(piece.local, piece.length) for piece in block])
-        for stage in stages
+        for stage in iter(come.get, None)
         for block in stage.blocks
     ]
