@@ -14,7 +14,6 @@ SUBJECT = "canary P to D"
 PATH = "/v1/completions"
 PROMPT_TOKENS = 1024
 OUTPUT_TOKENS = 4
-REMOTE_DECODE = {"do_remote_decode": True}
 NO_TOKEN = 2  # the first ids of a vocabulary are often special
 
 
@@ -45,15 +44,24 @@ async def fly(p: NodeReport, d: NodeReport, api_key: str | None) -> Finding:
     try:
         # P and D name one salt, or D refuses the hand-over; nobody else has it, so nothing hits.
         salt = secrets.token_hex(8)
-        held = await _ask(p, api_key, _body(prompt, salt, REMOTE_DECODE, max_tokens=1))
+        body = {
+            "prompt": prompt,
+            "max_tokens": OUTPUT_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "cache_salt": salt,
+            "kv_transfer_params": None,
+        }
+        to_p = body | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+        held = await _ask(p, api_key, to_p)
         params = held.kv_transfer_params
         if params is None:
             fix = 'start P with kv_role "kv_producer" or "kv_both" in --kv-transfer-config'
             return wrong(SUBJECT, "P answered without kv_transfer_params", fix)
-        pulled = await _ask(d, api_key, _body(prompt, salt, params, max_tokens=OUTPUT_TOKENS))
+        pulled = await _ask(d, api_key, body | {"kv_transfer_params": params})
         # D alone must compute the prompt itself: another salt, so it cannot hit what was pulled.
-        other = secrets.token_hex(8)
-        alone = await _ask(d, api_key, _body(prompt, other, None, max_tokens=OUTPUT_TOKENS))
+        alone = await _ask(d, api_key, body | {"cache_salt": secrets.token_hex(8)})
     except DoctorError as error:
         return error.finding
     except TandemError as error:
@@ -85,21 +93,6 @@ def _rate(moved: KVTransferStats) -> str:
         f"{moved.attention_bytes} B of attention and {moved.state_bytes} B of state in "
         f"{moved.transfer_ms:.2f} ms, {rate}"
     )
-
-
-def _body(
-    prompt: list[int], cache_salt: str, params: dict[str, Any] | None, *, max_tokens: int
-) -> dict[str, Any]:
-    """The JSON of one request."""
-    return {
-        "prompt": prompt,
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "cache_salt": cache_salt,
-        "kv_transfer_params": params,
-    }
 
 
 async def _ask(node: NodeReport, api_key: str | None, body: dict[str, Any]) -> _Reply:

@@ -72,6 +72,7 @@ class OffloadScheduler(SchedulerConnector):
         tiers: TierListener | None,
         wake: Callable[[], None],
     ) -> None:
+        self.cache_listener = self  # it knows what the arena can find
         self.index = ItemIndex(chunks, tiers)
         self.slots = slots
         self.writes = FileWrites(chunks, self.index, config.disk_bytes)
@@ -86,11 +87,6 @@ class OffloadScheduler(SchedulerConnector):
         self._load_of: dict[str, int] = {}  # by request, until its end is reported
         self._files: dict[str, list[Key]] = {}
         self._numbers = 0
-
-    @property
-    def cache_listener(self) -> "OffloadScheduler":  # type: ignore[override]
-        """Itself: it knows what the arena can find."""
-        return self
 
     # --- the cache's listener ----------------------------------------------------------------
 

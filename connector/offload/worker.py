@@ -105,10 +105,10 @@ class OffloadWorker(WorkerConnector):
         for load in message.loads:
             job = LoadJob(load, time.monotonic() + self._config.load_timeout_seconds)
             self._jobs[load.load_id] = job
-            for number, part in enumerate(load.parts):
+            for part in load.parts:
                 if isinstance(part.source, Place):
                     self._items.copy_within(part.item, part.source, part.target)
-                    job.done.add(number)
+                    job.done.add(part)
                 elif part.source is None:
                     job.fail(part, "evicted")
             if not self._readers.submit(partial(self._load, job)):
@@ -211,9 +211,8 @@ class OffloadWorker(WorkerConnector):
         buffer = torch.empty(sum(sizes), dtype=torch.uint8)
         offsets = [sum(sizes[:number]) for number in range(len(sizes))]
         packed = []
-        for item, source, offset, size in zip(
-            write.items, write.sources, offsets, sizes, strict=True
-        ):
+        placed = zip(write.items, write.sources, offsets, sizes, strict=True)
+        for item, source, offset, size in placed:
             if isinstance(source, Place):
                 packed.append((item, source, offset))
             else:
@@ -229,8 +228,7 @@ class OffloadWorker(WorkerConnector):
         name, start = self._folder.new_name(), encode(header)
         nbytes = len(start) + len(content)
         try:
-            for gone in self._folder.make_room(nbytes):
-                self._found.append(gone)
+            self._found.extend(self._folder.make_room(nbytes))
             self._folder.files.write(name, (memoryview(start), content))
         except OSError as error:
             cause = errno.errorcode.get(error.errno or 0, type(error).__name__)

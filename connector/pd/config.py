@@ -16,8 +16,7 @@ class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     transport: Annotated[
-        Literal["auto", "shm", "nixl", "ucx", "zmq"],
-        Meta(description="What moves the bytes."),
+        Literal["auto", "shm", "nixl", "ucx", "zmq"], Meta(description="What moves the bytes.")
     ] = "auto"
     # Renewed by two thirds of it, as in vLLM #41383.
     kv_lease_duration: Annotated[
@@ -49,8 +48,7 @@ class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields
         Seconds, Meta(description="Seconds that one message to a peer may take.")
     ] = 5.0
     verify_transfers: Annotated[
-        bool,
-        Meta(description="Compare what was read with P's digests before anybody may use it."),
+        bool, Meta(description="Compare what was read with P's digests before anybody may use it.")
     ] = True
     bidirectional_kv_xfer: Annotated[
         bool,
@@ -67,8 +65,7 @@ class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields
         ),
     ] = 480.0
     kv_recompute_threshold: Annotated[
-        NotNegative,
-        Meta(description="A pull from D that would save P fewer tokens is not made."),
+        NotNegative, Meta(description="A pull from D that would save P fewer tokens is not made.")
     ] = 64
     load_weight: Annotated[
         float,

@@ -105,10 +105,7 @@ class PdWorker(WorkerConnector):
             else:
                 failed.append(LoadFailure(request_id, cause))
         return ConnectorOutput(
-            tuple(loaded),
-            tuple(failed),
-            released=self._leases.take_ended(),
-            filled_from=starts,
+            tuple(loaded), tuple(failed), released=self._leases.take_ended(), filled_from=starts
         )
 
     def next_deadline(self) -> float | None:

@@ -40,10 +40,7 @@ class Transfer(ABC):
 
     @abstractmethod
     def cancel(self) -> None:
-        """Stop it and release its handles. Idempotent.
-
-        Afterwards no late byte can reach the local arena.
-        """
+        """Stop it and free its handles: no late byte can reach the local arena. Idempotent."""
 
 
 class Transport(ABC):

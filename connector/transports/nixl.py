@@ -73,7 +73,7 @@ class NixlTransfer(DrainedTransfer[SpanPair]):
     def _advance(self, wanted: int) -> None:
         try:
             while self._is_idle() and self.waiting and self.here < wanted:
-                self._post(self._next_spans(wanted))
+                self._post(wanted)
         except TransportError as error:
             # Its endpoint is dead; the next read makes a new one.
             self.fail(str(error))
@@ -89,14 +89,19 @@ class NixlTransfer(DrainedTransfer[SpanPair]):
             self._arrived()
         return self._request is None
 
-    def _next_spans(self, wanted: int) -> list[SpanPair]:
+    def _post(self, wanted: int) -> None:
         """The next request; `wanted` bytes should be here then, if it may have several spans."""
         spans = [self._next_span(self._room)]
         most = min(wanted - self.here, _REQUEST_BYTES) if self._copies_at_once else 0
         most = self._room if self._on_devices else most
         while self.waiting and self._arriving < most:
             spans.append(self._next_span(most - self._arriving))
-        return spans
+        agent = self._reader.agent
+        self._request = agent.prepare(self.peer, spans, local=self._local, remote=self._remote)
+        self._posted_at = time.monotonic()
+        self._copies_at_once = agent.post(self._request)
+        if self._copies_at_once:
+            self._arrived()
 
     def _next_span(self, most: int) -> SpanPair:
         """At most `most` bytes of the next span; the rest stays."""
@@ -105,14 +110,6 @@ class NixlTransfer(DrainedTransfer[SpanPair]):
             self.waiting.appendleft(SpanPair(remote + most, local + most, length - most))
         self._arriving += min(length, most)
         return SpanPair(remote, local, min(length, most))
-
-    def _post(self, spans: Sequence[SpanPair]) -> None:
-        agent = self._reader.agent
-        self._request = agent.prepare(self.peer, spans, local=self._local, remote=self._remote)
-        self._posted_at = time.monotonic()
-        self._copies_at_once = agent.post(self._request)
-        if self._copies_at_once:
-            self._arrived()
 
     def _arrived(self) -> None:
         self._release()

@@ -68,7 +68,14 @@ class NixlAgent:
         with self._typed("open the UCX backend"):
             self._agent: Any = self._nixl.nixlAgent(self.name, config)
             # `peer`: UCX reports a peer that vanished instead of waiting for it for ever.
-            options = {"ucx_error_handling_mode": "peer", **_only(devices)}
+            options = {"ucx_error_handling_mode": "peer"}
+            # One option cuts its value at the first comma, so it takes one device, the interface.
+            # The other takes many, and appends `:1` to the last, which must be the first port of an
+            # RDMA device.
+            if devices.endswith(":1"):
+                options["device_list"] = devices.removesuffix(":1")
+            else:
+                options["engine_config"] = f"NET_DEVICES={devices}"
             backend = self._agent.createBackend("UCX", options)
         self._backends = [backend]
         self.regions: list[NixlRegion] = []
@@ -151,15 +158,6 @@ class NixlAgent:
 
     def _segment(self, kind: str) -> Any:
         return self._nixl.VRAM_SEG if kind == "VRAM" else self._nixl.DRAM_SEG
-
-
-def _only(devices: str) -> dict[str, str]:
-    """NIXL's options that keep UCX to some devices."""
-    # One option cuts its value at the first comma, so it takes one device, the interface. The other
-    # takes many, and appends `:1` to the last, which must be the first port of an RDMA device.
-    if not devices.endswith(":1"):
-        return {"engine_config": f"NET_DEVICES={devices}"}
-    return {"device_list": devices.removesuffix(":1")}
 
 
 class _Typed:

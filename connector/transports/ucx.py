@@ -148,7 +148,10 @@ class _Connection:
             self._check()
             for transfer in tuple(self.live):
                 self._land(transfer)
-                self._launch(transfer)
+                # The bound is for the connection: its reads share the peer's one serving thread.
+                in_flight = sum(len(other.flying) for other in self.live)
+                for _ in range(min(_PARTS_IN_FLIGHT - in_flight, len(transfer.waiting))):
+                    self._ask(transfer, transfer.waiting.popleft())
         except TransportError as error:
             self.close(str(error))
 
@@ -197,12 +200,6 @@ class _Connection:
         if not transfer.flying and not transfer.waiting:
             transfer.is_done = True
             self.live.remove(transfer)
-
-    def _launch(self, transfer: UcxTransfer) -> None:
-        # The bound is for the connection: all its reads share the peer's one serving thread.
-        in_flight = sum(len(other.flying) for other in self.live)
-        for _ in range(min(_PARTS_IN_FLIGHT - in_flight, len(transfer.waiting))):
-            self._ask(transfer, transfer.waiting.popleft())
 
     def _ask(self, transfer: UcxTransfer, part: Part) -> None:
         memory = self._regions[transfer.region]

@@ -12,7 +12,8 @@ import secrets
 import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import chain
+from functools import partial
+from itertools import chain, count
 from threading import Thread
 from typing import Annotated, Any
 
@@ -183,12 +184,8 @@ class ArenaServer:
         memory = self._regions[request.region]
         spans = [memory[offset : offset + length] for offset, length in request.spans]
         messages = [_joined(memory, request.spans)] if request.joined else spans
-        reader.sends.append(
-            [
-                self._worker.send(reader.endpoint, message, request.tag + number)
-                for number, message in enumerate(messages)
-            ]
-        )
+        send = partial(self._worker.send, reader.endpoint)
+        reader.sends.append(list(map(send, messages, count(request.tag))))
 
     def _reader(self, address: bytes) -> _Reader:
         known = self._readers.get(address)

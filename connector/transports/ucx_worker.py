@@ -25,11 +25,7 @@ Bytes = npt.NDArray[np.uint8]
 # UCX's own 8 KiB segments move 1.4 GB/s over loopback TCP where these move 2 to 4. TCP has no puts
 # for messages, so this scheme also spares it the round trip of a rendezvous; RDMA keeps its own.
 # What else was tried stands in benchmarks/pages/transfer.md.
-_SETTINGS = {
-    "TCP_TX_SEG_SIZE": "1M",
-    "TCP_RX_SEG_SIZE": "1M",
-    "RNDV_SCHEME": "put_zcopy",
-}
+_SETTINGS = {"TCP_TX_SEG_SIZE": "1M", "TCP_RX_SEG_SIZE": "1M", "RNDV_SCHEME": "put_zcopy"}
 _INFINIBAND = Path("/sys/class/infiniband")
 _CLOSE_NS = 10_000_000
 _CLOSE_ATTEMPTS = 20

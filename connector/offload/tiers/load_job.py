@@ -33,7 +33,7 @@ class LoadJob:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_over: bool = False
     failed: dict[int, tuple[str, int]] = field(default_factory=dict)
-    done: set[int] = field(default_factory=set)  # numbers of parts
+    done: set[LoadPart] = field(default_factory=set)
     bad: list[tuple[str, Item]] = field(default_factory=list)
     nbytes: dict[str, int] = field(default_factory=lambda: {"host": 0, "disk": 0})
 
@@ -42,25 +42,25 @@ class LoadJob:
     ) -> None:
         """All parts but those after one of their group that has failed, in order."""
         batches = list(self._batches())
-        largest = max(sum(_size(self._part(n)) for n in batch) for batch in batches)
+        largest = max(sum(map(_size, batch)) for batch in batches)
         buffer = torch.empty(largest, dtype=torch.uint8)
         told = 0
         for place, batch in enumerate(batches):
             while folder is not None and told < min(place + AHEAD, len(batches)):
                 self._read_ahead(batches[told], folder)
                 told += 1
-            numbers = [number for number in batch if not self._is_vain(self._part(number))]
-            if not numbers:
+            parts = [part for part in batch if not self._is_vain(part)]
+            if not parts:
                 continue
             if self.is_over:
                 return
-            source = self._part(numbers[0]).source
+            source = parts[0].source
             if isinstance(source, FileRange):
                 assert folder is not None
-                self._read(numbers, items, folder, buffer=buffer, verify=verify)
+                self._read(parts, items, folder, buffer=buffer, verify=verify)
             elif isinstance(source, int):
-                self._write(numbers, items, host.tensor, base=0)
-                self.nbytes["host"] += sum(items.chunks.nbytes(self._part(n).item) for n in numbers)
+                self._write(parts, items, host.tensor, base=0)
+                self.nbytes["host"] += sum(items.chunks.nbytes(part.item) for part in parts)
 
     def end(self, cause: str) -> LoadFailure | None:
         """Nothing is written any more. The failure to report, `cause` for what is not done.
@@ -69,8 +69,8 @@ class LoadJob:
         """
         with self.lock:
             self.is_over = True
-        for number, part in enumerate(self.load.parts):
-            if number not in self.done:
+        for part in self.load.parts:
+            if part not in self.done:
                 self._fail(part.item, cause)
         failed = dict(self.failed)  # a thread that hangs may still add to it
         if not failed:
@@ -95,26 +95,21 @@ class LoadJob:
     def _is_vain(self, part: LoadPart) -> bool:
         return part.item.group in self.failed and part.item.start >= self.failed[part.item.group][1]
 
-    def _part(self, number: int) -> LoadPart:
-        return self.load.parts[number]
-
-    def _batches(self) -> Iterator[list[int]]:
+    def _batches(self) -> Iterator[list[LoadPart]]:
         """Parts that are read at once: neighbours in one file, or all of the host tier in a row."""
-        batch: list[int] = []
+        batch: list[LoadPart] = []
         nbytes = 0
-        for number, part in enumerate(self.load.parts):
-            if batch and not (
-                _follows(self._part(batch[-1]), part) and nbytes + _size(part) <= READ_BYTES
-            ):
+        for part in self.load.parts:
+            if batch and not (_follows(batch[-1], part) and nbytes + _size(part) <= READ_BYTES):
                 yield batch
                 batch, nbytes = [], 0
-            batch.append(number)
+            batch.append(part)
             nbytes += _size(part)
         if batch:
             yield batch
 
-    def _read_ahead(self, numbers: Sequence[int], folder: Folder) -> None:
-        first, last = self._part(numbers[0]).source, self._part(numbers[-1]).source
+    def _read_ahead(self, parts: Sequence[LoadPart], folder: Folder) -> None:
+        first, last = parts[0].source, parts[-1].source
         if isinstance(first, FileRange) and isinstance(last, FileRange):
             # What is wrong with the file, the read will tell.
             with suppress(OSError):
@@ -123,15 +118,14 @@ class LoadJob:
 
     def _read(
         self,
-        numbers: Sequence[int],
+        parts: Sequence[LoadPart],
         items: ArenaItems,
         folder: Folder,
         *,
         buffer: torch.Tensor,
         verify: bool,
     ) -> None:
-        sources = [self._part(number).source for number in numbers]
-        ranges = [source for source in sources if isinstance(source, FileRange)]
+        ranges = [part.source for part in parts if isinstance(part.source, FileRange)]
         name, first = ranges[0].name, ranges[0].offset
         content = buffer.numpy().data[: ranges[-1].offset + ranges[-1].nbytes - first]
         try:
@@ -143,8 +137,8 @@ class LoadJob:
         except OSError:
             num_read, cause = 0, "io"
         good = []
-        for number, found in zip(numbers, ranges, strict=True):
-            part, end = self._part(number), found.offset + found.nbytes - first
+        for part, found in zip(parts, ranges, strict=True):
+            end = found.offset + found.nbytes - first
             if end > num_read:
                 self.fail(part, cause)
                 continue
@@ -154,16 +148,15 @@ class LoadJob:
             except TierFileError as error:
                 self.fail(part, error.cause)
                 continue
-            good.append(number)
+            good.append(part)
         self._write(good, items, buffer, base=first)
         self.nbytes["disk"] += num_read
 
     def _write(
-        self, numbers: Sequence[int], items: ArenaItems, dense: torch.Tensor, *, base: int
+        self, parts: Sequence[LoadPart], items: ArenaItems, dense: torch.Tensor, *, base: int
     ) -> None:
         packed = []
-        for number in numbers:
-            part = self._part(number)
+        for part in parts:
             offset = part.source.offset if isinstance(part.source, FileRange) else part.source
             assert isinstance(offset, int)
             packed.append((part.item, part.target, offset - base))
@@ -171,7 +164,7 @@ class LoadJob:
             if self.is_over:
                 return
             items.unpack(packed, dense)
-        self.done.update(numbers)
+        self.done.update(parts)
 
 
 def _follows(last: LoadPart, part: LoadPart) -> bool:

@@ -35,12 +35,7 @@ class FairPool:
         self._changed = threading.Condition()
         self._waiting: OrderedDict[str, deque[Call]] = OrderedDict()  # the next peer first
         self._running: Counter[str] = Counter()
-        self._num_waiting = 0
-
-    @property
-    def num_waiting(self) -> int:
-        """Calls that have not begun."""
-        return self._num_waiting
+        self.num_waiting = 0  # calls that have not begun
 
     @property
     def num_running(self) -> int:
@@ -49,24 +44,21 @@ class FairPool:
             return self._running.total()
 
     def submit(self, peer: str, call: Call) -> None:
-        """Runs `call` on a thread when `peer` is next; never waits.
-
-        Raises OverloadedError when too many calls wait already.
-        """
+        """Runs `call` when `peer` is next; never waits. Raises OverloadedError if too many wait."""
         # `_changed` is never held while a call runs or a thread is started.
         with self._changed:
-            if self._num_waiting >= self._limits.waiting:
+            if self.num_waiting >= self._limits.waiting:
                 raise OverloadedError(
-                    f"{self._num_waiting} calls to peers wait already, {self._limits.waiting} may"
+                    f"{self.num_waiting} calls to peers wait already, {self._limits.waiting} may"
                 )
             self._waiting.setdefault(peer, deque()).append(call)
-            self._num_waiting += 1
+            self.num_waiting += 1
         self._start_ready()
 
     def close(self) -> None:
         """Returns when every call has ended, the waiting ones too, and stops the threads."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._num_waiting and not self._running.total())
+            self._changed.wait_for(lambda: not self.num_waiting and not self._running.total())
         self._threads.shutdown(wait=True)
 
     def _start_ready(self) -> None:
@@ -88,7 +80,7 @@ class FairPool:
             self._waiting.move_to_end(peer)
             if not calls:
                 del self._waiting[peer]
-            self._num_waiting -= 1
+            self.num_waiting -= 1
             self._running[peer] += 1
             return peer, call
 

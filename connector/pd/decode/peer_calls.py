@@ -14,6 +14,7 @@ import structlog
 from engine.errors import OverloadedError, TandemError
 
 log = structlog.get_logger()
+Call = Callable[[], Coroutine[Any, Any, None]]
 
 PER_PEER: Final = 4
 MAX_CALLS: Final = 16_384
@@ -37,9 +38,7 @@ class PeerCalls:
         self._lanes: dict[str, _Lane] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def start(
-        self, peer: str, call: Callable[[], Coroutine[Any, Any, None]], *, is_stranger: bool = False
-    ) -> asyncio.Task[None]:
+    def start(self, peer: str, call: Call, *, is_stranger: bool = False) -> asyncio.Task[None]:
         """Runs `call` when `peer` has less than `PER_PEER` calls under way.
 
         Raises OverloadedError when too many calls are not over, or calls to too many strangers.
@@ -69,9 +68,7 @@ class PeerCalls:
         if error is not None and not isinstance(error, TandemError):
             log.error("a call to a peer failed", exc_info=error)
 
-    async def _run(
-        self, peer: str, lane: _Lane, call: Callable[[], Coroutine[Any, Any, None]]
-    ) -> None:
+    async def _run(self, peer: str, lane: _Lane, call: Call) -> None:
         try:
             async with lane.turns:
                 await call()

@@ -8,7 +8,7 @@ sides, down to some tokens of one head. Neighbours on both sides become one span
          one span   one span
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -81,11 +81,7 @@ def plan_pull(
         groups.append(GroupPull(asked, blocks, group.is_state))
     blocks = tuple(block for group in groups for block in group.blocks)
     spans = tuple(coalesce(chain.from_iterable(blocks)))
-    states = sum(
-        sum(piece.length for block in group.blocks for piece in block)
-        for group in groups
-        if group.is_state
-    )
+    states = sum(it.length for group in groups if group.is_state for it in chain(*group.blocks))
     attention = sum(span.length for span in spans) - states
     return PullPlan(tuple(groups), blocks, spans, attention, states, remote, tuple(filled_from))
 
@@ -94,17 +90,14 @@ def pair_up(remote: Sequence[Piece], local: Sequence[Piece]) -> Block:
     """The same bytes, cut where either side is cut; mostly neither is."""
     if len(remote) == len(local) == 1 and remote[0].length == local[0].length:
         return (SpanPair(remote[0].offset, *local[0]),)
-    return tuple(_cut_at_both(remote, local))
-
-
-def _cut_at_both(remote: Sequence[Piece], local: Sequence[Piece]) -> Iterator[SpanPair]:
-    there, here = list(reversed(remote)), list(reversed(local))
+    pairs, there, here = [], list(reversed(remote)), list(reversed(local))
     while there and here:
         source, target = there.pop(), here.pop()
         length = min(source.length, target.length)
-        yield SpanPair(source.offset, target.offset, length)
+        pairs.append(SpanPair(source.offset, target.offset, length))
         there += _rest(source, length)
         here += _rest(target, length)
+    return tuple(pairs)
 
 
 def coalesce(pieces: Iterable[SpanPair]) -> list[SpanPair]:

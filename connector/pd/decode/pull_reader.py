@@ -88,10 +88,7 @@ class Reading:
         return max(self.deadline - time.monotonic(), 0.0)
 
     def ask(self, plan: PullPlan) -> list[int]:
-        """P's digest of every block of `plan`, in its order.
-
-        Raises LateReadError if P has released them.
-        """
+        """P's digests of all blocks of `plan`, in order. Raises LateReadError if it freed them."""
         with self.asking(plan) as answer:
             return answer()
 

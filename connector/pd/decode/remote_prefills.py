@@ -8,16 +8,15 @@ back the peer is a D that keeps a turn for nobody in particular: it must be aske
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import structlog
 
 from connector.pd import causes
-from connector.pd.decode.peer_calls import PeerCalls
+from connector.pd.decode.peer_calls import Call, PeerCalls
 from connector.pd.decode.peer_registry import Peer, PeerAddress, PeerRegistry
 from connector.pd.decode.pull_plan import PullPlan
 from connector.pd.metrics import TransferMetrics
@@ -36,7 +35,6 @@ from serving.hand_over_problems import HandOverProblems
 from serving.rpc.address import join_host_port
 
 log = structlog.get_logger()
-Call = Callable[[], Coroutine[Any, Any, None]]
 
 RENEWALS_PER_LEASE = 6
 

@@ -18,30 +18,24 @@ _Held = TypeVar("_Held")
 class ControlHandler:
     """Answers handshakes, claims, renewals, releases and questions about bytes, in any thread.
 
-    `identity` describes this node as it is now, to a peer that wants one of some transports (none:
-    any); the address of its arena may change, and its model is known once it serves. `wake` tells
-    the engine that a lease has ended.
+    `handshake` describes this node as it is now: its name, the address of its memory, which may
+    change, and the geometry of its blocks, whose model is known once it serves. It may be given the
+    transports by which a peer could read, where none in the last address led here. `wake` tells the
+    engine that a lease has ended.
     """
 
     def __init__(
         self,
         engine_id: str,
-        identity: Callable[..., Handshake],
+        handshake: Callable[..., Handshake],
         leases: LeaseTable,
         *,
         wake: Callable[[], None],
     ) -> None:
         self._engine_id = engine_id
-        self._identity = identity
+        self.handshake = handshake
         self._leases = leases
         self._wake = wake
-
-    def handshake(self, wanted: Sequence[str] = ()) -> Handshake:
-        """The node's name, the address of its memory and the geometry of its blocks.
-
-        `wanted`: transports by which the caller could read, as none in the last address led here.
-        """
-        return self._identity(wanted)
 
     def claim(self, engine_id: str, request_id: str) -> HeldBlocks:
         """The places of the blocks of a held request; renews its lease, which no longer is spare.
@@ -51,9 +45,7 @@ class ControlHandler:
         self._check_incarnation(engine_id)
         lease = self._still(request_id, self._leases.claim(request_id))
         return HeldBlocks(
-            num_tokens=lease.num_tokens,
-            block_ids=lease.block_ids,
-            generation=lease.generation,
+            num_tokens=lease.num_tokens, block_ids=lease.block_ids, generation=lease.generation
         )
 
     def digests(

@@ -38,12 +38,8 @@ class ControlService(KvControlServicer):
         return pb.ClaimReply(num_tokens=held.num_tokens, groups=groups, generation=held.generation)
 
     async def Renew(self, request: pb.RenewRequest, context: object) -> pb.RenewReply:
-        lost = await asyncio.to_thread(
-            self._handler.renew,
-            request.engine_id,
-            tuple(request.request_ids),
-            tuple(request.generations),
-        )
+        ids, generations = tuple(request.request_ids), tuple(request.generations)
+        lost = await asyncio.to_thread(self._handler.renew, request.engine_id, ids, generations)
         return pb.RenewReply(lost_request_ids=lost)
 
     async def Release(self, request: pb.ReleaseRequest, context: object) -> pb.ReleaseReply:

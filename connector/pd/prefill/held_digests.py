@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from connector.pd.layout import Piece, SequenceBlocks, blocks_announced
+from connector.pd.layout import SequenceBlocks, blocks_announced
 from connector.pd.wire.geometry import geometry_of
 from connector.pd.wire.lease_record import ReadBytes, digest, step_back
 from connector.pd.wire.messages import BlockIds, BlockRange, Digests
@@ -81,14 +81,12 @@ class HeldDigests:
         for block in self._held.blocks(asked):
             if left.is_set():
                 raise TransportError("whoever asked for digests has left")
-            yield self._block(block)
-
-    def _block(self, pieces: tuple[Piece, ...]) -> int:
-        if len(pieces) > 1:
-            return digest(self._read, pieces)
-        if pieces[0] not in self._known:
-            self._known[pieces[0]] = digest(self._read, pieces)
-        return self._known[pieces[0]]
+            if len(block) > 1:
+                yield digest(self._read, block)
+                continue
+            if block[0] not in self._known:
+                self._known[block[0]] = digest(self._read, block)
+            yield self._known[block[0]]
 
 
 class ArenaDigests:

@@ -3,6 +3,7 @@
 import secrets
 import threading
 from bisect import bisect_left
+from dataclasses import dataclass
 
 from connector.pd.wire.lease_record import (
     HEADER_WORDS,
@@ -16,21 +17,16 @@ FIRST_SERIAL_BITS = 35
 """Random: no record of one incarnation means anything in another. JSON's numbers hold it."""
 
 
+@dataclass(slots=True, eq=False)
 class LeaseRecord:
     """The record of one lease, until it is ended. `num_digests`: how many it has room for."""
 
-    __slots__ = ("_owner", "generation", "num_digests")
-
-    def __init__(self, generation: int, num_digests: int, owner: "LeaseRecords") -> None:
-        self.generation = generation
-        self.num_digests = num_digests
-        self._owner = owner
+    generation: int
+    num_digests: int
+    _owner: "LeaseRecords"
 
     def put(self, block: int, digest: int) -> None:
-        """Let readers compare `block` from now on; does nothing without room for it, or once ended.
-
-        Any thread may call it.
-        """
+        """Lets readers compare `block`, if there is room for it and the lease lives. Any thread."""
         start = start_of(self.generation)
         with self._owner.lock:
             # The room of a record that has ended may be another one's by now.

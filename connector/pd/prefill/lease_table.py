@@ -84,7 +84,11 @@ class LeaseTable:
             is_spare = spare_s is not None
             duration_s = self.duration_s if spare_s is None else spare_s
             deadline = self._clock() + duration_s
-            record = self._record_for(request_id, sum(map(len, block_ids)), holding)
+            # One lease per request, and a record for each: the oldest end if there are too many.
+            if request_id in self._leases:
+                self._remove(request_id)
+            while (record := self._records.begin(sum(map(len, block_ids)), holding)) is None:
+                self._end(min(self._leases, key=lambda key: self._leases[key].deadline))
             lease = Lease(block_ids, num_tokens, deadline, deadline + MAX_HOLD_S, record, is_spare)
             self._leases[request_id] = lease
         if not is_spare:
@@ -203,14 +207,6 @@ class LeaseTable:
         for request_id in found:
             self._end(request_id)
         return bool(found)
-
-    def _record_for(self, request_id: str, num_blocks: int, holding: bytes) -> LeaseRecord:
-        """One lease per request, and a record for each: the oldest end if there are too many."""
-        if request_id in self._leases:
-            self._remove(request_id)
-        while (record := self._records.begin(num_blocks, holding)) is None:
-            self._end(min(self._leases, key=lambda key: self._leases[key].deadline))
-        return record
 
     def _end(self, request_id: str) -> None:
         self._remove(request_id)

@@ -75,16 +75,15 @@ def describe_geometry(
 
     `model`: the fields of its identity, a few dozen and one word for each layer.
     """
-    groups = {
-        f"{GROUP_PREFIX}{number}": msgspec.json.encode(geometry).decode()
-        for number, geometry in enumerate(geometry_of(plan))
-    }
     return {
         PROTOCOL: PROTOCOL_VERSION,
         **{f"{MODEL_PREFIX}{name}": value for name, value in model.items()},
         "prefix_hash_seed": hashlib.sha256(f"seed {prefix_hash_seed}".encode()).hexdigest()[:12],
         "kv_layout": "head_major",
-        **groups,
+        **{
+            f"{GROUP_PREFIX}{number}": msgspec.json.encode(geometry).decode()
+            for number, geometry in enumerate(geometry_of(plan))
+        },
     }
 
 
