@@ -64,10 +64,7 @@ async def examine(
     *,
     with_canary: bool,
 ) -> list[Finding]:
-    """All findings, each after those that it depends on; the canary flies only if nothing is wrong.
-
-    `nodes`: P, then D.
-    """
+    """Findings, each after what it depends on; the canary only if none is wrong. `nodes`: P, D."""
     p, d = await asyncio.gather(
         probe("P", nodes[0], cluster_token), probe("D", nodes[1], cluster_token)
     )

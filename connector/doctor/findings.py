@@ -29,7 +29,6 @@ class Finding:
     fix: str = ""
 
     def line(self) -> Text:
-        """The finding as one line of a terminal."""
         fix = f"; fix: {self.fix}" if self.fix else ""
         text = " ".join(f"{self.subject}: {self.text}{fix}".split())
         return Text.assemble((f"{self.verdict.value:<6}", STYLES[self.verdict]), text)

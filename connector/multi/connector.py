@@ -90,5 +90,4 @@ class MultiConnector(NodeConnector):
         return any(child.is_awaited() for child in self.children.values())
 
     def link_bytes_per_s(self) -> float:
-        """The speed of the fastest child."""
         return max(child.link_bytes_per_s() for child in self.children.values())

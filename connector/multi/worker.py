@@ -41,7 +41,6 @@ class MultiWorker(WorkerConnector):
         )
 
     def next_deadline(self) -> float | None:
-        """The earliest of the children's deadlines."""
         deadlines = [child.next_deadline() for child in self._children.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 

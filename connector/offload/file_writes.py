@@ -32,7 +32,6 @@ class FileWrites:
 
     @property
     def has_room(self) -> bool:
-        """True if one more file may be written now."""
         return self.is_writable and len(self._units) < MAX_WRITES
 
     @property

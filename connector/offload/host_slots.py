@@ -47,7 +47,6 @@ class HostSlots:
 
     @property
     def num_free_units(self) -> int:
-        """Units without items."""
         return len(self._free_units)
 
     @property
@@ -87,7 +86,6 @@ class HostSlots:
         self._units[offset // self.unit_bytes].readers += 1
 
     def unpin(self, offset: int) -> None:
-        """The load has ended."""
         number = offset // self.unit_bytes
         unit = self._units[number]
         unit.readers -= 1

@@ -38,7 +38,6 @@ class Entry:
 
     @property
     def is_gone(self) -> bool:
-        """True if no copy is left."""
         return not self.places and self.host is None and self.file is None
 
 
@@ -72,7 +71,6 @@ class ItemIndex:
             yield from list(entries.values())
 
     def get(self, key: Key) -> Entry | None:
-        """The entry of a name."""
         return self._entries[key.group].get(key.digest)
 
     def add(self, item: Item) -> Entry:
@@ -113,7 +111,6 @@ class ItemIndex:
         self._announce(entry, STORAGE, was_there=was_there, is_there=found is not None)
 
     def drop_if_gone(self, entry: Entry) -> None:
-        """Forgets an entry without copies."""
         item = entry.item
         if not entry.is_gone or self._entries[item.group].pop(item.digest, None) is None:
             return

@@ -31,7 +31,6 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def key(self) -> Key:
-        """Its name."""
         return Key(self.group, self.digest)
 
     @property

@@ -136,9 +136,8 @@ class OffloadWorker(WorkerConnector):
         for job in ended:
             del self._jobs[job.load.load_id]
         saved = tuple(self._saved.popleft() for _ in range(len(self._saved)))
-        return ConnectorOutput(
-            tuple(loaded), tuple(failed), saved=saved, message=self._news(ended, now)
-        )
+        news = self._news(ended, now)
+        return ConnectorOutput(tuple(loaded), tuple(failed), saved=saved, message=news)
 
     def next_deadline(self) -> float | None:
         """When a load runs out of time, the folder is looked at, or the disk is tried again."""

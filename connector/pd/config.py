@@ -93,5 +93,4 @@ class PdConnectorConfig(Config, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def pulls_per_peer(self) -> int:
-        """Pulls from one prefill node that may run at once."""
         return self.max_concurrent_pulls_per_peer or min(PULLS_PER_PEER, self.max_concurrent_pulls)

@@ -81,7 +81,6 @@ class PdConnector(NodeConnector):
         return build
 
     def services(self) -> Sequence[RpcService]:
-        """The control service that peers call."""
         return [ControlService(self.control)]
 
     def advertise(self, port: int) -> None:

@@ -110,7 +110,6 @@ class TransferMetrics:
             self.differing(kind)
 
     def pulled(self, seconds: float, *, spans: int, attention_bytes: int, state_bytes: int) -> None:
-        """Records one successful pull."""
         self.link.add(attention_bytes + state_bytes, seconds)
         self.seconds.observe(seconds)
         self.bytes.observe(attention_bytes + state_bytes)

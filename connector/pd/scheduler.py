@@ -81,7 +81,6 @@ class PdScheduler(SchedulerConnector):
         return 0
 
     def build_meta(self, scheduled: Sequence[ScheduledRequest]) -> ConnectorMeta:
-        """The message is the loads queued since the last step."""
         loads, self._loads = tuple(self._loads), []
         return ConnectorMeta(loads)
 

@@ -66,8 +66,7 @@ class PdWorker(WorkerConnector):
         self._timeout_s = config.transfer_timeout
         self._wake = wake
         # Of each load: request, cause if it failed, the first tokens filled in.
-        self._results: queue.SimpleQueue[tuple[str, str | None, tuple[int, ...]]]
-        self._results = queue.SimpleQueue()
+        self._results = queue.SimpleQueue[tuple[str, str | None, tuple[int, ...]]]()
         limits = PoolLimits(
             total=config.max_concurrent_pulls,
             per_peer=config.pulls_per_peer,
@@ -152,17 +151,12 @@ class PdWorker(WorkerConnector):
             self._report(load, cause, filled_from)
             self._remote.settle(prefill, "read" if cause is None else "given up")
 
-    def _report(
-        self, load: BlockLoad, cause: str | None, filled_from: tuple[int, ...] = ()
-    ) -> None:
-        self._results.put((load.request_id, cause, filled_from))
+    def _report(self, load: BlockLoad, cause: str | None, starts: tuple[int, ...] = ()) -> None:
+        self._results.put((load.request_id, cause, starts))
         self._wake()
 
     def _read(self, prefill: RemotePrefill, peer: Peer, load: BlockLoad) -> tuple[int, ...]:
-        """Plans and reads one pull; the first token that it filled in, by KV cache group.
-
-        Raises a TandemError for whatever is wrong with it.
-        """
+        """Reads one pull: the first token it filled in, by KV cache group. Raises a TandemError."""
         started, block_ids = time.monotonic(), prefill.block_ids
         if block_ids is None:
             raise LateReadError(

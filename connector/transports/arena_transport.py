@@ -15,7 +15,7 @@ from threading import RLock
 from typing import Generic, Protocol, TypeVar
 from weakref import WeakSet
 
-from connector.transports.base import SpanPair, Transfer, Transport, check_spans
+from connector.transports.base import HAS_ARENA, SpanPair, Transfer, Transport, check_spans
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
@@ -71,9 +71,7 @@ class ArenaTransport(Transport, Generic[_Remote]):
 
     def register(self, *regions: ArenaMemory) -> None:
         if self._regions:
-            raise TransportError(
-                "this transport has an arena already; open one transport per arena"
-            )
+            raise TransportError(HAS_ARENA)
         with ExitStack() as undo:
             undo.callback(self.close)
             self._regions = regions

@@ -18,7 +18,7 @@ import structlog
 
 from connector.transports.address import AUTO, decode_address
 from connector.transports.arena_transport import ArenaTransport
-from connector.transports.base import SpanPair, Transfer, Transport
+from connector.transports.base import HAS_ARENA, SpanPair, Transfer, Transport
 from connector.transports.shm import ShmAddress, ShmTransport
 from engine.arena import ArenaMemory
 from engine.errors import ConfigError, OutOfReachError, TransportError
@@ -84,9 +84,7 @@ class AutoTransport(Transport):
 
     def register(self, *regions: ArenaMemory) -> None:
         if self._regions:
-            raise TransportError(
-                "this transport has an arena already; open one transport per arena"
-            )
+            raise TransportError(HAS_ARENA)
         probe = ArenaMemory(NONCE_BYTES * (1 + NUM_PROBES))
         probe.host_bytes()[:NONCE_BYTES] = self._nonce
         with ExitStack() as undo:

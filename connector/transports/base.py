@@ -11,6 +11,8 @@ from typing import NamedTuple
 from engine.arena import ArenaMemory
 from engine.errors import TransportError
 
+HAS_ARENA = "this transport has an arena already; open one transport per arena"
+
 
 class SpanPair(NamedTuple):
     """`length` bytes at `remote` in a peer's region, wanted at `local` in ours; byte offsets."""
@@ -53,10 +55,7 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, *regions: ArenaMemory) -> None:
-        """Make `regions` readable by peers; once per transport.
-
-        A read goes from a peer's region to the region of the same number here.
-        """
+        """Make `regions` readable by peers, once. A read goes to our region of the same number."""
 
     @property
     @abstractmethod

@@ -152,7 +152,6 @@ class _Reader:
         self._num_unloaded = 0
 
     def load(self, peer: NixlAddress) -> None:
-        """Make the peer known to this reader, unless it is."""
         if peer.agent not in self._loaded:
             self.agent.load(peer.metadata, peer.agent)
             self._loaded.add(peer.agent)

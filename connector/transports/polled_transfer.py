@@ -30,7 +30,6 @@ class PolledTransfer(Transfer):
 
     @property
     def is_open(self) -> bool:
-        """True while the read has neither ended nor failed."""
         return not self.is_done and self.failure is None
 
     def poll(self) -> bool:
@@ -62,10 +61,7 @@ class PolledTransfer(Transfer):
 
     @abstractmethod
     def _advance(self, wanted: int) -> None:
-        """Take what has come and ask for more, without blocking, until `wanted` bytes are here.
-
-        Sets `is_done`, or `failure`.
-        """
+        """Without blocking, take and ask for bytes up to `wanted`; sets `is_done`, or `failure`."""
 
     @abstractmethod
     def _pause(self, waited_s: float, left_s: float) -> None:

@@ -65,10 +65,7 @@ class Part:
 
 
 def plan_parts(spans: Sequence[SpanPair]) -> Iterator[Part]:
-    """Every byte in one part of at most PART_BYTES: first the large spans, then the small ones.
-
-    Longer spans than PART_BYTES are cut.
-    """
+    """Every byte in one part; spans are cut at PART_BYTES, and the large ones come first."""
     pieces = list(cut(spans, PART_BYTES))
     for joined in (False, True):
         alike = (piece for piece in pieces if (piece.length < DIRECT_BYTES) is joined)

@@ -40,10 +40,7 @@ class Request:
 
 
 class UcxWorker:
-    """One UCX context and worker, reachable at `host` only; one thread at a time.
-
-    Raises ConfigError without the ucxx package.
-    """
+    """One UCX context and worker, at `host` only; not thread-safe. ConfigError without ucxx."""
 
     def __init__(self, host: str) -> None:
         try:  # heavy and optional, so not imported at the top of the file

@@ -143,9 +143,8 @@ class ArenaOwner:
     def _admit(self) -> None:
         """Tell libzmq whether a new connection has the token."""
         frames = self._admission.recv_multipart()
-        known = len(frames) == _ZAP_FRAMES and secrets.compare_digest(
-            frames[-1], self._token.encode()
-        )
+        token = self._token.encode()
+        known = len(frames) == _ZAP_FRAMES and secrets.compare_digest(frames[-1], token)
         status = b"200" if known else b"400"
         self._admission.send_multipart([*frames[:2], status, b"", USER, b""])
 

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 
 import structlog
 
@@ -111,12 +111,12 @@ class Folder:
             return
         with self._lock:
             known = list(self._known)  # what is added from now on may not be listed yet
-        found = {file.name: file for file in self.files.scan()}
+        found = {file.name: file for file in self.files.scan() if file.name.startswith(PREFIX)}
         for name, file in found.items():
-            if is_left_over(file):
+            if name.endswith(".tmp") and time.time() - file.used_ns / 1e9 > STALE_S:
                 with suppress(OSError):
                     self.files.remove(name)
-        ours = {name: it for name, it in found.items() if is_of_tier(name)}
+        ours = {name: it for name, it in found.items() if name.endswith(SUFFIX)}  # any geometry's
         with self._lock:
             gone = [name for name in known if name not in ours]
             for name in gone:
@@ -145,12 +145,8 @@ class Folder:
             self._stats.bad_files["foreign"] += 1
             return None
         try:
-            return read_items(
-                file.name,
-                file.nbytes,
-                self.geometry,
-                read=lambda offset, target: self.files.read(file.name, offset, target),
-            )
+            read = partial(self.files.read, file.name)
+            return read_items(file.name, file.nbytes, self.geometry, read=read)
         except TierFileError as error:
             self._leave_out(file.name, error.cause, error)
         except FileNotFoundError:
@@ -182,14 +178,3 @@ class Folder:
         if cause not in self._told:
             self._told.add(cause)
             log.warning("a file of the offload folder is left out", name=name, why=str(error))
-
-
-def is_of_tier(name: str) -> bool:
-    """True for the files of any node and geometry."""
-    return name.startswith(PREFIX) and name.endswith(SUFFIX)
-
-
-def is_left_over(file: FoundFile) -> bool:
-    """True for a temporary file whose writer is gone."""
-    is_temporary = file.name.startswith(PREFIX) and file.name.endswith(".tmp")
-    return is_temporary and time.time() - file.used_ns / 1e9 > STALE_S

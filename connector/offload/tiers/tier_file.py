@@ -77,24 +77,7 @@ def read_items(name: str, nbytes: int, geometry: str, *, read: Read) -> FileItem
         if read(0, whole) < len(whole):
             raise TierFileError("short", f"the header of {length} bytes is cut")
         body = whole
-    return _decode(name, nbytes, geometry, body=body[PREAMBLE.size :], digest=digest)
-
-
-def ranges_of(name: str, header: Header) -> FileItems:
-    """Where the items of a file are in it."""
-    start = len(encode(header))
-    found = zip(header.offsets, header.sizes, header.digests, strict=True)
-    ranges = tuple(FileRange(name, start + offset, n, digest) for offset, n, digest in found)
-    return FileItems(name, header.items, ranges)
-
-
-def check(found: FileRange, content: memoryview) -> None:
-    """Raises TierFileError if the bytes are not those that were written."""
-    if xxhash.xxh3_64_intdigest(content) != found.xxh3:
-        raise TierFileError("corrupt", f"{found.name}: bytes {found.offset} on are damaged")
-
-
-def _decode(name: str, nbytes: int, geometry: str, *, body: memoryview, digest: int) -> FileItems:
+    body = body[PREAMBLE.size :]
     if xxhash.xxh3_64_intdigest(body) != digest:
         raise TierFileError("corrupt", "the header is damaged")
     try:
@@ -110,6 +93,20 @@ def _decode(name: str, nbytes: int, geometry: str, *, body: memoryview, digest: 
     if end > nbytes:
         raise TierFileError("short", f"{nbytes} bytes of {end}")
     return files
+
+
+def ranges_of(name: str, header: Header) -> FileItems:
+    """Where the items of a file are in it."""
+    start = len(encode(header))
+    found = zip(header.offsets, header.sizes, header.digests, strict=True)
+    ranges = tuple(FileRange(name, start + offset, n, digest) for offset, n, digest in found)
+    return FileItems(name, header.items, ranges)
+
+
+def check(found: FileRange, content: memoryview) -> None:
+    """Raises TierFileError if the bytes are not those that were written."""
+    if xxhash.xxh3_64_intdigest(content) != found.xxh3:
+        raise TierFileError("corrupt", f"{found.name}: bytes {found.offset} on are damaged")
 
 
 FOLDER_MODE, FILE_MODE = 0o700, 0o600

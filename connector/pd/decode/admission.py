@@ -32,8 +32,6 @@ log = structlog.get_logger()
 
 # A return pull comes with do_remote_decode: a node that may produce may start from what D keeps.
 REFUSED_BY_ROLE = {"kv_consumer": "do_remote_decode", "kv_producer": "do_remote_prefill"}
-FAILURES = (TandemError, TimeoutError)
-"""Errors of asking a peer. The client never sees them: this node can compute all tokens itself."""
 Question = Callable[[RemotePrefill], asyncio.Task[None] | None]
 FAILED_PREFILL = KVTransferParams(do_remote_prefill=True)
 """Replaces an object of which nothing may be used, so that its loss is still counted."""
@@ -97,11 +95,9 @@ class PdAdmission(AdmissionConnector):
         return Admitted(msgspec.structs.replace(request, sampling=sampling))
 
     def problems(self) -> tuple[HandOverProblem, ...]:
-        """Peers from which this node takes hand-overs in vain at present."""
         return self._remote.problems.present()
 
     def withdraw(self, request_id: str) -> None:
-        """Gives up the remote prefill of a request that never reached the scheduler."""
         self._remote.end(request_id)
 
     async def _claim_prefill(self, request: GenerateRequest, params: KVTransferParams) -> bool:
@@ -131,9 +127,8 @@ class PdAdmission(AdmissionConnector):
     async def _claim_turn(self, request: GenerateRequest, params: KVTransferParams) -> None:
         check_return_pull(params)
         self._signer.verify(params)
-        cause: str | None = "disabled"
-        if self._is_bidirectional:
-            cause = why_not_from(request, params, self._hasher)
+        is_on = self._is_bidirectional
+        cause = why_not_from(request, params, self._hasher) if is_on else "disabled"
         prefill = RemotePrefill(request.request_id, params)
         if cause is not None:
             self._remote.decline(prefill)
@@ -166,8 +161,8 @@ class PdAdmission(AdmissionConnector):
             if asked is not None:
                 # Shielded: who has left is found once the peer has answered, and then it is told.
                 await asyncio.wait_for(asyncio.shield(asked), self._timeout_s)
-        except FAILURES as error:
-            return error
+        except (TandemError, TimeoutError) as error:
+            return error  # the client never sees it: this node can compute all tokens itself
         except BaseException:
             self.withdraw(prefill.request_id)
             raise

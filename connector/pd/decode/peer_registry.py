@@ -146,7 +146,6 @@ class PeerRegistry:
         return not peer.is_dropped
 
     def release(self, peer: Peer) -> None:
-        """Ends one use of `peer`."""
         peer.users -= 1
         self._drop_unused(peer)
 

@@ -8,7 +8,6 @@ back the peer is a D that keeps a turn for nobody in particular: it must be aske
 import asyncio
 import threading
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,7 +90,6 @@ class RemotePrefill:
 
     @property
     def can_be_pulled(self) -> bool:
-        """False once it has failed or ended."""
         return not self.ended and self.failure is None
 
     def fail(self, cause: str) -> None:
@@ -151,7 +149,6 @@ class RemotePrefills:
         self._renewer = self._loop.create_task(self._renew_regularly())
 
     def get(self, request_id: str) -> RemotePrefill | None:
-        """The remote prefill of a request, if it has one."""
         with self._lock:
             return self._by_request.get(request_id)
 
@@ -338,7 +335,13 @@ class RemotePrefills:
                 async with asyncio.timeout(self._interval_s()):
                     await self._renew_now.wait()
             self._renew_now.clear()
-            for peer, prefills in self._by_peer():
+            # Every known peer with what to renew there, and those that are gone but hold something.
+            by_peer: dict[int, tuple[Peer, list[RemotePrefill]]]
+            by_peer = {id(peer): (peer, []) for peer in self._peers.known()}
+            for prefill in self.all():
+                if prefill.peer is not None and prefill.can_be_pulled:
+                    by_peer.setdefault(id(prefill.peer), (prefill.peer, []))[1].append(prefill)
+            for peer, prefills in by_peer.values():
                 if self._peers.hold(peer):
                     self._tell(peer, partial(self._renew, peer, prefills))
 
@@ -346,15 +349,6 @@ class RemotePrefills:
         """As often as the shortest lease needs, ours or that of a peer that is known."""
         leases = (self._lease_s, *(peer.lease_s for peer in self._peers.known()))
         return min(leases) / RENEWALS_PER_LEASE
-
-    def _by_peer(self) -> Iterable[tuple[Peer, list[RemotePrefill]]]:
-        """Every known peer with what to renew there, and those that are gone but hold something."""
-        by_peer: dict[int, tuple[Peer, list[RemotePrefill]]]
-        by_peer = {id(peer): (peer, []) for peer in self._peers.known()}
-        for prefill in self.all():
-            if prefill.peer is not None and prefill.can_be_pulled:
-                by_peer.setdefault(id(prefill.peer), (prefill.peer, []))[1].append(prefill)
-        return by_peer.values()
 
     async def _renew(self, peer: Peer, prefills: list[RemotePrefill]) -> None:
         ids = [prefill.remote_request_id for prefill in prefills]

@@ -80,10 +80,7 @@ class ControlHandler:
         return self._leases.renew(zip(request_ids, generations, strict=True))
 
     def release(self, engine_id: str, request_id: str, reason: str, *, generation: int) -> bool:
-        """Ends a lease and says whether it was still alive.
-
-        A caller that left too early to learn P's id may give its own label.
-        """
+        """Ends a lease; whether it was alive. Who left before P's answer may give its own label."""
         self._check_incarnation(engine_id)
         was_alive = self._leases.release(request_id, generation)
         self._wake()

@@ -82,8 +82,7 @@ class LeaseTable:
         """
         with self._lock:
             is_spare = spare_s is not None
-            duration_s = self.duration_s if spare_s is None else spare_s
-            deadline = self._clock() + duration_s
+            deadline = self._clock() + (self.duration_s if spare_s is None else spare_s)
             # One lease per request, and a record for each: the oldest end if there are too many.
             if request_id in self._leases:
                 self._remove(request_id)
@@ -140,10 +139,13 @@ class LeaseTable:
         """
         with self._lock:
             alive = self._live(request_id, generation) is not None
-            if alive:
-                self._end(request_id)
-            elif generation != ANY_GENERATION or not self._end_labelled(request_id):
-                self.num_late_releases += 1
+            ended = [request_id] if alive else []
+            if not alive and generation == ANY_GENERATION:
+                # A caller that left before P's answer came knows its own label only.
+                ended = [key for key in self._leases if has_label(key, request_id)]
+            for key in ended:
+                self._end(key)
+            self.num_late_releases += not ended
             return alive
 
     def take_back(self) -> str | None:
@@ -181,7 +183,6 @@ class LeaseTable:
             return list(self._leases.values())
 
     def next_deadline(self) -> float | None:
-        """When the earliest lease runs out."""
         with self._lock:
             return min((lease.deadline for lease in self._leases.values()), default=None)
 
@@ -200,13 +201,6 @@ class LeaseTable:
     def _extend(self, lease: Lease) -> None:
         extended = self._clock() + RENEWAL_SHARE * self.duration_s
         lease.deadline = min(max(lease.deadline, extended), lease.last_deadline)
-
-    def _end_labelled(self, label: str) -> bool:
-        """Ends leases that a caller knows by its own label only: it left before P's answer came."""
-        found = [key for key in self._leases if has_label(key, label)]
-        for request_id in found:
-            self._end(request_id)
-        return bool(found)
 
     def _end(self, request_id: str) -> None:
         self._remove(request_id)

@@ -160,9 +160,7 @@ def describe_spec(spec: LayerSpec) -> str:
 def _plain(node: Handshake) -> dict[str, str]:
     plain = {k: v for k, v in node.geometry.items() if not k.startswith(GROUP_PREFIX)}
     layers = plain.pop(f"{MODEL_PREFIX}{LAYERS}", "")
-    return plain | {
-        f"{MODEL_PREFIX}{name}": mixers for name, mixers in by_layer(layers, MAX_LAYERS)
-    }
+    return plain | {f"{MODEL_PREFIX}{name}": mixer for name, mixer in by_layer(layers, MAX_LAYERS)}
 
 
 def _by_layer(groups: Iterable[GroupGeometry]) -> dict[str, str]:

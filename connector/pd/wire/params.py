@@ -42,7 +42,6 @@ class ParamsSigner:
         self._key = signing_key or b"loopback"
 
     def sign(self, params: KVTransferParams) -> KVTransferParams:
-        """`params` with its signature."""
         return msgspec.structs.replace(params, signature=self._digest(params))
 
     def verify(self, params: KVTransferParams) -> None:
