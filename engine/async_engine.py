@@ -133,7 +133,9 @@ class AsyncEngine:
             with self._recording(admitted.request) as record:
                 self._submit(admitted, matcher)
                 while not all_taken:
-                    output = await _next_output(stream)
+                    output = await stream.get()
+                    if isinstance(output, TandemError):
+                        raise output
                     record.observe(output)
                     yield output
                     all_taken = output.finish_reason is not None
@@ -339,14 +341,6 @@ class AsyncEngine:
     def _fail_all(self, error: TandemError) -> None:
         for stream in self._streams.values():
             stream.put_nowait(error)
-
-
-async def _next_output(stream: Stream) -> GenerateOutput:
-    """Raises the error that came in its place."""
-    output = await stream.get()
-    if isinstance(output, TandemError):
-        raise output
-    return output
 
 
 def _dead_engine() -> EngineDeadError:

@@ -92,7 +92,8 @@ class Coordinator:
         is_here = has_states and num_local == num_tokens
         if not is_here and external.attention(num_tokens) == num_tokens:
             # A load brings whole blocks, and some attention beside the states.
-            num_local = longest_joint(num_tokens - 1, [*local, self._whole_blocks])
+            size = self._pool.plan.joint_block_size
+            num_local = longest_joint(num_tokens - 1, [*local, lambda most: most // size * size])
         in_group = [num_tokens if has_states else 0] * len(self._pool.plan.groups)
         for group in attention:
             in_group[group] = num_local
@@ -103,10 +104,6 @@ class Coordinator:
             states.hit(num_tokens) if has_states else GroupHit(),
             tuple(in_group),
         )
-
-    def _whole_blocks(self, limit: int) -> int:
-        size = self._pool.plan.joint_block_size
-        return limit // size * size
 
 
 def attention_kinds(plan: ArenaPlan) -> dict[int, AttentionKind]:

@@ -79,11 +79,11 @@ class Experts:
         by_expert = chosen.flatten().argsort(stable=True)
         tokens = by_expert // self.top_k
         counts = chosen.flatten().bincount(minlength=len(self.down)).tolist()
-        parts = [
-            self._run(expert, rows)
-            for expert, rows in enumerate(x[tokens].split_with_sizes(counts))
-            if rows.shape[0]
-        ]
+        parts = []
+        for expert, rows in enumerate(x[tokens].split_with_sizes(counts)):
+            if rows.shape[0]:
+                gate, up = self.gate_up[expert](rows).chunk(2, dim=-1)
+                parts.append(self.down[expert](F.silu(gate).mul_(up)))
         # Each token gathers its own rows: a GPU that adds rows to tokens by index does so in any
         # order, and the same prompt would have other last bits each time.
         rows_of = torch.argsort(by_expert).view(-1, self.top_k)
@@ -92,7 +92,3 @@ class Experts:
             rows_of, torch.cat(parts).float(), per_sample_weights=shares, mode="sum"
         )
         return summed.to(x.dtype) if residual is None else (residual + summed).to(residual.dtype)
-
-    def _run(self, expert: int, rows: Tensor) -> Tensor:
-        gate, up = self.gate_up[expert](rows).chunk(2, dim=-1)
-        return self.down[expert](F.silu(gate).mul_(up))
