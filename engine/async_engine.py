@@ -133,9 +133,7 @@ class AsyncEngine:
             with self._recording(admitted.request) as record:
                 self._submit(admitted, matcher)
                 while not all_taken:
-                    output = await stream.get()
-                    if isinstance(output, TandemError):
-                        raise output
+                    output = await _next_output(stream)
                     record.observe(output)
                     yield output
                     all_taken = output.finish_reason is not None
@@ -341,6 +339,14 @@ class AsyncEngine:
     def _fail_all(self, error: TandemError) -> None:
         for stream in self._streams.values():
             stream.put_nowait(error)
+
+
+async def _next_output(stream: Stream) -> GenerateOutput:
+    """Raises the error that came in its place."""
+    output = await stream.get()
+    if isinstance(output, TandemError):
+        raise output
+    return output
 
 
 def _dead_engine() -> EngineDeadError:
