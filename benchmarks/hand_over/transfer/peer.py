@@ -95,4 +95,4 @@ def _handler(case: Case, digests: ArenaDigests, records: LeaseRecords) -> Contro
         geometry={},
         lease_s=LEASE_S,
     )
-    return ControlHandler(identity.engine_id, lambda: identity, leases, wake=grant)
+    return ControlHandler(identity.engine_id, lambda *_: identity, leases, wake=grant)
