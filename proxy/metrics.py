@@ -67,14 +67,11 @@ class ProxyMetrics:
             "Prompt tokens that were expected and missing, of the same requests.",
             "kind",
         )
-        self.available_nodes = Gauge(
-            "tandem_proxy_available_nodes",
-            "Nodes that requests may be sent to.",
-            ("kind",),
-            registry=registry,
+        self.available_nodes = self._gauge(
+            "tandem_proxy_available_nodes", "Nodes that requests may be sent to.", "kind"
         )
-        self.waiting_requests = Gauge(
-            "tandem_proxy_waiting_requests", "Requests that wait for their turn.", registry=registry
+        self.waiting_requests = self._gauge(
+            "tandem_proxy_waiting_requests", "Requests that wait for their turn."
         )
         # The names of keys are no secrets. `outcome`: admitted, queue, or the name of a limit.
         self.key_requests = self._counter(
@@ -87,11 +84,10 @@ class ProxyMetrics:
             "Tokens by key, of prompts and generated ones.",
             *("key", "kind"),
         )
-        self.resting_nodes = Gauge(
+        self.resting_nodes = self._gauge(
             "tandem_proxy_resting_nodes",
             "Those of them whose requests failed in a row, so that others are preferred.",
-            ("kind",),
-            registry=registry,
+            "kind",
         )
 
     def of_model(self, model_name: str) -> ServerMetrics:
@@ -107,6 +103,9 @@ class ProxyMetrics:
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
 
 
 class EventMetrics(Collector):

@@ -133,10 +133,10 @@ class ThoughtReader:
         if self._is_new and self.phase is Phase.OVER:
             text = text.lstrip("\n")
             self._is_new = not text
-        last = self.flush() if ended else Split("", "")
+        last = self._flush() if ended else Split("", "")
         return Split(thoughts + last.thoughts, text + last.answer)
 
-    def flush(self) -> Split:
+    def _flush(self) -> Split:
         """Return what was held back: the text has ended."""
         held, self._held = self._held, ""
         if self.phase is Phase.THINKING:

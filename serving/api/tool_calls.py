@@ -73,9 +73,9 @@ class ToolCallReader:
     def feed(self, text: str, *, ended: bool = False) -> Reading:
         """Add text; returns what it completes, and what was held back if the text has `ended`."""
         self._read(text)
-        return self.flush() if ended else self._take()
+        return self._flush() if ended else self._take()
 
-    def flush(self) -> Reading:
+    def _flush(self) -> Reading:
         """Return what was held back; a call without its end marker counts if it is complete."""
         # What follows a call that was held is read again: each time one call less.
         for _ in range(MAX_INNER_ENDS):

@@ -69,7 +69,7 @@ class EventRecorder:
         cache_salt: str | None,
     ) -> None:
         """See `engine.kv_cache.listener.TierListener`."""
-        self._num_in_tiers += tier != GPU
+        self._num_in_tiers += tier != GPU  # the arena itself is told as the tier GPU
         groups: tuple[int, ...]
         digests: tuple[bytes, ...]
         if isinstance(cached, CachedStates):

@@ -60,7 +60,7 @@ def read(name: ToolCallParser, text: str) -> tuple[str, tuple[ToolCall, ...]]:
     syntax = SYNTAXES[name]
     assert syntax is not None
     reader = ToolCallReader(ToolCallRules(syntax, PARAMETERS))
-    first, last = reader.feed(text), reader.flush()
+    first, last = reader.feed(text), reader.feed("", ended=True)
     return first.text + last.text, (*first.calls, *last.calls)
 
 

@@ -92,7 +92,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 
 def split(thoughts: Thoughts, *pieces: str) -> tuple[str, str]:
     reader = ThoughtReader(thoughts)
-    splits = [*(reader.feed(piece) for piece in pieces), reader.flush()]
+    splits = [*(reader.feed(piece) for piece in pieces), reader.feed("", ended=True)]
     return "".join(it.thoughts for it in splits), "".join(it.answer for it in splits)
 
 

@@ -69,7 +69,7 @@ def read(name: ToolCallParser, *deltas: str, max_calls: int | None = None) -> Re
     syntax = SYNTAXES[name]
     assert syntax is not None
     reader = ToolCallReader(ToolCallRules(syntax, PARAMETERS, max_calls))
-    found = [*(reader.feed(delta) for delta in deltas), reader.flush()]
+    found = [*(reader.feed(delta) for delta in deltas), reader.feed("", ended=True)]
     calls = tuple(call for it in found for call in it.calls)
     assert reader.num_calls == len(calls)
     return Reading("".join(it.text for it in found), calls)
@@ -313,7 +313,7 @@ def test_calls_may_lack_the_tags_around_them(text: str, content: str, patterns: 
     for size in (1, 5, len(text)):
         reader = ToolCallReader(ToolCallRules(XML_SYNTAX, parameters))
         found = [reader.feed(text[at : at + size]) for at in range(0, len(text), size)]
-        found.append(reader.flush())
+        found.append(reader.feed("", ended=True))
         calls = [call for it in found for call in it.calls]
         assert [json.loads(call.arguments) for call in calls] == [{"pattern": p} for p in patterns]
         assert "".join(it.text for it in found).lstrip("\n") == content.lstrip("\n")

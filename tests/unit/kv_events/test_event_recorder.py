@@ -4,7 +4,7 @@ import pytest
 
 from engine.kv_cache.listener import CachedBlocks, CachedStates
 from serving.kv_events.recorder import EventRecorder
-from serving.kv_events.wire import BlockRemoved, BlockStored, Event
+from serving.kv_events.wire import CPU, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from tests.support.cache.announced_cache import GROUPS, SIZE
 
 D = [b"%032d" % n for n in range(8)]
@@ -81,3 +81,15 @@ def test_removals_are_announced() -> None:
         BlockRemoved((D[1], D[2]), "GPU", 0),
     ]
     assert recorder.take() == []
+
+
+def test_an_arena_is_cleared_by_one_event_unless_a_tier_still_has_something() -> None:
+    recorder, block = EventRecorder(GROUPS, SIZE), CachedBlocks(0, 0, 2, (D[1],), (7,))
+    recorder.stored(block, D[0], (1, 2), cache_salt=None)
+    recorder.removed(block)
+    recorder.stored_in(CPU, block, parent=D[0], token_ids=(1, 2), cache_salt=None)
+    recorder.cleared()
+    assert AllBlocksCleared() not in recorder.take()
+    recorder.removed_from(CPU, block)
+    recorder.cleared()
+    assert recorder.take() == [AllBlocksCleared()]
