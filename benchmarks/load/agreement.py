@@ -8,6 +8,7 @@ cache salt of its own. It finds nothing that the run left in its cache: a wrong 
 """
 
 import itertools
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any, Self
@@ -24,7 +25,10 @@ from benchmarks.load.request import Request, salted
 # What float32 promises when the order of additions differs; the tests of nodes have the same.
 MARGIN = 1e-4
 MAX_NAMED = 5
-SALT = "reference"
+# Another run's reference may have left the same prompts in the cache of the same server.
+SALT = f"reference {secrets.token_hex(4)}"
+# Even where the time is over, one answer is compared.
+LEAST_S = 5.0
 DIFFER = "error: answers differ, so that there is no table"
 
 
@@ -60,12 +64,17 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class Agreement(msgspec.Struct, frozen=True):
-    """How many answers were compared and how they compare; `different` says where."""
+    """How many answers were compared and how they compare; `different` says where.
+
+    `lost`: answers that could not be compared, as the reference failed; `problem`: its first error.
+    """
 
     compared: int = 0
     equal: int = 0
     near_ties: int = 0
     different: tuple[str, ...] = ()
+    lost: int = 0
+    problem: str = ""
 
     @classmethod
     def of(
@@ -94,21 +103,29 @@ class Agreement(msgspec.Struct, frozen=True):
             self.equal + other.equal,
             self.near_ties + other.near_ties,
             (*self.different, *other.different),
+            self.lost + other.lost,
+            self.problem or other.problem,
         )
 
     @property
     def holds(self) -> bool:
-        """Whether something was compared, and only near-ties told it apart."""
-        return self.compared > 0 and not self.different
+        """Whether only near-ties told apart what was compared, if anything was."""
+        return not self.different
 
     def show(self) -> str:
         """`412 of 412 greedy answers equal, 2 of them up to a near-tie`."""
         alike = self.equal + self.near_ties
-        named = "; ".join(self.different[:MAX_NAMED])
-        return (
+        said = [
             f"{alike} of {self.compared} greedy answers equal, {self.near_ties} of them up to a "
-            f"near-tie{f'; different: {named}' if named else ''}"
-        )
+            "near-tie"
+            if self.compared
+            else "no greedy answer was compared"
+        ]
+        if self.different:
+            said.append(f"different: {'; '.join(self.different[:MAX_NAMED])}")
+        if self.lost:
+            said.append(f"the reference failed {self.lost} times: {self.problem}")
+        return "; ".join(said)
 
 
 def with_margins(request: Request) -> Request:
@@ -124,54 +141,67 @@ class Reference:
     def __init__(self) -> None:
         """Knows no answer yet."""
         self._answers: dict[bytes, Expected] = {}
+        self._errors: dict[bytes, str] = {}
 
     async def ask(
-        self, client: Client, requests: Sequence[Request], done: Callable[[], None] | None = None
+        self,
+        client: Client,
+        requests: Sequence[Request],
+        done: Callable[[], None] | None = None,
+        *,
+        ends_at: float,
     ) -> None:
-        """Sends all of `requests` that are greedy; raises RuntimeError if one fails."""
+        """Sends all of `requests` if some are greedy; gives up at `ends_at` (monotonic).
+
+        An answer that does not come in time, or at all, is one that nothing is compared with.
+        """
+        if not any(map(_is_greedy, requests)):
+            return
 
         async def send(request: Request, due: float | None = None) -> Reply:
             return await client.send(with_margins(request), due)
 
-        run = await drive(send, requests, Pace(at_once=1), done=done)
+        pace = Pace(at_once=1, deadline_s=max(LEAST_S, ends_at - monotonic()))
+        run = await drive(send, requests, pace, done=done)
         for request, reply in zip(run.requests, run.replies, strict=True):
             if reply.error:
-                raise RuntimeError(f"the reference {client.url} fails: {reply.error}")
-            if request.sampling.get("temperature") == 0:
+                self._errors[_key(request)] = f"{client.url}: {reply.error}"
+            elif _is_greedy(request):
                 self._answers[_key(request)] = Expected.of(reply)
 
     def judge(self, run: Run, margin: float = MARGIN) -> Agreement:
         """All that was asked of both. A turn whose conversation went another way was not."""
-        pairs = [
-            (self._answers[key], reply)
+        answered = [
+            (_key(request), reply)
             for request, reply in zip(run.requests, run.replies, strict=True)
-            if (key := _key(request)) in self._answers
+            if _is_greedy(request) and not reply.error
         ]
-        return Agreement.of([one for one, _ in pairs], [reply for _, reply in pairs], margin=margin)
+        pairs = [(self._answers[key], reply) for key, reply in answered if key in self._answers]
+        errors = [self._errors[key] for key, _ in answered if key in self._errors]
+        found = Agreement.of(
+            [one for one, _ in pairs], [reply for _, reply in pairs], margin=margin
+        )
+        return found.plus(Agreement(lost=len(errors), problem=next(iter(errors), "")))
 
 
 async def check_run(
     alone: Client, run: Run, *, ends_at: float, done: Callable[[], None] | None = None
 ) -> Agreement:
-    """The answers of `run` that can be asked again before `ends_at` (monotonic); one at least.
-
-    Raises RuntimeError if `alone` fails.
-    """
+    """The answers of `run` that can be asked again before `ends_at` (monotonic); one at least."""
     reference = Reference()
     pairs = zip(run.requests, run.replies, strict=True)
     answered = [request for request, reply in pairs if not reply.error]
     for number, request in enumerate(_as_sent(answered)):
         if number and monotonic() > ends_at:
             break
-        await reference.ask(alone, [request], done)
+        await reference.ask(alone, [request], done, ends_at=ends_at)
     return reference.judge(run)
 
 
-async def check_beside(alone: Client, runs: Mapping[str, Run]) -> dict[str, Agreement]:
-    """Runs of equal requests beside each other; where they differ, `alone` tells which is right.
-
-    Raises RuntimeError if `alone` fails.
-    """
+async def check_beside(
+    alone: Client, runs: Mapping[str, Run], *, ends_at: float
+) -> dict[str, Agreement]:
+    """Runs of equal requests beside each other; where they differ, `alone` tells which is right."""
     first, *others = runs.values()
     differ = [
         request
@@ -183,18 +213,23 @@ async def check_beside(alone: Client, runs: Mapping[str, Run]) -> dict[str, Agre
     if not differ:
         return dict.fromkeys(runs, same)
     reference = Reference()
-    await reference.ask(alone, _as_sent(differ))
+    await reference.ask(alone, _as_sent(differ), ends_at=ends_at)
     return {name: same.plus(reference.judge(run)) for name, run in runs.items()}
 
 
 def tell(console: Console, agreements: Mapping[str, Agreement]) -> bool:
-    """Prints how answers compare; False, with an error, if some differ or none was compared."""
+    """Prints how answers compare; False, with an error, if some differ."""
     holds = all(agreement.holds for agreement in agreements.values())
     for name, agreement in agreements.items():
-        console.print(f"{name}: {agreement.show()}", style=None if holds else "bold red")
+        is_whole = agreement.holds and agreement.compared and not agreement.lost
+        console.print(f"{name}: {agreement.show()}", style=None if is_whole else "bold red")
     if not holds:
         typer.echo(DIFFER, err=True)
     return holds
+
+
+def _is_greedy(request: Request) -> bool:
+    return request.sampling.get("temperature") == 0
 
 
 def _key(request: Request) -> bytes:

@@ -36,10 +36,15 @@ class Reply(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.usage.get("prompt_tokens", 0))
 
     @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that the server found in a cache, if it says so."""
-        details = self.usage.get("prompt_tokens_details") or {}
-        return int(details.get("cached_tokens") or 0)
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that the prefill found in a cache; None if the server does not tell."""
+        told = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        return self.transferred("prefill_cached_tokens") if told is None else int(told)
+
+    def transferred(self, name: str) -> int | None:
+        """A count of `usage.kv_transfer`; None if the server does not tell."""
+        told = (self.usage.get("kv_transfer") or {}).get(name)
+        return None if told is None else int(told)
 
     @property
     def output_tokens(self) -> int:

@@ -6,7 +6,7 @@ numpy does. Failed requests have no times; they count as missing an objective.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Self
 
@@ -16,35 +16,37 @@ import numpy as np
 from benchmarks.load.loop import OWN_TIMES, Pace, Run
 from benchmarks.load.reply import Reply
 
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50.0, 90.0, 99.0)
 OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 class Times(msgspec.Struct, frozen=True):
-    """One kind of time over a run, in milliseconds; all 0 if there is none."""
+    """One kind of time over a run, in milliseconds; all 0 if there is none.
+
+    `percentiles`: by name, `p99` or `p99.9`.
+    """
 
     mean: float
     std: float
     median: float
-    p90: float
     p99: float
+    percentiles: dict[str, float]
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Self:
-        """From seconds."""
+    def of(cls, seconds: Sequence[float], ranks: Sequence[float] = PERCENTILES) -> Self:
+        """From seconds; `ranks` of the percentiles, 0 to 100."""
         values = 1e3 * np.asarray(seconds if len(seconds) else [0.0])
-        median, p90, p99 = (float(np.percentile(values, rank)) for rank in PERCENTILES)
-        return cls(float(values.mean()), float(values.std()), median, p90, p99)
+        median, p99 = (float(np.percentile(values, rank)) for rank in (50, 99))
+        asked = {f"p{rank:g}": float(np.percentile(values, rank)) for rank in ranks}
+        return cls(float(values.mean()), float(values.std()), median, p99, asked)
 
     def fields(self, name: str) -> dict[str, float]:
-        """As `vllm bench serve --metric-percentiles 50,90,99` names them."""
+        """As `vllm bench serve --metric-percentiles` names them."""
         return {
             f"mean_{name}_ms": self.mean,
             f"median_{name}_ms": self.median,
             f"std_{name}_ms": self.std,
-            f"p50_{name}_ms": self.median,
-            f"p90_{name}_ms": self.p90,
-            f"p99_{name}_ms": self.p99,
+            **{f"{rank}_{name}_ms": value for rank, value in self.percentiles.items()},
         }
 
 
@@ -83,7 +85,11 @@ class Goodput(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The figures of one run; per second of its wall time."""
+    """The figures of one run; per second of its wall time.
+
+    Hits and bytes pulled are None where no answer told of them; `told_tokens` are the prompt
+    tokens of the answers that did.
+    """
 
     seconds: float
     completed: int
@@ -91,7 +97,10 @@ class Summary(msgspec.Struct, frozen=True):
     warmup_failed: int
     good: int
     input_tokens: int
-    cached_tokens: int
+    told_tokens: int
+    cached_tokens: int | None
+    decode_cached_tokens: int | None
+    pulled_bytes: int | None
     output_tokens: int
     ttft: Times
     tpot: Times
@@ -104,7 +113,12 @@ class Summary(msgspec.Struct, frozen=True):
     errors: tuple[str, ...]
 
     @classmethod
-    def of(cls, run: Run, goodput: Goodput = Goodput()) -> Self:  # noqa: B008  # frozen
+    def of(
+        cls,
+        run: Run,
+        goodput: Goodput = Goodput(),  # noqa: B008  # frozen
+        ranks: Sequence[float] = PERCENTILES,
+    ) -> Self:
         """The figures of `run`. `late`: from when a request was due to when it was sent."""
         answered = [reply for reply in run.replies if not reply.error]
         warm = [reply for reply in run.warmup if not reply.error]
@@ -116,14 +130,17 @@ class Summary(msgspec.Struct, frozen=True):
             warmup_failed=len(run.warmup) - len(warm),
             good=sum(map(goodput.is_good, answered)),
             input_tokens=sum(reply.prompt_tokens for reply in answered),
-            cached_tokens=sum(reply.cached_tokens for reply in answered),
+            told_tokens=sum(it.prompt_tokens for it in answered if it.cached_tokens is not None),
+            cached_tokens=total(reply.cached_tokens for reply in answered),
+            decode_cached_tokens=total(it.transferred("decode_cached_tokens") for it in answered),
+            pulled_bytes=total(map(pulled_bytes, answered)),
             output_tokens=sum(reply.output_tokens for reply in answered),
-            ttft=Times.of([reply.ttft for reply in answered]),
-            tpot=Times.of([reply.tpot for reply in answered if reply.output_tokens > 1]),
-            itl=Times.of(list(itertools.chain.from_iterable(reply.itls for reply in answered))),
-            e2el=Times.of([reply.e2el for reply in answered]),
-            late=Times.of([reply.sent - reply.due for reply in answered]),
-            warmup_ttft=Times.of([reply.ttft for reply in warm]),
+            ttft=Times.of([reply.ttft for reply in answered], ranks),
+            tpot=Times.of([reply.tpot for reply in answered if reply.output_tokens > 1], ranks),
+            itl=Times.of([gap for reply in answered for gap in reply.itls], ranks),
+            e2el=Times.of([reply.e2el for reply in answered], ranks),
+            late=Times.of([reply.sent - reply.due for reply in answered], ranks),
+            warmup_ttft=Times.of([reply.ttft for reply in warm], ranks),
             max_output_tokens_per_s=tokens_per_s,
             max_concurrent_requests=concurrent,
             errors=tuple(reply.error for reply in (*run.warmup, *run.replies) if reply.error),
@@ -133,6 +150,13 @@ class Summary(msgspec.Struct, frozen=True):
     def output_throughput(self) -> float:
         """Output tokens per second."""
         return self.output_tokens / self.seconds
+
+    @property
+    def hits(self) -> float | None:
+        """Share of the prompt tokens that the prefill found in a cache; None if nobody told."""
+        if self.cached_tokens is None:
+            return None
+        return self.cached_tokens / max(1, self.told_tokens)
 
     @property
     def tokens_per_s_per_user(self) -> float:
@@ -158,6 +182,8 @@ class Summary(msgspec.Struct, frozen=True):
             **self.itl.fields("itl"),
             **self.e2el.fields("e2el"),
             "total_cached_tokens": self.cached_tokens,
+            "total_decode_cached_tokens": self.decode_cached_tokens,
+            "total_pulled_bytes": self.pulled_bytes,
             "tokens_per_s_per_user": self.tokens_per_s_per_user,
             "warmup_failed": self.warmup_failed,
             **self.warmup_ttft.fields("warmup_ttft"),
@@ -183,17 +209,34 @@ def result(summary: Summary, pace: Pace, *, target: str, model: str) -> dict[str
     }
 
 
-def details(run: Run) -> dict[str, Any]:
-    """The fields of `--save-detailed`: one value per request, seconds."""
-    return {
-        "input_lens": [reply.prompt_tokens for reply in run.replies],
-        "output_lens": [reply.output_tokens for reply in run.replies],
-        "ttfts": [reply.ttft if reply.chunks else 0.0 for reply in run.replies],
-        "itls": [reply.itls for reply in run.replies],
-        "start_times": [reply.sent for reply in run.replies],
-        "generated_texts": [reply.text for reply in run.replies],
-        "errors": [reply.error for reply in run.replies],
-    }
+def details(run: Run) -> Iterator[dict[str, Any]]:
+    """One record per request; seconds, of due and start since the first one was due."""
+    begun = min(reply.due for reply in run.replies)
+    for reply in run.replies:
+        yield {
+            "due": reply.due - begun,
+            "start": reply.sent - begun,
+            "ttft": reply.ttft if reply.chunks else None,
+            "itls": reply.itls,
+            "e2el": reply.e2el if reply.chunks else None,
+            "prompt_tokens": reply.prompt_tokens,
+            "cached_tokens": reply.cached_tokens,
+            "output_tokens": reply.output_tokens,
+            "kv_transfer": reply.usage.get("kv_transfer"),
+            "finish_reason": reply.finish_reason,
+            "error": reply.error,
+        }
+
+
+def total(told: Iterable[int | None]) -> int | None:
+    """The sum of what some answers tell; None if none does."""
+    known = [each for each in told if each is not None]
+    return sum(known) if known else None
+
+
+def pulled_bytes(reply: Reply) -> int | None:
+    """Attention and states that the decode node pulled, if the server tells."""
+    return total(map(reply.transferred, ("attention_bytes", "state_bytes")))
 
 
 def _peaks(replies: Sequence[Reply]) -> tuple[float, int]:

@@ -8,9 +8,10 @@ full length. Each run has a cache salt of its own: repeated prompts are no hits.
 TTFT: from sending a request to its first chunk. TPOT: mean seconds per token after it. ITL: every
 gap between two chunks. Throughput: output tokens of the run by its wall time. All of it includes
 the client's own work. Answers must equal those of a reference, which is asked one request at a
-time; near-ties are counted. If other answers differ, there is no table, and the status is 1. A
-row whose server failed requests says so and how many, as its figures are of the others only; a
-point at which a server answers nothing has no row. In both cases the status is 1 too.
+time; near-ties are counted. If other answers differ, there is no table, and the status is 1.
+Sampled answers, and those that the reference did not give, are compared with nothing. A row whose
+server failed requests says so and how many, as its figures are of the others only; a point at which
+a server answers nothing has no row. If there is no row at all, the status is 1.
 """
 
 import asyncio
@@ -51,7 +52,7 @@ def run(options: ServingOptions, found: report.Report) -> dict[Point, Rounds]:
     ):
         total = len(points) * len(targets) * (rounds + 1)
         with report.progress(found.console, total) as describe:
-            describe(f"{len(load)} requests to the reference")
+            describe(f"up to {len(load)} requests to the reference")
             sweep.connect(targets, reference, load)
             for number, point in enumerate(points):
                 until, done = found.share(len(points) - number), describe(point.name)
@@ -60,7 +61,7 @@ def run(options: ServingOptions, found: report.Report) -> dict[Point, Rounds]:
 
 
 def measure(load: Callable[[], ServingOptions]) -> None:
-    """The command; status 1 if answers differ or some fail to come, 2 if it cannot measure."""
+    """The command; status 1 if answers differ or none came, 2 if it cannot measure."""
     # SIGTERM ends servers and files as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
@@ -77,7 +78,7 @@ def measure(load: Callable[[], ServingOptions]) -> None:
 
 
 def publish(options: ServingOptions, found: report.Report, measured: dict[Point, Rounds]) -> bool:
-    """Tables, plot and JSON; False if a request failed, or answers differ.
+    """Tables, plot and JSON; False if answers differ, or no request was answered.
 
     With answers that differ, there is only the JSON.
     """
@@ -92,8 +93,10 @@ def publish(options: ServingOptions, found: report.Report, measured: dict[Point,
     tell(found.console, agreements)
     found.save(_data(options, measured, rows, agreements=agreements))
     for line in failed:
-        typer.echo(f"error: {line}", err=True)
-    return holds and not failed
+        typer.echo(line, err=True)
+    if not rows:
+        typer.echo("error: no request was answered, so that there is no table", err=True)
+    return holds and bool(rows)
 
 
 def _note(options: ServingOptions, found: report.Report, measured: dict[Point, Rounds]) -> str:

@@ -117,18 +117,21 @@ def measure(
                 kind: _blocking(loop, one.proxy, size, tokens=tokens) for kind, one in up.items()
             }
             runs = alternate(ways, rounds, until=until - RESERVE_S, done=describe(case))
-            compared = loop.run(_compare(up[COLOCATED].decode[0], runs))
+            compared = loop.run(_compare(up[COLOCATED].decode[0], runs, found.ends_at - RESERVE_S))
             agreements = {kind: agreements[kind].plus(compared[kind]) for kind in NODES}
             rows += [Row.of(case, kind, own, others=runs[COLOCATED]) for kind, own in runs.items()]
     return rows, agreements
 
 
-async def _compare(url: str, runs: Mapping[str, Sequence[Run]]) -> dict[str, Agreement]:
+async def _compare(
+    url: str, runs: Mapping[str, Sequence[Run]], ends_at: float
+) -> dict[str, Agreement]:
     """Of each cluster over all rounds; `url`: the node that is asked alone."""
     found = dict.fromkeys(runs, Agreement())
     async with Client(url, NAME) as alone:
         for together in zip(*runs.values(), strict=True):
-            compared = await check_beside(alone, dict(zip(runs, together, strict=True)))
+            beside = dict(zip(runs, together, strict=True))
+            compared = await check_beside(alone, beside, ends_at=ends_at)
             found = {name: found[name].plus(one) for name, one in compared.items()}
     return found
 

@@ -18,7 +18,7 @@ def load_of(options: ServingOptions, count: int) -> list[Request]:
     """`count` sessions at most, the first of the same ones each time; raises ConfigError."""
     try:
         if options.workload:
-            return _first_sessions(_read(options), count)
+            return first_sessions(_read(options), count)
         if options.tokenizer:
             return _random_ids(options, count)
     except (OSError, ValueError) as error:
@@ -47,7 +47,8 @@ def vocabulary_of(folder: str) -> list[int]:
     return sorted(set(tokenizer.get_vocab().values()) - special)
 
 
-def _first_sessions(requests: list[Request], count: int) -> list[Request]:
+def first_sessions(requests: list[Request], count: int) -> list[Request]:
+    """All requests of the first `count` sessions, in the order of the load."""
     places = sorted(place for session in sessions_of(requests)[:count] for place in session)
     return [requests[place] for place in places]
 

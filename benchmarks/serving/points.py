@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from time import monotonic
@@ -15,13 +16,15 @@ from benchmarks.load.client import Client, TargetError
 from benchmarks.load.loop import CLOSED, MOST_AT_ONCE, OWN_TIMES, Pace, drive
 from benchmarks.load.request import Request, salted
 from benchmarks.load.summary import Summary, result
-from benchmarks.serving.loads import load_of
+from benchmarks.serving.loads import first_sessions
 from benchmarks.serving.options import QUICK_REQUESTS, ServingOptions
 from benchmarks.serving.targets import Target
 from benchmarks.serving.turns import Turns
 from benchmarks.support.pairs import alternate
 
 PER_USER, RATE_S = 4, 10.0
+# Of the time that is left, for the requests that the reference answers one by one.
+REFERENCE_SHARE = 0.5
 # The last runs must end in time with their servers, tables and plots.
 RESERVE_S = 15.0
 
@@ -88,7 +91,10 @@ class Sweep:
         self._turns = Turns((), ())
         self._stack = AsyncExitStack()
         self._reference = Reference()
+        self._load: list[Request] = []
         self._runs = itertools.count()
+        # An earlier benchmark may have left the same prompts in the caches of the same servers.
+        self._salt = secrets.token_hex(4)
 
     def __enter__(self) -> Self:
         return self
@@ -103,7 +109,8 @@ class Sweep:
         Raises ConfigError for processes that no target has.
         """
         self._turns = Turns(self._options.pid, [it.name for it in (*targets, reference)])
-        self._loop.run(self._connect_in_time(targets, reference, load))
+        self._load = load
+        self._loop.run(self._connect(targets, reference, load))
 
     def measure(
         self, point: Point, rounds: int, *, until: float, done: Callable[[], None]
@@ -112,31 +119,28 @@ class Sweep:
         ways = {name: lambda name=name: self._run(name, point) for name in self._clients}
         return alternate(ways, rounds, until=min(until, self._ends_at), done=done)
 
-    async def _connect_in_time(
-        self, targets: Sequence[Target], reference: Target, load: list[Request]
-    ) -> None:
-        try:
-            async with asyncio.timeout(self._ends_at - monotonic()):
-                await self._connect(targets, reference, load)
-        except TimeoutError as error:
-            raise TargetError(
-                f"{reference.url} did not answer {len(load)} requests one by one in time: "
-                "give more --minutes or fewer --requests"
-            ) from error
-
     async def _connect(
         self, targets: Sequence[Target], reference: Target, load: list[Request]
     ) -> None:
         for target in targets:
             self._clients[target.name] = await self._client(target, load[0])
             self._cores[target.name] = target.cores
-        await self._reference.ask(await self._client(reference, load[0]), load)
+        alone = await self._client(reference, load[0])
+        now = monotonic()
+        share = now + REFERENCE_SHARE * (self._ends_at - now)
+        await self._reference.ask(alone, load, ends_at=share)
 
     async def _client(self, target: Target, like: Request) -> Client:
         self._turns.take(target.name)
         client = Client(target.url, target.model, api_key=self._options.api_key)
         await self._stack.enter_async_context(client)
-        await client.check(like)
+        try:
+            async with asyncio.timeout(self._ends_at - monotonic()):
+                await client.check(like)
+        except TimeoutError as error:
+            raise TargetError(
+                f"{target.url} did not answer a request of two tokens in time: give more --minutes"
+            ) from error
         return client
 
     def _run(self, name: str, point: Point) -> Measured:
@@ -145,7 +149,8 @@ class Sweep:
     async def _measure(self, name: str, point: Point) -> Measured:
         self._turns.take(name)
         options, client = self._options, self._clients[name]
-        load = salted(load_of(options, point.requests + options.warmup), f"run {next(self._runs)}")
+        load = first_sessions(self._load, point.requests + options.warmup)
+        load = salted(load, f"run {next(self._runs)} {self._salt}")
         pace = point.pace(options, self._ends_at - monotonic())
         run = await drive(client.send, load, pace)
         summary = Summary.of(run, options.objectives())

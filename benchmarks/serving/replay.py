@@ -61,6 +61,7 @@ ARENA_BYTES = 1 << 30
 RESERVE_S = 15.0
 # The rest is for the reference, which is asked one request at a time.
 RUN_SHARE = 0.6
+NOT_TOLD = "not told"
 HEADERS = (
     "trace",
     "requests",
@@ -207,7 +208,7 @@ async def play(
 ) -> Played:
     """All requests to the target's first model, given up in time for some to its reference.
 
-    `ends_at` is monotonic. Raises TargetError, and RuntimeError if the reference fails.
+    `ends_at` is monotonic. Raises TargetError.
     """
     async with Client(targets.url, "") as client, Client(targets.reference, "") as alone:
         await client.check(requests[0])
@@ -223,7 +224,7 @@ async def play(
 def measure(found: report.Report, requests: Sequence[Request], options: ReplayOptions) -> Played:
     """All requests to the target and the reference that are given, or to an own cluster.
 
-    Raises TargetError, and RuntimeError if the reference fails.
+    Raises TargetError.
     """
     ends_at = found.ends_at - RESERVE_S
     with report.progress(found.console, 2 * len(requests)) as tell, targets_of(options) as targets:
@@ -232,13 +233,13 @@ def measure(found: report.Report, requests: Sequence[Request], options: ReplayOp
 
 def publish(found: report.Report, trace: str, scaled: Scaled, *, summary: Summary) -> None:
     """The table and the plot."""
-    came = summary.cached_tokens / max(1, summary.input_tokens)
+    came = summary.hits
     cells = [
         trace,
         f"{len(scaled.records):,}",
         str(summary.failed),
         f"{scaled.ideal:.1%}",
-        f"{came:.1%}",
+        NOT_TOLD if came is None else f"{came:.1%}",
         f"{summary.ttft.median:.0f}",
         f"{summary.ttft.p99:.0f}",
         f"{summary.tpot.median:.1f}",
@@ -249,7 +250,9 @@ def publish(found: report.Report, trace: str, scaled: Scaled, *, summary: Summar
         f"{machine.describe(found.host)}"
     )
     found.publish("Replay", headers=HEADERS, rows=[cells], note=note)
-    shares = {"ideal": [Spread.of([100 * scaled.ideal])], "came": [Spread.of([100 * came])]}
+    shares = {"ideal": [Spread.of([100 * scaled.ideal])]}
+    if came is not None:
+        shares["came"] = [Spread.of([100 * came])]
     grouped_bars(found.plot(), [trace], shares, ylabel="hits, % of the prompt tokens")
 
 

@@ -42,7 +42,7 @@ class Row(msgspec.Struct, frozen=True):
     per_core: float
     per_user: float
     goodput: Spread
-    cached: float
+    hits: float | None
     failed: int
     requests: int
 
@@ -112,6 +112,7 @@ def _row(name: str, point: Point, own: Sequence[Measured], *, base: Sequence[Sum
     # A run without any answer has no latency: its zeros would look like the best one.
     answered = [run for run in runs if run.completed]
     speeds = [run.output_throughput for run in runs]
+    told = [run.hits for run in runs if run.hits is not None]
     # A round in which nothing came has no ratio.
     ratios = [
         speed / other.output_throughput
@@ -130,7 +131,7 @@ def _row(name: str, point: Point, own: Sequence[Measured], *, base: Sequence[Sum
         per_core=statistics.median(speeds) / own[0].result["cores"],
         per_user=_median(answered, lambda run: run.tokens_per_s_per_user),
         goodput=Spread.of([run.good / run.seconds for run in runs]),
-        cached=_median(runs, lambda run: run.cached_tokens / max(1, run.input_tokens)),
+        hits=statistics.median(told) if told else None,
         failed=sum(run.failed for run in runs),
         requests=sum(run.failed + run.completed for run in runs),
     )

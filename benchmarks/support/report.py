@@ -4,6 +4,7 @@
 """
 
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
@@ -26,6 +27,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 Out = Annotated[Path, typer.Option(help="The folder for its JSON and plots.")]
 Quick = Annotated[bool, typer.Option(help="Small and short: shows that it runs, measures little.")]
 GIT_S = 5.0
+FILE_WIDTH = 10_000
 # The last part must end in time for its table and its plot.
 RESERVE_S = 5.0
 
@@ -62,7 +64,7 @@ class Report:
     def __init__(
         self, name: str, out: Path, seconds: tuple[float, float], *, cpu: str, quick: bool
     ) -> None:
-        self.console = Console()
+        self.console = console()
         self.host = machine.prepare(cpu)
         self._name, self._out, self._quick = name, out, quick
         self._tables: list[Table] = []
@@ -105,6 +107,11 @@ class Report:
         file = self._out / f"{self._name}.json"
         file.write_bytes(msgspec.json.format(msgspec.json.encode(results)))
         self.console.print(f"{self._name}: {results.seconds:.0f} s; {file}", style="dim")
+
+
+def console() -> Console:
+    """Of standard output; in a file or a pipe no line is cut."""
+    return Console() if sys.stdout.isatty() else Console(width=FILE_WIDTH)
 
 
 @contextmanager

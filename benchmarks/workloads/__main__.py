@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from benchmarks.support import report
 from benchmarks.workloads.catalogue import WORKLOADS
@@ -41,7 +40,7 @@ def main(
     records = workload.make(scale, seed)
     published = workload.published
     rows = [cells(key, value, published.get(key)) for key, value in figures(records).items()]
-    console = Console()
+    console = report.console()
     console.print(report.table(f"{name}, {workload.title}", HEADERS, rows))
     console.print(f"seed {seed}, scale {scale:g}; published: {workload.source}", style="dim")
     if out is not None:

@@ -80,8 +80,9 @@ def test_there_is_no_table_if_answers_differ(
     """The reference is asked for answers that are one token shorter."""
     ask = Reference.ask
 
-    async def shorter(self: Reference, client: Any, requests: Any, done: Any = None) -> None:
-        await ask(self, client, [msgspec.structs.replace(one, max_tokens=7) for one in requests])
+    async def shorter(self: Reference, client: Any, requests: Any, *, ends_at: float) -> None:
+        fewer = [msgspec.structs.replace(one, max_tokens=7) for one in requests]
+        await ask(self, client, fewer, ends_at=ends_at)
         self._answers = {
             key.replace(b",7]", b",8]"): answer for key, answer in self._answers.items()
         }

@@ -170,7 +170,8 @@ async def test_the_figures_are_those_of_vllm_s_definitions() -> None:
         "max_output_tokens_per_s": 2.0, "max_concurrent_requests": 2, "request_rate": "inf",
     }  # fmt: skip
     assert {name: fields[name] for name in expected} == pytest.approx(expected)
-    assert details(run)["itls"] == [[0.5, 1.0], [], []]
+    assert [one["itls"] for one in details(run)] == [[0.5, 1.0], [], []]
+    assert [one["error"] for one in details(run)] == ["", "", "lost"]
 
 
 def test_requests_one_after_another_are_one_at_once() -> None:
@@ -292,7 +293,7 @@ def test_only_a_near_tie_excuses_a_difference(
 ) -> None:
     found = Agreement.of([EXPECTED], [answer])
     assert (found.equal, found.near_ties, found.different) == (equal, near_ties, different)
-    assert found.holds == (equal + near_ties > 0)
+    assert found.holds == (not different)
 
 
 IDS = (5, 6, 7)
@@ -357,7 +358,7 @@ async def test_a_node_alone_tells_which_of_two_clusters_is_wrong(
     theirs: tuple[Reply, ...], equal: int, near_ties: int, asked: int
 ) -> None:
     alone, runs = Alone(), {"one": run_of(answer(*IDS), answer(*IDS)), "other": run_of(*theirs)}
-    found = await check_beside(alone, runs)
+    found = await check_beside(alone, runs, ends_at=monotonic() + 60)
     assert (found["one"].compared, found["one"].equal) == (2, 2)
     assert (found["other"].equal, found["other"].near_ties) == (equal, near_ties)
     assert len(alone.sent) == asked
@@ -365,8 +366,12 @@ async def test_a_node_alone_tells_which_of_two_clusters_is_wrong(
 
 @pytest.mark.parametrize(
     ("agreement", "holds"),
-    [(Agreement(2, 1, 1), True), (Agreement(2, 1, 0, ("request 1",)), False), (Agreement(), False)],
-    ids=["near-tie", "different", "nothing compared"],
+    [
+        (Agreement(2, 1, 1), True),
+        (Agreement(2, 1, 0, ("request 1",)), False),
+        (Agreement(lost=2, problem="down"), True),
+    ],
+    ids=["near-tie", "different", "no reference"],
 )
 def test_answers_that_differ_are_an_error(
     agreement: Agreement, holds: bool, capsys: pytest.CaptureFixture[str]
@@ -374,3 +379,4 @@ def test_answers_that_differ_are_an_error(
     assert tell(Console(), {"pair": agreement}) is holds
     said = capsys.readouterr()
     assert "pair: " in said.out and ("answers differ" in said.err) is not holds
+    assert ("was compared; the reference failed 2 times: down" in said.out) is bool(agreement.lost)
