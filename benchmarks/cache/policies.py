@@ -26,7 +26,8 @@ from benchmarks.support import machine, report
 from benchmarks.support.plots import curves
 from benchmarks.workloads.adversarial import cases
 from benchmarks.workloads.catalogue import THINNED
-from benchmarks.workloads.traces import TRACE_BLOCK, Record, TraceError, read_trace
+from benchmarks.workloads.files import read_trace
+from benchmarks.workloads.traces import TRACE_BLOCK, Record, TraceError
 
 GEOMETRY = GEOMETRIES["Qwen3.5-4B"]
 SECONDS = (180, 30)

@@ -19,6 +19,7 @@ Prompt = str | tuple[int, ...]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 # A model without a tokenizer has no text to stream, only these.
 WITH_IDS: dict[str, Any] = {**GREEDY, "return_token_ids": True}
+FORMATS = "benchmarks/README.md describes the formats"
 _Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
 
 
@@ -89,9 +90,10 @@ def read_requests(file: Path) -> list[Request]:
         try:
             made.append(msgspec.json.decode(line, type=Request))
         except msgspec.DecodeError as error:
-            raise ValueError(f"{file}:{number}: {error}") from error
+            expected = 'expected {"prompt" or "messages", "max_tokens", ...}'
+            raise ValueError(f"{file}, line {number}: {error}; {expected}; {FORMATS}") from error
     if not made:
-        raise ValueError(f"{file} has no requests")
+        raise ValueError(f"{file} holds no request; {FORMATS}")
     return made
 
 

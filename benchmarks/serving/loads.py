@@ -1,6 +1,7 @@
 """The load of each run: from a file, of random token ids, or of the demo model's kind of text."""
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -8,7 +9,14 @@ from tokenizers import Tokenizer
 from benchmarks.demo_model.text import NAMES, story
 from benchmarks.load.request import GREEDY, Request, read_requests, sessions_of
 from benchmarks.serving.options import ServingOptions
-from benchmarks.workloads.traces import SAFE_IDS, is_trace, read_trace, requests_of
+from benchmarks.workloads.files import (
+    REQUESTS,
+    SHAREGPT,
+    format_of,
+    read_conversations,
+    read_trace,
+)
+from benchmarks.workloads.traces import SAFE_IDS, requests_of
 from engine.errors import ConfigError
 
 PROMPT_STORIES = 5
@@ -28,23 +36,35 @@ def load_of(options: ServingOptions, count: int) -> list[Request]:
 
 def _read(options: ServingOptions) -> list[Request]:
     """Requests of a file, or of a trace's records, whose prompts are ids of the tokenizer."""
-    file = Path(options.workload)
-    if is_trace(file):
-        ids = vocabulary_of(options.tokenizer) if options.tokenizer else SAFE_IDS
-        return requests_of(read_trace(file), ids)
-    if options.tokenizer:
+    file, folder = Path(options.workload), options.tokenizer
+    kind = format_of(file)
+    if kind == SHAREGPT:
+        return read_conversations(file, counter_of(folder) if folder else None)
+    if kind != REQUESTS:
+        return requests_of(read_trace(file), vocabulary_of(folder) if folder else SAFE_IDS)
+    if folder:
         raise ConfigError(f"{file} has its own prompts: give --workload or --tokenizer, not both")
     return read_requests(file)
 
 
+def counter_of(folder: str) -> Callable[[str], int]:
+    """How many tokens a text has for the tokenizer.json in `folder`; raises ConfigError."""
+    tokenizer = _tokenizer(folder)
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
 def vocabulary_of(folder: str) -> list[int]:
     """All ids of the tokenizer.json in `folder` but special ones; raises ConfigError."""
-    try:
-        tokenizer = Tokenizer.from_str((Path(folder) / "tokenizer.json").read_text())
-    except OSError as error:
-        raise ConfigError(f"--tokenizer {folder}: {error}") from error
+    tokenizer = _tokenizer(folder)
     special = tokenizer.get_added_tokens_decoder().keys()
     return sorted(set(tokenizer.get_vocab().values()) - special)
+
+
+def _tokenizer(folder: str) -> Tokenizer:
+    try:
+        return Tokenizer.from_str((Path(folder) / "tokenizer.json").read_text())
+    except OSError as error:
+        raise ConfigError(f"--tokenizer {folder}: {error}") from error
 
 
 def first_sessions(requests: list[Request], count: int) -> list[Request]:

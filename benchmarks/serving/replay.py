@@ -37,13 +37,13 @@ from benchmarks.support.models import SHARED, WIDE, save_random
 from benchmarks.support.pairs import Spread
 from benchmarks.support.plots import grouped_bars
 from benchmarks.workloads.catalogue import WORKLOADS
+from benchmarks.workloads.files import read_trace
 from benchmarks.workloads.traces import (
     SAFE_IDS,
     Record,
     TraceError,
     arrivals,
     ideal_hits,
-    read_trace,
     requests_of,
 )
 from engine.errors import ConfigError

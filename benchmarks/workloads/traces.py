@@ -1,9 +1,9 @@
-"""Requests as Mooncake JSON lines: read, written, and turned into token ids. Knows no cache.
+"""Requests as records of a trace, which become token ids and Mooncake's JSON lines.
 
-A line has `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one id per 512 tokens
-of the prompt, the last one maybe shorter, chained over what stands before. Our generators add who
-follows whom, and `segments`, which say at every token what two prompts share; a trace without
-them says it every 512 tokens.
+Knows no cache. A record has `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, one
+id per 512 tokens of the prompt, the last one maybe shorter, chained over what stands before. Our
+generators add who follows whom, and `segments`, which say at every token what two prompts share; a
+trace without them says it every 512 tokens.
 """
 
 import random
@@ -61,49 +61,9 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
 
-def read_trace(file: Path) -> list[Record]:
-    """The records of a file. Raises TraceError with the line at fault."""
-    records: list[Record] = []
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                records.append(_checked(line, records[-1].timestamp if records else 0))
-            except (msgspec.DecodeError, TraceError) as error:
-                raise TraceError(f"{file}, line {number}: {error}") from error
-    if not records:
-        raise TraceError(f"{file} holds no request")
-    return records
-
-
-def is_trace(file: Path) -> bool:
-    """Whether the first line has what only records have. Raises OSError."""
-    with file.open("rb") as lines:
-        first = next(filter(bytes.strip, lines), b"")
-    try:
-        found = msgspec.json.decode(first)
-    except msgspec.DecodeError:
-        return False
-    return isinstance(found, dict) and "hash_ids" in found
-
-
 def write_trace(file: Path, records: Iterable[Record]) -> None:
     """One JSON line per record."""
     file.write_bytes(msgspec.json.Encoder().encode_lines(records))
-
-
-def _checked(line: bytes, earliest: float) -> Record:
-    record = msgspec.json.decode(line, type=Record)
-    blocks = -(-record.input_length // TRACE_BLOCK)
-    if record.input_length < 1 or len(record.hash_ids) != blocks:
-        raise TraceError(
-            f"{len(record.hash_ids)} hash_ids for input_length {record.input_length}, "
-            f"which has {blocks} blocks of {TRACE_BLOCK} tokens"
-        )
-    if record.timestamp < earliest:
-        raise TraceError(f"timestamp {record.timestamp} after {earliest}; sort the file")
-    if record.segments and sum(size for _, size in record.segments) != record.input_length:
-        raise TraceError(f"segments do not add up to input_length {record.input_length}")
-    return record
 
 
 def arrivals(records: Sequence[Record]) -> Iterator[float]:

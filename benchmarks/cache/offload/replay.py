@@ -17,7 +17,8 @@ import msgspec
 from benchmarks.cache.geometries import GEOMETRIES
 from benchmarks.support.tandem_engine import request_of
 from benchmarks.workloads.catalogue import THINNED
-from benchmarks.workloads.traces import Record, TokenTable, ideal_hits, read_trace
+from benchmarks.workloads.files import read_trace
+from benchmarks.workloads.traces import Record, TokenTable, ideal_hits
 from connector.offload.chunk_plan import ChunkPlan
 from connector.offload.config import OffloadConfig
 from connector.offload.connector import slots_of
@@ -174,7 +175,7 @@ class Node:
 
 
 def traces(trace: Path | None, part: float) -> dict[str, list[Record]]:
-    """A trace in Mooncake's format; without one, that part of G1 and G2."""
+    """A trace's file; without one, that part of G1 and G2."""
     if trace is not None:
         return {trace.stem: read_trace(trace)}
     return {name: make(part * thinned, 0) for name, (make, thinned) in THINNED.items()}

@@ -11,7 +11,8 @@ from benchmarks.cache.routing.event_feed import EventPath
 from benchmarks.cache.routing.nodes import Hardware
 from benchmarks.cache.routing.requests import GENERATORS, Request, requests_of
 from benchmarks.cache.routing.simulator import Outcome, Simulator
-from benchmarks.workloads.traces import TRACE_BLOCK, read_trace
+from benchmarks.workloads.files import read_trace
+from benchmarks.workloads.traces import TRACE_BLOCK
 
 GEOMETRY = GEOMETRIES["Qwen3.5-4B"]
 WARM_UP = 0.25
@@ -88,7 +89,7 @@ class Cluster:
 
 
 def read(trace: Path, seconds: float) -> dict[str, list[Request]]:
-    """The first `seconds` of a Mooncake trace. Raises TraceError."""
+    """The first `seconds` of a trace's file. Raises TraceError."""
     records = read_trace(trace)
     end = records[0].timestamp + 1000 * seconds
     first = [record for record in records if record.timestamp < end]

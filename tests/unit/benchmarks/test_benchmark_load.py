@@ -267,7 +267,7 @@ def test_a_load_with_prompts_takes_no_tokenizer(tmp_path: Path) -> None:
 def test_a_bad_line_is_named(line: str, problem: str, tmp_path: Path) -> None:
     file = tmp_path / "load.jsonl"
     file.write_text(f'{{"prompt": "a", "max_tokens": 1}}\n\n{line}\n')
-    with pytest.raises(ValueError, match=rf"load\.jsonl:3: .*{problem}"):
+    with pytest.raises(ValueError, match=rf"load\.jsonl, line 3: .*{problem}.*README"):
         read_requests(file)
 
 

@@ -13,13 +13,13 @@ from benchmarks.workloads.coding_agent import coding_agent
 from benchmarks.workloads.conversation import conversation
 from benchmarks.workloads.documents import documents
 from benchmarks.workloads.figures import figures
+from benchmarks.workloads.files import read_conversations, read_trace
 from benchmarks.workloads.traces import (
     TRACE_BLOCK,
     Record,
     TokenTable,
     TraceError,
     ideal_hits,
-    read_trace,
     requests_of,
     write_trace,
 )
@@ -173,6 +173,80 @@ def test_an_empty_trace_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_bytes(b"")
     with pytest.raises(TraceError, match="holds no request"):
         read_trace(tmp_path / "t.jsonl")
+
+
+AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,700,10
+2023-11-16 18:15:50.9951690,110,0
+"""
+CONVERSATIONS = """[
+{"id": "a", "conversations": [
+  {"from": "system", "value": "be short"}, {"from": "gpt", "value": "nobody asked"},
+  {"from": "human", "value": "hi"}, {"from": "gpt", "value": "12345678"},
+  {"from": "human", "value": "go on"}, {"from": "gpt", "value": "1"},
+  {"from": "human", "value": "no answer"}]},
+{"id": "b", "conversations": [{"from": "user", "value": "who"}, {"from": "bard", "value": "me"}]}
+]"""
+
+
+def test_azure_s_rows_are_requests_that_share_nothing(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text(AZURE)
+    first, second = read_trace(tmp_path / "t.csv")
+    assert first.timestamp == 0.0 and second.timestamp == pytest.approx(4314.579, abs=0.01)
+    lengths = [(one.input_length, one.output_length) for one in (first, second)]
+    assert lengths == [(700, 10), (110, 1)]
+    assert ideal_hits([first, second]) == [0, 0]
+    one, other = (set(record.hash_ids) for record in (first, second))
+    assert (len(one), len(other)) == (2, 1) and not one & other
+
+
+def test_a_conversation_of_sharegpt_is_a_session_of_its_answers(tmp_path: Path) -> None:
+    """As long as they were; what has no answer, or answers nothing, is left out."""
+    (tmp_path / "c.json").write_text(CONVERSATIONS)
+    first, turn, alone = read_conversations(tmp_path / "c.json")
+    assert [message["content"] for message in first.messages] == ["be short", "hi"]
+    assert [message["role"] for message in turn.messages] == ["user"]
+    assert (first.session, turn.session) == ("0", "0") and alone.session == "1"
+    assert [one.continues for one in (first, turn, alone)] == [False, True, False]
+    assert [one.max_tokens for one in (first, turn, alone)] == [2, 1, 1]
+    counted = read_conversations(tmp_path / "c.json", len)
+    assert [one.max_tokens for one in counted] == [8, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (AZURE.replace("110", "x"), "line 3: .*'x'.*; expected TIMESTAMP,ContextTokens,Gen"),
+        (AZURE.replace("18:15:50", "18:14:50"), "line 3: .*; sort the file"),
+        (AZURE.replace(",Gen", ",Own,Gen"), "line 1: .*expected TIMESTAMP,ContextTokens,Gen"),
+        (AZURE.replace("110", "0"), "line 3: 0 hash_ids for input_length 0"),
+        (CONVERSATIONS, "has ShareGPT's conversations, which only `benchmarks.serving"),
+        ("a,b\n1,2\n", "line 1: expected .*hash_ids.*TIMESTAMP,.*conversations.*got 'a,b'"),
+        ("", "holds no request"),
+    ],
+)
+def test_a_file_that_is_no_trace_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "t").write_text(text)
+    with pytest.raises(TraceError, match=message) as raised:
+        read_trace(tmp_path / "t")
+    assert "README.md describes the formats" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"bard"', '"tool"', "line 7: unknown `from` 'tool'"),
+        ('"from": "user", ', "", "line 7: .*missing required field `from`"),
+        ("]},", "],", "line 7: JSON is malformed"),
+        ('"}]}\n]', '"}]', "line 7: .*truncated"),
+        ("value", "said", "line 2: .*missing required field `value`"),
+    ],
+)
+def test_a_broken_conversation_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    (tmp_path / "c.json").write_text(CONVERSATIONS.replace(old, new))
+    with pytest.raises(TraceError, match=message) as raised:
+        read_conversations(tmp_path / "c.json")
+    assert 'expected [{"id", "conversations"' in str(raised.value)
 
 
 # --- what a replay sends ------------------------------------------------------------------------
