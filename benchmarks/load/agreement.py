@@ -184,18 +184,28 @@ class Reference:
         return found.plus(Agreement(lost=len(errors), problem=next(iter(errors), "")))
 
 
-async def check_run(
-    alone: Client, run: Run, *, ends_at: float, done: Callable[[], None] | None = None
-) -> Agreement:
-    """The answers of `run` that can be asked again before `ends_at` (monotonic); one at least."""
+async def check_runs(
+    alone: Client,
+    runs: Mapping[str, Run],
+    *,
+    ends_at: float,
+    done: Callable[[], None] | None = None,
+) -> dict[str, Agreement]:
+    """Of all answers that can be asked again before `ends_at` (monotonic); one at least."""
     reference = Reference()
-    pairs = zip(run.requests, run.replies, strict=True)
-    answered = [request for request, reply in pairs if not reply.error]
-    for number, request in enumerate(_as_sent(answered)):
+    answered = [
+        _as_sent(
+            [it for it, reply in zip(run.requests, run.replies, strict=True) if not reply.error]
+        )
+        for run in runs.values()
+    ]
+    # Place by place, so that every run is checked as far as the time goes. Equal ones are one.
+    asked = {_key(it): it for together in itertools.zip_longest(*answered) for it in together if it}
+    for number, request in enumerate(asked.values()):
         if number and monotonic() > ends_at:
             break
         await reference.ask(alone, [request], done, ends_at=ends_at)
-    return reference.judge(run)
+    return {name: reference.judge(run) for name, run in runs.items()}
 
 
 async def check_beside(

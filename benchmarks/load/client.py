@@ -5,9 +5,11 @@ per event as decoding it, and what the client takes it takes from servers that s
 """
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, Self
 
 import aiohttp
@@ -99,13 +101,19 @@ class Client:
     """Talks to one target; use it with `async with`."""
 
     def __init__(
-        self, url: str, model: str, *, api_key: str = "none", timeout_s: float = TIMEOUT_S
+        self,
+        url: str,
+        model: str,
+        *,
+        api_key: str = "none",
+        headers: Mapping[str, str] = MappingProxyType({}),
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         """`url` with or without `/v1`; an empty `model` is the first that `check` finds."""
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = model
         self._timeout_s = timeout_s
-        self._headers = {"Authorization": f"Bearer {api_key}"}
+        self._headers = {"Authorization": f"Bearer {api_key}", **headers}
 
     async def __aenter__(self) -> Self:
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)

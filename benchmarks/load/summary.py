@@ -159,6 +159,13 @@ class Summary(msgspec.Struct, frozen=True):
         return self.cached_tokens / max(1, self.told_tokens)
 
     @property
+    def decode_hits(self) -> float | None:
+        """The share that the decode node had already; None if nobody told."""
+        if self.decode_cached_tokens is None:
+            return None
+        return self.decode_cached_tokens / max(1, self.input_tokens)
+
+    @property
     def tokens_per_s_per_user(self) -> float:
         """Output tokens per second that one reader sees after the first token: the mean TPOT's."""
         return 1e3 / self.tpot.mean if self.tpot.mean else 0.0

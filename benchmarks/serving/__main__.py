@@ -19,12 +19,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import typer
 import uvloop
 
 from benchmarks.load.agreement import Agreement, tell
 from benchmarks.load.client import TargetError
+from benchmarks.serving import outputs
 from benchmarks.serving.loads import load_of
 from benchmarks.serving.options import ServingOptions
 from benchmarks.serving.points import Point, Rounds, Sweep
@@ -90,12 +90,18 @@ def publish(options: ServingOptions, found: report.Report, measured: dict[Point,
         cells = [row.cells() for row in rows]
         found.publish("Serving", headers=HEADERS, rows=cells, note=_note(options, found, measured))
         draw(found.plot(), rows)
+    runs = {
+        f"{name}, {point.name}": [one.run for one in own]
+        for point, rounds in measured.items()
+        for name, own in rounds.items()
+    }
+    outputs.write(found, options, runs)
     tell(found.console, agreements)
     found.save(_data(options, measured, rows, agreements=agreements))
     for line in failed:
         typer.echo(line, err=True)
     if not rows:
-        typer.echo("error: no request was answered, so that there is no table", err=True)
+        typer.echo(outputs.NOTHING_CAME, err=True)
     return holds and bool(rows)
 
 
@@ -128,7 +134,7 @@ def _data(
         for own in rounds.values()
         for number, one in enumerate(own)
     ]
-    told = msgspec.structs.replace(options, api_key="")
+    told = options.without_secrets()
     return {"options": told, "rows": rows, "agreements": agreements, "results": results}
 
 

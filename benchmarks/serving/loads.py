@@ -1,14 +1,16 @@
 """The load of each run: from a file, of random token ids, or of the demo model's kind of text."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 from tokenizers import Tokenizer
 
 from benchmarks.demo_model.text import NAMES, story
 from benchmarks.load.request import GREEDY, Request, read_requests, sessions_of
-from benchmarks.serving.options import ServingOptions
+from benchmarks.serving.options import ServingOptions, TargetOptions
+from benchmarks.support.models import SHARED
 from benchmarks.workloads.files import (
     REQUESTS,
     SHAREGPT,
@@ -26,12 +28,28 @@ def load_of(options: ServingOptions, count: int) -> list[Request]:
     """`count` sessions at most, the first of the same ones each time; raises ConfigError."""
     try:
         if options.workload:
-            return first_sessions(_read(options), count)
-        if options.tokenizer:
-            return _random_ids(options, count)
+            load = first_sessions(_read(options), count)
+        else:
+            load = (_random_ids if options.tokenizer else _stories)(options, count)
     except (OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
-    return _stories(options, count)
+    return sampled(load, options)
+
+
+def sampled(requests: Sequence[Request], options: TargetOptions) -> list[Request]:
+    """With --temperature and --extra-body."""
+    given = options.sampling()
+    return [msgspec.structs.replace(one, sampling={**one.sampling, **given}) for one in requests]
+
+
+def ids_of(options: TargetOptions) -> Sequence[int]:
+    """Token ids of prompts; an own cluster's random model knows all of its own.
+
+    Raises ConfigError.
+    """
+    if options.tokenizer:
+        return vocabulary_of(options.tokenizer)
+    return SAFE_IDS if options.target else range(2, SHARED["vocab_size"])
 
 
 def _read(options: ServingOptions) -> list[Request]:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
@@ -13,14 +14,15 @@ import msgspec
 
 from benchmarks.load.agreement import Agreement, Reference
 from benchmarks.load.client import Client, TargetError
-from benchmarks.load.loop import CLOSED, MOST_AT_ONCE, OWN_TIMES, Pace, drive
-from benchmarks.load.request import Request, salted
+from benchmarks.load.loop import CLOSED, MOST_AT_ONCE, OWN_TIMES, Pace, Run, drive
+from benchmarks.load.request import Request, salted, sessions_of
 from benchmarks.load.summary import Summary, result
 from benchmarks.serving.loads import first_sessions
 from benchmarks.serving.options import QUICK_REQUESTS, ServingOptions
 from benchmarks.serving.targets import Target
 from benchmarks.serving.turns import Turns
 from benchmarks.support.pairs import alternate
+from engine.errors import ConfigError
 
 PER_USER, RATE_S = 4, 10.0
 # Of the time that is left, for the requests that the reference answers one by one.
@@ -71,6 +73,7 @@ class Point(msgspec.Struct, frozen=True):
 class Measured(msgspec.Struct, frozen=True):
     """One run: its figures, how its answers agree, and its JSON in the shape of vLLM's bench."""
 
+    run: Run
     summary: Summary
     agreement: Agreement
     result: dict[str, Any]
@@ -87,7 +90,6 @@ class Sweep:
         self._loop = loop
         self._ends_at = ends_at - RESERVE_S
         self._clients: dict[str, Client] = {}
-        self._cores: dict[str, int] = {}
         self._turns = Turns((), ())
         self._stack = AsyncExitStack()
         self._reference = Reference()
@@ -106,8 +108,11 @@ class Sweep:
     def connect(self, targets: Sequence[Target], reference: Target, load: list[Request]) -> None:
         """Raises TargetError for the first target that cannot be measured; asks the reference.
 
-        Raises ConfigError for processes that no target has.
+        Raises ConfigError for processes that no target has, and a load that is all warm-up.
         """
+        sessions, warmup = len(sessions_of(load)), self._options.warmup
+        if sessions <= warmup:
+            raise ConfigError(f"a load of {sessions} sessions, of which --warmup takes {warmup}")
         self._turns = Turns(self._options.pid, [it.name for it in (*targets, reference)])
         self._load = load
         self._loop.run(self._connect(targets, reference, load))
@@ -124,7 +129,6 @@ class Sweep:
     ) -> None:
         for target in targets:
             self._clients[target.name] = await self._client(target, load[0])
-            self._cores[target.name] = target.cores
         alone = await self._client(reference, load[0])
         now = monotonic()
         share = now + REFERENCE_SHARE * (self._ends_at - now)
@@ -132,8 +136,7 @@ class Sweep:
 
     async def _client(self, target: Target, like: Request) -> Client:
         self._turns.take(target.name)
-        client = Client(target.url, target.model, api_key=self._options.api_key)
-        await self._stack.enter_async_context(client)
+        client = await self._stack.enter_async_context(target.client(self._options))
         try:
             async with asyncio.timeout(self._ends_at - monotonic()):
                 await client.check(like)
@@ -153,7 +156,8 @@ class Sweep:
         load = salted(load, f"run {next(self._runs)} {self._salt}")
         pace = point.pace(options, self._ends_at - monotonic())
         run = await drive(client.send, load, pace)
-        summary = Summary.of(run, options.objectives())
+        summary = Summary.of(run, options.objectives(), options.ranks())
         agreement = self._reference.judge(run, options.margin)
         found = result(summary, pace, target=name, model=client.model)
-        return Measured(summary, agreement, {**found, "cores": self._cores[name]})
+        cores = options.cores or os.cpu_count() or 1
+        return Measured(run, summary, agreement, {**found, "cores": cores})

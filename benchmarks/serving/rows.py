@@ -8,6 +8,7 @@ import msgspec
 
 from benchmarks.load.agreement import Agreement
 from benchmarks.load.summary import Summary
+from benchmarks.serving.outputs import failure
 from benchmarks.serving.points import Measured, Point, Rounds
 from benchmarks.support.pairs import Spread
 from benchmarks.support.plots import curves
@@ -73,15 +74,11 @@ def rows_of(point: Point, rounds: Rounds) -> list[Row]:
 
 def failures(point: Point, rounds: Rounds) -> list[str]:
     """A line per target that failed requests, with its first error."""
-    lines = []
-    for name, own in rounds.items():
-        runs = [one.summary for one in own]
-        failed = sum(run.failed for run in runs)
-        if failed:
-            of = failed + sum(run.completed for run in runs)
-            error = next(run.errors[0] for run in runs if run.failed)
-            lines.append(f"{name}, {point.name}: {failed} of {of} requests failed: {error}")
-    return lines
+    lines = (
+        failure(f"{name}, {point.name}", [one.summary for one in own])
+        for name, own in rounds.items()
+    )
+    return list(filter(None, lines))
 
 
 def agreement_of(points: Sequence[Rounds]) -> dict[str, Agreement]:

@@ -1,6 +1,5 @@
 """The servers that are measured: those given, or Tandem's own as processes of this machine."""
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -8,14 +7,17 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from benchmarks.serving.options import ServingOptions
-from benchmarks.support.cluster import FLAGS, NAME, cluster
+from benchmarks.load.client import Client
+from benchmarks.serving.options import ServingOptions, TargetOptions
+from benchmarks.support.cluster import FLAGS, NAME, Cluster, cluster
 from benchmarks.support.model_folders import DEMO_MODEL
+from benchmarks.support.models import WIDE, save_random
 from benchmarks.support.processes import servers
 from engine.errors import ConfigError
 
 PAIR, ALONE, REFERENCE = "proxy, P and D", "one node", "reference"
 UNCACHED = "--no-enable-prefix-caching"
+ARENA_BYTES = 1 << 30
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -24,7 +26,10 @@ class Target(msgspec.Struct, frozen=True):
     name: str
     url: str
     model: str
-    cores: int
+
+    def client(self, options: TargetOptions) -> Client:
+        """With the key and the headers of all targets."""
+        return Client(self.url, self.model, api_key=options.api_key, headers=options.headers())
 
 
 @contextmanager
@@ -38,30 +43,42 @@ def targets_of(options: ServingOptions) -> Iterator[tuple[list[Target], Target]]
         up = stack.enter_context(cluster(model, UNCACHED))
         node = ("decode_node", str(model), *FLAGS, UNCACHED)
         (alone,) = stack.enter_context(servers(Path(folder), node))
-        made = [
-            Target(name, url, NAME, _cores(options))
-            for name, url in ((PAIR, up.proxy), (ALONE, alone))
-        ]
+        made = [Target(name, url, NAME) for name, url in ((PAIR, up.proxy), (ALONE, alone))]
         yield made, made[-1]
 
 
-def _given(options: ServingOptions) -> tuple[list[Target], Target]:
+@contextmanager
+def cached_targets_of(
+    options: TargetOptions,
+) -> Iterator[tuple[list[Target], Target, Cluster | None]]:
+    """The same with prefix caching on a random model; the reference is its decode node.
+
+    The cluster is None where the targets were given.
+    """
+    if options.target:
+        yield *_given(options), None
+        return
+    with TemporaryDirectory() as folder:
+        model = save_random(WIDE, Path(folder))
+        with cluster(model, "--kv-cache-memory-bytes", str(ARENA_BYTES)) as up:
+            yield [Target(PAIR, up.proxy, NAME)], Target(REFERENCE, up.decode[0], NAME), up
+
+
+def _given(options: TargetOptions) -> tuple[list[Target], Target]:
     made = []
     for number, given in enumerate(options.target, 1):
-        name, url = given.split("=", 1) if "=" in given else (f"target {number}", given)
-        made.append(Target(name, _checked(url), options.model, _cores(options)))
+        head, _, tail = given.partition("=")
+        is_named = bool(tail) and not head.startswith(("http://", "https://"))
+        name, url = (head, tail) if is_named else (f"target {number}", given)
+        made.append(Target(name, _checked(url), options.model))
     if len({target.name for target in made}) < len(made):
         raise ConfigError(f"--target {' '.join(options.target)}: two have the same name")
     if not options.reference:
         return made, made[-1]
-    return made, Target(REFERENCE, _checked(options.reference), options.model, _cores(options))
+    return made, Target(REFERENCE, _checked(options.reference), options.model)
 
 
 def _checked(url: str) -> str:
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url!r} is no base URL: write http://HOST:PORT, or NAME=http://...")
     return url
-
-
-def _cores(options: ServingOptions) -> int:
-    return options.cores or os.cpu_count() or 1

@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
+import msgspec
 
 from benchmarks.support.pairs import Spread
 
 GROUP_WIDTH = 0.8
 MAX_TICKS = 10
+TIMELINE_COLORS = ("0.8", "tab:orange", "tab:blue", "tab:red")
 
 
 def grouped_bars(
@@ -72,6 +74,50 @@ def curves(
         axes.set_xlabel(xlabel)
     grid[0][0].set_ylabel(ylabel)
     grid[0][0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """One request in seconds; one that failed has no first token."""
+
+    due: float
+    sent: float
+    first: float | None
+    ended: float
+
+
+def timeline(file: Path, panels: Mapping[str, Sequence[Bar]]) -> None:
+    """One panel per title, one below the other, and in each a line per request."""
+    matplotlib.use("Agg")
+    from matplotlib import pyplot  # after the backend is chosen
+
+    heights = [min(6.0, 1.2 + 0.06 * len(bars)) for bars in panels.values()]
+    figure, grid = pyplot.subplots(
+        len(panels),
+        1,
+        figsize=(8.0, sum(heights)),
+        sharex=True,
+        squeeze=False,
+        height_ratios=heights,
+    )
+    for axes, (title, bars) in zip(grid[:, 0], panels.items(), strict=True):
+        parts = {
+            "waiting": [(bar.due, bar.sent) for bar in bars],
+            "prefill": [(bar.sent, bar.sent if bar.first is None else bar.first) for bar in bars],
+            "decode": [(bar.ended if bar.first is None else bar.first, bar.ended) for bar in bars],
+            "failed": [(bar.sent if bar.first is None else bar.ended, bar.ended) for bar in bars],
+        }
+        for (name, spans), color in zip(parts.items(), TIMELINE_COLORS, strict=True):
+            widths = [end - begin for begin, end in spans]
+            begins = [begin for begin, _ in spans]
+            axes.barh(range(len(spans)), widths, 0.8, left=begins, color=color, label=name)
+        axes.set_title(title, fontsize=9)
+        axes.set_ylabel("request")
+        axes.invert_yaxis()
+    grid[-1][0].set_xlabel("seconds since the first was due")
+    grid[0][0].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
     figure.savefig(file)
     pyplot.close(figure)

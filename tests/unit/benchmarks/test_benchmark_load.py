@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from benchmarks.load.agreement import SALT, Agreement, Expected, check_beside, check_run, tell
+from benchmarks.load.agreement import SALT, Agreement, Expected, check_beside, check_runs, tell
 from benchmarks.load.client import Client
 from benchmarks.load.loop import CLOSED, OWN_TIMES, Pace, Run, drive, starts
 from benchmarks.load.reply import Reply
@@ -190,8 +190,8 @@ def test_a_run_without_any_answer_makes_no_figure_look_good() -> None:
 
     def measured(*replies: Reply) -> Measured:
         requests = tuple(alone(len(replies)))
-        summary = Summary.of(Run(requests, replies, (), 4.0))
-        return Measured(summary, Agreement(), {"cores": 1})
+        run = Run(requests, replies, (), 4.0)
+        return Measured(run, Summary.of(run), Agreement(), {"cores": 1})
 
     good, lost = measured(reply(1.0, 1.5)), measured(reply(error="lost"))
     point = Point(at_once=2, rate=CLOSED, requests=1)
@@ -333,16 +333,17 @@ def run_of(*replies: Reply) -> Run:
 
 async def test_each_turn_is_asked_alone_with_its_whole_prompt() -> None:
     alone, run = Alone(), run_of(answer(*IDS), answer(5, 9, 9), answer(5, 9, 9), answer(error="x"))
-    found = await check_run(alone, run, ends_at=monotonic() + 60)
+    found = (await check_runs(alone, {"one": run}, ends_at=monotonic() + 60))["one"]
     assert (found.compared, found.equal, found.near_ties) == (3, 1, 1) and not found.holds
-    assert [request.prompt for request in alone.sent] == [(0, 1), (1, 1), (0, 1)]
+    assert [request.prompt for request in alone.sent] == [(0, 1), (1, 1)]  # the third is the first
     assert all(request.sampling["cache_salt"] == SALT for request in alone.sent)
 
 
 async def test_no_more_is_asked_than_there_is_time_for() -> None:
     alone = Alone()
-    found = await check_run(alone, run_of(*[answer(*IDS)] * 4), ends_at=monotonic() - 1)
-    assert len(alone.sent) == 1 and found.holds
+    runs = {"one": run_of(*[answer(*IDS)] * 4), "other": run_of(*[answer(*IDS)] * 2)}
+    found = await check_runs(alone, runs, ends_at=monotonic() - 1)
+    assert len(alone.sent) == 1 and all(one.compared and one.holds for one in found.values())
 
 
 @pytest.mark.parametrize(

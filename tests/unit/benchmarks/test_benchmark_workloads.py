@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving.replay import Limits, ReplayOptions, ids_of
+from benchmarks.serving.loads import ids_of
+from benchmarks.serving.replay import Limits, ReplayOptions
 from benchmarks.support.model_folders import DEMO_MODEL
 from benchmarks.workloads.catalogue import WORKLOADS
 from benchmarks.workloads.coding_agent import coding_agent
@@ -281,9 +282,9 @@ def test_turns_think_or_come_at_their_own_times() -> None:
 def test_a_target_gets_only_ids_that_its_model_has() -> None:
     """The ids of a tokenizer, or so few that any model has them; the demo's model has 832."""
     demo = str(DEMO_MODEL)
-    known = ids_of(ReplayOptions(target="http://one", tokenizer=demo))
+    known = ids_of(ReplayOptions(target=("http://one",), tokenizer=demo))
     assert 600 < len(known) <= max(known) + 1 <= 832
-    assert max(ids_of(ReplayOptions(target="http://one"))) < 256
+    assert max(ids_of(ReplayOptions(target=("http://one",)))) < 256
     assert max(ids_of(ReplayOptions())) == 4095
     with pytest.raises(ConfigError, match="absent"):
-        ids_of(ReplayOptions(target="http://one", tokenizer="absent"))
+        ids_of(ReplayOptions(target=("http://one",), tokenizer="absent"))
