@@ -139,6 +139,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one warm-up.")] = 7,
     transport: Annotated[list[str] | None, typer.Option(help="[shm, nixl]")] = None,
     cpu: Annotated[str, typer.Option(help="Cores to run on, as `0,1`, or `all`.")] = "all",
+    target: report.OwnServers = "",
     quick: report.Quick = False,
     out: report.Out = report.RESULTS,
 ) -> None:

@@ -218,7 +218,11 @@ async def check_beside(
         for place, request in enumerate(first.requests)
         if any(other.replies[place].token_ids != first.replies[place].token_ids for other in others)
     ]
-    equal = len(first.requests) - len(differ)
+    # What failed everywhere has no tokens, and nothing to compare.
+    lost = sum(
+        all(run.replies[at].error for run in runs.values()) for at in range(len(first.replies))
+    )
+    equal = len(first.requests) - len(differ) - lost
     same = Agreement(compared=equal, equal=equal)
     if not differ:
         return dict.fromkeys(runs, same)

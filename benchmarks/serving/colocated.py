@@ -26,6 +26,7 @@ from benchmarks.load.client import Client
 from benchmarks.load.loop import Pace, Run, drive
 from benchmarks.load.request import WITH_IDS, Request
 from benchmarks.load.summary import Summary, result
+from benchmarks.serving.outputs import failure
 from benchmarks.support import machine, report
 from benchmarks.support.cluster import NAME, cluster
 from benchmarks.support.models import WIDE, random_prompts, save_random
@@ -54,7 +55,10 @@ WHOLE, QUICK = Size({"short": 128, "long": 2048}, 3, 48), Size({"long": 256}, 1,
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One cluster at one length; milliseconds, pooled over rounds; results as vLLM's bench has."""
+    """One cluster at one length; milliseconds, pooled over rounds; results as vLLM's bench has.
+
+    `failure`: how many requests failed, if some did; the figures are of the others.
+    """
 
     case: str
     cluster: str
@@ -62,16 +66,18 @@ class Row(msgspec.Struct, frozen=True):
     ratio: Spread
     ttft_p50: float
     itl: tuple[float, float, float]
+    failure: str
     results: list[dict[str, Any]]
 
     @classmethod
     def of(cls, case: str, name: str, runs: Sequence[Run], *, others: Sequence[Run]) -> "Row":
-        """The ratio is to `others`, by round. Raises RuntimeError if a request failed."""
+        """The ratio is to `others`, by round. Raises RuntimeError if a round has no answer."""
         summaries, theirs = [Summary.of(run) for run in runs], [Summary.of(run) for run in others]
-        if errors := [error for one in summaries for error in one.errors]:
-            raise RuntimeError(f"{name}: {errors[0]}")
+        for one in (*summaries, *theirs):
+            if not one.completed:
+                raise RuntimeError(f"{case}: a cluster answered nothing: {one.errors[0]}")
         speeds = [one.output_throughput for one in summaries]
-        replies = [reply for run in runs for reply in run.replies]
+        replies = [reply for run in runs for reply in run.replies if not reply.error]
         itl = 1e3 * np.array(list(itertools.chain.from_iterable(one.itls for one in replies)))
         return cls(
             case,
@@ -80,6 +86,7 @@ class Row(msgspec.Struct, frozen=True):
             Spread.of_ratio(speeds, [one.output_throughput for one in theirs]),
             1e3 * float(np.percentile([reply.ttft for reply in replies], 50)),
             (float(np.percentile(itl, 50)), float(np.percentile(itl, 99)), float(itl.max())),
+            failure(f"{case}, {name}", summaries),
             [result(one, PACE, target=name, model=WIDE) for one in summaries],
         )
 
@@ -153,13 +160,20 @@ async def _run(url: str, size: Size, tokens: int, *, seed: int) -> Run:
 def main(
     *,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count, after one.")] = 5,
+    target: report.OwnServers = "",
     quick: report.Quick = False,
     out: report.Out = report.RESULTS,
 ) -> None:
     """Throughput and the tail of ITL of 1P1D beside two colocated nodes on the same cores."""
     found = report.Report("colocated", out, SECONDS, cpu="all", quick=quick)
     size, rounds = (QUICK, 1) if quick else (WHOLE, rounds)
-    rows, agreements = measure(found, size, rounds)
+    try:
+        rows, agreements = measure(found, size, rounds)
+    except RuntimeError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    for line in filter(None, (row.failure for row in rows)):
+        typer.echo(line, err=True)
     holds = tell(found.console, agreements)
     if holds:
         publish(found, rows, size)

@@ -252,6 +252,7 @@ def main(
     *,
     model: Annotated[str, typer.Option(help="Model folder. [the demo's]")] = str(DEMO_MODEL),
     max_model_len: Annotated[int | None, typer.Option(help="Context. [the model's]")] = None,
+    target: report.OwnServers = "",
     quick: report.Quick = False,
     out: report.Out = report.RESULTS,
 ) -> None:

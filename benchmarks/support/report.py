@@ -26,10 +26,27 @@ Tell = Callable[[str], Callable[[], None]]
 RESULTS = Path(__file__).parents[1] / "results"
 Out = Annotated[Path, typer.Option(help="The folder for its JSON and plots.")]
 Quick = Annotated[bool, typer.Option(help="Small and short: shows that it runs, measures little.")]
+NO_TARGET = (
+    "error: --target: this benchmark sets flags of its own servers or reads their clocks; "
+    "benchmarks.serving, its replay and its conversation take targets"
+)
 GIT_S = 5.0
 FILE_WIDTH = 10_000
 # The last part must end in time for its table and its plot.
 RESERVE_S = 5.0
+
+
+def _refuse_target(url: str) -> str:
+    if url:
+        typer.echo(NO_TARGET, err=True)
+        raise typer.Exit(2)
+    return url
+
+
+OwnServers = Annotated[
+    str,
+    typer.Option("--target", callback=_refuse_target, help="None: it starts servers of its own."),
+]
 
 
 class Table(msgspec.Struct, frozen=True):

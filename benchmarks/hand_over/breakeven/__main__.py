@@ -107,6 +107,7 @@ def main(
     tflops: Annotated[
         float, typer.Option(min=0.001, help="On paper: 45 % of an H200's bfloat16.")
     ] = 445.0,
+    target: report.OwnServers = "",
     quick: report.Quick = False,
     out: report.Out = report.RESULTS,
 ) -> None:

@@ -58,7 +58,12 @@ class Case(msgspec.Struct, frozen=True):
         ]
 
 
-def main(*, quick: report.Quick = False, out: report.Out = report.RESULTS) -> None:
+def main(
+    *,
+    target: report.OwnServers = "",
+    quick: report.Quick = False,
+    out: report.Out = report.RESULTS,
+) -> None:
     """CPU of a request with 8,192 token ids, and of a token of one of 64 streams."""
     found = report.Report("proxy_cost", out, SECONDS, cpu="all", quick=quick)
     rounds = QUICK_ROUNDS if quick else ROUNDS

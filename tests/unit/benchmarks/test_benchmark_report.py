@@ -1,14 +1,23 @@
 """Reports that a benchmark makes of its measurements: a file, one whole page, ratios, lines."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+import typer
+from typer.testing import CliRunner
 
+from benchmarks.hand_over.__main__ import main as hand_over
+from benchmarks.hand_over.breakeven.__main__ import main as breakeven
 from benchmarks.hand_over.breakeven.lines import Lines, Point
 from benchmarks.hand_over.breakeven.paper import LONGEST, Model
 from benchmarks.hand_over.overlap import ALONE, BOTH, PULLS, Window, overlap_of
+from benchmarks.hand_over.transfer.__main__ import main as transfer
+from benchmarks.serving.colocated import main as colocated
+from benchmarks.serving.pauses import main as pauses
+from benchmarks.serving.proxy_cost.__main__ import main as proxy_cost
 from benchmarks.support import pairs, report, report_page
 from benchmarks.support.pairs import Spread
 from benchmarks.support.plots import grouped_bars
@@ -44,6 +53,21 @@ def test_the_page_needs_no_other_file_and_escapes_what_it_shows(tmp_path: Path) 
     assert HOSTILE not in text and "&lt;script&gt;" in text and "n &amp; m" in text
     assert text.index("Speeds") < text.index("Hits")
     assert "prefers-color-scheme: dark" in text
+
+
+@pytest.mark.parametrize(
+    "app",
+    [hand_over, breakeven, transfer, colocated, pauses, proxy_cost],
+    ids=lambda it: it.__module__,
+)
+def test_who_starts_its_own_servers_says_that_it_takes_no_target(
+    app: Callable[..., None], tmp_path: Path
+) -> None:
+    made = typer.Typer()
+    made.command()(app)
+    words = ["--quick", "--out", str(tmp_path), "--target", "on=http://one"]
+    done = CliRunner().invoke(made, words)
+    assert (done.exit_code, done.stderr, done.stdout) == (2, f"{report.NO_TARGET}\n", "")
 
 
 def test_rounds_end_in_time_but_one_is_always_made() -> None:
