@@ -279,7 +279,7 @@ def publish(
     by_answers = "of no bytes" if told is None else f"of {told:,} bytes"
     note = (
         f"{options.users} users, {options.think:g} s of thought in the median, "
-        f"{options.output_len} tokens out, {options.rounds} rounds; answers tell {by_answers}, "
+        f"{options.output_len} tokens out, rounds: {options.rounds}; answers tell {by_answers}, "
         f"{by_nodes}; {machine.describe(found.host)}"
     )
     rows = [turn.cells(name) for name, own in turns.items() for turn in own]
