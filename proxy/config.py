@@ -8,7 +8,8 @@ from msgspec import Meta
 from engine.errors import ConfigError
 from proxy.routing.local_prefill import Threshold
 from proxy.routing.policies import POLICIES
-from serving.config import NotNegative, Positive, Seconds, ServerConfig
+from serving.config import ListenPort, NotNegative, Positive, Seconds, ServerConfig
+from serving.rpc.address import is_loopback
 from serving.rpc.node_http import parse_node_url
 
 NODE_URL: Final = (
@@ -22,6 +23,13 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     prefill: Annotated[tuple[str, ...], Meta(description=f"A prefill node: {NODE_URL}")] = ()
     decode: Annotated[tuple[str, ...], Meta(description=f"A decode node: {NODE_URL}")] = ()
+    grpc_port: Annotated[
+        ListenPort | None,
+        Meta(
+            description="Port on which nodes register with this proxy (their --proxy), 0 for any. "
+            "Default: none, and the nodes are those given here."
+        ),
+    ] = None
     routing_policy: Annotated[str, Meta(description=f"One of {', '.join(sorted(POLICIES))}.")] = (
         "prefix_aware"
     )
@@ -75,8 +83,18 @@ class ProxyConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields
         return "auto" if self.disagg_threshold == "auto" else int(self.disagg_threshold)
 
     def check(self) -> None:
-        if not self.decode:
-            raise ConfigError("no decode node: give at least one --decode URL")
+        if not self.decode and self.grpc_port is None:
+            raise ConfigError(
+                "no decode node: give at least one --decode URL, or --grpc-port for nodes that "
+                "register"
+            )
+        if self.grpc_port is not None and self.cluster_token is None:
+            has_keys = self.api_key is not None or self.api_keys_file is not None
+            if has_keys or not is_loopback(self.host):
+                why = "it has API keys" if has_keys else f"it listens on {self.host}"
+                raise ConfigError(
+                    f"--grpc-port: whoever registers gets prompts, and {why}: give --cluster-token"
+                )
         urls = [parse_node_url(text).text for text in (*self.prefill, *self.decode)]
         for url in urls:
             if urls.count(url) > 1:

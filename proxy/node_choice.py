@@ -1,5 +1,7 @@
 """The choice of P and D for one attempt at a request, and what it turned out to be worth."""
 
+from dataclasses import replace
+
 from engine.types import GenerateOutput, RoutingDetails
 from proxy.cluster.node import Node, NodeKind, NodeView
 from proxy.cluster.node_pool import NodePool
@@ -45,6 +47,15 @@ class NodeChoice:
             reason = "prefill_failed" if has_prefill else "no_prefill_node"
         self._metrics.local_prefills.labels(reason).inc()
         return self._pool.node(route.decode.name), None
+
+    def choose_decode(self, state: RequestState, prefill: Node) -> Node:
+        """Another D for what P has prefilled; raises `NoDecodeNodeError` without one."""
+        decode = self.candidates(NodeKind.DECODE, state)
+        if not decode:
+            raise NoDecodeNodeError
+        route = self._router.choose(state.prompt, (prefill.view,), decode)
+        state.route = replace(route, prefill=prefill.view)
+        return self._pool.node(route.decode.name)
 
     def candidates(self, kind: NodeKind, state: RequestState) -> tuple[NodeView, ...]:
         """Usable nodes that have not failed this request and whose context holds it.

@@ -163,7 +163,7 @@ class PdFlow:
             if self._choice.candidates(NodeKind.DECODE, state):
                 return True
             remaining_s = end - clock()
-            if not state.sent or remaining_s <= 0 or not self._pool.num_away(NodeKind.DECODE):
+            if not state.sent or remaining_s <= 0 or not self._pool.may_get(NodeKind.DECODE):
                 return False
             await self._pool.wait_for_news(remaining_s)
         return False
@@ -193,6 +193,10 @@ class PdFlow:
                 state.use_prefill = not is_client_fault(error)
                 if is_final(error) or state.is_lost_too_often:
                     raise
+        prefilled = state.prefilled
+        if prefilled is not None and prefilled.params is not None and not decode.is_available:
+            # D has left while P computed: it would refuse, and P have computed in vain.
+            return self._choice.choose_decode(state, prefilled.node)
         return decode
 
     async def _prefill_on(self, node: Node, state: RequestState) -> Prefilled:

@@ -12,7 +12,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -23,6 +23,7 @@ from proxy.access.key_file import KeyFile
 from proxy.cluster.node import NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
 from proxy.config import ProxyConfig
+from proxy.members import Members
 from proxy.metrics import REQUEST_GAUGES, EventMetrics, ProxyMetrics
 from proxy.model_loader import load_serving
 from proxy.pd_flow import PdFlow
@@ -41,6 +42,7 @@ from serving.process import wait_until
 from serving.rpc.address import join_host_port
 from serving.rpc.client import StreamDeadlines
 from serving.rpc.node_http import parse_node_url
+from serving.rpc.server import RpcServer, start_server
 from serving.telemetry.request_metrics import RequestMetrics
 from serving.telemetry.telemetry import Telemetry
 from serving.tls import client_tls, server_tls
@@ -68,8 +70,10 @@ class ProxyServer:
             self._metrics.available_nodes.labels(kind).set_function(count)
             resting = partial(self._pool.num_resting, kind)
             self._metrics.resting_nodes.labels(kind).set_function(resting)
-        instance = f"proxy-{secrets.token_hex(8)}"
-        self._telemetry = Telemetry(config, role="proxy", instance=instance)
+        self._instance = f"proxy-{secrets.token_hex(8)}"
+        self._telemetry = Telemetry(config, role="proxy", instance=self._instance)
+        self._members = Members(self._pool, ca_certs=config.ssl_ca_certs)
+        self._rpc: RpcServer | None = None
         index = PrefixIndex()
         router = Router(config.routing_policy, index, disagg_threshold=config.threshold)
         self._events = EventSources(index, on_loss=router.forget)
@@ -94,11 +98,16 @@ class ProxyServer:
         self._metrics.waiting_requests.set_function(lambda: queue.num_waiting)
         self._status = ClusterStatus(
             self._pool,
-            self._telemetry.records,
-            self._metrics,
+            self._members,
+            records=self._telemetry.records,
+            metrics=self._metrics,
             event_stats=self._events.stats,
             num_waiting=lambda: self.num_waiting,
         )
+        # Neither holds a secret: everybody may ask.
+        self._open_routes = [self._status.page_route]
+        if config.grpc_port is not None:
+            self._open_routes.append(Route("/node_info", self._node_info))
         self._app: ASGIApp = self._waiting_app()
         self._stop = asyncio.Event()
         self._failure: BaseException | None = None
@@ -126,7 +135,7 @@ class ProxyServer:
         return self._queue.num_waiting
 
     def missing(self) -> tuple[str, ...]:
-        """The reasons, in words, why the proxy cannot use every node of its options yet."""
+        """The reasons, in words, why the proxy cannot use every node that it knows yet."""
         problems = (f"{it.name}: {it.problem}" for it in self._pool.nodes if not it.is_available)
         return (*problems, *(() if self._metrics.model_name else ("a model",)))
 
@@ -152,7 +161,19 @@ class ProxyServer:
             limits=ConnectionLimits(keep_alive_timeout_s=config.timeout_keep_alive),
         )
         await self._http.start()
-        self._pool.start(self._on_task_end, on_answer=self._events.follow)
+        self._pool.start(
+            self._on_task_end, on_answer=self._events.follow, on_gone=self._events.forget
+        )
+        if config.grpc_port is not None:
+            self._rpc = await start_server(
+                [self._members],
+                config.host,
+                config.grpc_port,
+                token=config.cluster_token,
+                tls=self._tls,
+            )
+            self._run(self._members.watch())
+            log.info("nodes may register", grpc_port=self._rpc.port)
         self._run(self._open())
         self._telemetry.start(lambda: {"num_waiting": self.num_waiting})
 
@@ -173,6 +194,9 @@ class ProxyServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._rpc is not None:
+            await self._rpc.close()
+        await self._members.close()
         self._flow.end_open()
         await wait_until(lambda: not self._flow.num_open, END_OF_REQUESTS_S)
         if self._http is not None:
@@ -213,7 +237,8 @@ class ProxyServer:
                 metrics_registry=self._metrics.registry,
                 access=self._access(),
                 routes=routes,
-                open_routes=[self._status.page_route],
+                open_routes=self._open_routes,
+                stages=self._members.stages,
             )
             # The app holds `max_model_len`, so a new one is made when a decode node changes it.
             context = served.max_model_len
@@ -231,18 +256,25 @@ class ProxyServer:
         async def not_yet(request: Request) -> Response:
             raise UnavailableError("no node has answered yet, so the model is not known")
 
-        page = self._status.page_route
+        open_paths = {*PROBE_PATHS, *(route.path for route in self._open_routes)}
         return Starlette(
             routes=[
                 *(Route(path, alive) for path in HEALTH_PATHS),
                 Route("/metrics", partial(metrics, self._metrics.registry)),
-                page,
+                *self._open_routes,
                 self._status.status_route,
                 Route("/{path:path}", not_yet, methods=ANY_METHOD),
             ],
-            middleware=middleware_of(self._access(), {*PROBE_PATHS, page.path}),
+            middleware=middleware_of(self._access(), open_paths),
             exception_handlers=ERROR_HANDLERS,
         )
+
+    async def _node_info(self, request: Request) -> Response:
+        """Tells nodes that know only the HTTP port where they register, as nodes tell proxies."""
+        if self._rpc is None:
+            raise UnavailableError("nodes cannot register yet")
+        told = {"grpc_port": self._rpc.port, "engine_id": self._instance}
+        return JSONResponse({**told, "kind": "proxy", "host": self._config.host})
 
     def _access(self) -> Access:
         config = self._config
@@ -260,5 +292,6 @@ def _make_pool(config: ProxyConfig, poll_interval_s: float) -> NodePool:
         decode,
         token=config.cluster_token,
         tls=client_tls(config.ssl_ca_certs) if is_needed else None,
+        is_open=config.grpc_port is not None,
         poll_interval_s=poll_interval_s,
     )

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_pool import NodePool
+from proxy.members import Members
 from proxy.metrics import ProxyMetrics
 from serving.http.callers import require_operator
 from serving.kv_events.follower import SourceStats
@@ -36,13 +37,15 @@ class ClusterStatus:
     def __init__(
         self,
         pool: NodePool,
+        members: Members,
+        *,
         records: RequestRecords,
         metrics: ProxyMetrics,
-        *,
         event_stats: Callable[[], Mapping[str, SourceStats]],
         num_waiting: Callable[[], int],
     ) -> None:
         self._pool = pool
+        self._members = members
         self._records = records
         self._metrics = metrics
         self._event_stats = event_stats
@@ -68,7 +71,7 @@ class ClusterStatus:
         """Bounded by the nodes of the options and by `MAX_LISTED` requests."""
         records, now = self._records, time.time()
         stats = self._event_stats()
-        nodes = [_node(node, stats.get(node.name)) for node in self._pool.nodes]
+        nodes = [self._node(node, stats.get(node.name)) for node in self._pool.nodes]
         # Those under way come last, so the newest of them are shown first.
         last = [*records.recent, *list(records.open.values())[-MAX_LISTED:]]
         return {
@@ -92,7 +95,11 @@ class ClusterStatus:
 
     def _health(self, now: float) -> dict[str, Any]:
         """`healthy`, `degraded` or `down`, and why, in words; the worst first."""
-        away = [f"{it.kind} node {it.name}: {it.problem}" for it in self._pool.nodes if it.problem]
+        away = [
+            f"{it.kind} node {it.name}: {problem}"
+            for it in self._pool.nodes
+            if (problem := it.problem or self._members.problem_of(it))
+        ]
         failing = [
             f"hand-overs from {problem.address or problem.engine_id} to {node.name} fail: "
             f"{problem.cause} ({problem.count} in a row)"
@@ -117,20 +124,20 @@ class ClusterStatus:
             return {"health": "down", "reasons": ["no decode node can be used", *reasons]}
         return {"health": "degraded" if reasons else "healthy", "reasons": reasons}
 
-
-def _node(node: Node, events: SourceStats | None) -> dict[str, Any]:
-    return {
-        "name": node.name,
-        "label": node.label,
-        "kind": node.kind,
-        "problem": node.problem,
-        "rests": node.rests,
-        "in_flight": node.view.num_in_flight,
-        "tokens_in_flight": node.view.num_tokens_in_flight,
-        # Its events are told of below; the seed of their hashes is nobody's to see.
-        "info": structs.replace(node.info, kv_events=None),
-        "events": events,
-    }
+    def _node(self, node: Node, events: SourceStats | None) -> dict[str, Any]:
+        return {
+            "name": node.name,
+            "label": node.label,
+            "kind": node.kind,
+            "stage": node.stage,
+            "problem": node.problem or self._members.problem_of(node) or None,
+            "rests": node.rests,
+            "in_flight": node.view.num_in_flight,
+            "tokens_in_flight": node.view.num_tokens_in_flight,
+            # Its events are told of below; the seed of their hashes is nobody's to see.
+            "info": structs.replace(node.info, kv_events=None),
+            "events": events,
+        }
 
 
 def _request(record: RequestRecord) -> dict[str, Any]:

@@ -297,6 +297,14 @@ class NodeConfig(ServerConfig, frozen=True, kw_only=True, forbid_unknown_fields=
     grpc_port: Annotated[
         ListenPort, Meta(description="Port of control and token streams, 0 for any.")
     ] = 0
+    proxy: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="A proxy to register with: http://host:port (its HTTP port) or "
+            "grpc://host:port (its --grpc-port), with TLS https:// or grpcs://; repeat for "
+            "several. A name with several addresses stands for a proxy at each."
+        ),
+    ] = ()
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         Meta(description="auto, float32, bfloat16 or float16."),

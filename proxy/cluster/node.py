@@ -13,6 +13,7 @@ from engine.errors import DeadlineExceededError, TandemError, UnavailableError
 from proxy.cluster.prefill_queue import PrefillQueue
 from proxy.errors import is_node_failure
 from serving.breaker import Breaker
+from serving.hand_over_problems import HandOverProblems
 from serving.rpc.client import NodeClient
 from serving.rpc.messages import NodeInfo
 from serving.rpc.node_http import NodeUrl, resolve_grpc_address
@@ -36,6 +37,22 @@ class NodeKind(StrEnum):
     DECODE = "decode"
 
 
+class Stage(StrEnum):
+    """How far a node is.
+
+        away ──answers──▶ warming ──a canary worked──▶ serving ──drains──▶ leaving
+          ▲                  │                            │
+          └──────────────── stays silent ─────────────────┘
+
+    Only a node that serves gets requests. Those of the proxy's options need no canary.
+    """
+
+    AWAY = "away"
+    WARMING = "warming"
+    SERVING = "serving"
+    LEAVING = "leaving"
+
+
 @dataclass(slots=True, frozen=True)
 class NodeView:
     """A snapshot of one usable node, for routing policies. `name` is its URL.
@@ -54,6 +71,8 @@ class Node:
     """Owns the channel to one node. `info` is its last answer; `problem` says why it is unused.
 
     `name` is its URL, for operators. `label` names it where everybody may look, such as "d0".
+    `needs_canary`: each of its lives serves only after `warmed`. `refusals`: the hand-overs that
+    this node, a D, would not take.
     """
 
     def __init__(
@@ -64,6 +83,7 @@ class Node:
         label: str,
         token: str | None,
         tls: ClientTls | None = None,
+        needs_canary: bool = False,
     ) -> None:
         self.name = url.text
         self.label = label
@@ -78,12 +98,35 @@ class Node:
         self._prompts = PrefillQueue()
         self._view: NodeView | None = None
         self._num_late = 0
+        self._needs_canary = needs_canary
+        self._warm_id = ""
+        self._is_leaving = False
+        self.refusals = HandOverProblems()
         self._breaker = Breaker()
         self._releases: set[asyncio.Task[None]] = set()
 
     @property
     def is_available(self) -> bool:
+        return self.stage is Stage.SERVING
+
+    @property
+    def answers(self) -> bool:
+        """True while nothing is wrong with the node, whether or not it may have requests."""
         return self.problem is None
+
+    @property
+    def stage(self) -> Stage:
+        if self._is_leaving:
+            return Stage.LEAVING
+        if self.problem is not None:
+            return Stage.AWAY
+        is_warm = not self._needs_canary or self._warm_id == self.info.engine_id
+        return Stage.SERVING if is_warm else Stage.WARMING
+
+    @property
+    def num_in_flight(self) -> int:
+        """This proxy's requests on the node."""
+        return self._num_in_flight
 
     @property
     def rests(self) -> bool:
@@ -105,6 +148,20 @@ class Node:
             left = self._prompts.num_tokens_left(self.info.prefill_tokens_per_s)
             self._view = NodeView(self.name, self.info, self._num_in_flight, left)
         return self._view
+
+    def warmed(self, engine_id: str) -> None:
+        """A canary has worked in this life of the node."""
+        if self._warm_id != engine_id:
+            log.info("node is warm", node=self.name, kind=self.kind, engine_id=engine_id)
+        self._warm_id = engine_id
+
+    def leaves(self, is_leaving: bool) -> None:
+        """The node gets no new request while it leaves; those that it has go on."""
+        if is_leaving and not self._is_leaving:
+            log.info(
+                "node leaves", node=self.name, kind=self.kind, num_in_flight=self.num_in_flight
+            )
+        self._is_leaving = is_leaving
 
     def begin(self) -> None:
         """A request of this proxy begins; `end` follows, unless its client leaves too early."""
@@ -133,7 +190,7 @@ class Node:
 
     async def refresh(self, timeout_s: float) -> NodeInfo | None:
         """Asks the node what it is; None, with `problem` set, when it is away or not ready."""
-        was_available = self.is_available
+        answered = self.answers
         try:
             # A node with a problem may have restarted on another port: resolve its address again.
             if self._client is None or self.problem is not None:
@@ -153,7 +210,7 @@ class Node:
         except TandemError as error:
             self.set_problem(str(error))
             return None
-        if was_available and not self.is_available:
+        if answered and not self.answers:
             # A request has lost the node since: the answer is older, and may be its last.
             return None
         self._num_late = 0

@@ -1,8 +1,9 @@
-"""All nodes of the proxy's options: watches their health, refuses those of another model."""
+"""All nodes of a proxy: watches their health, refuses those of another model."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Final
 
 import structlog
@@ -22,7 +23,11 @@ RESET_TIMEOUT_S: Final = 35.0
 
 
 class NodePool:
-    """Owns the nodes and the tasks that watch them, between `start` and `close`."""
+    """Owns the nodes and the tasks that watch them, between `start` and `close`.
+
+    Those of the proxy's options are there from the start; `add` and `remove` are for those that
+    register. `is_open`: nodes may register, so that one which is lost may be replaced by another.
+    """
 
     def __init__(
         self,
@@ -31,9 +36,12 @@ class NodePool:
         *,
         token: str | None,
         tls: ClientTls | None = None,
+        is_open: bool = False,
         poll_interval_s: float = POLL_INTERVAL_S,
     ) -> None:
         self._model = ""
+        self._token = token
+        self._is_open = is_open
         # Labels are the places among the options: the same after a restart of the proxy.
         urls = [(NodeKind.DECODE, url, f"d{place}") for place, url in enumerate(decode)]
         urls += [(NodeKind.PREFILL, url, f"p{place}") for place, url in enumerate(prefill)]
@@ -42,7 +50,7 @@ class NodePool:
             for kind, url, label in urls
         }
         self._poll_interval_s = poll_interval_s
-        self._watchers: list[asyncio.Task[None]] = []
+        self._watchers: dict[str, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
         self._contexts: dict[str, int] = {}
 
@@ -50,20 +58,45 @@ class NodePool:
         self,
         on_end: Callable[[asyncio.Task[None]], None],
         on_answer: Callable[[str, NodeInfo], None],
+        on_gone: Callable[[str], None],
     ) -> None:
         """Starts to watch all nodes, there or not.
 
-        `on_end` gets every watcher that ends, `on_answer` a usable node's name and each of its
-        descriptions.
+        `on_end` gets every watcher that ends, `on_answer` the name of a node that answers and each
+        of its descriptions, `on_gone` the name of a node that is removed.
         """
-        self._watchers = [asyncio.create_task(self._watch(node, on_answer)) for node in self.nodes]
-        for watcher in self._watchers:
-            watcher.add_done_callback(on_end)
+        self._on_end, self._on_answer, self._on_gone = on_end, on_answer, on_gone
+        for node in self.nodes:
+            self._start_watching(node)
+
+    def add(self, url: NodeUrl, kind: NodeKind, tls: ClientTls | None) -> Node:
+        """A node that has registered; it needs a canary. Watched from now on."""
+        letter, taken = kind[0], {node.label for node in self.nodes}
+        # Labels are used again: metrics keep a row for each that there ever was.
+        label = next(name for place in count() if (name := f"{letter}{place}") not in taken)
+        node = Node(url, kind, label=label, token=self._token, tls=tls, needs_canary=True)
+        self._by_name[node.name] = node
+        self._start_watching(node)
+        return node
+
+    async def remove(self, node: Node) -> None:
+        """Ends the node's requests of this proxy, and forgets it."""
+        node.leaves(True)
+        watcher = self._watchers.pop(node.name)
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+        # What others know by its name goes first, so that every name they have is a node's.
+        self._on_gone(node.name)
+        del self._by_name[node.name]
+        self._contexts.pop(node.name, None)
+        node.cut_off()
+        await node.close()
+        self._news.set()
 
     async def close(self) -> None:
-        for task in self._watchers:
+        for task in self._watchers.values():
             task.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
         await asyncio.gather(*(node.close() for node in self.nodes))
 
     @property
@@ -114,21 +147,28 @@ class NodePool:
     def num_available(self, kind: NodeKind) -> int:
         return len(self.available(kind))
 
-    def num_away(self, kind: NodeKind) -> int:
-        """Nodes out of use, which may come back."""
-        return sum(node.kind is kind and not node.is_available for node in self.nodes)
+    def may_get(self, kind: NodeKind) -> bool:
+        """True if a node that is out of use may come back, or one that nobody knows may come."""
+        return self._is_open or any(
+            node.kind is kind and not node.is_available for node in self.nodes
+        )
 
     def num_resting(self, kind: NodeKind) -> int:
         return sum(node.rests for node in self.available(kind))
 
-    async def _watch(self, node: Node, on_answer: Callable[[str, NodeInfo], None]) -> None:
+    def _start_watching(self, node: Node) -> None:
+        watcher = asyncio.create_task(self._watch(node))
+        watcher.add_done_callback(self._on_end)
+        self._watchers[node.name] = watcher
+
+    async def _watch(self, node: Node) -> None:
         while True:
             info = await node.refresh(DESCRIBE_TIMEOUT_S)
             # `refresh` has set the problem of a node that is away; here one of another model.
             if info is not None:
                 node.set_problem(self._objection(node, info))
-                if node.is_available:
-                    on_answer(node.name, info)
+                if node.answers:
+                    self._on_answer(node.name, info)
             if node.is_available and node.kind is NodeKind.DECODE:
                 self._contexts[node.name] = node.info.max_model_len
             self._news.set()

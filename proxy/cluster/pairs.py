@@ -11,7 +11,6 @@ from engine.errors import TandemError
 from engine.types import HandOverProblem
 from proxy.cluster.node import Node, NodeKind, NodeView
 from proxy.cluster.node_pool import NodePool
-from serving.hand_over_problems import HandOverProblems
 
 log = structlog.get_logger()
 
@@ -21,9 +20,6 @@ class Pairs:
 
     def __init__(self, pool: NodePool) -> None:
         self._pool = pool
-        self._refusals = {
-            node.name: HandOverProblems() for node in pool.nodes if node.kind is NodeKind.DECODE
-        }
         self._logged: set[tuple[str, str]] = set()
 
     def fitting(self, prefill: Sequence[NodeView], decode: NodeView) -> tuple[NodeView, ...]:
@@ -44,11 +40,11 @@ class Pairs:
     def refused(self, prefill: Node, decode: Node, error: TandemError) -> None:
         """Counts a hand-over from `prefill` that `decode` refused."""
         engine_id, address = prefill.info.engine_id, prefill.name
-        self._refusals[decode.name].failed(engine_id, address, "refused", detail=str(error))
+        decode.refusals.failed(engine_id, address, "refused", detail=str(error))
 
     def accepted(self, prefill: Node, decode: Node) -> None:
         """`decode` accepted a hand-over. If its pull fails, its next `Describe` reports that."""
-        self._refusals[decode.name].worked(prefill.info.engine_id, prefill.name)
+        decode.refusals.worked(prefill.info.engine_id, prefill.name)
 
     def reasons(self) -> tuple[str, ...]:
         """One line for each failing pair whose two nodes are in use."""
@@ -61,7 +57,7 @@ class Pairs:
         )
 
     def _problems(self, decode: Node) -> tuple[HandOverProblem, ...]:
-        return *decode.info.hand_over_problems, *self._refusals[decode.name].present()
+        return *decode.info.hand_over_problems, *decode.refusals.present()
 
     def _log_new(
         self, decode: NodeView, problems: Iterable[HandOverProblem], prefill: Sequence[NodeView]

@@ -36,13 +36,7 @@ class EventSources:
         told = None if events is None else (info.engine_id, events)
         if told == self._told.get(name):
             return
-        if name in self._told:
-            del self._told[name]
-            self._followed.discard(name)
-            self._subscriber.remove(name)
-            # After `remove`, so that nothing of the old incarnation comes later.
-            self._index.remove_node(name)
-            self._on_loss(name)
+        self.forget(name)
         if events is None:
             return
         self._told[name] = info.engine_id, events
@@ -57,6 +51,16 @@ class EventSources:
             return
         self._followed.add(name)
         log.info("node's KV events are followed", node=name, endpoint=events.endpoint)
+
+    def forget(self, name: str) -> None:
+        """The node is gone, or has become another one."""
+        if self._told.pop(name, None) is None:
+            return
+        self._followed.discard(name)
+        self._subscriber.remove(name)
+        # After `remove`, so that nothing of the old incarnation comes later.
+        self._index.remove_node(name)
+        self._on_loss(name)
 
     def stats(self) -> dict[str, SourceStats]:
         """By node what was received since it was followed."""

@@ -43,6 +43,7 @@ class InFlight:
         self._clock = clock
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}  # by the number of the bit
+        self._free: list[int] = []  # numbers of nodes that were forgotten
         self._marks: dict[HashKey, BlockTable] = {}
         self._ends = BlockTable()
         self._living: dict[str, set[_Expectation]] = {}  # by node, those that count
@@ -71,9 +72,14 @@ class InFlight:
             self._end(self._ended.popleft()[1])
 
     def forget(self, name: str) -> None:
-        """A node has lost what it held."""
-        for expectation in list(self._living.get(name, ())):
-            self._end(expectation)
+        """A node has lost what it held, or is gone."""
+        if name not in self._bits:
+            return
+        for expectation in list(self._living.pop(name)):
+            self._take_out(expectation)
+        number = self._bits.pop(name).bit_length() - 1
+        del self._names[number]
+        self._free.append(number)
 
     def hits(self, prompt: RoutedPrompt) -> dict[str, NodeHit]:
         """By node what it holds of the prompt, by `prompt.hits`, or soon will.
@@ -110,8 +116,9 @@ class InFlight:
         has_states = any(group.kind == MAMBA for group in info.groups)
         expectation = _Expectation(name, key, marks, last if has_states else marks)
         if name not in self._bits:
-            self._bits[name] = 1 << len(self._names)
-            self._names[len(self._names)] = name
+            number = self._free.pop() if self._free else len(self._names)
+            self._bits[name] = 1 << number
+            self._names[number] = name
         bit = self._bits[name]
         self._marks.setdefault(key, BlockTable()).store(bit, marks)
         self._ends.store(bit, expectation.end)
@@ -119,15 +126,19 @@ class InFlight:
         return expectation
 
     def _end(self, expectation: _Expectation) -> None:
-        living = self._living[expectation.name]
+        # A node that was forgotten meanwhile has none of its former expectations.
+        living = self._living.get(expectation.name, set())
         if expectation in living:
-            bit = self._bits[expectation.name]
-            self._marks[expectation.key].remove(bit, expectation.marks)
-            self._ends.remove(bit, expectation.end)
             living.remove(expectation)
+            self._take_out(expectation)
+
+    def _take_out(self, expectation: _Expectation) -> None:
+        bit = self._bits[expectation.name]
+        self._marks[expectation.key].remove(bit, expectation.marks)
+        self._ends.remove(bit, expectation.end)
 
     def _find(self, table: BlockTable, digests: Sequence[bytes], key: HashKey) -> dict[str, int]:
-        size, every = key.hash_block_size, (1 << len(self._bits)) - 1
+        size, every = key.hash_block_size, sum(self._bits.values())
         known = compress(range(len(digests)), map(table.nodes.__contains__, digests))
         places = reversed(list(known))
         lengths = longest((((k + 1) * size, table.nodes[digests[k]]) for k in places), every)

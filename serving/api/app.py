@@ -1,6 +1,6 @@
 """The OpenAI surface as a Starlette app over any Generator, for the proxy and the nodes alike."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry
@@ -46,11 +46,13 @@ def create_app(
     access: Access | None = None,
     routes: Sequence[Route] = (),
     open_routes: Sequence[Route] = (),
+    stages: Callable[[], Mapping[str, str]] = dict,
 ) -> Starlette:
     """App with the generating endpoints, /v1/models, /tokenize, /detokenize, probes and /metrics.
 
     `routes` and `open_routes` come on top. Without `access` all is open; keys guard all but probes,
-    metrics, load and `open_routes`. Callers close the generator.
+    metrics, load and `open_routes`. `stages`: by label how far each node of a cluster is, for
+    /ready. Callers close the generator.
     """
     access = access or Access()
     bodies = RequestBodies()
@@ -73,6 +75,7 @@ def create_app(
         metrics_registry,
         bodies=bodies,
         load=lambda: sum(endpoint.num_open for endpoint in endpoints),
+        stages=stages,
     )
     open_paths = {*PROBE_PATHS, DOCUMENT_PATH, *(route.path for route in open_routes)}
     every = [*generating, *operations.routes(), *routes, *open_routes]

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TypeVar
 
@@ -51,9 +51,11 @@ class Operations:
         *,
         bodies: RequestBodies,
         load: Callable[[], int],
+        stages: Callable[[], Mapping[str, str]],
     ) -> None:
         self._generator = generator
         self._load = load
+        self._stages = stages
         self._served = served
         self._bodies = bodies
         self._registry = registry
@@ -90,7 +92,9 @@ class Operations:
         """200 where traffic is welcome; `degraded` where it costs more than it should."""
         reasons = await _probe(self._generator.check_ready)
         status = "degraded" if reasons else "ready"
-        return _json(ReadyReply(status=status, reasons=reasons))
+        return _json(
+            ReadyReply(status=status, reasons=reasons, nodes=self._stages() or msgspec.UNSET)
+        )
 
     async def load(self, request: Request) -> Response:
         """Generating requests that are under way on this server, as vLLM spells it."""

@@ -4,7 +4,7 @@ A field that is UNSET is left out; one that is None is sent as null.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from typing import Any
@@ -250,10 +250,14 @@ class DetokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadyReply(msgspec.Struct, frozen=True, kw_only=True):
-    """GET /ready: "ready", or "degraded" with the reasons."""
+    """GET /ready: "ready", or "degraded" with the reasons.
+
+    `nodes`: of a proxy, by label, "away", "warming", "serving" or "leaving".
+    """
 
     status: str
     reasons: tuple[str, ...]
+    nodes: Mapping[str, str] | UnsetType = UNSET
 
 
 class LoadReply(msgspec.Struct, frozen=True, kw_only=True):

@@ -49,6 +49,7 @@ from serving.metrics import (
     SCHEDULER_GAUGES,
     NodeMetrics,
 )
+from serving.node.callers import tls_to_peers, token_for_calls
 from serving.node.connector import BuilderOf, NodeConnector, NodeParts, check_groups
 from serving.node.kv_events import NodeEvents
 from serving.node.limits import (
@@ -59,16 +60,17 @@ from serving.node.limits import (
     context_length,
     scheduler_config,
 )
-from serving.node.membership import tls_to_peers, token_for_calls
+from serving.node.registration import Introduction, Registration
 from serving.node.tokenizer_files import tokenizer_files
 from serving.process import wait_until
 from serving.rpc.address import join_host_port
 from serving.rpc.messages import ArenaUse, NodeInfo
+from serving.rpc.node_http import parse_node_url
 from serving.rpc.node_service import NodeService
 from serving.rpc.server import RpcServer, start_server
 from serving.telemetry.request_metrics import EngineRequestMetrics
 from serving.telemetry.telemetry import Telemetry
-from serving.tls import server_tls
+from serving.tls import client_tls, server_tls
 
 log = structlog.get_logger()
 
@@ -143,6 +145,8 @@ class NodeServer:
         Returns when nobody waits for anything here, or after `--drain-timeout`.
         """
         engine = self.engine
+        # First, so that no proxy sends a request that would be refused.
+        await self.registration.leave()
         engine.refuse_new()
         log.info("node drains", num_requests=engine.num_open)
         await wait_until(
@@ -189,7 +193,21 @@ class NodeServer:
         self.connector.advertise(self.rpc.port)
         self.http = await self._start_http(model)
         self._resources.push_async_callback(self._end_requests)
+        self.registration = self._register()
         log.info("node serves", engine_id=self.engine_id, url=self.url, grpc_port=self.rpc.port)
+
+    @property
+    def rpc_url(self) -> str:
+        """The gRPC port, as others on the network see it."""
+        scheme = "grpc" if self._tls is None else "grpcs"
+        return f"{scheme}://{join_host_port(self.host, self.rpc.port)}"
+
+    def _register(self) -> Registration:
+        introduction = Introduction(self.engine_id, self.kind, self.rpc_url)
+        registration = Registration(introduction, token=self._token, tls=self._tls_to_proxies)
+        registration.register_with(self.config.proxy)
+        self._resources.push_async_callback(registration.leave)
+        return registration
 
     def _check_options(self) -> None:
         """Raises ConfigError now for what would fail later: models load slowly."""
@@ -200,6 +218,9 @@ class NodeServer:
         addresses_here("--host", config.host)
         self.host = advertised_host(config.host, config.advertise_host)
         check_ports(config)
+        urls = [parse_node_url(text) for text in config.proxy]
+        is_needed = any(url.has_tls for url in urls)
+        self._tls_to_proxies = client_tls(config.ssl_ca_certs) if is_needed else None
 
     def _plan_arena(self, model: ModelFolder) -> tuple[ArenaPlan, EngineLimits]:
         config = self.config

@@ -560,3 +560,123 @@ class KvControl:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class MembershipStub:
+    """Served by a proxy that was told a port for it; called by nodes that were told the proxy.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Join = channel.unary_unary(
+                '/tandem.v1.Membership/Join',
+                request_serializer=serving_dot_rpc_dot_pb_dot_node__pb2.JoinRequest.SerializeToString,
+                response_deserializer=serving_dot_rpc_dot_pb_dot_node__pb2.JoinReply.FromString,
+                _registered_method=True)
+        self.Leave = channel.unary_unary(
+                '/tandem.v1.Membership/Leave',
+                request_serializer=serving_dot_rpc_dot_pb_dot_node__pb2.LeaveRequest.SerializeToString,
+                response_deserializer=serving_dot_rpc_dot_pb_dot_node__pb2.LeaveReply.FromString,
+                _registered_method=True)
+
+
+class MembershipServicer:
+    """Served by a proxy that was told a port for it; called by nodes that were told the proxy.
+    """
+
+    def Join(self, request, context):
+        """Repeated as long as the node serves: who stays silent for a lease and cannot be reached is forgotten.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Leave(self, request, context):
+        """The node gets no new request from now on; those that it has go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_MembershipServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Join': grpc.unary_unary_rpc_method_handler(
+                    servicer.Join,
+                    request_deserializer=serving_dot_rpc_dot_pb_dot_node__pb2.JoinRequest.FromString,
+                    response_serializer=serving_dot_rpc_dot_pb_dot_node__pb2.JoinReply.SerializeToString,
+            ),
+            'Leave': grpc.unary_unary_rpc_method_handler(
+                    servicer.Leave,
+                    request_deserializer=serving_dot_rpc_dot_pb_dot_node__pb2.LeaveRequest.FromString,
+                    response_serializer=serving_dot_rpc_dot_pb_dot_node__pb2.LeaveReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'tandem.v1.Membership', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('tandem.v1.Membership', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Membership:
+    """Served by a proxy that was told a port for it; called by nodes that were told the proxy.
+    """
+
+    @staticmethod
+    def Join(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Membership/Join',
+            serving_dot_rpc_dot_pb_dot_node__pb2.JoinRequest.SerializeToString,
+            serving_dot_rpc_dot_pb_dot_node__pb2.JoinReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Leave(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Membership/Leave',
+            serving_dot_rpc_dot_pb_dot_node__pb2.LeaveRequest.SerializeToString,
+            serving_dot_rpc_dot_pb_dot_node__pb2.LeaveReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 from proxy.config import ProxyConfig
 from serving.cli import node_app
 from serving.config import KVTransferConfig, NodeConfig, decode_config, load_config
-from serving.node.membership import token_for_calls
+from serving.node.callers import token_for_calls
 from serving.process import Server
 from serving.vllm_flags import ANY_VALUE, ONLY, REFUSED, SWITCHES
 
