@@ -1,26 +1,142 @@
 """A whole cluster as one YAML file. Knows no Ray and starts nothing."""
 
-import secrets
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Meta
 
 from engine.errors import ConfigError
 from proxy.config import ProxyConfig
-from serving.config import Config, NodeConfig, decode_config, read_yaml
+from serving.config import Config, NodeConfig, Seconds, decode_config, read_yaml
 from serving.rpc.address import is_loopback
 
-DEMO_CLUSTER = Path(__file__).parent / "configs" / "demo.yaml"
-PLACEMENT_KEYS = ("resources", "num_cpus")
-OWN_HOST = "auto"
-MAX_DRAIN_S = 30.0
-"""`down` and Ctrl-C wait so long for each kind of member, one kind after the other."""
+DEMO_CLUSTER: Final = Path(__file__).parent / "configs" / "demo.yaml"
+OWN_HOST: Final = "auto"
+MAX_DRAIN_S: Final = 600.0
+ROLES: Final = ("prefill", "decode", "proxy")
 
+Role = Literal["prefill", "decode", "proxy"]
+Strategy = Literal["PACK", "SPREAD", "STRICT_SPREAD"]
 Amount = Annotated[float, Meta(ge=0.0)]
+Replicas = Annotated[int, Meta(ge=0, le=1024)]
+Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
+
+
+class Scaling(Config, frozen=True, kw_only=True):
+    """Bounds and patience of a group that grows and shrinks by what its nodes tell."""
+
+    min_replicas: Annotated[Replicas, Meta(description="Never fewer.")] = 1
+    max_replicas: Annotated[Replicas, Meta(description="Never more.")]
+    scale_up_after: Annotated[
+        Seconds, Meta(description="Seconds for which more must have been needed.")
+    ] = 10.0
+    scale_down_after: Annotated[
+        Seconds, Meta(description="Seconds for which fewer must have been enough.")
+    ] = 300.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, which decoding reports as a ConfigError."""
+        if self.min_replicas > self.max_replicas:
+            raise ValueError(
+                f"min_replicas {self.min_replicas} is above max_replicas {self.max_replicas}"
+            )
+
+
+class PrefillScaling(Scaling, frozen=True, kw_only=True):
+    """Prefill nodes follow the prompts that wait, or the number of decode nodes."""
+
+    target_waiting_tokens: Annotated[
+        int, Meta(ge=1, description="Prompt tokens that may wait for each node.")
+    ] = 8192
+    per_decode: Annotated[
+        float | None,
+        Meta(description="Prefill nodes for each decode node, instead of by the prompts."),
+    ] = None
+
+
+class DecodeScaling(Scaling, frozen=True, kw_only=True):
+    """Decode nodes follow their sequences and the room in their arenas."""
+
+    target_sequences: Annotated[
+        int, Meta(ge=1, description="Running and waiting sequences of each node.")
+    ] = 32
+    max_kv_cache_usage: Annotated[
+        float, Meta(gt=0.0, le=1.0, description="Part of the arenas that may be in use.")
+    ] = 0.85
+
+
+class Group(Config, frozen=True, kw_only=True):
+    """Equal members of one role, and the share of a machine that each takes."""
+
+    replicas: Annotated[Replicas, Meta(description="Members of this role.")] = 1
+    num_cpus: Annotated[Amount, Meta(description="CPUs that Ray reserves for each.")] = 0.1
+    num_gpus: Annotated[
+        Amount,
+        Meta(description="GPUs that each gets for itself; with one, `device` is cuda by itself."),
+    ] = 0.0
+    resources: Annotated[
+        dict[str, Amount], Meta(description="Custom resources of Ray that each takes.")
+    ] = msgspec.field(default_factory=dict)
+    labels: Annotated[
+        dict[str, str], Meta(description="Labels that a machine of Ray must have for them.")
+    ] = msgspec.field(default_factory=dict)
+    strategy: Annotated[
+        Strategy,
+        Meta(description="PACK: few machines; SPREAD: many; STRICT_SPREAD: each its own machine."),
+    ] = "SPREAD"
+    rolling_update: Annotated[
+        Literal["surge", "drain_first"],
+        Meta(
+            description="A restart starts the new member first (surge, room for one more), or "
+            "drains the old one first."
+        ),
+    ] = "surge"
+
+    def bundle(self) -> dict[str, float]:
+        """All that Ray must reserve for one member."""
+        gpus = {"GPU": self.num_gpus} if self.num_gpus else {}
+        return {"CPU": self.num_cpus, **gpus, **self.resources}
+
+
+class PrefillGroup(Group, frozen=True, kw_only=True):
+    """Prefill nodes."""
+
+    config: Annotated[
+        dict[str, Any],
+        Meta(
+            description="Options of these nodes (options.md, with _), which win over the "
+            "cluster's. `host: auto` is the address by which Ray knows the machine: needed as soon as the "
+            "members are on several machines."
+        ),
+    ] = msgspec.field(default_factory=dict)
+    autoscaling: Annotated[
+        PrefillScaling | None, Meta(description="Grow and shrink by the load.")
+    ] = None
+
+
+class DecodeGroup(Group, frozen=True, kw_only=True):
+    """Decode nodes."""
+
+    config: Annotated[
+        dict[str, Any], Meta(description="Options of these nodes, as for prefill nodes.")
+    ] = msgspec.field(default_factory=dict)
+    autoscaling: Annotated[
+        DecodeScaling | None, Meta(description="Grow and shrink by the load.")
+    ] = None
+
+
+class ProxyGroup(Group, frozen=True, kw_only=True):
+    """Proxies, which all know all nodes."""
+
+    rolling_update: Annotated[
+        Literal["surge", "drain_first"],
+        Meta(description="As for nodes; a new proxy can only be first where its port is free."),
+    ] = "drain_first"
+    config: Annotated[
+        dict[str, Any], Meta(description="Options of the proxies (options.md, with _).")
+    ] = msgspec.field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,73 +152,48 @@ class MemberSpec:
         return self.name.partition("-")[0]
 
 
-class Placement(Config, frozen=True):
-    """The share of a machine that a member takes; `resources` are Ray's custom ones."""
+class ClusterConfig(Config, frozen=True, kw_only=True):
+    """One cluster: a model, three groups of members, and what they share."""
 
-    resources: dict[str, Amount] = msgspec.field(default_factory=dict)
-    num_cpus: Amount = 0.1
+    name: Annotated[Label, Meta(description="Tells clusters on one Ray apart.")] = "tandem"
+    model: Annotated[
+        str, Meta(description="A folder, relative to this file or absolute, or else a hub name.")
+    ]
+    config: Annotated[
+        dict[str, Any],
+        Meta(description="Options of all nodes, such as `prefix_hash_seed`, which must be equal."),
+    ] = msgspec.field(default_factory=dict)
+    prefill: Annotated[PrefillGroup, Meta(description="Prefill nodes.")] = PrefillGroup()
+    decode: Annotated[DecodeGroup, Meta(description="Decode nodes.")] = DecodeGroup()
+    proxy: Annotated[ProxyGroup, Meta(description="Proxies.")] = ProxyGroup()
+    runtime_env: Annotated[
+        dict[str, Any],
+        Meta(description="Ray's, for machines that do not have the project or its packages."),
+    ] = msgspec.field(default_factory=dict)
+    cluster_token: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(description="Shared secret of all members. Default: a random one of the cluster's."),
+    ] = None
 
-    def bundle(self) -> dict[str, float]:
-        """All that Ray must reserve for one member."""
-        return {"CPU": self.num_cpus, **self.resources}
+    def group(self, role: Role) -> PrefillGroup | DecodeGroup | ProxyGroup:
+        """The group of a role."""
+        match role:
+            case "prefill":
+                return self.prefill
+            case "decode":
+                return self.decode
+            case "proxy":
+                return self.proxy
 
-
-class NodeGroup(Placement, frozen=True):
-    """Equal nodes of one kind; `config` holds NodeConfig fields, which win over the cluster's.
-
-    `host: auto` there is the address by which Ray knows the machine: needed as soon as the members
-    are on several machines.
-    """
-
-    replicas: Annotated[int, Meta(ge=0, le=1024)] = 1
-    config: dict[str, Any] = msgspec.field(default_factory=dict)
-
-
-class ClusterConfig(Config, frozen=True):
-    """One cluster. `proxy` holds ProxyConfig fields, `resources` and `num_cpus`.
-
-    `model` is a folder, relative to the YAML file, or else a hub name; `config` holds NodeConfig
-    fields of all nodes, such as `prefix_hash_seed`, which must be the same on all of them.
-    `runtime_env` is Ray's, for machines that do not have the project or its packages.
-    """
-
-    model: str
-    runtime_env: dict[str, Any] = msgspec.field(default_factory=dict)
-    config: dict[str, Any] = msgspec.field(default_factory=dict)
-    prefill: NodeGroup = NodeGroup()
-    decode: NodeGroup = NodeGroup()
-    proxy: dict[str, Any] = msgspec.field(default_factory=dict)
-    cluster_token: Annotated[str, Meta(min_length=1)] = msgspec.field(
-        default_factory=lambda: secrets.token_urlsafe(32)
-    )
-
-    def member_specs(self) -> tuple[MemberSpec, ...]:
-        """All members: prefill nodes, then decode nodes, then the proxy."""
-        groups = {"prefill": self.prefill, "decode": self.decode}
-        nodes = [
-            MemberSpec(f"{kind}-{index}", group.bundle())
-            for kind, group in groups.items()
-            for index in range(group.replicas)
-        ]
-        fields = {key: self.proxy[key] for key in PLACEMENT_KEYS if key in self.proxy}
-        proxy = decode_config(fields, Placement, "proxy")
-        return (*nodes, MemberSpec("proxy", proxy.bundle()))
-
-    def resources(self) -> dict[str, float]:
-        """The sum over all members."""
-        total: Counter[str] = Counter()
-        for spec in self.member_specs():
-            total.update(spec.bundle)
-        return dict(total)
-
-    def node(self, kind: str) -> NodeConfig:
+    def node(self, role: Role) -> NodeConfig:
         """The NodeConfig of `prefill` or `decode` nodes.
 
         Unless given, the port is 0, and KV events are on where only this machine can read them.
         """
-        group = self.prefill if kind == "prefill" else self.decode
+        group = self.group(role)
+        given = {} if group.num_gpus == 0 else {"device": "cuda"}
         # The group's own fields win over those of all nodes.
-        fields = {**self._shared_fields(), **group.config}
+        fields = {**given, **self._shared_fields(), **group.config}
         # The proxy routes by KV events. They carry prompts in clear text, so a node that others
         # can reach has to be asked for them; without a prefix cache there is nothing to announce.
         events, host = fields.get("kv_events_config", {}), str(fields.get("host", "127.0.0.1"))
@@ -110,10 +201,19 @@ class ClusterConfig(Config, frozen=True):
         caches = fields.get("enable_prefix_caching", True)
         if caches and is_loopback(host) and isinstance(events, dict):
             fields["kv_events_config"] = {"enable_kv_cache_events": True, **events}
-        config = decode_config(fields, NodeConfig, f"{kind}.config")
-        _check_drain(config.drain_timeout, f"{kind}.config")
-        if group.replicas > 1 and (config.port or config.grpc_port):
-            raise ConfigError(f"{kind}.config: {group.replicas} replicas need port 0")
+        config = decode_config(fields, NodeConfig, f"{role}.config")
+        _check_drain(config.drain_timeout, f"{role}.config")
+        if config.port or config.grpc_port:
+            raise ConfigError(
+                f"{role}.config: leave port and grpc_port out: nodes take free ones and tell them"
+            )
+        return config
+
+    def proxy_config(self) -> ProxyConfig:
+        """The ProxyConfig of the proxies, with which nodes register. Raises ConfigError."""
+        given = {"cluster_token": self.cluster_token, "grpc_port": 0}
+        config = decode_config({**given, **self.proxy.config}, ProxyConfig, "proxy.config")
+        _check_drain(config.drain_timeout, "proxy.config")
         return config
 
     def check(self) -> None:
@@ -121,18 +221,10 @@ class ClusterConfig(Config, frozen=True):
         decode_config(self._shared_fields(), NodeConfig, "config")
         if self.node("prefill").prefix_hash_seed != self.node("decode").prefix_hash_seed:
             raise ConfigError("prefix_hash_seed differs between nodes; give it once, in config")
-        self.proxy_config((), ())
-        self.member_specs()
-        if self.decode.replicas < 1:
-            raise ConfigError("decode.replicas must be at least 1")
-
-    def proxy_config(self, prefill: tuple[str, ...], decode: tuple[str, ...]) -> ProxyConfig:
-        """The ProxyConfig for nodes at these URLs. Raises ConfigError."""
-        fields = {k: v for k, v in self.proxy.items() if k not in PLACEMENT_KEYS}
-        given = {"prefill": prefill, "decode": decode, "cluster_token": self.cluster_token}
-        config = decode_config({**fields, **given}, ProxyConfig, "proxy")
-        _check_drain(config.drain_timeout, "proxy")
-        return config
+        self.proxy_config()
+        for role in ("decode", "proxy"):
+            if self.group(role).replicas < 1:
+                raise ConfigError(f"{role}.replicas must be at least 1")
 
     def _shared_fields(self) -> dict[str, Any]:
         given = {"model": self.model, "port": 0, "cluster_token": self.cluster_token}
