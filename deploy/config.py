@@ -7,9 +7,10 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from deploy.yaml_lines import YamlLines
 from engine.errors import ConfigError
 from proxy.config import ProxyConfig
-from serving.config import Config, NodeConfig, Seconds, decode_config, read_yaml
+from serving.config import Config, NodeConfig, Positive, Seconds, ServerConfig, decode_config
 from serving.rpc.address import is_loopback
 
 DEMO_CLUSTER: Final = Path(__file__).parent / "configs" / "demo.yaml"
@@ -76,6 +77,13 @@ class Group(Config, frozen=True, kw_only=True):
         Amount,
         Meta(description="GPUs that each gets for itself; with one, `device` is cuda by itself."),
     ] = 0.0
+    memory_bytes: Annotated[
+        Positive | None,
+        Meta(
+            description="Memory that each gets on Kubernetes, for arena, weights and tiers; Ray "
+            "does not count it. Default: no limit."
+        ),
+    ] = None
     resources: Annotated[
         dict[str, Amount], Meta(description="Custom resources of Ray that each takes.")
     ] = msgspec.field(default_factory=dict)
@@ -107,8 +115,8 @@ class PrefillGroup(Group, frozen=True, kw_only=True):
         dict[str, Any],
         Meta(
             description="Options of these nodes (options.md, with _), which win over the "
-            "cluster's. `host: auto` is the address by which Ray knows the machine: needed as soon as the "
-            "members are on several machines."
+            "cluster's. `host: auto` is the address by which Ray knows the machine: needed as soon "
+            "as the members are on several machines."
         ),
     ] = msgspec.field(default_factory=dict)
     autoscaling: Annotated[
@@ -202,29 +210,32 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
         if caches and is_loopback(host) and isinstance(events, dict):
             fields["kv_events_config"] = {"enable_kv_cache_events": True, **events}
         config = decode_config(fields, NodeConfig, f"{role}.config")
-        _check_drain(config.drain_timeout, f"{role}.config")
-        if config.port or config.grpc_port:
-            raise ConfigError(
-                f"{role}.config: leave port and grpc_port out: nodes take free ones and tell them"
-            )
+        _check(config, f"{role}.config")
+        for name, port in (("port", config.port), ("grpc_port", config.grpc_port)):
+            if port:
+                raise ConfigError(
+                    f"{role}.config.{name}: leave it out: nodes take free ones and tell them"
+                )
         return config
 
     def proxy_config(self) -> ProxyConfig:
         """The ProxyConfig of the proxies, with which nodes register. Raises ConfigError."""
         given = {"cluster_token": self.cluster_token, "grpc_port": 0}
         config = decode_config({**given, **self.proxy.config}, ProxyConfig, "proxy.config")
-        _check_drain(config.drain_timeout, "proxy.config")
+        _check(config, "proxy.config")
         return config
 
     def check(self) -> None:
         """Raises ConfigError for wrong fields of members, and for ones that must be equal."""
         decode_config(self._shared_fields(), NodeConfig, "config")
         if self.node("prefill").prefix_hash_seed != self.node("decode").prefix_hash_seed:
-            raise ConfigError("prefix_hash_seed differs between nodes; give it once, in config")
+            raise ConfigError(
+                "decode.config.prefix_hash_seed: differs between nodes; give it once, in config"
+            )
         self.proxy_config()
-        for role in ("decode", "proxy"):
-            if self.group(role).replicas < 1:
-                raise ConfigError(f"{role}.replicas must be at least 1")
+        for name, group in (("decode", self.decode), ("proxy", self.proxy)):
+            if group.replicas < 1:
+                raise ConfigError(f"{name}.replicas: must be at least 1")
 
     def _shared_fields(self) -> dict[str, Any]:
         given = {"model": self.model, "port": 0, "cluster_token": self.cluster_token}
@@ -232,17 +243,23 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
 
 
 def load_cluster(file: Path = DEMO_CLUSTER) -> ClusterConfig:
-    """One cluster file. Raises ConfigError naming the file and the key."""
-    fields = read_yaml(file)
+    """One cluster file. Raises ConfigError naming the file, the line and the key."""
+    lines = YamlLines.read(file)
     try:
-        config = decode_config(fields, ClusterConfig, "cluster")
+        config = decode_config(lines.fields, ClusterConfig, "")
         config.check()
     except ConfigError as error:
-        raise ConfigError(f"{file}: {error}") from error
+        raise lines.located(error) from error
     folder = (file.parent / config.model).resolve()
     return msgspec.structs.replace(config, model=str(folder)) if folder.is_dir() else config
 
 
-def _check_drain(seconds: float, source: str) -> None:
-    if seconds > MAX_DRAIN_S:
-        raise ConfigError(f"{source}: drain_timeout {seconds:g} must be at most {MAX_DRAIN_S:g}")
+def _check(config: ServerConfig, source: str) -> None:
+    if config.drain_timeout > MAX_DRAIN_S:
+        raise ConfigError(
+            f"{source}.drain_timeout: {config.drain_timeout:g} is more than {MAX_DRAIN_S:g} seconds"
+        )
+    try:
+        config.check()
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
