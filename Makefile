@@ -42,7 +42,7 @@ check: $(STAMP) ## lint, types, architecture, links of documents
 	$(BIN)/lint-imports
 	$(SITE)
 
-tree: $(STAMP) ## write docs/TREE.md from docstrings, docs/options.md from options
+tree: $(STAMP) ## write docs/TREE.md from docstrings; options.md, cluster-file.md from options
 	$(BIN)/python -m tests.tree
 	$(BIN)/python -m tests.options_page
 

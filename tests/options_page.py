@@ -1,20 +1,37 @@
-"""`python -m tests.options_page`: writes docs/options.md, every option of a node and the proxy."""
+"""`python -m tests.options_page`: writes docs/options.md and docs/cluster-file.md with its schema.
 
-from collections.abc import Iterable, Iterator
-from textwrap import dedent
+Every option of a node and the proxy, and every key of a cluster file, from their structs.
+"""
 
-from msgspec import NODEFAULT, inspect
+from collections.abc import Iterable
+from typing import Any
+
+from msgspec import NODEFAULT, inspect, json
 
 from connector.multi.connector import MultiConnectorConfig
 from connector.offload.config import OffloadConfig
 from connector.pd.config import PdConnectorConfig
+from deploy.config import (
+    ClusterConfig,
+    DecodeGroup,
+    DecodeScaling,
+    Group,
+    PrefillGroup,
+    PrefillScaling,
+    ProxyGroup,
+    Scaling,
+)
 from proxy.config import ProxyConfig
 from serving.config import Config, KVEventsConfig, KVTransferConfig, NodeConfig, ServerConfig
 from serving.vllm_flags import ANY_VALUE, ONLY, REFUSED, SWITCHES
 from tests.source_tree import ROOT
 
+Sections = tuple[tuple[str, str, type[Config]], ...]
+
 OPTIONS = ROOT / "docs" / "options.md"
-HEAD = """# Options
+CLUSTER_FILE = ROOT / "docs" / "cluster-file.md"
+CLUSTER_SCHEMA = ROOT / "docs" / "cluster.schema.json"
+OPTIONS_HEAD = """# Options
 
 Every option of `tandem prefill`, `tandem decode` and `tandem proxy`. `make tree` writes this page
 from the structs in which they stand, and so does `--help`. [operations.md](operations.md) says when
@@ -24,7 +41,7 @@ Flags win over the YAML file of `--config FILE`, whose keys are the flags' names
 switch takes `--name` or `--no-name`. A flag that may be repeated also takes one JSON list. A number
 of seconds is at most 86,400.
 """
-SECTIONS: tuple[tuple[str, str, type[Config]], ...] = (
+OPTIONS_SECTIONS: Sections = (
     ("Nodes and proxy", "The port of a prefill node is 8100, of a decode node 8200.", ServerConfig),
     ("Nodes", "Beside these. `MODEL` is the first argument.", NodeConfig),
     ("Proxy", "Beside those of both.", ProxyConfig),
@@ -50,6 +67,36 @@ SECTIONS: tuple[tuple[str, str, type[Config]], ...] = (
         KVEventsConfig,
     ),
 )
+CLUSTER_HEAD = """# The cluster file
+
+One YAML file is a whole cluster. `make tree` writes this page from `deploy/config.py`. The folder
+`deploy/configs` has examples.
+[operations.md](operations.md) starts a cluster from one, [kubernetes.md](kubernetes.md) renders
+manifests.
+
+```yaml
+# yaml-language-server: $schema=cluster.schema.json
+model: /models/Qwen3.5-4B
+config: {kv_cache_memory_bytes: 8589934592, served_model_name: [qwen]}
+prefill: {replicas: 2}
+decode: {replicas: 1, config: {max_num_seqs: 128}}
+proxy: {config: {port: 8000}}
+```
+
+The first line lets an editor complete and check the file with
+[cluster.schema.json](cluster.schema.json). An unknown key, or one that is there twice, is an error
+that names its line.
+"""
+CLUSTER_SECTIONS: Sections = (
+    ("The file", "", ClusterConfig),
+    ("Every group", "Keys of `prefill`, `decode` and `proxy`.", Group),
+    ("prefill", "Beside those of every group.", PrefillGroup),
+    ("decode", "Beside those of every group.", DecodeGroup),
+    ("proxy", "Beside those of every group.", ProxyGroup),
+    ("autoscaling", "Of `prefill` and `decode`; without it their number stays.", Scaling),
+    ("prefill.autoscaling", "Beside these.", PrefillScaling),
+    ("decode.autoscaling", "Beside these.", DecodeScaling),
+)
 SECONDS = 86_400.0
 KINDS = {
     inspect.BoolType: "switch",
@@ -57,18 +104,45 @@ KINDS = {
     inspect.FloatType: "number",
     inspect.StrType: "text",
     inspect.DictType: "object",
-    inspect.StructType: "JSON",
+    inspect.StructType: "object",
 }
 
 
 def options_page() -> str:
     """The text of docs/options.md."""
-    text = HEAD
-    for title, note, kind in SECTIONS:
+    return OPTIONS_HEAD + _tables(OPTIONS_SECTIONS) + _flags_of_vllm()
+
+
+def cluster_page() -> str:
+    """The text of docs/cluster-file.md."""
+    return CLUSTER_HEAD + _tables(CLUSTER_SECTIONS)
+
+
+def cluster_schema() -> str:
+    """JSON schema of a cluster file, in which each `config` has the options of its members."""
+    kinds = (ClusterConfig, NodeConfig, ProxyConfig)
+    (whole, *_), structs = json.schema_components(kinds, ref_template="#/$defs/{name}")
+    options = {"PrefillGroup": NodeConfig, "DecodeGroup": NodeConfig, "ClusterConfig": NodeConfig}
+    for name, kind in {**options, "ProxyGroup": ProxyConfig}.items():
+        told: dict[str, Any] = structs[name]["properties"]["config"]
+        structs[name]["properties"]["config"] = {
+            "description": told["description"],
+            "$ref": f"#/$defs/{kind.__name__}",
+        }
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    page = {"$schema": dialect, "title": "Cluster file of Tandem", **whole, "$defs": structs}
+    return json.format(json.encode(page, order="deterministic"), indent=1).decode() + "\n"
+
+
+def _tables(sections: Sections) -> str:
+    text = ""
+    told: set[type] = set()
+    for title, note, kind in sections:
         head = ["| option | takes | default | |", "| --- | --- | --- | --- |"]
-        rows = [_row(field, kind) for field in _own_fields(kind)]
+        rows = [_row(field, kind) for field in _fields(kind) if not _is_of_base(field, kind, told)]
         text += "\n".join([f"\n## {title}\n", *([f"{note}\n"] if note else []), *head, *rows, ""])
-    return dedent(text) + _flags_of_vllm()
+        told.add(kind)
+    return text
 
 
 def _flags_of_vllm() -> str:
@@ -90,12 +164,11 @@ def _words(values: Iterable[str]) -> str:
     return ", ".join(f"`{value}`" for value in values)
 
 
-def _own_fields(kind: type[Config]) -> Iterator[inspect.Field]:
-    """Of a server those that it does not share with the other one."""
-    shared = () if kind is ServerConfig else ServerConfig.__struct_fields__
-    for field in _fields(kind):
-        if not (issubclass(kind, ServerConfig) and field.name in shared):
-            yield field
+def _is_of_base(field: inspect.Field, kind: type[Config], told: set[type]) -> bool:
+    """True for a field of a base, with the same default, that an earlier table has."""
+    return any(
+        field == other for base in kind.__mro__[1:] if base in told for other in _fields(base)
+    )
 
 
 def _fields(kind: type[Config]) -> Iterable[inspect.Field]:
@@ -162,3 +235,5 @@ def _exact(number: float) -> str:
 
 if __name__ == "__main__":
     OPTIONS.write_text(options_page())
+    CLUSTER_FILE.write_text(cluster_page())
+    CLUSTER_SCHEMA.write_text(cluster_schema())

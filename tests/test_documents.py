@@ -10,7 +10,14 @@ from connector.transports.choose import TRANSPORTS
 from engine import distribution
 from engine.errors import ConfigError
 from proxy.access.api_key import parse_keys
-from tests.options_page import OPTIONS, options_page
+from tests.options_page import (
+    CLUSTER_FILE,
+    CLUSTER_SCHEMA,
+    OPTIONS,
+    cluster_page,
+    cluster_schema,
+    options_page,
+)
 from tests.source_tree import ROOT, listed
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -58,6 +65,8 @@ def test_the_example_of_a_key_file_lets_nobody_in_until_its_words_are_replaced()
 
 def test_every_option_is_written_down() -> None:
     assert OPTIONS.read_text() == options_page(), "run `make tree`"
+    assert CLUSTER_FILE.read_text() == cluster_page(), "run `make tree`"
+    assert CLUSTER_SCHEMA.read_text() == cluster_schema(), "run `make tree`"
 
 
 def test_sentences_name_options_that_there_are() -> None:

@@ -1,11 +1,17 @@
-"""Cluster files: what is wrong in one is named by line and key."""
+"""Cluster files: what is wrong in one is named by line and key, by us and by an editor."""
 
+import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+from jsonschema import Draft202012Validator
 
-from deploy.config import load_cluster
+from connector.registry import builder_of
+from deploy.config import DEMO_CLUSTER, load_cluster
 from engine.errors import ConfigError
+from tests.options_page import CLUSTER_SCHEMA
 
 SHARED = "model: m\nconfig:\n\n  drain_timeout: 700\ndecode: {replicas: 2}\n"
 WRONG = [
@@ -71,3 +77,45 @@ def test_what_holds_no_mapping_is_named(text: str, tmp_path: Path) -> None:
         load_cluster(file)
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
         load_cluster(tmp_path / "nowhere.yaml")
+
+
+EXAMPLES = sorted(DEMO_CLUSTER.parent.glob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def schema() -> Draft202012Validator:
+    told = json.loads(CLUSTER_SCHEMA.read_text())
+    Draft202012Validator.check_schema(told)
+    return Draft202012Validator(told)
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_an_example_is_a_cluster_for_us_and_for_an_editor(
+    file: Path, schema: Draft202012Validator
+) -> None:
+    config = load_cluster(file)
+    for role in ("prefill", "decode"):
+        builder_of(config.node(role).kv_transfer_config)
+    first, _, text = file.read_text().partition("\n")
+    assert (file.parent / first.removeprefix("# yaml-language-server: $schema=")).samefile(
+        CLUSTER_SCHEMA
+    )
+    # What the file is for, in one line that a reader sees.
+    assert text.startswith("# ")
+    schema.validate(msgspec.yaml.decode(text))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"prefill": {"config": {"prot": 1}}}, "'prot' was unexpected"),
+        ({"proxy": {"config": {"max_num_seqs": 1}}}, "'max_num_seqs' was unexpected"),
+        ({"config": {"port": "x"}}, "'x' is not of type 'integer'"),
+        ({"decode": {"strategy": "PAKC"}}, "'PAKC' is not one of"),
+    ],
+)
+def test_an_editor_sees_wrong_keys_and_values(
+    fields: dict[str, Any], words: str, schema: Draft202012Validator
+) -> None:
+    (error,) = schema.iter_errors({"model": "m", **fields})
+    assert words in error.message
