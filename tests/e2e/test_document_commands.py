@@ -1,29 +1,24 @@
 """Commands that documents tell a reader to type: each is one that its program takes."""
 
-import argparse
 import json
 import re
-import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-import typer
 from typer.main import get_command
 
-from connector.registry import builder_of
-from deploy.command import PROGRAMS, app
+from deploy.command import app
 from deploy.config import load_cluster
 from deploy.demo.__main__ import EXAMPLES, NAME
-from proxy.config import ProxyConfig
 from serving.api.schema import CompletionRequest
-from serving.config import NodeConfig, ServerConfig, load_config
+from serving.config import NodeConfig, load_config
 from tests.source_tree import ROOT, listed
+from tests.support.deploy.command_lines import config_of
 
 QUICK_S = 300
 # Of the tree, docstrings tell.
@@ -34,11 +29,6 @@ COMMAND = re.compile(
     r"|`((?:tandem|python -m) [^`\n]+)`",
     re.M,
 )
-CONFIGS: dict[str, type[ServerConfig]] = {
-    "prefill_node": NodeConfig,
-    "decode_node": NodeConfig,
-    "proxy": ProxyConfig,
-}
 
 
 def commands(page: str) -> Iterator[str]:
@@ -53,54 +43,10 @@ def commands(page: str) -> Iterator[str]:
 COMMANDS = sorted({text for page in PAGES for text in commands(page.read_text())})
 
 
-def program_of(text: str) -> tuple[str, list[str]]:
-    """The module that runs, and its arguments."""
-    words = shlex.split(text)
-    if words[0] == "python":
-        return words[2], words[3:]
-    program = PROGRAMS[words[1]]
-    return program.module, [*program.arguments, *words[2:]]
-
-
-class ParsedError(Exception):
-    """Ends a program that has parsed its arguments with argparse; holds them."""
-
-
-def parsed(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options that the program of `module` reads from `words`; raises its error for wrong ones."""
-    # A program that parses its arguments in no way known here would run.
-    assert (ROOT / module.partition(".")[0]).is_dir()
-    apps: list[typer.Typer] = []
-    # Instead of running, the program leaves its parser here.
-    monkeypatch.setattr(typer.Typer, "__call__", lambda app: apps.append(app))
-    parse = argparse.ArgumentParser.parse_args
-
-    def end(parser: argparse.ArgumentParser) -> None:
-        raise ParsedError(parse(parser, words))
-
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", end)
-    try:
-        runpy.run_module(module, run_name="__main__")
-    except ParsedError as ended:
-        return dict(vars(ended.args[0]))
-    command: Any = get_command(apps[0])
-    if hasattr(command, "commands"):
-        command, words = command.commands[words[0]], words[1:]
-    # click empties the list that it reads.
-    return dict(command.make_context(module, [*words]).params)
-
-
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 @pytest.mark.parametrize("text", COMMANDS)
 def test_every_command_of_a_document_is_taken(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, words = program_of(text)
-    options = parsed(module, words, monkeypatch)
-    # A server's name without arguments only names it.
-    if words and (kind := CONFIGS.get(module)):
-        given = {name: value for name, value in options.items() if value not in (None, [], ())}
-        config = load_config(kind, None, given)
-        if isinstance(config, NodeConfig):
-            builder_of(config.kv_transfer_config)
+    config_of(shlex.split(text), monkeypatch)
 
 
 def test_what_stands_around_the_commands_is_there(tmp_path: Path) -> None:

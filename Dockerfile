@@ -1,0 +1,36 @@
+# One image for prefill nodes, decode nodes and proxies: `docker build --tag tandem .`
+#
+# BASE: any image with Python 3.11 or newer and its venv. PyTorch's wheels bring CUDA's libraries along,
+# so for GPUs it is enough to build with TORCH_INDEX=https://pypi.org/simple.
+# PACKAGES: more to install; KubeRay needs EXTRAS=nixl,otel,ray and PACKAGES='ray[default,serve]'.
+ARG BASE=python:3.11-slim
+
+FROM ${BASE} AS build
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG EXTRAS=nixl,otel
+ARG PACKAGES=
+ENV PATH=/opt/tandem/bin:$PATH PIP_NO_CACHE_DIR=1
+RUN python3 -m venv /opt/tandem
+WORKDIR /src
+COPY constraints.txt ./
+# The largest layer is the first, so that a change of the project leaves it as it is.
+RUN pip install --constraint constraints.txt --extra-index-url "${TORCH_INDEX}" torch
+COPY pyproject.toml README.md ./
+COPY engine engine
+COPY serving serving
+COPY connector connector
+COPY prefill_node prefill_node
+COPY decode_node decode_node
+COPY proxy proxy
+COPY deploy deploy
+RUN pip install --constraint constraints.txt ".[${EXTRAS}]" ${PACKAGES}
+
+FROM ${BASE}
+COPY --from=build /opt/tandem /opt/tandem
+# Caches of the model's digest and of hub names: the one folder beside /tmp that is written to.
+ENV PATH=/opt/tandem/bin:$PATH XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface HOME=/cache
+RUN install --directory --owner=10001 --group=10001 /cache
+WORKDIR /cache
+USER 10001:10001
+# No health check: orchestrators ask GET /ready and GET /live.
+ENTRYPOINT ["tandem"]
