@@ -28,8 +28,9 @@ RUN pip install --constraint constraints.txt ".[${EXTRAS}]" ${PACKAGES}
 FROM ${BASE}
 COPY --from=build /opt/tandem /opt/tandem
 # Caches of the model's digest and of hub names: the one folder beside /tmp that is written to.
-ENV PATH=/opt/tandem/bin:$PATH XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface HOME=/cache
-RUN install --directory --owner=10001 --group=10001 /cache
+ENV PATH=/opt/tandem/bin:$PATH XDG_CACHE_HOME=/cache HF_HOME=/cache/huggingface
+RUN groupadd --gid 10001 tandem \
+    && useradd --uid 10001 --gid 10001 --create-home --home-dir /cache tandem
 WORKDIR /cache
 USER 10001:10001
 # No health check: orchestrators ask GET /ready and GET /live.
