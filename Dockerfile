@@ -2,12 +2,12 @@
 #
 # BASE: any image with Python 3.11 or newer and its venv. PyTorch's wheels bring CUDA's libraries along,
 # so for GPUs it is enough to build with TORCH_INDEX=https://pypi.org/simple.
-# PACKAGES: more to install; KubeRay needs EXTRAS=nixl,otel,ray and PACKAGES='ray[default,serve]'.
+# PACKAGES: more to install; KubeRay needs EXTRAS=hub,nixl,otel,ray and PACKAGES='ray[default,serve]'.
 ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-ARG EXTRAS=nixl,otel
+ARG EXTRAS=hub,nixl,otel
 ARG PACKAGES=
 ENV PATH=/opt/tandem/bin:$PATH PIP_NO_CACHE_DIR=1
 RUN python3 -m venv /opt/tandem

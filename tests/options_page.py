@@ -3,6 +3,7 @@
 Every option of a node and the proxy, and every key of a cluster file, from their structs.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -131,7 +132,9 @@ def cluster_schema() -> str:
         }
     dialect = "https://json-schema.org/draft/2020-12/schema"
     page = {"$schema": dialect, "title": "Cluster file of Tandem", **whole, "$defs": structs}
-    return json.format(json.encode(page, order="deterministic"), indent=1).decode() + "\n"
+    text = json.format(json.encode(page, order="deterministic"), indent=1).decode() + "\n"
+    # `typing` holds a bound of 0 and one of 0.0 for one, and keeps whichever it has met first.
+    return re.sub(r"(?<=: )(-?\d+)\.0(?=[,\n])", r"\1", text)
 
 
 def _tables(sections: Sections) -> str:

@@ -11,7 +11,8 @@ import yaml
 from deploy.config import ClusterConfig, load_cluster
 from deploy.kubernetes import kuberay, plain
 from deploy.kubernetes.pods import IMAGE, Json, Site, check_cluster
-from engine.errors import TandemError
+from deploy.yaml_lines import YamlLines
+from engine.errors import ConfigError, TandemError
 
 Form = Literal["plain", "ray", "ray-service"]
 FORMS: Mapping[Form, Callable[[ClusterConfig, Site], Iterator[Json]]] = MappingProxyType(
@@ -62,8 +63,11 @@ def main(
     ] = None,
 ) -> None:
     """Write the manifests of a cluster for `kubectl apply`."""
-    site = Site(image, model_claim, redis_address)
-    rendered = render(load_cluster(cluster), form, site)
+    config = load_cluster(cluster)
+    try:
+        rendered = render(config, form, Site(image, model_claim, redis_address))
+    except ConfigError as error:
+        raise YamlLines.read(cluster).located(error) from error
     typer.echo(yaml.dump_all(rendered, Dumper=Blocks, sort_keys=False, width=100), nl=False)
 
 

@@ -16,7 +16,7 @@ import yaml
 from deploy.config import DEMO_CLUSTER, ClusterConfig, load_cluster
 from deploy.kubernetes.__main__ import FORMS, Form, render
 from deploy.kubernetes.kuberay import APPLICATION, RAY_VERSION
-from deploy.kubernetes.plain import GIVEN
+from deploy.kubernetes.plain import GIVEN, PORTS
 from deploy.kubernetes.pods import Site
 from engine.errors import ConfigError
 from proxy.config import ProxyConfig
@@ -368,4 +368,22 @@ def test_the_command_writes_what_is_rendered_and_names_what_is_wrong(tmp_path: P
     assert list(yaml.safe_load_all(done.stdout)) == render(config, "plain", Site()), done.stderr
     assert "&id" not in done.stdout
     failed = run(DEMO_CLUSTER)
-    assert failed.returncode == 2 and failed.stderr.startswith("error: model: ")
+    assert failed.returncode == 2 and failed.stderr.startswith(f"error: {DEMO_CLUSTER}:4: model: ")
+
+
+def test_the_page_names_objects_keys_and_ports_that_there_are() -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    config = msgspec.structs.replace(example("gpu_hosts"), name="tandem")
+    manifests = [it for form in FORMS for it in render(config, form, SITE)]
+    known = {f"{it['kind'].lower()}/{it['metadata']['name']}" for it in manifests}
+    named = set(re.findall(r"\b(?:deployment|service)/[a-z-]+", page))
+    assert len(named) > 3 and named <= known
+    text = msgspec.yaml.encode(manifests).decode()
+    secrets = re.findall(r"secret generic ([a-z-]+) --from-(?:literal|file)=([a-z.-]+)", page)
+    assert len(secrets) == 2
+    keys = {"redis-password", "api-key"} & set(re.findall(r"`([a-z-]+)`", page))
+    for key in (*keys, *(word for pair in secrets for word in pair)):
+        assert re.search(rf"[:/] {re.escape(key)}$", text, re.M), key
+    assert len(keys) == 2 and "name: tandem-proxy-headless" in text
+    ports = [pod_of(manifests, role)["containers"][0]["ports"] for role in PORTS]
+    assert ", ".join(str(http["containerPort"]) for http, _ in ports) in page
