@@ -16,8 +16,10 @@ from deploy.kubernetes.pods import (
     placement,
     pod_labels,
     pod_rights,
+    quantity,
     resources,
     secret_file,
+    secret_name,
     selector,
     volumes,
 )
@@ -112,7 +114,7 @@ def _ray_cluster(config: ClusterConfig, site: Site, *, serves: bool) -> Json:
 
 
 def _redis(config: ClusterConfig, site: Site) -> Json:
-    reference = {"name": f"{config.name}-secret", "key": "redis-password"}
+    reference = {"name": secret_name(config), "key": "redis-password"}
     return {
         "redisAddress": site.redis_address,
         "redisPassword": {"valueFrom": {"secretKeyRef": reference}},
@@ -160,7 +162,7 @@ def _workers(config: ClusterConfig, site: Site, role: Role, *, serves: bool) -> 
     held = {"CPU": str(max(1, math.ceil(group.num_cpus)))}
     if group.num_gpus:
         held["GPU"] = str(int(group.num_gpus))
-    held |= {name: f"{amount:g}" for name, amount in group.resources.items()}
+    held |= {name: quantity(amount) for name, amount in group.resources.items()}
     return {
         "groupName": role,
         "replicas": min(max(fewest, group.replicas), most),

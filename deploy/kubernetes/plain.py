@@ -239,13 +239,18 @@ def _tiers(options: ServerConfig) -> dict[str, tuple[str, Json]]:
     """A disk of its own for the folder of a node's tier, which goes when the pod goes."""
     if not isinstance(options, NodeConfig):
         return {}
-    extra = options.kv_transfer_config.kv_connector_extra_config
-    children = [child.get("kv_connector_extra_config", {}) for child in extra.get("connectors", ())]
-    return {
-        f"tier-{number}": (str(it["disk_path"]), {"emptyDir": {}})
-        for number, it in enumerate([extra, *children])
-        if it.get("disk_path")
-    }
+    paths = _disk_paths(options.kv_transfer_config.kv_connector_extra_config)
+    return {f"tier-{place}": (path, {"emptyDir": {}}) for place, path in enumerate(paths)}
+
+
+def _disk_paths(value: object) -> Iterator[str]:
+    """Folders in a connector's options; those of a MultiConnector have options of others inside."""
+    if isinstance(value, dict):
+        if isinstance(path := value.get("disk_path"), str):
+            yield path
+        value = [*value.values()]
+    for item in value if isinstance(value, list) else ():
+        yield from _disk_paths(item)
 
 
 def _probe(path: str, *, period_s: int, failures: int) -> Json:

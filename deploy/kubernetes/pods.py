@@ -144,8 +144,13 @@ def resources(group: Group, role: str) -> Json:
     if group.num_gpus:
         both[GPU] = str(int(group.num_gpus))
     # Other resources of a cluster file are Ray's; with a slash they are those of a device plugin.
-    both |= {name: f"{amount:g}" for name, amount in group.resources.items() if "/" in name}
+    both |= {name: quantity(amount) for name, amount in group.resources.items() if "/" in name}
     return {"requests": {"cpu": f"{group.num_cpus * 1000:.0f}m", **both}, "limits": both}
+
+
+def quantity(amount: float) -> str:
+    """A number as Kubernetes takes it, which counts devices in whole ones."""
+    return str(int(amount) if amount == int(amount) else amount)
 
 
 def placement(group: Group, chosen: Json) -> Json:

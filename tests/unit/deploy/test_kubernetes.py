@@ -203,9 +203,9 @@ def test_pods_have_what_the_group_takes_and_no_rights(tmp_path: Path) -> None:
     assert "/srv/kv" in {it["mountPath"] for it in mounts["volumeMounts"]}
     uid = pod["securityContext"]["runAsUser"]
     assert f"USER {uid}:{uid}\n" in (ROOT / "Dockerfile").read_text()
-    rdma = cluster(tmp_path, decode={"resources": {"rdma/ib": 1, "of_ray": 1}})
+    rdma = cluster(tmp_path, decode={"resources": {"rdma/ib": 2e6, "of_ray": 1}})
     (container,) = pod_of(render(rdma, "plain", SITE), "decode")["containers"]
-    assert container["resources"]["limits"] == {"rdma/ib": "1"}
+    assert container["resources"]["limits"] == {"rdma/ib": "2000000"}
 
 
 def test_pods_drain_before_they_are_killed(tmp_path: Path) -> None:
