@@ -1,82 +1,240 @@
-"""`python -m deploy up|status|down`: a whole Tandem cluster on Ray. Owns Ray's environment."""
+"""`python -m deploy COMMAND`: Tandem clusters on Ray. Owns Ray's environment.
+
+Exit status: 0 all is well, 1 a cluster is not whole or was lost, 2 a wrong option or file, 3 no
+such cluster, 130 interrupted before it was whole.
+"""
 
 import os
-import threading
+import sys
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn
 
 import psutil
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
-from rich.table import Table
+from rich.live import Live
 
-from deploy.config import DEMO_CLUSTER, load_cluster
+from deploy.config import DEMO_CLUSTER, ROLES, NoClusterError, Role, load_cluster
 from deploy.process import stop_on_signals, wait_gone
+from deploy.report import changes, placement_table, status_table
 from deploy.session import Session, embedded_cluster, read_state, state_file
-from engine.errors import TandemError, UnavailableError
+from engine.errors import DeadlineExceededError, TandemError, UnavailableError
 
 if TYPE_CHECKING:
-    from deploy.actors import Member
+    from deploy.ray_cluster import Cluster, Clusters
 
-DOWN_S = 180.0
-Address = Annotated[str | None, typer.Option(help="A running Ray cluster. [embedded Ray]")]
+DOWN_S: Final = 180.0
+LOOK_S: Final = 2.0
+MAX_SILENT: Final = 3
+"""Looks in a row that Ray may leave unanswered before it is taken for dead."""
+NOT_WHOLE, WRONG, NO_CLUSTER, INTERRUPTED = 1, 2, 3, 130
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console()
+Address = Annotated[
+    str | None, typer.Option(help="A running Ray, HOST:PORT. [that of `up`, on this machine]")
+]
+Name = Annotated[str | None, typer.Option(help="The cluster's name. [the only one]")]
+File = Annotated[Path, typer.Argument(help="The cluster file.")]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+console = Console(width=None if sys.stdout.isatty() else 160)
 
 
 @app.command()
-def up(
-    cluster: Annotated[Path, typer.Argument(help="The cluster file.")] = DEMO_CLUSTER,
-    address: Address = None,
-) -> None:
-    """Start a cluster; with embedded Ray it runs until Ctrl-C, SIGTERM or `down`."""
-    stop_on_signals()
+def up(cluster: File = DEMO_CLUSTER) -> None:
+    """Start a Ray of its own with a cluster; both end with Ctrl-C, SIGTERM or `down`."""
     config = load_cluster(cluster)
+    is_up = False
     try:
-        if address is not None:
-            with _connected(address):
-                from deploy.ray_cluster import start_cluster
-
-                console.print(_table(start_cluster(config, _say)))
-            return
-        with embedded_cluster(config, os.environ, _say, state=_state_file()) as (session, members):
-            console.print(_table(members))
-            console.print(f"logs in {session.ray_folder}/session_latest/logs; Ctrl-C stops")
-            threading.Event().wait()
+        with embedded_cluster(config, os.environ, _say, state=_state_file()) as (session, running):
+            is_up = True
+            console.print(status_table(running.status()))
+            console.print(f"logs in {session.log_folder}; Ctrl-C stops")
+            _watch(running)
     except KeyboardInterrupt:
         console.print("stopped")
+        raise typer.Exit(0 if is_up else INTERRUPTED) from None
 
 
 @app.command()
-def status(address: Address = None) -> None:
-    """Show the members of the running cluster."""
+def apply(
+    cluster: File,
+    address: Address = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change.")] = False,
+    wait: Annotated[bool, typer.Option(help="Return when all members serve.")] = True,
+) -> None:
+    """Bring a cluster on a running Ray to what the file says, members one after the other."""
+    config = load_cluster(cluster)
+    with _clusters(address) as clusters:
+        from deploy.placement import check_hosts
+
+        running = clusters.named(config.name)
+        before = running.status()
+        planned = running.plan(config)
+        check_hosts(config, planned)
+        console.print(*changes(before.config, config), sep="\n", highlight=False, markup=False)
+        if planned:
+            console.print(placement_table(planned))
+        if dry_run:
+            raise typer.Exit(NOT_WHOLE if any(it.machine is None for it in planned) else 0)
+        running.apply(config, before)
+        if wait:
+            _wait(running, is_new=before.config is None)
+
+
+@app.command()
+def plan(cluster: File, address: Address = None) -> None:
+    """Show where the members of a file would be placed, whether they fit, and their arenas."""
+    config = load_cluster(cluster)
+    with _clusters(address) as clusters:
+        from deploy.placement import check_hosts
+
+        planned = clusters.named(config.name).plan(config)
+        console.print(placement_table(planned))
+        check_hosts(config, planned)
+    if any(it.machine is None for it in planned):
+        raise typer.Exit(NOT_WHOLE)
+
+
+@app.command()
+def scale(
+    replicas: Annotated[list[str], typer.Argument(help="As decode=3, several at once.")],
+    address: Address = None,
+    name: Name = None,
+    wait: Annotated[bool, typer.Option(help="Return when all members serve.")] = True,
+) -> None:
+    """Change how many members a role has."""
+    wanted = [_replicas(text) for text in replicas]
+    with _clusters(address) as clusters:
+        running = clusters.only(name)
+        for role, number in wanted:
+            running.scale(role, number)
+        if wait:
+            _wait(running)
+
+
+@app.command()
+def drain(
+    member: Annotated[str, typer.Argument(help="As decode-1.")],
+    address: Address = None,
+    name: Name = None,
+    wait: Annotated[bool, typer.Option(help="Return when it has ended.")] = True,
+) -> None:
+    """Let a member finish what it has and end; nobody takes its place."""
+    with _clusters(address) as clusters:
+        running = clusters.only(name)
+        running.drain(member)
+        if wait:
+            _wait(running)
+
+
+@app.command()
+def restart(
+    members: Annotated[
+        list[str] | None, typer.Argument(help="Members or roles. [all nodes]")
+    ] = None,
+    address: Address = None,
+    name: Name = None,
+    wait: Annotated[bool, typer.Option(help="Return when all are new.")] = True,
+) -> None:
+    """Replace members one after the other, each once the new one serves."""
+    with _clusters(address) as clusters:
+        running = clusters.only(name)
+        _say(f"replacing {', '.join(running.restart(members or []))}")
+        if wait:
+            _wait(running)
+
+
+@app.command()
+def status(
+    address: Address = None,
+    name: Name = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Show it again and again.")] = False,
+) -> None:
+    """Show the members beside what is wanted; exit status 1 if something is missing."""
+    with _clusters(address) as clusters:
+        running = clusters.only(name)
+        if watch:
+            _show_again_and_again(running)
+        now = running.status()
+        console.print(status_table(now))
+        if not now.is_whole:
+            raise typer.Exit(NOT_WHOLE)
+
+
+@app.command()
+def logs(
+    member: Annotated[str, typer.Argument(help="As decode-1.")],
+    address: Address = None,
+    name: Name = None,
+    lines: Annotated[int, typer.Option(min=1, max=100_000, help="From its end.")] = 200,
+) -> None:
+    """Show the end of a member's log, also of one that has failed."""
+    with _clusters(address) as clusters:
+        typer.echo(clusters.only(name).read_log(member, lines))
+
+
+@app.command()
+def down(address: Address = None, name: Name = None) -> None:
+    """Stop a cluster: the proxies first, then decode, then prefill nodes."""
     if address is None:
-        state = read_state(_state_file())
-        if not state.address:
-            console.print("Ray is starting")
-            return
-        os.environ.update(Session(Path(state.folder)).environment())
-        address = state.address
-    with _connected(address):
-        from deploy.ray_cluster import cluster_members
-
-        members = cluster_members()
-        console.print(_table(members) if members else "no cluster is up on this Ray")
-
-
-@app.command()
-def down(address: Address = None) -> None:
-    """Stop the cluster: the proxy first, then decode, then prefill nodes."""
-    if address is not None:
-        with _connected(address):
-            from deploy.ray_cluster import stop_cluster
-
-            stop_cluster(_say)
+        _end_owner()
         return
+    with _clusters(address) as clusters:
+        clusters.only(name).stop(_say)
+
+
+def _watch(running: "Cluster") -> None:
+    """Says what happens, until Ctrl-C. Raises UnavailableError when Ray is gone."""
+    num_silent, seen = 0, time.time()
+    while True:
+        time.sleep(LOOK_S)
+        try:
+            events = [it for it in running.status().events if it[0] > seen]
+        except (UnavailableError, DeadlineExceededError) as error:
+            num_silent += 1
+            if num_silent >= MAX_SILENT:
+                raise UnavailableError(f"Ray is lost, and with it the cluster: {error}") from error
+            continue
+        num_silent = 0
+        for at, text in events:
+            seen = at
+            _say(text)
+
+
+def _wait(running: "Cluster", *, is_new: bool = False) -> None:
+    """Until the cluster is whole; one that was never whole is stopped again if it cannot be."""
+    try:
+        console.print(status_table(running.wait_until_whole(_say)))
+    except (TandemError, KeyboardInterrupt) as error:
+        if is_new:
+            running.stop(_say)
+        else:
+            _say("the cluster goes on towards what was asked for; `status` shows it")
+        if isinstance(error, KeyboardInterrupt):
+            raise typer.Exit(INTERRUPTED) from None
+        raise
+
+
+def _show_again_and_again(running: "Cluster") -> NoReturn:
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(status_table(running.status()), refresh=True)
+            time.sleep(LOOK_S)
+
+
+def _replicas(text: str) -> tuple[Role, int]:
+    name, _, number = text.partition("=")
+    for role in ROLES:
+        if name == role and number.isdecimal():
+            return role, int(number)
+    raise typer.BadParameter(f"{text!r}: write ROLE=NUMBER, with {', '.join(ROLES)}")
+
+
+def _end_owner() -> None:
+    """The process of `up` ends its cluster and its Ray."""
     state = read_state(_state_file())
     try:
         owner = psutil.Process(state.pid)
@@ -90,13 +248,25 @@ def down(address: Address = None) -> None:
         raise UnavailableError(f"process {state.pid} did not stop within {DOWN_S:g} s")
 
 
-def _connected(address: str) -> AbstractContextManager[None]:
+@contextmanager
+def _clusters(address: str | None) -> Iterator["Clusters"]:
+    """The clusters of a running Ray, or of the one that `up` has started on this machine."""
+    if address is None:
+        state = read_state(_state_file())
+        if not state.address:
+            raise UnavailableError("its Ray is starting: try again in some seconds")
+        os.environ.update(Session(Path(state.folder)).environment())
+        address = state.address
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if os.environ.get("RAY_AUTH_MODE") != "token":
-        console.print("[yellow]warning:[/] Ray runs without RAY_AUTH_MODE=token")
-    from deploy.ray_cluster import connected
+        _say("warning: Ray runs without RAY_AUTH_MODE=token: whoever reaches its ports runs code")
+    from deploy.ray_cluster import Clusters, connected
 
-    return connected(address)
+    try:
+        with connected(address) as thread:
+            yield Clusters(thread)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _state_file() -> Path:
@@ -104,22 +274,25 @@ def _state_file() -> Path:
 
 
 def _say(text: str) -> None:
-    console.print(f"[dim]{time.strftime('%H:%M:%S')}[/] {text}", highlight=False)
+    console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False, markup=False, style="dim")
 
 
-def _table(members: list["Member"]) -> Table:
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
-    for column in ("member", "URL", "engine id", "Ray node", "pid"):
-        table.add_column(column, overflow="fold")
-    for member in members:
-        node = member.node_id[:8]
-        table.add_row(member.name, member.url, member.engine_id, node, str(member.pid))
-    return table
+def _run() -> int:
+    """The exit status."""
+    stop_on_signals()
+    try:
+        app()
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else WRONG
+    except TandemError as error:
+        typer.echo(f"error: {error}", err=True)
+        return NO_CLUSTER if isinstance(error, NoClusterError) else WRONG
+    return 0
 
 
 if __name__ == "__main__":
-    try:
-        app()
-    except TandemError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from error
+    code = _run()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # At once: what Ray does at the end of a process waits for ever for a Ray that is dead.
+    os._exit(code)

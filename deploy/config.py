@@ -1,6 +1,6 @@
 """A whole cluster as one YAML file. Knows no Ray and starts nothing."""
 
-from dataclasses import dataclass
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from deploy.yaml_lines import YamlLines
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnavailableError
 from proxy.config import ProxyConfig
 from serving.config import Config, NodeConfig, Positive, Seconds, ServerConfig, decode_config
 from serving.rpc.address import is_loopback
@@ -16,13 +16,16 @@ from serving.rpc.address import is_loopback
 DEMO_CLUSTER: Final = Path(__file__).parent / "configs" / "demo.yaml"
 OWN_HOST: Final = "auto"
 MAX_DRAIN_S: Final = 600.0
-ROLES: Final = ("prefill", "decode", "proxy")
-
 Role = Literal["prefill", "decode", "proxy"]
+ROLES: Final[tuple[Role, ...]] = ("prefill", "decode", "proxy")
 Strategy = Literal["PACK", "SPREAD", "STRICT_SPREAD"]
 Amount = Annotated[float, Meta(ge=0.0)]
 Replicas = Annotated[int, Meta(ge=0, le=1024)]
 Label = Annotated[str, Meta(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]
+
+
+class NoClusterError(UnavailableError):
+    """No cluster of that name is up."""
 
 
 class Scaling(Config, frozen=True, kw_only=True):
@@ -147,19 +150,6 @@ class ProxyGroup(Group, frozen=True, kw_only=True):
     ] = msgspec.field(default_factory=dict)
 
 
-@dataclass(slots=True, frozen=True)
-class MemberSpec:
-    """One member of the cluster: its name, and what it takes of a machine, in Ray's terms."""
-
-    name: str
-    bundle: dict[str, float]
-
-    @property
-    def kind(self) -> str:
-        """`prefill`, `decode` or `proxy`."""
-        return self.name.partition("-")[0]
-
-
 class ClusterConfig(Config, frozen=True, kw_only=True):
     """One cluster: a model, three groups of members, and what they share."""
 
@@ -193,6 +183,15 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
             case "proxy":
                 return self.proxy
 
+    def resources(self) -> dict[str, float]:
+        """The sum over all members, in Ray's terms."""
+        total: Counter[str] = Counter()
+        for role in ROLES:
+            group = self.group(role)
+            for _ in range(group.replicas):
+                total.update(group.bundle())
+        return dict(total)
+
     def node(self, role: Role) -> NodeConfig:
         """The NodeConfig of `prefill` or `decode` nodes.
 
@@ -220,7 +219,8 @@ class ClusterConfig(Config, frozen=True, kw_only=True):
 
     def proxy_config(self) -> ProxyConfig:
         """The ProxyConfig of the proxies, with which nodes register. Raises ConfigError."""
-        given = {"cluster_token": self.cluster_token, "grpc_port": 0}
+        # A cluster that has no token of its own yet gets one before it starts.
+        given = {"cluster_token": self.cluster_token or "-", "grpc_port": 0}
         config = decode_config({**given, **self.proxy.config}, ProxyConfig, "proxy.config")
         _check(config, "proxy.config")
         return config

@@ -1,231 +1,310 @@
-"""A cluster's members as named, detached Ray actors: placed, started, listed, stopped.
+"""Clusters on a Ray as a command sees them: connect, find the controller, ask it, wait.
 
-Knows no command line and reads no environment; Ray reads its own when this is imported.
+Knows no command line and reads no environment; Ray reads its own when this is imported. Every call
+into Ray has a deadline, also where Ray's own waits for ever, as for a head that is dead.
 """
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
+from queue import SimpleQueue
+from typing import Any, Final, TypeVar
 
-import psutil
+import msgspec
 import ray
-from ray.experimental.internal_kv import _internal_kv_del
-from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from deploy.actors import CLOSE_S, PORTS, START_S, Member, NodeActor, ProxyActor
-from deploy.config import ClusterConfig
-from deploy.process import ignore_signals, signals_held, wait_gone
+from deploy.config import ClusterConfig, NoClusterError, Role
+from deploy.controller import ClusterStatus, Controller, ControllerActor
+from deploy.member import alive_machines
+from deploy.placement import Planned, plan
+from deploy.process import signals_held
+from deploy.reconcile import Stage
 from engine.errors import ConfigError, DeadlineExceededError, TandemError, UnavailableError
-from serving.rpc.address import is_loopback
 
-NAMESPACE = "tandem"
-GROUP = "tandem-nodes"
-STOP_ORDER = ("proxy", "decode", "prefill")
-OBJECT_STORE_BYTES = 80 << 20
-MAX_RESTARTS = 10
-PLACE_S = 30.0
-READY_S = 30.0
-CALL_S = 15.0
-CANNOT_IMPORT = "failed to import on the worker"  # Ray's words
+NAMESPACE: Final = "tandem"
+CONTROLLER: Final = "controller"
+OBJECT_STORE_BYTES: Final = 80 << 20
+CONNECT_S: Final = 30.0
+CALL_S: Final = 20.0
+EMBED_S: Final = 120.0
+WAIT_S: Final = 900.0
+STOP_S: Final = 300.0
+AGAIN_S: Final = 20.0
+LOOK_S: Final = 0.3
 
 Progress = Callable[[str], None]
+T = TypeVar("T")
 
 
-def connected(address: str) -> AbstractContextManager[None]:
-    """A connection to a running Ray. Raises UnavailableError when none answers or lets us in."""
-    return _ray(f"no Ray at {address}, or another token", address=address)
+class RayThread:
+    """The one thread that calls Ray, which waits for ever now and then; callers do not.
 
-
-@contextmanager
-def embedded(folder: Path, resources: dict[str, float]) -> Iterator[str]:
-    """A Ray of our own that ends with the block, its files below `folder`; yields its address."""
-    with _ray(
-        "Ray did not start",
-        address="local",
-        include_dashboard=False,
-        num_cpus=max(1, math.ceil(resources.get("CPU", 0.0))),
-        resources=_custom(resources),
-        object_store_memory=OBJECT_STORE_BYTES,
-        _temp_dir=str(folder),
-    ):
-        yield ray.get_runtime_context().gcs_address
-
-
-@contextmanager
-def running(config: ClusterConfig, progress: Progress) -> Iterator[list[Member]]:
-    """A cluster that is up for as long as the block."""
-    members = start_cluster(config, progress)
-    try:
-        yield members
-    finally:
-        ignore_signals()
-        stop_cluster(progress)
-
-
-def start_cluster(config: ClusterConfig, progress: Progress) -> list[Member]:
-    """Places and starts all members, nodes first; returns when the proxy can use every node.
-
-    On any failure, Ctrl-C included, it stops everything again.
+    Signals reach the main thread meanwhile. `is_stuck`: the process has to end without Ray's own
+    cleaning up, which would wait too.
     """
-    if actors := _actors():
-        raise ConfigError(f"a cluster is up already ({', '.join(actors)}): run down first")
-    _forget()
-    try:
-        return _start(config, progress)
-    except BaseException:
-        ignore_signals()
-        stop_cluster(progress)
-        raise
 
+    def __init__(self) -> None:
+        self.is_stuck = False
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        threading.Thread(target=self._run, name="ray", daemon=True).start()
 
-def cluster_members() -> list[Member]:
-    """All members, ordered by actor name; of one that does not answer, `url` says why."""
-    calls = {name: actor.describe.remote() for name, actor in _actors().items()}
-    if calls:
-        ray.wait(list(calls.values()), num_returns=len(calls), timeout=CALL_S)
-    members = []
-    for name, call in calls.items():
+    def call(self, what: str, seconds: float, function: Callable[[], T]) -> T:
+        """Its result. Raises UnavailableError for Ray's errors, DeadlineExceededError if late."""
+        if self.is_stuck:
+            raise DeadlineExceededError(f"{what}: Ray has not come back from a call before")
+        future: Future[T] = Future()
+        self._calls.put((future, function))
         try:
-            members.append(ray.get(call, timeout=0))
-        except ray.exceptions.GetTimeoutError:
-            members.append(Member(name, url="does not answer"))
-        except ray.exceptions.RayError:
-            members.append(Member(name, url="restarts"))
-    return members
+            return future.result(seconds)
+        except TimeoutError as error:
+            self.is_stuck = True
+            raise DeadlineExceededError(f"{what}: Ray has not answered in {seconds:g} s") from error
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, TandemError):
+                raise error.cause from None
+            raise UnavailableError(f"{what}: {error}") from error
+        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
+            raise UnavailableError(f"{what}: {error}") from error
 
-
-def stop_cluster(progress: Progress) -> None:
-    """Drains proxy, then decode, then prefill nodes; one that does not end in time is killed."""
-    actors = _actors()
-    # The proxy first, so that no request reaches a node that drains; then D, which pulls from P.
-    for kind in STOP_ORDER:
-        chosen = {name: actor for name, actor in actors.items() if name.startswith(kind)}
-        if chosen:
-            progress(f"stopping {', '.join(chosen)}")
-            _stop(list(chosen.values()))
-    _forget()
-
-
-def _start(config: ClusterConfig, progress: Progress) -> list[Member]:
-    *nodes, _ = specs = config.member_specs()
-    progress("placing " + ", ".join(spec.name for spec in specs))
-    group = placement_group([spec.bundle for spec in specs], name=GROUP, lifetime="detached")
-    if not group.wait(PLACE_S):
-        wanted = ", ".join(f"{spec.name} {spec.bundle}" for spec in specs)
-        raise UnavailableError(f"the Ray cluster has no room for: {wanted}")
-    progress(f"loading {config.model}")
-    options = [
-        {
-            "name": spec.name,
-            "lifetime": "detached",
-            "max_restarts": MAX_RESTARTS,
-            "num_cpus": spec.bundle["CPU"],
-            "resources": _custom(spec.bundle),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, index),
-            "runtime_env": config.runtime_env,
-        }
-        for index, spec in enumerate(specs)
-    ]
-    actors = [
-        ray.remote(NodeActor).options(**options[index]).remote(spec.kind, config.node(spec.kind))
-        for index, spec in enumerate(nodes)
-    ]
-    members = _get([actor.start.remote() for actor in actors], START_S, "nodes to start")
-    # The proxy gets the nodes' bound ports, so it starts after them.
-    progress("starting the proxy")
-    urls = {kind: tuple(m.rpc_url for m in members if m.kind == kind) for kind in STOP_ORDER}
-    proxy_config = config.proxy_config(urls["prefill"], urls["decode"])
-    actor = ray.remote(ProxyActor).options(**options[-1]).remote(proxy_config)
-    members += _get([actor.start.remote()], START_S, "the proxy to start")
-    _refuse_loopback_between_machines(members)
-    progress("waiting until the proxy can use every node")
-    _get([actor.wait_ready.remote(READY_S)], READY_S + CALL_S, "the proxy to be ready")
-    return members
-
-
-def _custom(bundle: dict[str, float]) -> dict[str, float]:
-    return {name: amount for name, amount in bundle.items() if name != "CPU"}
-
-
-def _refuse_loopback_between_machines(members: Sequence[Member]) -> None:
-    if len({member.node_ip for member in members}) == 1:
-        return
-    for member in members:
-        if member.rpc_url and is_loopback(urlsplit(member.url).hostname or ""):
-            raise ConfigError(
-                f"the members are on several machines, but {member.engine_id} serves {member.url}: "
-                f"set host: auto in {member.kind}.config"
-            )
-
-
-def _get(calls: list[Any], seconds: float, what: str) -> list[Any]:
-    """Results of actor calls; what an actor raised on purpose is raised here as it was."""
-    try:
-        return list(ray.get(calls, timeout=seconds))
-    except ray.exceptions.GetTimeoutError as error:
-        raise DeadlineExceededError(f"waited {seconds:g} s for {what}") from error
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, TandemError):
-            raise error.cause from None
-        raise UnavailableError(f"waiting for {what}: {error}") from error
-    except ray.exceptions.RayActorError as error:
-        if CANNOT_IMPORT in str(error):
-            missing = str(error).strip().splitlines()[-1]
-            raise ConfigError(
-                f"a machine of this Ray cluster cannot run Tandem ({missing}): install it there, "
-                "or give runtime_env in the cluster file, with py_modules and pip for instance"
-            ) from error
-        raise UnavailableError(f"waiting for {what}: {error}") from error
-
-
-def _actors() -> dict[str, Any]:
-    """Handles of our living actors, ordered by name."""
-    found = {}
-    for name in sorted(ray.util.list_named_actors()):
-        if name.partition("-")[0] in STOP_ORDER:
-            with suppress(ValueError):  # Ray's answer for an actor that died meanwhile
-                found[name] = ray.get_actor(name)
-    return found
-
-
-def _stop(actors: list[Any]) -> None:
-    """Ray kills without waiting; on this machine we see for ourselves that processes ended."""
-    calls = [actor.close.remote() for actor in actors]
-    done, _ = ray.wait(calls, num_returns=len(calls), timeout=CLOSE_S)
-    processes = []
-    for call in done:
-        # What an actor raises that ended before it could answer, and a process that is gone.
-        with suppress(ray.exceptions.RayError, psutil.NoSuchProcess):
-            machine, pid = ray.get(call)
-            if machine == ray.util.get_node_ip_address():
-                processes.append(psutil.Process(pid))
-    for actor in actors:
-        ray.kill(actor)
-    wait_gone(processes, CALL_S)
-
-
-def _forget() -> None:
-    """Removes what outlives actors: their ports and their placement group."""
-    _internal_kv_del("", del_by_prefix=True, namespace=PORTS)
-    with suppress(ValueError):  # Ray's answer for "no such group"
-        remove_placement_group(ray.util.get_placement_group(GROUP))
+    def _run(self) -> None:
+        while True:
+            future, function = self._calls.get()
+            try:
+                future.set_result(function())
+            # Broad: the caller's thread raises it.
+            except BaseException as error:
+                future.set_exception(error)
 
 
 @contextmanager
-def _ray(problem: str, **options: Any) -> Iterator[None]:
+def connected(address: str) -> Iterator[RayThread]:
+    """A running Ray. Raises UnavailableError when none answers or lets us in."""
+    thread = RayThread()
     try:
-        try:
-            with signals_held():
-                ray.init(
-                    namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options
-                )
-        except (OSError, RuntimeError, ray.exceptions.RayError) as error:
-            raise UnavailableError(f"{problem}: {error}") from error
-        yield
+        _init(thread, f"no Ray at {address}, or another token", CONNECT_S, address=address)
+        yield thread
     finally:
-        ray.shutdown()
+        _shut_down(thread)
+
+
+@contextmanager
+def embedded(folder: Path, resources: dict[str, float]) -> Iterator[tuple[RayThread, str]]:
+    """A Ray of our own that ends with the block, its files below `folder`; yields its address."""
+    thread = RayThread()
+    try:
+        # What Ray starts inherits the block, see there.
+        with signals_held():
+            _init(
+                thread,
+                "Ray did not start",
+                EMBED_S,
+                address="local",
+                include_dashboard=False,
+                num_cpus=max(1, math.ceil(resources.get("CPU", 0.0))),
+                resources={name: it for name, it in resources.items() if name != "CPU"},
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(folder),
+            )
+        yield thread, str(ray.get_runtime_context().gcs_address)
+    finally:
+        _shut_down(thread)
+
+
+class Clusters:
+    """The clusters of one Ray, by name."""
+
+    def __init__(self, thread: RayThread) -> None:
+        self._thread = thread
+
+    def names(self) -> list[str]:
+        """All that were applied and not stopped."""
+        actors = self._thread.call("list clusters", CALL_S, ray.util.list_named_actors)
+        ends = f"/{CONTROLLER}"
+        return sorted(name.removesuffix(ends) for name in actors if name.endswith(ends))
+
+    def only(self, name: str | None) -> "Cluster":
+        """That of this name, or the only one. Raises UnavailableError if it is not there."""
+        names = self.names()
+        if name is None and len(names) > 1:
+            raise ConfigError(f"this Ray has the clusters {', '.join(names)}: give --name")
+        if not names or (name is not None and name not in names):
+            there = f"; there is {', '.join(names)}" if names else ""
+            called = "no cluster" if name is None else f"no cluster {name}"
+            raise NoClusterError(f"{called} is up on this Ray{there}")
+        return Cluster(self._thread, name or names[0])
+
+    def named(self, name: str) -> "Cluster":
+        """That of this name, which may not be up."""
+        return Cluster(self._thread, name)
+
+
+class Cluster:
+    """One cluster, by its controller."""
+
+    def __init__(self, thread: RayThread, name: str) -> None:
+        self.name = name
+        self._thread = thread
+
+    def status(self) -> ClusterStatus:
+        """Of a cluster that is not up, an empty one. A controller that begins again is awaited."""
+        deadline = time.monotonic() + AGAIN_S
+        while True:
+            try:
+                return self._ask(Controller.status)
+            except NoClusterError:
+                return ClusterStatus()
+            except UnavailableError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(LOOK_S)
+
+    def plan(self, config: ClusterConfig) -> list[Planned]:
+        """The machine of each member that is not there yet, if it were started now."""
+        machines = self._thread.call("look at machines", CALL_S, lambda: alive_machines(self.name))
+        there = [it.name for it in self.status().members if it.stage is not Stage.FAILED]
+        return plan(config, machines, there)
+
+    def apply(self, config: ClusterConfig, status: ClusterStatus) -> int:
+        """The cluster shall be so; returns at once with the generation.
+
+        `status` is what the caller has looked at. Raises ConfigError where somebody has changed
+        the cluster since.
+        """
+        token = status.config.cluster_token if status.config else secrets.token_urlsafe(32)
+        config = msgspec.structs.replace(config, cluster_token=config.cluster_token or token)
+        self._thread.call("start the controller", CALL_S, lambda: self._create(config.runtime_env))
+        return self._ask(Controller.apply, config, status.generation)
+
+    def scale(self, role: Role, replicas: int) -> int:
+        return self._ask(Controller.scale, role, replicas)
+
+    def drain(self, name: str) -> int:
+        return self._ask(Controller.drain, name)
+
+    def restart(self, names: Sequence[str]) -> list[str]:
+        return self._ask(Controller.restart, list(names))
+
+    def wait_until_whole(self, progress: Progress, seconds: float = WAIT_S) -> ClusterStatus:
+        """Says what changes until all members serve.
+
+        Raises ConfigError for a member that would fail again and again, DeadlineExceededError.
+        """
+        deadline = time.monotonic() + seconds
+        said: dict[str, str] = {}
+        while True:
+            status = self.status()
+            for member in status.members:
+                text = f"{member.name} {member.stage}"
+                if member.problem and member.stage is not Stage.SERVING:
+                    text += f": {member.problem}"
+                if said.get(member.name) != text:
+                    progress(text)
+                said[member.name] = text
+                if member.stage is Stage.FAILED and member.is_wrong_option:
+                    raise ConfigError(f"{member.name}: {member.problem}")
+            if status.is_whole:
+                return status
+            if time.monotonic() > deadline:
+                late = "; ".join(said[it.name] for it in status.members if it.stage != "serving")
+                raise DeadlineExceededError(f"waited {seconds:g} s for the cluster: {late}")
+            time.sleep(LOOK_S)
+
+    def stop(self, progress: Progress) -> None:
+        """Drains all members, ends the controller and removes what may be left of them."""
+        try:
+            self._ask(Controller.stop)
+            self._wait_until_stopped(progress)
+        # A controller that cannot do it leaves all of it to this process.
+        except (UnavailableError, DeadlineExceededError) as error:
+            progress(f"the controller does not stop the cluster: {error}")
+        self._thread.call("remove members", CALL_S, self._remove)
+
+    def read_log(self, name: str, num_lines: int) -> str:
+        """The end of a member's log. Raises ConfigError for no member."""
+        told = {it.name: it.told for it in self.status().members if it.told is not None}
+        if name not in told:
+            there = ", ".join(sorted(told)) or "none"
+            raise ConfigError(f"no member {name} has a log; there are {there}")
+        file, where = told[name].log, NodeAffinitySchedulingStrategy(told[name].node_id, soft=False)
+
+        def read() -> str:
+            tail = ray.remote(_tail).options(num_cpus=0, scheduling_strategy=where)
+            text: str = ray.get(tail.remote(file, num_lines), timeout=CALL_S)
+            return text
+
+        return self._thread.call(f"read {file}", CALL_S + 5.0, read)
+
+    def _wait_until_stopped(self, progress: Progress) -> None:
+        deadline, said = time.monotonic() + STOP_S, ""
+        while members := self.status().members:
+            leaving = [it.name for it in members if it.stage is Stage.DRAINING]
+            if leaving and (text := f"stopping {', '.join(leaving)}") != said:
+                progress(said := text)
+            if time.monotonic() > deadline:
+                raise DeadlineExceededError(f"the members have not ended within {STOP_S:g} s")
+            time.sleep(LOOK_S)
+
+    def _ask(self, method: Callable[..., Coroutine[Any, Any, T]], *arguments: Any) -> T:
+        """The result of a method of `Controller`, for this cluster's."""
+        name = method.__name__
+
+        def ask() -> T:
+            answer: T = ray.get(self._controller().ask.remote(name, *arguments), timeout=CALL_S)
+            return answer
+
+        return self._thread.call(f"{name} of cluster {self.name}", CALL_S + 5.0, ask)
+
+    def _controller(self) -> Any:
+        try:
+            return ray.get_actor(f"{self.name}/{CONTROLLER}")
+        except ValueError as error:  # Ray's answer for no actor of that name
+            raise NoClusterError(f"no cluster {self.name} is up on this Ray") from error
+
+    def _create(self, runtime_env: dict[str, Any]) -> None:
+        """The controller; of several commands at once one makes it, and all find it."""
+        ray.remote(ControllerActor).options(
+            name=f"{self.name}/{CONTROLLER}",
+            get_if_exists=True,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=0,
+            runtime_env=runtime_env,
+        ).remote(self.name)
+
+    def _remove(self) -> None:
+        names = [it for it in ray.util.list_named_actors() if it.startswith(f"{self.name}/")]
+        # The controller first: it would begin the members anew.
+        for name in sorted(names, key=lambda it: not it.endswith(f"/{CONTROLLER}")):
+            with suppress(ValueError):
+                ray.kill(ray.get_actor(name))
+        for group in placement_group_table().values():
+            if group["name"].startswith(f"{self.name}/") and group["state"] != "REMOVED":
+                with suppress(ValueError):
+                    remove_placement_group(ray.util.get_placement_group(group["name"]))
+
+
+def _init(thread: RayThread, problem: str, seconds: float, **options: Any) -> None:
+    def init() -> None:
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR, **options)
+
+    thread.call(problem, seconds, init)
+
+
+def _shut_down(thread: RayThread) -> None:
+    if not thread.is_stuck:
+        with suppress(DeadlineExceededError):
+            thread.call("leave Ray", CALL_S, ray.shutdown)
+
+
+def _tail(file: str, num_lines: int) -> str:
+    """Runs on the machine where the file is."""
+    lines = Path(file).read_text(errors="replace").splitlines()
+    return "\n".join(lines[-num_lines:])

@@ -17,13 +17,13 @@ import msgspec
 from filelock import FileLock, Timeout
 from msgspec import Meta
 
-from deploy.config import ClusterConfig
+from deploy.config import ClusterConfig, NoClusterError
 from deploy.process import end_descendants, ignore_signals
-from engine.errors import ConfigError, UnavailableError
+from engine.errors import ConfigError, TandemError
 from serving.config import Config
 
 if TYPE_CHECKING:
-    from deploy.actors import Member
+    from deploy.ray_cluster import Cluster
 
 FOLDER_PREFIX = "tandem-ray-"
 END_S = 3.0
@@ -49,6 +49,11 @@ class Session:
     def ray_folder(self) -> Path:
         """For sockets and logs. Ray opens it to everybody, so the token must lie elsewhere."""
         return self.folder / "ray"
+
+    @property
+    def log_folder(self) -> Path:
+        """Logs of Ray, and those of members, which have their names."""
+        return self.ray_folder / "session_latest" / "logs"
 
     @property
     def token_path(self) -> Path:
@@ -77,22 +82,40 @@ def embedded_cluster(
     progress: Callable[[str], None],
     *,
     state: Path | None,
-) -> Iterator[tuple[Session, list["Member"]]]:
-    """A cluster on a Ray of its own, up for as long as the block; its members, the proxy last.
+) -> Iterator[tuple[Session, "Cluster"]]:
+    """A cluster on a Ray of its own, whole, and up for as long as the block.
 
-    `environment` is this process's. `state` is the file by which `status` and `down` see it.
+    `environment` is this process's. `state` is the file by which other commands see it. Logs of a
+    cluster that fails are kept, and `progress` says where.
     """
     with new_session() as session, shown_session(state, session) as show_address:
         environment.update(session.environment())
         progress("starting an embedded Ray, for which only this user has the token")
         # Ray reads its environment when it is imported.
-        from deploy.ray_cluster import embedded, running
+        from deploy.ray_cluster import Clusters, embedded
 
-        with embedded(session.ray_folder, config.resources()) as address:
+        with embedded(session.ray_folder, config.resources()) as (thread, address):
             show_address(address)
-            with running(config, progress) as members:
-                yield session, members
-            progress("stopping Ray")
+            cluster = Clusters(thread).named(config.name)
+            try:
+                cluster.apply(config, cluster.status())
+                cluster.wait_until_whole(progress)
+                yield session, cluster
+            except (TandemError, OSError):
+                progress(f"logs are kept in {_keep_logs(session)}")
+                raise
+            finally:
+                ignore_signals()
+                cluster.stop(progress)
+                progress("stopping Ray")
+
+
+def _keep_logs(session: Session) -> Path:
+    """Copies the members' logs out of a folder that will be removed."""
+    kept = Path(tempfile.mkdtemp(prefix="tandem-logs-"))
+    for file in session.log_folder.glob("tandem-*.log"):
+        shutil.copy(file, kept)
+    return kept
 
 
 @contextmanager
@@ -139,18 +162,18 @@ def shown_session(file: Path | None, session: Session) -> Iterator[Callable[[str
 
 
 def read_state(file: Path) -> ClusterState:
-    """Raises UnavailableError when no cluster is up, ConfigError for a file that is not ours."""
+    """Raises NoClusterError when no cluster is up, ConfigError for a file that is not ours."""
     lock = _acquire(file, 0.0)
     if lock is None:
         if (state := _decode(file)) is None:
-            raise UnavailableError(f"no cluster is up (no {file})")
+            raise NoClusterError(f"no cluster is up (no {file})")
         return state
     try:
         is_stale = _discard(file)
     finally:
         lock.release()
     why = ": the process that ran one is gone" if is_stale else f" (no {file})"
-    raise UnavailableError(f"no cluster is up{why}")
+    raise NoClusterError(f"no cluster is up{why}")
 
 
 def _acquire(file: Path, seconds: float) -> FileLock | None:

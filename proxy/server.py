@@ -20,7 +20,7 @@ from engine.errors import UnavailableError
 from proxy.access.fair_queue import FairQueue
 from proxy.access.gate import Gate
 from proxy.access.key_file import KeyFile
-from proxy.cluster.node import NodeKind
+from proxy.cluster.node import Node, NodeKind
 from proxy.cluster.node_pool import POLL_INTERVAL_S, NodePool
 from proxy.config import ProxyConfig
 from proxy.members import Members
@@ -55,7 +55,10 @@ log = structlog.get_logger()
 
 
 class ProxyServer:
-    """Start it, `wait` or do other things, `close` it. All runs on the caller's event loop."""
+    """Start it, `wait` or do other things, `close` it. All runs on the caller's event loop.
+
+    `instance` names this life of the proxy.
+    """
 
     def __init__(self, config: ProxyConfig, *, poll_interval_s: float = POLL_INTERVAL_S) -> None:
         self._config = config
@@ -70,8 +73,8 @@ class ProxyServer:
             self._metrics.available_nodes.labels(kind).set_function(count)
             resting = partial(self._pool.num_resting, kind)
             self._metrics.resting_nodes.labels(kind).set_function(resting)
-        self._instance = f"proxy-{secrets.token_hex(8)}"
-        self._telemetry = Telemetry(config, role="proxy", instance=self._instance)
+        self.instance = f"proxy-{secrets.token_hex(8)}"
+        self._telemetry = Telemetry(config, role="proxy", instance=self.instance)
         self._members = Members(self._pool, ca_certs=config.ssl_ca_certs)
         self._rpc: RpcServer | None = None
         index = PrefixIndex()
@@ -123,6 +126,20 @@ class ProxyServer:
     def url(self) -> str:
         scheme = "http" if self._tls is None else "https"
         return f"{scheme}://{join_host_port(self._config.host, self.port)}"
+
+    @property
+    def rpc_url(self) -> str:
+        """Where nodes register; empty if they cannot."""
+        scheme = "grpc" if self._tls is None else "grpcs"
+        port = 0 if self._rpc is None else self._rpc.port
+        return f"{scheme}://{join_host_port(self._config.host, port)}" if port else ""
+
+    @property
+    def nodes(self) -> tuple[tuple[Node, str], ...]:
+        """Every node that it knows, and why it cannot be used; empty if nothing is wrong."""
+        return tuple(
+            (node, node.problem or self._members.problem_of(node)) for node in self._pool.nodes
+        )
 
     @property
     def num_running(self) -> int:
@@ -273,7 +290,7 @@ class ProxyServer:
         """Tells nodes that know only the HTTP port where they register, as nodes tell proxies."""
         if self._rpc is None:
             raise UnavailableError("nodes cannot register yet")
-        told = {"grpc_port": self._rpc.port, "engine_id": self._instance}
+        told = {"grpc_port": self._rpc.port, "engine_id": self.instance}
         return JSONResponse({**told, "kind": "proxy", "host": self._config.host})
 
     def _access(self) -> Access:

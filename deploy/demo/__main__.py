@@ -13,6 +13,7 @@ from rich.console import Console
 from deploy.config import ClusterConfig, load_cluster
 from deploy.demo.talk import TURNS, Exchange, Talk, choices_of, table_of
 from deploy.process import stop_on_signals
+from deploy.report import url_of_proxy
 from deploy.session import embedded_cluster, state_file
 from engine.errors import TandemError
 from serving.process import configure_logging
@@ -47,15 +48,16 @@ class Steps:
 def show(console: Console, config: ClusterConfig) -> bool:
     """Runs the demo; whether the tokens are right."""
     steps = Steps(console)
-    with embedded_cluster(config, os.environ, steps, state=None) as (_, members):
+    with embedded_cluster(config, os.environ, steps, state=None) as (_, cluster):
+        members = [it.told for it in cluster.status().members if it.told is not None]
         console.rule("through proxy, prefill node and decode node")
-        pair = asyncio.run(_run(members[-1].url, console))
+        pair = asyncio.run(_run(url_of_proxy(cluster.status()), console))
         console.rule()
         steps("sending the same requests to a single kv_both node")
         alone = asyncio.run(_alone())
     console.print(table_of(pair))
     if max(config.prefill.replicas, config.decode.replicas) > 1:
-        console.print(choices_of(pair, {member.rpc_url: member.name for member in members}))
+        console.print(choices_of(pair, {told.rpc_url: told.birth.name for told in members}))
     differing = [
         left.name
         for left, right in zip(pair, alone, strict=True)
@@ -72,8 +74,9 @@ def show(console: Console, config: ClusterConfig) -> bool:
 def keep(console: Console, config: ClusterConfig) -> None:
     """Keeps the cluster up until Ctrl-C or `deploy down`."""
     state = state_file(os.environ.get("XDG_RUNTIME_DIR"))
-    with embedded_cluster(config, os.environ, Steps(console), state=state) as (_, members):
-        text = EXAMPLES.format(url=members[-1].url, name=NAME, question=TURNS[0])
+    with embedded_cluster(config, os.environ, Steps(console), state=state) as (_, cluster):
+        url = url_of_proxy(cluster.status())
+        text = EXAMPLES.format(url=url, name=NAME, question=TURNS[0])
         console.print(text, highlight=False, soft_wrap=True)
         threading.Event().wait()
 
@@ -121,7 +124,9 @@ def main(
         config,
         prefill=structs.replace(config.prefill, replicas=prefill),
         decode=structs.replace(config.decode, replicas=decode),
-        proxy={**config.proxy, "port": port if stay else 0},
+        proxy=structs.replace(
+            config.proxy, config={**config.proxy.config, "port": port if stay else 0}
+        ),
     )
     try:
         if stay:

@@ -68,6 +68,11 @@ class Registration:
             self._task = asyncio.create_task(self._follow_names())
 
     @property
+    def proxies(self) -> tuple[str, ...]:
+        """The URLs that the node was told."""
+        return tuple(url.text for url in self._urls)
+
+    @property
     def stages(self) -> dict[str, str]:
         """By address of a proxy, how far it says that this node is: see `tandem.v1.JoinReply`."""
         return {url: link.stage for url, link in self._links.items()}

@@ -1,0 +1,367 @@
+"""`python -m benchmarks.robustness.cluster`: a cluster on Ray that changes, and breaks, under load.
+
+Four raylets on this machine, each with an address of its own: the head with the proxy, three with
+two prefill and two decode nodes. Clients ask without a pause; every answer is compared with that of
+one node. Meanwhile an operator scales, drains and restarts, and then processes and a raylet are
+killed. Planned changes may fail no request; after a loss the cluster must become whole by itself.
+The command ends with status 1 where an answer differs, or a planned change fails one.
+"""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import aiohttp
+import msgspec
+import typer
+
+from benchmarks.support import machine, plots, report
+from benchmarks.support.model_folders import DEMO_MODEL
+from deploy.config import ClusterConfig, DecodeGroup, PrefillGroup, ProxyGroup
+from deploy.report import url_of_proxy
+from deploy.session import new_session
+
+if TYPE_CHECKING:
+    from deploy.controller import ClusterStatus
+    from deploy.ray_cluster import Cluster
+
+NAME: Final = "cluster"
+SECONDS: Final = (600.0, 240.0)
+STREAMS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 96, 48
+QUIET_S, QUICK_QUIET_S = 6.0, 2.0
+"""Of load before and after each act."""
+WHOLE_S: Final = 90.0
+GIVE_UP_S: Final = 60.0
+NUM_KILLS, QUICK_KILLS = 15, 2
+NUM_ACTS: Final = 10
+"""Beside the kills of decode nodes."""
+CALL_S: Final = 20.0
+OPTIONS: Final = {
+    "host": "auto",
+    "kv_cache_memory_bytes": 32 << 20,
+    "served_model_name": ["tandem-demo"],
+}
+HEADERS: Final = ("what", "planned", "requests", "failed", "different", "longest silence", "whole")
+
+
+@dataclass(slots=True, frozen=True)
+class Asked:
+    """One request: when it ended (monotonic), the longest silence in it, and how it ended."""
+
+    at: float
+    silence_s: float
+    outcome: str
+
+
+@dataclass(slots=True)
+class Act:
+    """One change or loss, the requests that ended during it, and how long until all was whole."""
+
+    name: str
+    is_planned: bool
+    asked: Sequence[Asked] = ()
+    whole_s: float = 0.0
+
+    def count(self, outcome: str) -> int:
+        return sum(it.outcome == outcome for it in self.asked)
+
+    def row(self) -> tuple[str, ...]:
+        silence = max((it.silence_s for it in self.asked), default=0.0)
+        return (
+            self.name,
+            "yes" if self.is_planned else "no",
+            str(len(self.asked)),
+            str(self.count("failed")),
+            str(self.count("different")),
+            f"{silence:.1f} s",
+            f"{self.whole_s:.1f} s",
+        )
+
+
+class Clients:
+    """Asks without a pause, in a thread of its own, until closed; `asked` grows meanwhile."""
+
+    def __init__(self, url: str, expected: Sequence[Sequence[int]]) -> None:
+        self.asked: list[Asked] = []
+        self._url, self._expected = url, expected
+        self._is_over = False
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over = True
+        self._thread.join(GIVE_UP_S)
+
+    async def _run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=GIVE_UP_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            await asyncio.gather(*(self._ask_on(session, it) for it in range(STREAMS)))
+
+    async def _ask_on(self, session: aiohttp.ClientSession, number: int) -> None:
+        while not self._is_over:
+            number += STREAMS
+            which = number % len(self._expected)
+            last = time.monotonic()
+            tokens: list[int] = []
+            silence = 0.0
+            outcome = "failed"
+            try:
+                async for more in answer(session, self._url, which):
+                    silence, last = max(silence, time.monotonic() - last), time.monotonic()
+                    tokens += more
+                outcome = "equal" if tokens == self._expected[which] else "different"
+            except (aiohttp.ClientError, TimeoutError, BrokenAnswerError):
+                silence = max(silence, time.monotonic() - last)
+                await asyncio.sleep(0.2)
+            # What did not get a whole answer must at least be the beginning of one.
+            if outcome == "failed" and tokens != self._expected[which][: len(tokens)]:
+                outcome = "different"
+            self.asked.append(Asked(time.monotonic(), silence, outcome))
+
+
+class BrokenAnswerError(Exception):
+    """A status other than 200, or an error inside a stream."""
+
+
+async def answer(session: aiohttp.ClientSession, url: str, which: int) -> Any:
+    """Token ids of a streamed answer, piece by piece."""
+    body = {
+        "model": "tandem-demo",
+        "prompt": [20 + (7 * which + it) % 200 for it in range(PROMPT_TOKENS)],
+        "max_tokens": NEW_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": True,
+    }
+    is_done = False
+    async with session.post(f"{url}/v1/completions", json=body) as reply:
+        if reply.status != 200:
+            raise BrokenAnswerError
+        async for line in reply.content:
+            if line.startswith(b"data: [DONE]"):
+                is_done = True
+            elif line.startswith(b"data: {"):
+                event = msgspec.json.decode(line[6:])
+                if "error" in event:
+                    raise BrokenAnswerError
+                for choice in event["choices"]:
+                    yield choice.get("token_ids") or []
+    if not is_done:
+        raise BrokenAnswerError
+
+
+async def expected_of(url: str) -> list[list[int]]:
+    """The answers of one node, before anything happens to it."""
+    async with aiohttp.ClientSession() as session:
+        return [
+            [token async for more in answer(session, url, which) for token in more]
+            for which in range(PROMPTS)
+        ]
+
+
+@dataclass(slots=True)
+class Stage:
+    """The cluster under load, on which acts are played."""
+
+    cluster: "Cluster"
+    raylets: Any
+    clients: Clients
+    quiet_s: float
+    acts: list[Act] = field(default_factory=list)
+
+    def play(self, name: str, act: Callable[[], object], *, is_planned: bool) -> Act:
+        """Does it, waits until the cluster is whole, and counts the requests of that time."""
+        first = len(self.clients.asked)
+        started = time.monotonic()
+        act()
+        self.cluster.wait_until_whole(lambda _: None, WHOLE_S)
+        whole_s = time.monotonic() - started
+        time.sleep(self.quiet_s)
+        done = Act(name, is_planned, self.clients.asked[first:], whole_s)
+        self.acts.append(done)
+        return done
+
+    def status(self) -> "ClusterStatus":
+        return self.cluster.status()
+
+    def kill(self, role: str) -> None:
+        """Kills the first process of a role, and waits until that was noticed."""
+        victim = next(it for it in self.status().members if it.role == role)
+        assert victim.told is not None
+        os.kill(victim.told.pid, signal.SIGKILL)
+        self._until_changed(victim.name, victim.life)
+
+    def kill_controller(self) -> None:
+        import ray
+
+        actor = ray.get_actor(f"{self.cluster.name}/controller")
+        ray.kill(actor, no_restart=False)
+        time.sleep(2.0)
+
+    def remove_raylet(self) -> None:
+        """The machine of the first decode node goes, with everything on it."""
+        victim = next(it for it in self.status().members if it.role == "decode")
+        assert victim.told is not None
+        node_id = victim.told.node_id
+        raylet = next(it for it in self.raylets.worker_nodes if it.node_id == node_id)
+        self.raylets.remove_node(raylet, allow_graceful=False)
+        self._until_changed(victim.name, victim.life)
+
+    def _until_changed(self, name: str, life: int) -> None:
+        deadline = time.monotonic() + WHOLE_S
+        while any(
+            it.name == name and it.life == life and it.stage == "serving"
+            for it in self.status().members
+        ):
+            assert time.monotonic() < deadline, f"nobody has noticed that {name} is lost"
+            time.sleep(0.2)
+
+
+def config_of(prefill: int, decode: int) -> ClusterConfig:
+    """The cluster: nodes on the workers, the proxy on the head."""
+    return ClusterConfig(
+        name="bench",
+        model=str(DEMO_MODEL),
+        config=OPTIONS,
+        prefill=PrefillGroup(replicas=prefill, resources={"worker": 1}),
+        decode=DecodeGroup(replicas=decode, resources={"worker": 1}),
+        proxy=ProxyGroup(resources={"head": 1}, config={"host": "auto", "port": 0}),
+    )
+
+
+@contextmanager
+def four_raylets() -> Iterator[Any]:
+    """The head at 127.0.0.1 and three workers at the next addresses, with room for four nodes."""
+    with new_session() as session:
+        os.environ.update(session.environment())
+        # Ray reads its environment when it is imported.
+        from ray.cluster_utils import Cluster as Raylets
+
+        raylets = Raylets()
+        try:
+            for number in range(4):
+                own: dict[str, Any] = {} if number else {"include_dashboard": False}
+                raylets.add_node(
+                    num_cpus=4,
+                    resources={"worker": 4} if number else {"head": 1},
+                    node_ip_address=f"127.0.0.{number + 1}",
+                    object_store_memory=80 << 20,
+                    temp_dir=str(session.ray_folder),
+                    **own,
+                )
+            yield raylets
+        finally:
+            raylets.shutdown()
+
+
+def play_all(stage: Stage, num_kills: int, tell: Callable[[str], Callable[[], None]]) -> None:
+    """Planned changes first, then losses."""
+    cluster = stage.cluster
+    changed = msgspec.structs.replace(
+        config_of(2, 2), config={**OPTIONS, "max_num_batched_tokens": 1024}
+    )
+    planned: list[tuple[str, Callable[[], object]]] = [
+        ("decode scaled from 2 to 3", lambda: cluster.scale("decode", 3)),
+        ("decode scaled from 3 to 1", lambda: cluster.scale("decode", 1)),
+        ("decode scaled from 1 to 2", lambda: cluster.scale("decode", 2)),
+        ("a prefill node drained", lambda: cluster.drain(_first(stage, "prefill"))),
+        ("prefill scaled from 1 to 2", lambda: cluster.scale("prefill", 2)),
+        ("all nodes replaced, an option changed", lambda: cluster.apply(changed, stage.status())),
+    ]
+    losses: list[tuple[str, Callable[[], object]]] = [
+        ("the controller killed", stage.kill_controller),
+        ("a prefill node killed", lambda: stage.kill("prefill")),
+        *[
+            (f"a decode node killed ({it + 1})", lambda: stage.kill("decode"))
+            for it in range(num_kills)
+        ],
+        ("the proxy killed", lambda: stage.kill("proxy")),
+        ("a machine lost", stage.remove_raylet),
+    ]
+    for is_planned, acts in ((True, planned), (False, losses)):
+        for name, act in acts:
+            done = tell(name)
+            stage.play(name, act, is_planned=is_planned)
+            done()
+
+
+def _first(stage: Stage, role: str) -> str:
+    return next(it.name for it in stage.status().members if it.role == role)
+
+
+def merged(acts: Sequence[Act]) -> list[Act]:
+    """The kills of one role as one act: requests together, the longest time until whole."""
+    rows: dict[str, Act] = {}
+    for act in acts:
+        name = act.name.partition(" (")[0]
+        if name not in rows:
+            rows[name] = Act(name, act.is_planned, list(act.asked), act.whole_s)
+            continue
+        rows[name].asked = [*rows[name].asked, *act.asked]
+        rows[name].whole_s = max(rows[name].whole_s, act.whole_s)
+    return list(rows.values())
+
+
+def left_behind() -> list[str]:
+    """Actors and placement groups that outlive their cluster."""
+    from ray.util import list_named_actors
+    from ray.util.placement_group import placement_group_table
+
+    groups = [it["name"] for it in placement_group_table().values() if it["state"] != "REMOVED"]
+    return [*list_named_actors(), *groups]
+
+
+def main(out: report.Out = report.RESULTS, quick: report.Quick = False) -> None:
+    """Changes and losses of a cluster on Ray, under load; status 1 for a broken promise."""
+    found = report.Report(NAME, out, SECONDS, cpu="all", quick=quick)
+    with four_raylets() as raylets:
+        from deploy.ray_cluster import Clusters, connected
+
+        with connected(raylets.address) as thread:
+            cluster = Clusters(thread).named("bench")
+            cluster.apply(config_of(2, 2), cluster.status())
+            status = cluster.wait_until_whole(lambda _: None)
+            node = next(it.told for it in status.members if it.role == "decode")
+            assert node is not None
+            clients = Clients(url_of_proxy(status), asyncio.run(expected_of(node.url)))
+            stage = Stage(cluster, raylets, clients, QUICK_QUIET_S if quick else QUIET_S)
+            num_kills = QUICK_KILLS if quick else NUM_KILLS
+            try:
+                with report.progress(found.console, NUM_ACTS + num_kills) as tell:
+                    play_all(stage, num_kills, tell)
+            finally:
+                clients.close()
+                cluster.stop(lambda _: None)
+            left = thread.call("look for leaks", CALL_S, left_behind)
+    acts = merged(stage.acts)
+    note = f"{STREAMS} clients; all of it shares {machine.describe(found.host)}"
+    found.publish("A cluster on Ray", headers=HEADERS, rows=[it.row() for it in acts], note=note)
+    began = clients.asked[0].at
+    silences = [(it.at - began, it.silence_s) for it in clients.asked]
+    ends = [(act.asked[-1].at - began, act.whole_s) for act in stage.acts if act.asked]
+    lines = {"longest silence of a request": silences, "until whole": ends}
+    plots.curves(found.plot(), {"": lines}, xlabel="seconds", ylabel="seconds", log_x=False)
+    broken = [
+        f"{act.name}: {act.count('different')} different" for act in acts if act.count("different")
+    ]
+    broken += [
+        f"{act.name}: {act.count('failed')} failed"
+        for act in acts
+        if act.is_planned and act.count("failed")
+    ]
+    broken += [f"left behind: {name}" for name in left]
+    for text in broken:
+        found.console.print(text, style="bold red")
+    found.save({"acts": [it.row() for it in acts], "broken": broken})
+    raise typer.Exit(1 if broken else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

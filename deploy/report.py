@@ -1,0 +1,91 @@
+"""Clusters as text for operators: what would change, where members would be, how they are."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+from rich.box import SIMPLE
+from rich.table import Table
+
+from deploy.config import ROLES, ClusterConfig
+
+if TYPE_CHECKING:
+    from deploy.controller import ClusterStatus
+    from deploy.placement import Planned
+
+SECRETS: Final = ("cluster_token", "api_key")
+
+
+def changes(old: ClusterConfig | None, new: ClusterConfig) -> Iterator[str]:
+    """One line for each key of the cluster file that would change; secrets are not shown."""
+    if old is None:
+        members = ", ".join(f"{role} {new.group(role).replicas}" for role in ROLES)
+        yield f"+ cluster {new.name}: {members}"
+        return
+    before, after = dict(_flat(old)), dict(_flat(new))
+    # What a file leaves to the cluster is no change.
+    if new.cluster_token is None:
+        after["cluster_token"] = before["cluster_token"]
+    changed = [key for key in sorted(before | after) if before.get(key) != after.get(key)]
+    for key in changed:
+        is_secret = key.rpartition(".")[2] in SECRETS
+        was, will = ("***", "***") if is_secret else (before.get(key), after.get(key))
+        yield f"~ {key}: {was} -> {will}"
+    if not changed:
+        yield "nothing changes"
+
+
+def placement_table(planned: "Sequence[Planned]") -> Table:
+    """The machine of each member that would start, or why there is none."""
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    for column in ("would start", "on", "Ray node", "problem"):
+        table.add_column(column, overflow="fold")
+    for each in planned:
+        address = "-" if each.machine is None else each.machine.address
+        node = "-" if each.machine is None else each.machine.node_id[:8]
+        table.add_row(each.name, address, node, each.problem)
+    return table
+
+
+def url_of_proxy(status: "ClusterStatus") -> str:
+    """Where clients ask; empty while no proxy runs."""
+    urls = [it.told.url for it in status.members if it.role == "proxy" and it.told is not None]
+    return next(iter(urls), "")
+
+
+def status_table(status: "ClusterStatus") -> Table:
+    """All members, under a line that counts those that serve beside those that are wanted."""
+    config = status.config
+    if config is None:
+        return Table(title="no cluster")
+    counts = [f"{role} {status.count(role)} of {config.group(role).replicas}" for role in ROLES]
+    title = f"cluster {config.name}, generation {status.generation}: {', '.join(counts)}"
+    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for column in ("member", "stage", "URL", "engine id", "Ray node", "GPUs", "life", "problem"):
+        table.add_column(column, overflow="fold")
+    for member in status.members:
+        told = member.told
+        table.add_row(
+            member.name,
+            member.stage if member.is_current else f"{member.stage}, outdated",
+            "-" if told is None else told.url,
+            "-" if told is None else told.engine_id,
+            "-" if told is None else told.node_id[:8],
+            "" if told is None else ",".join(told.gpus),
+            str(member.life),
+            member.problem,
+        )
+    return table
+
+
+def _flat(config: ClusterConfig) -> Iterator[tuple[str, Any]]:
+    """Every value of a cluster file by its path."""
+
+    def walk(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict) and value:
+            for key, each in value.items():
+                yield from walk(f"{path}.{key}" if path else str(key), each)
+        else:
+            yield path, value
+
+    return walk("", msgspec.to_builtins(config))
