@@ -54,48 +54,54 @@ def report(model: Path) -> Report:
 
 
 @pytest.mark.long
-def test_prefill_decode_and_proxy_are_on_three_raylets(report: Report) -> None:
-    assert report.kinds == ["prefill", "decode", "proxy"]
-    assert len(set(report.raylets)) == 3
-    assert report.status == ["decode-0", "prefill-0", "proxy"]
-
-
-@pytest.mark.long
-def test_tokens_across_raylets_equal_those_of_one_node(report: Report) -> None:
+def test_members_are_on_three_machines_and_equal_one_node(report: Report) -> None:
+    assert report.machines == {
+        "prefill-0": "127.0.0.1",
+        "decode-0": "127.0.0.2",
+        "proxy-0": "127.0.0.3",
+    }
     assert report.through_proxy == report.by_one_node
     assert len(report.through_proxy) == 8
     assert report.pulled_bytes > 0
 
 
 @pytest.mark.long
-def test_a_killed_node_comes_back_and_is_used_again(report: Report) -> None:
-    assert report.after_restart == report.through_proxy
-    assert not report.same_process
-
-
-@pytest.mark.long
-def test_a_node_whose_engine_died_comes_back_and_is_used_again(report: Report) -> None:
+def test_a_node_whose_engine_died_begins_again_and_is_used(report: Report) -> None:
     assert report.after_engine_death == report.through_proxy
     assert not report.same_engine
+    assert report.log_of_engine.count('"event": "node serves"') == 2
 
 
 @pytest.mark.long
-def test_another_token_is_refused(report: Report) -> None:
+def test_of_two_commands_at_once_one_applies_and_both_leave_the_cluster_whole(
+    report: Report,
+) -> None:
+    none, refused = report.racing
+    assert none == ""
+    assert "somebody else has changed the cluster meanwhile" in refused
+
+
+@pytest.mark.long
+def test_several_clusters_share_a_ray_each_with_its_gpus_and_proxies(report: Report) -> None:
+    assert report.names == ["other", "three"]
+    decode, proxies = report.of_other[:2], report.of_other[2:]
+    assert decode == ["decode-0 127.0.0.3", "decode-1 127.0.0.3"]
+    assert len({text.split()[1] for text in proxies}) == 2
+    assert sorted(report.gpus) == ["0", "1"]
+    assert report.through_other == report.through_proxy
+
+
+@pytest.mark.long
+def test_what_cannot_be_is_told_plainly(report: Report) -> None:
+    assert "no machine has room for CPU 0.1, GPU 8" in report.too_much
+    assert "no machine has the labels zone=q" in report.wrong_label
+    assert "kv_cache_memory_bytes" in report.wrong_option or "1000" in report.wrong_option
     code, _, said = report.wrong_token.partition(" ")
     assert code == "2"
     assert "or another token" in said.splitlines()[-1]
-
-
-@pytest.mark.long
-def test_machines_without_the_project_are_told_plainly(report: Report) -> None:
     assert "cannot run Tandem (ModuleNotFoundError: No module" in report.unknown_there
     assert "runtime_env" in report.unknown_there
     assert report.own_environment
-
-
-@pytest.mark.long
-def test_only_one_cluster_per_ray(report: Report) -> None:
-    assert "up already (decode-0, prefill-0, proxy)" in report.second_start
 
 
 @pytest.mark.long
@@ -171,6 +177,10 @@ def test_up_status_and_down(up: Up) -> None:
     second = up.command("up")
     assert second.returncode == 2
     assert "a cluster is up already" in second.stderr
+    scaled = up.command("scale", "decode=2")
+    assert scaled.returncode == 0, scaled.stderr
+    assert "decode 2 of 2" in scaled.stdout
+    assert "node serves" in up.command("logs", "decode-1").stdout
 
     stopped = up.command("down")
     assert stopped.returncode == 0, stopped.stderr

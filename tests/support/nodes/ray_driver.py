@@ -1,18 +1,18 @@
 """Run by test_ray_cluster.py in a process of its own: Ray reads its environment once per process.
 
-Three raylets on this machine, one slot each for P, D and the proxy. The report is the last line.
+Three raylets on this machine with addresses of their own, and one slot each for P, D and the proxy;
+the third has two GPUs, in name. The report is the last line.
 """
 
 import asyncio
 import importlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +20,19 @@ import msgspec
 import openai
 import psutil
 
-from deploy.config import ClusterConfig, NodeGroup
+from deploy.config import ClusterConfig, DecodeGroup, PrefillGroup, ProxyGroup
 from deploy.process import wait_gone
 from deploy.session import Session, new_session
 from tests.support.nodes.engine_thread import run_in_engine
 from tests.support.nodes.footprints import watched
 
 if TYPE_CHECKING:
-    from deploy.actors import Member
+    from deploy.actors import Told
+    from deploy.ray_cluster import Cluster, Clusters
 
 SLOTS = ("p_slot", "d_slot", "x_slot")
 OPTIONS = {
+    "host": "auto",
     "kv_cache_memory_bytes": 16 << 20,
     "max_num_batched_tokens": 64,
     "served_model_name": ["tiny"],
@@ -43,20 +45,24 @@ BACK_S = 150.0
 class Report(msgspec.Struct, frozen=True):
     """The facts that the test asserts."""
 
-    kinds: list[str]
-    raylets: list[str]
-    status: list[str]
+    machines: dict[str, str]
     through_proxy: list[int]
     by_one_node: list[int]
     pulled_bytes: int
-    after_restart: list[int]
-    same_process: bool
+    own_environment: bool
     after_engine_death: list[int]
     same_engine: bool
+    log_of_engine: str
+    racing: list[str]
+    names: list[str]
+    of_other: list[str]
+    gpus: list[str]
+    through_other: list[int]
+    too_much: str
+    wrong_label: str
+    wrong_option: str
     wrong_token: str
-    second_start: str
     unknown_there: str
-    own_environment: bool
     left: list[str]
     opened: list[str]
 
@@ -71,62 +77,160 @@ def main(model: str) -> None:
 def _run(model: str, session: Session) -> Report:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster()
+    raylets = Cluster()
     try:
         for number, slot in enumerate(SLOTS):
             own: dict[str, Any] = {} if number else {"include_dashboard": False}
-            cluster.add_node(
-                num_cpus=1,
+            raylets.add_node(
+                num_cpus=2,
+                num_gpus=2 if slot == "x_slot" else 0,
                 resources={slot: 1},
+                labels={"zone": slot[0]},
+                node_ip_address=f"127.0.0.{number + 1}",
                 object_store_memory=80 << 20,
                 temp_dir=str(session.ray_folder),
                 **own,
             )
-        return _deploy(model, cluster.address, session)
+        return _deploy(model, raylets.address)
     finally:
-        cluster.shutdown()
+        raylets.shutdown()
 
 
-def _deploy(model: str, address: str, session: Session) -> Report:
-    from deploy.ray_cluster import cluster_members, connected, running
-
-    config = ClusterConfig(
-        model=model,
-        runtime_env={"env_vars": {"ONLY_FOR_MEMBERS": "1"}},
-        prefill=NodeGroup(resources={"p_slot": 1}, config=OPTIONS),
-        decode=NodeGroup(resources={"d_slot": 1}, config=OPTIONS),
-        proxy={"port": 0, "enable_prompt_tokens_details": True, "resources": {"x_slot": 1}},
-    )
-    with connected(address):
-        with watched() as footprints, footprints.on() as opened, running(config, _say) as members:
-            seen = _use(config, members, address)
-            processes = [psutil.Process(member.pid) for member in cluster_members()]
-        left = [str(each) for each in wait_gone(processes, 0.0)]
-        left += [member.name for member in cluster_members()]
-        return Report(**seen, left=left, opened=sorted(opened))
+def config_of(model: str, **changes: Any) -> ClusterConfig:
+    """P, D and the proxy, each in its slot."""
+    given: dict[str, Any] = {
+        "name": "three",
+        "model": model,
+        "runtime_env": {"env_vars": {"ONLY_FOR_MEMBERS": "1"}},
+        "config": OPTIONS,
+        "prefill": PrefillGroup(resources={"p_slot": 1}),
+        "decode": DecodeGroup(resources={"d_slot": 1}),
+        "proxy": ProxyGroup(
+            resources={"x_slot": 1},
+            config={"host": "auto", "port": 0, "enable_prompt_tokens_details": True},
+        ),
+    }
+    return ClusterConfig(**{**given, **changes})
 
 
-def _use(config: ClusterConfig, members: list["Member"], address: str) -> dict[str, Any]:
-    from deploy.ray_cluster import cluster_members, start_cluster
+def _deploy(model: str, address: str) -> Report:
+    from deploy.ray_cluster import Clusters, connected
 
-    prefill, decode, proxy = members
     intruder = _status_with_wrong_token(address)
+    with connected(address) as thread:
+        clusters = Clusters(thread)
+        cluster = clusters.named("three")
+        with watched() as footprints, footprints.on() as opened:
+            cluster.apply(config_of(model), cluster.status())
+            cluster.wait_until_whole(_say)
+        told = _told(cluster)
+        seen = _use(cluster, told)
+        other = _other_cluster(clusters, model)
+        wrong = _wrong_ones(clusters, model)
+        processes = [psutil.Process(it.pid) for it in _told(cluster).values()]
+        unknown = _error_of(_start_what_workers_lack)
+        for name in clusters.names():
+            clusters.named(name).stop(_say)
+        left = [str(each) for each in wait_gone(processes, 1.0)]
+        left += thread.call("look for actors", BACK_S, _actors)
+    _, said = intruder.communicate(timeout=BACK_S)
+    return Report(
+        machines={name: it.node_ip for name, it in told.items()},
+        wrong_token=f"{intruder.returncode} {said}",
+        unknown_there=unknown,
+        left=left,
+        opened=sorted(opened),
+        **seen,
+        **other,
+        **wrong,
+    )
+
+
+def _told(cluster: "Cluster") -> dict[str, "Told"]:
+    return {it.name: it.told for it in cluster.status().members if it.told is not None}
+
+
+def _use(cluster: "Cluster", told: dict[str, "Told"]) -> dict[str, Any]:
+    proxy = told["proxy-0"]
     through_proxy, pulled = complete(proxy.url)
-    report = {
-        "kinds": [member.kind for member in members],
-        "raylets": [member.node_id for member in members],
-        "status": [member.name for member in cluster_members()],
+    return {
         "through_proxy": through_proxy,
-        "by_one_node": complete(prefill.url)[0],
+        "by_one_node": complete(told["prefill-0"].url)[0],
         "pulled_bytes": pulled,
         "own_environment": b"ONLY_FOR_MEMBERS=1" in Path(f"/proc/{proxy.pid}/environ").read_bytes(),
-        "unknown_there": _error_of(_start_what_workers_lack),
-        "second_start": _error_of(lambda: start_cluster(config, _say)),
-        **_restart(prefill, proxy),
-        **_engine_death(decode, proxy),
+        **_engine_death(cluster, told["decode-0"], proxy),
     }
-    _, said = intruder.communicate(timeout=BACK_S)
-    return {**report, "wrong_token": f"{intruder.returncode} {said}"}
+
+
+def _engine_death(cluster: "Cluster", decode: "Told", proxy: "Told") -> dict[str, Any]:
+    """D's engine dies: another life begins, and the proxy uses it. Its log has both."""
+    import ray
+
+    ray.get_actor("three/decode-0.1").__ray_call__.remote(_break_engine)
+    deadline = time.monotonic() + BACK_S
+    while cluster.status().members[1].life == 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    cluster.wait_until_whole(_say)
+    return {
+        "after_engine_death": complete(proxy.url)[0],
+        "same_engine": _told(cluster)["decode-0"].engine_id == decode.engine_id,
+        "log_of_engine": cluster.read_log("decode-0", 1000),
+    }
+
+
+def _other_cluster(clusters: "Clusters", model: str) -> dict[str, Any]:
+    """Two commands apply another cluster at once: decode nodes with a GPU each, two proxies."""
+    other = clusters.named("other")
+    config = config_of(
+        model,
+        name="other",
+        prefill=PrefillGroup(replicas=0),
+        decode=DecodeGroup(replicas=2, num_gpus=1, config={"device": "cpu"}),
+        proxy=ProxyGroup(replicas=2, strategy="STRICT_SPREAD", config={"host": "auto", "port": 0}),
+    )
+    before = other.status()
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(_error_of, lambda: other.apply(config, before)) for _ in range(2)]
+        racing = sorted(each.result() for each in both)
+    other.wait_until_whole(_say)
+    told = _told(other)
+    return {
+        "racing": racing,
+        "names": clusters.names(),
+        "of_other": sorted(f"{name} {it.node_ip}" for name, it in told.items()),
+        "gpus": [told[f"decode-{it}"].gpus[0] for it in range(2)],
+        "through_other": complete(told["proxy-1"].url)[0],
+    }
+
+
+def _wrong_ones(clusters: "Clusters", model: str) -> dict[str, Any]:
+    """Clusters that cannot be: what is said, and they are stopped again."""
+    none = clusters.named("none")
+    gpus = config_of(model, name="none", decode=DecodeGroup(num_gpus=8, config={"device": "cpu"}))
+    label = config_of(model, name="none", decode=DecodeGroup(labels={"zone": "q"}))
+    small = config_of(
+        model,
+        name="none",
+        config={**OPTIONS, "kv_cache_memory_bytes": 1000},
+        prefill=PrefillGroup(),
+        decode=DecodeGroup(),
+        proxy=ProxyGroup(config={"port": 0}),
+    )
+    none.apply(small, none.status())
+    wrong_option = _error_of(lambda: none.wait_until_whole(_say))
+    none.stop(_say)
+    return {
+        "too_much": "; ".join(it.problem for it in none.plan(gpus)),
+        "wrong_label": "; ".join(it.problem for it in none.plan(label)),
+        "wrong_option": wrong_option,
+    }
+
+
+def _actors() -> list[str]:
+    from ray.util import list_named_actors
+
+    return list(list_named_actors())
 
 
 def complete(url: str) -> tuple[list[int], int]:
@@ -150,7 +254,7 @@ def _start_what_workers_lack() -> None:
     """Workers look where the driver could import from when it connected: not in this folder."""
     import ray
 
-    from deploy.ray_cluster import _get
+    from deploy.member import _why_dead
 
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "only_here.py").write_text("class Actor:\n    def start(self): ...\n")
@@ -158,43 +262,16 @@ def _start_what_workers_lack() -> None:
         kind = importlib.import_module("only_here").Actor
         sys.path.remove(folder)
     actor = ray.remote(kind).options(num_cpus=0).remote()
-    _get([actor.start.remote()], BACK_S, "it to start")
-
-
-def _restart(prefill: "Member", proxy: "Member") -> dict[str, Any]:
-    """P is killed, Ray starts it again, and the proxy uses it again: D pulls from it."""
-    from deploy.ray_cluster import cluster_members
-
-    os.kill(prefill.pid, signal.SIGKILL)
-    deadline = time.monotonic() + BACK_S
-    pulled, tokens = 0, list[int]()
-    while Path(f"/proc/{prefill.pid}").exists() or not pulled:
-        assert time.monotonic() < deadline, cluster_members()
-        tokens, pulled = complete(proxy.url)
-    (now,) = [member for member in cluster_members() if member.name == prefill.name]
-    return {"after_restart": tokens, "same_process": now.engine_id == prefill.engine_id}
-
-
-def _engine_death(decode: "Member", proxy: "Member") -> dict[str, Any]:
-    """D's engine dies: its process ends, Ray starts it again, and the proxy uses it again."""
-    import ray
-
-    from deploy.ray_cluster import cluster_members
-
-    ray.get_actor(decode.name).__ray_call__.remote(_break_engine)
-    deadline = time.monotonic() + BACK_S
-    tokens = list[int]()
-    while Path(f"/proc/{decode.pid}").exists() or not tokens:
-        assert time.monotonic() < deadline, cluster_members()
-        with suppress(openai.APIError):
-            tokens, _ = complete(proxy.url)
-    (now,) = [member for member in cluster_members() if member.name == decode.name]
-    return {"after_engine_death": tokens, "same_engine": now.engine_id == decode.engine_id}
+    try:
+        ray.get(actor.start.remote(), timeout=BACK_S)
+    except ray.exceptions.RayError as error:
+        raise AssertionError(_why_dead(error)) from error
 
 
 def _break_engine(actor: Any) -> None:
     """In the actor's process."""
-    asyncio.run_coroutine_threadsafe(run_in_engine(actor._node.engine, _raise), actor._loop)
+    loop = actor._thread._loop
+    asyncio.run_coroutine_threadsafe(run_in_engine(actor._node.engine, _raise), loop)
 
 
 def _raise() -> None:
