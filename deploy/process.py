@@ -32,10 +32,7 @@ def ignore_signals() -> None:
 def signals_held() -> Iterator[None]:
     """Signals wait until the end of the block, and then find `stop_on_signals` in force.
 
-    For `ray.init`: it sets handlers of its own, loses exceptions raised between its forks, and
-    aborts the process when SIGTERM comes while its core starts. The processes that it starts
-    inherit the block: service managers signal the whole process group, and Ray must outlive the
-    cluster on it, since only Ray can stop that.
+    For the start of a Ray of our own: its core aborts the process when SIGTERM comes meanwhile.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:

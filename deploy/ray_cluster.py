@@ -7,6 +7,7 @@ into Ray has a deadline, also where Ray's own waits for ever, as for a head that
 import logging
 import math
 import secrets
+import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -25,7 +26,7 @@ from deploy.config import ClusterConfig, NoClusterError, Role
 from deploy.controller import ClusterStatus, Controller, ControllerActor
 from deploy.member import alive_machines
 from deploy.placement import Planned, plan
-from deploy.process import signals_held
+from deploy.process import SIGNALS, signals_held
 from deploy.reconcile import Stage
 from engine.errors import ConfigError, DeadlineExceededError, TandemError, UnavailableError
 
@@ -75,6 +76,9 @@ class RayThread:
             raise UnavailableError(f"{what}: {error}") from error
 
     def _run(self) -> None:
+        # The processes of a Ray of our own inherit the block: service managers signal the whole
+        # process group, and Ray must outlive the cluster on it, since only Ray can stop that.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         while True:
             future, function = self._calls.get()
             try:
@@ -100,7 +104,6 @@ def embedded(folder: Path, resources: dict[str, float]) -> Iterator[tuple[RayThr
     """A Ray of our own that ends with the block, its files below `folder`; yields its address."""
     thread = RayThread()
     try:
-        # What Ray starts inherits the block, see there.
         with signals_held():
             _init(
                 thread,

@@ -47,10 +47,10 @@ def placement_table(planned: "Sequence[Planned]") -> Table:
     return table
 
 
-def url_of_proxy(status: "ClusterStatus") -> str:
-    """Where clients ask; empty while no proxy runs."""
-    urls = [it.told.url for it in status.members if it.role == "proxy" and it.told is not None]
-    return next(iter(urls), "")
+def urls_of_proxies(status: "ClusterStatus") -> list[str]:
+    """Where clients ask."""
+    told = [it.told for it in status.members if it.role == "proxy" and it.told is not None]
+    return [it.url for it in told if it.phase == "running"]
 
 
 def status_table(status: "ClusterStatus") -> Table:
@@ -61,6 +61,9 @@ def status_table(status: "ClusterStatus") -> Table:
     counts = [f"{role} {status.count(role)} of {config.group(role).replicas}" for role in ROLES]
     title = f"cluster {config.name}, generation {status.generation}: {', '.join(counts)}"
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    if urls := urls_of_proxies(status):
+        table.caption = f"clients ask {', '.join(f'{url}/v1' for url in urls)}"
+        table.caption_justify = "left"
     for column in ("member", "stage", "URL", "engine id", "Ray node", "GPUs", "life", "problem"):
         table.add_column(column, overflow="fold")
     for member in status.members:

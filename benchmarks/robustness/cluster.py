@@ -24,7 +24,7 @@ import typer
 from benchmarks.support import machine, plots, report
 from benchmarks.support.model_folders import DEMO_MODEL
 from deploy.config import ClusterConfig, DecodeGroup, PrefillGroup, ProxyGroup
-from deploy.report import url_of_proxy
+from deploy.report import urls_of_proxies
 from deploy.session import new_session
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ def main(out: report.Out = report.RESULTS, quick: report.Quick = False) -> None:
             status = cluster.wait_until_whole(lambda _: None)
             node = next(it.told for it in status.members if it.role == "decode")
             assert node is not None
-            clients = Clients(url_of_proxy(status), asyncio.run(expected_of(node.url)))
+            clients = Clients(urls_of_proxies(status)[0], asyncio.run(expected_of(node.url)))
             stage = Stage(cluster, raylets, clients, QUICK_QUIET_S if quick else QUIET_S)
             num_kills = QUICK_KILLS if quick else NUM_KILLS
             try:

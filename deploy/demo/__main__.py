@@ -13,7 +13,7 @@ from rich.console import Console
 from deploy.config import ClusterConfig, load_cluster
 from deploy.demo.talk import TURNS, Exchange, Talk, choices_of, table_of
 from deploy.process import stop_on_signals
-from deploy.report import url_of_proxy
+from deploy.report import urls_of_proxies
 from deploy.session import embedded_cluster, state_file
 from engine.errors import TandemError
 from serving.process import configure_logging
@@ -51,7 +51,7 @@ def show(console: Console, config: ClusterConfig) -> bool:
     with embedded_cluster(config, os.environ, steps, state=None) as (_, cluster):
         members = [it.told for it in cluster.status().members if it.told is not None]
         console.rule("through proxy, prefill node and decode node")
-        pair = asyncio.run(_run(url_of_proxy(cluster.status()), console))
+        pair = asyncio.run(_run(urls_of_proxies(cluster.status())[0], console))
         console.rule()
         steps("sending the same requests to a single kv_both node")
         alone = asyncio.run(_alone())
@@ -75,7 +75,7 @@ def keep(console: Console, config: ClusterConfig) -> None:
     """Keeps the cluster up until Ctrl-C or `deploy down`."""
     state = state_file(os.environ.get("XDG_RUNTIME_DIR"))
     with embedded_cluster(config, os.environ, Steps(console), state=state) as (_, cluster):
-        url = url_of_proxy(cluster.status())
+        url = urls_of_proxies(cluster.status())[0]
         text = EXAMPLES.format(url=url, name=NAME, question=TURNS[0])
         console.print(text, highlight=False, soft_wrap=True)
         threading.Event().wait()

@@ -29,7 +29,7 @@ CLUSTER = """
 model: model
 prefill: {config: {kv_cache_memory_bytes: 16777216, served_model_name: [tiny]}}
 decode: {config: {kv_cache_memory_bytes: 16777216, served_model_name: [tiny]}}
-proxy: {port: 0}
+proxy: {config: {port: 0}}
 """
 
 
@@ -259,7 +259,7 @@ def _session_folders() -> set[Path]:
 
 
 def _url_of_proxy(table: str) -> str:
-    found = re.search(r"proxy +(http://\S+)", table)
+    found = re.search(r"clients ask (http://\S+)/v1", table)
     assert found, table
     return found[1]
 
