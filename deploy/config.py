@@ -29,14 +29,19 @@ class NoClusterError(UnavailableError):
 
 
 class Scaling(Config, frozen=True, kw_only=True):
-    """Bounds and patience of a group that grows and shrinks by what its nodes tell."""
+    """Bounds and patience of a group that grows and shrinks by what its nodes tell.
 
-    min_replicas: Annotated[Replicas, Meta(description="Never fewer.")] = 1
+    Where Ray Serve has the same option, it has the same name.
+    """
+
+    min_replicas: Annotated[
+        int, Meta(ge=1, le=1024, description="Never fewer. No node, no signal: one must stay.")
+    ] = 1
     max_replicas: Annotated[Replicas, Meta(description="Never more.")]
-    scale_up_after: Annotated[
+    upscale_delay_s: Annotated[
         Seconds, Meta(description="Seconds for which more must have been needed.")
     ] = 10.0
-    scale_down_after: Annotated[
+    downscale_delay_s: Annotated[
         Seconds, Meta(description="Seconds for which fewer must have been enough.")
     ] = 300.0
 
@@ -47,27 +52,32 @@ class Scaling(Config, frozen=True, kw_only=True):
                 f"min_replicas {self.min_replicas} is above max_replicas {self.max_replicas}"
             )
 
+    def bounded(self, num_replicas: int) -> int:
+        """The allowed number that is nearest to `num_replicas`."""
+        return max(self.min_replicas, min(num_replicas, self.max_replicas))
+
 
 class PrefillScaling(Scaling, frozen=True, kw_only=True):
     """Prefill nodes follow the prompts that wait, or the number of decode nodes."""
 
     target_waiting_tokens: Annotated[
-        int, Meta(ge=1, description="Prompt tokens that may wait for each node.")
+        int, Meta(ge=1, description="Prompt tokens, not computed yet, of each node.")
     ] = 8192
     per_decode: Annotated[
-        float | None,
+        Annotated[float, Meta(gt=0.0)] | None,
         Meta(description="Prefill nodes for each decode node, instead of by the prompts."),
     ] = None
 
 
 class DecodeScaling(Scaling, frozen=True, kw_only=True):
-    """Decode nodes follow their sequences and the room in their arenas."""
+    """Decode nodes follow their requests and the room in their arenas."""
 
-    target_sequences: Annotated[
-        int, Meta(ge=1, description="Running and waiting sequences of each node.")
+    target_ongoing_requests: Annotated[
+        int, Meta(ge=1, description="Running and waiting requests of each node.")
     ] = 32
     max_kv_cache_usage: Annotated[
-        float, Meta(gt=0.0, le=1.0, description="Part of the arenas that may be in use.")
+        float,
+        Meta(gt=0.0, le=1.0, description="Part of the arenas in use, on average, at most."),
     ] = 0.85
 
 
