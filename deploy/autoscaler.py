@@ -156,5 +156,5 @@ def _num_busy(node: NodeInfo) -> int:
 
 
 def _ceil(number: float) -> int:
-    """Forgives what floats add: 0.1 for each of 30 makes 3, not 4."""
+    """Forgives what floats add: 0.28 for each of 25 makes 7, not 8."""
     return ceil(round(number, 6))

@@ -362,6 +362,8 @@ def test_a_member_that_never_serves_does_not_hold_the_others_for_ever() -> None:
         # One is full and one idle: two more may be full, the fourth is too many.
         ((d_node(32), d_node()), 3),
         ((d_node(32), d_node(), d_node(), d_node()), 3),
+        # Three nodes' worth where one tells of it, and the silent one may be full.
+        ((d_node(96), d_node(), d_node()), 4),
         # More than the two that tell can take is still no more than four can.
         ((d_node(64), d_node(64)), 4),
     ],
@@ -376,6 +378,21 @@ def test_a_silent_member_does_not_hold_the_others_once_all_have_served() -> None
     asked = Asked()
     asked.ask(2, d_node(32), d_node(32))
     asked.ask(2, d_node(96), seconds=10)
+    assert asked.ask(2, d_node(96)).num_replicas == 3
+
+
+def test_a_silent_prefill_node_may_have_work() -> None:
+    scaler = Autoscaler()
+    told = (p_node(8192 * 2), p_node())
+    for time in range(2 * DOWN_S + 1):
+        decided = scaler.decide(time, Pool(3, PREFILL, told), FIXED_DECODE)["prefill"]
+        assert decided.num_replicas == 3
+
+
+def test_a_silent_member_is_not_a_new_one_after_the_others_shrank() -> None:
+    asked = Asked()
+    assert asked.ask(3, d_node(), d_node(), d_node(), seconds=DOWN_S + 1).num_replicas == 2
+    assert asked.ask(2, d_node(96), seconds=UP_S).num_replicas == 2
     assert asked.ask(2, d_node(96)).num_replicas == 3
 
 
@@ -411,7 +428,7 @@ def test_scaling_to_nothing_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("per_decode", "num_decode", "wanted"), [(0.5, 4, 2), (0.5, 5, 3), (0.1, 30, 3), (1.5, 9, 10)]
+    ("per_decode", "num_decode", "wanted"), [(0.5, 4, 2), (0.5, 5, 3), (0.28, 25, 7), (1.5, 9, 10)]
 )
 def test_prefill_nodes_for_each_decode_node(
     per_decode: float, num_decode: int, wanted: int
@@ -438,7 +455,8 @@ def test_prefill_follows_decode_up_and_down() -> None:
         num_p, num_d = decided["prefill"].num_replicas, decided["decode"].num_replicas
         seen.append((num_d, num_p))
     assert seen[0] == (2, 1)
-    assert seen[2 * UP_S + 2] == (7, 4)
+    assert [seen[UP_S - 1], seen[UP_S]] == [(2, 1), (7, 1)]
+    assert [seen[2 * UP_S - 1], seen[2 * UP_S]] == [(7, 1), (7, 4)]
     assert seen[-1] == (1, 1)
     # Never too few for longer than it takes to see it.
     short = [time for time, (d, p) in enumerate(seen) if p < ceil(d / 2)]
