@@ -22,11 +22,13 @@ import ray
 import structlog
 
 from deploy.actors import Birth, NodeSeen, Told
+from deploy.autoscaler import Autoscaler, Pool
 from deploy.config import ROLES, ClusterConfig, Role
 from deploy.member import CALL_S, Desired, Home, Member, Spec, answer, in_thread, port_of
 from deploy.reconcile import Drain, Seen, Stage, Start, next_steps
 from engine.errors import ConfigError, TandemError
 from serving.process import configure_logging
+from serving.rpc.messages import NodeInfo
 
 LOOP_S: Final = 0.5
 MAX_EVENTS: Final = 200
@@ -84,6 +86,7 @@ class Controller:
         self._lives: Counter[str] = Counter()
         self._events: deque[tuple[float, str]] = deque(maxlen=MAX_EVENTS)
         self._is_stopping = False
+        self._autoscaler = Autoscaler()
         self._home = Home(
             lambda: self._desired, self._proxy_urls, self._is_reached, placing=asyncio.Lock()
         )
@@ -114,8 +117,7 @@ class Controller:
     async def scale(self, role: Role, replicas: int) -> int:
         """The new generation. Raises ConfigError for a cluster that would be none."""
         config = await self._wanted()
-        group = msgspec.structs.replace(config.group(role), replicas=replicas)
-        changed = msgspec.structs.replace(config, **{role: group})
+        changed = with_replicas(config, role, replicas)
         changed.check()
         return self._want(changed, f"{role} is {replicas}")
 
@@ -240,9 +242,35 @@ class Controller:
         if self._is_stopping:
             self._stop_in_order()
         elif self._desired.config is not None:
+            self._scale_by_load(self._desired.config)
             seen = [self._seen(it) for it in self._members.values()]
             for step in next_steps(self._desired.config, seen):
                 self._take(step)
+
+    def _scale_by_load(self, config: ClusterConfig) -> None:
+        if config.prefill.autoscaling is None and config.decode.autoscaling is None:
+            return
+        decisions = self._autoscaler.decide(
+            asyncio.get_running_loop().time(),
+            Pool(config.prefill.replicas, config.prefill.autoscaling, self._infos("prefill")),
+            Pool(config.decode.replicas, config.decode.autoscaling, self._infos("decode")),
+        )
+        for role, decision in decisions.items():
+            if decision.num_replicas != config.group(role).replicas:
+                config = with_replicas(config, role, decision.num_replicas)
+                self._want(config, f"{role} is {decision.num_replicas}: {decision.reason}")
+
+    def _infos(self, role: Role) -> list[NodeInfo]:
+        """What the serving nodes of a role tell of themselves."""
+        serving = [
+            it
+            for it in self._members.values()
+            if it.role == role and self._stage_of(it) is Stage.SERVING
+        ]
+        views = [
+            next((view for view in self._views(it) if view is not None), None) for it in serving
+        ]
+        return [view.info for view in views if view is not None]
 
     def _take(self, step: Start | Drain) -> None:
         match step:
@@ -346,6 +374,12 @@ class Controller:
         """What each proxy that runs has told."""
         running = [it for it in self._members.values() if it.role == "proxy" and it.is_running]
         return [it.told for it in sorted(running, key=lambda it: it.name) if it.told is not None]
+
+
+def with_replicas(config: ClusterConfig, role: Role, replicas: int) -> ClusterConfig:
+    """The same cluster with so many members of a role."""
+    group = msgspec.structs.replace(config.group(role), replicas=replicas)
+    return msgspec.structs.replace(config, **{role: group})
 
 
 class ControllerActor:
