@@ -18,6 +18,8 @@ from connector.transports.zmq import ZmqTransport
 from engine.distribution import how_to_install
 from engine.errors import ConfigError
 
+log = structlog.get_logger()
+
 # The order in which `auto` tries those that are installed, after shm. zmq always is.
 TRANSPORTS: Mapping[str, type[ArenaTransport[Any]]] = MappingProxyType(
     {"nixl": NixlTransport, "ucx": UcxTransport, "zmq": ZmqTransport, "shm": ShmTransport}
@@ -39,25 +41,33 @@ def open_transport(
     Raises ConfigError for an unknown name, or a transport that cannot serve such an arena; the
     transport does so for a missing package.
     """
-    log = structlog.get_logger(__name__)
-    chosen, reason = name, "configured"
+    names: tuple[str, ...] = (name,)
     if name == AUTO:
         names, reason = choose_transports(on_device=on_device, is_installed=is_installed)
-        chosen = names[0]
+        log.info("transports_chosen", transports=names, reason=reason, agent=agent_name)
         if not on_device:
-            log.info("transports_chosen", transports=names, reason=reason, agent=agent_name)
             kinds = {each: TRANSPORTS[each] for each in names}
             return AutoTransport(agent_name, host, kinds, at_start=1 if same_host else 2)
-    kind = TRANSPORTS.get(chosen)
+    for each in names[:-1]:
+        try:
+            return _open_one(each, agent_name, host, on_device=on_device)
+        except ConfigError as error:
+            log.warning("transport_not_available", transport=each, error=str(error))
+    return _open_one(names[-1], agent_name, host, on_device=on_device)
+
+
+def _open_one(name: str, agent_name: str, host: str, *, on_device: bool) -> Transport:
+    kind = TRANSPORTS.get(name)
     if kind is None:
         raise ConfigError(f"unknown transport {name!r}; choose auto or one of {sorted(TRANSPORTS)}")
     if on_device and not kind.moves_devices:
         able = [known for known, other in TRANSPORTS.items() if other.moves_devices]
         raise ConfigError(
-            f"transport {chosen} serves no arena on a device; choose auto or one of {able}"
+            f"transport {name} serves no arena on a device; choose auto or one of {able}"
         )
-    log.info("transport_chosen", transport=chosen, reason=reason, agent=agent_name)
-    return kind(agent_name, host)
+    opened = kind(agent_name, host)
+    log.info("transport_chosen", transport=name, agent=agent_name)
+    return opened
 
 
 def choose_transports(

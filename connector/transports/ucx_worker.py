@@ -142,7 +142,8 @@ def wait_readable(fds: Sequence[int], timeout_s: float) -> bool:
 def network_devices(host: str) -> str:
     """The devices that UCX may use, by comma: the interface of `host`, and RDMA ports beside it.
 
-    On loopback no RDMA ports. Raises ConfigError if this machine has no such address.
+    On loopback no RDMA ports. Raises ConfigError if no interface has it as its first address: UCX
+    takes the name of an interface and listens at its first, which nobody may have meant.
     """
     try:
         wanted = socket.gethostbyname(host)
@@ -155,5 +156,8 @@ def network_devices(host: str) -> str:
         ports = sorted(_INFINIBAND.glob("*/ports/*"))
         names += [f"{port.parents[1].name}:{port.name}" for port in ports]
     if not names:
-        raise ConfigError(f"no network interface of this machine has the address {wanted} ({host})")
+        raise ConfigError(
+            "UCX listens at the first IPv4 address of a network interface, and none of this "
+            f"machine has {wanted} ({host}) as its first: choose auto or zmq, or another --host"
+        )
     return ",".join(names)

@@ -2,8 +2,11 @@
 
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
+from os import getpid
 from typing import Any, NoReturn
 
 import msgspec
@@ -21,7 +24,9 @@ from engine.arena import ArenaMemory
 from engine.errors import ConfigError, OutOfReachError, TransportError
 from serving.config import decode_config
 from serving.rpc.address import is_loopback
+from tests.support.network.netns import End, cable, enter, namespaces, skip_if_impossible
 
+FIRST, SECOND = "10.78.7.5", "10.78.7.6"
 LOOPBACK = "127.0.0.1"
 WAIT_S = 20.0
 
@@ -74,11 +79,11 @@ class Side:
 def side() -> Iterator[Callable[..., Side]]:
     with ExitStack() as stack:
 
-        def make(*names: str, at_start: int = 1, byte: int = 0) -> Side:
+        def make(*names: str, at_start: int = 1, byte: int = 0, host: str = LOOPBACK) -> Side:
             kinds = {name: TRANSPORTS[name] for name in names}
             arena = stack.enter_context(closing(ArenaMemory(4096)))
             arena.tensor.fill_(byte)
-            auto = AutoTransport(f"node-{byte}", LOOPBACK, kinds, at_start=at_start)
+            auto = AutoTransport(f"node-{byte}", host, kinds, at_start=at_start)
             stack.enter_context(closing(auto)).register(arena)
             return Side(auto, arena)
 
@@ -174,6 +179,41 @@ def test_what_cannot_be_opened_is_left_out(side: Callable[..., Side]) -> None:
             assert told.offered == tuple(told.ways) == ("shm",)
         with pytest.raises(TransportError, match="none of the transports could be opened"):
             AutoTransport("p", LOOPBACK, {"nixl": Broken}, at_start=1).register(arena)
+
+
+@pytest.fixture
+def two_addresses() -> Iterator[Executor]:
+    """Runs what it gets in a host whose one network device has `FIRST` and `SECOND`."""
+    skip_if_impossible()
+    names = [f"tandem-{letter}-{getpid()}" for letter in "ab"]
+    end, far = (End("cable", name) for name in names)
+    with ExitStack() as stack:
+        stack.enter_context(namespaces(*names))
+        stack.enter_context(cable(end, far))
+        far.set_up()
+        for address in (FIRST, SECOND):
+            end.set_up(f"{address}/24")
+        yield stack.enter_context(ThreadPoolExecutor(1, initializer=partial(enter, names[0])))
+
+
+def test_what_cannot_listen_at_an_interfaces_second_address_is_left_out(
+    side: Callable[..., Side], two_addresses: Executor
+) -> None:
+    """UCX knows interfaces, not addresses: it would listen at the first one, which nobody chose."""
+    others = [name for name in ("nixl", "ucx") if is_installed(str(TRANSPORTS[name].package))]
+    both = [partial(side, *others, "zmq", byte=byte, host=SECOND) for byte in (7, 0)]
+    with structlog.testing.capture_logs() as logs:
+        p, d = (two_addresses.submit(make).result() for make in both)
+        two_addresses.submit(d.transport.connect, "p", p.transport.address).result()
+        on_device = partial(open_transport, "auto", "p", on_device=True, host=SECOND)
+        with closing(two_addresses.submit(on_device).result()) as chosen:
+            assert chosen.name == "zmq"
+    assert d.finds(7, "p")
+    left = [log for log in logs if log["event"] == "transport_not_available"]
+    for_devices = [name for name in others if TRANSPORTS[name].moves_devices]
+    assert [log["transport"] for log in left] == [*others, *others, *for_devices]
+    assert all(f"{SECOND} ({SECOND}) as its first" in log["error"] for log in left)
+    assert [log["transport"] for log in logs if "is read" in log["event"]] == ["zmq"]
 
 
 @pytest.mark.parametrize(
