@@ -65,6 +65,7 @@ bench: $(STAMP) ## all benchmarks but the soak, an hour on an idle machine; prin
 	$(BIN)/python -m benchmarks.serving
 	$(BIN)/python -m benchmarks.serving.pauses
 	$(BIN)/python -m benchmarks.serving.proxy_cost
+	$(BIN)/python -m benchmarks.serving.proxy_cost.members
 	$(BIN)/python -m benchmarks.cache cost
 	$(BIN)/python -m benchmarks.cache policies
 	$(BIN)/python -m benchmarks.cache layouts

@@ -26,6 +26,7 @@ SCRIPTS = {
     "kv_cache_cost": ("cache", "cost"),
     "kv_events": ("cache.kv_events",),
     "layouts": ("cache", "layouts"),
+    "members": ("serving.proxy_cost.members",),
     "offload": ("cache.offload",),
     "pauses": ("serving.pauses",),
     "policies": ("cache", "policies"),

@@ -73,11 +73,12 @@ class ScriptedNode:
 
     kind: str
     script: Script
+    engine_id: str
     port: int = 0
 
     def describe(self) -> NodeInfo:
         return NodeInfo(
-            engine_id=self.kind,
+            engine_id=self.engine_id,
             kind=self.kind,
             model_names=(NAME,),
             max_model_len=MAX_MODEL_LEN,
@@ -99,7 +100,7 @@ class ScriptedNode:
         """Parameters as long as those of a real P."""
         return KVTransferParams(
             do_remote_prefill=True,
-            remote_engine_id=self.kind,
+            remote_engine_id=self.engine_id,
             remote_request_id=request.request_id,
             remote_block_ids=(tuple(range(len(request.prompt_token_ids) // 16)), (1,)),
             remote_host=HOST,
@@ -165,7 +166,7 @@ async def main() -> None:
     steps = Steps()
     script = Script(load_tokenizer(DEMO_MODEL), steps)
     files = {name: (DEMO_MODEL / name).read_bytes() for name in FILES}
-    nodes = [ScriptedNode(kind, script) for kind in ("prefill", "decode")]
+    nodes = [ScriptedNode(kind, script, engine_id=kind) for kind in ("prefill", "decode")]
     started = [
         await start_server([NodeService(node, node.describe, files)], HOST, 0, token=None)
         for node in nodes

@@ -18,6 +18,7 @@ from benchmarks.hand_over.transfer.__main__ import main as transfer
 from benchmarks.serving.colocated import main as colocated
 from benchmarks.serving.pauses import main as pauses
 from benchmarks.serving.proxy_cost.__main__ import main as proxy_cost
+from benchmarks.serving.proxy_cost.members import main as members
 from benchmarks.support import pairs, report, report_page
 from benchmarks.support.pairs import Spread
 from benchmarks.support.plots import grouped_bars
@@ -57,7 +58,7 @@ def test_the_page_needs_no_other_file_and_escapes_what_it_shows(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "app",
-    [hand_over, breakeven, transfer, colocated, pauses, proxy_cost],
+    [hand_over, breakeven, transfer, colocated, members, pauses, proxy_cost],
     ids=lambda it: it.__module__,
 )
 def test_who_starts_its_own_servers_says_that_it_takes_no_target(
