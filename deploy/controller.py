@@ -112,7 +112,7 @@ class Controller:
                     f"{key} of a running cluster cannot change: give the new one another name, or "
                     "run down first"
                 )
-        return self._want(config, "applied")
+        return self._want(config if old is None else keep_scaled(config, old), "applied")
 
     async def scale(self, role: Role, replicas: int) -> int:
         """The new generation. Raises ConfigError for a cluster that would be none."""
@@ -380,6 +380,16 @@ def with_replicas(config: ClusterConfig, role: Role, replicas: int) -> ClusterCo
     """The same cluster with so many members of a role."""
     group = msgspec.structs.replace(config.group(role), replicas=replicas)
     return msgspec.structs.replace(config, **{role: group})
+
+
+def keep_scaled(config: ClusterConfig, old: ClusterConfig) -> ClusterConfig:
+    """`config` with as many members as there are where the load decides, not the file."""
+    for name, group in (("prefill", config.prefill), ("decode", config.decode)):
+        if group.autoscaling is not None:
+            replicas = group.autoscaling.bounded(getattr(old, name).replicas)
+            changed = msgspec.structs.replace(group, replicas=replicas)
+            config = msgspec.structs.replace(config, **{name: changed})
+    return config
 
 
 class ControllerActor:

@@ -23,7 +23,7 @@ import typer
 
 from benchmarks.support import machine, plots, report
 from benchmarks.support.model_folders import DEMO_MODEL
-from deploy.config import ClusterConfig, DecodeGroup, PrefillGroup, ProxyGroup
+from deploy.config import ClusterConfig, DecodeGroup, DecodeScaling, PrefillGroup, ProxyGroup
 from deploy.report import urls_of_proxies
 from deploy.session import new_session
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from deploy.ray_cluster import Cluster
 
 NAME: Final = "cluster"
-SECONDS: Final = (600.0, 240.0)
+SECONDS: Final = (720.0, 280.0)
 STREAMS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 96, 48
 QUIET_S, QUICK_QUIET_S = 6.0, 2.0
 """Of load before and after each act."""
 WHOLE_S: Final = 90.0
 GIVE_UP_S: Final = 60.0
 NUM_KILLS, QUICK_KILLS = 15, 2
-NUM_ACTS: Final = 10
+NUM_ACTS: Final = 12
 """Beside the kills of decode nodes."""
 CALL_S: Final = 20.0
 OPTIONS: Final = {
@@ -85,12 +85,16 @@ class Act:
 
 
 class Clients:
-    """Asks without a pause, in a thread of its own, until closed; `asked` grows meanwhile."""
+    """Asks without a pause, in a thread of its own, until closed; `asked` grows meanwhile.
+
+    While `is_paused` no request begins.
+    """
 
     def __init__(self, url: str, expected: Sequence[Sequence[int]]) -> None:
         self.asked: list[Asked] = []
         self._url, self._expected = url, expected
         self._is_over = False
+        self.is_paused = False
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
 
@@ -105,6 +109,9 @@ class Clients:
 
     async def _ask_on(self, session: aiohttp.ClientSession, number: int) -> None:
         while not self._is_over:
+            if self.is_paused:
+                await asyncio.sleep(0.1)
+                continue
             number += STREAMS
             which = number % len(self._expected)
             last = time.monotonic()
@@ -214,6 +221,36 @@ class Stage:
         self.raylets.remove_node(raylet, allow_graceful=False)
         self._until_changed(victim.name, victim.life)
 
+    def let_it_grow(self) -> None:
+        """The autoscaler adds a decode node: each stream counts as work for one."""
+        self._scale_by_load(1)
+        self._until_replicas(3)
+
+    def let_it_shrink(self) -> None:
+        """Without requests it takes the node away again."""
+        self.clients.is_paused = True
+        self._until_replicas(2)
+        self.cluster.apply(config_of(2, 2), self.status())
+        self.clients.is_paused = False
+
+    def _scale_by_load(self, target: int) -> None:
+        scaling = DecodeScaling(
+            min_replicas=2,
+            max_replicas=3,
+            target_ongoing_requests=target,
+            upscale_delay_s=1.0,
+            downscale_delay_s=3.0,
+        )
+        config = config_of(2, 2)
+        decode = msgspec.structs.replace(config.decode, autoscaling=scaling)
+        self.cluster.apply(msgspec.structs.replace(config, decode=decode), self.status())
+
+    def _until_replicas(self, number: int) -> None:
+        deadline = time.monotonic() + WHOLE_S
+        while (config := self.status().config) is None or config.decode.replicas != number:
+            assert time.monotonic() < deadline, f"the load never made it {number}"
+            time.sleep(0.2)
+
     def _until_changed(self, name: str, life: int) -> None:
         deadline = time.monotonic() + WHOLE_S
         while any(
@@ -271,6 +308,8 @@ def play_all(stage: Stage, num_kills: int, tell: Callable[[str], Callable[[], No
         ("decode scaled from 2 to 3", lambda: cluster.scale("decode", 3)),
         ("decode scaled from 3 to 1", lambda: cluster.scale("decode", 1)),
         ("decode scaled from 1 to 2", lambda: cluster.scale("decode", 2)),
+        ("decode grown by the load", stage.let_it_grow),
+        ("decode shrunk by the load", stage.let_it_shrink),
         ("a prefill node drained", lambda: cluster.drain(_first(stage, "prefill"))),
         ("prefill scaled from 1 to 2", lambda: cluster.scale("prefill", 2)),
         ("all nodes replaced, an option changed", lambda: cluster.apply(changed, stage.status())),

@@ -18,6 +18,7 @@ QUIET_S = 4.0
 SCRIPTS = {
     "attacks": ("robustness.attacks",),
     "breakeven": ("hand_over.breakeven",),
+    "cluster": ("robustness.cluster",),
     "colocated": ("serving.colocated",),
     "conversation": ("serving.conversation",),
     "decode_overhead": ("engine.decode_overhead",),
