@@ -61,12 +61,13 @@ class Autoscaler:
 class _Need:
     """Members that a load needs: `at_least` if silent ones are idle, `at_most` if they are full.
 
-    So a silent member is no reason to grow, and none to shrink.
+    So a silent member is no reason to grow, and none to shrink. `num_free`: those that may leave.
     """
 
     at_least: int
     at_most: int
     load: str
+    num_free: int
 
 
 class _History:
@@ -78,7 +79,7 @@ class _History:
         self._looks: deque[tuple[float, _Need]] = deque()
 
     def decide(self, time_s: float, pool: Pool[ScalingT], need: _Need | None) -> Decision:
-        """Grows to the least that was needed all the time; shrinks by one, if one is idle."""
+        """Grows to the least that was needed all the time; shrinks by one, if one is free."""
         current, scaling = pool.num_replicas, pool.scaling
         if scaling is None or need is None:
             return Decision(current, "it is not scaled")
@@ -101,8 +102,8 @@ class _History:
         last = self._last(seconds := scaling.downscale_delay_s)
         if (num := scaling.bounded(max((one.at_most for one in last), default=current))) >= current:
             return Decision(current, f"no reason to change: {need.load}")
-        if all(map(_num_busy, pool.nodes)):
-            return Decision(current, f"{num} would be enough, but none is idle: {need.load}")
+        if pool.nodes and not need.num_free:
+            return Decision(current, f"{num} would be enough, but none is free: {need.load}")
         return Decision(current - 1, f"{num} were enough for {seconds:g} s: {need.load}")
 
     def _forget(self, before_s: float) -> None:
@@ -120,15 +121,19 @@ class _History:
 def _prefill_need(pool: Pool[PrefillScaling], num_decode: int) -> _Need | None:
     if (scaling := pool.scaling) is None:
         return None
+    # One that computes or holds a prompt keeps its place: its peers wait for it.
+    num_free = sum(not (_num_ongoing(node) or node.num_held) for node in pool.nodes)
     if scaling.per_decode is not None:
         num = _ceil(scaling.per_decode * num_decode)
-        return _Need(num, num, f"{scaling.per_decode:g} for each of {num_decode} decode nodes")
+        load = f"{scaling.per_decode:g} for each of {num_decode} decode nodes"
+        return _Need(num, num, load, num_free)
     num_tokens = sum(node.num_waiting_tokens for node in pool.nodes)
     num = _ceil(num_tokens / scaling.target_waiting_tokens)
     # Nodes that just keep up have short queues, and one fewer would not keep up. So shrinking
     # takes a time without a moment at which all of them have work.
     num_working = sum(1 for node in pool.nodes if _num_ongoing(node))
-    return _Need(num, max(num, num_working) + pool.num_silent, f"{num_tokens} prompt tokens wait")
+    at_most = max(num, num_working) + pool.num_silent
+    return _Need(num, at_most, f"{num_tokens} prompt tokens wait", num_free)
 
 
 def _decode_need(pool: Pool[DecodeScaling]) -> _Need | None:
@@ -143,16 +148,13 @@ def _decode_need(pool: Pool[DecodeScaling]) -> _Need | None:
     )
     mean = usage / max(1, len(pool.nodes))
     load = f"{num_requests} requests, {mean:.0%} of the KV caches in use"
-    return _Need(num, num + pool.num_silent, load)
+    # Its requests end while it drains, or go on elsewhere; answers that it holds must stay.
+    num_free = sum(not node.num_held for node in pool.nodes)
+    return _Need(num, num + pool.num_silent, load, num_free)
 
 
 def _num_ongoing(node: NodeInfo) -> int:
     return node.num_requests_running + node.num_requests_waiting
-
-
-def _num_busy(node: NodeInfo) -> int:
-    """Requests that run, wait, or are held because peers may still read them."""
-    return _num_ongoing(node) + node.num_held
 
 
 def _ceil(number: float) -> int:
