@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.live import Live
 
 from deploy.config import DEMO_CLUSTER, ROLES, NoClusterError, Role, load_cluster
+from deploy.kubernetes.render import render_k8s
 from deploy.process import stop_on_signals, wait_gone
-from deploy.report import changes, placement_table, status_table
+from deploy.report import arenas, changes, placement_table, status_table
 from deploy.session import Session, embedded_cluster, read_state, state_file
 from engine.errors import DeadlineExceededError, TandemError, UnavailableError
 
@@ -39,6 +40,11 @@ Name = Annotated[str | None, typer.Option(help="The cluster's name. [the only on
 File = Annotated[Path, typer.Argument(help="The cluster file.")]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+render = typer.Typer(help="Write a cluster file in the form of another program.")
+render.command("k8s")(render_k8s)
+# A group with one command is a group only if it says so.
+render.callback()(lambda: None)
+app.add_typer(render, name="render")
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 
@@ -93,6 +99,7 @@ def plan(cluster: File, address: Address = None) -> None:
 
         planned = clusters.named(config.name).plan(config)
         console.print(placement_table(planned))
+        console.print(*arenas(config), sep="\n\n", highlight=False, markup=False)
         check_hosts(config, planned)
     if any(it.machine is None for it in planned):
         raise typer.Exit(NOT_WHOLE)

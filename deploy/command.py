@@ -22,7 +22,11 @@ class Program(NamedTuple):
     extra: str = ""
 
 
-RAY = ("ray",)
+def _of_ray(name: str, text: str) -> Program:
+    """A command of `python -m deploy` that needs Ray."""
+    return Program("deploy", text, (name,), ("ray",), "ray")
+
+
 PROGRAMS: Mapping[str, Program] = MappingProxyType(
     {
         "serve": Program(
@@ -35,11 +39,18 @@ PROGRAMS: Mapping[str, Program] = MappingProxyType(
         "prefill": Program("prefill_node", "Run a prefill node."),
         "decode": Program("decode_node", "Run a decode node."),
         "proxy": Program("proxy", "Run the proxy in front of nodes."),
-        "up": Program("deploy", "Start a cluster of a YAML file on Ray.", ("up",), RAY, "ray"),
-        "status": Program("deploy", "Show its members.", ("status",), RAY, "ray"),
-        "down": Program("deploy", "Stop it.", ("down",), RAY, "ray"),
+        "up": _of_ray("up", "Start a Ray on this machine with the cluster of a YAML file."),
+        "apply": _of_ray("apply", "Bring a cluster on a running Ray to what its file says."),
+        "plan": _of_ray("plan", "Show where its members would be, and what their arenas hold."),
+        "status": _of_ray("status", "Show its members beside what is wanted."),
+        "scale": _of_ray("scale", "Change how many members a role has."),
+        "drain": _of_ray("drain", "Let a member finish what it has and end."),
+        "restart": _of_ray("restart", "Replace members one after the other."),
+        "logs": _of_ray("logs", "Show the end of a member's log."),
+        "down": _of_ray("down", "Stop it."),
+        "render": Program("deploy", "Write a cluster file as manifests.", ("render",)),
         "doctor": Program("connector.doctor", "Check two nodes before traffic."),
-        "plan": Program("serving.show_plan", "Show how an arena would be cut for a model."),
+        "arena": Program("serving.show_plan", "Show how an arena would be cut for a model."),
     }
 )
 NAME = "tandem"

@@ -7,12 +7,18 @@ import msgspec
 from rich.box import SIMPLE
 from rich.table import Table
 
-from deploy.config import ROLES, ClusterConfig
+from deploy.config import ROLES, ClusterConfig, Role
+from engine.errors import TandemError
+from engine.kv_cache.arena_plan import plan_arena
+from engine.kv_cache.report import plan_report
+from engine.model_configs.registry import read_config
+from engine.model_files import resolve_folder
 
 if TYPE_CHECKING:
     from deploy.controller import ClusterStatus
     from deploy.placement import Planned
 
+NODE_ROLES: Final[tuple[Role, ...]] = ("prefill", "decode")
 SECRETS: Final = ("cluster_token", "api_key")
 
 
@@ -45,6 +51,26 @@ def placement_table(planned: "Sequence[Planned]") -> Table:
         node = "-" if each.machine is None else each.machine.node_id[:8]
         table.add_row(each.name, address, node, each.problem)
     return table
+
+
+def arenas(config: ClusterConfig) -> Iterator[str]:
+    """The contents of each node's arena, by role; a model that is not on this machine has none."""
+    for role in NODE_ROLES:
+        options = config.node(role)
+        if not config.group(role).replicas:
+            continue
+        try:
+            model = read_config(resolve_folder(options.model), options.dtype)
+            plan = plan_arena(
+                model.groups,
+                options.block_size,
+                options.kv_cache_memory_bytes,
+                hash_block_size=options.hash_block_size,
+            )
+        except TandemError as error:
+            yield f"{role}: {error}"
+            continue
+        yield f"{role}: {plan_report(plan, model.max_position_embeddings)}"
 
 
 def urls_of_proxies(status: "ClusterStatus") -> list[str]:

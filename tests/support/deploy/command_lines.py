@@ -53,7 +53,7 @@ def parsed(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> di
     except ParsedError as ended:
         return dict(vars(ended.args[0]))
     command: Any = get_command(apps[0])
-    if hasattr(command, "commands"):
+    while hasattr(command, "commands"):
         command, words = command.commands[words[0]], words[1:]
     # click empties the list that it reads.
     return dict(command.make_context(module, [*words]).params)

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from deploy.config import DEMO_CLUSTER, ClusterConfig, load_cluster
-from deploy.kubernetes.__main__ import FORMS, Form, render
+from deploy.kubernetes.render import FORMS, Form, render
 from deploy.kubernetes.kuberay import APPLICATION, RAY_VERSION
 from deploy.kubernetes.plain import GIVEN, PORTS
 from deploy.kubernetes.pods import Site
@@ -114,9 +114,12 @@ def started(
     """The options with which the program in a pod starts."""
     options = tmp_path / f"{role}.yaml"
     options.write_text(one(manifests, "ConfigMap", f"-{role}")["data"]["options.yaml"])
+    container = pod_of(manifests, role)["containers"][0]
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable.get("value", "of a Secret"))
     words = [
         re.sub(r"^--config=.*", f"--config={options}", word).replace("$(POD_IP)", POD_IP)
-        for word in pod_of(manifests, role)["containers"][0]["args"]
+        for word in container["args"]
     ]
     config = config_of(["tandem", *words], monkeypatch)
     assert config is not None
@@ -358,7 +361,7 @@ def test_a_ray_service_names_the_application() -> None:
 
 def test_the_command_writes_what_is_rendered_and_names_what_is_wrong(tmp_path: Path) -> None:
     def run(file: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "deploy.kubernetes", str(file), "--format", "plain"]
+        command = [sys.executable, "-m", "deploy", "render", "k8s", str(file), "--format", "plain"]
         return subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
         )

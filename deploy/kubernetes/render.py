@@ -1,4 +1,4 @@
-"""`python -m deploy.kubernetes CLUSTER.yaml`: writes manifests of a cluster to standard output."""
+"""`tandem render k8s CLUSTER.yaml`: writes manifests of a cluster to standard output."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from deploy.config import ClusterConfig, load_cluster
 from deploy.kubernetes import kuberay, plain
 from deploy.kubernetes.pods import IMAGE, Json, Site, check_cluster
 from deploy.yaml_lines import YamlLines
-from engine.errors import ConfigError, TandemError
+from engine.errors import ConfigError
 
 Form = Literal["plain", "ray", "ray-service"]
 FORMS: Mapping[Form, Callable[[ClusterConfig, Site], Iterator[Json]]] = MappingProxyType(
@@ -23,7 +23,7 @@ FORMS: Mapping[Form, Callable[[ClusterConfig, Site], Iterator[Json]]] = MappingP
     }
 )
 HOW = (
-    "plain: Deployments and Services; ray: a RayCluster for `tandem up`; ray-service: a "
+    "plain: Deployments and Services; ray: a RayCluster for `tandem apply`; ray-service: a "
     "RayService with Ray Serve. Both are KubeRay's."
 )
 
@@ -40,7 +40,6 @@ class Blocks(yaml.SafeDumper):  # type: ignore[misc]
 
 
 Blocks.add_representer(str, Blocks.represent_str)
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def render(config: ClusterConfig, form: Form, site: Site) -> list[dict[str, Any]]:
@@ -49,8 +48,7 @@ def render(config: ClusterConfig, form: Form, site: Site) -> list[dict[str, Any]
     return list(FORMS[form](config, site))
 
 
-@app.command()
-def main(
+def render_k8s(
     cluster: Annotated[Path, typer.Argument(help="The cluster file.")],
     form: Annotated[Form, typer.Option("--format", help=HOW)] = "plain",
     *,
@@ -69,11 +67,3 @@ def main(
     except ConfigError as error:
         raise YamlLines.read(cluster).located(error) from error
     typer.echo(yaml.dump_all(rendered, Dumper=Blocks, sort_keys=False, width=100), nl=False)
-
-
-if __name__ == "__main__":
-    try:
-        app()
-    except TandemError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from error
