@@ -67,6 +67,7 @@ def up(cluster: File = DEMO_CLUSTER) -> None:
 @app.command()
 def apply(
     cluster: File,
+    *,
     address: Address = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change.")] = False,
     wait: Annotated[bool, typer.Option(help="Return when all members serve.")] = True,
@@ -108,6 +109,7 @@ def plan(cluster: File, address: Address = None) -> None:
 @app.command()
 def scale(
     replicas: Annotated[list[str], typer.Argument(help="As decode=3, several at once.")],
+    *,
     address: Address = None,
     name: Name = None,
     wait: Annotated[bool, typer.Option(help="Return when all members serve.")] = True,
@@ -125,6 +127,7 @@ def scale(
 @app.command()
 def drain(
     member: Annotated[str, typer.Argument(help="As decode-1.")],
+    *,
     address: Address = None,
     name: Name = None,
     wait: Annotated[bool, typer.Option(help="Return when it has ended.")] = True,
@@ -142,6 +145,7 @@ def restart(
     members: Annotated[
         list[str] | None, typer.Argument(help="Members or roles. [all nodes]")
     ] = None,
+    *,
     address: Address = None,
     name: Name = None,
     wait: Annotated[bool, typer.Option(help="Return when all are new.")] = True,
@@ -174,6 +178,7 @@ def status(
 @app.command()
 def logs(
     member: Annotated[str, typer.Argument(help="As decode-1.")],
+    *,
     address: Address = None,
     name: Name = None,
     lines: Annotated[int, typer.Option(min=1, max=100_000, help="From its end.")] = 200,

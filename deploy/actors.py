@@ -65,7 +65,7 @@ class NodeSeen(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """What an actor says of itself. `node_id` and `node_ip` are Ray's.
+    """An actor's word on itself. `node_id` and `node_ip` are Ray's.
 
     `problem`: why it failed; `is_wrong_option` then: it would fail again. `url` is that of HTTP,
     `rpc_url` that of gRPC, of a proxy the port where nodes register. `silent_s`: seconds since the

@@ -76,7 +76,7 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Controller:
-    """What the actor does, on one event loop; operators' calls return at once."""
+    """The work of the actor, on one event loop; operators' calls return at once."""
 
     def __init__(self, cluster: str) -> None:
         self._cluster = cluster
@@ -261,7 +261,7 @@ class Controller:
                 self._want(config, f"{role} is {decision.num_replicas}: {decision.reason}")
 
     def _infos(self, role: Role) -> list[NodeInfo]:
-        """What the serving nodes of a role tell of themselves."""
+        """Descriptions of the serving nodes of a role."""
         serving = [
             it
             for it in self._members.values()
@@ -371,7 +371,7 @@ class Controller:
         return tuple(proxy.rpc_url for proxy in self._proxies())
 
     def _proxies(self) -> list[Told]:
-        """What each proxy that runs has told."""
+        """The last word of each proxy that runs."""
         running = [it for it in self._members.values() if it.role == "proxy" and it.is_running]
         return [it.told for it in sorted(running, key=lambda it: it.name) if it.told is not None]
 

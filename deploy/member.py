@@ -136,7 +136,7 @@ class Member:
 
     @property
     def actor_name(self) -> str:
-        """That of its actor and of its placement group."""
+        """The name of its actor and of its placement group."""
         return f"{self.birth.cluster}/{self.name}.{self.birth.life}"
 
     @property

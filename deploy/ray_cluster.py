@@ -134,7 +134,7 @@ class Clusters:
         return sorted(name.removesuffix(ends) for name in actors if name.endswith(ends))
 
     def only(self, name: str | None) -> "Cluster":
-        """That of this name, or the only one. Raises UnavailableError if it is not there."""
+        """The one of this name, or the only one. Raises NoClusterError if it is not there."""
         names = self.names()
         if name is None and len(names) > 1:
             raise ConfigError(f"this Ray has the clusters {', '.join(names)}: give --name")
@@ -145,7 +145,7 @@ class Clusters:
         return Cluster(self._thread, name or names[0])
 
     def named(self, name: str) -> "Cluster":
-        """That of this name, which may not be up."""
+        """The one of this name, which may not be up."""
         return Cluster(self._thread, name)
 
 

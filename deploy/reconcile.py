@@ -103,7 +103,7 @@ def _of_role(config: ClusterConfig, role: Role, seen: Sequence[Seen]) -> list[St
 
 
 def _last_to_leave(member: Seen) -> tuple[bool, int, int]:
-    """What serves, what holds most for others, and the lowest number leave last."""
+    """Members that serve, that hold most for others, and of low numbers leave last."""
     return member.stage is Stage.SERVING, member.num_busy, -member.index
 
 

@@ -190,7 +190,7 @@ class ProxyServer:
                 tls=self._tls,
             )
             self._run(self._members.watch())
-            log.info("nodes may register", grpc_port=self._rpc.port)
+            log.info("nodes may register", url=self.url, grpc_port=self._rpc.port)
         self._run(self._open())
         self._telemetry.start(lambda: {"num_waiting": self.num_waiting})
 

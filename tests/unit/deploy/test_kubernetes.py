@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from deploy.config import DEMO_CLUSTER, ClusterConfig, load_cluster
-from deploy.kubernetes.render import FORMS, Form, render
 from deploy.kubernetes.kuberay import APPLICATION, RAY_VERSION
 from deploy.kubernetes.plain import GIVEN, PORTS
 from deploy.kubernetes.pods import Site
+from deploy.kubernetes.render import FORMS, Form, render
 from engine.errors import ConfigError
 from proxy.config import ProxyConfig
 from serving.config import NodeConfig, ServerConfig

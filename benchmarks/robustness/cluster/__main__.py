@@ -10,17 +10,16 @@ The command ends with status 1 where an answer differs, or a planned change fail
 import asyncio
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
-import aiohttp
 import msgspec
 import typer
 
+from benchmarks.robustness.cluster.clients import STREAMS, Asked, Clients, expected_of
 from benchmarks.support import machine, plots, report
 from benchmarks.support.model_folders import DEMO_MODEL
 from deploy.config import ClusterConfig, DecodeGroup, DecodeScaling, PrefillGroup, ProxyGroup
@@ -33,11 +32,9 @@ if TYPE_CHECKING:
 
 NAME: Final = "cluster"
 SECONDS: Final = (720.0, 280.0)
-STREAMS, PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 4, 8, 96, 48
 QUIET_S, QUICK_QUIET_S = 6.0, 2.0
 """Of load before and after each act."""
 WHOLE_S: Final = 90.0
-GIVE_UP_S: Final = 60.0
 NUM_KILLS, QUICK_KILLS = 15, 2
 NUM_ACTS: Final = 12
 """Beside the kills of decode nodes."""
@@ -48,15 +45,6 @@ OPTIONS: Final = {
     "served_model_name": ["tandem-demo"],
 }
 HEADERS: Final = ("what", "planned", "requests", "failed", "different", "longest silence", "whole")
-
-
-@dataclass(slots=True, frozen=True)
-class Asked:
-    """One request: when it ended (monotonic), the longest silence in it, and how it ended."""
-
-    at: float
-    silence_s: float
-    outcome: str
 
 
 @dataclass(slots=True)
@@ -84,95 +72,6 @@ class Act:
         )
 
 
-class Clients:
-    """Asks without a pause, in a thread of its own, until closed; `asked` grows meanwhile.
-
-    While `is_paused` no request begins.
-    """
-
-    def __init__(self, url: str, expected: Sequence[Sequence[int]]) -> None:
-        self.asked: list[Asked] = []
-        self._url, self._expected = url, expected
-        self._is_over = False
-        self.is_paused = False
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._is_over = True
-        self._thread.join(GIVE_UP_S)
-
-    async def _run(self) -> None:
-        timeout = aiohttp.ClientTimeout(total=GIVE_UP_S)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
-            await asyncio.gather(*(self._ask_on(session, it) for it in range(STREAMS)))
-
-    async def _ask_on(self, session: aiohttp.ClientSession, number: int) -> None:
-        while not self._is_over:
-            if self.is_paused:
-                await asyncio.sleep(0.1)
-                continue
-            number += STREAMS
-            which = number % len(self._expected)
-            last = time.monotonic()
-            tokens: list[int] = []
-            silence = 0.0
-            outcome = "failed"
-            try:
-                async for more in answer(session, self._url, which):
-                    silence, last = max(silence, time.monotonic() - last), time.monotonic()
-                    tokens += more
-                outcome = "equal" if tokens == self._expected[which] else "different"
-            except (aiohttp.ClientError, TimeoutError, BrokenAnswerError):
-                silence = max(silence, time.monotonic() - last)
-                await asyncio.sleep(0.2)
-            # What did not get a whole answer must at least be the beginning of one.
-            if outcome == "failed" and tokens != self._expected[which][: len(tokens)]:
-                outcome = "different"
-            self.asked.append(Asked(time.monotonic(), silence, outcome))
-
-
-class BrokenAnswerError(Exception):
-    """A status other than 200, or an error inside a stream."""
-
-
-async def answer(session: aiohttp.ClientSession, url: str, which: int) -> Any:
-    """Token ids of a streamed answer, piece by piece."""
-    body = {
-        "model": "tandem-demo",
-        "prompt": [20 + (7 * which + it) % 200 for it in range(PROMPT_TOKENS)],
-        "max_tokens": NEW_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "stream": True,
-    }
-    is_done = False
-    async with session.post(f"{url}/v1/completions", json=body) as reply:
-        if reply.status != 200:
-            raise BrokenAnswerError
-        async for line in reply.content:
-            if line.startswith(b"data: [DONE]"):
-                is_done = True
-            elif line.startswith(b"data: {"):
-                event = msgspec.json.decode(line[6:])
-                if "error" in event:
-                    raise BrokenAnswerError
-                for choice in event["choices"]:
-                    yield choice.get("token_ids") or []
-    if not is_done:
-        raise BrokenAnswerError
-
-
-async def expected_of(url: str) -> list[list[int]]:
-    """The answers of one node, before anything happens to it."""
-    async with aiohttp.ClientSession() as session:
-        return [
-            [token async for more in answer(session, url, which) for token in more]
-            for which in range(PROMPTS)
-        ]
-
-
 @dataclass(slots=True)
 class Stage:
     """The cluster under load, on which acts are played."""
@@ -182,6 +81,7 @@ class Stage:
     clients: Clients
     quiet_s: float
     acts: list[Act] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
     def play(self, name: str, act: Callable[[], object], *, is_planned: bool) -> Act:
         """Does it, waits until the cluster is whole, and counts the requests of that time."""
@@ -357,48 +257,59 @@ def left_behind() -> list[str]:
     return [*list_named_actors(), *groups]
 
 
+def played(raylets: Any, *, quick: bool, told: report.Report) -> Stage:
+    """Everything on one cluster, which is stopped in the end."""
+    from deploy.ray_cluster import Clusters, connected
+
+    with connected(raylets.address) as thread:
+        cluster = Clusters(thread).named("bench")
+        cluster.apply(config_of(2, 2), cluster.status())
+        status = cluster.wait_until_whole(lambda _: None)
+        node = next(it.told for it in status.members if it.role == "decode")
+        assert node is not None
+        clients = Clients(urls_of_proxies(status)[0], asyncio.run(expected_of(node.url)))
+        stage = Stage(cluster, raylets, clients, QUICK_QUIET_S if quick else QUIET_S)
+        num_kills = QUICK_KILLS if quick else NUM_KILLS
+        try:
+            with report.progress(told.console, NUM_ACTS + num_kills) as tell:
+                play_all(stage, num_kills, tell)
+        finally:
+            clients.close()
+            cluster.stop(lambda _: None)
+        stage.left = thread.call("look for leaks", CALL_S, left_behind)
+    return stage
+
+
+def broken_promises(acts: Sequence[Act], left: Sequence[str]) -> list[str]:
+    """Lines for people; none where all is well."""
+    return [
+        *(f"{it.name}: {it.count('different')} different" for it in acts if it.count("different")),
+        *(
+            f"{it.name}: {it.count('failed')} failed"
+            for it in acts
+            if it.is_planned and it.count("failed")
+        ),
+        *(f"left behind: {name}" for name in left),
+    ]
+
+
 def main(out: report.Out = report.RESULTS, quick: report.Quick = False) -> None:
     """Changes and losses of a cluster on Ray, under load; status 1 for a broken promise."""
-    found = report.Report(NAME, out, SECONDS, cpu="all", quick=quick)
+    told = report.Report(NAME, out, SECONDS, cpu="all", quick=quick)
     with four_raylets() as raylets:
-        from deploy.ray_cluster import Clusters, connected
-
-        with connected(raylets.address) as thread:
-            cluster = Clusters(thread).named("bench")
-            cluster.apply(config_of(2, 2), cluster.status())
-            status = cluster.wait_until_whole(lambda _: None)
-            node = next(it.told for it in status.members if it.role == "decode")
-            assert node is not None
-            clients = Clients(urls_of_proxies(status)[0], asyncio.run(expected_of(node.url)))
-            stage = Stage(cluster, raylets, clients, QUICK_QUIET_S if quick else QUIET_S)
-            num_kills = QUICK_KILLS if quick else NUM_KILLS
-            try:
-                with report.progress(found.console, NUM_ACTS + num_kills) as tell:
-                    play_all(stage, num_kills, tell)
-            finally:
-                clients.close()
-                cluster.stop(lambda _: None)
-            left = thread.call("look for leaks", CALL_S, left_behind)
-    acts = merged(stage.acts)
-    note = f"{STREAMS} clients; all of it shares {machine.describe(found.host)}"
-    found.publish("A cluster on Ray", headers=HEADERS, rows=[it.row() for it in acts], note=note)
-    began = clients.asked[0].at
-    silences = [(it.at - began, it.silence_s) for it in clients.asked]
+        stage = played(raylets, quick=quick, told=told)
+    acts, asked = merged(stage.acts), stage.clients.asked
+    note = f"{STREAMS} clients; all of it shares {machine.describe(told.host)}"
+    told.publish("A cluster on Ray", headers=HEADERS, rows=[it.row() for it in acts], note=note)
+    began = asked[0].at
+    silences = [(it.at - began, it.silence_s) for it in asked]
     ends = [(act.asked[-1].at - began, act.whole_s) for act in stage.acts if act.asked]
     lines = {"longest silence of a request": silences, "until whole": ends}
-    plots.curves(found.plot(), {"": lines}, xlabel="seconds", ylabel="seconds", log_x=False)
-    broken = [
-        f"{act.name}: {act.count('different')} different" for act in acts if act.count("different")
-    ]
-    broken += [
-        f"{act.name}: {act.count('failed')} failed"
-        for act in acts
-        if act.is_planned and act.count("failed")
-    ]
-    broken += [f"left behind: {name}" for name in left]
+    plots.curves(told.plot(), {"": lines}, xlabel="seconds", ylabel="seconds", log_x=False)
+    broken = broken_promises(acts, stage.left)
     for text in broken:
-        found.console.print(text, style="bold red")
-    found.save({"acts": [it.row() for it in acts], "broken": broken})
+        told.console.print(text, style="bold red")
+    told.save({"acts": [it.row() for it in acts], "broken": broken})
     raise typer.Exit(1 if broken else 0)
 
 
