@@ -26,7 +26,8 @@ TEXTS = (".py", ".md", ".toml", ".yaml", ".html", "Makefile")
 FOREIGN = re.compile(r"pip install[^\n`]*\btandem\b(?!-pd)|\btandem\[(?:%s)\b")
 # Flags of `tandem`, `tandem up` and another's program, and the beginning of three.
 NOT_OF_SERVERS = {
-    *("--help", "--install-completion", "--address", "--use-server-token-count"),
+    *("--help", "--install-completion", "--use-server-token-count"),
+    *("--address", "--name", "--dry-run", "--watch"),
     "--ssl-",
 }
 NAMED = re.compile(r"(?:'\.\[|%s\[|how_to_install\([\"'])([a-z,]+)")

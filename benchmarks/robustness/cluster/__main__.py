@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import msgspec
 import typer
@@ -31,13 +31,11 @@ if TYPE_CHECKING:
     from deploy.ray_cluster import Cluster
 
 NAME: Final = "cluster"
-SECONDS: Final = (720.0, 280.0)
+SECONDS: Final = (720.0, 200.0)
 QUIET_S, QUICK_QUIET_S = 6.0, 2.0
 """Of load before and after each act."""
 WHOLE_S: Final = 90.0
-NUM_KILLS, QUICK_KILLS = 15, 2
-NUM_ACTS: Final = 12
-"""Beside the kills of decode nodes."""
+NUM_KILLS: Final = 15
 CALL_S: Final = 20.0
 OPTIONS: Final = {
     "host": "auto",
@@ -198,13 +196,16 @@ def four_raylets() -> Iterator[Any]:
             raylets.shutdown()
 
 
-def play_all(stage: Stage, num_kills: int, tell: Callable[[str], Callable[[], None]]) -> None:
-    """Planned changes first, then losses."""
+Acts: TypeAlias = list[tuple[str, Callable[[], object]]]
+
+
+def planned_acts(stage: Stage) -> Acts:
+    """The work of an operator; the first and the last are the quick form."""
     cluster = stage.cluster
     changed = msgspec.structs.replace(
         config_of(2, 2), config={**OPTIONS, "max_num_batched_tokens": 1024}
     )
-    planned: list[tuple[str, Callable[[], object]]] = [
+    return [
         ("decode scaled from 2 to 3", lambda: cluster.scale("decode", 3)),
         ("decode scaled from 3 to 1", lambda: cluster.scale("decode", 1)),
         ("decode scaled from 1 to 2", lambda: cluster.scale("decode", 2)),
@@ -214,21 +215,33 @@ def play_all(stage: Stage, num_kills: int, tell: Callable[[str], Callable[[], No
         ("prefill scaled from 1 to 2", lambda: cluster.scale("prefill", 2)),
         ("all nodes replaced, an option changed", lambda: cluster.apply(changed, stage.status())),
     ]
-    losses: list[tuple[str, Callable[[], object]]] = [
+
+
+def losses(stage: Stage) -> Acts:
+    """Processes first, a machine last."""
+    return [
         ("the controller killed", stage.kill_controller),
         ("a prefill node killed", lambda: stage.kill("prefill")),
         *[
             (f"a decode node killed ({it + 1})", lambda: stage.kill("decode"))
-            for it in range(num_kills)
+            for it in range(NUM_KILLS)
         ],
         ("the proxy killed", lambda: stage.kill("proxy")),
         ("a machine lost", stage.remove_raylet),
     ]
-    for is_planned, acts in ((True, planned), (False, losses)):
-        for name, act in acts:
-            done = tell(name)
-            stage.play(name, act, is_planned=is_planned)
-            done()
+
+
+def play_all(stage: Stage, *, quick: bool, told: report.Report) -> None:
+    """Planned changes first, then losses; the quick form takes some of them."""
+    planned, lost = planned_acts(stage), losses(stage)
+    if quick:
+        planned, lost = [planned[0], planned[-1]], [lost[0], lost[2], lost[-1]]
+    with report.progress(told.console, len(planned) + len(lost)) as tell:
+        for is_planned, acts in ((True, planned), (False, lost)):
+            for name, act in acts:
+                done = tell(name)
+                stage.play(name, act, is_planned=is_planned)
+                done()
 
 
 def _first(stage: Stage, role: str) -> str:
@@ -269,10 +282,8 @@ def played(raylets: Any, *, quick: bool, told: report.Report) -> Stage:
         assert node is not None
         clients = Clients(urls_of_proxies(status)[0], asyncio.run(expected_of(node.url)))
         stage = Stage(cluster, raylets, clients, QUICK_QUIET_S if quick else QUIET_S)
-        num_kills = QUICK_KILLS if quick else NUM_KILLS
         try:
-            with report.progress(told.console, NUM_ACTS + num_kills) as tell:
-                play_all(stage, num_kills, tell)
+            play_all(stage, quick=quick, told=told)
         finally:
             clients.close()
             cluster.stop(lambda _: None)
