@@ -40,8 +40,8 @@ TOOLS = [{"type": "function", "function": {"name": "trip", "parameters": SCHEMA}
 PULLS = "vllm:nixl_bytes_transferred_count"
 USAGE = {"stream_options": {"include_usage": True}}
 ENDS = {"ignore_eos": False, "max_tokens": 60}
-LIVES = ("id", "created", "kv_transfer", "prompt_tokens_details", "root")
-"""Keys that tell of one request and how it was served; a proxy has no folder for `root`."""
+LIVES = ("id", "created", "kv_transfer", "prompt_tokens_details", "root", "nodes")
+"""Keys that tell of one request and how it was served; a node has no `nodes`, a proxy no `root`."""
 
 
 def text(**changes: Any) -> tuple[str, dict[str, Any]]:

@@ -104,7 +104,8 @@ async def test_a_pair_that_d_calls_broken_is_not_used_until_d_says_otherwise() -
     )
     async with running_cluster([bad, good], [d]) as client:
         base = base_of(client)
-        assert await ready(base) == {"status": "ready", "reasons": []}
+        nodes = {"d0": "serving", "p0": "serving", "p1": "serving"}
+        assert await ready(base) == {"status": "ready", "reasons": [], "nodes": nodes}
         d.problems = (said_by_d(bad), said_by_d(ScriptedNode("foreign")))
 
         async def is_degraded() -> bool:
