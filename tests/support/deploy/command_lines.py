@@ -2,6 +2,7 @@
 
 import argparse
 import runpy
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,27 +33,28 @@ def program_of(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 class ParsedError(Exception):
-    """Ends a program that has parsed its arguments with argparse; holds them."""
+    """Ends a program in place of its work; holds its parsed arguments, or its `typer.Typer`."""
 
 
 def parsed(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Options that the program of `module` reads from `words`; raises its error for wrong ones."""
     # A program that parses its arguments in no way known here would run.
     assert (ROOT / module.partition(".")[0]).is_dir()
-    apps: list[typer.Typer] = []
-    # Instead of running, the program leaves its parser here.
-    monkeypatch.setattr(typer.Typer, "__call__", lambda app: apps.append(app))
     parse = argparse.ArgumentParser.parse_args
 
-    def end(parser: argparse.ArgumentParser) -> None:
-        raise ParsedError(parse(parser, words))
+    def end(program: typer.Typer | argparse.ArgumentParser) -> None:
+        raise ParsedError(program if isinstance(program, typer.Typer) else parse(program, words))
 
+    monkeypatch.setattr(typer.Typer, "__call__", end)
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", end)
-    try:
+    # Signals of the test's own process stay as they are.
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(ParsedError) as ended:
         runpy.run_module(module, run_name="__main__")
-    except ParsedError as ended:
-        return dict(vars(ended.args[0]))
-    command: Any = get_command(apps[0])
+    found = ended.value.args[0]
+    if isinstance(found, argparse.Namespace):
+        return dict(vars(found))
+    command: Any = get_command(found)
     while hasattr(command, "commands"):
         command, words = command.commands[words[0]], words[1:]
     # click empties the list that it reads.

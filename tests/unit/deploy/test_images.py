@@ -81,6 +81,9 @@ def test_the_composition_s_servers_start_with_these_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     services = composed()
+    # Compose refuses to start without it.
+    assert "TANDEM_CLUSTER_TOKEN" in services["proxy"]["environment"]
+    monkeypatch.setenv("TANDEM_CLUSTER_TOKEN", "from-the-shell")
     configs = {
         name: config_of(["tandem", *service["command"]], monkeypatch)
         for name, service in services.items()
